@@ -1,8 +1,8 @@
 //! `blockhouse attach` and `detach`: an image as a block device of this host, served by a process
 //! in the background.
 //!
-//! The device is one of ublk; where the kernel has no driver for that, one of its NBD client, which
-//! is said.
+//! The device is one of ublk; where the kernel has no driver for that, one of its NBD client, with
+//! a message.
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -17,8 +17,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{called_as, output};
 
-/// The option by which a server in the background is told that it is one: it ends the lines that
-/// say where it listens with an empty one.
+/// The option of a server that was started in the background: it ends the lines that say where it
+/// listens with an empty one.
 pub const OPTION: &str = "--in-background";
 
 /// Bytes that are passed on together.

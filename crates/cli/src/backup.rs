@@ -1,4 +1,4 @@
-//! `blockhouse backup`: a disk as a qcow2 file, whole or what has changed since a bitmap was begun.
+//! `blockhouse backup`: a disk as a qcow2 file, all of it or the changes since a bitmap was begun.
 //!
 //! Guarantees: the target gets its name when it is complete and durable, never before; until then
 //! it is in `TARGET.part` beside it. A backup that was cut stays there, and `--resume` goes on with
@@ -140,10 +140,7 @@ impl Arguments {
         part: &Path,
         phases: &Phases,
     ) -> Result<Arc<ImageDisk>> {
-        let target_content = match self.resume {
-            true => TargetContent::Unknown,
-            false => TargetContent::Zero,
-        };
+        let target_content = if self.resume { TargetContent::Unknown } else { TargetContent::Zero };
         let target = self.part(part, CreateOptions::new(source.size())).await?;
         let options = CopyOptions { target_content, compress: false, max_in_flight: MAX_IN_FLIGHT };
         let copied = match CopyJob::new(Arc::clone(source), Arc::clone(&target), options) {
@@ -277,10 +274,8 @@ impl Arguments {
         phases: &Phases,
     ) -> Result<()> {
         target.flush().await?;
-        let verified = match self.verify {
-            true => self.compare(source, &target, phases).await,
-            false => Ok(()),
-        };
+        let verified =
+            if self.verify { self.compare(source, &target, phases).await } else { Ok(()) };
         let closed = target.close().await;
         verified.and_then(|()| Ok(closed?))
     }

@@ -102,7 +102,7 @@ impl FromArgMatches for Flags {
 }
 
 impl Flag {
-    /// That of a name in [`FLAGS`].
+    /// The flag of a name in [`FLAGS`].
     fn of(name: &str) -> Self {
         match name {
             "remove" => Self::Change(BitmapAction::Remove),

@@ -1,5 +1,5 @@
-//! The name that this program is called by: under those of QEMU's tools it is called by programs
-//! that go on by exit statuses and by words on standard output and error.
+//! The name that this program is called by: the callers of QEMU's tools depend on exit statuses and
+//! on words on standard output and error.
 //!
 //! Guarantees: under such a name wrong usage ends with 1, an image that exists is overwritten as
 //! there, and an error has the words that scripts look for on lines after our own.

@@ -87,9 +87,10 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let (report, repaired, format, pending) = match outcome {
         Outcome::NotCheckable(format) => {
             let why = format!("the format {format} does not support checks");
-            output::tell(&match called_as::is_qemu_img() {
-                true => "qemu-img: This image format does not support checks".to_owned(),
-                false => format!("blockhouse: {name}: {why}"),
+            output::tell(&if called_as::is_qemu_img() {
+                "qemu-img: This image format does not support checks".to_owned()
+            } else {
+                format!("blockhouse: {name}: {why}")
             });
             return Ok(ExitCode::from(NOT_CHECKABLE));
         }

@@ -1,4 +1,4 @@
-//! The lines of `qemu-img check` for what it finds, for scripts that look for them (`Leaked
+//! The lines of `qemu-img check` for its findings, for scripts that look for them (`Leaked
 //! cluster`, `ERROR cluster`).
 
 use blockhouse_disk::CheckReport;

@@ -2,8 +2,8 @@
 //!
 //! Guarantees: a new image gets its name when it is complete and durable, never before; until then
 //! the copy is in `TARGET.part` beside it. A file that has the name already is left alone, unless
-//! it is to be replaced, which happens at one moment at the very end, or to be overwritten in
-//! place.
+//! the options ask to replace it, which happens at one moment at the very end, or to overwrite it
+//! in place.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -47,7 +47,7 @@ pub struct CopyFormats {
 }
 
 impl CopyFormats {
-    /// That of the target, which is going to be at this path.
+    /// The format of the target, which is going to be at this path.
     pub fn of_target(&self, path: &Path) -> ImageFormat {
         self.format.unwrap_or_else(|| format_of_new(path))
     }
@@ -153,7 +153,7 @@ impl Finish {
         Self { path, part, replaced_file, if_exists, can_resume: false }
     }
 
-    /// `part` gets the name `path`, which a file has that is to be replaced.
+    /// `part` gets the name `path` at the end, and replaces the file that has it.
     pub fn of_part(
         path: &Path,
         part: &Path,
@@ -207,7 +207,7 @@ pub enum Existing {
 /// Finds out what there is at `path`.
 ///
 /// # Errors
-/// It is to be left alone, or is in use; the name is none for a file.
+/// The options leave the file alone, it is in use, or no file can have the name.
 pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     let is_there = std::fs::metadata(path).is_ok();
     if is_there && if_there != IfThere::Replace {
@@ -245,11 +245,11 @@ impl Target {
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// Carries out a copy, which `job` makes for so many chunks in flight on each thread; on one thread
-/// where it is in order. `name` is the target's.
+/// Carries out a copy, on one thread if it is in order. `job` makes it for a number of chunks in
+/// flight on each thread; `name` is the target's.
 ///
 /// # Errors
-/// What a storage answers.
+/// Errors of a storage.
 pub fn copy_to(
     event_loop: &mut EventLoop,
     progress: &Progress,

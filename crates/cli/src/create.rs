@@ -251,7 +251,7 @@ fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
     })
 }
 
-/// What is said of a backing file whose format is not. Only under the name qemu-img.
+/// The message for a backing file without its format. Only under the name qemu-img.
 fn missing_format(image: &Path, settings: &[Setting]) -> Option<String> {
     let has_format = settings.iter().any(|one| matches!(one, Setting::BackingFormat(_)));
     let name = settings.iter().rev().find_map(|setting| match setting {
@@ -302,7 +302,7 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
     Ok(())
 }
 
-/// Disks consist of whole sectors: a size with a part of one is rounded up, and that is said.
+/// Disks consist of whole sectors: a size with a part of one is rounded up, with a message.
 pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     let rounded = size.next_multiple_of(512);
     if rounded != size && !called_as::is_qemu_img() {
@@ -312,7 +312,7 @@ pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     rounded
 }
 
-/// The format that the name of a new file stands for; wrong usage if it is none that can be made.
+/// The format that the name of a new file stands for; wrong usage if no image of it can be made.
 pub fn format_of_new(image: &Path) -> ImageFormat {
     if let made @ ImageFormat::Foreign(_) = ImageFormat::by_name(image) {
         return made;
@@ -404,7 +404,7 @@ async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Resu
     }
 }
 
-/// Makes a new raw image with its space. `progress` tells of space that is taken.
+/// Makes a new raw image with its space. `progress` counts space that is allocated.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
@@ -457,7 +457,7 @@ fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
 }
 
 /// Makes a new qcow2 image, and says so if it names what commands open only when they are told to.
-/// `progress` tells of tables and of space that is taken.
+/// `progress` counts tables and space that is allocated.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
@@ -562,8 +562,8 @@ async fn fill_qcow2(
     or_removed(path, finish.await).await
 }
 
-/// Opens the backing file of a new image: one that cannot be opened as what it is said to be would
-/// be of no use.
+/// Opens the backing file of a new image: one that cannot be opened in its stated format would be
+/// of no use.
 async fn open_backing(
     image: &Path,
     backing: &Backing,

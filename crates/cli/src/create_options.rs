@@ -78,7 +78,7 @@ Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
   key-secret=ID                       the key, of those that --object secret,id=ID,file=FILE
                                       names; left out, the first that is named";
 
-/// What `-o help` prints; under the name qemu-img in its form.
+/// The text that `-o help` prints; under the name qemu-img in its form.
 pub fn help(format: Option<ImageFormat>, has_file: bool) -> String {
     match called_as::is_qemu_img() {
         true => qemu_help::options_of(format.unwrap_or(ImageFormat::Raw), has_file),
@@ -86,7 +86,7 @@ pub fn help(format: Option<ImageFormat>, has_file: bool) -> String {
     }
 }
 
-/// How long it takes to derive a key where nothing is said, in milliseconds: as QEMU.
+/// The default time to derive a key, in milliseconds: as QEMU.
 const DEFAULT_KEY_TIME: u32 = 2000;
 
 /// All names, as listed to users.
@@ -99,7 +99,7 @@ const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extend
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
 ///
 /// # Errors
-/// What is wrong and which names or values there are.
+/// The mistake, and the names or values that exist.
 pub fn parse(text: &str) -> Result<Settings, String> {
     if matches!(text, "help" | "?") {
         return Ok(Settings::Help);
@@ -417,7 +417,7 @@ fn not_of_qcow2(name: &str) -> String {
     }
 }
 
-/// What qemu-img says of an option that raw images do not have.
+/// The message of qemu-img for an option that raw images do not have.
 fn not_of_raw(setting: &Setting) -> String {
     match (setting, word_of(setting)) {
         (Setting::BackingFile(_) | Setting::BackingFormat(_), _) => {

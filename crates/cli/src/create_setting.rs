@@ -29,7 +29,7 @@ pub enum Setting {
     DataFile(String),
     /// Whether that reads as the guest's disk.
     RawDataFile(Switch),
-    /// That the guest's data is encrypted by LUKS.
+    /// LUKS encryption of the guest's data.
     EncryptLuks,
     /// How long it takes to derive the key, in milliseconds.
     EncryptIterTime(u32),

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use clap::{ArgMatches, Args, Command, Error, FromArgMatches};
 
 thread_local! {
-    /// Whether the options are to be there at once.
+    /// Whether the options are defined at once.
     static AT_ONCE: Cell<bool> = const { Cell::new(false) };
 }
 

@@ -27,7 +27,7 @@ pub async fn create(
     Ok(made?)
 }
 
-/// What a new image says of its parent.
+/// The description of its parent in a new image.
 ///
 /// # Errors
 /// It is no VMDK image.

@@ -39,7 +39,7 @@ pub fn is_name(name: &str) -> bool {
 /// The option of this [name](is_name) with this value.
 ///
 /// # Errors
-/// What is wrong with the value.
+/// The mistake in the value.
 pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
     let found = OPTIONS.iter().find(|(known, _)| *known == name);
     let (name, _) = found.ok_or_else(|| format!("there is no option '{name}'"))?;

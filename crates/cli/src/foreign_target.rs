@@ -25,7 +25,7 @@ pub struct ForeignTarget<'a> {
     pub kind: ForeignKind,
     /// Its properties.
     pub options: NewForeignOptions,
-    /// What the file system is to know of it.
+    /// The file's properties for the file system.
     pub file: NewFile,
     /// The treatment of a file that has the name.
     pub if_there: IfThere,

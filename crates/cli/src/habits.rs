@@ -39,7 +39,7 @@ pub fn explain(error: clap::Error, arguments: &[String]) -> clap::Error {
     }
 }
 
-/// What to say in place of a parser's words: of digits, and of a word that is no command.
+/// A message in place of the parser's: for digits, and for a word that is no command.
 fn plain_reason(error: &clap::Error, arguments: &[String]) -> Option<(ErrorKind, String)> {
     let context = |kind| error.get(kind).map(ToString::to_string);
     match error.kind() {

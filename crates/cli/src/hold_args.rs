@@ -29,7 +29,7 @@ impl HoldArgs {
     /// Their common meaning.
     ///
     /// # Errors
-    /// What makes no sense, in words.
+    /// The mistake, in words.
     pub fn on_full(&self) -> Result<OnFull, String> {
         OnFull::new(self.on_full.as_deref() == Some("hold"), self.hold_seconds)
     }

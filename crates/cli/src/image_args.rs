@@ -88,7 +88,7 @@ impl ImageArgs {
         Ok((path, ImageOptions { locking, part, backing_use, ..options }))
     }
 
-    /// The export and the context of its server that are to be mapped, where the options name one.
+    /// The export and the context of its server, where the options name one to map.
     ///
     /// # Errors
     /// As [`ImageOptsArgs::resolve_to_map`].

@@ -59,7 +59,7 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read), of a whole image with its backing file.
     ///
     /// # Errors
-    /// As there; a part of a file is named, or its backing file is to be left out.
+    /// As there; the options name a part of a file, or leave its backing file out.
     pub fn resolve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_whole(image, format)?;
         if named.is_compressed {
@@ -130,9 +130,10 @@ impl ImageOptsArgs {
     /// As there.
     pub fn resolve_to_commit(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = Self::check_change(self.find(image, format)?, image)?;
-        match named.part.is_some() || named.is_compressed || named.context.is_some() {
-            true => bail!("{}: its options are none of an image to commit", image.display()),
-            false => Ok(named),
+        if named.part.is_some() || named.is_compressed || named.context.is_some() {
+            bail!("{}: its options are none of an image to commit", image.display())
+        } else {
+            Ok(named)
         }
     }
 

@@ -1,4 +1,4 @@
-//! `blockhouse info`: what an image is, and how this host would serve it.
+//! `blockhouse info`: the properties of an image, and how this host would serve it.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ pub struct Arguments {
 /// The facts to report.
 struct Facts {
     image: PathBuf,
-    /// The name that is told in its place.
+    /// The name that the report has in its place.
     said_name: Option<String>,
     format: &'static str,
     cluster_size: Option<u64>,
@@ -95,9 +95,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         ..options
     };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    let chain = match arguments.backing_chain {
-        true => event_loop.block_on(chain_of(&image, options))?,
-        false => vec![(image, options)],
+    let chain = if arguments.backing_chain {
+        event_loop.block_on(chain_of(&image, options))?
+    } else {
+        vec![(image, options)]
     };
     let facts = chain
         .into_iter()
@@ -162,10 +163,11 @@ fn facts_of(
     let part = options.part;
     let disk = event_loop.block_on(open_as_served(&image, options))?;
     let is_file = disk.image().file().is_some() || part.is_some();
-    let actual_size = match is_file {
-        true => Some(blocks_of(&image)? * 512 + disk.image().query_extents_allocated()?),
+    let actual_size = if is_file {
+        Some(blocks_of(&image)? * 512 + disk.image().query_extents_allocated()?)
+    } else {
         // Another server has it.
-        false => None,
+        None
     };
     Ok(Facts {
         said_name: None,
@@ -288,9 +290,10 @@ fn as_text(facts: &Facts) -> String {
     if let Some(Backing { name, format }) = &facts.backing {
         let full = resolve_relative(image, name);
         let name = String::from_utf8_lossy(name);
-        let full = match full == Path::new(&*name) {
-            true => String::new(),
-            false => format!(" (actual path: {})", full.display()),
+        let full = if full == Path::new(&*name) {
+            String::new()
+        } else {
+            format!(" (actual path: {})", full.display())
         };
         lines.push(format!("backing file: {name}{full}"));
         lines.extend(format.as_ref().map(|format| format!("backing file format: {format}")));
@@ -509,9 +512,10 @@ fn part_data(path: &Path, part: FilePart, file: Value) -> Value {
 }
 
 fn file_data(path: &Path, size: u64, actual_size: Option<u64>) -> Value {
-    let format = match std::fs::metadata(path).is_ok_and(|file| file.is_file()) {
-        true => "file",
-        false => "host_device",
+    let format = if std::fs::metadata(path).is_ok_and(|file| file.is_file()) {
+        "file"
+    } else {
+        "host_device"
     };
     json!({
         "children": [],

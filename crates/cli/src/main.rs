@@ -268,9 +268,10 @@ fn failure_status(error: &anyhow::Error) -> ExitCode {
     let kind = error.downcast_ref::<Error>().map(Error::kind);
     let code = error.downcast_ref::<RpcError>().map(|error| error.code);
     let lacks = kind == Some(ErrorKind::LacksChanges) || code == Some(LACKS_CHANGES_CODE);
-    match lacks && !called_as::is_qemu_img() {
-        true => ExitCode::from(LACKS_CHANGES),
-        false => ExitCode::FAILURE,
+    if lacks && !called_as::is_qemu_img() {
+        ExitCode::from(LACKS_CHANGES)
+    } else {
+        ExitCode::FAILURE
     }
 }
 

@@ -46,9 +46,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let range = ByteRange::between(arguments.start_offset.min(size), end.min(size));
         if let Some(snapshot) = &arguments.since {
             let changes = disk.snapshots().changes_since(snapshot, range).await?;
-            return Ok(match image.is_json() {
-                true => changes_as_json(&changes),
-                false => changes_as_text(&changes),
+            return Ok(if image.is_json() {
+                changes_as_json(&changes)
+            } else {
+                changes_as_text(&changes)
             });
         }
         let parts = parts_of(&disk, range).await?;

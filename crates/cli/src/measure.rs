@@ -1,7 +1,7 @@
 //! `blockhouse measure`: how long the file of a new image would be, before it is made.
 //!
-//! Guarantees: nothing is written. What is told as required suffices for a copy of the image
-//! without compression, and what is told as fully allocated for whatever its guest writes later,
+//! Guarantees: nothing is written. The length that is reported as required suffices for a copy of
+//! the image without compression, and the fully allocated one for whatever its guest writes later,
 //! snapshots and bitmaps excepted. The figures are those of `qemu-img measure`, but for parts of a
 //! cluster that were never written: they count as zeros here, as they do in a copy.
 

@@ -87,7 +87,7 @@ impl KeyArgs {
     /// name, or with the first one.
     ///
     /// # Errors
-    /// There is none of this name, or no key at all; as [`KeyFiles::read`].
+    /// No key has this name, or there is no key at all; as [`KeyFiles::read`].
     pub fn create_header(&self, name: Option<&str>, time: Duration) -> Result<Vec<u8>> {
         let index = name.map_or(Ok(0), |name| self.index_of(name))?;
         Ok(self.secrets()?.create_header(index, time)?)
@@ -96,12 +96,13 @@ impl KeyArgs {
     /// Which of the keys has this name.
     ///
     /// # Errors
-    /// There is none.
+    /// No key has this name.
     pub fn index_of(&self, name: &str) -> Result<usize> {
         let index = self.object.iter().position(|object| object.id == name);
-        let missing = || match called_as::is_qemu_img() {
-            true => format!("No secret with id '{name}'"),
-            false => {
+        let missing = || {
+            if called_as::is_qemu_img() {
+                format!("No secret with id '{name}'")
+            } else {
                 format!("there is no secret '{name}'; say --object secret,id={name},file=FILE")
             }
         };
@@ -183,9 +184,10 @@ impl OpenArgs {
     /// # Errors
     /// A directory that was named cannot be used.
     pub fn read_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
-        let allowed_paths = match self.references.no_references {
-            true => AllowedPaths::refusing_all(),
-            false => self.allowed_paths(None)?,
+        let allowed_paths = if self.references.no_references {
+            AllowedPaths::refusing_all()
+        } else {
+            self.allowed_paths(None)?
         };
         let remote_backing = self.references.allow.remote_backing();
         let secrets = self.secrets()?;

@@ -1,5 +1,4 @@
-//! How far a command is that does several things one after the other, each of which tells its own
-//! progress.
+//! The progress of a command with several phases, each of which has a progress of its own.
 //!
 //! Guarantee: every phase is the same share of the whole, so that what is shown never goes back.
 

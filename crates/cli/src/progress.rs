@@ -141,8 +141,8 @@ pub struct Display<'a> {
 }
 
 impl Display<'_> {
-    /// This many bytes are done, of this many, or of 0 where that is not known. To be called each
-    /// [`INTERVAL`].
+    /// Shows the bytes that are done and their total, which is 0 where it is not known. To be
+    /// called each [`INTERVAL`].
     pub fn show(&self, (done, total): (u64, u64)) {
         if total > 0 && self.bar.length() != Some(total) {
             self.bar.set_length(total);

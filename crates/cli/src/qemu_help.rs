@@ -1,5 +1,5 @@
-//! What qemu-img says where help is asked for, under its name: scripts look there for the version,
-//! the formats and the options of a format.
+//! The help texts of qemu-img, under its name: scripts look there for the version, the formats and
+//! the options of a format.
 //!
 //! Guarantee: no format and no option is named that is not there.
 
@@ -95,9 +95,10 @@ pub fn options_of(format: ImageFormat, has_file: bool) -> String {
         options.extend(of_file);
         options.sort_unstable();
     }
-    let mut lines = vec![match has_file {
-        true => "Supported options:".to_owned(),
-        false => format!("Supported {} options:", format.as_str()),
+    let mut lines = vec![if has_file {
+        "Supported options:".to_owned()
+    } else {
+        format!("Supported {} options:", format.as_str())
     }];
     lines.extend(options.iter().map(|(name, value, what)| {
         let option = format!("{name}={value}");

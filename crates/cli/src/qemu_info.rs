@@ -18,9 +18,10 @@ pub fn text_of(info: &Value, snapshots: &str) -> String {
 /// A node of QEMU's graph: an image, or below it what has its bytes.
 fn node(text: &mut String, info: &Value, depth: usize, snapshots: &str) {
     let is_file = depth > 0 && is_empty(&info["children"]);
-    let words = match is_file {
-        true => ["filename", "protocol type", "file length"],
-        false => ["image", "file format", "virtual size"],
+    let words = if is_file {
+        ["filename", "protocol type", "file length"]
+    } else {
+        ["image", "file format", "virtual size"]
     };
     let virtual_size = info["virtual-size"].as_u64().unwrap_or(0);
     let actual = info["actual-size"].as_u64().map_or("unavailable".into(), size::show);

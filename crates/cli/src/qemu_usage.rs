@@ -1,4 +1,5 @@
-//! What QEMU's tools say of wrong usage, under their names, for scripts that look for their words.
+//! The messages of QEMU's tools about wrong usage, under their names, for scripts that look for
+//! them.
 //!
 //! Guarantee: no words of QEMU stand in the place of ours where they are not those that it has for
 //! the same mistake.
@@ -12,19 +13,19 @@ use crate::called_as::{self, Tool};
 
 /// A mistake on the command line.
 struct Mistake<'a> {
-    /// The command; empty where there is none.
+    /// The command; empty without one.
     command: &'a str,
     /// The argument, as `--format <FORMAT>`, or what is no argument.
     argument: String,
     value: String,
-    /// What is missing.
+    /// The required arguments that are missing.
     missing: Vec<String>,
     /// The last word of the command line, and the one before it.
     last: &'a str,
     last_but_one: &'a str,
 }
 
-/// What is said in the place of an error of the parser. Only under the names of QEMU's tools.
+/// The message in the place of an error of the parser. Only under the names of QEMU's tools.
 pub fn of_error(error: &clap::Error, typed: &[OsString]) -> Option<String> {
     let tool = called_as::tool()?;
     let typed: Vec<_> = typed.iter().map(|word| word.to_str().unwrap_or_default()).collect();
@@ -73,7 +74,7 @@ fn of(tool: Tool, error: &clap::Error, typed: &[&str]) -> Option<String> {
 }
 
 impl Mistake<'_> {
-    /// Where more is told.
+    /// Adds the line that names `--help`, as QEMU does.
     fn with_try(&self, what: &str) -> String {
         let command = if self.command.is_empty() { "" } else { " " };
         format!("{what}\nTry 'qemu-img{command}{} --help' for more info", self.command)
@@ -195,7 +196,7 @@ impl Mistake<'_> {
                  kilo-, mega-, giga-, tera-, peta-\nand exabytes, respectively."
                     .to_owned()
             }
-            "SIZE" | "--size" => of_size("image size", value),
+            "SIZE" | "--size" => of_size(value),
             "--cache" => format!("Invalid cache option: {value}"),
             "-T" => format!("Invalid source cache option: {value}"),
             "--rate-limit" => format!("Invalid rate limit specified: '{value}'."),
@@ -224,13 +225,14 @@ fn unknown_option(argument: &str) -> Option<String> {
     }
 }
 
-/// A number of bytes that is none.
-fn of_size(what: &str, value: &str) -> String {
+/// The message for a text that is no number of bytes.
+fn of_size(value: &str) -> String {
     let is_number =
         value.trim_end_matches(['k', 'K', 'M', 'G', 'T', 'P', 'E']).parse::<f64>().is_ok();
-    match is_number {
-        true => format!("Invalid {what} specified. Must be between 0 and {}.", i64::MAX),
-        false => format!("Invalid {what} specified: '{value}'."),
+    if is_number {
+        format!("Invalid image size specified. Must be between 0 and {}.", i64::MAX)
+    } else {
+        format!("Invalid image size specified: '{value}'.")
     }
 }
 

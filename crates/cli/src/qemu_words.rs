@@ -1,4 +1,5 @@
-//! What QEMU's tools say of an error, under their names, for scripts that look for their words.
+//! The messages of QEMU's tools for an error, under their names, for scripts that look for their
+//! words.
 //!
 //! Guarantee: the words are those of the tool for the same failure of the same command; where there
 //! are none, ours stand alone.
@@ -7,7 +8,7 @@ use blockhouse_core::{Error, ErrorKind};
 
 use crate::called_as::{command_of, tool, words};
 
-/// What QEMU's tools say of an error.
+/// The messages of QEMU's tools for an error.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QemuWords {
     /// Their words.
@@ -102,7 +103,7 @@ impl Typed {
         changes || self.words.last().is_some_and(|last| self.words.len() > 3 && last == image)
     }
 
-    /// What a command says of a failure that only it has.
+    /// The message of a command for a failure that only it has.
     fn of_command(&self, text: &str) -> Option<String> {
         let has = |part: &str| text.contains(part);
         match &*self.command {
@@ -143,11 +144,12 @@ impl Typed {
 
     fn of_snapshot(&self, text: &str) -> Option<String> {
         if let Some(name) = quoted(text, "has no snapshot '") {
-            return Some(match self.has("-a") {
-                true => format!(
+            return Some(if self.has("-a") {
+                format!(
                     "Could not apply snapshot '{name}': Failed to load snapshot: No such file or directory"
-                ),
-                false => format!("Could not delete snapshot '{name}': snapshot not found"),
+                )
+            } else {
+                format!("Could not delete snapshot '{name}': snapshot not found")
             });
         }
         let is_impossible =
@@ -278,7 +280,7 @@ fn same(text: &str) -> Option<&'static str> {
     SAME.iter().find(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs)
 }
 
-/// What QEMU says of features that are not known: their names in the image, and the bits of those
+/// The message of QEMU for unknown features: their names in the image, and the bits of those
 /// without.
 fn unknown_features(text: &str) -> Option<String> {
     let (_, list) = text.split_once("needs the unknown feature")?;

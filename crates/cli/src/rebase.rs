@@ -147,13 +147,14 @@ impl Arguments {
         let (disk, behind) = event_loop.block_on(async {
             let disk = open(&self.image, self.target_cache.apply(options.clone())).await?;
             if self.compress && disk.image().compression().is_none() {
-                match called_as::is_qemu_img() {
-                    true => bail!("Compression not supported for this file format"),
-                    false => bail!(
+                if called_as::is_qemu_img() {
+                    bail!("Compression not supported for this file format")
+                } else {
+                    bail!(
                         "{}: {} images have no compressed clusters; leave --compress out",
                         disk.name(),
                         disk.image().format_name()
-                    ),
+                    )
                 }
             }
             let behind = open_new(&self.image, new, self.source_cache.apply(options)).await?;

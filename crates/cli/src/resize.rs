@@ -47,7 +47,7 @@ enum Space {
     /// When it is written.
     Later,
     Now(SpaceMode),
-    /// That of tables: clusters get their places together with space here.
+    /// Space for metadata: clusters get their offsets together with space here.
     Metadata,
 }
 
@@ -97,16 +97,17 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })?;
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
-    // A raw disk of qemu-img ends anywhere, and is told in whole sectors.
+    // A raw disk of qemu-img ends anywhere; the message has whole sectors.
     let is_rounded = called_as::is_qemu_img() && disk.image().cluster_size().is_none();
     let size = if is_rounded { size.next_multiple_of(512) } else { size };
     if size < old && arguments.preallocation != Space::Later {
-        match called_as::is_qemu_img() {
-            true => bail!("Preallocation can only be used for growing images"),
-            false => bail!(
+        if called_as::is_qemu_img() {
+            bail!("Preallocation can only be used for growing images")
+        } else {
+            bail!(
                 "{}: space is taken where a disk becomes longer; leave --preallocation out",
                 disk.name()
-            ),
+            )
         }
     }
     if arguments.is_metadata_of_raw(&disk) {

@@ -1,8 +1,8 @@
 //! Secrets as QEMU's users name them: `--object secret,id=ID,file=FILE`.
 //!
 //! Guarantee: a key never has to stand on the command line, where every user of the host can read
-//! it. Under the names of QEMU's tools `data=KEY` is taken as there: whoever calls them so has
-//! shown the key already.
+//! it. Under the names of QEMU's tools `data=KEY` is taken as there: the caller has shown the key
+//! already.
 
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
@@ -26,7 +26,7 @@ pub struct SecretObject {
 /// Parses `secret,id=ID,file=FILE[,format=raw]`; a comma in a value is written twice.
 ///
 /// # Errors
-/// What to type instead.
+/// The text to type instead.
 pub fn parse(text: &str) -> Result<SecretObject, String> {
     let mut parts = split(text).into_iter();
     match parts.next().as_deref() {

@@ -267,9 +267,10 @@ async fn fork(image: &Image, overlay: &Path) -> Result<()> {
 impl Image {
     /// The disk over this image at the server that listens at `socket`.
     fn served_by(&self, socket: &Path) -> Result<ServedDisk> {
-        let path = match Location::is_remote(self.image.as_os_str().as_bytes()) {
-            true => self.image.clone(),
-            false => self.image.canonicalize().with_context(|| self.image.display().to_string())?,
+        let path = if Location::is_remote(self.image.as_os_str().as_bytes()) {
+            self.image.clone()
+        } else {
+            self.image.canonicalize().with_context(|| self.image.display().to_string())?
         };
         let mut server = Connection::open(socket)?;
         let disks = server.call("disk.list", json!({}))?;

@@ -1,4 +1,4 @@
-//! Snapshots as they are told: to people as a table, to programs with the keys of `qemu-img info`.
+//! Lists of snapshots: for people as a table, for programs with the keys of `qemu-img info`.
 
 use std::time::{Duration, SystemTime};
 

@@ -1,4 +1,4 @@
-//! `blockhouse upgrade`: another process goes on with what a server serves.
+//! `blockhouse upgrade`: another process takes over the disks and clients of a server.
 
 use std::path::PathBuf;
 

@@ -132,15 +132,16 @@ pub struct DiskConfig {
 /// Refuses to fill a disk from its backing file that is read-only.
 ///
 /// # Errors
-/// What contradicts itself, in words.
+/// The contradiction, in words.
 pub fn check_filling(
     copy_on_read: bool,
     prefetch: Option<u64>,
     is_read_only: bool,
 ) -> Result<(), String> {
-    match (copy_on_read || prefetch.is_some()) && is_read_only {
-        true => Err("copy-on-read and prefetch write to the image: leave read-only and snapshot out, or these".into()),
-        false => Ok(()),
+    if (copy_on_read || prefetch.is_some()) && is_read_only {
+        Err("copy-on-read and prefetch write to the image: leave read-only and snapshot out, or these".into())
+    } else {
+        Ok(())
     }
 }
 
@@ -170,7 +171,7 @@ impl DiskConfig {
     /// and a time for which writes are held.
     ///
     /// # Errors
-    /// What contradicts itself, in words.
+    /// The contradiction, in words.
     pub fn checked(self) -> Result<Self, String> {
         if !is_address(self.path.as_os_str().as_bytes()) {
             check_absolute(&self.path)?;
@@ -236,17 +237,14 @@ impl DiskConfig {
     /// The treatment of changes that find no room.
     ///
     /// # Errors
-    /// What makes no sense, in words.
+    /// The mistake, in words.
     pub fn on_full(&self) -> Result<OnFull, String> {
         OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)
     }
 
     /// Whether its backing file is read.
     pub fn backing_use(&self) -> BackingUse {
-        match self.without_backing {
-            true => BackingUse::LeftOut,
-            false => BackingUse::Followed,
-        }
+        if self.without_backing { BackingUse::LeftOut } else { BackingUse::Followed }
     }
 
     /// Whether it may name exports of other servers.

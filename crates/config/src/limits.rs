@@ -194,11 +194,10 @@ fn name(key: &str, value: &str) -> Result<String, String> {
 }
 
 fn parse_rate(key: &str, value: &str) -> Result<u64, String> {
-    match key.starts_with("bps") {
-        true => size::parse(value).map_err(|why| format!("{key}={value}: {why}")),
-        false => value
-            .parse()
-            .map_err(|_| format!("{key}={value}: write a number of operations a second")),
+    if key.starts_with("bps") {
+        size::parse(value).map_err(|why| format!("{key}={value}: {why}"))
+    } else {
+        value.parse().map_err(|_| format!("{key}={value}: write a number of operations a second"))
     }
 }
 
@@ -223,7 +222,7 @@ pub struct RateArgument {
 }
 
 impl RateArgument {
-    /// Takes a `KEY=VALUE` in. `false` if the key is none of rates.
+    /// Takes a `KEY=VALUE` in. `false` if the key names no rate.
     ///
     /// # Errors
     /// When the value makes no sense for the key, or the key was there before.
@@ -240,9 +239,10 @@ impl RateArgument {
     /// # Errors
     /// Where they do not.
     fn finish(self) -> Result<Self, String> {
-        match self.limits.rates()?.is_unlimited() && self.limits.group.is_none() {
-            true => Err("disk needs a rate, like iops=1000, or a group".into()),
-            false => Ok(self),
+        if self.limits.rates()?.is_unlimited() && self.limits.group.is_none() {
+            Err("disk needs a rate, like iops=1000, or a group".into())
+        } else {
+            Ok(self)
         }
     }
 
@@ -349,9 +349,10 @@ pub fn parse(text: &str) -> Result<LimitArgument, String> {
     let (mut rates, mut has_rates) = (RateArgument::default(), false);
     for item in text.split(',') {
         let (key, value) = item.split_once('=').ok_or("write KEY=VALUE, like stall=30")?;
-        match rates.take(key, value)? {
-            true => has_rates = true,
-            false => argument.clients.push(parse_one(key, value)?),
+        if rates.take(key, value)? {
+            has_rates = true
+        } else {
+            argument.clients.push(parse_one(key, value)?)
         }
     }
     argument.rates = has_rates.then(|| rates.finish()).transpose()?;

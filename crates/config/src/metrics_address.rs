@@ -44,9 +44,10 @@ impl std::str::FromStr for MetricsAddress {
         }
         let what = "use 127.0.0.1:PORT, [::1]:PORT or unix:PATH";
         let address: SocketAddr = text.parse().map_err(|_| what.to_owned())?;
-        match address.ip().is_loopback() {
-            true => Ok(Self::Loopback(address)),
-            false => Err(format!("{what}; for other machines put a server with TLS before it")),
+        if address.ip().is_loopback() {
+            Ok(Self::Loopback(address))
+        } else {
+            Err(format!("{what}; for other machines put a server with TLS before it"))
         }
     }
 }

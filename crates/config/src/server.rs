@@ -200,10 +200,7 @@ pub struct TlsSetup {
 impl TlsSetup {
     /// The rule at a socket.
     pub fn mode_at(&self, address: &Address) -> TlsMode {
-        match self.only.contains(address) {
-            true => TlsMode::Required,
-            false => self.mode,
-        }
+        if self.only.contains(address) { TlsMode::Required } else { self.mode }
     }
 }
 
@@ -272,7 +269,7 @@ impl ServerConfig {
     /// The TLS setup for sockets of these URIs. `None`: no TLS.
     ///
     /// # Errors
-    /// What makes no sense together, in the words of the options.
+    /// The contradiction, in the words of the options.
     pub fn tls(&self, uris: &[NbdUri]) -> Result<Option<TlsSetup>, String> {
         let only = addresses(uris, Security::Tls);
         let plain = addresses(uris, Security::Plain);

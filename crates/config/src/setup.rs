@@ -1,4 +1,4 @@
-//! A plain description of what is to run.
+//! A plain description of a server, its disks and its exports.
 //!
 //! It opens nothing and binds nothing.
 

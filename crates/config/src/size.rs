@@ -3,11 +3,11 @@
 /// A size, or how much a disk is to change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
-    /// This many bytes.
+    /// A size in bytes.
     Absolute(u64),
-    /// This many more.
+    /// The bytes to add.
     Grow(u64),
-    /// This many fewer.
+    /// The bytes to take away.
     Shrink(u64),
 }
 
@@ -32,7 +32,7 @@ impl NewSize {
 /// Parses a size as [`parse`] does, or a change of it: +10G, -512M.
 ///
 /// # Errors
-/// Why it is none.
+/// The reason why the text is no size.
 pub fn parse_new(text: &str) -> Result<NewSize, String> {
     match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(more), _) => parse(more).map(NewSize::Grow),
@@ -46,7 +46,7 @@ pub fn parse_new(text: &str) -> Result<NewSize, String> {
 /// left out. A count without a unit may be hexadecimal (0x10000).
 ///
 /// # Errors
-/// Why it is none.
+/// The reason why the text is no size.
 pub fn parse(text: &str) -> Result<u64, String> {
     const HOW: &str = "not a size; write it as 512, 64K, 1.5G";
     if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {

@@ -86,9 +86,10 @@ pub fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::E
 /// # Errors
 /// Where it is relative.
 pub fn check_absolute(path: &Path) -> Result<(), String> {
-    match path.is_absolute() {
-        true => Ok(()),
-        false => Err(format!("{}: write the whole path, from / on", path.display())),
+    if path.is_absolute() {
+        Ok(())
+    } else {
+        Err(format!("{}: write the whole path, from / on", path.display()))
     }
 }
 

@@ -1,4 +1,4 @@
-//! How little room may be left on the host before it is told.
+//! The space left on the host below which an event reports it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,9 +10,9 @@ use crate::size;
 /// See the module's page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threshold {
-    /// This many bytes.
+    /// Bytes.
     Bytes(u64),
-    /// This many hundredths of all room that there is.
+    /// Hundredths of all the room.
     Percent(u8),
 }
 

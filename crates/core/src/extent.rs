@@ -74,7 +74,7 @@ impl ByteRange {
     }
 
     /// The largest range with ends at multiples of `alignment` (a power of two) inside this one;
-    /// `None` when there is none.
+    /// `None` if it would be empty.
     pub fn align_inward(self, alignment: u64) -> Option<Self> {
         let start = self.offset.checked_next_multiple_of(alignment)?;
         let end = self.end() & !(alignment - 1);

@@ -104,7 +104,7 @@ impl InFlight {
 
 /// Takes back what an [`InFlightPermit`] holds.
 pub trait ReleaseInFlight {
-    /// This many requests, and this many of their bytes, are no longer in flight.
+    /// Ends requests in flight, with their bytes.
     fn release(&self, requests: usize, bytes: u64);
 }
 

@@ -155,9 +155,10 @@ impl IoVector {
         }
         self.segments.extend_from_slice(&next.segments);
         // Parts of one vector have one owner: thousands of them do not nest.
-        let owner = match Arc::ptr_eq(&self.owner, &next.owner) {
-            true => self.owner,
-            false => Arc::new((self.owner, next.owner)),
+        let owner = if Arc::ptr_eq(&self.owner, &next.owner) {
+            self.owner
+        } else {
+            Arc::new((self.owner, next.owner))
         };
         Self {
             owner,

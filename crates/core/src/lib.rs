@@ -1,13 +1,13 @@
-//! The vocabulary of Blockhouse (layer 0): what exports ask, what formats answer, what storages can
-//! do.
+//! The vocabulary of Blockhouse (layer 0): the requests of exports, the answers of formats, the
+//! capabilities of storages.
 //!
 //! | type | meaning |
 //! | --- | --- |
-//! | [`Request`] | what an export asks of a disk; a write says by [`Durability`] what must be stable when it completes |
-//! | [`IoVector`] | memory for an operation, together with its owner; from a [`Buffer`], a [`BufferPool`], or a guest |
-//! | [`Storage`] | whatever holds bytes: a host file, the simulator's disk, one of your own; [`Capabilities`] says what it can do |
-//! | [`Extent`] | the answer of an image format: where a guest's bytes are, and what an overwrite must know of them |
-//! | [`Error`] | one line that says what failed, on which file and offset, and what to do; with the errno for the guest |
+//! | [`Request`] | a request of an export to a disk; a write has a [`Durability`] |
+//! | [`IoVector`] | memory for an operation; a [`Buffer`], a [`BufferPool`] or a guest owns it |
+//! | [`Storage`] | a host file, the simulator's disk, or your own; it has [`Capabilities`] |
+//! | [`Extent`] | the location of a guest's bytes, and the rules for overwriting them |
+//! | [`Error`] | one line: the failure, its file and offset, and what to do; and an errno |
 //!
 //! [`sync`] has the primitives of concurrency that all layers share, [`metrics`] what they measure
 //! with. This crate does no I/O and starts no threads. To open disk images see `blockhouse-disk`;

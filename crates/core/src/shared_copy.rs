@@ -8,8 +8,8 @@
 //! some sequence of Rust operations that its author names (the Rust reference, "Rules for inline
 //! assembly"), and that sequence is it: no instruction of the loops below tears a byte, or reads
 //! what it has written. So a byte that is copied is one that some process stored there. There is no
-//! order between bytes, and between two copies of the same byte there is none either: what must be
-//! read once is copied once and then used.
+//! order between bytes, nor between two copies of the same byte: a value that must be read once is
+//! copied once and then used.
 //!
 //! Cost: that of `memcpy` from 512 bytes on (`cargo bench -p blockhouse-core --bench shared_copy`).
 //! The loops are of vector instructions and not `rep movsb`, which falls to 1 GB/s on Zen 3 where

@@ -42,10 +42,10 @@ pub trait Storage: 'static {
     fn read(&self, offset: u64, into: IoVector) -> impl Future<Output = Result<()>>;
 
     /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), as
-    /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when the
-    /// bytes were not all accepted for want of room. What is written past the end makes the
-    /// storage longer. A write that fails may have stored any part of the bytes, and
-    /// [`size`](Self::size) says how long that has made the storage.
+    /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when there
+    /// was no room for all bytes. What is written past the end makes the storage longer. A write
+    /// that fails may have stored any part of the bytes, and [`size`](Self::size) says how long
+    /// that has made the storage.
     ///
     /// A durable write is a write and a flush in one, so its failure may be the only report of an
     /// earlier write that was lost, whatever its errno. Where the storage knows that it is not, it
@@ -133,7 +133,7 @@ pub trait Storage: 'static {
     /// the length of the range, which must not be empty).
     fn block_status(&self, range: ByteRange) -> impl Future<Output = Result<(Allocation, u64)>>;
 
-    /// Starts to bring the range into the cache, if there is one. Never fails for want of one.
+    /// Starts to bring the range into the cache, if there is one. Without a cache it does nothing.
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
     /// When the storage was changed for the last time, by whatever program, since the Unix epoch:

@@ -1,4 +1,4 @@
-//! How far a tool has come: what it has done of what it has to do, in bytes.
+//! The progress of a tool: bytes that are done, of all.
 //!
 //! Guarantees: it is read from any thread, at any time, and it never goes back.
 
@@ -52,7 +52,7 @@ impl ToolProgress {
         self.done.fetch_max(offset, Ordering::Relaxed);
     }
 
-    /// This many more bytes are done.
+    /// Counts bytes that are done.
     pub fn advance(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }

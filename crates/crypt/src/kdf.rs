@@ -67,7 +67,7 @@ impl Work {
     /// Fills `into` with the key that the secret gives.
     ///
     /// # Errors
-    /// What the header asks for cannot be done, or is too much.
+    /// The parameters in the header are not supported, or cost too much.
     pub(crate) fn derive(
         &mut self,
         kdf: &LuksKdf,

@@ -1,4 +1,4 @@
-//! Key slots of a header that is there: which a secret opens, and what a new one holds.
+//! Key slots of an existing header: the slot that a secret opens, and the content of a new one.
 //!
 //! Computes for as long as [`unlock`](crate::unlock), within the same limits: not for an event
 //! loop.
@@ -60,7 +60,7 @@ pub fn new_slot(
     build().map_err(|error: std::io::Error| Error::host("cannot make a key slot", error))
 }
 
-/// Random bytes, as many as a key slot's area has, for one that is given up.
+/// Random bytes, as many as a key slot's area has, to overwrite one that is no longer used.
 ///
 /// # Errors
 /// The kernel has no random numbers.

@@ -31,9 +31,10 @@ impl Secret {
         let mut secret = read(path)?;
         let line = secret.0.iter().position(|&byte| byte == b'\n');
         secret.0.truncate(line.unwrap_or(usize::MAX));
-        match secret.0.is_empty() {
-            true => Err(useless(path, "begins with an empty line, which is no passphrase")),
-            false => Ok(secret),
+        if secret.0.is_empty() {
+            Err(useless(path, "begins with an empty line, which is no passphrase"))
+        } else {
+            Ok(secret)
         }
     }
 

@@ -111,8 +111,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// Changes the bitmap of this name.
     ///
     /// # Errors
-    /// As [`add`](Self::add); `InvalidInput` where there is none, or where it is inconsistent and
-    /// not to be removed.
+    /// As [`add`](Self::add); `InvalidInput` where no bitmap has this name, or where it is
+    /// inconsistent and `action` does not remove it.
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<Pause> {
         self.while_quiesced(async |bitmaps| bitmaps.change(name, action).await).await
     }

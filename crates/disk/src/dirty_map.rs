@@ -108,29 +108,25 @@ impl DirtyMap {
     }
 
     /// The first dirty granules at `offset` or behind it that follow each other, `limit` bytes of
-    /// them at most but at least one. They stay dirty. It starts and ends at granules, but for
-    /// the end of the disk; behind that is none.
+    /// them at most but at least one. They stay dirty. It starts and ends at granules, except at
+    /// the end of the disk; `None` past that.
     pub fn next(&self, offset: u64, limit: u64) -> Option<ByteRange> {
-        if offset >= self.size {
-            return None;
-        }
-        let first = self.find(offset >> self.shift, true, self.granules())?;
-        let most = self.granules().min(first + (limit >> self.shift).max(1));
-        let end = self.find(first, false, most).unwrap_or(most);
-        // Another taker may have left nothing.
-        let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
-        Some(ByteRange::between(start, end))
+        self.next_run(offset, limit, true)
     }
 
     /// As [`next`](Self::next), of granules that are not dirty.
     pub fn next_clean(&self, offset: u64, limit: u64) -> Option<ByteRange> {
+        self.next_run(offset, limit, false)
+    }
+
+    fn next_run(&self, offset: u64, limit: u64, is_dirty: bool) -> Option<ByteRange> {
         if offset >= self.size {
             return None;
         }
-        let first = self.find(offset >> self.shift, false, self.granules())?;
+        let first = self.find(offset >> self.shift, is_dirty, self.granules())?;
         let most = self.granules().min(first + (limit >> self.shift).max(1));
-        let end = self.find(first, true, most).unwrap_or(most);
-        // Another marker may have left none.
+        let end = self.find(first, !is_dirty, most).unwrap_or(most);
+        // Another task may have changed the first granule meanwhile.
         let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
         Some(ByteRange::between(start, end))
     }

@@ -40,7 +40,7 @@
 //!
 //! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order
 //!   of overlapping changes, requests in parts
-//! - `dirty_map`, `observers`: what has changed, and who is told
+//! - `dirty_map`, `observers`: the changed parts of a disk, and the observers of changes
 //! - `throttle`: limits on rates
 //! - `state`: what outlives the process
 //! - `durability`: the decision, and the tracker of flushes around each storage

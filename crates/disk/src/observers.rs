@@ -1,8 +1,8 @@
 //! The observers of a disk's changes: jobs that copy it.
 //!
-//! Guarantees: an observer that is attached while the disk is quiesced is told of the begin and the
-//! end of every change that is made from then on, whatever its outcome, and of the end before the
-//! change counts as ended: when the disk is quiesced again, the observer has been told of all of
+//! Guarantees: an observer that is attached while the disk is quiesced is called at the begin and
+//! the end of every change that is made from then on, whatever its outcome, and at the end before
+//! the change counts as ended: when the disk is quiesced again, the observer has heard of all of
 //! them. The bytes that it sees of a write are those that the disk gets, also where a guest changes
 //! its memory meanwhile. A disk without observers pays three relaxed loads for each write.
 
@@ -46,7 +46,7 @@ pub trait ChangeObserver: Send + Sync {
 
     /// A change of `range`, which may be past the end of the disk, begins: nothing of it was done
     /// yet. `bytes` are those of a write of at most [`MAX_OBSERVED_BYTES`], where they are
-    /// [wanted](Self::wants_bytes); they are to be copied at once. The returned name is given
+    /// [wanted](Self::wants_bytes); the observer copies them at once. The returned name is given
     /// back at the end.
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId;
 
@@ -94,7 +94,7 @@ impl Observers {
         self.list.read().iter().any(|observer| observer.forbids_snapshots())
     }
 
-    /// Whether the bytes of a write that begins now are to be shown, if it is not too long.
+    /// Whether an observer wants the bytes of a write that begins now, if it is not too long.
     pub(crate) fn want_bytes(&self, length: u64) -> bool {
         self.is_any.load(Ordering::Relaxed)
             && length <= MAX_OBSERVED_BYTES
@@ -145,8 +145,7 @@ impl Drop for ObservedChange {
     }
 }
 
-/// The bytes of a write in memory that nobody else changes, so that all who read them read the
-/// same.
+/// The bytes of a write in memory of its own, so that every reader gets the same bytes.
 ///
 /// # Errors
 /// ENOMEM; EFAULT where the guest's memory is lost.

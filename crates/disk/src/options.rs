@@ -104,13 +104,13 @@ pub enum OnFull {
 }
 
 impl OnFull {
-    /// How long a change is held at most, where nothing else is said.
+    /// The default of the longest time for which a change is held.
     pub const DEFAULT_LIMIT: Duration = Duration::from_secs(300);
 
     /// As the command line says it: whether they are held, and for how many seconds.
     ///
     /// # Errors
-    /// What makes no sense, in words.
+    /// The mistake, in words.
     pub fn new(is_held: bool, seconds: Option<u32>) -> Result<Self, String> {
         match (is_held, seconds) {
             (false, None) => Ok(Self::Report),

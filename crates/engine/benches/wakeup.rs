@@ -5,8 +5,8 @@
 //! completion is handled; otherwise the process is idle. So the loop sleeps whenever a batch comes.
 //!
 //! Here a thread does that through a [`Handle`] to a loop on another thread, once per engine,
-//! against a plain single-threaded loop over a ring of its own. The variants take turns. What
-//! happens when nobody wakes the loop is for `blockhouse bench wakeup` to show.
+//! against a plain single-threaded loop over a ring of its own. The variants take turns.
+//! `blockhouse bench wakeup` shows a loop that is never woken.
 //!
 //! `cargo bench -p blockhouse-engine --bench wakeup -- [--file PATH] [--rounds N] [--json]`
 #![allow(clippy::print_stdout, reason = "the table is for the person who asked for it")]
@@ -157,7 +157,7 @@ fn new_buffers() -> Vec<Buffer> {
 
 /// One thread, one ring, nothing in between.
 struct Plain {
-    /// Dropped before the memory that its reads go to, of which none is under way then.
+    /// Dropped before the memory that its reads go to, of which none is in flight then.
     ring: IoUring,
     memory: Vec<IoVector>,
     file: Arc<HostFile>,

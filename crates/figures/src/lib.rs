@@ -54,7 +54,7 @@ pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<(f64, f6
     Some((sorted[below], sorted[sorted.len() - 1 - below]))
 }
 
-/// This many values have a [`median_interval`].
+/// The number of values from which on there is a [`median_interval`].
 pub const ENOUGH: usize = 30;
 
 /// `median (min..max)`, with the given precision or none.

@@ -6,7 +6,7 @@ use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 /// the storage are zeros.
 ///
 /// # Errors
-/// What the storage answers.
+/// Errors of the storage.
 pub(crate) async fn read<S: Storage>(storage: &S, offset: u64, length: usize) -> Result<Vec<u8>> {
     let block = u64::from(storage.capabilities().alignment.offset);
     let mut bytes = Vec::with_capacity(length);

@@ -108,8 +108,8 @@ impl<S: Storage> Format<S> {
     }
 
     /// Looks for errors in the image, whose changes are flushed and which must not change
-    /// meanwhile; `None` where the format has nothing to check. `progress` tells of tables that
-    /// were read.
+    /// meanwhile; `None` where the format has nothing to check. `progress` counts tables that were
+    /// read.
     ///
     /// # Errors
     /// Only what the storage answers: what is wrong with the image is in the report.

@@ -233,7 +233,7 @@ impl<S: Storage> Format<S> {
     /// other process changes nothing.
     ///
     /// # Errors
-    /// What the storage answers; a failure to write metadata that is remembered.
+    /// Errors of the storage; a failure to write metadata that is remembered.
     pub async fn settle(&self) -> Result<()> {
         match self.qcow2() {
             Some(qcow2) => qcow2.settle().await,

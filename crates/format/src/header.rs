@@ -1,4 +1,4 @@
-//! The header of an image: what it says of the disk and of other files, and changes of that.
+//! The header of an image: its statements about the disk and other files, and changes of them.
 
 use blockhouse_core::{Result, Storage};
 

@@ -89,7 +89,7 @@ impl ImageFormat {
     /// of another format is refused, because its owner does not expect a raw image.
     ///
     /// # Errors
-    /// What is wrong with the name, and how to say what is meant.
+    /// The mistake in the name, and how to name the format.
     pub fn for_new(path: &Path) -> Result<Self, String> {
         match suffix(path) {
             Some(suffix) if FOREIGN_SUFFIXES.contains(&&*suffix) => Err(format!(

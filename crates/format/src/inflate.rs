@@ -15,7 +15,7 @@ pub(crate) enum Wrapper {
 /// wrote, with the memory of the largest.
 ///
 /// # Errors
-/// What is wrong with the bytes: they are no such stream, or do not fill `into`.
+/// The mistake in the bytes: they are no such stream, or do not fill `into`.
 pub(crate) fn inflate(stream: &[u8], into: &mut [u8], wrapper: Wrapper) -> Result<(), String> {
     let mut decoder = Decompress::new(wrapper == Wrapper::Zlib);
     let (mut read, mut written) = (0, 0);

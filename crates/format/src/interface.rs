@@ -1,5 +1,5 @@
-//! The vocabulary between the I/O path and an image format: what the path asks for, and what it
-//! says of an extent afterwards.
+//! The vocabulary between the I/O path and an image format: the requests of the path, and its
+//! reports about an extent afterwards.
 //!
 //! This module depends on no format, so that each format can use it.
 

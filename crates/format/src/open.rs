@@ -31,8 +31,8 @@ impl<S: Storage> Format<S> {
     /// that names a data file is not complete before [`with_data`](Self::with_data).
     ///
     /// # Errors
-    /// What [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`] answers; `ReadOnly`
-    /// for an image that is only read and is opened to be written.
+    /// As [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`]; `ReadOnly` for an
+    /// image that is only read and is opened to be written.
     pub async fn open(storage: S, format: ImageFormat, options: OpenOptions) -> Result<Self> {
         Self::open_before_replay(storage, format, options, None).await
     }
@@ -94,7 +94,7 @@ impl<S: Storage> Format<S> {
     /// A raw image, which has nothing to read when it is opened.
     ///
     /// # Errors
-    /// What [`Raw::open`] answers.
+    /// As [`Raw::open`].
     pub fn raw(storage: S) -> Result<Self> {
         Ok(Self::Flat(Flat::Raw(Raw::open(storage)?)))
     }
@@ -148,7 +148,7 @@ pub fn initial_file_size(format: ImageFormat, size: u64) -> u64 {
 /// [`initial_file_size`] bytes. Durable when it returns.
 ///
 /// # Errors
-/// What the format or the storage answers; `Unsupported` for formats that are only read.
+/// Errors of the format or the storage; `Unsupported` for formats that are only read.
 pub async fn create<S: Storage>(storage: &S, format: ImageFormat, size: u64) -> Result<()> {
     match format {
         ImageFormat::Raw => storage.resize(size).await?,

@@ -1,4 +1,4 @@
-//! Space for bytes that will be written later, so that writing them cannot fail for want of it.
+//! Space for bytes that will be written later, so that writing them cannot fail with ENOSPC.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, Offload, Result, Storage, ToolProgress, Unmap,

@@ -52,9 +52,8 @@ pub fn name_of_end(last: &[u8]) -> Option<&'static str> {
     found.map(|&(_, name)| name)
 }
 
-/// Where the name of its backing file is, as the header of a qcow2 image with these first bytes
-/// says;
-/// `None` where it is none, or has none.
+/// The location of the backing file's name, by the header of a qcow2 image with these first bytes;
+/// `None` for another format, or without a backing file.
 pub fn qcow2_backing_name(first: &[u8]) -> Option<ByteRange> {
     if name_of(first) != Some("qcow2") {
         return None;
@@ -65,8 +64,8 @@ pub fn qcow2_backing_name(first: &[u8]) -> Option<ByteRange> {
     ByteRange::new(offset, length.into()).filter(|_| is_there)
 }
 
-/// Bytes of a cluster, as the header of a qcow2 image with these first bytes says; `None` where it
-/// is none.
+/// Bytes of a cluster, by the header of a qcow2 image with these first bytes; `None` for another
+/// format.
 pub fn qcow2_cluster_size(first: &[u8]) -> Option<u64> {
     const CLUSTER_BITS: usize = 20;
     if name_of(first) != Some("qcow2") {
@@ -86,11 +85,11 @@ async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
     Ok(name_of_end(&buffer.bytes()[(last - start) as usize..]))
 }
 
-/// As [`probe`], of a file with this name: where the name says a format that is told by its end,
-/// the last bytes are read, too.
+/// As [`probe`], of a file with this name: where the name says a format whose signature is at the
+/// end, the last bytes are read, too.
 ///
 /// # Errors
-/// What the storage answers.
+/// Errors of the storage.
 pub async fn probe_file<S: Storage>(storage: &S, path: &Path) -> Result<Option<&'static str>> {
     let found = probe(storage).await?;
     if found.is_none() && matches!(suffix(path).as_deref(), Some("dmg" | "vhd" | "vpc")) {

@@ -21,7 +21,7 @@ impl<S: Storage> SizeChange<'_, S> {
     /// change: before work on it that takes long.
     ///
     /// # Errors
-    /// Those of [`grow`](Self::grow).
+    /// Errors of [`grow`](Self::grow).
     pub fn check(&self, size: u64) -> Result<()> {
         self.format.qcow2().map_or(Ok(()), |qcow2| qcow2.size_change().check(size))
     }

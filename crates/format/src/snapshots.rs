@@ -89,7 +89,7 @@ impl<'a, S: Storage> Snapshots<'a, S> {
     }
 
     /// A change that is prepared while the guest's data is changed, so that making it takes a
-    /// moment however much is mapped. `None` where nothing is to be prepared: the snapshot is
+    /// moment however much is mapped. `None` where there is nothing to prepare: the snapshot is
     /// [created](Self::create) or [deleted](Self::delete) at once. What is dropped before it is
     /// taken has changed nothing; [`give_back`](Self::give_back) frees its space.
     ///

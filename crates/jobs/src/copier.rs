@@ -1,4 +1,4 @@
-//! Copies what is dirty from one disk to the other, over and over, for as long as the job goes on.
+//! Copies dirty ranges from one disk to the other, over and over, for as long as the job goes on.
 //!
 //! Guarantees: two copies in flight never overlap, nor does a copy begin that overlaps a live write
 //! ([`Tracker`]). What is dirty is made clean before it is read, so a change that comes later makes
@@ -42,7 +42,8 @@ const MAX_URGENT: usize = 256;
 /// How long it rests between two passes while it keeps up with a guest, so that what changes often
 /// is not copied each time.
 const PASS_INTERVAL: Duration = Duration::from_millis(100);
-/// How many pieces of work end before who waits for the job is told, where nothing else happens.
+/// The number of pieces of work after which tasks that wait for the job are woken, where nothing
+/// else happens.
 const NEWS_INTERVAL: u32 = 32;
 
 /// The ranges that are not copied as they are found.
@@ -81,7 +82,7 @@ pub(crate) struct Copier<S: Storage> {
     was_idle: Cell<bool>,
     /// Whether limits and rests do not count, because the guest waits.
     is_hurried: Cell<bool>,
-    /// Whether nothing is to be begun.
+    /// Whether the job begins no further work.
     is_stopped: Cell<bool>,
 }
 
@@ -277,9 +278,10 @@ impl<S: Storage> Copier<S> {
     fn next_in_background(&self) -> Next {
         let now = self.clock.now();
         let load = || self.source.stats().export_load();
-        let allowance = match self.is_hurried.get() {
-            true => Allowance::Unlimited,
-            false => self.pace.borrow_mut().allowance(now, load).limited(self.control.speed()),
+        let allowance = if self.is_hurried.get() {
+            Allowance::Unlimited
+        } else {
+            self.pace.borrow_mut().allowance(now, load).limited(self.control.speed())
         };
         let rate = match allowance {
             Allowance::Rest(end) => return Next::Later(end.saturating_sub(now)),
@@ -296,7 +298,7 @@ impl<S: Storage> Copier<S> {
         if copies >= room.copies || (copies > 0 && bytes >= room.bytes) {
             return Next::Nothing;
         }
-        // A change that makes something dirty tells nobody: it costs the guest nothing.
+        // A change that makes something dirty wakes no task: it costs the guest nothing.
         let Some(range) = self.next_dirty(room.chunk) else { return Next::Later(PASS_INTERVAL) };
         // Clean before it is read.
         self.tracker.dirty().clear(range);
@@ -306,10 +308,10 @@ impl<S: Storage> Copier<S> {
         Next::Begin(Work::Copy(range))
     }
 
-    /// The next dirty range that is not being copied, at most `limit` bytes of it. A pass ends at
-    /// the end of the disk: then there is none. While the guest waits it begins at the start
-    /// again at once, and tells nobody: what is left then is dirty again while it is copied,
-    /// and to be told of that by itself would keep the task from ever waiting for it.
+    /// The next dirty range that is not being copied, at most `limit` bytes of it. `None` at the
+    /// end of the disk, where a pass ends. While the guest waits, the search begins at the start
+    /// again at once, without a wake-up: the rest becomes dirty again while it is copied, and a
+    /// wake-up for that would keep the task from ever waiting for it.
     fn next_dirty(&self, limit: u64) -> Option<ByteRange> {
         let start = self.cursor.get();
         let next = self.next_dirty_to_end(limit);
@@ -399,10 +401,7 @@ impl<S: Storage> Copier<S> {
     async fn copy_range(&self, range: ByteRange) -> Result<u64> {
         let left_out = self.rule.left_out.saturating_sub(range.offset());
         let wanted = range.skip(left_out.min(range.length()));
-        let outcome = match wanted.is_empty() {
-            true => Ok(0),
-            false => self.copy.copy(wanted).await,
-        };
+        let outcome = if wanted.is_empty() { Ok(0) } else { self.copy.copy(wanted).await };
         self.in_flight.borrow_mut().retain(|busy| *busy != range);
         if outcome.is_err() {
             self.tracker.dirty().mark(range);

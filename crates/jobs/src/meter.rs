@@ -1,5 +1,4 @@
-//! How a copy gets on: what was copied, how fast, and whether the guest changes more than is
-//! copied.
+//! The progress of a copy: bytes, speed, and whether the guest changes more than is copied.
 
 use std::time::Duration;
 

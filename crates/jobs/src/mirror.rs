@@ -24,7 +24,7 @@
 //! (`commit_active_start`). The target has no mark; copied is what the source's image has itself.
 //! The source reads the same at each moment, because it has itself what is copied, until it is no
 //! more the disk ([`DiskJobs::attach_base`](blockhouse_disk::DiskJobs::attach_base)). So until step
-//! 3 source and target together are the disk, and the target alone is none. When the rest is copied
+//! 3 source and target together are the disk, and the target alone is not. When the rest is copied
 //! and flushed, an [action](Mirror::before_switch) notes that the target is the disk: that is the
 //! moment.
 //!
@@ -67,8 +67,8 @@ const PROBES: usize = 4;
 const PROBE_UNIT: u64 = 4096;
 /// The longest, in these units.
 const MAX_PROBE_UNITS: u64 = 8;
-/// How long the guest's changes are held off at most. Then they go on, and the job is to be
-/// completed another time.
+/// The longest time for which the guest's changes are held off. Then they go on, and the job has to
+/// be completed another time.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// Whether the guest's changes wait for their copy.
@@ -148,14 +148,14 @@ pub struct Mirror<S: Storage> {
     before_switch: Action,
     source_kept: Box<dyn Fn()>,
     is_over: Cell<bool>,
-    /// What is copied alone.
+    /// The only parts that are copied, if not all are.
     only: Option<DirtyMap>,
 }
 
 /// Why there is no result.
 enum Stop {
     Cancelled,
-    /// It would hold the guest off for too long: it is to be completed another time.
+    /// It would hold the guest off for too long: the user completes it another time.
     Late(Error),
     Failed(Error),
     /// The copier has failed, and has the error.
@@ -190,8 +190,8 @@ impl<S: Storage> Mirror<S> {
         Self::to(TargetKind::Copy, (source, target), options, (control, clock), None)
     }
 
-    /// A backup in `target` of a disk that does not change and is as long; `only`: of what is
-    /// marked there alone. It is to be completed as a [copy](Completion::Copy).
+    /// A backup in `target` of a disk that does not change and is as long; `only`: of the parts
+    /// that are marked there. The caller completes it as a [copy](Completion::Copy).
     ///
     /// # Errors
     /// `InvalidInput` for a target of another size; the host has no memory.
@@ -310,9 +310,9 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// Makes the mirror, and ends as its control says. When it returns, nothing is in flight at the
-    /// target. From when its end is [decided](JobControl::decided) the guest's requests wait
-    /// for nothing of the job. The target is to be closed where it did not take the disk's
-    /// place, and the control to be told of the [end](JobControl::end).
+    /// target. From when its end is [decided](JobControl::decided) the guest's requests wait for
+    /// nothing of the job. The caller closes the target where it did not take the disk's place, and
+    /// passes the [end](JobControl::end) to the control.
     pub async fn run(&self) -> JobEnd {
         let steps = async {
             let outcome = self.take_steps().await;
@@ -348,7 +348,7 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// When the job's end is decided, or it is over: no request of the guest waits for it, and it
-    /// is told of no more changes, whatever its steps wait for.
+    /// observes no more changes, whatever its steps wait for.
     async fn let_guest_go(&self) {
         let is_ending = || (self.control.is_decided() || self.is_over.get()).then_some(());
         self.control.changed().wait_until(is_ending).await;

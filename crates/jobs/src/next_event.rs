@@ -23,12 +23,8 @@ pub(crate) async fn next_event(
         }
     };
     // Of an empty set there is nothing to wait for.
-    let ended = async {
-        match operations.is_empty() {
-            true => pending().await,
-            false => operations.next().await,
-        }
-    };
+    let ended =
+        async { if operations.is_empty() { pending().await } else { operations.next().await } };
     match select(pin!(ended), pin!(wait)).await {
         Either::Left((outcome, _)) => outcome,
         Either::Right(_) => None,

@@ -3,7 +3,7 @@
 //! A guest with a fixed number of requests in flight keeps the share of its rate by which the time
 //! of its requests grows. So the pace follows that time: in each cycle the copier rests for one
 //! window, in which the time of the guest's reads and writes without copies is measured; in the
-//! others it is compared, and the rate goes up or down. A disk that nobody uses is copied without a
+//! others it is compared, and the rate goes up or down. A disk without requests is copied without a
 //! limit. Nothing of this counts where a user's limit is lower.
 //!
 //! Guarantee: the rate is never less than `MIN_RATE`, so a job comes to its end under any load.
@@ -133,7 +133,7 @@ impl Pace {
         }
     }
 
-    /// This many bytes were copied.
+    /// Counts bytes that were copied.
     pub(crate) fn count(&mut self, bytes: u64) {
         self.copied += bytes;
     }

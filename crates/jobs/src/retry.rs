@@ -1,4 +1,4 @@
-//! When what failed is tried again: after a pause that doubles while it goes on failing.
+//! The pauses before repeated attempts: each is twice the last one.
 
 use std::cell::Cell;
 use std::time::Duration;

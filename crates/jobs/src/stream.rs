@@ -52,7 +52,7 @@ pub struct Stream<S: Storage> {
     clock: Rc<dyn JobClock>,
     pace: RefCell<Pace>,
     meter: RefCell<Meter>,
-    /// Up to here everything is filled, being filled, or left to the next pass.
+    /// The end of the part that is filled, being filled, or left to the next pass.
     cursor: Cell<u64>,
     pass: Cell<Pass>,
     /// When the next part may begin.
@@ -112,9 +112,9 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// Tries again what cannot be filled, until it is cancelled: for a job that nobody looks after,
-    /// over storage that may be gone for a while. Each pause is twice the last one, from 10
-    /// seconds to 5 minutes; the log tells of it.
+    /// Tries again what cannot be filled, until it is cancelled: for a job without supervision,
+    /// over storage that may be gone for a while. Each pause is twice the last one, from 10 seconds
+    /// to 5 minutes; the log has it.
     #[must_use]
     pub fn try_again(mut self) -> Self {
         self.retry = Some(Retry::default());
@@ -128,8 +128,8 @@ impl<S: Storage> Stream<S> {
         self
     }
 
-    /// Fills the disk, and ends as its control says; the control is to be told of the
-    /// [end](JobControl::end).
+    /// Fills the disk, and ends as its control says; the caller passes the [end](JobControl::end)
+    /// to the control.
     pub async fn run(&self) -> JobEnd {
         let outcome = self.take_steps().await;
         match outcome {
@@ -199,7 +199,7 @@ impl<S: Storage> Stream<S> {
     /// The next part, while those in flight go on: guests may wait for them.
     ///
     /// # Errors
-    /// What looking it up answers, or one of those in flight that ends the job.
+    /// An error of the lookup, or one of a part in flight that ends the job.
     async fn find_part(
         &self,
         cache: &mut BlockStatusCache,
@@ -247,14 +247,14 @@ impl<S: Storage> Stream<S> {
         true
     }
 
-    /// This many bytes were begun, up to `end`.
+    /// Counts bytes that were begun, up to `end`.
     fn count_begun(&self, bytes: u64, end: u64) {
         self.cursor.set(end);
         let pass = self.pass.get();
         self.pass.set(Pass { left: pass.left.map(|left| left.saturating_sub(bytes)), ..pass });
     }
 
-    /// This many bytes are left to the next pass.
+    /// Counts bytes that are left to the next pass.
     fn count_failed(&self, offset: u64, bytes: u64) {
         let pass = self.pass.get();
         self.pass.set(Pass {

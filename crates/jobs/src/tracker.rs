@@ -165,7 +165,7 @@ impl Tracker {
         self.backlog.limit.fetch_min(limit, Ordering::SeqCst);
     }
 
-    /// Has no change wait, for ever: those that do go on at once, whatever the target does, and
+    /// Lets no change wait from then on: those that do go on at once, whatever the target does, and
     /// what they wait for is dirty.
     pub(crate) fn release_writes(&self) {
         self.is_blocking.store(false, Ordering::SeqCst);

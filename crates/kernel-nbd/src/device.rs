@@ -49,7 +49,7 @@ pub fn check_driver() -> Result<(), Error> {
 /// lowest that is free. Gives its number.
 ///
 /// # Errors
-/// Why there is none: no driver, no rights, a server that refuses, a number that is taken.
+/// There is no driver, the process lacks the right, the server refuses, or the number is taken.
 pub fn attach(socket: &Path, number: Option<u32>) -> Result<u32, Error> {
     let mut driver = Driver::open()?;
     let failed = |error: std::io::Error| Error::Server {

@@ -1,7 +1,6 @@
 //! The server behind a device: the process that listens at a Unix socket, and its end.
 //!
-//! Guarantee: no process is told to end but the one that listens there, which the kernel names, not
-//! a file.
+//! Guarantee: only the process that listens there is asked to end. The kernel names it, not a file.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -58,9 +57,10 @@ pub fn end(socket: &Path) -> Result<(), Error> {
         Err(Errno::SRCH) => return Ok(()),
         outcome => outcome.map_err(refused)?,
     }
-    match has_ended(&server) {
-        true => Ok(()),
-        false => Err(Error::NotEnded { process, socket: socket.to_owned() }),
+    if has_ended(&server) {
+        Ok(())
+    } else {
+        Err(Error::NotEnded { process, socket: socket.to_owned() })
     }
 }
 

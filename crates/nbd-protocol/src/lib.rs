@@ -1,5 +1,5 @@
 //! The numbers and layouts of the NBD protocol (`doc/proto.md` of the reference implementation),
-//! without any I/O (layer 1): what server and client share.
+//! without any I/O (layer 1), for server and client.
 //!
 //! A server's answers are decided in `blockhouse-nbd`. All fields on the wire are big-endian;
 //! strings are UTF-8 without NUL. [`uri`] names an export and its server.

@@ -90,7 +90,7 @@ pub fn parse_error(payload: &[u8]) -> Option<(u32, String)> {
 }
 
 /// The first descriptor of a chunk that tells the status of blocks: its context, its length and its
-/// flags. A length of 0 is none.
+/// flags. A descriptor of length 0 is invalid.
 pub fn parse_first_status(kind: u16, payload: &[u8]) -> Option<(u32, u64, StatusFlags)> {
     let context = u32::from_be_bytes(field(payload, 0)?);
     let (framing, start) = match kind {

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use percent_encoding::percent_decode_str;
 
-/// By what a client and its server know each other. The default: the server by a certificate of an
-/// authority that this host trusts, and the client by nothing.
+/// The credentials by which a client and its server know each other. The default: the server by a
+/// certificate of an authority that this host trusts, and the client by nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsParameters {
     user: Option<String>,
@@ -107,10 +107,7 @@ fn check(what: &str, value: &[u8]) -> Result<(), String> {
     if value.is_empty() {
         return Err(format!("{what} is empty"));
     }
-    match value.contains(&0) {
-        true => Err(format!("{what} contains NUL")),
-        false => Ok(()),
-    }
+    if value.contains(&0) { Err(format!("{what} contains NUL")) } else { Ok(()) }
 }
 
 /// As libnbd takes it.

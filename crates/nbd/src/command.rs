@@ -156,10 +156,8 @@ fn decode_command(
 ) -> Result<Command, RequestError> {
     check_flags(header, options)?;
     let RequestHeader { flags, offset, length, .. } = *header;
-    let durability = match flags.contains(CommandFlags::FUA) {
-        true => Durability::Data,
-        false => Durability::None,
-    };
+    let durability =
+        if flags.contains(CommandFlags::FUA) { Durability::Data } else { Durability::None };
     let empty = length == 0;
     match header.kind {
         kind::READ if empty => Ok(Command::Empty(EmptyKind::Read)),
@@ -255,10 +253,8 @@ mod tests {
     use crate::handshake::MetaContext;
 
     fn options(framing: Framing) -> NegotiatedOptions {
-        let contexts = match framing.has_chunks() {
-            true => vec![(1, MetaContext::Allocation)],
-            false => Vec::new(),
-        };
+        let contexts =
+            if framing.has_chunks() { vec![(1, MetaContext::Allocation)] } else { Vec::new() };
         NegotiatedOptions { export: String::new(), framing, contexts }
     }
 

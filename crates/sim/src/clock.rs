@@ -1,4 +1,4 @@
-//! Virtual time: what will happen, and when.
+//! Virtual time, and the events that are due.
 //!
 //! Time stands still while tasks run and jumps from event to event. Events of the same moment
 //! happen in an order chosen by the seed.

@@ -117,10 +117,7 @@ impl Config {
         let config = Self {
             fua: if random.bool() { Fua::Native } else { Fua::Emulated },
             refuses_fua: false,
-            fua_cost: match random.bool() {
-                true => FuaCost::NoFlush,
-                false => FuaCost::ExtraFlush,
-            },
+            fua_cost: if random.bool() { FuaCost::NoFlush } else { FuaCost::ExtraFlush },
             write_cache: if random.u8(..8) == 0 { WriteCache::None } else { WriteCache::Volatile },
             group_commit: match random.usize(..4) {
                 0 => GroupCommit::Never,

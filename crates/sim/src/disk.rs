@@ -93,7 +93,7 @@ impl SimDisk {
     }
 
     /// Another program makes the disk longer by `bytes`, durably: a block device by its volume
-    /// manager. Nobody is told: the size stays as it is known until a write reaches past it.
+    /// manager. Without a notification: the known size stays until a write reaches past it.
     pub fn lengthen(&self, bytes: &[u8]) {
         self.shared.state.lock().media.append(bytes);
     }

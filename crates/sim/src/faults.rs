@@ -1,4 +1,4 @@
-//! Which operations fail, and with what; and which take long.
+//! Faults: operations that fail, and operations that take long.
 
 use std::time::Duration;
 

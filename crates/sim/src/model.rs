@@ -9,7 +9,7 @@
 //! nothing is demanded that the interface of a disk does not guarantee.
 //!
 //! A process that ends leaves its set for reads to the next one, and nothing in flight: every
-//! answered change is in force. A loss of power leaves the set for crashes. What the next process
+//! answered change has happened. A loss of power leaves the set for crashes. What the next process
 //! finds decides which of the permitted changes it is; what was once found is found again.
 
 use blockhouse_core::ByteRange;
@@ -81,8 +81,7 @@ pub(crate) struct Model {
     /// The value that a read has seen while no change of the byte was in flight: the next read
     /// sees it, too.
     seen: Vec<Option<u8>>,
-    /// Whether all that there is is stable: the power was lost, and nobody has read or changed
-    /// anything since.
+    /// Whether everything is stable: the power was lost, and nothing was read or changed since.
     is_all_stable: bool,
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The steps of a process are what others can see of it: a storage operation that starts or ends, a
 //! store into memory that outlives it. At the chosen step everything stops: that step and all later
-//! ones do not happen, although futures that are polled go on for the rest of their turn. So
-//! whoever reads the simulation's results asks first whether the process was still alive.
+//! ones do not happen, although futures that are polled go on for the rest of their turn. So a test
+//! that reads the simulation's results asks first whether the process was still alive.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -35,7 +35,7 @@ pub trait Service: 'static {
     fn start(&self, host: Host) -> impl Future<Output = Result<Self::System>> + 'static;
 
     /// Whether the disk of a host, a device, has no room for what a start may have to write. No
-    /// other start of a process may fail for want of space.
+    /// other start of a process may fail with ENOSPC.
     fn is_full(&self, _host: &Host) -> bool {
         false
     }
@@ -44,7 +44,7 @@ pub trait Service: 'static {
     /// [closed](ImageState::Closed) one has lost no space either.
     ///
     /// # Errors
-    /// What is wrong, in words.
+    /// The mistake, in words.
     fn check(&self, images: &[Vec<u8>], state: ImageState) -> std::result::Result<(), String>;
 }
 

@@ -1,4 +1,4 @@
-//! The state of a simulated disk, and what each operation does to it when it ends.
+//! The state of a simulated disk, and the effect of each operation when it ends.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -302,7 +302,7 @@ impl State {
     }
 
     /// Applies a failed operation. Any part of a write may have happened, and made a file longer. A
-    /// sync may have lost what it covered, unless it failed for want of space.
+    /// sync may have lost what it covered, unless it failed with ENOSPC.
     fn fail(&mut self, id: u64, done: &InFlight, failure: Failure) {
         let is_full = failure.errno == errno::ENOSPC && !failure.loses_older;
         if let (Some(range), Some(bytes)) = (done.operation.range(), &done.bytes)

@@ -1,4 +1,4 @@
-//! The bounds of an exploration: how much is asked, of what disks, and what may go wrong.
+//! The bounds of an exploration: the number of requests, the disks, and the faults.
 
 use std::time::Duration;
 

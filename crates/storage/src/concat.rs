@@ -28,7 +28,7 @@ impl<S: Storage> Concat<S> {
     /// Of these files, at least one, as the storage of this name.
     ///
     /// # Errors
-    /// `InvalidInput` where there is none, or all together are too long.
+    /// `InvalidInput` for no file, or where all together are too long.
     pub fn new(name: String, files: Vec<S>) -> Result<Self> {
         let mut placed: Vec<(ByteRange, S)> = Vec::with_capacity(files.len());
         for file in files {

@@ -98,35 +98,43 @@ impl From<HostFile> for ImageStorage {
     }
 }
 
+/// Calls a method of whichever storage it is.
+macro_rules! ask {
+    ($self:ident.$method:ident($($argument:ident),*)) => {
+        match $self {
+            Self::File(file) => file.$method($($argument),*),
+            Self::Nbd(nbd) => nbd.$method($($argument),*),
+            Self::Rbd(rbd) => rbd.$method($($argument),*),
+            Self::Concat(files) => files.$method($($argument),*),
+            Self::View(view) => view.$method($($argument),*),
+        }
+    };
+}
+
+/// Carries out an operation of whichever storage it is.
+macro_rules! carry_out {
+    ($self:ident.$method:ident($($argument:ident),*)) => {
+        match $self {
+            Self::File(file) => file.$method($($argument),*).await,
+            Self::Nbd(nbd) => Box::pin(nbd.$method($($argument),*)).await,
+            Self::Rbd(rbd) => Box::pin(rbd.$method($($argument),*)).await,
+            Self::Concat(files) => Box::pin(files.$method($($argument),*)).await,
+            Self::View(view) => Box::pin(view.$method($($argument),*)).await,
+        }
+    };
+}
+
 impl Storage for ImageStorage {
     fn name(&self) -> &str {
-        match self {
-            Self::File(file) => file.name(),
-            Self::Nbd(nbd) => nbd.name(),
-            Self::Rbd(rbd) => rbd.name(),
-            Self::Concat(files) => files.name(),
-            Self::View(view) => view.name(),
-        }
+        ask!(self.name())
     }
 
     fn capabilities(&self) -> Capabilities {
-        match self {
-            Self::File(file) => file.capabilities(),
-            Self::Nbd(nbd) => nbd.capabilities(),
-            Self::Rbd(rbd) => rbd.capabilities(),
-            Self::Concat(files) => files.capabilities(),
-            Self::View(view) => view.capabilities(),
-        }
+        ask!(self.capabilities())
     }
 
     fn size(&self) -> u64 {
-        match self {
-            Self::File(file) => file.size(),
-            Self::Nbd(nbd) => nbd.size(),
-            Self::Rbd(rbd) => rbd.size(),
-            Self::Concat(files) => files.size(),
-            Self::View(view) => view.size(),
-        }
+        ask!(self.size())
     }
 
     fn grows_with_zeros(&self) -> bool {
@@ -139,63 +147,27 @@ impl Storage for ImageStorage {
     }
 
     async fn read(&self, offset: u64, into: IoVector) -> Result<()> {
-        match self {
-            Self::File(file) => file.read(offset, into).await,
-            Self::Nbd(nbd) => Box::pin(nbd.read(offset, into)).await,
-            Self::Rbd(rbd) => Box::pin(rbd.read(offset, into)).await,
-            Self::Concat(files) => Box::pin(files.read(offset, into)).await,
-            Self::View(view) => Box::pin(view.read(offset, into)).await,
-        }
+        carry_out!(self.read(offset, into))
     }
 
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
-        match self {
-            Self::File(file) => file.write(offset, from, durability).await,
-            Self::Nbd(nbd) => Box::pin(nbd.write(offset, from, durability)).await,
-            Self::Rbd(rbd) => Box::pin(rbd.write(offset, from, durability)).await,
-            Self::Concat(files) => Box::pin(files.write(offset, from, durability)).await,
-            Self::View(view) => Box::pin(view.write(offset, from, durability)).await,
-        }
+        carry_out!(self.write(offset, from, durability))
     }
 
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
-        match self {
-            Self::File(file) => file.write_zeroes(range, unmap).await,
-            Self::Nbd(nbd) => Box::pin(nbd.write_zeroes(range, unmap)).await,
-            Self::Rbd(rbd) => Box::pin(rbd.write_zeroes(range, unmap)).await,
-            Self::Concat(files) => Box::pin(files.write_zeroes(range, unmap)).await,
-            Self::View(view) => Box::pin(view.write_zeroes(range, unmap)).await,
-        }
+        carry_out!(self.write_zeroes(range, unmap))
     }
 
     async fn discard(&self, range: ByteRange) -> Result<()> {
-        match self {
-            Self::File(file) => file.discard(range).await,
-            Self::Nbd(nbd) => Box::pin(nbd.discard(range)).await,
-            Self::Rbd(rbd) => Box::pin(rbd.discard(range)).await,
-            Self::Concat(files) => Box::pin(files.discard(range)).await,
-            Self::View(view) => Box::pin(view.discard(range)).await,
-        }
+        carry_out!(self.discard(range))
     }
 
     async fn flush(&self, sync: SyncMode) -> Result<()> {
-        match self {
-            Self::File(file) => file.flush(sync).await,
-            Self::Nbd(nbd) => Box::pin(nbd.flush(sync)).await,
-            Self::Rbd(rbd) => Box::pin(rbd.flush(sync)).await,
-            Self::Concat(files) => Box::pin(files.flush(sync)).await,
-            Self::View(view) => Box::pin(view.flush(sync)).await,
-        }
+        carry_out!(self.flush(sync))
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
-        match self {
-            Self::File(file) => file.resize(size).await,
-            Self::Nbd(nbd) => nbd.resize(size).await,
-            Self::Rbd(rbd) => rbd.resize(size).await,
-            Self::Concat(files) => files.resize(size).await,
-            Self::View(view) => view.resize(size).await,
-        }
+        carry_out!(self.resize(size))
     }
 
     async fn last_change(&self) -> Result<Option<Duration>> {
@@ -206,13 +178,7 @@ impl Storage for ImageStorage {
     }
 
     async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
-        match self {
-            Self::File(file) => file.prepare_zeroes(range, held).await,
-            Self::Nbd(nbd) => nbd.prepare_zeroes(range, held).await,
-            Self::Rbd(rbd) => rbd.prepare_zeroes(range, held).await,
-            Self::Concat(files) => files.prepare_zeroes(range, held).await,
-            Self::View(view) => view.prepare_zeroes(range, held).await,
-        }
+        carry_out!(self.prepare_zeroes(range, held))
     }
 
     async fn free_space(&self) -> Result<Option<u64>> {
@@ -230,102 +196,42 @@ impl Storage for ImageStorage {
     }
 
     async fn extend_hint(&self, size: u64) {
-        match self {
-            Self::File(file) => file.extend_hint(size).await,
-            Self::Nbd(nbd) => nbd.extend_hint(size).await,
-            Self::Rbd(rbd) => rbd.extend_hint(size).await,
-            Self::Concat(files) => files.extend_hint(size).await,
-            Self::View(view) => view.extend_hint(size).await,
-        }
+        carry_out!(self.extend_hint(size))
     }
 
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
-        match self {
-            Self::File(file) => file.block_status(range).await,
-            Self::Nbd(nbd) => Box::pin(nbd.block_status(range)).await,
-            Self::Rbd(rbd) => Box::pin(rbd.block_status(range)).await,
-            Self::Concat(files) => Box::pin(files.block_status(range)).await,
-            Self::View(view) => Box::pin(view.block_status(range)).await,
-        }
+        carry_out!(self.block_status(range))
     }
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {
-        match self {
-            Self::File(file) => file.prefetch(range).await,
-            Self::Nbd(nbd) => nbd.prefetch(range).await,
-            Self::Rbd(rbd) => rbd.prefetch(range).await,
-            Self::Concat(files) => files.prefetch(range).await,
-            Self::View(view) => view.prefetch(range).await,
-        }
+        carry_out!(self.prefetch(range))
     }
 
     fn needs_close(&self) -> bool {
-        match self {
-            Self::File(file) => file.needs_close(),
-            Self::Nbd(nbd) => nbd.needs_close(),
-            Self::Rbd(rbd) => rbd.needs_close(),
-            Self::Concat(files) => files.needs_close(),
-            Self::View(view) => view.needs_close(),
-        }
+        ask!(self.needs_close())
     }
 
     fn begin_close(&self) {
-        match self {
-            Self::File(file) => file.begin_close(),
-            Self::Nbd(nbd) => nbd.begin_close(),
-            Self::Rbd(rbd) => rbd.begin_close(),
-            Self::Concat(files) => files.begin_close(),
-            Self::View(view) => view.begin_close(),
-        }
+        ask!(self.begin_close())
     }
 
     async fn close(&self) -> Result<()> {
-        match self {
-            Self::File(file) => file.close().await,
-            Self::Nbd(nbd) => nbd.close().await,
-            Self::Rbd(rbd) => Box::pin(rbd.close()).await,
-            Self::Concat(files) => files.close().await,
-            Self::View(view) => view.close().await,
-        }
+        carry_out!(self.close())
     }
 
     fn has_snapshots(&self) -> bool {
-        match self {
-            Self::File(file) => file.has_snapshots(),
-            Self::Nbd(nbd) => nbd.has_snapshots(),
-            Self::Rbd(rbd) => rbd.has_snapshots(),
-            Self::Concat(files) => files.has_snapshots(),
-            Self::View(view) => view.has_snapshots(),
-        }
+        ask!(self.has_snapshots())
     }
 
     async fn list_snapshots(&self) -> Result<Vec<StorageSnapshot>> {
-        match self {
-            Self::File(file) => file.list_snapshots().await,
-            Self::Nbd(nbd) => nbd.list_snapshots().await,
-            Self::Rbd(rbd) => Box::pin(rbd.list_snapshots()).await,
-            Self::Concat(files) => files.list_snapshots().await,
-            Self::View(view) => view.list_snapshots().await,
-        }
+        carry_out!(self.list_snapshots())
     }
 
     async fn changes_since(&self, snapshot: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
-        match self {
-            Self::File(file) => file.changes_since(snapshot, range).await,
-            Self::Nbd(nbd) => nbd.changes_since(snapshot, range).await,
-            Self::Rbd(rbd) => Box::pin(rbd.changes_since(snapshot, range)).await,
-            Self::Concat(files) => files.changes_since(snapshot, range).await,
-            Self::View(view) => view.changes_since(snapshot, range).await,
-        }
+        carry_out!(self.changes_since(snapshot, range))
     }
 
     async fn change_snapshots(&self, change: SnapshotChange<'_>) -> Result<()> {
-        match self {
-            Self::File(file) => file.change_snapshots(change).await,
-            Self::Nbd(nbd) => nbd.change_snapshots(change).await,
-            Self::Rbd(rbd) => Box::pin(rbd.change_snapshots(change)).await,
-            Self::Concat(files) => files.change_snapshots(change).await,
-            Self::View(view) => view.change_snapshots(change).await,
-        }
+        carry_out!(self.change_snapshots(change))
     }
 }

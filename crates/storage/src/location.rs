@@ -60,7 +60,7 @@ impl Location {
     }
 
     /// The image's name by the last part of a path, or of the name of an export or of an image in
-    /// Ceph. `None` where there is none.
+    /// Ceph. `None` without such a part.
     pub fn base_name(name: &Path) -> Option<OsString> {
         match Self::of(name) {
             Ok(Self::Nbd { uri, .. }) => {
@@ -71,9 +71,8 @@ impl Location {
         }
     }
 
-    /// What a disk is called whose image has no other name: the [base name](Self::base_name), or
-    /// what follows the last slash where the URI of an export names none. `None` where there is
-    /// neither.
+    /// The name of a disk whose image has no other name: the [base name](Self::base_name), or what
+    /// follows the last slash where the URI of an export names none. `None` where there is neither.
     pub fn label(name: &Path) -> Option<String> {
         let name = Self::base_name(name).or_else(|| name.file_name().map(OsStr::to_owned))?;
         Some(name.to_string_lossy().into_owned())

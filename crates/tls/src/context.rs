@@ -19,7 +19,7 @@ const CERTIFICATE_CIPHERS: &str = "ECDHE+AESGCM:ECDHE+CHACHA20";
 /// The suites of TLS 1.2 with pre-shared keys.
 const PSK_CIPHERS: &str = "kECDHEPSK+CHACHA20:kPSK+AESGCM:kPSK+CHACHA20";
 
-/// By what the two sides know each other.
+/// The credentials by which the two sides know each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CipherKind {
     /// X.509 certificates.

@@ -81,9 +81,10 @@ pub fn read_keys(path: &Path) -> Result<HashMap<String, Vec<u8>>, TlsError> {
         let key = from_hexadecimal(key).filter(|key| !key.is_empty()).ok_or_else(wrong)?;
         keys.insert(identity.to_owned(), key);
     }
-    match keys.is_empty() {
-        true => Err(file_error(path, "has no key; 'psktool -u NAME -p FILE' makes one")),
-        false => Ok(keys),
+    if keys.is_empty() {
+        Err(file_error(path, "has no key; 'psktool -u NAME -p FILE' makes one"))
+    } else {
+        Ok(keys)
     }
 }
 

@@ -54,7 +54,7 @@ impl Pipe {
         (self.input, self.start, self.end) = (Some(buffer), 0, count);
     }
 
-    /// How many bytes are to be sent.
+    /// The number of bytes that wait to be sent.
     pub fn output_len(&self) -> usize {
         self.output_end
     }

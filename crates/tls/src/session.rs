@@ -137,9 +137,10 @@ impl TlsSession {
 
     /// No batch is encrypted while this side reads, so all output there is are answers.
     fn check_answers(&self) -> Result<(), ReadError> {
-        match self.tls.get_ref().output_len() > MAX_ANSWERS {
-            true => Err(ReadError::Renegotiation),
-            false => Ok(()),
+        if self.tls.get_ref().output_len() > MAX_ANSWERS {
+            Err(ReadError::Renegotiation)
+        } else {
+            Ok(())
         }
     }
 

@@ -20,7 +20,7 @@
 //! - `removal`: the end of a device from outside of its server
 //! - `gate`: what holds requests back while another process takes the device over
 //! - `queue`: the requests of a queue
-//! - `unexpected_end`: who is told when another process removes the device
+//! - `unexpected_end`: the call when another process removes the device
 //! - `server`: a device from its start to its end
 #![forbid(unsafe_code)]
 

@@ -1,13 +1,13 @@
 //! Which commands follow which, until a device takes requests, and until it is gone.
 //!
 //! ```text
-//!             Add, SetParameters              all tags fetched, Start
-//!  (nothing) -------------------> dead, made ------------------------> live
-//!                                                                      |  ^
-//!                                            the server's process ends |  | all tags fetched, EndRecovery
-//!                                                                      v  |
-//!  (nothing) <------------------- dead <--------------------------- quiesced, StartRecovery
-//!                 Delete                        Stop
+//!             Add, SetParameters          all tags fetched, Start
+//!  (nothing) ------------------> dead, made --------------------> live
+//!                                                                 |  ^
+//!                                       the server's process ends |  | all tags fetched,
+//!                                                                 v  | EndRecovery
+//!  (nothing) <------------------ dead <------------------------ quiesced, StartRecovery
+//!                Delete                      Stop
 //! ```
 //!
 //! Guarantees: a device that another process serves, or that was made for another image, is not
@@ -228,9 +228,10 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
 fn in_use(control: &impl Control, info: &UblkInfo) -> Error {
     let UblkInfo { id, server, state, .. } = *info;
     // A server that starts has its own file open at once.
-    match state == ublk_state::DEAD && !control.has_open(server, id) {
-        true => Error::NotStarted { id, server },
-        false => Error::InUse { id, server },
+    if state == ublk_state::DEAD && !control.has_open(server, id) {
+        Error::NotStarted { id, server }
+    } else {
+        Error::InUse { id, server }
     }
 }
 
@@ -295,9 +296,10 @@ fn add(control: &mut impl Control, wanted: &Wanted, id: u32) -> Result<Acquired,
         .map_err(Error::refused("add", if id == ANY { 0 } else { id }))?;
     let made = UblkInfo::from_bytes(&bytes);
     let id = made.id;
-    let ready = match made.flags & NEEDED == NEEDED {
-        true => set_parameters(control, id, &wanted.parameters),
-        false => Err(Error::TooOld),
+    let ready = if made.flags & NEEDED == NEEDED {
+        set_parameters(control, id, &wanted.parameters)
+    } else {
+        Err(Error::TooOld)
     };
     ready.inspect_err(|_| drop(delete(control, id)))?;
     Ok(Acquired { id, origin: Origin::Added, parameters: wanted.parameters })
@@ -356,9 +358,10 @@ pub(crate) fn start(
     let process = u64::try_from(server).expect("the id of a process");
     let started = control.command(command, acquired.id, process, &mut []);
     started.map_err(|error| {
-        match error.raw_os_error() == Some(errno::EINVAL) && control.is_in_pid_namespace() {
-            true => Error::PidNamespace { what, id: acquired.id, cause: error },
-            false => Error::refused(what, acquired.id)(error),
+        if error.raw_os_error() == Some(errno::EINVAL) && control.is_in_pid_namespace() {
+            Error::PidNamespace { what, id: acquired.id, cause: error }
+        } else {
+            Error::refused(what, acquired.id)(error)
         }
     })
 }

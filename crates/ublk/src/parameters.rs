@@ -1,7 +1,7 @@
 //! The parameters of a block device (`struct ublk_params` of `<linux/ublk_cmd.h>`): block sizes,
 //! limits, its write cache.
 //!
-//! The kernel is told the truth: where writes are stable when they complete there is no cache to
+//! The kernel gets the true state: where writes are stable when they complete there is no cache to
 //! flush, and otherwise there is one, with FUA. The physical block size says which requests are
 //! cheaper.
 
@@ -118,7 +118,7 @@ impl Parameters {
     /// These, as the kernel knows the device already: with its size and its write cache.
     ///
     /// # Errors
-    /// What the device can no longer be.
+    /// The property that the device can no longer have.
     pub(crate) fn as_known(self, bytes: &[u8; Self::BYTES]) -> Result<Self, String> {
         let attributes = u32::from_ne_bytes(bytes[8..12].try_into().expect("4 bytes"));
         let sectors = u64::from_ne_bytes(bytes[24..32].try_into().expect("8 bytes"));

@@ -87,7 +87,7 @@ struct Queue<T, S: Storage> {
     has_logged_failure: Cell<bool>,
 }
 
-/// Serves the queue until its device is stopped. `fetched` is told when the driver has taken each
+/// Serves the queue until its device is stopped. `fetched` is called when the driver has taken each
 /// tag.
 pub(crate) async fn run<T: Tags + 'static, S: Storage>(
     tags: T,

@@ -1,9 +1,9 @@
 //! Removing a device from outside of its server.
 //!
-//! Guarantees: no process is told to end but one of this program that has the device open. Unless
-//! it is forced, no device is removed that something uses, and no server is ended that serves
-//! anything else. When a device that was served is removed, its server has ended: what it had is in
-//! the image, and nothing holds that.
+//! Guarantees: only a process of this program that has the device open is asked to end. Unless it
+//! is forced, no device is removed that something uses, and no server is ended that serves anything
+//! else. When a device that was served is removed, its server has ended: what it had is in the
+//! image, and nothing holds that.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -38,8 +38,8 @@ pub enum Detach {
 /// device that waits for its server is removed at once, whatever uses it.
 ///
 /// # Errors
-/// There is none, it is another program's or used, its server has other exports, cannot be found,
-/// or does not end for a minute.
+/// The device does not exist, is another program's or in use; its server has other exports, cannot
+/// be found, or does not end for a minute.
 pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
     let mut control = UblkControl::open().map_err(Error::opening)?;
     let info = find_own(&mut control, id)?.ok_or(Error::Missing { id })?;
@@ -85,9 +85,10 @@ impl Server {
         let Some(process) = pid(info.server) else { return Ok(()) };
         let mut devices = process_files::devices(process);
         devices.retain(|device| *device != info.id);
-        match devices.is_empty() && !process_files::listens(process) {
-            true => Ok(()),
-            false => Err(Error::ServesMore { id: info.id, server: info.server }),
+        if devices.is_empty() && !process_files::listens(process) {
+            Ok(())
+        } else {
+            Err(Error::ServesMore { id: info.id, server: info.server })
         }
     }
 

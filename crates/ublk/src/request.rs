@@ -70,8 +70,8 @@ pub(crate) fn decode(
 }
 
 impl Command {
-    /// The request for the disk, and the answer if it succeeds: how many bytes of data there are.
-    /// `lend` lends the first so many bytes of the tag's memory.
+    /// The request for the disk, and the answer if it succeeds: its number of bytes of data. `lend`
+    /// lends the first bytes of the tag's memory, as many as it is asked for.
     pub(crate) fn into_request(self, lend: impl FnOnce(usize) -> IoVector) -> (Request, i32) {
         match self {
             Self::Read { offset, length } => {

@@ -266,7 +266,7 @@ fn why_not_open(acquired: &Acquired, source: io::Error) -> Error {
 }
 
 /// Waits until the driver has taken each tag of each queue: until then it would not start the
-/// device, and wait for ever.
+/// device, and never answer.
 fn wait_until_fetched(
     acquired: &Acquired,
     fetched: &Receiver<io::Result<()>>,
@@ -284,7 +284,7 @@ pub struct Server<S: Storage> {
     disk: Arc<Disk<S>>,
     info: UblkInfo,
     owner: Mutex<Owner>,
-    /// That of each queue.
+    /// The gate of each queue.
     gates: Vec<Arc<Gate>>,
     image: String,
     end: Arc<UnexpectedEnd>,
@@ -329,9 +329,9 @@ impl<S: Storage> Server<S> {
     }
 
     /// Removes the block device, when the requests in flight have completed. The loops must still
-    /// run. What others have in their caches and not written yet fails: a file system should
-    /// not be mounted from it any more. If the driver refuses to stop it, no request is carried
-    /// out from then on, and it waits for its next server once this process has ended.
+    /// run. Writes that others still have in their caches fail: no file system should be mounted
+    /// from it then. If the driver refuses to stop it, no request is carried out from then on, and
+    /// it waits for its next server once this process has ended.
     pub fn stop(self) {
         let Self { disk, info: _, owner, gates, image: _, end, _client: _ } = self;
         end.expect();

@@ -1,7 +1,7 @@
 //! The end of a device that its server did not ask for: another process has removed it.
 //!
-//! Guarantee: it is told of once, however many queues end, and never after the server began to stop
-//! the device.
+//! Guarantee: it is reported once, however many queues end, and never after the server began to
+//! stop the device.
 
 use parking_lot::Mutex;
 

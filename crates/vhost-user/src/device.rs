@@ -86,7 +86,7 @@ impl<S: Storage> Device<S> {
         Self { export, backend_channel: Mutex::new(None), observer: None }
     }
 
-    /// As [`new`](Self::new); `observer` is told of front-ends that come and leave.
+    /// As [`new`](Self::new); `observer` is called when front-ends come and leave.
     pub fn observed(export: Export<S>, observer: FrontendObserver) -> Self {
         Self { observer: Some(observer), ..Self::new(export) }
     }

@@ -52,7 +52,7 @@ impl PendingPause {
         match self.outcome.recv_timeout(limit) {
             Ok(outcome) => outcome,
             Err(RecvTimeoutError::Timeout) => Err(PauseError::Message),
-            // The thread is over, and serves nobody.
+            // The thread is over, and serves no front-end.
             Err(RecvTimeoutError::Disconnected) => Ok(None),
         }
     }
@@ -95,7 +95,7 @@ impl Pauses {
         (asked.resumed.try_recv() == Err(TryRecvError::Empty)).then_some(asked)
     }
 
-    /// Leaves the pause to whoever takes it next.
+    /// Leaves the pause to the next caller that takes it.
     pub fn put_back(&self, asked: Asked) {
         *self.asked.lock() = Some(asked);
         self.signal();

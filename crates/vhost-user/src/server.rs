@@ -3,8 +3,8 @@
 //! Guarantees: a front-end that is silent, breaks the protocol, or takes its memory away delays
 //! only itself. When it ends, its requests in flight complete before the next front-end is served.
 //! A server that stops executes every request that it popped, and the guest learns of its outcome.
-//! A server that has paused touches neither the disk nor a guest's memory, accepts nobody, and
-//! closes no connection.
+//! A server that has paused touches neither the disk nor a guest's memory, and neither accepts nor
+//! closes a connection.
 
 use std::io;
 use std::net::Shutdown;
@@ -86,9 +86,9 @@ impl<S: Storage + Send + Sync> Server<S> {
         self.shared.listener.as_fd()
     }
 
-    /// Asks the device to pause: it handles no more messages and accepts nobody; its queues pop no
-    /// more requests, and those in flight complete until the deadline. [`resume`](Self::resume)
-    /// follows, whatever the outcome.
+    /// Asks the device to pause: it handles no more messages and accepts no connection; its queues
+    /// pop no more requests, and those in flight complete until the deadline.
+    /// [`resume`](Self::resume) follows, whatever the outcome.
     pub fn pause(&self, deadline: Instant) -> PendingPause {
         let (pending, hold) = self.shared.pauses.ask(deadline);
         *self.hold.lock() = Some(hold);
@@ -148,7 +148,7 @@ fn serve<S: Storage + Send + Sync>(
             Ok(None) => shared.pauses.take().into_iter().for_each(|asked| asked.answer(Ok(None))),
             Ok(Some(stream)) => {
                 // Steps that may fail for lack of descriptors come first: a socket left in
-                // `current` would stay open, and its front-end would wait for ever.
+                // `current` would stay open, and its front-end would never get an answer.
                 let current = stream.try_clone();
                 let served = current
                     .and_then(|copy| serve_one(shared, copy, || Session::new(device, stream)));
@@ -165,9 +165,10 @@ fn serve<S: Storage + Send + Sync>(
 /// Logs that there is one front-end less; shortages at a bounded rate, since a front-end that is
 /// refused may come again at once.
 fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
-    match is_shortage(error) {
-        true => shortages.warn(effect, error),
-        false => tracing::warn!("{effect}: {error}"),
+    if is_shortage(error) {
+        shortages.warn(effect, error)
+    } else {
+        tracing::warn!("{effect}: {error}")
     }
 }
 

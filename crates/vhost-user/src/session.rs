@@ -70,9 +70,10 @@ impl<S: Storage + Send + Sync> Session<S> {
         self.frontend.resume();
         let end = self.handle_messages(pauses);
         let lost = self.frontend.lost_memory();
-        let mode = match is_stopping() && lost.is_none() {
-            true => StopMode::Graceful,
-            false => StopMode::Disconnected,
+        let mode = if is_stopping() && lost.is_none() {
+            StopMode::Graceful
+        } else {
+            StopMode::Disconnected
         };
         let disk = self.device.export.disk.name();
         match (lost, end) {

@@ -13,7 +13,7 @@ use crate::open_args::KeyArgs;
 /// An option of key slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeySlotOption {
-    /// Whether a slot is to be in use.
+    /// Whether a slot becomes active or inactive.
     State,
     /// The key that it is to have.
     NewSecret,

@@ -46,7 +46,7 @@ impl DeviceCounts {
 }
 
 impl Device {
-    /// The disk under a path; `None` where there is none to be seen (tmpfs, a network, several
+    /// The disk under a path; `None` where the host shows no single disk (tmpfs, a network, several
     /// disks).
     pub fn under(path: &Path) -> Option<Self> {
         let metadata = fs::metadata(path).ok()?;

@@ -1,4 +1,4 @@
-//! Requests to a disk, as many at a time as a load says, and what they cost.
+//! Requests to a disk, with the queue depth of a load, and their cost.
 //!
 //! A sample is one uninterrupted measurement. It ends when its time or its requests are used up,
 //! whichever comes first, and every request that was begun is waited for and counted.

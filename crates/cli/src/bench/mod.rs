@@ -1,4 +1,5 @@
-//! `blockhouse bench`: what the fast ways bring on this machine, measured on the production path.
+//! `blockhouse bench`: the gain of each optimization on this machine, measured on the production
+//! path.
 //!
 //! It says beforehand how long it takes and how much it writes, and keeps to both; works in a new
 //! file unless told otherwise, and leaves nothing behind.
@@ -57,10 +58,7 @@ pub struct Arguments {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let mut results = arguments.json.iter().flatten().chain(&arguments.html);
     results.try_for_each(|path| can_be_written(path))?;
-    let data = match arguments.destroy_data {
-        true => ExistingData::Destroyed,
-        false => ExistingData::Kept,
-    };
+    let data = if arguments.destroy_data { ExistingData::Destroyed } else { ExistingData::Kept };
     let stop = Stop::on_signals()?;
     let target = Target::at(&arguments.file, data, 2 * DISK_SIZE)?;
     target.folder().into_iter().for_each(|folder| stop.removes(folder));
@@ -79,7 +77,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     show(arguments, &report)
 }
 
-/// That the results will find a place is known before minutes are spent on them.
+/// Checks that the results can be written, before minutes are spent on them.
 fn can_be_written(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     let folder = folder.unwrap_or(Path::new("."));

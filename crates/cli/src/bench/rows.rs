@@ -1,8 +1,8 @@
-//! Cases, their variants taking turns, and what is made of the samples.
+//! Cases, whose variants take turns, and the ratios that their samples give.
 //!
 //! The first variant of a case is its baseline. A ratio is taken within each round, where both ran
-//! one right after the other, and is told with its spread; where that is not clear of 1, so is
-//! that.
+//! one right after the other, and is reported with its spread, and with a note where the spread
+//! includes 1.
 
 use std::time::{Duration, Instant};
 

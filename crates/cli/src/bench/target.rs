@@ -141,7 +141,7 @@ impl Target {
     /// cache mode is `None` (direct I/O) where the file system has it.
     ///
     /// # Errors
-    /// What the host answers, or that it is time to stop.
+    /// Errors of the host, or that it is time to stop.
     pub fn new_disk(&self, size: u64, stop: &Stop) -> Result<(Arc<ImageDisk>, CacheMode)> {
         let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
         event_loop.block_on(async {

@@ -46,7 +46,7 @@ impl Testbed {
     /// Makes and fills the disk. To be called once, before anything is measured.
     ///
     /// # Errors
-    /// Those of [`Target::new_disk`].
+    /// Errors of [`Target::new_disk`].
     pub fn fill(&self) -> Result<()> {
         let disk = self.target.new_disk(DISK_SIZE, &self.stop)?;
         assert!(self.disk.set(disk).is_ok(), "it is filled once");
@@ -102,7 +102,7 @@ impl Testbed {
     /// One sample of a load on the disk.
     ///
     /// # Errors
-    /// Those of [`load::measure`].
+    /// Errors of [`load::measure`].
     pub fn sample(&self, setup: LoopSetup<'_>, load: Load) -> Result<Sample> {
         let limits = Limits { time: self.sample_time(), requests: load.most_requests() };
         load::measure(self.disk(), setup, (load, limits), (self.device(), &self.stop))

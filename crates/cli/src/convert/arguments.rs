@@ -1,5 +1,4 @@
-//! The command line of `convert`: what may be asked for, what contradicts itself, which images are
-//! opened.
+//! The command line of `convert`: its options, contradictions among them, and the images to open.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

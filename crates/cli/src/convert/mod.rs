@@ -127,11 +127,11 @@ async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]
     Ok(())
 }
 
-/// Copies parts of disks, one after the other, to the start of the target, which is to be
-/// [finished](Target::finish) with the outcome.
+/// Copies parts of disks, one after the other, to the start of the target, which the caller
+/// [finishes](Target::finish) with the outcome.
 ///
 /// # Errors
-/// What a storage answers.
+/// Errors of a storage.
 pub fn copy(
     event_loop: &mut EventLoop,
     progress: &Progress,

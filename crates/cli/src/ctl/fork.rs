@@ -1,4 +1,4 @@
-//! `ctl SOCKET fork`: disks go on in overlays, and others begin over what they were.
+//! `ctl SOCKET fork`: disks go on in overlays, and other disks begin over the old content.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! `blockhouse ctl SOCKET`: what a person asks of a running server, in short commands.
+//! `blockhouse ctl SOCKET`: short commands to a running server.
 //!
 //! Each is one method of docs/control.md, or few; `call` is for all others. Results are tables, or
 //! with `--json` what the server answered.
@@ -387,10 +387,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let (method, params) = action.request(&mut server)?;
     let result = server.call(&method, params);
     let result = result.map_err(|error| if is_call { error } else { in_words_of_people(error) })?;
-    let text = match json || is_call {
-        true => format!("{result:#}"),
-        false => tables::show(&method, &result),
-    };
+    let text = if json || is_call { format!("{result:#}") } else { tables::show(&method, &result) };
     if text.is_empty() { Ok(()) } else { output::print(&text) }
 }
 
@@ -608,9 +605,10 @@ fn tell_of_kind(address: &str) {
 
 /// An address with a whole path: a URI has one, or the server says that it has not.
 fn absolute_export(address: &str) -> Result<String> {
-    match address.contains("://") {
-        true => Ok(address.to_owned()),
-        false => Ok(absolute(Path::new(address))?.display().to_string()),
+    if address.contains("://") {
+        Ok(address.to_owned())
+    } else {
+        Ok(absolute(Path::new(address))?.display().to_string())
     }
 }
 

@@ -24,8 +24,5 @@ pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
 /// As [`absolute`], of an image wherever it is: the address of one on another server stays as it
 /// is.
 pub(super) fn absolute_image(name: &Path) -> Result<PathBuf> {
-    match is_address(name.as_os_str().as_bytes()) {
-        true => Ok(name.to_owned()),
-        false => absolute(name),
-    }
+    if is_address(name.as_os_str().as_bytes()) { Ok(name.to_owned()) } else { absolute(name) }
 }

@@ -153,9 +153,10 @@ fn forked(result: &Value) -> String {
     let disks = result["disks"].as_array().into_iter().flatten();
     let line = |disk: &Value| {
         let [name, overlay, layer] = ["disk", "overlay", "layer"].map(|key| text(&disk[key]));
-        match disk["overlay"].is_null() {
-            true => format!("{name}: {layer} is read-only, and stays"),
-            false => format!("{name}: {overlay} over {layer}"),
+        if disk["overlay"].is_null() {
+            format!("{name}: {layer} is read-only, and stays")
+        } else {
+            format!("{name}: {overlay} over {layer}")
         }
     };
     let mut lines: Vec<_> = disks.map(line).collect();
@@ -217,10 +218,7 @@ fn bitmaps(result: &Value) -> String {
             (_, Value::Bool(true)) => "enabled".into(),
             _ => "disabled".into(),
         };
-        let changed = match bitmap["count"].is_null() {
-            true => "-".into(),
-            false => bytes(&bitmap["count"]),
-        };
+        let changed = if bitmap["count"].is_null() { "-".into() } else { bytes(&bitmap["count"]) };
         [text(&bitmap["name"]), bytes(&bitmap["granularity"]), state, changed]
     };
     table(["NAME", "GRANULARITY", "STATE", "CHANGED"], result, row)
@@ -248,7 +246,7 @@ fn exports(result: &Value) -> String {
     exports.map(|export| format!("ready {}", text(export))).collect::<Vec<_>>().join("\n")
 }
 
-/// Who the clients are: the first of them where they are many.
+/// The clients; only the first where they are many.
 fn peers(list: &Value) -> String {
     const SHOWN: usize = 4;
     let all: Vec<_> = list.as_array().into_iter().flatten().map(text).collect();

@@ -1,5 +1,5 @@
-//! `blockhouse __generate FOLDER`: what is made from the definition of the command line, for
-//! packages.
+//! `blockhouse __generate FOLDER`: files for packages that are made from the definition of the
+//! command line.
 //!
 //! Guarantee: what is made tells the options that this program has, because it is made from the
 //! definition by which this program parses. It depends on nothing else, so it is the same on each
@@ -9,7 +9,7 @@
 //! | file | content |
 //! | --- | --- |
 //! | `man/blockhouse.1`, `man/blockhouse-serve.1`, ... | a man page for each command |
-//! | `completions/blockhouse.bash`, `_blockhouse`, `blockhouse.fish` | completions for bash, zsh, fish |
+//! | `completions/blockhouse.bash`, `_blockhouse`, `blockhouse.fish` | completions of shells |
 //! | `options.md` | the option reference |
 //! | `control.schema.json` | the schema of the control socket |
 

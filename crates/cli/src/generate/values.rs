@@ -67,9 +67,10 @@ pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
     } else {
         WORDS.iter().filter(|word| accepts(command, name, word)).collect()
     };
-    match words.is_empty() {
-        true => argument.value_hint(ValueHint::Other),
-        false => argument.value_parser(PossibleValuesParser::new(words)),
+    if words.is_empty() {
+        argument.value_hint(ValueHint::Other)
+    } else {
+        argument.value_parser(PossibleValuesParser::new(words))
     }
 }
 

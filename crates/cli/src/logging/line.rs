@@ -86,10 +86,7 @@ fn visible(text: &str) -> String {
     let reorders = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let mut line = String::with_capacity(text.len() + 1);
     for c in text.chars() {
-        match c.is_control() || reorders(c) {
-            true => line.extend(c.escape_default()),
-            false => line.push(c),
-        }
+        if c.is_control() || reorders(c) { line.extend(c.escape_default()) } else { line.push(c) }
     }
     line
 }

@@ -1,4 +1,4 @@
-//! The log on standard error: warnings, and with `--verbose` what a person debugging wants to know.
+//! The log on standard error: warnings, and with `--verbose` lines for debugging.
 //!
 //! A server's lines begin with the time, unless standard error is a stream to systemd's journal:
 //! that gets them with their fields (`journal`). With `--log-format json` every line is a JSON

@@ -126,7 +126,7 @@ impl SummarySchedule {
         self.deadline = Some(now + SUMMARY_PERIOD);
     }
 
-    /// Whether summaries are due now; not any more after this.
+    /// Whether summaries are due now; this call clears that.
     fn take_due(&mut self, now: Instant) -> bool {
         let is_past_deadline = self.deadline.take_if(|deadline| *deadline <= now).is_some();
         let is_due = is_past_deadline || now.duration_since(self.last) >= SUMMARY_PERIOD;

@@ -124,9 +124,10 @@ where
         event: &Event<'_>,
     ) -> fmt::Result {
         let (metadata, line) = (event.metadata(), || Line::of_event(event));
-        let lines = match *metadata.level() > Level::INFO {
-            true => vec![line()],
-            false => self.limit.admit(metadata.callsite(), Instant::now(), line),
+        let lines = if *metadata.level() > Level::INFO {
+            vec![line()]
+        } else {
+            self.limit.admit(metadata.callsite(), Instant::now(), line)
         };
         lines.iter().try_for_each(|line| writer.write_str(&line.render(self.format)))
     }

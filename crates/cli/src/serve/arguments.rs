@@ -1,4 +1,4 @@
-//! The arguments of `blockhouse serve`, and what of them contradicts itself.
+//! The arguments of `blockhouse serve`, and their contradictions.
 
 use std::fs::File;
 use std::os::fd::IntoRawFd;
@@ -530,7 +530,7 @@ impl Arguments {
         })
     }
 
-    /// What is said of the server as a whole.
+    /// The configuration of the server as a whole.
     pub(super) fn server(&self) -> ServerConfig {
         let clients: Vec<_> = self.limits.iter().flat_map(|one| one.clients.clone()).collect();
         let server = ServerConfig {
@@ -577,9 +577,8 @@ impl Arguments {
     fn disks(&self, offers: &Offers) -> Vec<DiskConfig> {
         let labels: Vec<_> = (0..self.images.len()).map(|image| offers.label(image)).collect();
         let is_unique = |label: &String| labels.iter().filter(|other| *other == label).count() == 1;
-        let name = |(image, label): (&PathBuf, &String)| match is_unique(label) {
-            true => label.clone(),
-            false => image.display().to_string(),
+        let name = |(image, label): (&PathBuf, &String)| {
+            if is_unique(label) { label.clone() } else { image.display().to_string() }
         };
         let rates: Vec<_> = self.limits.iter().filter_map(|one| one.rates.clone()).collect();
         let limits = limits::plan(&rates, &labels);

@@ -1,4 +1,4 @@
-//! `blockhouse serve`: arguments become a description of what is to run. `crates/daemon` runs it.
+//! `blockhouse serve`: arguments become a description of the server. `crates/daemon` runs it.
 
 mod arguments;
 pub mod groups;
@@ -87,10 +87,7 @@ fn announce(service: &Service, verbose: bool, in_background: bool) {
         lines.push(String::new());
     }
     // Clients may find the sockets without these lines.
-    let written = match lines.is_empty() {
-        true => Ok(()),
-        false => output::write(&lines.join("\n")),
-    };
+    let written = if lines.is_empty() { Ok(()) } else { output::write(&lines.join("\n")) };
     if in_background && written.is_err() {
         // The command that started it has ended: its user does not know of the server.
         let _ = raise(SIGTERM);

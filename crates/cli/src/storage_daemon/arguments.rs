@@ -1,4 +1,4 @@
-//! The command line of qemu-storage-daemon: what each option asks for, in the order of the words.
+//! The command line of qemu-storage-daemon: the meaning of each option, in the order of the words.
 
 use std::path::PathBuf;
 
@@ -128,7 +128,7 @@ impl Arguments {
     /// The plan that the words ask for.
     ///
     /// # Errors
-    /// What is wrong with one of them, with its option.
+    /// The mistake in one of them, with its option.
     pub fn plan(&self) -> Result<Plan, String> {
         let mut plan = Plan::default();
         let mut devices: Vec<Chardev> = Vec::new();
@@ -146,12 +146,11 @@ impl Arguments {
 }
 
 fn add(devices: &mut Vec<Chardev>, device: Chardev) -> Result<(), String> {
-    match devices.iter().any(|other| other.id == device.id) {
-        true => Err(format!("Chardev with id '{}' already exists", device.id)),
-        false => {
-            devices.push(device);
-            Ok(())
-        }
+    if devices.iter().any(|other| other.id == device.id) {
+        Err(format!("Chardev with id '{}' already exists", device.id))
+    } else {
+        devices.push(device);
+        Ok(())
     }
 }
 

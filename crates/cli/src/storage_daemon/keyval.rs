@@ -18,7 +18,7 @@ pub struct Parsed {
 /// Parses an argument; a first word without a key is the value of `implied`.
 ///
 /// # Errors
-/// What is wrong, in QEMU's words.
+/// The mistake, in QEMU's words.
 pub fn parse(text: &str, implied: Option<&str>) -> Result<Parsed, String> {
     if text.starts_with('{') {
         return match serde_json::from_str(text) {

@@ -1,4 +1,4 @@
-//! The state of the live view: the last two readings, their history, and what keys do.
+//! The state of the live view: the last two readings, their history, and the effects of keys.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use super::rates::{Row, rows};
 /// How many readings the sparklines show at most.
 const MAX_HISTORY: usize = 512;
 
-/// By what the disks are sorted, the largest first.
+/// The column that the disks are sorted by, the largest value first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SortBy {
     /// The name, in the order of letters.
@@ -82,7 +82,7 @@ pub struct App {
     pub rows: Vec<Row>,
     /// By disk.
     pub history: HashMap<String, History>,
-    /// By what the disks are sorted.
+    /// The column that the disks are sorted by.
     pub sort_by: SortBy,
     /// The name of the selected disk: the busiest one, until a key selects another.
     pub selected: Option<String>,
@@ -119,9 +119,10 @@ impl App {
 
     /// How long until the next reading is due.
     pub fn time_to_reading(&self) -> Duration {
-        match self.is_paused {
-            true => Duration::from_secs(3600),
-            false => self.next_reading.saturating_duration_since(Instant::now()),
+        if self.is_paused {
+            Duration::from_secs(3600)
+        } else {
+            self.next_reading.saturating_duration_since(Instant::now())
         }
     }
 
@@ -130,7 +131,7 @@ impl App {
         !self.is_paused && self.time_to_reading().is_zero()
     }
 
-    /// Takes a reading in, or tells why there is none.
+    /// Shows a reading, or why it failed.
     pub fn take(&mut self, reading: Result<Snapshot>) {
         self.next_reading = Instant::now() + self.interval;
         let snapshot = match reading {

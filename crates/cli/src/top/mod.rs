@@ -1,4 +1,4 @@
-//! `blockhouse top`: what a running server does, live in the terminal.
+//! `blockhouse top`: the activity of a running server, live in the terminal.
 //!
 //! It reads the server's metrics again and again, and shows what has changed: rates, and latencies
 //! of the requests of the last interval. Without a terminal it prints one table.
@@ -36,9 +36,10 @@ pub struct Arguments {
 
 fn parse_interval(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "use a number of seconds".to_owned())?;
-    match (0.1..=3600.0).contains(&seconds) {
-        true => Ok(Duration::from_secs_f64(seconds)),
-        false => Err("use 0.1 to 3600 seconds".into()),
+    if (0.1..=3600.0).contains(&seconds) {
+        Ok(Duration::from_secs_f64(seconds))
+    } else {
+        Err("use 0.1 to 3600 seconds".into())
     }
 }
 
@@ -46,13 +47,12 @@ fn parse_interval(text: &str) -> Result<Duration, String> {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let Arguments { server, interval } = arguments;
     let first = server.read()?;
-    match io::stdout().is_terminal() && io::stdin().is_terminal() {
-        true => run_live(server, *interval, first),
-        false => {
-            std::thread::sleep(*interval);
-            let second = server.read()?;
-            output::print(&table::as_text(&rows(&first, &second)))
-        }
+    if io::stdout().is_terminal() && io::stdin().is_terminal() {
+        run_live(server, *interval, first)
+    } else {
+        std::thread::sleep(*interval);
+        let second = server.read()?;
+        output::print(&table::as_text(&rows(&first, &second)))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// How often it is told.
+/// The interval between reports.
 const PERIOD: Duration = Duration::from_millis(200);
 
 /// See the module's page.
@@ -23,7 +23,7 @@ impl Progress {
         Self { is_seen, total, done: 0, began: now, told: now }
     }
 
-    /// This many more bytes are done.
+    /// Counts bytes that are done.
     pub fn add(&mut self, bytes: usize) {
         self.done += bytes as u64;
         if self.is_seen && self.told.elapsed() >= PERIOD {

@@ -53,9 +53,10 @@ fn planned(arguments: &[&str], disks: &[&str]) -> Result<Vec<LimitsConfig>, Stri
 
 /// The plan for each disk: its operations a second, and its group.
 fn shown(arguments: &[&str], disks: &[&str]) -> Vec<String> {
-    let show = |limits: &LimitsConfig| match limits.is_off() {
-        true => "-".into(),
-        false => {
+    let show = |limits: &LimitsConfig| {
+        if limits.is_off() {
+            "-".into()
+        } else {
             let group = limits.group.as_deref().unwrap_or_default();
             format!("{}{group}", limits.iops.unwrap_or_default())
         }

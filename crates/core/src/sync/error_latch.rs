@@ -4,7 +4,7 @@ use std::sync::OnceLock;
 
 use crate::{Error, Result};
 
-/// Remembers the first of the failures that it is told of, and repeats it from then on.
+/// Remembers the first failure that is reported to it, and repeats it from then on.
 ///
 /// For failures after which the state is unknown, such as a failed flush: the host may have dropped
 /// data, and its next flush would succeed all the same. Later failures follow from the first, so

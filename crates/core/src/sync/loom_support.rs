@@ -1,5 +1,4 @@
-//! Under `--cfg loom`: models of what the primitives are made of, and an executor for their
-//! futures.
+//! Under `--cfg loom`: models of the parts of the primitives, and an executor for their futures.
 
 use std::future::Future;
 use std::pin::Pin;

@@ -3,10 +3,10 @@
 //! | primitive | what it does | known elsewhere as |
 //! | --- | --- | --- |
 //! | [`Condvar`] | waits until a predicate holds, on any thread | POSIX condition variable |
-//! | [`LocalCondvar`] | the same for one task and the other tasks of its thread, without an atomic operation | |
+//! | [`LocalCondvar`] | the same for tasks of one thread, without an atomic operation | |
 //! | [`WaitGroup`] | counts operations in flight, and waits until none is | Go `sync.WaitGroup` |
 //! | [`Epochs`] | waits for the operations in flight now, not for later ones | Linux SRCU |
-//! | [`Coalescer`] | one caller runs a flush for all who wait for it | Go `singleflight`, PostgreSQL `XLogFlush` |
+//! | [`Coalescer`] | one caller flushes for all | Go `singleflight`, PostgreSQL `XLogFlush` |
 //! | [`ErrorLatch`] | remembers the first failure for good | |
 //! | [`run_bounded`] | runs futures concurrently, a bounded number at a time | |
 //!

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Condvar;
 use super::parts::{AtomicUsize, EventListener, Ordering};
 
-/// Counts operations in flight, and lets tasks wait until there is none. Clones count together.
+/// Counts operations in flight, and lets tasks wait until all have ended. Clones count together.
 ///
 /// Use it where the task that waits also keeps new operations from beginning. Where they go on, use
 /// [`Epochs`](super::Epochs), which waits for the older ones only.

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 /// Connects to the control socket of a server.
 ///
 /// # Errors
-/// One that says why there is none, and what to do.
+/// The connection failed; the message says why, and what to do.
 fn connect(socket: &Path) -> Result<UnixStream> {
     UnixStream::connect(socket).map_err(|error| {
         let name = socket.display();
@@ -48,7 +48,7 @@ fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// What a server's first line tells of a socket of another kind.
+/// The kind of another socket, by its server's first line.
 fn other_kind(line: &str) -> Option<&'static str> {
     let kinds = [("NBDMAGIC", "serves a disk by NBD"), ("HTTP/", "serves metrics")];
     kinds.iter().find(|(begin, _)| line.starts_with(begin)).map(|(_, kind)| *kind)
@@ -91,7 +91,7 @@ impl Connection {
     /// Connects to the server at `socket`.
     ///
     /// # Errors
-    /// There is none.
+    /// The connection failed.
     pub fn open(socket: &Path) -> Result<Self> {
         let name = socket.display().to_string();
         let stream = connect(socket)?;

@@ -1,4 +1,4 @@
-//! What the methods of forks and rollbacks take and give.
+//! Parameters and results of the methods of forks and rollbacks.
 
 use std::path::PathBuf;
 

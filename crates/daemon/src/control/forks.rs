@@ -1,4 +1,4 @@
-//! What the methods of forks and rollbacks do.
+//! The methods of forks and rollbacks.
 
 use blockhouse_config::text_fields::check_absolute;
 use blockhouse_disk::RolledBack;

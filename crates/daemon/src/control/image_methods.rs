@@ -1,4 +1,4 @@
-//! What the method of new images takes.
+//! Parameters of the method of new images.
 
 use std::path::PathBuf;
 

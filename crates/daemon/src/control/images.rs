@@ -1,4 +1,4 @@
-//! What the method of new images does.
+//! The method of new images.
 
 use blockhouse_config::text_fields::check_absolute;
 use blockhouse_disk::{Backing, CreateOptions, ImageFormat};

@@ -61,12 +61,11 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         }
         "job.cancel" => {
             let job = find(given)?;
-            match job.control.cancel() {
-                true => result(Done {}),
-                false => {
-                    let status = job.status();
-                    Err(anyhow::anyhow!("the job {:?} is {status} already", job.name).into())
-                }
+            if job.control.cancel() {
+                result(Done {})
+            } else {
+                let status = job.status();
+                Err(anyhow::anyhow!("the job {:?} is {status} already", job.name).into())
             }
         }
         "job.dismiss" => {

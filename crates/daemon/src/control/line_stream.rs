@@ -29,7 +29,7 @@ pub struct LineWriter(Stream);
 pub enum Frame {
     /// A line without its end.
     Whole(Vec<u8>),
-    /// More than [`MAX_LINE`] bytes without an end; nothing more is to be read.
+    /// More than [`MAX_LINE`] bytes without an end; the stream cannot be read further.
     TooLong,
 }
 

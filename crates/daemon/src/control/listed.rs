@@ -1,4 +1,4 @@
-//! Snapshots as they are told: with the keys of `qemu-img info`.
+//! Lists of snapshots, with the keys of `qemu-img info`.
 
 use blockhouse_disk::Snapshot;
 use schemars::JsonSchema;

@@ -1,4 +1,4 @@
-//! The methods of JSON-RPC: what each takes and gives. control.schema.json is made from here.
+//! The methods of JSON-RPC: their parameters and results. control.schema.json is made from here.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! The control socket: what a user may ask of a running server.
+//! The control socket, by which users control a running server.
 //!
 //! A Unix stream socket that its owner alone may connect to. Each line is a message of JSON-RPC 2.0
 //! (docs/control.md; `cargo xtask options` makes its schema). A connection's requests are carried

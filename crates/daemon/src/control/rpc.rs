@@ -54,7 +54,7 @@ impl Failure {
 /// The request that an object is.
 ///
 /// # Errors
-/// Why it is none, and the id that the answer refers to.
+/// The reason why the object is no request, and the id that the answer refers to.
 pub(super) fn parse(mut object: Map<String, Value>) -> Result<Call, (Value, Failure)> {
     let id = object.remove("id");
     let refused = |id: Option<&Value>, why: &str| {

@@ -34,6 +34,7 @@ use super::rpc::{
 };
 use super::upgrades::{EncryptedClients, UpgradeRequests};
 use crate::events::{Event, Subscription};
+use crate::process::clients::accepted;
 use crate::process::workers::Workers;
 use crate::running::Running;
 
@@ -43,8 +44,6 @@ const MAX_CLIENTS: usize = 16;
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The answer to what was asked of a server that has handed over.
 const REPLACED: &str = "another process serves now: ask again";
-/// The delay after a connection could not be accepted.
-const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// A control socket that is served.
 pub struct Control {
@@ -165,14 +164,7 @@ pub(crate) async fn accept_clients<'a>(
     stopped: Stopped,
     serve_client: impl Fn(Stream) -> LocalBoxFuture<'a, ()>,
 ) {
-    let accepted = unfold(listener, |listener| async move {
-        let accepted = listener.accept().await;
-        if accepted.is_err() {
-            sleep(RETRY_DELAY).await;
-        }
-        Some((accepted, listener))
-    });
-    let mut accepted = pin!(accepted.fuse());
+    let mut accepted = pin!(accepted(listener).fuse());
     let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
     let mut ending = stopped;
     loop {
@@ -261,9 +253,10 @@ async fn watch(
 ) -> Infallible {
     let has_more = matches!(lines.peek().await, Some(Ok(Some(_))));
     while !has_more && !caller.is_gone.get() {
-        match writer.is_closed().await {
-            true => caller.is_gone.set(true),
-            false => sleep(CHECK_INTERVAL).await,
+        if writer.is_closed().await {
+            caller.is_gone.set(true)
+        } else {
+            sleep(CHECK_INTERVAL).await
         }
     }
     pending().await
@@ -336,10 +329,8 @@ async fn upgrade(
     binary: Option<PathBuf>,
     disconnect_tls: bool,
 ) -> Result<UpgradeReply> {
-    let encrypted = match disconnect_tls {
-        true => EncryptedClients::Disconnect,
-        false => EncryptedClients::Keep,
-    };
+    let encrypted =
+        if disconnect_tls { EncryptedClients::Disconnect } else { EncryptedClients::Keep };
     match served.upgrades.ask(binary, encrypted).await {
         Ok(Ok(reply)) => Ok(reply),
         Ok(Err(why)) => bail!(why),

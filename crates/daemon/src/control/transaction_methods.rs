@@ -1,4 +1,4 @@
-//! What the method of transactions takes.
+//! Parameters of the method of transactions.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! What the method of transactions does.
+//! The method of transactions.
 
 use std::num::NonZeroU64;
 

@@ -39,7 +39,12 @@ impl ListenSocket {
 /// The TLS rule of an address as it was written. It is asked before there is a socket, whose own
 /// address may be another one: that of a host's name, or with a port in the place of 0.
 fn security_at(tls: Option<&TlsSetup>, address: &Address) -> Security {
-    match tls.map(|tls| tls.mode_at(address)) {
+    security(tls.map(|tls| tls.mode_at(address)))
+}
+
+/// Whether the clients of a socket with this TLS rule must use TLS.
+pub(crate) fn security(mode: Option<TlsMode>) -> Security {
+    match mode {
         Some(TlsMode::Required) => Security::Tls,
         Some(TlsMode::Optional) | None => Security::Plain,
     }
@@ -69,12 +74,13 @@ pub fn from_systemd() -> Result<Vec<BoundSocket>> {
     for index in 0..passed.len() {
         let name = names.get(index).copied().unwrap_or_default();
         let bound = take(&mut passed, index);
-        match kept_sockets::is_name(name) {
-            true => match bound {
+        if kept_sockets::is_name(name) {
+            match bound {
                 Ok(bound) => kept_sockets::take_in(name, bound.socket),
                 Err(error) => tracing::warn!("{name}: was kept, and cannot be used: {error:#}"),
-            },
-            false => sockets.push(bound?),
+            }
+        } else {
+            sockets.push(bound?)
         }
     }
     Ok(sockets)

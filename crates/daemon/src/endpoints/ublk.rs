@@ -1,4 +1,4 @@
-//! The ublk devices of `serve`: what is checked and made before the sandbox.
+//! The ublk devices of `serve`: the checks and preparations before the sandbox.
 //!
 //! Guarantee: a device has its commands on every loop that serves it, and leaves room there for the
 //! I/O of the image.

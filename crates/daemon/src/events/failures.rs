@@ -1,4 +1,4 @@
-//! Requests that the host failed, told to subscribers.
+//! Events of requests that the host failed.
 //!
 //! Guarantee: of one kind (an operation and an errno) one event is reported in each [`INTERVAL`],
 //! however many requests fail: the first at once, with the next how many there were meanwhile.

@@ -1,7 +1,7 @@
-//! Events while images are served, for those who subscribe.
+//! Events while images are served, for subscribers.
 //!
 //! Guarantees: telling never waits for a subscriber. A subscriber that falls `QUEUE` events behind
-//! loses the newer ones, and is told how many.
+//! loses the newer ones, and receives their number.
 
 pub(crate) mod failures;
 pub(crate) mod room_watch;
@@ -387,10 +387,7 @@ impl Queue {
     fn push(&self, event: Event) {
         {
             let mut state = self.state.lock();
-            match state.events.len() < QUEUE {
-                true => state.events.push_back(event),
-                false => state.lost += 1,
-            }
+            if state.events.len() < QUEUE { state.events.push_back(event) } else { state.lost += 1 }
         }
         self.changed.notify_all();
     }

@@ -1,11 +1,11 @@
 //! Telling that a disk's host is about to be full.
 //!
-//! Guarantee: each crossing of the threshold is told once, and before the disk's writes are held or
-//! fail for want of room: what finds no room has it told first. What is told again was above the
-//! threshold meanwhile.
+//! Guarantee: each crossing of the threshold is reported once, before the disk's writes are held or
+//! fail with ENOSPC: a write that finds no room has it reported first. It is reported again only
+//! after the room was above the threshold meanwhile.
 //!
 //! A *write threshold* is QEMU's: the byte of the image's storage that a guest's writes have not
-//! reached yet. It is told once, and is none from then on.
+//! reached yet. It is reported once, and is then no longer set.
 
 use std::sync::Arc;
 

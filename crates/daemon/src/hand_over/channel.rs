@@ -1,4 +1,4 @@
-//! Frames with descriptors over a socket pair. `format` says what they look like.
+//! Frames with descriptors over a socket pair. `format` defines them.
 //!
 //! Guarantees: a frame is read to its end and never beyond, because descriptors belong to the bytes
 //! with which they came. Nothing waits beyond its deadline. What the other process sends is checked

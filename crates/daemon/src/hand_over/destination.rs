@@ -10,7 +10,7 @@
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,7 +26,6 @@ use blockhouse_nbd::uri::Security;
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketFile};
 use blockhouse_ublk::HandedOverDevice;
 use blockhouse_vhost_user::{PreparedFrontend, RegisteredMemory};
-use rustix::fs::{Mode, OFlags};
 
 use super::channel::{Channel, Frame, version};
 use super::fault::{Step, reach};
@@ -40,6 +39,7 @@ use crate::endpoints::sockets::ListenSocket;
 use crate::endpoints::ublk::HandedOverUblk;
 use crate::endpoints::vhost_user::{DeviceOfDisk, DeviceSocket, registered_memory};
 use crate::metrics::StartTime;
+use crate::process::stdin::take_stdin;
 use crate::process::workers::Workers;
 use crate::running::open::{image_options, state_use};
 use crate::running::{EarlierLife, Moved, OpenedDisk};
@@ -117,7 +117,8 @@ impl OfferedDevice {
 /// # Errors
 /// Why not, in one line, which the source has been told: nothing was changed.
 pub fn take_over(setup: &Setup) -> Result<TakenOver> {
-    let channel = channel_at_stdin().context("--hand-over is for 'blockhouse upgrade' alone")?;
+    let channel = take_stdin().and_then(|socket| Channel::new(socket, version()));
+    let channel = channel.context("--hand-over is for 'blockhouse upgrade' alone")?;
     let taken =
         confined(setup).and_then(|(workers, state)| prepare(&channel, setup, workers, &state));
     taken.inspect_err(|error| {
@@ -233,15 +234,6 @@ fn listening((listening, socket, file): Handed<Listening>) -> BoundSocket {
     bound(listening.address, socket, file)
 }
 
-/// The socket pair, which is standard input. What takes its place there reads as empty.
-fn channel_at_stdin() -> Result<Channel> {
-    let stdin = std::io::stdin();
-    let socket = stdin.as_fd().try_clone_to_owned()?;
-    let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-    rustix::stdio::dup2_stdin(null)?;
-    Ok(Channel::new(socket, version())?)
-}
-
 /// The next frame.
 fn next(channel: &Channel, deadline: Option<Instant>) -> Result<Frame> {
     channel.receive(deadline)?.context("the server that has started this process has ended")
@@ -249,9 +241,12 @@ fn next(channel: &Channel, deadline: Option<Instant>) -> Result<Frame> {
 
 impl Offered {
     fn new(offer: Offer, mut descriptors: VecDeque<OwnedFd>) -> Result<Self> {
-        let mut take = |is_there: bool| match is_there {
-            true => descriptors.pop_front().map(Some).context("a descriptor is missing"),
-            false => Ok(None),
+        let mut take = |is_there: bool| {
+            if is_there {
+                descriptors.pop_front().map(Some).context("a descriptor is missing")
+            } else {
+                Ok(None)
+            }
         };
         let mut disks = Vec::new();
         for disk in offer.disks {
@@ -260,9 +255,12 @@ impl Offered {
             }
             disks.push(OfferedDisk::new(disk, &mut take)?);
         }
-        let check_disk = |disk: usize| match disk < disks.len() {
-            true => Ok(()),
-            false => bail!("an export of a disk that is not offered"),
+        let check_disk = |disk: usize| {
+            if disk < disks.len() {
+                Ok(())
+            } else {
+                bail!("an export of a disk that is not offered")
+            }
         };
         let mut sockets = Vec::new();
         for socket in offer.sockets {

@@ -25,9 +25,9 @@
 //! second open file for the last block and the one that is flushed, as far as it has them; for each
 //! socket the socket, then its file (`O_PATH`) if it has one; the same for each device's socket,
 //! and for the control socket. [`Message::Yours`]: one for each connection; then for each front-end
-//! its connection, the file of each region of memory, of the in-flight memory and of the log, how
-//! changes of the log are told, the socket for messages to it, and for each ring how the guest
-//! kicks, how the driver is notified, and how a broken ring is told, as far as it has them.
+//! its connection, the file of each region of memory, of the in-flight memory and of the log, the
+//! eventfd for changes of the log, the socket for messages to it, and for each ring those for the
+//! guest's kicks, for notifying the driver and for errors, as far as it has them.
 
 use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
@@ -94,7 +94,7 @@ pub struct Offer {
 pub struct Socket {
     /// Where it listens.
     pub address: Address,
-    /// Whether its file is to be removed at the end.
+    /// Whether its file is removed at the end.
     pub has_file: bool,
     /// Whether its clients must use TLS.
     pub needs_tls: bool,
@@ -136,7 +136,7 @@ pub struct Ublk {
 pub struct Listening {
     /// Where it listens.
     pub address: Address,
-    /// Whether its file is to be removed at the end.
+    /// Whether its file is removed at the end.
     pub has_file: bool,
 }
 

@@ -116,10 +116,7 @@ pub fn front_end(record: Frontend, descriptors: &mut VecDeque<OwnedFd>) -> Resul
     let vrings = record.vrings.into_iter().map(vring).collect::<Result<_>>()?;
     let Frontend { features, protocol_features, write_cache, .. } = record;
     let write_cache = PausedWriteCache {
-        reported: match write_cache.is_volatile {
-            true => WriteCache::Volatile,
-            false => WriteCache::None,
-        },
+        reported: if write_cache.is_volatile { WriteCache::Volatile } else { WriteCache::None },
         driver_flushes: write_cache.driver_flushes,
         is_restored: write_cache.is_restored,
     };

@@ -37,7 +37,7 @@ use crate::service::Service;
 
 /// How long the destination may take to be ready, and to take over.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// How long clients may take for their handshakes. Nobody else waits meanwhile.
+/// How long clients may take for their handshakes. Other clients do not wait meanwhile.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
 /// How long clients may take to receive their last replies, and requests to complete.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
@@ -285,8 +285,8 @@ fn give(
     Ok(begin.elapsed())
 }
 
-/// Writes and flushes all images, so often or until that is quick: the less there is to settle
-/// then.
+/// Writes and flushes all images, at most `limit` times or until that is quick: the less there is
+/// to settle then.
 fn flush_ahead(service: &Service, limit: usize) {
     for _ in 0..limit {
         let begin = Instant::now();
@@ -306,7 +306,7 @@ fn pause(
     service: &Service,
     deadline: Instant,
 ) -> Result<(Vec<PausedConnection>, Vec<Option<PausedFrontend>>)> {
-    // Requests that wait for their turn are let go, so that the pause does not wait for them.
+    // Requests that wait for their turn are admitted, so that the pause does not wait for them.
     let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.disk.throttle().lift()).collect();
     // All at once: what they have in flight completes at the same time.
     let devices = service.devices();

@@ -1,5 +1,5 @@
-//! Backups to disks of this server: a disk as it was at one moment is copied, all of it or what a
-//! bitmap says, while its guest goes on.
+//! Backups to disks of this server: the content of a disk at one moment is copied, all of it or the
+//! parts that a bitmap marks, while its guest goes on.
 //!
 //! Guarantees: the target has what the disk held at the moment, when the job is complete; a full
 //! copy has the mark of a mirror until then. A bitmap that is synced says what has changed since
@@ -21,13 +21,13 @@ use futures_util::future::{Either, select};
 use super::{JobSetup, RunningJob, run_job};
 use crate::running::{Running, RunningDisk};
 
-/// What is copied.
+/// The source of a backup.
 pub(crate) struct FrozenSource {
     /// The disk that goes on.
     pub(crate) disk: Arc<RunningDisk>,
     /// The disk as it was.
     pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
-    /// What is copied of it alone.
+    /// The only parts that are copied, if not all are.
     pub(crate) only: Option<DirtyMap>,
     /// The bitmap that is synced.
     pub(crate) synced: Option<CopiedBitmap>,
@@ -43,7 +43,7 @@ pub(crate) struct CopiedBitmap {
 }
 
 impl CopiedBitmap {
-    /// What becomes of both bitmaps at the end of a job.
+    /// The changes of both bitmaps at the end of a job.
     fn changes_at(self, end: &JobEnd) -> Vec<BitmapChange> {
         let change = |name: &str, action| BitmapChange::Change { name: name.to_owned(), action };
         let removed = change(&self.since, BitmapAction::Remove);

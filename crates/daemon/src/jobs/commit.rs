@@ -1,5 +1,5 @@
-//! Commits of served disks: what an overlay has goes into its backing file, with which the guest
-//! goes on.
+//! Commits of served disks: the data of an overlay is copied into its backing file, with which the
+//! guest goes on.
 //!
 //! After a kill: as long as there is no record beside the overlay (`disk/open/moved_record`), the
 //! overlay is the disk, over a backing file that has some of its data and is no disk by itself. The

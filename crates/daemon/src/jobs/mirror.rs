@@ -2,8 +2,8 @@
 //!
 //! After a kill: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is
 //! the disk. Before it loses the mark, a *record* beside the source's image says where the disk
-//! goes (`disk/open/moved_record`), durably. So whoever opens the source then is refused, and told
-//! to look at the target: it can be opened if it is complete. The record goes where the mirror is
+//! goes (`disk/open/moved_record`), durably. So opening the source is refused then, with a hint to
+//! look at the target: that can be opened if it is complete. The record goes where the mirror is
 //! not completed.
 
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ use crate::running::{Running, RunningDisk};
 /// Where a mirror goes.
 #[derive(Clone, Debug)]
 pub(crate) enum MirrorTarget {
-    /// An image that nobody has open.
+    /// An image that is not open elsewhere.
     Image(TargetSetup),
     /// A disk of this server, by its name.
     Disk(String),

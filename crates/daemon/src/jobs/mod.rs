@@ -1,4 +1,4 @@
-//! Jobs by name: what works on disks while they are served.
+//! Jobs by name: work on disks while they are served.
 //!
 //! Guarantees: a disk has one job at a time, and is neither closed nor resized meanwhile. All jobs
 //! run on a loop of their own, so that their copying keeps no guest's request waiting for a
@@ -76,7 +76,7 @@ struct State {
 pub(crate) struct RunningJob {
     /// Its name, unlike all others.
     pub(crate) name: String,
-    /// What it does: "mirror", "commit", "stream" or "backup".
+    /// The kind of work: "mirror", "commit", "stream" or "backup".
     pub(crate) kind: &'static str,
     /// The name of its disk.
     pub(crate) disk: String,
@@ -148,7 +148,7 @@ impl Jobs {
     /// The job of this name.
     ///
     /// # Errors
-    /// There is none.
+    /// No job has this name.
     pub(crate) fn find(&self, name: &str) -> Result<Arc<RunningJob>> {
         let found = self.0.lock().jobs.iter().find(|job| job.name == name).cloned();
         found.ok_or_else(|| {
@@ -161,17 +161,21 @@ impl Jobs {
         self.0.lock().jobs.iter().find(|job| !job.has_ended()).cloned()
     }
 
+    /// The name of a job that has not ended, if there is one for which `is_it` says so.
+    fn find_unended(&self, is_it: impl Fn(&RunningJob) -> bool) -> Option<String> {
+        let state = self.0.lock();
+        let found = state.jobs.iter().find(|job| is_it(job) && !job.has_ended());
+        found.map(|job| job.name.clone())
+    }
+
     /// Refuses to change a disk that a job works on.
     ///
     /// # Errors
     /// One does.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
-        let state = self.0.lock();
-        let uses = |job: &&Arc<RunningJob>| job.disk == disk || job.writes_to(disk);
-        match state.jobs.iter().filter(uses).find(|job| !job.has_ended()) {
-            Some(job) => bail!(
-                "the job {:?} works on the disk {disk:?}; cancel it or let it complete first",
-                job.name
+        match self.find_unended(|job| job.disk == disk || job.writes_to(disk)) {
+            Some(name) => bail!(
+                "the job {name:?} works on the disk {disk:?}; cancel it or let it complete first"
             ),
             None => Ok(()),
         }
@@ -193,11 +197,9 @@ impl Jobs {
     /// # Errors
     /// One does.
     pub(crate) fn check_not_written(&self, disk: &str) -> Result<()> {
-        let state = self.0.lock();
-        match state.jobs.iter().find(|job| job.writes_to(disk) && !job.has_ended()) {
-            Some(job) => bail!(
-                "the job {:?} writes to the disk {disk:?}; cancel it or let it complete first",
-                job.name
+        match self.find_unended(|job| job.writes_to(disk)) {
+            Some(name) => bail!(
+                "the job {name:?} writes to the disk {disk:?}; cancel it or let it complete first"
             ),
             None => Ok(()),
         }
@@ -209,14 +211,10 @@ impl Jobs {
     /// # Errors
     /// One does.
     pub(crate) fn check_not_filled(&self, disk: &str) -> Result<()> {
-        let state = self.0.lock();
-        let mut all = state.jobs.iter();
-        match all.find(|job| job.disk == disk && job.kind == "stream" && !job.has_ended()) {
-            Some(job) => bail!(
-                "the job {:?} fills the disk {disk:?} from its backing file, which a read-only disk does not get; cancel it \
-                 ('blockhouse ctl SOCKET job {} cancel') or let it complete first",
-                job.name,
-                job.name
+        match self.find_unended(|job| job.disk == disk && job.kind == "stream") {
+            Some(name) => bail!(
+                "the job {name:?} fills the disk {disk:?} from its backing file, which a read-only disk does not get; \
+                 cancel it ('blockhouse ctl SOCKET job {name} cancel') or let it complete first"
             ),
             None => Ok(()),
         }
@@ -283,7 +281,7 @@ impl Jobs {
     /// Lists a job that has ended no longer.
     ///
     /// # Errors
-    /// There is none of the name, or it goes on.
+    /// No job has this name, or it still runs.
     pub(crate) fn dismiss(&self, name: &str) -> Result<()> {
         let job = self.find(name)?;
         if !job.has_ended() {
@@ -296,7 +294,7 @@ impl Jobs {
     }
 
     /// Cancels all jobs, and waits until they have ended, for some seconds at most; starts none.
-    /// Whoever waits for one goes on. Gives their loop, on which disks that were moved may have
+    /// Calls that wait for a job return. Gives their loop, on which disks that were moved may have
     /// connections that they need until they are closed; not where a job goes on there, whose
     /// target hangs.
     pub(crate) fn stop(&self) -> Option<Workers> {

@@ -53,7 +53,7 @@ pub(crate) struct Launched {
 }
 
 impl Launcher {
-    /// Starts the process, which does nothing before it is told its rules. Where that fails the
+    /// Starts the process, which does nothing before it receives its rules. Where that fails the
     /// server serves all the same, and each use of the launcher says why it cannot be.
     pub(crate) fn start() -> Self {
         let started = start().map_err(|error| format!("{error:#}"));

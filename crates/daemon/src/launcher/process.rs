@@ -1,7 +1,8 @@
-//! The process: it does what the server asks, one request after the other, until the server ends.
+//! The process of the launcher: it carries out the server's requests, one after the other, until
+//! the server ends.
 
 use std::ffi::OsString;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -17,6 +18,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use super::protocol::{Channel, Reply, Request, Rules};
 use super::reach::{self, path_of};
+use crate::process::stdin::take_stdin;
 
 /// Serves the server whose socket is standard input, until it ends.
 ///
@@ -32,7 +34,8 @@ pub fn run() -> Result<()> {
     let _ = rustix::thread::set_name(c"blockhouse-run");
     // Before anything else may take its place.
     let own = Own::open()?;
-    let channel = channel_at_stdin().context("this is for 'blockhouse serve' alone")?;
+    let socket = take_stdin().context("this is for 'blockhouse serve' alone")?;
+    let channel = Channel::new(UnixStream::from(socket));
     let rules = match channel.receive()? {
         // The server has ended before it could serve.
         None => return Ok(()),
@@ -212,14 +215,6 @@ impl State {
             let _ = kill_process(process, signal);
         }
     }
-}
-
-/// The socket, which is standard input. What takes its place there reads as empty.
-fn channel_at_stdin() -> Result<Channel> {
-    let socket = std::io::stdin().as_fd().try_clone_to_owned()?;
-    let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-    rustix::stdio::dup2_stdin(null)?;
-    Ok(Channel::new(UnixStream::from(socket)))
 }
 
 /// The path without what the kernel adds to that of a file which was replaced.

@@ -78,7 +78,7 @@ pub(super) enum Reply {
     Refused { why: String },
     /// How it ended.
     Ended { status: String },
-    /// That is done.
+    /// The request was carried out.
     Done,
 }
 

@@ -56,7 +56,7 @@ impl StartTime {
         Self(SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()))
     }
 
-    /// That many seconds after 1970.
+    /// A time in seconds after 1970.
     pub(crate) fn from_seconds(seconds: u64) -> Self {
         Self(seconds)
     }

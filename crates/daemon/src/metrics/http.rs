@@ -97,13 +97,13 @@ const OTHER_HOST: Refusal = Refusal {
 const METHOD: Refusal =
     Refusal { status: "405 Method Not Allowed", why: "only GET and HEAD are answered" };
 
-/// By which names of this host a request may ask.
+/// The names of this host that a request may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hosts {
     /// By any: only programs of this host reach the socket.
     Any,
-    /// By those of this machine itself. A page of another site, whose name its owner has lead here,
-    /// asks by that name.
+    /// The names of this machine itself. A page of another site, whose owner has its name lead
+    /// here, asks by that name.
     Loopback,
 }
 
@@ -125,7 +125,7 @@ impl Hosts {
 /// Reads a request by one of these names; `None` where its end has not been received.
 ///
 /// # Errors
-/// What cannot be answered.
+/// Requests that cannot be answered.
 pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> {
     let Some(end) = received.windows(4).position(|window| window == b"\r\n\r\n") else {
         // Something that is no HTTP need not be waited for.

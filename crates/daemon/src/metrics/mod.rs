@@ -1,5 +1,4 @@
-//! Metrics: what is measured of everything that runs, as OpenMetrics, as Prometheus' older text,
-//! and as JSON.
+//! Metrics of everything that runs, as OpenMetrics, as Prometheus' older text, and as JSON.
 //!
 //! - `families`: the names, kinds and meanings of all metrics, in one table; docs/metrics.md
 //!   explains them.

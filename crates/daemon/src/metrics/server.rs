@@ -4,7 +4,7 @@
 //! most [`MAX_CLIENTS`] clients at once, each with one request and one answer, for [`TIMEOUT`]
 //! each. A further one takes the place of the client that has owed its request for longest, or else
 //! of the one that has not taken its answer for longest, if that is more than [`GRACE`]: so silent
-//! clients and slow ones keep out no scrape for longer. Where there is none, the further
+//! clients and slow ones keep out no scrape for longer. Where no client is that slow, the further
 //! one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes find places.
 
 use std::collections::VecDeque;
@@ -23,12 +23,13 @@ use blockhouse_nbd::BoundSocket;
 use blockhouse_nbd::uri::Address;
 use futures_channel::oneshot;
 use futures_util::future::{Either, FutureExt, LocalBoxFuture, select};
-use futures_util::stream::{FuturesUnordered, StreamExt, unfold};
+use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use super::http::{self, Hosts, Request, Resource};
 use super::json::to_json;
 use super::stream::{Observed, TIMEOUT, send, serve_stream};
 use super::text::to_text;
+use crate::process::clients::accepted;
 use crate::process::kept_sockets;
 use crate::process::workers::Workers;
 
@@ -38,7 +39,7 @@ const MAX_CLIENTS: usize = 8;
 const MAX_STREAMS: usize = 4;
 /// How long a client has its place for certain once it has sent its request.
 const GRACE: Duration = Duration::from_secs(1);
-/// The delay after a connection could not be accepted.
+/// The delay after the address could not be bound.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
@@ -114,7 +115,7 @@ impl MetricsServer {
     }
 }
 
-/// Accepts and answers for ever.
+/// Accepts and answers without end.
 async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     let BoundSocket { socket, file, address } = bound;
     let listener = Listener::new(socket)?;
@@ -130,14 +131,7 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
         // No browser reaches it.
         Address::Unix(_) => Hosts::Any,
     };
-    let accepted = unfold(listener.clone(), |listener| async move {
-        let accepted = listener.accept().await;
-        if accepted.is_err() {
-            sleep(RETRY_DELAY).await;
-        }
-        Some((accepted, listener))
-    });
-    let mut accepted = pin!(accepted.fuse());
+    let mut accepted = pin!(accepted(listener.clone()).fuse());
     // Each stream holds a clone.
     let streams = Rc::new(());
     let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
@@ -167,7 +161,7 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
 #[derive(Default)]
 struct Unfinished(VecDeque<Place>);
 
-/// What ends a client: it has to end where its receiver ends.
+/// The end of a client: it has to end where its receiver ends.
 struct Place {
     since: Instant,
     /// Has no receiver once the request was sent.
@@ -284,7 +278,7 @@ mod tests {
         first.as_mut().unwrap().0.close();
         third.as_mut().unwrap().0.close();
         assert!(unfinished.end_one() && is_over(&mut second));
-        // Nobody has waited for long.
+        // No client has waited for long.
         assert!(!unfinished.end_one());
         for place in &mut unfinished.0 {
             place.since =

@@ -69,9 +69,10 @@ fn write_sample(text: &mut String, family: &Family, sample: &Sample) {
 }
 
 fn write_number(text: &mut String, name: &str, pairs: &str, number: u64) {
-    match pairs.is_empty() {
-        true => line(text, format_args!("{name} {number}")),
-        false => line(text, format_args!("{name}{{{pairs}}} {number}")),
+    if pairs.is_empty() {
+        line(text, format_args!("{name} {number}"))
+    } else {
+        line(text, format_args!("{name}{{{pairs}}} {number}"))
     }
 }
 

@@ -3,9 +3,9 @@
 //!
 //! Guarantees: between the end of a server, or its death, and the next start clients wait in the
 //! backlog of the socket instead of being refused. A kept socket is used again only for its own
-//! address, and that of a file only where the file at its path is still the one that was bound.
-//! What is served no longer, or not wanted at the next start, is given up. Without a store
-//! (`$FDSTORE`, systemd 254) nothing is kept.
+//! address, and that of a file only where the file at its path is still the one that was bound. A
+//! socket that is no longer served, or not wanted at the next start, leaves the store. Without a
+//! store (`$FDSTORE`, systemd 254) nothing is kept.
 //!
 //! A socket is known by its name in the store: [`PREFIX`], the device and inode of its file, and
 //! its address. The inode is not used again while the socket listens.
@@ -32,7 +32,7 @@ const MAX_NAME: usize = 255;
 /// Characters that a name cannot have: a colon separates names in `$LISTEN_FDNAMES`.
 const ESCAPED: &AsciiSet = &CONTROLS.add(b':').add(b'%');
 
-/// A socket that an earlier server had kept, until it is used or given up.
+/// A socket that an earlier server had kept, until it is used or leaves the store.
 struct Kept {
     name: String,
     socket: OwnedFd,
@@ -125,7 +125,7 @@ fn find(address: &Address) -> Option<BoundSocket> {
     let identity = parse(&kept[index].name).and_then(|(_, identity)| identity);
     let file = match address {
         Address::Tcp { .. } => None,
-        // Another server may have taken the path: then the socket is given up.
+        // Another server may have taken the path: then the socket leaves the store.
         Address::Unix(_) => Some(file_of(&shown(address), identity?)?),
     };
     let socket = kept.remove(index).socket;
@@ -138,7 +138,7 @@ fn name_of(address: &Address, identity: Option<(u64, u64)>) -> Option<String> {
     let identity = match (address, identity) {
         (Address::Tcp { .. }, _) => String::new(),
         (Address::Unix(_), Some((device, inode))) => format!("{device:x}.{inode:x}"),
-        // Its file is somebody else's.
+        // Its file belongs to another user.
         (Address::Unix(_), None) => return None,
     };
     let name = format!("{PREFIX}{identity}={}", shown(address));

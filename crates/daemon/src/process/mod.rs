@@ -2,10 +2,12 @@
 //! kept sockets.
 
 pub(crate) mod blocking;
+pub(crate) mod clients;
 pub(crate) mod kept_sockets;
 pub mod key_memory;
 pub(crate) mod pid_file;
 pub(crate) mod service_manager;
+pub(crate) mod stdin;
 pub mod stop_request;
 pub(crate) mod stopping_notice;
 pub(crate) mod watchdog;

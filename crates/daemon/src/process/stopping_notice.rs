@@ -19,7 +19,7 @@ const EVERY: Duration = Duration::from_secs(5);
 /// How much: enough for a loaded machine to be late with the next message.
 const MORE: Duration = Duration::from_secs(20);
 
-/// A stop that is under way.
+/// A stop in progress.
 pub struct StoppingNotice {
     ended: Sender<()>,
     /// `None` without a service manager, or where the host has no thread left.

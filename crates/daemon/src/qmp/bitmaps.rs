@@ -152,7 +152,7 @@ impl Changes {
         }
     }
 
-    /// Whether there is none.
+    /// Whether the list is empty.
     pub(super) fn is_empty(&self) -> bool {
         self.calls.is_empty()
     }

@@ -1,6 +1,6 @@
 //! Events of QMP, made of what happens: those of jobs, exports and write thresholds.
 //!
-//! Guarantees: what a command has caused is told before its answer.
+//! Guarantees: an event that a command has caused is sent before its answer.
 
 use blockhouse_jobs::{Completion, JobEnd, JobProgress, JobStage};
 use futures_util::FutureExt;

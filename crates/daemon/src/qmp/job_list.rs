@@ -1,4 +1,4 @@
-//! What there is of jobs: those of the server, backups that clients read, and images that are made.
+//! Jobs of QMP: those of the server, backups that clients read, and images that are made.
 
 use blockhouse_jobs::JobStage;
 use serde_json::{Value, json};
@@ -75,7 +75,7 @@ impl Job {
     }
 }
 
-/// All jobs of QEMU: those of the server, and what is none there.
+/// All jobs of QEMU: those of the server, and commands that are jobs only in QEMU.
 pub(super) async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
     let mut jobs: Vec<_> = match context.call("job.list", json!({})).await? {
         Value::Array(jobs) => jobs.into_iter().map(|job| of_server(context, job)).collect(),

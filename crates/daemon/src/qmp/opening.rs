@@ -133,8 +133,8 @@ impl Asked {
         Ok(check_file_name(&filename).unwrap_or(filename))
     }
 
-    /// Refuses another way to open the disk of a node than it was opened. Whether it is to be
-    /// read-only.
+    /// Refuses another way to open the disk of a node than it was opened. Returns whether it
+    /// becomes read-only.
     pub(super) fn check_same(&self, name: &str, opened: &Value) -> Result<bool, QmpError> {
         let asked = self.params(name, "", Some(self));
         let keys = ["discard", "detect-zeroes", "without-backing"];

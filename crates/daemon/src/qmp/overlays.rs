@@ -131,7 +131,7 @@ pub(super) async fn put_on(context: &Rc<Context>, overlays: Vec<Overlay>) -> Ret
     outcome.map(|()| json!({}))
 }
 
-/// What is `closed` are nodes that were disks of their own, each as it was opened.
+/// `closed`: nodes that were disks of their own, each as it was opened.
 async fn fork(
     context: &Context,
     overlays: &[Overlay],

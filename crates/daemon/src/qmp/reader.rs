@@ -1,7 +1,8 @@
 //! Messages of QMP: values of JSON, one after the other, by no lines.
 //!
-//! Guarantees: a message has at most [`MAX_MESSAGE`] bytes and [`MAX_NESTING`] levels. After bytes
-//! that are no JSON, which is told, messages are found again. The words of the errors are QEMU's.
+//! Guarantees: a message has at most [`MAX_MESSAGE`] bytes and [`MAX_NESTING`] levels. Bytes that
+//! are no JSON are an error, after which messages are found again. The words of the errors are
+//! QEMU's.
 
 use std::collections::VecDeque;
 
@@ -14,7 +15,7 @@ pub(super) const MAX_MESSAGE: usize = MAX_TEXT;
 /// Lists and objects inside of each other, at most.
 const MAX_NESTING: usize = 128;
 
-/// A value, or why there is none.
+/// A value, or the reason why the bytes are no value.
 pub(super) type Message = Result<Value, String>;
 
 /// Makes messages of bytes.
@@ -142,7 +143,7 @@ fn parse_number(text: &str) -> Result<Value, String> {
     if let Ok(number) = text.parse::<u64>() {
         return Ok(number.into());
     }
-    // One that is too large for a double is none that can be told.
+    // A number that is too large for a double cannot be represented.
     let number = text.parse().ok().and_then(Number::from_f64);
     number.map(Value::Number).ok_or_else(|| "invalid number".into())
 }

@@ -67,7 +67,7 @@ impl Messages {
 }
 
 impl Client {
-    /// Waits for the next event. `None`: it is told of none.
+    /// Waits for the next event. `None`: the session gets no events.
     async fn next_event(&mut self) -> Option<Value> {
         match &mut self.events {
             Some(events) => events.next().await,

@@ -208,7 +208,7 @@ pub(super) async fn start_all(
         if let Some(traits) = context.state.borrow_mut().jobs.get_mut(name) {
             traits.is_started = true;
         }
-        // Of one that has ended already all is told.
+        // The events of a job that has ended already are all sent.
         if find(context, name).await?.is_some_and(|job| job.status() != "concluded") {
             context.events.tell_begin(name);
         }

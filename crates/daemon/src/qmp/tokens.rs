@@ -1,8 +1,8 @@
 //! The tokens of QMP's JSON: that of RFC 8259, and strings in single quotes, as QEMU takes them.
 //!
-//! A stream of bytes needs no lines: it comes in pieces, and a byte that fits nowhere is told and
-//! skipped, up to the next one that can begin a token. Guarantees: a token has at most [`MAX_TEXT`]
-//! bytes.
+//! A stream of bytes needs no lines: it comes in pieces, and a byte that fits nowhere is an error
+//! and skipped, up to the next one that can begin a token. Guarantees: a token has at most
+//! [`MAX_TEXT`] bytes.
 
 /// Bytes of a token, at most.
 pub(super) const MAX_TEXT: usize = 64 << 10;
@@ -16,7 +16,7 @@ pub(super) enum Token {
     Number(String),
     /// A word without quotes.
     Keyword(String),
-    /// A string, or why it is none.
+    /// A string, or the reason why it is invalid.
     Text(Result<String, &'static str>),
 }
 

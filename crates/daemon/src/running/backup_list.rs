@@ -111,7 +111,7 @@ impl Backups {
     /// Reserves a name for a backup: the one that is wanted, or any.
     ///
     /// # Errors
-    /// Another backup has it, or it is none.
+    /// Another backup has the name, or it is not valid.
     pub(super) fn new_name(&self, wanted: Option<String>) -> Result<NewName<'_>> {
         let mut state = self.0.lock();
         let name = match wanted {

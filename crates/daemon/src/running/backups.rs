@@ -1,9 +1,9 @@
 //! Backups: disks as they were at one moment, served for reading beside the disks that go on.
 //!
 //! Guarantees: a backup begins with all of its disks, at one moment, or with none, and then leaves
-//! nothing behind. While it lasts, its disks are neither closed, resized nor moved. What goes wrong
-//! with it is told and is not the guests'. It does not outlive the process; the bitmaps that it has
-//! begun do.
+//! nothing behind. While it lasts, its disks are neither closed, resized nor moved. A failure of it
+//! is logged, and does not reach the guests. It does not outlive the process; the bitmaps that it
+//! has begun do.
 //!
 //! Order of the beginning: the new bitmaps record changes first, then the disks are frozen, then
 //! the older bitmaps are read. So a bitmap may have changes more than it must, from between these
@@ -226,8 +226,8 @@ async fn sources(running: &Running, setup: &BackupSetup, name: &str) -> Result<V
     Ok(sources)
 }
 
-/// What freezes a disk, and how many bytes its scratch file may take. `scratch`: its folder,
-/// and that limit.
+/// The frozen copy of a disk to attach, and the limit of its scratch file in bytes. `scratch`: its
+/// folder, and that limit.
 pub(super) async fn prepare(
     running: &Running,
     (folder, scratch_size): (Option<&Path>, Option<u64>),

@@ -67,7 +67,7 @@ impl RunningDisk {
         Ok(())
     }
 
-    /// The limits in force.
+    /// The limits that apply.
     pub(crate) fn limits(&self) -> LimitsConfig {
         let group = self.group.lock().clone();
         match self.disk.throttle().group() {
@@ -76,12 +76,12 @@ impl RunningDisk {
         }
     }
 
-    /// How little room may be left before that is told.
+    /// The room left on the host below which an event reports it.
     pub(crate) fn threshold(&self) -> Option<Threshold> {
         self.room.threshold()
     }
 
-    /// Up to which byte of its storage the image is used before that is told.
+    /// The end of the image's use of its storage, in bytes, past which an event reports it.
     pub(crate) fn write_threshold(&self) -> Option<u64> {
         self.room.write_threshold()
     }

@@ -1,4 +1,4 @@
-//! The disks that are open, by name. `limits` has what concerns groups of them.
+//! The disks that are open, by name. `limits` has the groups of them.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl DiskList {
     /// The disk of this name.
     ///
     /// # Errors
-    /// There is none; with the names that there are.
+    /// No disk has this name; the message lists those that exist.
     pub(crate) fn get(&self, name: &str) -> Result<Arc<RunningDisk>> {
         match self.find(name) {
             Some(disk) => Ok(disk),

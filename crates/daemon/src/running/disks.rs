@@ -1,4 +1,4 @@
-//! Opening and closing disks, and what is done with one while it is served.
+//! Opening and closing disks, and operations on one while it is served.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -185,7 +185,7 @@ impl Running {
         Ok(disk)
     }
 
-    /// Puts the limits of a disk in force that was just opened, and serves it.
+    /// Applies the limits of a disk that was just opened, and serves it.
     async fn begin_serving(&self, disk: &Arc<RunningDisk>) -> Result<()> {
         self.disks.limit(disk, &disk.setup.limits)?;
         for address in &disk.setup.exports {
@@ -197,8 +197,8 @@ impl Running {
     /// Flushes and closes a disk; with `force` its exports are removed first.
     ///
     /// # Errors
-    /// There is none of this name, or it has exports: then it stays open. The last changes cannot
-    /// be made durable: then it is closed all the same.
+    /// No disk has this name, or it has exports: it stays open. The last changes cannot be made
+    /// durable: it is closed all the same.
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         self.check_free(name)?;
@@ -211,7 +211,7 @@ impl Running {
                 first.address
             );
         }
-        // Requests that wait for their turn are let go, so that the end does not wait for them.
+        // Requests that wait for their turn are admitted, so that the end does not wait for them.
         let _lifted = claimed.disk.disk.throttle().lift();
         claimed.disk.disk.hold().end();
         for export in exports {
@@ -272,7 +272,7 @@ impl Running {
     /// Serves an export no longer. What its clients have in flight completes.
     ///
     /// # Errors
-    /// There is none that is called so.
+    /// No export has this address.
     pub(crate) async fn remove_export(&self, address: &str) -> Result<()> {
         let find = || {
             let mut exports = self.exports.list().into_iter();
@@ -291,7 +291,7 @@ impl Running {
         self.exports.end(&export).await
     }
 
-    /// Listens at a socket of NBD clients, also while it has no exports, with at most so many
+    /// Listens at a socket of NBD clients, also while it has no exports, with a limit of
     /// connections at once. The URI, with the real port where port 0 was asked for.
     ///
     /// # Errors
@@ -310,15 +310,15 @@ impl Running {
     /// Listens at a socket only as long as it has exports.
     ///
     /// # Errors
-    /// There is none that was added.
+    /// No socket was added at this URI.
     pub(crate) async fn remove_socket(&self, uri: NbdUri) -> Result<()> {
         let name = Name::Socket(ExportAddress::Nbd(uri.clone()).socket());
         let _claim = self.claims.claim([name]).await;
         self.exports.remove_socket(&uri)
     }
 
-    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; where none
-    /// are said, the disk joins the group, and the group's stay.
+    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; without
+    /// any, the disk joins the group, and the group's stay.
     ///
     /// # Errors
     /// There is no such disk, or no group to join.

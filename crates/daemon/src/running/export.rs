@@ -1,4 +1,4 @@
-//! What is served: exports, and the sockets and devices at which they are.
+//! Exports that are served, and the sockets and devices at which they are.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -68,7 +68,7 @@ impl ServedSocket {
     }
 }
 
-/// Who the front-ends are that are connected.
+/// The names of the connected front-ends.
 pub(super) type Frontends = Arc<Mutex<Vec<String>>>;
 
 /// A vhost-user-blk device that is served.
@@ -95,7 +95,7 @@ impl RunningDevice {
         self.served.stop();
     }
 
-    /// Who the front-ends are that are connected.
+    /// The names of the connected front-ends.
     pub(crate) fn frontends(&self) -> Vec<String> {
         self.frontends.lock().clone()
     }

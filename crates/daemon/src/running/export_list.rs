@@ -1,8 +1,8 @@
-//! What is served where: exports at the sockets of NBD clients (`nbd_sockets`), at those of guests'
-//! devices (`devices`), and as block devices of this host (`ublk_devices`).
+//! The exports that run: at the sockets of NBD clients (`nbd_sockets`), at those of guests' devices
+//! (`devices`), and as block devices of this host (`ublk_devices`).
 //!
 //! Guarantee: what is listed is what runs: an export is listed from when it is served until nothing
-//! of it is. Whoever adds or removes one has claimed its disk and its socket.
+//! of it is. A task that adds or removes one has claimed its disk and its socket.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -89,7 +89,7 @@ impl ExportList {
         self.state.lock().exports.clone()
     }
 
-    /// Those of a disk.
+    /// The exports of a disk.
     pub(crate) fn of_disk(&self, disk: &str) -> Vec<RunningExport> {
         self.state.lock().exports.iter().filter(|export| export.disk == disk).cloned().collect()
     }
@@ -133,7 +133,7 @@ impl ExportList {
         Ok(())
     }
 
-    /// Who the clients of an export are; `None` where that is not known.
+    /// The clients of an export; `None` where they are not known.
     pub(crate) fn peers(&self, export: &RunningExport) -> Option<Vec<String>> {
         match &export.address {
             ExportAddress::Nbd(uri) => Some(self.nbd_peers(uri)),

@@ -1,4 +1,4 @@
-//! Forks: disks go on in overlays, and others begin over what they were.
+//! Forks: disks go on in overlays, and other disks begin over the old content.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -12,7 +12,7 @@ use super::Running;
 /// `overwrite` a file that is there becomes it.
 ///
 /// # Errors
-/// A file is there and is not to be overwritten, or somebody uses it; the host refuses.
+/// A file is there without `overwrite`, or is in use; the host refuses.
 pub(crate) async fn create_image(
     running: &Running,
     path: &Path,

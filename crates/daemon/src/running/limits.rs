@@ -20,7 +20,7 @@ fn group(disks: &[Arc<RunningDisk>], name: &str) -> Option<Arc<ThrottleGroup>> {
 }
 
 impl DiskList {
-    /// Whether these limits can be put in force.
+    /// Whether these limits can be applied.
     ///
     /// # Errors
     /// They are those of a group that does not exist.
@@ -65,9 +65,8 @@ impl DiskList {
         self.limit(disk, limits)
     }
 
-    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; where none
-    /// are said, the disk joins the group, and the group's stay. The disk is claimed, or not served
-    /// yet.
+    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; without
+    /// any, the disk joins the group, and the group's stay. The disk is claimed, or not served yet.
     ///
     /// # Errors
     /// There is no group to join.

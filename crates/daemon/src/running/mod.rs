@@ -113,7 +113,7 @@ impl Running {
         &self.disks
     }
 
-    /// What is served where.
+    /// The exports that run.
     pub(crate) fn exports(&self) -> &Arc<ExportList> {
         &self.exports
     }
@@ -133,7 +133,7 @@ impl Running {
         &self.events
     }
 
-    /// Who changes what.
+    /// The claims of operations on disks and exports.
     pub(crate) fn claims(&self) -> &Claims {
         &self.claims
     }
@@ -184,7 +184,7 @@ impl Running {
         to_json(&self.gathered())
     }
 
-    /// What runs now is what the command line or the configuration asks for.
+    /// Notes that everything that runs now comes from the command line or the configuration.
     pub(crate) fn set_all_configured(&self) {
         let of = |disk: Arc<RunningDisk>| {
             let exports = self.exports.of_disk(disk.name()).into_iter();

@@ -10,15 +10,14 @@ use blockhouse_config::export_address::ExportAddress;
 use blockhouse_disk::Access;
 use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
-use blockhouse_nbd::{
-    BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketTls, TlsMode,
-};
+use blockhouse_nbd::{BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketTls};
 use blockhouse_storage::ImageStorage;
 use signal_hook::consts::SIGTERM;
 
 use super::disk::RunningDisk;
 use super::export::{RunningExport, ServedSocket};
 use super::export_list::{ExportList, State};
+use crate::endpoints::sockets::security;
 use crate::endpoints::tls::Tls;
 use crate::events::Event;
 use crate::process::blocking;
@@ -43,10 +42,7 @@ pub(crate) struct SocketOffer {
 
 /// Whether a socket's clients must use TLS.
 fn security_of(tls: Option<&SocketTls>) -> Security {
-    match tls.map(|tls| tls.mode) {
-        Some(TlsMode::Required) => Security::Tls,
-        Some(TlsMode::Optional) | None => Security::Plain,
-    }
+    security(tls.map(|tls| tls.mode))
 }
 
 impl State {
@@ -221,7 +217,7 @@ impl ExportList {
         self.server.close(exports);
     }
 
-    /// Listens at a socket, which is claimed, also while it has no exports, with at most so many
+    /// Listens at a socket, which is claimed, also while it has no exports, with a limit of
     /// connections at once. The URI, with the real port where port 0 was asked for.
     ///
     /// # Errors
@@ -251,7 +247,7 @@ impl ExportList {
     /// Listens at a socket, which is claimed, only as long as it has exports.
     ///
     /// # Errors
-    /// There is none that was added.
+    /// No socket was added at this URI.
     pub(super) fn remove_socket(&self, uri: &NbdUri) -> Result<()> {
         let mut list = self.state.lock();
         let socket = list.socket(&uri.address);

@@ -81,9 +81,10 @@ pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<Image
         on_full: disk.on_full().map_err(anyhow::Error::msg)?,
         locking: Locking::Held,
         state: state.clone(),
-        allowed_paths: match disk.no_references {
-            true => AllowedPaths::refusing_all(),
-            false => AllowedPaths::new(&disk.allow_paths)?,
+        allowed_paths: if disk.no_references {
+            AllowedPaths::refusing_all()
+        } else {
+            AllowedPaths::new(&disk.allow_paths)?
         },
         remote_backing: disk.remote_backing(),
         secrets: disk.keys().read()?,

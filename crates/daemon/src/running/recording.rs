@@ -15,8 +15,8 @@ use super::Running;
 use super::disk::RunningDisk;
 use crate::running::open::image_options;
 
-/// Gives a disk, which is claimed, a place for bitmaps, if it is a raw file that has none: for
-/// how long its changes were held off. `None`, and nothing becomes of it, for other disks.
+/// Gives a disk, which is claimed, a place for bitmaps, if it is a raw file that has none: for how
+/// long its changes were held off. `None` for other disks, which stay as they are.
 ///
 /// # Errors
 /// A job works on the disk; the sandbox does not let the server make files beside the image; as
@@ -45,7 +45,7 @@ pub(crate) async fn make_room_for_bitmaps(
 }
 
 /// Takes that place away again, because the first bitmap could not be added, or is removed with
-/// what it was for. Where that fails it is told: the disk goes on with the place.
+/// what it was for. A failure is logged: the disk goes on with the place.
 pub(crate) async fn take_room_back(running: &Running, disk: &RunningDisk) {
     let taken = async {
         let (path, options) = opened_as_raw(running, disk)?;

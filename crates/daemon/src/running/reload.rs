@@ -1,4 +1,4 @@
-//! Taking over a configuration that has changed, without touching what has not.
+//! Applies a changed configuration, without touching its unchanged parts.
 
 use std::path::Path;
 

@@ -42,7 +42,7 @@ async fn create_file(folder: &Path, size: u64) -> Result<PathBuf> {
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = folder.join(format!(".blockhouse-{process}-{number}.scratch"));
-        // Where it comes to be just now, creating fails.
+        // Where another process makes it just now, creating fails.
         if !exists(&path).await? {
             create(&path, size, ImageFormat::Raw).await?;
             return Ok(path);

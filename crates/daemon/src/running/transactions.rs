@@ -32,11 +32,11 @@ use crate::running::claims::Name;
 pub(crate) struct BackupPart {
     /// Its job, with the name of the disk. A backup that no job makes is called so.
     pub(crate) job: JobSetup,
-    /// What becomes of it.
+    /// The kind of backup of the disk.
     pub(crate) kind: BackupKind,
 }
 
-/// Who reads what the disk was.
+/// The reader of the disk's frozen content.
 #[derive(Clone, Debug)]
 pub(crate) enum BackupKind {
     /// A job, which writes it to another disk.

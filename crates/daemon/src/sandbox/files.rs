@@ -51,7 +51,7 @@ const LOOK_UP: [&str; 15] = [
     "/usr/share/ca-certificates",
     "/usr/local/share/ca-certificates",
 ];
-/// Where Ceph's library writes beside images: its output to nobody, its sockets for administration,
+/// Where Ceph's library writes beside images: its discarded output, its sockets for administration,
 /// and its log.
 const WRITTEN_BY_CEPH: [&str; 3] = ["/dev/null", "/run/ceph", "/var/log/ceph"];
 /// The folders of the host that opening a disk asks about its disks and about the holder of a lock.
@@ -148,9 +148,10 @@ impl FileRules {
         for FileRule { path, access } in &self.rules {
             // It may have gone meanwhile.
             let Ok(opened) = PathFd::new(path) else { continue };
-            let access = match path.is_dir() {
-                true => *access & handled,
-                false => *access & handled & AccessFs::from_file(VERSION),
+            let access = if path.is_dir() {
+                *access & handled
+            } else {
+                *access & handled & AccessFs::from_file(VERSION)
             };
             if !access.is_empty() {
                 created = created.add_rule(PathBeneath::new(opened, access))?;
@@ -212,10 +213,7 @@ fn places(setup: &Setup) -> Vec<PathBuf> {
         _ => None,
     });
     let side_files = setup.disks.iter().filter_map(|disk| disk.bitmaps_in.as_ref());
-    let side_files = side_files.map(|path| match path.is_dir() {
-        true => path.clone(),
-        false => parent(path),
-    });
+    let side_files = side_files.map(|path| if path.is_dir() { path.clone() } else { parent(path) });
     let allowed = setup.disks.iter().flat_map(|disk| disk.allow_paths.iter().cloned());
     images.chain(side_files).chain(allowed).collect()
 }

@@ -1,10 +1,10 @@
-//! The sandbox: what a server may no longer do once everything is open.
+//! The sandbox: the restrictions of a server once everything is open.
 //!
 //! Guarantees: it is put on all threads before the first client is served, later threads inherit
 //! it, and nothing lifts it again. A server that takes over from another one is in it before it
 //! reads the first byte from that, which a stranger may have taken over: [`enter_to_take_over`]. A
-//! part that the kernel has not is said once in the log, and the others hold all the same.
-//! README.md here says what each part is for; docs/security.md tells users what it holds.
+//! part that the kernel does not have is logged once, and the others hold all the same. README.md
+//! here says what each part is for; docs/security.md tells users what it holds.
 //!
 //! - `needs`: what this server does later, from its description; which of root's capabilities that
 //!   takes
@@ -42,7 +42,7 @@ use crate::process::workers::Workers;
 /// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
 const SPARE_SIGNAL_RINGS: usize = 16;
 
-/// The restrictions in force.
+/// The restrictions that apply.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SandboxReport {
     parts: Vec<&'static str>,
@@ -112,7 +112,7 @@ pub(crate) struct Opened {
     pub(crate) devices: usize,
     /// The files of its Unix sockets.
     pub(crate) sockets: Vec<PathBuf>,
-    /// The rules that [`enter_before_ceph`] has put in force.
+    /// The rules that [`enter_before_ceph`] has applied.
     pub(crate) rules_of_writing: Option<FileRules>,
 }
 
@@ -150,8 +150,8 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
 /// Confines this process, whose loops are `workers`. What is opened at the start is open.
 ///
 /// # Errors
-/// It cannot become the user that it is to be. Some of it may have been done, and the process is to
-/// end.
+/// The process cannot become the configured user. It may be confined in part, and the caller ends
+/// it.
 pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result<SandboxReport> {
     let mut report = SandboxReport::default();
     let needs = Needs::of(setup);
@@ -187,10 +187,11 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
             }
         }
     }
-    let restricted = match setup.hand_over {
-        // The others are in force.
-        true => system_calls::restrict_further(needs),
-        false => system_calls::restrict(needs),
+    let restricted = if setup.hand_over {
+        // The others apply.
+        system_calls::restrict_further(needs)
+    } else {
+        system_calls::restrict(needs)
     };
     match restricted {
         Ok(()) => report.parts.push("seccomp"),
@@ -205,8 +206,8 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
 }
 
 /// Drops root's capabilities, and the rights to write elsewhere than below the server's own places,
-/// before Ceph's library starts threads of its own: on these nothing is put in force later. Says
-/// what may be written, if the kernel restricts that.
+/// before Ceph's library starts threads of its own: no restriction can be applied to these later.
+/// Says what may be written, if the kernel restricts that.
 pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
     if !drops_before_ceph(setup) {
         return None;
@@ -240,10 +241,7 @@ fn drops_before_ceph(setup: &Setup) -> bool {
 
 /// The capabilities of a process that is started to take over from this server.
 pub(crate) fn capabilities_of_successor(setup: &Setup) -> u64 {
-    match setup.server.sandbox {
-        true => Needs::capabilities_of_successor(setup),
-        false => u64::MAX,
-    }
+    if setup.server.sandbox { Needs::capabilities_of_successor(setup) } else { u64::MAX }
 }
 
 /// Tries to break out, where a test asks for that.
@@ -254,7 +252,7 @@ fn probe(workers: &Workers) {
     let _ = workers;
 }
 
-/// The parts of the kernel that are not in force.
+/// The parts that the kernel does not restrict.
 enum Unrestricted {
     /// Files: it has no Landlock.
     Missing,

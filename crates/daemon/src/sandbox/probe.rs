@@ -1,7 +1,7 @@
 //! Attempts to break out, for tests: in builds with debug assertions only.
 //!
 //! The environment variable `BLOCKHOUSE_SANDBOX_PROBE` has words with spaces between: what is tried
-//! on a loop as soon as the sandbox is in force. The log has a line with the outcome of each.
+//! on a loop as soon as the sandbox is entered. The log has a line with the outcome of each.
 //! `open`, `create`, `remove` and `set-user-id` have a path: `open=PATH`.
 //!
 //! With `BLOCKHOUSE_SANDBOX_PROBE_ASIDE` a thread tries its words that blocks all signals, as

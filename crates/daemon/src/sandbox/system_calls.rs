@@ -380,12 +380,12 @@ fn condition(argument: u8, comparison: SeccompCmpOp, value: u64) -> Result<Secco
     Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, comparison, value)?)
 }
 
-/// That an argument has this value.
+/// The condition that an argument has this value.
 fn is(argument: u8, value: u64) -> Result<SeccompCondition> {
     condition(argument, SeccompCmpOp::Eq, value)
 }
 
-/// That the second argument is this type of socket, with any flags.
+/// The condition that the second argument is this type of socket, with any flags.
 fn has_type(kind: c_int) -> Result<SeccompCondition> {
     condition(1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), kind as u64)
 }
@@ -405,7 +405,7 @@ fn one(argument: u8, comparison: SeccompCmpOp, value: u64) -> Result<SeccompRule
     all(vec![condition(argument, comparison, value)?])
 }
 
-/// That all of an argument has this value.
+/// The rule that all of an argument has this value.
 fn long(argument: u8, value: u64) -> Result<SeccompRule> {
     let condition =
         SeccompCondition::new(argument, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, value)?;

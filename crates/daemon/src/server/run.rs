@@ -1,4 +1,4 @@
-//! The process that serves: what starts, what signals mean, and the end in order.
+//! The process that serves: its start, its signals, and its orderly end.
 //!
 //! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of
 //! images that became longer, and the configuration, and reads the files of TLS again; SIGUSR2 has
@@ -131,7 +131,7 @@ fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
     setup.server.pid_file.as_deref().map(PidFile::write).transpose()
 }
 
-/// That of a storage daemon, whose commands are carried out.
+/// Writes the pid file of a storage daemon, whose commands are carried out.
 fn write_pid_of_daemon(setup: &Setup) -> Result<Option<PidFile>> {
     if setup.storage_daemon.is_some() { write_pid(setup) } else { Ok(None) }
 }
@@ -177,7 +177,7 @@ struct Opened {
     tls: Option<Tls>,
     /// Since when counters count.
     since: StartTime,
-    /// The rules about files that are in force since before the disks were opened.
+    /// The rules about files that apply since before the disks were opened.
     rules_of_writing: Option<FileRules>,
 }
 
@@ -264,7 +264,7 @@ fn start(
     let disks = open_disks(&workers, setup, &state)?;
     let ublk =
         ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
-    // That of a storage daemon tells that its commands are carried out.
+    // A storage daemon writes it when its commands are carried out.
     let pid_file = if setup.storage_daemon.is_some() { Ok(None) } else { write_pid(setup) };
     let pid_file = pid_file.inspect_err(|_| close_all(&workers, &disks))?;
     let disks = setup.disks.iter().cloned().zip(disks);
@@ -310,7 +310,8 @@ fn start(
     Ok((service, pid_file))
 }
 
-/// Closes disks that were never served. What fails then is not what is to be told.
+/// Closes disks that were never served. Failures are ignored: the caller reports the error that
+/// came before.
 fn close_all(workers: &Workers, disks: &[Arc<ImageDisk>]) {
     for disk in disks {
         let disk = Arc::clone(disk);
@@ -350,7 +351,7 @@ fn take_over(
     sockets.iter().for_each(|socket| kept_sockets::keep(&socket.bound));
     devices.iter().for_each(|(device, _)| kept_sockets::keep(&device.bound));
     control.iter().for_each(kept_sockets::keep);
-    // Clients are served whatever becomes of the file.
+    // Clients are served also without the file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
     let since = taken.measured_since;
     let configured = Some(configured);
@@ -367,7 +368,7 @@ fn take_over(
         control,
         tls,
         since,
-        // Another sandbox is in force since before that.
+        // Another sandbox applies since before that.
         rules_of_writing: None,
     };
     let sandbox = opened.confine(setup, launcher, &[])?;
@@ -438,9 +439,10 @@ fn listen(setup: &Setup, passed: Vec<BoundSocket>) -> Result<Vec<ListenSocket>> 
         None => Err(WrongUsage("the configuration serves nothing at the passed sockets".into())),
     };
     if !passed.is_empty() {
-        let sockets = match setup.nbd.is_empty() {
-            true => sockets::passed_for_all(passed, &all()?),
-            false => sockets::passed_for(passed, setup.nbd.clone(), setup.tls.as_ref()),
+        let sockets = if setup.nbd.is_empty() {
+            sockets::passed_for_all(passed, &all()?)
+        } else {
+            sockets::passed_for(passed, setup.nbd.clone(), setup.tls.as_ref())
         };
         return Ok(sockets.map_err(WrongUsage)?);
     }

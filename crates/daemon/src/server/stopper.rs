@@ -1,4 +1,4 @@
-//! The orderly end of what serves, on a thread of its own.
+//! The orderly end of the server, on a thread of its own.
 
 use std::sync::mpsc;
 use std::thread::JoinHandle;

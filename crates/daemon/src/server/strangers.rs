@@ -1,5 +1,4 @@
-//! The messages that a stranger who has taken a process over may send to the others: for the fuzz
-//! targets, and for no other program.
+//! The messages that an attacker in one process may send to the others: for the fuzz targets alone.
 
 pub use crate::hand_over::destination::read_offer;
 pub use crate::launcher::{read_mounts, serve_stranger};

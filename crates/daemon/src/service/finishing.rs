@@ -1,4 +1,4 @@
-//! The end of what is in flight, in bounded time.
+//! The end of requests in flight, in bounded time.
 //!
 //! Requests that were taken complete, and are answered. One whose storage does not answer cannot:
 //! it does not keep the server from its end, nor the other disks from theirs. Its disk is left as
@@ -40,7 +40,7 @@ pub(crate) struct Finishing {
     pub(crate) qmp: Option<Qmp>,
 }
 
-/// What has none.
+/// The server after the end of its loops.
 pub(crate) struct Finished {
     /// The loops of the control socket and of QMP, on which disks may have connections.
     pub(crate) asked: Vec<Workers>,
@@ -132,9 +132,10 @@ pub(crate) async fn close_all(
 ) -> (bool, Result<()>) {
     let closing = disks.iter().map(|disk| async move {
         let in_flight = disk.disk.stats().counters().in_flight;
-        match is_finished || in_flight == 0 {
-            true => close(disk).await,
-            false => (false, give_up(disk, in_flight).await),
+        if is_finished || in_flight == 0 {
+            close(disk).await
+        } else {
+            (false, give_up(disk, in_flight).await)
         }
     });
     let outcomes = join_all(closing).await;

@@ -54,7 +54,7 @@ impl Service {
     /// Serves open disks at NBD sockets.
     ///
     /// # Errors
-    /// Limits that cannot be put in force, or a socket that cannot be used.
+    /// Limits that cannot be applied, or a socket that cannot be used.
     pub(crate) fn start(
         workers: Workers,
         disks: Vec<OpenedDisk>,
@@ -270,9 +270,8 @@ impl Service {
             tracing::info!("engine {report}");
         }
         let exports = self.running.exports().list();
-        let line = |export: &RunningExport| match is_verbose {
-            false => format!("ready {}", export.address),
-            true => {
+        let line = |export: &RunningExport| {
+            if is_verbose {
                 let disk =
                     self.running.disks().find(&export.disk).map(|disk| Arc::clone(&disk.disk));
                 let fua = disk.map(|disk| {
@@ -281,6 +280,8 @@ impl Service {
                 let fua = fua.unwrap_or_default();
                 let (engine, sandbox) = (report.engine, self.running.sandbox());
                 format!("ready {} engine={engine} fua={fua} sandbox={sandbox}", export.address)
+            } else {
+                format!("ready {}", export.address)
             }
         };
         exports.iter().map(line).collect()
@@ -307,13 +308,13 @@ impl Service {
         }
     }
 
-    /// Stops accepting, completes what is in flight, and flushes. What a storage does not answer is
-    /// given up.
+    /// Stops accepting, completes what is in flight, and flushes. Requests that a storage does not
+    /// answer are dropped.
     pub(crate) fn end(self) -> Result<()> {
         let Self { workers, running, control, qmp, metrics, reloads } = self;
         // So that nothing else holds the disks.
         metrics.into_iter().for_each(MetricsServer::stop);
-        // Requests that wait for their turn are let go, so that the end does not wait for them.
+        // Requests that wait for their turn are admitted, so that the end does not wait for them.
         let disks = running.disks().all();
         let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.throttle().lift()).collect();
         // Nor for room on the host.
@@ -331,7 +332,7 @@ impl Service {
             tracing::warn!(
                 "ends beside what does not: requests, clients, or what the control socket was asked for"
             );
-            // A request in flight there may be waited for for ever.
+            // A request in flight there may never end.
             loops.for_each(std::mem::forget);
             return outcome;
         }

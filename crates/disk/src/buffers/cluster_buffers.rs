@@ -1,5 +1,5 @@
-//! Memory for whole clusters: for decompression, for what copy on write adds to a write, and for
-//! what is copied from a backing file into the image.
+//! Memory for whole clusters: for decompression, for the padding of copy on write, and for copies
+//! from a backing file into the image.
 //!
 //! All are bounded. Decompression waits for I/O only. Copy on write may wait for decompression and
 //! for the backing file, never the other way round. So does what is copied from a backing file,

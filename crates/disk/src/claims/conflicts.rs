@@ -1,4 +1,4 @@
-//! The claims of a disk: who waits for whom.
+//! The claims of a disk, and which of them wait for others.
 //!
 //! A claim waits for a number of others and is granted when that is zero; each claim knows which
 //! ones wait for it. Shared claims on a disk without exclusive ones, the common case, are an entry
@@ -120,10 +120,7 @@ impl Claims {
                 if entry.blockers > 0 {
                     continue;
                 }
-                match entry.is_dropped {
-                    true => ended.push(next),
-                    false => granted.extend(entry.waker.take()),
-                }
+                if entry.is_dropped { ended.push(next) } else { granted.extend(entry.waker.take()) }
             }
         }
         granted
@@ -262,9 +259,10 @@ mod tests {
                 if known.len() < 12 && random.bool() {
                     let start = random.u64(..16);
                     let range = ByteRange::between(start, start + random.u64(1..6));
-                    let id = match random.bool() {
-                        true => claims.add_shared(range),
-                        false => claims.add_exclusive(range),
+                    let id = if random.bool() {
+                        claims.add_shared(range)
+                    } else {
+                        claims.add_exclusive(range)
                     };
                     known.push((id, range));
                 } else if !known.is_empty() {

@@ -6,9 +6,9 @@
 //! those that come later. Aligned writes share: two of them never wait for one another, not even
 //! where they overlap (their order is for the guest to make). Reads are not tracked.
 //!
-//! A claim starts after all earlier ones that conflict with it, so none waits for ever. It is
-//! dropped when the operation has ended. For an exclusive one that may be later than its request's
-//! future is dropped: the operation itself carries it, see [`Claim::attach_to`].
+//! A claim starts after all earlier ones that conflict with it, so each one is granted in the end.
+//! It is dropped when the operation has ended. For an exclusive one that may be later than its
+//! request's future is dropped: the operation itself carries it, see [`Claim::attach_to`].
 //!
 //! The cost is bounded, because a client decides how many claims there are: a claim counts what it
 //! waits for, and is named by what waits for it. Of exclusive claims only the last one of each

@@ -14,10 +14,7 @@ use crate::options::Access;
 impl<S: Storage> Disk<S> {
     /// Whether it may be changed now.
     pub fn access(&self) -> Access {
-        match self.protection.is_on() {
-            true => Access::ReadOnly,
-            false => self.image().access(),
-        }
+        if self.protection.is_on() { Access::ReadOnly } else { self.image().access() }
     }
 
     /// Where the disk lives on, if it may no longer be changed here.
@@ -29,9 +26,9 @@ impl<S: Storage> Disk<S> {
     /// durable; or writable again.
     ///
     /// # Errors
-    /// `ReadOnly` where it is to be writable and was opened for reading only, or lives on
-    /// elsewhere; what the storage answers to the flush, or `Io` where changes in flight take
-    /// too long: then it stays writable.
+    /// `ReadOnly` where `access` is to write and the disk was opened for reading only, or lives on
+    /// elsewhere; what the storage answers to the flush, or `Io` where changes in flight take too
+    /// long: then it stays writable.
     pub async fn set_access(&self, access: Access) -> Result<()> {
         if access == Access::ReadWrite {
             return allow_changes(self);

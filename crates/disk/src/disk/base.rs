@@ -1,4 +1,4 @@
-//! A disk whose backing file is open for writing: a commit copies into it what the image has.
+//! A disk whose backing file is open for writing: a commit copies the image's data into it.
 //!
 //! Guarantees: the image reads its backing file through the opening that writes to it, so that no
 //! read uses metadata of an older one; and no change of the disk leaves anything to the backing
@@ -13,8 +13,8 @@ use super::{Disk, DiskJobs};
 
 impl<'a, S: Storage> DiskJobs<'a, S> {
     /// Reads the image's backing file through `base` from now on, a disk of the same file that is
-    /// open for writing and at least as long. It is to be [settled](Self::settle_base) before
-    /// it is changed. The disk closes `base` when it is closed.
+    /// open for writing and at least as long. The caller [settles](Self::settle_base) it before it
+    /// is changed. The disk closes `base` when it is closed.
     ///
     /// # Errors
     /// `InvalidInput` where the image has no backing file, has such a base already, or is longer
@@ -34,8 +34,7 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
         if link.base.set(base).is_err() {
             return refuse("has its backing file open for writing already".into());
         }
-        // Zeros that lie past the end of a shorter backing file are to be stored, too: it is longer
-        // now.
+        // From now on zeros past the old end of the backing file are stored, too: it is longer now.
         image.format().set_backing_size(u64::MAX);
         image.layer().replace_backing(layer);
         Ok(())

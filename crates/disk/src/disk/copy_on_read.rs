@@ -1,5 +1,5 @@
-//! Reads of a disk that copies on read: what its image leaves to its backing file becomes its own,
-//! where it is read and where a client says that it will be.
+//! Reads of a disk that copies on read: a read, or a client's announcement of one, copies data from
+//! the backing file into the image.
 //!
 //! Guarantees: as `write/copy_on_read`. Neither does a read wait for a change of the whole image,
 //! nor such a change for the backing file: what is read meanwhile is not copied. Nor is anything
@@ -17,7 +17,7 @@ use crate::options::Access;
 use crate::write::Writer;
 
 impl<S: Storage> Disk<S> {
-    /// Whether what is read now is to be copied.
+    /// Whether reads copy from the backing file into the image now.
     pub(crate) fn copies_on_read(&self) -> bool {
         self.image().options.copy_on_read
             && self.image().layer().backing_layer().is_some()
@@ -50,7 +50,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
     /// Copies what is going to be read.
     ///
     /// # Errors
-    /// What the backing file or the image answers.
+    /// Errors of the backing file or the image.
     pub(super) async fn copy_ahead(self, range: ByteRange) -> Result<()> {
         let image = self.disk.begin_use();
         let writer = image.writer();

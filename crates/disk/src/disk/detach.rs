@@ -1,4 +1,4 @@
-//! Making a disk independent of its backing file while it is used, or of those before a further one.
+//! Makes a disk independent of its backing file while it is used, or of those before a further one.
 //!
 //! Guarantees: what the disk reads never changes by this. A crash leaves each cluster to the
 //! backing file, or with its data. The backing file is detached, or the further one named in its
@@ -41,18 +41,18 @@ impl FurtherBase {
     /// `name`.
     ///
     /// # Errors
-    /// `InvalidInput`: it is the backing file already, or there is none so deep; it is longer than
+    /// `InvalidInput`: it is the backing file already, or the chain is shorter; it is longer than
     /// an image before it, which hides its end.
     pub fn new<S: Storage>(disk: &Disk<S>, depth: usize, name: Backing) -> Result<Self> {
         let image = disk.image();
         let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
-        let Some(base) = image.layer().at_depth(depth).filter(|_| depth > 0) else {
+        let Some(base) = image.layer().layers().nth(depth).filter(|_| depth > 0) else {
             return refuse("its chain of backing files is shorter".into());
         };
         if depth == 1 {
             return refuse(format!("{} is its backing file already", base.image_name()));
         }
-        let mut between = (1..depth).filter_map(|depth| image.layer().at_depth(depth));
+        let mut between = image.layer().layers().take(depth).skip(1);
         if let Some(shorter) = between.find(|layer| layer.size() < base.size()) {
             return refuse(format!(
                 "{} is longer than {}, which hides its end",
@@ -84,11 +84,11 @@ impl<S: Storage> DiskJobs<'_, S> {
 
     /// The first part of the disk from `offset` on that the image leaves to its backing file: what
     /// [`populate`](Self::populate) takes at once; with a `base`, of what those before it have.
-    /// `None`: there is none. `cache` is for this disk alone, and may be kept until the backing
+    /// `None`: nothing is left. `cache` is for this disk alone, and may be kept until the backing
     /// file is [detached](Self::detach_backing).
     ///
     /// # Errors
-    /// What looking it up answers.
+    /// Errors of the lookup.
     pub async fn next_backed(
         self,
         offset: u64,
@@ -108,7 +108,7 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// written: the disk may be closed then.
     ///
     /// # Errors
-    /// What the backing file or the image answers. Nothing of what is read has changed.
+    /// Errors of the backing file or the image. Nothing of what is read has changed.
     pub async fn populate(self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
         self.disk.check_access(part.range.offset())?;
         let begin_change = || go_on().then(|| self.disk.quiesce.try_begin_write()).flatten();

@@ -40,8 +40,8 @@ impl<S: Storage> Disk<S> {
         let _ = self.failures.requests.set(observer);
     }
 
-    /// Has `observer` told of each bitmap that becomes coarser or has to be given up from now on,
-    /// also by the images that take the place of this one. Only the first observer of a disk is.
+    /// Calls `observer` for each bitmap that becomes coarser or is lost from now on, also by the
+    /// images that take the place of this one. Only the first observer of a disk is.
     pub fn observe_bitmap_losses(&self, observer: BitmapLossObserver) {
         if let Ok(bitmaps) = self.format().bitmaps() {
             bitmaps.observe_losses(Arc::clone(&observer));

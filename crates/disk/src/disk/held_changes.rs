@@ -1,11 +1,11 @@
-//! Carrying out again what found no room: the disk's side of [`Hold`](super::hold::Hold).
+//! Repeats changes that found no room: the disk's side of [`Hold`](super::hold::Hold).
 //!
 //! A change is repeated whole, from its turn on, with the bytes that it came with. In between it is
 //! in flight to its client, and nothing to the disk: no snapshot, resize or end waits for it, and
 //! it fails like any other once the disk has become read-only.
 //!
 //! Not repeated: a request of the disk's own jobs, which have their own way with a full host; and
-//! what cannot succeed any more, because a flush has failed.
+//! one that can no longer succeed, because a flush has failed.
 
 use std::pin::pin;
 use std::sync::Arc;

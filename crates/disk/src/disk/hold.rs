@@ -73,7 +73,7 @@ struct State {
 /// Why a wait is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wake {
-    /// There may be room: the change is to be tried again.
+    /// There may be room: the change is tried again.
     Retry,
     /// The limit is reached, or nothing is held.
     GiveUp,
@@ -85,7 +85,7 @@ pub(super) struct HeldGuard<'a> {
     deadline: Timestamp,
     /// The number of releases before the change was tried.
     seen: u64,
-    /// Whose change it is.
+    /// The party whose change is held.
     party: usize,
     outcome: Outcome,
 }
@@ -210,7 +210,7 @@ impl State {
 }
 
 impl HeldGuard<'_> {
-    /// Waits until the change is to be tried again, or fails.
+    /// Waits until there may be room for the change, or it fails.
     pub(super) async fn wait(&mut self) -> Wake {
         loop {
             let changed = self.hold.changed.listen();
@@ -222,9 +222,10 @@ impl HeldGuard<'_> {
                 }
                 state.next_look(self.deadline, now)
             };
-            match has_timers() {
-                true => _ = select(pin!(changed), pin!(sleep(next))).await,
-                false => _ = select(pin!(changed), pin!(pending::<()>())).await,
+            if has_timers() {
+                _ = select(pin!(changed), pin!(sleep(next))).await
+            } else {
+                _ = select(pin!(changed), pin!(pending::<()>())).await
             }
         }
     }

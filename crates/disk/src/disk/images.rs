@@ -93,8 +93,8 @@ impl<S: Storage, B> Images<S, B> {
     /// that were detached. Without those that it uses now.
     pub(super) fn former_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let now = self.last().image.layer();
-        let is_used = |layer: &Layer<S>| layers_of(now).any(|one| std::ptr::eq(one, layer));
-        self.layers().flat_map(Layer::opened_layers).filter(move |layer| !is_used(layer))
+        let is_used = |layer: &Layer<S>| now.layers().any(|one| std::ptr::eq(one, layer));
+        self.layers().flat_map(|layer| layer.opened().all()).filter(move |layer| !is_used(layer))
     }
 
     /// As [`former_layers`](Self::former_layers), without those that another disk stands on.
@@ -102,17 +102,12 @@ impl<S: Storage, B> Images<S, B> {
         let is_shared = |layer: &Layer<S>| {
             // An overlay needs all that is behind it.
             self.layers().any(|top| {
-                let mut behind = top.opened_layers().skip_while(|one| one.stands() <= 1);
+                let mut behind = top.opened().all().skip_while(|one| one.stands() <= 1);
                 behind.any(|one| std::ptr::eq(one, layer))
             })
         };
         self.former_layers().filter(move |layer| !is_shared(layer))
     }
-}
-
-/// A layer and those of its backing files.
-pub(super) fn layers_of<S: Storage>(top: &Layer<S>) -> impl Iterator<Item = &Layer<S>> {
-    (0..).map_while(|depth| top.at_depth(depth))
 }
 
 /// The image that a disk's requests go to, or went to when this was made: it stays open until this

@@ -9,8 +9,8 @@ use super::Disk;
 use crate::observers::ChangeObserver;
 use crate::read_probe::ReadProbe;
 
-/// What jobs do with a disk that is in use: its [base](Self::base), what it leaves to its backing
-/// file ([`populate`](Self::populate)), and who is told of its changes. See also [`QuiescedDisk`].
+/// A disk in use, for jobs: its [base](Self::base), the parts that it leaves to its backing file
+/// ([`populate`](Self::populate)), and the observers of its changes. See also [`QuiescedDisk`].
 ///
 /// [`QuiescedDisk`]: super::QuiescedDisk
 pub struct DiskJobs<'a, S: Storage> {
@@ -26,7 +26,7 @@ impl<S: Storage> Clone for DiskJobs<'_, S> {
 impl<S: Storage> Copy for DiskJobs<'_, S> {}
 
 impl<S: Storage> Disk<S> {
-    /// What jobs do with it.
+    /// The handle for jobs on the disk.
     pub fn jobs(&self) -> DiskJobs<'_, S> {
         DiskJobs { disk: self }
     }

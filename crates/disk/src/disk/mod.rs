@@ -11,10 +11,10 @@
 //! - `resize`: longer and shorter disks.
 //! - [`DiskStats`]: what it is measured by, and what was counted before this process had it.
 //! - `patience`: how long what holds changes off waits for requests in flight.
-//! - `failures`: who is told of requests that fail.
+//! - `failures`: the observer of requests that fail.
 //! - `hold`, `held_changes`: changes that wait until the host has room for them.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
-//! - [`QuiescedDisk`]: another image in the place of this one, and who is told of changes.
+//! - [`QuiescedDisk`]: another image in the place of this one, and observers of changes.
 //!
 //! One image, reading and changing it is below, in `image`, `layer` and `write`; the use of disks
 //! (snapshots, bitmaps, tools, opening files) is above.
@@ -208,7 +208,7 @@ impl<S: Storage> Disk<S> {
     /// [`Image::close`]. The disk is not used afterwards.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn close(&self) -> Result<()> {
         self.close_image(self.images.last()).await
     }

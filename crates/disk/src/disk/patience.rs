@@ -17,10 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Completes when that time is over. Never outside of event loops, which have the time.
 async fn patience() {
-    match has_timers() {
-        true => sleep(PATIENCE).await,
-        false => pending().await,
-    }
+    if has_timers() { sleep(PATIENCE).await } else { pending().await }
 }
 
 impl<S: Storage> Disk<S> {
@@ -32,7 +29,7 @@ impl<S: Storage> Disk<S> {
         self.quiesce.quiesce(patience()).await.ok_or_else(|| overdue(self, "changes"))
     }
 
-    /// Waits for requests in flight, but not for ever.
+    /// Waits for requests in flight, up to a limit.
     ///
     /// # Errors
     /// `Io` where they take too long.

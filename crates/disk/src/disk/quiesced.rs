@@ -77,7 +77,7 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Whether another image has taken the place of the one that it was opened with. A
-    /// [sidecar](QuiescedDisk::record_in) of it is none.
+    /// [sidecar](QuiescedDisk::record_in) of it does not count.
     pub fn is_replaced(&self) -> bool {
         self.images.is_replaced()
     }
@@ -135,7 +135,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     /// image has of its own changes, durably: so it does when the disk goes back.
     ///
     /// # Errors
-    /// What a storage answers: bitmaps may say of some of it that it has changed.
+    /// Errors of a storage: bitmaps may say of some parts that they have changed.
     pub async fn note_own_parts_in(&self, lower: &Image<S>) -> Result<()> {
         if !lower.format().has_bitmaps() {
             return Ok(());
@@ -194,7 +194,7 @@ impl<S: Storage> ReplacedImage<'_, S> {
     /// of it durable, as [`Disk::close`] does.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn close(self) -> Result<()> {
         self.image().uses.ended().await;
         self.disk.close_image(self.link).await
@@ -203,7 +203,7 @@ impl<S: Storage> ReplacedImage<'_, S> {
     /// Makes an image durable that is read on as a layer. Its storage stays open.
     ///
     /// # Errors
-    /// What the storage answers: whoever stands on it flushes it on, and fails.
+    /// Errors of the storage: flushes of the images over it flush it as well, and fail.
     pub async fn close_as_layer(&self) -> Result<()> {
         let image = self.image();
         image.format().close().await?;

@@ -62,11 +62,11 @@ impl<'a> Turn<'a> {
 impl<S: Storage> Disk<S> {
     /// Carries out one request.
     ///
-    /// The future is to be polled until it is ready: requests wait for each other where they
+    /// The caller polls the future until it is ready: requests wait for each other where they
     /// overlap, and where they need the same tables written. One that is dropped loses nothing that
     /// was acknowledged, but what it began may take effect at any later time, also after newer
-    /// writes to the same bytes, or be undone; so an export that loses its client lets the
-    /// requests in flight come to their end.
+    /// writes to the same bytes, or be undone; so an export that loses its client lets the requests
+    /// in flight come to their end.
     ///
     /// # Errors
     /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
@@ -96,9 +96,10 @@ impl<S: Storage> Disk<S> {
         let outcome = match request {
             Request::Read { offset, into } => {
                 self.read_probes.note(offset, into.len() as u64);
-                match self.copies_on_read() {
-                    false => in_flight.read(offset, into).await,
-                    true => Box::pin(in_flight.copy_on_read(offset, into)).await,
+                if self.copies_on_read() {
+                    Box::pin(in_flight.copy_on_read(offset, into)).await
+                } else {
+                    in_flight.read(offset, into).await
                 }
             }
             request => {
@@ -155,7 +156,7 @@ impl<S: Storage> Disk<S> {
     /// with the next flush.
     ///
     /// # Errors
-    /// As a write; `Unsupported` where space is to be set aside, and the storage cannot.
+    /// As a write; `Unsupported` where `mode` reserves space, and the storage cannot.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let in_flight = RequestInFlight { disk: self, operation: Operation::WriteZeroes };
         let turn = in_flight.begin_turn(range.offset(), range.length()).await;
@@ -295,7 +296,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         self.image().writer().write(range, from, sync, &claim).await
     }
 
-    /// How a write of zeros is made a zero write, if it is to be one.
+    /// The options of the zero write that a write of zeros becomes, if it becomes one.
     fn zero_options(self) -> Option<ZeroOptions> {
         let unmap = match self.image().options.detect_zeroes {
             DetectZeroes::Off => return None,

@@ -155,7 +155,10 @@ impl<'a, S: Storage> Resize<'a, S> {
         let cluster_end = old.next_multiple_of(self.0.image().cluster_size()?);
         let needed = match self.0.image().format().is_fully_allocated() {
             true => self.0.image().format().data().size(),
-            false => cluster_end.max(self.0.image().layer().backing_size()),
+            false => {
+                let backing = self.0.image().layer().backing_layer().map(|layer| layer.size());
+                cluster_end.max(backing.unwrap_or(0))
+            }
         };
         let end = needed.min(new);
         let end = end.next_multiple_of(self.0.image().layer().block_size());

@@ -8,7 +8,6 @@ use blockhouse_format::CacheCounts;
 
 use super::Disk;
 use super::earlier_counts::EarlierCounts;
-use super::images::layers_of;
 use crate::stats::{
     self, ClientGuard, Counters, DiskMetrics, ExportKind, ExportLoad, HostStats, Operation,
     RequestTimer, Stats,
@@ -29,7 +28,7 @@ impl<S: Storage> Clone for DiskStats<'_, S> {
 impl<S: Storage> Copy for DiskStats<'_, S> {}
 
 impl<S: Storage> Disk<S> {
-    /// What it is measured by.
+    /// The measurements of the disk.
     pub fn stats(&self) -> DiskStats<'_, S> {
         DiskStats { disk: self }
     }
@@ -50,7 +49,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
     /// threads.
     pub fn metrics(self) -> DiskMetrics {
         let images = &self.disk.images;
-        let used = layers_of(images.last().image().layer());
+        let used = images.last().image().layer().layers();
         let storages = used.chain(images.former_layers()).flat_map(|layer| {
             let (image, data) = (layer.format().storage(), layer.format().data());
             let data = (!std::ptr::eq(image, data)).then(|| data.stats());

@@ -23,7 +23,7 @@ impl WriteProtection {
         self.is_on.store(is_on, Ordering::SeqCst);
     }
 
-    /// Refuses changes for ever: the disk lives on at `moved_to`.
+    /// Refuses changes from then on: the disk lives on at `moved_to`.
     pub(super) fn retire(&self, moved_to: String) {
         // Once is enough.
         let _ = self.retired.set(moved_to);

@@ -19,7 +19,7 @@
 use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, GroupCommit, SyncMode};
 use blockhouse_format::MetadataSync;
 
-/// Up to how many extents are written by FUA each where one flush would do for all of them.
+/// The most extents that are written by FUA each, although one flush would do for all of them.
 const MAX_FUA_WRITES: usize = 3;
 
 /// The most bytes of a write that a metadata writeback waits for. A longer write takes as long as a
@@ -74,7 +74,7 @@ impl Extents {
 /// How many writes a request takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Writes {
-    /// This many: all extents are known.
+    /// The number of extents, all of which are known.
     Counted(usize),
     /// Many: a request that is written part by part.
     Unbounded,

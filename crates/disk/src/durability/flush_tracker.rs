@@ -146,7 +146,7 @@ impl<S: Storage> FlushTracker<S> {
         self.write_generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Puts a failure in force that another process has met.
+    /// Remembers a failure that another process has met.
     pub(crate) fn remember_failure(&self, error: &Error) {
         self.failure.set(error);
     }
@@ -161,7 +161,7 @@ impl<S: Storage> FlushTracker<S> {
         }
     }
 
-    /// Puts a failure that an earlier process has met in force. Says which, if there is one.
+    /// Remembers the failure that an earlier process has met, and returns it, if there is one.
     pub(crate) fn restore_failure(&self) -> Option<&Error> {
         let kept = self.record.get()?.failure()?;
         self.failure.set(&kept.on(self.storage.name()));
@@ -541,9 +541,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
         loop {
             match self.turn(target, sync)? {
                 Turn::Covered => {
-                    match has_waited {
-                        true => self.stats.flush_shared(),
-                        false => self.stats.flush_skipped(),
+                    if has_waited {
+                        self.stats.flush_shared()
+                    } else {
+                        self.stats.flush_skipped()
                     }
                     return Ok(());
                 }

@@ -1,4 +1,4 @@
-//! Durability: how it is decided, and what carries it out.
+//! Durability: the decision about it, and the operations that it takes.
 //!
 //! - [`decide`] is the decision, two pure functions: one for the writes of a request, one for a
 //!   single write that reaches the storage.

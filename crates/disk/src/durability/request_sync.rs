@@ -85,7 +85,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
     /// Makes the request as durable as it was asked for, once its writes have ended.
     ///
     /// # Errors
-    /// What the storage answers, or the first failure of an earlier flush or durable write.
+    /// Errors of the storage, or the first failure of an earlier flush or durable write.
     pub(crate) async fn complete(self) -> Result<()> {
         match self.required.get() {
             RequiredSync::None => return Ok(()),

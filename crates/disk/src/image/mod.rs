@@ -1,5 +1,5 @@
 //! One image, as a disk uses it: how it was opened, the layer that reads it, the writer that
-//! changes it, and what outlives its process.
+//! changes it, and the state that outlives its process.
 //!
 //! - [`Image`]: what it is made of, and what it says of itself.
 //! - `open`: from a storage to a complete image, with its data file and its backing file.
@@ -75,11 +75,11 @@ impl<S: Storage> Image<S> {
         if !std::ptr::eq(image, data) {
             data.keep_record(state.page(), TrackedFile::Data);
         }
-        // There is none before: it is made when an image is opened, or taken over.
+        // Nothing was stored before: the state file is made when an image is opened, or taken over.
         let _ = self.state.set(state);
     }
 
-    /// Puts failures of flushes in force that the state file has of an earlier process.
+    /// Remembers the failures of flushes of an earlier process that are in the state file.
     pub(crate) fn restore_failures(&self) {
         let (image, data) = (self.format().storage(), self.format().data());
         for tracker in [image, data] {
@@ -99,8 +99,7 @@ impl<S: Storage> Image<S> {
 
     /// Whether the guest's data is encrypted in the image or one that is behind it.
     pub fn has_encrypted_layer(&self) -> bool {
-        let mut layers = (0..).map_while(|depth| self.layer().at_depth(depth));
-        layers.any(|layer| layer.format().is_encrypted())
+        self.layer().layers().any(|layer| layer.format().is_encrypted())
     }
 
     /// How the guest's data is encrypted; `None` where it is not.
@@ -139,9 +138,10 @@ impl<S: Storage> Image<S> {
 
     /// As [`format_name`](Self::format_name), but raw for a raw image with a sidecar.
     pub fn image_format_name(&self) -> &'static str {
-        match self.format().side_file().is_some() {
-            true => ImageFormat::Raw.as_str(),
-            false => self.format_name(),
+        if self.format().side_file().is_some() {
+            ImageFormat::Raw.as_str()
+        } else {
+            self.format_name()
         }
     }
 
@@ -207,7 +207,7 @@ impl<S: Storage> Image<S> {
     /// The image at a [`depth`](crate::MapEntry::depth) of the chain: its data file's name, and its
     /// properties.
     pub fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
-        let layer = self.layer().at_depth(depth)?;
+        let layer = self.layer().layers().nth(depth)?;
         Some(LayerInfo {
             name: layer.name(),
             data_name: layer.data().name(),
@@ -227,7 +227,7 @@ impl<S: Storage> Image<S> {
         self.check_with(&ToolProgress::default()).await
     }
 
-    /// As [`check`](Self::check); `progress` tells of tables that were read.
+    /// As [`check`](Self::check); `progress` counts tables that were read.
     ///
     /// # Errors
     /// As there.
@@ -263,7 +263,7 @@ impl<S: Storage> Image<S> {
     /// process that is killed does.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn close(&self) -> Result<()> {
         let format = self.format();
         let (image, data) = (format.storage(), format.data());
@@ -275,10 +275,7 @@ impl<S: Storage> Image<S> {
             state.close();
         }
         let image_closed = image.close().await;
-        let data_closed = match std::ptr::eq(image, data) {
-            true => Ok(()),
-            false => data.close().await,
-        };
+        let data_closed = if std::ptr::eq(image, data) { Ok(()) } else { data.close().await };
         closed.and(image_closed).and(data_closed).and(layers)
     }
 }

@@ -41,7 +41,7 @@ impl<S: Storage> Image<S> {
     /// [`data_file`](Self::data_file) before [`with_data`](Self::with_data).
     ///
     /// # Errors
-    /// What [`Format::open`] answers.
+    /// As [`Format::open`].
     pub async fn open(storage: S, format: ImageFormat, options: Options) -> Result<Self> {
         let storage = FlushTracker::new(storage, options.flush, options.access);
         Self::open_tracked(storage, format, options, None).await
@@ -106,7 +106,7 @@ impl<S: Storage> Image<S> {
     /// for reading only.
     ///
     /// # Errors
-    /// What [`Format::open_snapshot`] answers.
+    /// As [`Format::open_snapshot`].
     pub async fn open_snapshot(
         storage: S,
         format: ImageFormat,

@@ -23,7 +23,7 @@ impl<S: Storage> Image<S> {
     /// is changed, of one that was [opened for it](Self::open_before_replay).
     ///
     /// # Errors
-    /// What the storage answers, or `Corrupt`: the log is still good.
+    /// Errors of the storage, or `Corrupt`: the log is still good.
     pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
         match self.format().redo() {
             Some(redo) => redo.replay(log).await,

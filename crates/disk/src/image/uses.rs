@@ -21,8 +21,7 @@ impl ImageUses {
     /// Of an image that nothing uses yet, with the backing files that it has now. One that takes
     /// the place of such a backing file later is on the same storage.
     pub(super) fn new<S: Storage>(layer: &Layer<S>) -> Self {
-        let mut layers = (0..).map_while(|depth| layer.at_depth(depth));
-        let needs_close = layers.any(|layer| {
+        let needs_close = layer.layers().any(|layer| {
             let format = layer.format();
             format.storage().needs_close() || format.data().needs_close()
         });

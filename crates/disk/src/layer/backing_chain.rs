@@ -1,5 +1,5 @@
-//! Finding the backing file that has what an image leaves to its chain, without asking all those
-//! before it each time.
+//! Finds the backing file that has the data of a cluster which the image lacks, without asking all
+//! those before it each time.
 //!
 //! Guarantees:
 //! - Layers are only passed over where each of them, whole as it is, leaves the range to the ones

@@ -1,4 +1,4 @@
-//! Reads of what an image leaves to its backing file that are in flight.
+//! Reads of the backing file that are in flight.
 //!
 //! A backing file may be slow, or not answer at all. Such a read keeps nothing of the image that
 //! other requests wait for; it is listed here, for those who take the backing file away and for

@@ -1,7 +1,7 @@
 //! The layer behind an image: the one that was opened with it, and those that took its place.
 //!
-//! Guarantees: what is read through any of them in turn is the same. Each stays open until the image
-//! is dropped, because reads that began before may still use it.
+//! Guarantees: a read through any of them in turn returns the same bytes. Each stays open until the
+//! image is dropped, because reads that began before may still use it.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
@@ -9,57 +9,8 @@ use std::sync::{Arc, OnceLock};
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_format::Backing as BackingName;
 
-use super::Layer;
+use super::{Backing, Layer};
 use crate::options::Access;
-
-/// The layers that have been behind an image, the first one first.
-pub(super) struct Behind<S: Storage>(OnceLock<Backing<S>>);
-
-/// The layer of a backing file, and whether anybody may change it.
-struct Backing<S: Storage> {
-    layer: Arc<Layer<S>>,
-    access: Access,
-    /// The name of its file in the image's header, where that is another one than the image was
-    /// opened with.
-    name: Option<BackingName>,
-    /// Whether the layer counts the image among those that stand on it.
-    is_counted: bool,
-    /// What has taken its place: `None` inside, nothing.
-    next: OnceLock<Option<Box<Self>>>,
-}
-
-impl<S: Storage> Default for Behind<S> {
-    fn default() -> Self {
-        Self(OnceLock::new())
-    }
-}
-
-impl<S: Storage> Behind<S> {
-    /// The last one; `None` where there is none any more, or was none.
-    fn now(&self) -> Option<&Backing<S>> {
-        let mut backing = self.0.get()?;
-        while let Some(next) = backing.next.get() {
-            backing = next.as_deref()?;
-        }
-        Some(backing)
-    }
-
-    /// Has `next` take the place of the last one.
-    fn leave(&self, next: Option<Backing<S>>) {
-        if let Some(backing) = self.now() {
-            // It is the last one.
-            let _ = backing.next.set(next.map(Box::new));
-        }
-    }
-}
-
-impl<S: Storage> Drop for Backing<S> {
-    fn drop(&mut self) {
-        if self.is_counted {
-            self.layer.stands.fetch_sub(1, Ordering::SeqCst);
-        }
-    }
-}
 
 impl<S: Storage> Layer<S> {
     /// Reads from `layer`, which was opened with this `access`, what the image leaves to its
@@ -126,7 +77,7 @@ impl<S: Storage> Layer<S> {
 
     /// The layer behind this one, by the last opening of its file.
     pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
-        self.behind.now().map(|backing| Self::last(&backing.layer))
+        self.behind.now().map(|backing| last(&backing.layer))
     }
 
     /// The layer behind this one as it was opened with it, and how.
@@ -142,53 +93,51 @@ impl<S: Storage> Layer<S> {
         })
     }
 
-    /// This layer and all that were opened behind it, those included that it has left.
-    pub(crate) fn opened_layers(&self) -> impl Iterator<Item = &Self> {
-        std::iter::successors(Some(self), |layer| {
-            layer.behind.0.get().map(|behind| &**Self::last(&behind.layer))
-        })
+    /// The layers that were opened behind this one, those included that it has left.
+    pub(crate) fn opened(&self) -> OpenedLayers<'_, S> {
+        OpenedLayers(self)
     }
 
-    /// The layers that were opened behind this one and that it has left.
-    pub(crate) fn passed_layers(&self) -> impl Iterator<Item = &Self> {
-        let now = self.backing_layer().map(Arc::as_ptr);
-        self.opened_layers()
-            .skip(1)
-            .take_while(move |layer| now != Some(std::ptr::from_ref(*layer)))
-    }
-
-    /// Whether others stand on the layer behind this one, or on one that this one has left and
-    /// that needs it.
-    pub(crate) fn shares_backing(&self) -> bool {
-        let behind = self.backing_layer().map(|layer| &**layer);
-        self.passed_layers().chain(behind).any(|layer| layer.stands() > 1)
-    }
-
-    /// The layer `depth` steps down the chain: 0 is this one.
-    pub(crate) fn at_depth(&self, depth: usize) -> Option<&Self> {
-        let mut layer = self;
-        for _ in 0..depth {
-            layer = layer.backing_layer()?;
-        }
-        Some(layer)
+    /// This layer and those behind it, the nearest first.
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Self> {
+        std::iter::successors(Some(self), |layer| layer.backing_layer().map(|layer| &**layer))
     }
 
     /// The layers behind this one, the nearest first.
     pub(crate) fn layers_behind(&self) -> impl Iterator<Item = &Arc<Self>> {
         std::iter::successors(self.backing_layer(), |layer| layer.backing_layer())
     }
+}
 
-    /// Bytes of the backing disk; 0 without one.
-    pub(crate) fn backing_size(&self) -> u64 {
-        self.backing_layer().map_or(0, |backing| backing.size())
+/// The last opening of a layer's file.
+fn last<S: Storage>(opened: &Arc<Layer<S>>) -> &Arc<Layer<S>> {
+    let mut layer = opened;
+    while let Some(successor) = layer.successor.get() {
+        layer = successor;
+    }
+    layer
+}
+
+/// The layers that were opened behind one.
+pub(crate) struct OpenedLayers<'a, S: Storage>(&'a Layer<S>);
+
+impl<'a, S: Storage> OpenedLayers<'a, S> {
+    /// The layer itself, and all of them.
+    pub(crate) fn all(self) -> impl Iterator<Item = &'a Layer<S>> {
+        std::iter::successors(Some(self.0), |layer| {
+            layer.behind.0.get().map(|behind| &**last(&behind.layer))
+        })
     }
 
-    /// The last opening of a layer's file.
-    fn last(opened: &Arc<Self>) -> &Arc<Self> {
-        let mut layer = opened;
-        while let Some(successor) = layer.successor.get() {
-            layer = successor;
-        }
-        layer
+    /// Those that the layer has left.
+    pub(crate) fn left(self) -> impl Iterator<Item = &'a Layer<S>> {
+        let now = self.0.backing_layer().map(Arc::as_ptr);
+        self.all().skip(1).take_while(move |layer| now != Some(std::ptr::from_ref(*layer)))
+    }
+
+    /// Whether others stand on the layer behind it, or on one that it has left and that needs that.
+    pub(crate) fn are_shared(self) -> bool {
+        let behind = self.0.backing_layer().map(|layer| &**layer);
+        self.left().chain(behind).any(|layer| layer.stands() > 1)
     }
 }

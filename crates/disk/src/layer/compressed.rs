@@ -1,5 +1,5 @@
-//! Reading what is not simply aligned data of the image's file: compressed clusters, and host
-//! ranges that are less well aligned than the storage demands.
+//! Reads other than those of aligned data: compressed clusters, and host ranges that are less well
+//! aligned than the storage demands.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage};
 
@@ -50,10 +50,11 @@ impl<S: Storage> Layer<S> {
             return Err(self.misplaced(extent));
         };
         let location = CompressedLocation { guest: extent.alloc_range, host };
-        let cell = match extent.guest == extent.alloc_range {
+        let cell = if extent.guest == extent.alloc_range {
             // Nothing of it is left for the next read.
-            true => self.decompressed.get(location).unwrap_or_default(),
-            false => self.decompressed.get_or_insert(location),
+            self.decompressed.get(location).unwrap_or_default()
+        } else {
+            self.decompressed.get_or_insert(location)
         };
         let cluster = cell.get_or_try_init(|| self.decompress(location)).await?;
         let skipped = (extent.guest.offset() - extent.alloc_range.offset()) as usize;

@@ -35,16 +35,17 @@ impl<S: Storage> Layer<S> {
     /// The storage's capabilities for the guest's data.
     pub(crate) fn data_capabilities(&self) -> Capabilities {
         let capabilities = self.data().capabilities();
-        match self.is_encrypted() {
-            false => capabilities,
-            true => Capabilities {
+        if self.is_encrypted() {
+            Capabilities {
                 alignment: self.alignment,
                 write_zeroes: Offload::Unavailable,
                 prepare_zeroes: Offload::Unavailable,
                 discard: Offload::Unavailable,
                 read_after_discard: ReadAfterDiscard::Undefined,
                 ..capabilities
-            },
+            }
+        } else {
+            capabilities
         }
     }
 
@@ -55,9 +56,10 @@ impl<S: Storage> Layer<S> {
         runs: &mut HostRuns,
         range: ByteRange,
     ) -> Result<(Allocation, u64)> {
-        match self.is_encrypted() {
-            false => runs.block_status(self.data(), range).await,
-            true => Ok((Allocation::Data, range.length())),
+        if self.is_encrypted() {
+            Ok((Allocation::Data, range.length()))
+        } else {
+            runs.block_status(self.data(), range).await
         }
     }
 

@@ -1,5 +1,5 @@
-//! Where each part of a disk is stored, through all layers: for people who ask, not for the I/O
-//! path.
+//! Where each part of a disk is stored, through all layers: for maps that users ask for, not for
+//! the I/O path.
 
 use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::Intent;

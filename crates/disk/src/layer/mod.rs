@@ -31,16 +31,16 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, Extent, Result, Storage};
-use blockhouse_format::Format;
+use blockhouse_format::{Backing as BackingName, Format};
 
 use crate::buffers::{BounceBuffers, ClusterBuffers, DecompressedCache};
 use crate::claims::{Claim, Tracker};
 use crate::durability::FlushTracker;
+use crate::options::Access;
 use crate::stats::Stats;
 
 use backing_chain::BackingChain;
 use backing_reads::BackingReads;
-use behind::Behind;
 
 pub(crate) use backing_reads::Reader;
 pub(crate) use block_status::HostRuns;
@@ -50,6 +50,55 @@ use data_cipher::DataEncryption;
 pub use map_entry::{MapEntry, MapEntryKind};
 pub(crate) use unaligned::common;
 pub use waits::BackingWait;
+
+/// The layers that have been behind an image, the first one first.
+pub(super) struct Behind<S: Storage>(OnceLock<Backing<S>>);
+
+/// The layer of a backing file, and whether it may be changed.
+struct Backing<S: Storage> {
+    layer: Arc<Layer<S>>,
+    access: Access,
+    /// The name of its file in the image's header, where that is another one than the image was
+    /// opened with.
+    name: Option<BackingName>,
+    /// Whether the layer counts the image among those that stand on it.
+    is_counted: bool,
+    /// The layer that has taken its place; `None` inside for none.
+    next: OnceLock<Option<Box<Self>>>,
+}
+
+impl<S: Storage> Default for Behind<S> {
+    fn default() -> Self {
+        Self(OnceLock::new())
+    }
+}
+
+impl<S: Storage> Behind<S> {
+    /// The last one; `None` without a backing file, also where it was detached.
+    fn now(&self) -> Option<&Backing<S>> {
+        let mut backing = self.0.get()?;
+        while let Some(next) = backing.next.get() {
+            backing = next.as_deref()?;
+        }
+        Some(backing)
+    }
+
+    /// Has `next` take the place of the last one.
+    fn leave(&self, next: Option<Backing<S>>) {
+        if let Some(backing) = self.now() {
+            // It is the last one.
+            let _ = backing.next.set(next.map(Box::new));
+        }
+    }
+}
+
+impl<S: Storage> Drop for Backing<S> {
+    fn drop(&mut self) {
+        if self.is_counted {
+            self.layer.stands.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
 
 /// See the module's page.
 pub(crate) struct Layer<S: Storage> {
@@ -85,10 +134,8 @@ pub(crate) struct Layer<S: Storage> {
 
 impl<S: Storage> Layer<S> {
     pub(crate) fn new(format: Format<FlushTracker<S>>) -> Self {
-        let encryption = match format.is_encrypted() {
-            true => DataEncryption::Locked,
-            false => DataEncryption::None,
-        };
+        let encryption =
+            if format.is_encrypted() { DataEncryption::Locked } else { DataEncryption::None };
         Self::with_encryption(format, encryption)
     }
 
@@ -153,10 +200,7 @@ impl<S: Storage> Layer<S> {
 
     /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
     pub(crate) fn image_name(&self) -> &str {
-        match self.format.side_file().is_some() {
-            true => self.format.data().name(),
-            false => self.name(),
-        }
+        if self.format.side_file().is_some() { self.format.data().name() } else { self.name() }
     }
 
     /// The size in bytes, a multiple of 512.
@@ -222,7 +266,7 @@ impl<S: Storage> Layer<S> {
         self.decompressed.invalidate(range);
     }
 
-    /// The error for an extent whose state makes no sense for what is to be done.
+    /// The error for an extent whose state does not fit the operation.
     pub(crate) fn misplaced(&self, extent: &Extent) -> Error {
         let what =
             format!("the {} mapping has no place for this: {:?}", self.format.name(), extent);

@@ -6,7 +6,7 @@
 //!
 //! One extent is one storage operation and nothing else; several run together (see
 //! [`crate::parts`]). Its place keeps its owner until it is read. A read of a backing file holds
-//! nothing of the image: it may take for ever.
+//! nothing of the image: it may never end.
 //!
 //! Between them the read yields, see [`WorkBudget`]: what needs no waiting (holes, look-ups,
 //! decompression) keeps no other task of the thread waiting. All operations of a read are waited

@@ -1,5 +1,5 @@
-//! How many backing files of a chain a read of some part of the disk can pass over: what was found
-//! out, remembered.
+//! How many backing files of a chain a read of some part of the disk can pass over: a cache of
+//! earlier results.
 //!
 //! The disk is divided into granules. An entry says of a granule that this many backing files, from
 //! the nearest on, leave all of it to those behind them.
@@ -68,9 +68,10 @@ impl SkipTable {
             .get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(CHUNK).collect());
         let word = &chunk[place.word];
         let known = word.load(Ordering::Relaxed);
-        let kept = match known >> TAG_SHIFT == place.tag {
-            true => known & !(0xff << place.shift),
-            false => place.tag << TAG_SHIFT,
+        let kept = if known >> TAG_SHIFT == place.tag {
+            known & !(0xff << place.shift)
+        } else {
+            place.tag << TAG_SHIFT
         };
         let skips = skips.min(MAX_SKIPS) as u64 + 1;
         // Another thread's entry of the same word may be lost between the two.

@@ -27,7 +27,7 @@ impl<S: Storage> Layer<S> {
         self.is_behind_stable.store(false, Ordering::SeqCst);
     }
 
-    /// Nothing behind the image is to be flushed with it.
+    /// Every layer behind the image is stable: flushes of the image leave them out.
     pub(crate) fn set_stable_behind(&self) {
         self.is_behind_stable.store(true, Ordering::Release);
     }
@@ -46,7 +46,7 @@ impl<S: Storage> Layer<S> {
     /// stable yet.
     ///
     /// # Errors
-    /// What a storage answers.
+    /// Errors of a storage.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         if !self.is_behind_stable.load(Ordering::Acquire) {
             // Boxed, so that the future of the common way stays small.
@@ -58,7 +58,7 @@ impl<S: Storage> Layer<S> {
     /// As [`flush`](Self::flush), of the layers behind this one alone.
     ///
     /// # Errors
-    /// What a storage answers.
+    /// Errors of a storage.
     pub(crate) async fn flush_behind(&self, sync: SyncMode) -> Result<()> {
         let mut are_stable = true;
         for layer in self.maybe_unstable() {
@@ -79,9 +79,10 @@ impl<S: Storage> Layer<S> {
     }
 
     fn layer_left(&self) -> Option<&Self> {
-        match self.is_behind_stable.load(Ordering::SeqCst) {
-            true => None,
-            false => self.backing_layer().map(|layer| &**layer),
+        if self.is_behind_stable.load(Ordering::SeqCst) {
+            None
+        } else {
+            self.backing_layer().map(|layer| &**layer)
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Waiting for reads of backing files, and telling of those that wait.
+//! Waits for reads of backing files, and reports of long ones.
 
 use std::fmt;
 
@@ -55,9 +55,9 @@ impl<S: Storage> Layer<S> {
     /// there is one.
     pub(crate) fn backing_wait(&self) -> Option<BackingWait> {
         let BackingRead { range, reader, since, depth } = self.backing_reads.oldest()?;
-        let mut layer = self.at_depth(depth)?;
+        let mut layer = self.layers().nth(depth)?;
         while let Some(next) =
-            layer.backing_reads.oldest().and_then(|one| layer.at_depth(one.depth))
+            layer.backing_reads.oldest().and_then(|one| layer.layers().nth(one.depth))
         {
             layer = next;
         }

@@ -10,7 +10,7 @@ use crate::dirty_map::DirtyMap;
 
 /// Bytes of memory for what has changed, at most: a finer bitmap is made coarser.
 const MAX_BYTES: u64 = 64 << 20;
-/// The finest granularity that is told apart in what another server says, in bytes.
+/// The finest granularity of another server's dirty extents that is kept apart, in bytes.
 const MIN_GRANULARITY: u64 = 4096;
 
 /// The changes of `disk`, which was opened by `name`, since the bitmap was begun: that of the

@@ -150,7 +150,7 @@ pub async fn open_created(name: &Path) -> Result<ImageStorage> {
 }
 
 /// Removes what [`create`] has made and could not be finished; a device stays. It must not be open.
-/// The error that counts is the one before, so there is none.
+/// Errors are ignored: the caller reports the one that came before.
 pub async fn remove_created(name: &Path) {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => drop(remove_rbd_image(&location).await),

@@ -1,4 +1,4 @@
-//! The image over one file, locked, and what an earlier process left of it.
+//! The image over one file, locked, and the state that an earlier process left of it.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::options::Access;
 /// How long a server may take to answer a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 
-/// The image over a file, and what is to be done when it has its data file and its backing
+/// The image over a file, and the rest of opening it once it has its data file and its backing
 /// file.
 pub(super) async fn disk_over(
     mut storage: ImageStorage,

@@ -22,7 +22,7 @@ pub enum IfExists {
 /// name durable.
 ///
 /// # Errors
-/// One that names the file: `to` exists and is to be kept, or the host refuses.
+/// `to` exists and `if_exists` keeps it, or the host refuses; the error names the file.
 pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()> {
     let renamed = match if_exists {
         IfExists::Replace => {

@@ -1,5 +1,5 @@
-//! Forks of disks that are in use, and of images that nobody has open: see *Forks* in README.md of
-//! the crate.
+//! Forks of disks that are in use, and of images that are not open: see *Forks* in README.md of the
+//! crate.
 //!
 //! Guarantees: what a disk was at the moment is its layer, and what it and its children read; a
 //! kill or a loss of power at any step leaves the disk as it was or in its overlay, and the record
@@ -53,7 +53,7 @@ pub struct ForkOf<'a> {
     pub disk: &'a ImageDisk,
     /// How it was opened.
     pub options: ImageOptions,
-    /// Where its overlay is to be; `None` for a disk that is open for reading only, which goes on
+    /// The path of its new overlay; `None` for a disk that is open for reading only, which goes on
     /// as it is.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay is there already: a qcow2 image to which nothing was written.
@@ -66,7 +66,7 @@ pub struct ForkOf<'a> {
 pub struct Forked<'a> {
     /// The canonical path of the layer.
     pub layer: PathBuf,
-    /// That of the overlay, with which the disk goes on, if it has one.
+    /// The overlay with which the disk goes on, if it has one.
     pub overlay: Option<PathBuf>,
     /// Its children: where each is, and its disk if it was to be opened.
     pub children: Vec<(PathBuf, Option<ImageDisk>)>,
@@ -77,11 +77,12 @@ pub struct Forked<'a> {
 
 impl Forked<'_> {
     /// Makes the layer durable, and lets other programs read it from then on. Guests go on
-    /// meanwhile, but while the disk's bitmaps are completed: where that fails it is told, and
-    /// they say that all has changed.
+    /// meanwhile, except while the disk's bitmaps are completed: a failure of that is logged, and
+    /// the bitmaps say that all has changed.
     ///
     /// # Errors
-    /// What the storage answers: it stays locked, and flushes of what stands on it fail as well.
+    /// Errors of the storage: the layer stays locked, and flushes of the images over it fail as
+    /// well.
     pub async fn settle(&self) -> Result<()> {
         let Some(replaced) = &self.replaced else { return Ok(()) };
         replaced.close_as_layer().await?;
@@ -118,8 +119,8 @@ struct Steps<'a> {
     children: Vec<(PathBuf, Option<ImageDisk>)>,
 }
 
-/// Forks disks at one moment; for how long their changes were held off. The layers are to be
-/// [settled](Forked::settle). Needs the loop of the current thread.
+/// Forks disks at one moment. Returns for how long their changes were held off. The caller
+/// [settles](Forked::settle) the layers. Needs the loop of the current thread.
 ///
 /// # Errors
 /// One that names the disk or file: it cannot be forked, has another size than its guest's, exists
@@ -241,9 +242,10 @@ impl<'a> Steps<'a> {
         let given = async {
             check_unwritten(&image).await?;
             let backing = self.backing_of(path);
-            match image.image().backing_file() == Some(&backing) {
-                true => Ok(()),
-                false => set_backing_file(&image, Some(backing)).await,
+            if image.image().backing_file() == Some(&backing) {
+                Ok(())
+            } else {
+                set_backing_file(&image, Some(backing)).await
             }
         };
         let given = given.await;
@@ -338,7 +340,7 @@ impl<'a> Steps<'a> {
         if self.is_recorded
             && let Err(error) = forget_moved(&self.layer)
         {
-            // Then the overlay is needed: whoever opens the image is led to it.
+            // Then the overlay is needed: the image leads programs to it.
             tracing::error!("{error}; its overlay stays");
             close_unused(self.overlay.as_deref()).await;
             return;
@@ -359,8 +361,8 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// As [`close`](StoredImage::close), of an image that nothing was written to, whatever becomes of
-/// the layers behind it.
+/// As [`close`](StoredImage::close), of an image that nothing was written to. Failures of the
+/// layers behind it do not matter.
 async fn close_alone(image: &StoredImage) -> Result<()> {
     image.layer().set_stable_behind();
     image.close().await
@@ -375,7 +377,7 @@ async fn close_unused(image: Option<&StoredImage>) {
     }
 }
 
-/// Forks an image that nobody has open: its disk is `overlay` from then on, durably.
+/// Forks an image that is not open: its disk is `overlay` from then on, durably.
 ///
 /// # Errors
 /// As [`fork`], and those of opening it for writing.
@@ -466,10 +468,8 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
     }
     // Of a raw image with a sidecar the one that has the data.
-    let file = match image.has_sidecar() {
-        true => image.format().data().storage().as_file(),
-        false => image.file(),
-    };
+    let file =
+        if image.has_sidecar() { image.format().data().storage().as_file() } else { image.file() };
     let Some(file) = file else {
         let what = "is no file or device of this host, and is not forked";
         return refuse(ErrorKind::Unsupported, what, "mirror the disk to a file first");

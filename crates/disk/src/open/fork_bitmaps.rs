@@ -72,7 +72,7 @@ pub(super) async fn give_bitmaps(
     Ok(Some(ForkedBitmaps { names, changes }))
 }
 
-/// As [`give_bitmaps`], of an image that nobody changes: its bitmaps say what they are to at once.
+/// As [`give_bitmaps`], of an image without writers: its bitmaps are complete at once.
 ///
 /// # Errors
 /// As there.
@@ -104,7 +104,7 @@ fn names(bitmaps: &[Bitmap]) -> Vec<String> {
 }
 
 impl ForkedBitmaps {
-    /// Who is to be told of all changes from the moment on.
+    /// The observer of all changes from the moment on.
     pub(super) fn observer(&self) -> Arc<dyn ChangeObserver> {
         Arc::clone(&self.changes) as Arc<dyn ChangeObserver>
     }
@@ -113,7 +113,7 @@ impl ForkedBitmaps {
     /// changed. Changes of the disk are held off meanwhile.
     ///
     /// # Errors
-    /// What the storage answers: they say that all has changed.
+    /// Errors of the storage: the bitmaps say that all has changed.
     pub(super) async fn complete(
         &self,
         disk: &ImageDisk,

@@ -29,11 +29,10 @@ pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase>
     let found = layers.windows(2).position(|pair| is_it(pair[1].image_name()));
     let Some(above) = found else {
         let names: Vec<_> = layers.iter().skip(1).map(|layer| layer.image_name()).collect();
-        let what = match names.is_empty() {
-            true => "has no backing file".to_owned(),
-            false => {
-                format!("{} is none of its backing files: {}", wanted.display(), names.join(", "))
-            }
+        let what = if names.is_empty() {
+            "has no backing file".to_owned()
+        } else {
+            format!("{} is none of its backing files: {}", wanted.display(), names.join(", "))
         };
         return Err(Error::new(ErrorKind::InvalidInput, what).on(image.image_name()));
     };
@@ -99,8 +98,5 @@ pub(super) fn name_from(layer: &Path, image: &Path) -> Vec<u8> {
     let name = layer.file_name().filter(|_| is_beside);
     let name = name.unwrap_or(layer.as_os_str()).as_bytes().to_vec();
     // A name with a colon would be taken for an address.
-    match is_beside && is_address(&name) {
-        true => [b"./", &name[..]].concat(),
-        false => name,
-    }
+    if is_beside && is_address(&name) { [b"./", &name[..]].concat() } else { name }
 }

@@ -2,9 +2,9 @@
 //! locks.
 //!
 //! Guarantees: until [`HandedOverDisk::take_over`] nothing of the image is changed, nor of what
-//! outlives its process, and its locks stay with the other process, whatever becomes of this one.
-//! The other process must execute no request from [`StoredImage::settle`] on, until it goes on
-//! itself or is over.
+//! outlives its process, and its locks stay with the other process, also if this one dies. The
+//! other process must execute no request from [`StoredImage::settle`] on, until it goes on itself
+//! or is over.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -185,7 +185,7 @@ impl StoredImage {
     /// request may be in flight. The disk stays open, and may go on.
     ///
     /// # Errors
-    /// What the storage answers; a failure to write metadata that is remembered.
+    /// Errors of the storage; a failure to write metadata that is remembered.
     pub async fn settle(&self) -> Result<()> {
         match self.access() {
             Access::ReadWrite => self.format().settle().await,
@@ -212,7 +212,7 @@ impl StoredImage {
 
     /// The image, and all behind it.
     pub(super) fn layers(&self) -> impl Iterator<Item = &Layer<ImageStorage>> {
-        (0..).map_while(|depth| self.layer().at_depth(depth))
+        self.layer().layers()
     }
 }
 
@@ -260,8 +260,8 @@ impl HandedOverDisk {
     }
 
     /// The image is this process's alone from now on: its locks go when it is dropped, and it may
-    /// be changed. The next flush covers what the other process has written. `failures` are
-    /// those that the other process remembers: they stay in force. The state file is this
+    /// be changed. The next flush covers what the other process has written. `failures` are those
+    /// that the other process remembers: this one remembers them, too. The state file is this
     /// process's, too. There is no way back: what goes wrong is logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
         let Self { image, state } = self;

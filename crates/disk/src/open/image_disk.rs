@@ -1,4 +1,4 @@
-//! Disks and images over what a person's path or URI leads to.
+//! Disks and images over a user's path or URI.
 
 use blockhouse_core::Result;
 use blockhouse_engine::HostFile;
@@ -22,7 +22,7 @@ impl StoredImage {
     /// The file that has the byte at `host` of the data of the image at a depth of the chain, and
     /// where in it: an image may be in many files.
     pub fn locate(&self, depth: usize, host: u64) -> (&str, u64) {
-        match self.layer().at_depth(depth) {
+        match self.layer().layers().nth(depth) {
             Some(layer) => layer.data().storage().locate(host),
             None => (self.name(), host),
         }
@@ -34,12 +34,11 @@ impl StoredImage {
     /// # Errors
     /// The host's.
     pub fn query_extents_allocated(&self) -> Result<u64> {
-        match self.extent_files().is_empty() {
-            true => Ok(0),
-            false => {
-                let files = self.format().data().storage().files();
-                files.into_iter().map(HostFile::query_allocated).sum()
-            }
+        if self.extent_files().is_empty() {
+            Ok(0)
+        } else {
+            let files = self.format().data().storage().files();
+            files.into_iter().map(HostFile::query_allocated).sum()
         }
     }
 
@@ -64,7 +63,7 @@ impl DiskJobs<'_, ImageStorage> {
     pub fn release_detached(self) {
         self.unlock_former();
         let layer = self.disk().image().layer();
-        for layer in layer.passed_layers().take_while(|layer| layer.stands() <= 1) {
+        for layer in layer.opened().left().take_while(|layer| layer.stands() <= 1) {
             layer.format().storage().storage().disconnect();
         }
     }

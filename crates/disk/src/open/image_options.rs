@@ -161,7 +161,7 @@ pub struct ImageOptions {
     pub secrets: Secrets,
     /// The part of its file that the image is in, which is only read then.
     pub part: Option<FilePart>,
-    /// What it is opened for.
+    /// The purpose of opening it.
     pub purpose: Purpose,
     /// The snapshot whose disk is opened, by its name or id: for reading only.
     pub snapshot: Option<String>,
@@ -171,7 +171,7 @@ pub struct ImageOptions {
     pub side_file: Option<SideFile>,
 }
 
-/// What an image is opened for: which of its files that needs, and which keys.
+/// The purpose of opening an image, which decides which of its files and which keys are needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Purpose {
     /// To read and write its disk: with all of its files.
@@ -204,8 +204,8 @@ pub enum BackingUse {
 pub struct SideFile {
     /// The file, or a folder in which it is named after the image.
     pub path: PathBuf,
-    /// Whether nobody else writes to the volume, in the user's word: it counts where nothing tells
-    /// otherwise.
+    /// Whether the user says that the volume has no other writer: it counts where the host shows
+    /// nothing else.
     pub is_alone: bool,
 }
 

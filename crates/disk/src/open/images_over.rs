@@ -1,5 +1,5 @@
-//! Image files that stand on another one, as far as they are in the same folders: whoever changes
-//! that one spoils them.
+//! Image files that stand on another one, as far as they are in the same folders: a change of that
+//! one spoils them.
 
 use std::fs::{self, File};
 use std::io::Read;

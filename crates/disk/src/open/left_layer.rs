@@ -1,4 +1,4 @@
-//! A layer that a fork has left, when what stands on it is opened for writing and the server of the
+//! A layer that a fork has left, when an image over it is opened for writing and the server of the
 //! fork has died.
 //!
 //! Guarantee: the layer has what that server had answered before the fork, durably. Reason: the
@@ -19,8 +19,8 @@ use super::restore::find_state;
 use crate::image::EarlierWrites;
 use crate::options::Access;
 
-/// Brings to a layer what its server left, and makes it durable. Nothing becomes of other backing
-/// files. It is open for reading, by these options, and not locked yet.
+/// Brings to a layer what its server left, and makes it durable. Other backing files stay as they
+/// are. It is open for reading, by these options, and not locked yet.
 ///
 /// # Errors
 /// The host's; as opening it for writing: another program uses it.

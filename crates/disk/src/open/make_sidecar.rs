@@ -27,8 +27,8 @@ use super::volume::{Volume, identity};
 use crate::options::Access;
 
 /// Makes the sidecar of a raw image, without bitmaps, durably, unless it has one that belongs to
-/// it: whether it made one. Nothing becomes of images of other formats, which have bitmaps of their
-/// own or none. Needs the loop of the current thread.
+/// it: whether it made one. Images of other formats, which have bitmaps of their own or none, stay
+/// as they are. Needs the loop of the current thread.
 ///
 /// # Errors
 /// `InvalidInput` for a sidecar that does not belong to the image, and for an image that is not in

@@ -24,7 +24,7 @@ const MAGIC: &[u8] = b"blockhouse: disk moved\n";
 /// The last line of the record of a fork.
 const FORK: &str = "\nfork";
 
-/// What is before it where the disk is about to go back to the image.
+/// The text before it where the disk is about to go back to the image.
 const ROLLBACK: &str = "\nrollback";
 
 /// The same where a commit has begun to bring the overlay into the image.
@@ -47,7 +47,7 @@ enum Found {
     },
 }
 
-/// What became of an image's disk.
+/// The state of an image's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// It was moved to another image.
@@ -173,8 +173,8 @@ pub(super) fn check_not_committed(image: &Path) -> Result<()> {
     }
 }
 
-/// Where a rollback was not carried out, notes durably that the disk goes on in its overlay,
-/// whatever becomes of that.
+/// Where a rollback was not carried out, notes durably that the disk goes on in its overlay, also
+/// where that is lost.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -253,18 +253,15 @@ pub fn forget_moved(image: &Path) -> Result<()> {
     }
 }
 
-/// As [`check_not_moved`], for an image that the disk of `overlay` is to be committed into: it may
-/// have been forked to that.
+/// As [`check_not_moved`], for the target of a commit of the disk of `overlay`: it may have been
+/// forked to that.
 ///
 /// # Errors
 /// As there.
 pub(super) fn check_not_moved_but_to(image: &Path, overlay: &Path) -> Result<()> {
     let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
     let is_it = |to: String| to == overlay.display().to_string();
-    match forked_to(image)?.is_some_and(is_it) {
-        true => Ok(()),
-        false => check_not_moved(image),
-    }
+    if forked_to(image)?.is_some_and(is_it) { Ok(()) } else { check_not_moved(image) }
 }
 
 /// Refuses an image whose disk was moved, or may have been.

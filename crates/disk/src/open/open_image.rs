@@ -128,10 +128,7 @@ async fn open_from(
     let options = &*route.options;
     let is_handed_over = matches!(chain.source, Files::HandedOver(..));
     let path = chain.last_path().to_owned();
-    let earlier = match is_handed_over {
-        true => EarlierWrites::Stable,
-        false => EarlierWrites::Unknown,
-    };
+    let earlier = if is_handed_over { EarlierWrites::Stable } else { EarlierWrites::Unknown };
     let (image, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
     chain.sidecars_image = route.raw_image(&image)?;
     let image = chain.with_data(image, options).await?;
@@ -145,10 +142,11 @@ async fn open_from(
         end_resize(&image, &restore).await?;
     }
     image.begin_vouching(options);
-    match is_handed_over {
-        false => restore.finish(image).await,
+    if is_handed_over {
         // The process that hands over still owns its state.
-        true => Ok(image),
+        Ok(image)
+    } else {
+        restore.finish(image).await
     }
 }
 
@@ -200,12 +198,11 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
     // Names that are not followed can be told all the same.
-    let image = match image.extent_files().is_empty() || options.allowed_paths.is_none() {
-        true => image,
-        false => {
-            let mut chain = Chain::from_image(path, identity, Files::Host)?;
-            chain.with_extents(image, &options).await?
-        }
+    let image = if image.extent_files().is_empty() || options.allowed_paths.is_none() {
+        image
+    } else {
+        let mut chain = Chain::from_image(path, identity, Files::Host)?;
+        chain.with_extents(image, &options).await?
     };
     restore.finish(image).await
 }
@@ -242,9 +239,10 @@ impl CommitChain {
         let mut above = Vec::new();
         let backing = loop {
             let Some(backing) = disk.backing_file() else {
-                let what = match above.is_empty() {
-                    true => "has no backing file".to_owned(),
-                    false => format!("no backing file of this name is behind it: {chain}"),
+                let what = if above.is_empty() {
+                    "has no backing file".to_owned()
+                } else {
+                    format!("no backing file of this name is behind it: {chain}")
                 };
                 let error =
                     Error::new(ErrorKind::InvalidInput, what).on(&path.display().to_string());
@@ -309,7 +307,7 @@ pub async fn open_base(
             layer.name(),
         );
     }
-    if image.layer().shares_backing() {
+    if image.layer().opened().are_shared() {
         let what = "is the layer of other disks of this server as well, which it would spoil";
         return refuse(ErrorKind::Unsupported, what, layer.name());
     }

@@ -10,6 +10,7 @@ use super::handed_over::Files;
 use super::image_options::{ImageOptions, Locking};
 use super::lock::lock;
 use super::qemu_name::is_address;
+use super::restore::status_of;
 use crate::options::Access;
 
 /// Device and inode: what a file is, whatever its name.
@@ -103,8 +104,7 @@ pub(super) fn part_of_file(
 }
 
 pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {
-    let status = rustix::fs::fstat(file.descriptor())
-        .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
+    let status = status_of(file)?;
     Ok((status.st_dev, status.st_ino))
 }
 

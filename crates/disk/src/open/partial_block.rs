@@ -14,10 +14,10 @@ use crate::disk::Disk;
 use crate::options::{Access, Options};
 
 /// Whether clusters of a qcow2 image are smaller than a block, because its file ends inside of one.
-/// An image whose file is cut off is none that is changed.
+/// An image whose file is cut off is never changed.
 ///
 /// # Errors
-/// Those of opening the image for reading.
+/// As opening the image for reading.
 pub(super) async fn has_small_clusters(
     file: &HostFile,
     path: &Path,

@@ -75,9 +75,9 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
 }
 
 /// The format of an image that is only read and has no name that says one: of a regular file
-/// without a suffix, or with one that is none of a format (`image.0.5.1`, `image.tmp`), what it
-/// looks like. `None` where it looks like no format that is built; the device and the disk of a
-/// server hold a guest's bytes.
+/// without a suffix, or with the suffix of no format (`image.0.5.1`, `image.tmp`), what it looks
+/// like. `None` where it looks like no format that is built; the device and the disk of a server
+/// hold a guest's bytes.
 ///
 /// # Errors
 /// The host's. Needs no loop.

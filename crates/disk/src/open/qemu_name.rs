@@ -56,7 +56,7 @@ pub struct QemuName {
     pub backing_use: BackingUse,
     /// Whether what is written to it is compressed.
     pub is_compressed: bool,
-    /// What is said of its space, for a program that serves it.
+    /// Options of its space, for a program that serves it.
     pub space: SpaceOptions,
     /// The backing file that it is said to have.
     pub backing: Option<PathBuf>,
@@ -64,12 +64,12 @@ pub struct QemuName {
     pub context: Option<String>,
 }
 
-/// What becomes of space that is given back, and of zeros.
+/// The treatment of discards and of zeros.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpaceOptions {
-    /// What a discard does.
+    /// The effect of a discard.
     pub discard: Option<Discard>,
-    /// What becomes of zeros that are written.
+    /// The treatment of zeros that are written.
     pub detect_zeroes: Option<DetectZeroes>,
     /// Whether a discarded cluster keeps its place.
     pub keeps_clusters: bool,
@@ -298,9 +298,10 @@ impl Options {
             .iter()
             .filter_map(|key| Some((key.strip_prefix(PREFIX)?.to_owned(), self.0.remove(key)?)));
         let options: BTreeMap<_, _> = options.collect();
-        match options.is_empty() {
-            true => Ok(None),
-            false => Self(options).named().map(|named| Some(named.path)),
+        if options.is_empty() {
+            Ok(None)
+        } else {
+            Self(options).named().map(|named| Some(named.path))
         }
     }
 
@@ -506,19 +507,15 @@ pub fn is_address(name: &[u8]) -> bool {
 
 /// A path, also where it looks like a URI.
 fn path_of(name: &str) -> PathBuf {
-    match is_address(name.as_bytes()) || name == "-" {
-        true => Path::new(".").join(name),
-        false => name.into(),
-    }
+    if is_address(name.as_bytes()) || name == "-" { Path::new(".").join(name) } else { name.into() }
 }
 
 /// The text in a URI: everything but what needs no escape there (RFC 3986, section 2.3, and the
 /// slash) as %XX.
 pub fn escape(text: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
-    let escaped = text.bytes().map(|byte| match is_plain(byte) {
-        true => char::from(byte).to_string(),
-        false => format!("%{byte:02X}"),
+    let escaped = text.bytes().map(|byte| {
+        if is_plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }
     });
     escaped.collect()
 }

@@ -25,7 +25,7 @@ fn readers(disk: &ImageDisk) -> Vec<&HostFile> {
 /// bitmaps, or gives them back.
 ///
 /// # Errors
-/// As [`lock_in_place_of`]: the others are to be [locked again](lock_readers).
+/// As [`lock_in_place_of`]: the caller [locks](lock_readers) the others again.
 pub(super) fn take_from_readers(
     disk: &ImageDisk,
     file: &HostFile,
@@ -33,10 +33,11 @@ pub(super) fn take_from_readers(
 ) -> Result<()> {
     let wanted = identity_of(file)?;
     for reader in readers(disk).into_iter().filter(|_| options.locking == Locking::Held) {
-        match identity_of(reader)? == wanted {
-            true => lock_in_place_of(file, reader)?,
+        if identity_of(reader)? == wanted {
+            lock_in_place_of(file, reader)?
+        } else {
             // The other one of a raw image and the file of its bitmaps: it is locked next.
-            false => reader.release_locks(),
+            reader.release_locks()
         }
     }
     Ok(())

@@ -9,9 +9,9 @@
 //!    file is refused here if it was modified at another time than its server's last write
 //!    (`modification`), and by the format if another program opened it for writing. What is refused
 //!    is set aside, with a warning, and the image is opened as it is.
-//! 3. A server gets a new state file, with the failures of flushes that the old one had, which are
-//!    in force from then on. So does a tool, but only where there was one: until it closes the
-//!    image the new one protects what was replayed, and the failures are told and not in force.
+//! 3. A server gets a new state file, with the failures of flushes that the old one had, which fail
+//!    flushes from then on. So does a tool, but only where there was one: until it closes the image
+//!    the new one protects what was replayed, and the failures are logged and fail nothing.
 //!
 //! Where no state file is found of an image whose server was killed, servers warn. Commands fail:
 //! they would take the last chance to find it. Unless the host has restarted since: then there is
@@ -45,7 +45,7 @@ use super::image_disk::StoredImage;
 use super::image_options::{ImageOptions, StateUse};
 use super::lock::Locked;
 use crate::options::Access;
-use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile};
+use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile, StatePage};
 use examine::owner_of;
 use keep::{FILES, NOTHING_TELLS, make_state, tells_of_changes};
 use lost_session::warn_of_lost_session;
@@ -117,17 +117,18 @@ impl Restore {
     /// The opening changes the image's file itself, just now: the next process does not take it for
     /// another program's change.
     pub(super) fn stamp_change(&self) {
-        if let Some(found) = self.found() {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            found.page().raise_last_write(now.as_nanos() as u64);
-        }
+        self.stamp(StatePage::raise_last_write);
     }
 
     /// As [`stamp_change`](Self::stamp_change), of the file that has the image's data.
     pub(super) fn stamp_data_change(&self) {
+        self.stamp(StatePage::raise_last_data_write);
+    }
+
+    fn stamp(&self, raise: fn(&StatePage, u64)) {
         if let Some(found) = self.found() {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-            found.page().raise_last_data_write(now.as_nanos() as u64);
+            raise(found.page(), now.as_nanos() as u64);
         }
     }
 
@@ -135,7 +136,7 @@ impl Restore {
     /// data file and its backing file, and nothing was changed yet.
     ///
     /// # Errors
-    /// What the storage or the host answers: the state file is still there.
+    /// Errors of the storage or the host: the state file is still there.
     pub(super) async fn finish(self, disk: StoredImage) -> Result<StoredImage> {
         match self {
             Self::Reader(uses) => check_nothing_pending(&disk, &uses)?,
@@ -147,7 +148,7 @@ impl Restore {
     }
 
     /// Of a backing file, which is opened for reading only: refuses one that lacks what its server
-    /// answered, also for those that only look where an image above it is to be changed.
+    /// answered, also for readers where the image above it is open for writing.
     ///
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
@@ -237,10 +238,8 @@ impl Writer {
         match disk.replay(&*log).await? {
             Replay::Nothing => Ok(None),
             Replay::Applied { changes } => {
-                let how = match found.page().is_clean() {
-                    true => "could not write to the image",
-                    false => "died",
-                };
+                let how =
+                    if found.page().is_clean() { "could not write to the image" } else { "died" };
                 tracing::info!(
                     "{}: {changes} changes are in the image now that process {} had answered before it {how}",
                     disk.name(),

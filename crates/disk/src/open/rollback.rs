@@ -36,7 +36,7 @@ const MAX_WAIT: Duration = Duration::from_secs(2);
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// What a rollback did.
+/// The result of a rollback.
 pub struct RolledBack {
     /// The image that the disk is again.
     pub layer: PathBuf,
@@ -137,7 +137,7 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
     let folders = [folder(&layer), folder(&overlay)];
     let mut others = images_over(&layer, &[&folders[0], &folders[1]])?;
     others.retain(|other| *other != overlay);
-    if disk.image().layer().shares_backing() || !others.is_empty() {
+    if disk.image().layer().opened().are_shared() || !others.is_empty() {
         let mut names: Vec<_> = others.iter().map(|other| other.display().to_string()).collect();
         if names.is_empty() {
             names.push("other disks of this server".into());
@@ -151,9 +151,12 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
 /// Opens the layer of a disk for writing, in the place of the one that is read.
 async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<StoredImage> {
     let behind = disk.image().layers().nth(1);
-    let format = behind.map(|layer| match layer.format().side_file().is_some() {
-        true => Ok(crate::ImageFormat::Raw),
-        false => layer.format().name().parse(),
+    let format = behind.map(|layer| {
+        if layer.format().side_file().is_some() {
+            Ok(crate::ImageFormat::Raw)
+        } else {
+            layer.format().name().parse()
+        }
     });
     let format = format.and_then(std::result::Result::ok);
     let options =
@@ -197,8 +200,8 @@ async fn go_back(
 }
 
 /// Gives the space of an overlay back that is gone, and whose file stays open as long as its disk.
-/// A read that is in flight there is waited for, but not for ever: then that is for the end of the
-/// disk.
+/// A read that is in flight there is waited for, up to a limit: after that the space is freed at
+/// the end of the disk.
 async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
     let began = Instant::now();
     while disk.stats().counters().in_flight > 0 {

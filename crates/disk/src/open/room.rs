@@ -1,4 +1,4 @@
-//! How much room there is left for what a disk's guest writes.
+//! The room that is left for the writes of a disk's guest.
 
 use blockhouse_core::{Result, Storage};
 use blockhouse_engine::{FileKind, HostFile};
@@ -37,7 +37,7 @@ impl ImageDisk {
         })
     }
 
-    /// Up to which byte of its storage a qcow2 image is used. `None` of other images, and of one
+    /// The end of a qcow2 image's use of its storage, in bytes. `None` of other images, and of one
     /// whose data is elsewhere.
     ///
     /// # Errors

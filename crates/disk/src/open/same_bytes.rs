@@ -5,10 +5,10 @@
 //! them says nothing of the others.
 //!
 //! Guarantees: an image that is opened for writing and locked has no other writer by another name,
-//! and is no device or file under a mounted file system ([`check_alone`]); a target is none of the
-//! bytes that its sources have ([`check_apart`]). Each opener claims its own bytes first and looks
-//! at others then, so of two that start at the same moment at least one notices. The host tells by
-//! sysfs; where there is none, files and devices are known by themselves.
+//! and is no device or file under a mounted file system ([`check_alone`]); a target shares no bytes
+//! with its sources ([`check_apart`]). Each opener claims its own bytes first and looks at others
+//! then, so of two that start at the same moment at least one notices. sysfs says which; without
+//! it, files and devices are known by themselves.
 
 use std::fs;
 use std::io;

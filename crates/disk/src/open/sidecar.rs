@@ -18,8 +18,8 @@
 //! - or the sidecar was not closed, because its server died: then the volume was not changed after
 //!   the last write that this server noted in its state file, a device by no more than that server
 //!   has sent; or the host has died with it, and what the server vouched for tells (`vouching`);
-//! - or nothing tells whether the volume was changed, and the user says that nobody else writes to
-//!   it;
+//! - or nothing shows whether the volume was changed, and the user says that it has no other
+//!   writer;
 //! - the sidecar is owned by the image's owner, by this user or by root, and its file system has
 //!   this host's clock.
 //!
@@ -59,7 +59,7 @@ use crate::state::StateDir;
 
 /// How much later than its stamp in the state file a write of a server may change the file: it is
 /// stamped before it is begun and after it has completed, and a server may be killed in between.
-/// What another program changes within this time after a kill is not noticed.
+/// Changes that another program makes within this time after a kill are not noticed.
 const MAX_DELAY: Duration = Duration::from_millis(100);
 
 /// The suffix of a sidecar's name.
@@ -253,7 +253,7 @@ fn behind_link(image: &Path) -> Option<Error> {
     })
 }
 
-/// By which file an image is opened, and how: its own, or its sidecar.
+/// The file by which an image is opened: its own, or its sidecar.
 pub(super) struct Route<'a> {
     pub(super) path: Cow<'a, Path>,
     pub(super) options: Cow<'a, ImageOptions>,
@@ -292,9 +292,10 @@ pub(super) async fn route<'a>(
         Files::HandedOver(..) => {
             let path = place_of(image, options);
             let name = options.side_file.is_some().then(|| image.to_owned());
-            match files.is_next(&path) {
-                true => (Some(path), Through::HandedOver(name)),
-                false => (None, Through::Itself),
+            if files.is_next(&path) {
+                (Some(path), Through::HandedOver(name))
+            } else {
+                (None, Through::Itself)
             }
         }
     };
@@ -373,9 +374,10 @@ impl<'a> Route<'a> {
             let is_unchanged = self.options.locking == Locking::None || volume.seen == *seen;
             is_unchanged && volume.identity == mark.identity
         };
-        match is_it {
-            true => Ok(()),
-            false => refuse("another program has changed the image while it was opened"),
+        if is_it {
+            Ok(())
+        } else {
+            refuse("another program has changed the image while it was opened")
         }
     }
 }

@@ -3,11 +3,10 @@
 //!
 //! Guarantees: when it returns, every change that begins later goes through the sidecar, and so is
 //! in the bitmaps that are added then. The disk's file is used by the same open files as before, so
-//! that its locks are given back at no moment, and a failure to write back is told to the same
-//! flushes. A crash at any moment leaves the image as it was, with no sidecar or with one that
-//! has no bitmaps. Where it fails, the disk goes on as before. Where the first bitmap cannot be
-//! added after it, [`stop_recording`] undoes it in the same way, and nothing is left of the
-//! sidecar.
+//! that its locks are given back at no moment, and a failure to write back is reported to the same
+//! flushes. A crash at any moment leaves the image as it was, with no sidecar or with one that has
+//! no bitmaps. Where it fails, the disk goes on as before. Where the first bitmap cannot be added
+//! after it, [`stop_recording`] undoes it in the same way, and nothing is left of the sidecar.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -109,8 +108,8 @@ async fn record_beside(
 }
 
 /// Undoes [`start_recording`] of a disk that has no bitmap: its changes are not recorded from now
-/// on, and its sidecar is removed. `image` and `options` are as there. Nothing becomes of other
-/// disks. Needs the loop of the current thread.
+/// on, and its sidecar is removed. `image` and `options` are as there. Other disks stay as they
+/// are. Needs the loop of the current thread.
 ///
 /// # Errors
 /// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with
@@ -184,9 +183,10 @@ async fn open_beside(
     }
     // As the sidecar names it: so does the process that goes on with the image after an upgrade.
     let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
-    let name = match is_beside {
-        true => path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name)),
-        false => image.to_owned(),
+    let name = if is_beside {
+        path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))
+    } else {
+        image.to_owned()
     };
     let data = served.share(&name, mode)?;
     Ok((opened.with_data(data.into())?, restore))

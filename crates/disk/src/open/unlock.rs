@@ -24,7 +24,7 @@ impl FromIterator<Secret> for Secrets {
 }
 
 impl Secrets {
-    /// Whether there is none.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -71,7 +71,7 @@ impl KeyFiles {
         keys.chain(lines).collect()
     }
 
-    /// Whether there is none.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.paths().next().is_none()
     }

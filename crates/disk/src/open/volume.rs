@@ -1,14 +1,16 @@
-//! A raw disk wherever it is, for the file that has its bitmaps (`sidecar`): which one it is, and
-//! what tells of changes.
+//! A raw disk wherever it is, for the file that has its bitmaps (`sidecar`): its identity, and the
+//! evidence of changes.
 //!
-//! | a disk that is | is known by | changes without its bitmaps are told by |
+//! | disk | identity, besides its size | evidence of changes without its bitmaps |
 //! | --- | --- | --- |
 //! | a file | inode and birth | its time of change |
-//! | a block device | the id that its driver has (LVM, multipath, serial number, partition, file of a loop device) | the kernel's count of what was written to it, up to a restart of the host, or until it is attached anew |
-//! | an image in Ceph | pool, namespace and the image's id there | nothing |
-//! | an export of an NBD server | its name | nothing |
+//! | a block device | its driver's id | the kernel's count of bytes written |
+//! | an image in Ceph | pool, namespace and the image's id there | none |
+//! | an export of an NBD server | its name | none |
 //!
-//! The size goes with each.
+//! The id of a device is that of LVM or multipath, its serial number, its partition, or the file
+//! of a loop device. The kernel counts up to a restart of the host, or until the device is attached
+//! anew.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -78,9 +80,10 @@ pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
 /// The same of a device whose server died. `sent` is how much that had sent, or was about to, as a
 /// word of [`DeviceWrites`]; 0 where it is not known. `now` is how much was written to the device.
 pub(super) fn told_by_count(sent: u64, now: u64) -> Told {
-    match sent != 0 && DeviceWrites::is_same_era(sent, now) {
-        true => Told::of(now <= sent),
-        false => Told::Nothing,
+    if sent != 0 && DeviceWrites::is_same_era(sent, now) {
+        Told::of(now <= sent)
+    } else {
+        Told::Nothing
     }
 }
 

@@ -1,4 +1,4 @@
-//! Whose changes of a raw image those were that were made before the host died, where no state file
+//! The author of changes of a raw image that were made before the host died, where no state file
 //! tells.
 //!
 //! A server that records the changes of a raw image has it locked. It notes in the sidecar,

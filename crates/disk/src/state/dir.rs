@@ -1,9 +1,9 @@
 //! The directory of state files.
 //!
-//! Guarantees: it belongs to this user and nobody else may enter it, because whoever can write to a
-//! state file can change its image. It is in memory (tmpfs), so that a store into a mapped file
-//! never waits for a disk. All files are reached through the directory that was checked, whatever
-//! becomes of its name.
+//! Guarantees: it belongs to this user and no other user may enter it, because a user who can write
+//! to a state file can change its image. It is in memory (tmpfs), so that a store into a mapped
+//! file never waits for a disk. All files are reached through the directory that was checked, also
+//! if it gets another name.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -119,17 +119,18 @@ impl StateDir {
         Ok(Self { inner: Arc::new(Inner { path: path.to_owned(), directory, boot, user }) })
     }
 
-    /// Where the state files of this user are if nothing else is said: the first of
-    /// `/run/blockhouse` (root) or `$XDG_RUNTIME_DIR/blockhouse` (others), and
-    /// `/dev/shm/blockhouse-UID`, whose parent is on tmpfs. It may not be there yet.
+    /// The default directory of this user's state files: the first of `/run/blockhouse` (root) or
+    /// `$XDG_RUNTIME_DIR/blockhouse` (others), and `/dev/shm/blockhouse-UID`, whose parent is on
+    /// tmpfs. It may not be there yet.
     ///
     /// # Errors
     /// `Unsupported` where there is no tmpfs in those places.
     pub fn default_path() -> Result<PathBuf> {
         let user = geteuid();
-        let own = match user.is_root() {
-            true => Some(PathBuf::from("/run")),
-            false => std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from),
+        let own = if user.is_root() {
+            Some(PathBuf::from("/run"))
+        } else {
+            std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from)
         };
         let own = own.filter(|parent| is_on_tmpfs(parent)).map(|parent| parent.join("blockhouse"));
         let shared = Path::new("/dev/shm");

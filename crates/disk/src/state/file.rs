@@ -3,7 +3,7 @@
 //! Guarantees:
 //! - A file has its name only when its first page is complete.
 //! - Its first page and the beginning of the log are there when it is made. The rest of the log is
-//!   there when it was reserved (`log_memory`): no store fails for want of room.
+//!   there when it was reserved (`log_memory`): no store fails with ENOSPC.
 //! - What is found under a name is checked before it is used: whether it is a file of ours, of this
 //!   boot of the host and of this image.
 
@@ -149,7 +149,7 @@ impl StateFile {
         self.page.clear_failures();
         let changes = self.changes();
         if changes > 0 {
-            self.page.set_clean(true);
+            self.page.set_clean();
             tracing::warn!(
                 "{}: keeps {changes} answered changes that could not be written to {}: the image has them when it \
                  is opened for writing again before the host restarts",

@@ -1,8 +1,8 @@
 //! The memory of a redo log: the part of a state file after its first page.
 //!
 //! Guarantees: those of [`StateMemory`]. The file has its full length and holes. tmpfs has pages
-//! for what is reserved (`fallocate`), so that no store fails for want of memory; where the host
-//! has none, reserving fails.
+//! for what is reserved (`fallocate`), so that no store lacks memory; where the host has none,
+//! reserving fails.
 
 use std::io;
 use std::os::fd::OwnedFd;

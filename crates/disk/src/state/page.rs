@@ -50,7 +50,7 @@ pub(crate) enum TrackedFile {
     Data = 1,
 }
 
-/// Whose a state file is.
+/// The owner of a state file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
     /// The boot of the host in which it was made.
@@ -89,13 +89,13 @@ impl StatePage {
         page
     }
 
-    /// The page of an existing file; `None` where it is none that this version knows.
+    /// The page of an existing file; `None` where this version does not know its form.
     pub(crate) fn load(memory: Arc<dyn StateMemory>) -> Option<Self> {
         let is_known = memory.words() >= PAGE_WORDS && memory.load(MAGIC_WORD) == MAGIC;
         is_known.then_some(Self { memory })
     }
 
-    /// Whose the file is.
+    /// The file's owner.
     pub(crate) fn owner(&self) -> Owner {
         let word = |index| self.memory.load(index);
         Owner {
@@ -145,9 +145,9 @@ impl StatePage {
         self.set_last_write_to(TrackedFile::Data, last);
     }
 
-    /// How much may have been written to the block device that is the data file, if nobody else has
-    /// written to it: a word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 where that
-    /// is not counted.
+    /// The most that was written to the block device that is the data file, if it had no other
+    /// writer: a word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 where that is not
+    /// counted.
     pub(crate) fn device_writes(&self) -> u64 {
         self.memory.load(DEVICE_WRITES_WORD)
     }
@@ -208,8 +208,8 @@ impl StatePage {
         self.memory.load(CLEAN_WORD) != 0
     }
 
-    pub(crate) fn set_clean(&self, is_clean: bool) {
-        self.memory.store(CLEAN_WORD, is_clean.into());
+    pub(crate) fn set_clean(&self) {
+        self.memory.store(CLEAN_WORD, 1);
     }
 
     /// A path that is too long loses its end.
@@ -260,7 +260,7 @@ pub(super) mod tests {
         assert!(StatePage::load(memory.clone()).is_none(), "zeros are no page");
         let page = StatePage::create(memory.clone(), &owner());
         page.set_last_write_to(TrackedFile::Image, 55);
-        page.set_clean(true);
+        page.set_clean();
         drop(page);
         let page = StatePage::load(memory).expect("the page");
         assert_eq!((page.owner(), page.last_write(), page.is_clean()), (owner(), 55, true));

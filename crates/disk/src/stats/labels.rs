@@ -1,4 +1,4 @@
-//! By what is told apart what a disk is measured by. The names are those of the metrics' labels
+//! The labels of a disk's measurements. The names are those of the metrics' labels
 //! (docs/metrics.md).
 
 use blockhouse_core::{Durability, Request};
@@ -65,7 +65,7 @@ impl Operation {
         Self::Prefetch,
     ];
 
-    /// That of a request, and the bytes that it is about.
+    /// The operation of a request, and the number of its bytes.
     pub(crate) fn of(request: &Request) -> (Self, u64) {
         match request {
             Request::Read { into, .. } => (Self::Read, into.len() as u64),

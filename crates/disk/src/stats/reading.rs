@@ -1,4 +1,4 @@
-//! Readings of what a disk is measured by.
+//! Readings of a disk's measurements.
 
 use std::time::Duration;
 

@@ -11,7 +11,7 @@ use super::clock::ThrottleSleep;
 use super::group::{ThrottleGroup, time_until};
 use super::queue::{self, Outcome, QUANTUM, Ticket};
 
-/// Waits until a request is let go. Dropping it returns its turn.
+/// Waits until a request is admitted. Dropping it returns its turn.
 pub(super) struct Admission {
     group: Arc<ThrottleGroup>,
     ticket: Option<Ticket>,
@@ -24,7 +24,7 @@ impl Admission {
         Self { group: Arc::clone(group), ticket: Some(ticket), timer: None }
     }
 
-    /// Sets the timer for a request that may be let go at `ready`, unless it is set well enough.
+    /// Sets the timer for a request that may be admitted at `ready`, unless it is set well enough.
     /// Whether it is due.
     fn poll_timer(&mut self, ready: Nanos, cx: &mut Context<'_>) -> bool {
         let now = self.group.now();

@@ -1,10 +1,10 @@
 //! One token bucket, kept as a time.
 //!
-//! `paid_at` is when all that was let go is paid off at the bucket's rate. The bucket is full when
-//! that time has come, and in debt when it is further away than the capacity. Requests are let go
-//! while it is not in debt; then it gets into debt by one request at most. So in any time `t` no
-//! more is let go than `rate · t + capacity`, and one request. (The generic cell rate algorithm of
-//! ATM; QEMU's leaky bucket lets go by the same rule.)
+//! `paid_at` is when all that was admitted is paid off at the bucket's rate. The bucket is full
+//! when that time has come, and in debt when it is further away than the capacity. Requests are
+//! admitted while it is not in debt; then it gets into debt by one request at most. So in any time
+//! `t` no more is admitted than `rate · t + capacity`, and one request. (The generic cell rate
+//! algorithm of ATM; QEMU's leaky bucket lets go by the same rule.)
 //!
 //! Tokens that a late timer lets go late are not lost as long as they fit into the bucket.
 
@@ -136,7 +136,7 @@ mod tests {
         former.take(400, 0);
         let mut faster = bucket(10_000, Duration::from_secs(1));
         faster.carry_over(&former, 0);
-        // 600 of 10,000 are there: 601 more are let go.
+        // 600 of 10,000 are there: 601 more are admitted.
         faster.take(600, 0);
         assert_eq!(faster.ready_at(), 0);
         faster.take(1, 0);

@@ -1,4 +1,4 @@
-//! The buckets of all limits of a group, and what a request takes out of them.
+//! The buckets of all limits of a group, and the cost of a request in them.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -46,7 +46,8 @@ struct RateBucket {
 }
 
 impl RateBucket {
-    /// With what bursts may save, but otherwise empty, so that a new limit is exact from the start.
+    /// A bucket that holds the allowance for bursts and nothing else, so that a new limit is exact
+    /// from the start.
     fn new(rate: NonZeroU64, burst: Option<Burst>, now: Nanos) -> Self {
         let saved = burst.map_or(Duration::ZERO, |burst| burst.saved_time());
         let peak = |burst: Burst| Bucket::new(rate, burst.percent(), SLACK, SLACK, now);
@@ -97,8 +98,8 @@ impl Buckets {
         self.limits
     }
 
-    /// Puts other limits in force. What was saved or is owed under a limit that stays one is kept,
-    /// as far as it fits.
+    /// Applies other limits. What was saved or is owed under a limit that stays one is kept, as far
+    /// as it fits.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos) {
         let former = std::mem::replace(self, Self::new(limits, now));
         for (bucket, former) in self.rates.iter_mut().zip(&former.rates) {
@@ -108,8 +109,8 @@ impl Buckets {
         }
     }
 
-    /// When a request of this direction may be let go, whatever it costs; a time that has passed if
-    /// it may now.
+    /// When a request of this direction may be admitted, whatever it costs; a time that has passed
+    /// if it may now.
     pub(super) fn ready_at(&self, direction: Direction) -> Nanos {
         let ready = |index: usize| self.rates[index].as_ref().map_or(0, RateBucket::ready_at);
         let each =

@@ -12,9 +12,9 @@
 //! the lesser position is next as long as they are so close; otherwise they take turns, and so do
 //! those of one key that are equal.
 //!
-//! Among the keys that wait with a request that may be let go now, each is next after finitely many
-//! others, because every turn moves a position by at least one, and no turn of its other direction
-//! moves it beyond its span.
+//! Among the keys that wait with a request that may be admitted now, each is next after finitely
+//! many others, because every turn moves a position by at least one, and no turn of its other
+//! direction moves it beyond its span.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;

@@ -43,14 +43,14 @@ impl ThrottleGroup {
         })
     }
 
-    /// The limits in force.
+    /// The limits that apply.
     pub fn limits(&self) -> RateLimits {
         self.queue.lock().limits()
     }
 
-    /// Puts other limits in force, for requests that wait, too. What a limit has saved or is owed
-    /// stays, as far as it fits into the new one; a limit that is new starts without anything
-    /// saved, but for what bursts may save.
+    /// Applies other limits, also to requests that wait. What a limit has saved or is owed stays,
+    /// as far as it fits into the new one; a limit that is new starts without anything saved, but
+    /// for what bursts may save.
     pub fn set_limits(&self, limits: RateLimits) {
         self.change(|queue, now, wakers| queue.set_limits(limits, now, wakers));
         self.is_unlimited.store(limits.is_unlimited(), Ordering::Relaxed);
@@ -90,7 +90,7 @@ impl ThrottleGroup {
         self.queue.lock().counts(member)
     }
 
-    /// Begins a request: it is let go, or waits from now on.
+    /// Begins a request: it is admitted, or waits from now on.
     pub(super) fn begin(
         &self,
         (member, party): (MemberKey, PartyKey),
@@ -98,13 +98,14 @@ impl ThrottleGroup {
     ) -> Begin {
         let now = self.now();
         let mut queue = self.queue.lock();
-        match queue.try_admit(member, cost, now) {
-            true => Begin::Admitted,
-            false => Begin::Waiting(queue.enqueue((member, party), (class, cost), now)),
+        if queue.try_admit(member, cost, now) {
+            Begin::Admitted
+        } else {
+            Begin::Waiting(queue.enqueue((member, party), (class, cost), now))
         }
     }
 
-    /// The state of a request that waits. Lets go what may be let go by now.
+    /// The state of a request that waits. Admits requests that may go by now.
     pub(super) fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll {
         loop {
             let (is_more, poll) = self.change(|queue, now, wakers| {

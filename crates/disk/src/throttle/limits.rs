@@ -23,7 +23,7 @@ pub struct RateLimits {
     pub bps_read: Option<NonZeroU64>,
     /// Bytes written a second.
     pub bps_write: Option<NonZeroU64>,
-    /// By how much, and for how long, each of the rates may be exceeded after a time of less use.
+    /// The excess over each of the rates, and its length, after a time of less use.
     pub burst: Option<Burst>,
 }
 
@@ -54,7 +54,7 @@ pub struct Burst {
 }
 
 impl Burst {
-    /// How long a burst is where nothing else is said.
+    /// The default length of a burst.
     pub const DEFAULT_TIME: Duration = Duration::from_secs(1);
     /// The largest factor.
     pub const MAX_FACTOR: f64 = 1000.0;

@@ -163,7 +163,7 @@ impl Throttle {
 
     /// Limits the disk, while requests are in flight or wait, or not. Where it shares the limits of
     /// a group, these are the new limits of the group. Otherwise the disk gets limits of its own;
-    /// its requests are to be submitted on event loops then.
+    /// its requests must be submitted on event loops then.
     pub fn set_limits(&self, limits: RateLimits) {
         match self.group() {
             Some(group) => group.set_limits(limits),
@@ -184,7 +184,7 @@ impl Throttle {
         }
     }
 
-    /// Lifts the limits until the guard is dropped: requests that wait are let go at once, and
+    /// Lifts the limits until the guard is dropped: requests that wait are admitted at once, and
     /// count nowhere. For an orderly end, which waits for the requests in flight.
     pub fn lift(self: &Arc<Self>) -> LiftGuard {
         let mut state = self.state.write();

@@ -3,14 +3,14 @@
 //! Guarantees:
 //! - [`Bucket`](bucket): in any time `t` a limit of `r` lets go at most `r·t`, plus a twentieth of
 //!   a second's worth, plus what a burst allows, plus one request. A request that is larger than
-//!   the bucket is let go and paid off by those after it.
+//!   the bucket is admitted and paid off by those after it.
 //! - Flushes never wait here. Of one party's requests the reads take turns with the writes, and the
 //!   durable ones of these with the others. So a durable write waits for one write and two reads of
 //!   its party at most, however many wait; and reads and writes that wait for limits of their own
 //!   do not wait for each other.
 //! - Disks of a group have equal shares of what their requests cost, and so have the parties of a
 //!   disk, as long as they ask for that much ([`FairQueue`](fair_queue)). Each request that waits
-//!   is let go after finitely many others.
+//!   is admitted after finitely many others.
 //! - A request that waits holds no lock, no claim and no memory but its own, and uses no processor:
 //!   on each event loop one of those that wait has a timer, for all of them. One that is dropped
 //!   returns its turn, and its cost.

@@ -3,11 +3,11 @@
 //!
 //! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. It was
 //! polled after it became that, or its waker was handed out to be called. A request that comes
-//! later and may be let go earlier becomes the timekeeper in its place.
+//! later and may be admitted earlier becomes the timekeeper in its place.
 //!
 //! The timekeeper of one loop, which *leads*, has a timer for the moment when the next request may
-//! be let go. The timers of the others are due [`BACKUP_DELAY`] later: if the leading loop is held
-//! up, another one lets the request go in its place, and leads from then on.
+//! be admitted. The timers of the others are due [`BACKUP_DELAY`] later: if the leading loop is
+//! held up, another one admits the request in its place, and leads from then on.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::task::Waker;
@@ -20,11 +20,11 @@ use super::buckets::{Buckets, Cost, Direction};
 use super::fair_queue::FairQueue;
 use super::limits::RateLimits;
 
-/// How many requests are let go while the lock is held.
+/// The number of requests that are admitted while the lock is held.
 const MAX_BATCH: usize = 64;
 
-/// Timers are set no more often than this. Requests that may be let go meanwhile are let go
-/// together; what that delays them is made up for, because a bucket holds more.
+/// Timers are set no more often than this. Requests that may go meanwhile are admitted together;
+/// what that delays them is made up for, because a bucket holds more.
 pub(super) const QUANTUM: Nanos = 250_000;
 
 /// How late a timekeeper is when another loop takes its place.
@@ -59,9 +59,9 @@ impl Class {
 /// How the wait of a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It is let go, and was counted.
+    /// It is admitted, and was counted.
     Admitted,
-    /// It is let go, because the limits of its disk were lifted.
+    /// It is admitted, because the limits of its disk were lifted.
     Lifted,
     /// Its disk has left the group.
     Moved,
@@ -141,7 +141,7 @@ struct WaitingLoop {
 #[derive(Clone, Copy)]
 struct Timekeeper {
     ticket: Ticket,
-    /// When the next request may be let go, as it or the one before it was told last.
+    /// When the next request may be admitted, by the last answer to it or to the one before it.
     until: Nanos,
 }
 
@@ -197,7 +197,7 @@ impl Queue {
         self.members.remove(key);
     }
 
-    /// No request of the member waits from now on, and those that wait are let go.
+    /// No request of the member waits from now on, and those that wait are admitted.
     pub(super) fn lift(&mut self, key: MemberKey, wakers: &mut Wakers) {
         self.members[key].is_lifted = true;
         self.end_all(key, Outcome::Lifted, wakers);
@@ -254,8 +254,8 @@ impl Queue {
         ticket
     }
 
-    /// Lets go what may be let go. `true` if there may be more, because the lock has been held long
-    /// enough.
+    /// Admits requests that may go. `true` if there may be more, because the lock has been held
+    /// long enough.
     pub(super) fn dispatch(&mut self, now: Nanos, wakers: &mut Wakers) -> bool {
         for _ in 0..MAX_BATCH {
             let is_ready = |direction: &Direction| {
@@ -271,7 +271,7 @@ impl Queue {
         true
     }
 
-    /// Lets the next request of these directions go; `None` if there is none.
+    /// Lets the next request of these directions go; `None` if none waits.
     fn grant_next(
         &mut self,
         directions: &[Direction],
@@ -368,7 +368,7 @@ impl Queue {
         wakers.extend(waiter.and_then(|waiter| waiter.waker.take()));
     }
 
-    /// The state of a request, whose task is polled with `waker`. Its end is told once.
+    /// The state of a request, whose task is polled with `waker`. Its end is returned once.
     pub(super) fn poll(&mut self, ticket: Ticket, waker: &Waker, now: Nanos) -> Poll {
         // Its end was told: nothing holds it off.
         let Some(waiter) = self.waiters.get_mut(&ticket) else {
@@ -405,7 +405,7 @@ impl Queue {
         Some(until)
     }
 
-    /// When the next request may be let go.
+    /// When the next request may be admitted.
     fn next_ready_at(&self) -> Nanos {
         let waiting = Direction::BOTH.into_iter().filter(|direction| self.order.has(*direction));
         waiting.map(|direction| self.buckets.ready_at(direction)).min().unwrap_or(Nanos::MAX)

@@ -1,4 +1,4 @@
-//! Groups in simulated time: how much is let go, to whom, and what becomes of those that wait.
+//! Groups in simulated time: how much each disk is granted, and the fate of requests that wait.
 
 mod lab;
 mod windows;

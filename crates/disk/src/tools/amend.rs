@@ -6,8 +6,8 @@ use blockhouse_format::Amendments;
 use crate::disk::Disk;
 
 /// Changes options of the image, durably: see
-/// [`ImageHeader::amend`](blockhouse_format::ImageHeader::amend).
-/// The disk is to be closed and opened anew after this. No request may be in flight.
+/// [`ImageHeader::amend`](blockhouse_format::ImageHeader::amend). The caller closes the disk and
+/// opens it anew after this. No request may be in flight.
 ///
 /// # Errors
 /// As there; `ReadOnly`.

@@ -126,7 +126,7 @@ impl<S: Storage> CompareJob<S> {
 /// or a hole in one and zeros in the other; past the end of the shorter one nothing is compared.
 ///
 /// # Errors
-/// What looking at the maps answers.
+/// Errors of mapping.
 pub async fn first_status_difference<S: Storage>(
     one: &Disk<S>,
     other: &Disk<S>,

@@ -134,8 +134,8 @@ impl<S: Storage> CopyJob<S> {
     /// meanwhile. The rest of a longer target stays as it is.
     ///
     /// # Errors
-    /// `InvalidInput` when the target is smaller, or data is to be compressed where the target's
-    /// format cannot.
+    /// `InvalidInput` when the target is smaller, or `options` ask for compression, which the
+    /// target's format does not have.
     pub fn new(source: Arc<Disk<S>>, target: Arc<Disk<S>>, options: CopyOptions) -> Result<Self> {
         let all = ByteRange::between(0, source.size());
         Self::of_parts(vec![(source, all)], target, options)
@@ -236,7 +236,7 @@ impl<S: Storage> CopyJob<S> {
     /// after the other settings.
     ///
     /// # Errors
-    /// What looking at the maps answers.
+    /// Errors of the map.
     pub async fn observed(
         mut self,
         tell: impl Fn(u64, u64) + Send + Sync + 'static,

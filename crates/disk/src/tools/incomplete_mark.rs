@@ -24,7 +24,7 @@ const MAGIC: &[u8] = b"blockhouse: mirror not complete\n";
 /// it.
 ///
 /// # Errors
-/// What the storage answers.
+/// Errors of the storage.
 pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result<()> {
     let mut buffer = Buffer::try_new(MARK_BYTES as usize)?;
     let text = format!("the disk is to become a mirror of {source}\n");
@@ -51,9 +51,10 @@ pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
     // what guests do, but where it has to be decrypted.
     let ExtentState::Mapped { host } = extent.state else { return Ok(()) };
     let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
-    let read = match layer.is_encrypted() {
-        true => layer.read_data(host, buffer.lend()).await,
-        false => layer.data().storage().read(host, buffer.lend()).await,
+    let read = if layer.is_encrypted() {
+        layer.read_data(host, buffer.lend()).await
+    } else {
+        layer.data().storage().read(host, buffer.lend()).await
     };
     if read.is_err() {
         return Ok(());

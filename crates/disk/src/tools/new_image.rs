@@ -115,7 +115,7 @@ impl<S: Storage> NewImage<S> {
     /// Writes the tables and the header, and makes the file durable if `is_flushed` says so.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn finish(self, is_flushed: bool) -> Result<()> {
         let Self { storage, image, .. } = self;
         let (pieces, length) = image.into_inner().finish();

@@ -53,7 +53,7 @@ impl<S: Storage> RangeCopy<S> {
     /// says no.
     ///
     /// # Errors
-    /// What looking at the maps answers.
+    /// Errors of mapping.
     pub async fn mark_needed(&self, dirty: &DirtyMap, go_on: impl Fn() -> bool) -> Result<()> {
         let size = self.source.size();
         let mut scan = StatusScan::new([&*self.source], dirty.granularity(), size);
@@ -76,7 +76,7 @@ impl<S: Storage> RangeCopy<S> {
     /// [`mark_needed`](Self::mark_needed).
     ///
     /// # Errors
-    /// What looking at the map answers.
+    /// Errors of mapping.
     pub async fn mark_own(&self, dirty: &DirtyMap, go_on: impl Fn() -> bool) -> Result<()> {
         let budget = WorkBudget::new();
         let mut rest = ByteRange::between(0, self.source.size());
@@ -95,7 +95,7 @@ impl<S: Storage> RangeCopy<S> {
     /// flushed. How many bytes were written.
     ///
     /// # Errors
-    /// What either storage answers; the message says which.
+    /// Errors of either storage; the message says which.
     pub async fn copy(&self, range: ByteRange) -> Result<u64> {
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let (offset, into) = (range.offset(), buffer.lend());
@@ -121,7 +121,7 @@ impl<S: Storage> RangeCopy<S> {
     /// Whether `range` of the target reads as it does in the source. Both are in memory meanwhile.
     ///
     /// # Errors
-    /// What either storage answers; the message says which.
+    /// Errors of either storage; the message says which.
     pub async fn is_copied(&self, range: ByteRange) -> Result<bool> {
         let mut parts = Vec::new();
         for disk in [&self.source, &self.target] {
@@ -137,13 +137,14 @@ impl<S: Storage> RangeCopy<S> {
     /// before the target is flushed.
     ///
     /// # Errors
-    /// What the target answers.
+    /// Errors of the target.
     pub async fn store(&self, offset: u64, from: IoVector) -> Result<()> {
         let range = ByteRange::between(offset, offset + from.len() as u64);
         if from.is_zero() {
-            return match self.written.is_dirty(range) {
-                true => self.writer.make_holes(offset, std::iter::once(0..from.len())).await,
-                false => Ok(()),
+            return if self.written.is_dirty(range) {
+                self.writer.make_holes(offset, std::iter::once(0..from.len())).await
+            } else {
+                Ok(())
             };
         }
         // Before it is written: a write that fails may have been done.

@@ -64,7 +64,8 @@ pub async fn prepare_rebase<S: Storage>(
 
 /// Tells the image its new backing file, or that it has none, durably: see
 /// [`ImageHeader::set_backing`](blockhouse_format::ImageHeader::set_backing). Without
-/// [`prepare_rebase`] the content may change. The disk is to be closed and opened anew after this.
+/// [`prepare_rebase`] the content may change. The caller closes the disk and opens it anew after
+/// this.
 ///
 /// # Errors
 /// As there; `ReadOnly`; `Unsupported` for a format without backing files.

@@ -40,9 +40,8 @@ pub const STREAM_PIECE: usize = 2 << 20;
 /// a part of a sector at its end is filled up with zeros. `progress` advances by what is written.
 ///
 /// # Errors
-/// What the stream or a storage answers; `NoSpace` where the target is too short and is not to
-/// grow; `InvalidInput` where its format has no compressed clusters. A part of the copy is there
-/// then.
+/// Errors of the stream or a storage; `NoSpace` where the target is too short and is not to grow;
+/// `InvalidInput` where its format has no compressed clusters. A part of the copy is there then.
 pub async fn copy_stream<S: Storage>(
     target: &Arc<Disk<S>>,
     pieces: impl Stream<Item = Result<Buffer>> + Unpin,

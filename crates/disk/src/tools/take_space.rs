@@ -1,5 +1,5 @@
 //! Space for a part of a disk that nothing has been written to, so that writing to it cannot fail
-//! for want of space.
+//! with ENOSPC.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, Request, Result, Storage, ToolProgress,

@@ -1,4 +1,4 @@
-//! Finding out which parts of what was read are worth writing.
+//! Finds the parts of a buffer that have to be written, because they are not zeros.
 
 use std::ops::Range;
 

@@ -5,7 +5,7 @@
 pub(super) struct CompressedBatch {
     /// Cluster of the state and its compressed bytes.
     pub(super) clusters: Vec<(u64, Vec<u8>)>,
-    /// Of which windows they are, each once.
+    /// The windows of these clusters, each once.
     pub(super) windows: Vec<u64>,
     length: u64,
 }
@@ -14,7 +14,7 @@ pub(super) struct CompressedBatch {
 pub(super) enum AddResult {
     /// It is in the batch.
     Added,
-    /// It is to be stored as it is.
+    /// The caller stores it uncompressed.
     Incompressible,
 }
 

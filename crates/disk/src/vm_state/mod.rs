@@ -18,7 +18,7 @@ mod window;
 
 use std::collections::VecDeque;
 
-use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, yield_now};
 use blockhouse_format::{Compression, Snapshot, VmStateCluster, VmStateTables};
 use futures_util::FutureExt;
 use futures_util::future::LocalBoxFuture;
@@ -301,7 +301,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         if let Some(Some(written)) = self.in_flight.next().now_or_never() {
             self.record(written)?;
         }
-        yield_once().await;
+        yield_now().await;
         Ok(())
     }
 
@@ -395,17 +395,4 @@ impl<S: Storage> Drop for VmStateWriter<'_, S> {
             self.give_all_back();
         }
     }
-}
-
-/// Lets others run once.
-async fn yield_once() {
-    let mut has_yielded = false;
-    std::future::poll_fn(|context| {
-        if std::mem::replace(&mut has_yielded, true) {
-            return std::task::Poll::Ready(());
-        }
-        context.waker().wake_by_ref();
-        std::task::Poll::Pending
-    })
-    .await;
 }

@@ -53,7 +53,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
     /// The next bytes of the state, as many as the buffer is long; `None` at the end.
     ///
     /// # Errors
-    /// What reading answers.
+    /// Errors of reading.
     pub async fn next(&mut self) -> Result<Option<Buffer>> {
         while self.read_ahead.len() < MAX_WRITES && self.requested < self.size {
             let length = self.chunk_size.min(self.size - self.requested);

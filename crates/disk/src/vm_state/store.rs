@@ -10,7 +10,7 @@ use crate::disk::Disk;
 
 /// The outcome of a write.
 pub(super) struct WriteResult {
-    /// Of which windows it was.
+    /// The windows of its clusters.
     pub(super) windows: Vec<u64>,
     pub(super) buffer: Buffer,
     /// Space that was taken, also where the write failed.

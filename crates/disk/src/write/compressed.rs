@@ -11,7 +11,7 @@ use crate::durability::RequestSync;
 pub enum CompressResult {
     /// It is stored in compressed form.
     Compressed,
-    /// Compression would save nothing: nothing was changed, and the cluster is to be written like
+    /// Compression would save nothing: nothing was changed, and the caller writes the cluster like
     /// any data.
     Incompressible,
 }

@@ -1,5 +1,5 @@
-//! Copy on read: what a guest reads from the backing file becomes the image's own, so that each
-//! cluster is fetched once (`copy-on-read` of QEMU).
+//! Copy on read: clusters that a guest reads from the backing file are stored in the image, so that
+//! each is fetched once (`copy-on-read` of QEMU).
 //!
 //! Guarantees: a read gets what it would get without. Of requests that read the same clusters at
 //! the same time the first one fetches them. No change waits for that, and no newer write is undone
@@ -21,8 +21,8 @@ const MAX_FETCHES: usize = 8;
 
 impl<S: Storage> Writer<S> {
     /// Fills `into` with the bytes of `range`, and makes the clusters that the image leaves to its
-    /// backing file its own, where `begin_change` gives a guard after they were read. Why that
-    /// failed is told to `failed`.
+    /// backing file its own, where `begin_change` gives a guard after they were read. `failed` gets
+    /// the error where that fails.
     ///
     /// # Errors
     /// As a read's.
@@ -49,7 +49,7 @@ impl<S: Storage> Writer<S> {
     /// those where `begin_change` gives no guard after they were read.
     ///
     /// # Errors
-    /// What the backing file or the image answers. What was filled before stays filled.
+    /// Errors of the backing file or the image. Parts that were filled before stay filled.
     pub(crate) async fn populate_all<G>(
         &self,
         range: ByteRange,

@@ -1,4 +1,4 @@
-//! Copy on write: new space gets what a write leaves out of it.
+//! Copy on write: the parts of a new cluster that a write does not cover get the old data.
 //!
 //! New space becomes visible as a whole, so the bytes around the guest's own are filled with what
 //! the guest would have read there. They are read while the old mapping still holds, and written

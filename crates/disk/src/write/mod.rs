@@ -10,7 +10,7 @@
 //!
 //! A request of several extents has several of them in flight (see [`crate::parts`]). All
 //! operations of a request are waited for, also when one fails, since a request that was answered
-//! must not touch the disk or its memory any more.
+//! must no longer touch the disk or its memory.
 
 mod compressed;
 mod copy_on_read;
@@ -200,9 +200,10 @@ impl<S: Storage> Writer<S> {
         plan: DurabilityPlan,
     ) -> Result<()> {
         let durability = plan.write_durability();
-        let data_write = match plan.joins_writeback(&extent) {
-            true => self.layer.format().begin_data_write(),
-            false => None,
+        let data_write = if plan.joins_writeback(&extent) {
+            self.layer.format().begin_data_write()
+        } else {
+            None
         };
         extent.begin_io();
         let outcome = self.layer.write_data(host, from, durability).await;
@@ -219,9 +220,10 @@ impl<S: Storage> Writer<S> {
         range: ByteRange,
         intent: Intent,
     ) -> Result<PreparedExtent<'_, S>> {
-        match sync.changes_content() {
-            true => self.prepare(range, intent).await,
-            false => Ok(self.prepared(self.layer.format().map_same_content(range, intent).await?)),
+        if sync.changes_content() {
+            self.prepare(range, intent).await
+        } else {
+            Ok(self.prepared(self.layer.format().map_same_content(range, intent).await?))
         }
     }
 

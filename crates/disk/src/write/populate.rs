@@ -63,7 +63,8 @@ impl<S: Storage> Writer<S> {
     /// The first bytes of `range` that the image leaves to its backing file, before that ends.
     pub(super) async fn find_backed(&self, range: ByteRange) -> Result<Option<ByteRange>> {
         let budget = WorkBudget::new();
-        let mut rest = range.truncate(self.layer.backing_size().saturating_sub(range.offset()));
+        let size = self.layer.backing_layer().map_or(0, |backing| backing.size());
+        let mut rest = range.truncate(size.saturating_sub(range.offset()));
         while !rest.is_empty() {
             let extent = self.layer.format().map(rest, Intent::Read).await?;
             if extent.state == ExtentState::Backing {

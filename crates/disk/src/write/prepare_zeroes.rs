@@ -18,7 +18,7 @@ impl<S: Storage> Writer<S> {
     /// the first byte on for which that could not be. The caller has the claim.
     ///
     /// # Errors
-    /// As a write; `Unsupported` where space is to be set aside, and the storage cannot.
+    /// As a write; `Unsupported` where `mode` reserves space, and the storage cannot.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let budget = WorkBudget::new();
         let block = self.layer.block_size();
@@ -71,9 +71,10 @@ impl<S: Storage> Writer<S> {
         if place.end() > data.size() {
             data.extend_hint(place.end()).await;
         }
-        match place.end() <= data.size() {
-            true => data.write_data_zeroes(place, Unmap::Forbidden).await,
-            false => Err(self.cannot_set_aside()),
+        if place.end() <= data.size() {
+            data.write_data_zeroes(place, Unmap::Forbidden).await
+        } else {
+            Err(self.cannot_set_aside())
         }
     }
 

@@ -132,13 +132,14 @@ impl SystemUnderTest for Recorded {
             ImageState::Closed => 0,
         };
         MOST.fetch_max(excess, Ordering::Relaxed);
-        match excess <= bound {
-            true => Ok(found),
-            false => Err(format!(
+        if excess <= bound {
+            Ok(found)
+        } else {
+            Err(format!(
                 "{excess} extents of {:?} are said to have changed that have not, {} requests are in flight",
                 self.activity,
                 self.in_flight.get()
-            )),
+            ))
         }
     }
 }

@@ -122,8 +122,8 @@ fn all_kinds_of_changes_are_recorded() {
 }
 
 /// Whichever write finds no room when a bitmap gets its first bit: it lacks no change, now and
-/// after the process has died. Where there was none for the bits themselves, more counts as
-/// changed, which is told once.
+/// after the process has died. Where there was no room for the bits themselves, more counts as
+/// changed, which is reported once.
 #[test]
 fn a_bitmap_without_room_becomes_coarser_and_lacks_nothing() {
     let (mut coarser, mut exact) = (0, 0);

@@ -40,9 +40,10 @@ impl Chain {
 
     /// A new image over those that are there.
     async fn add(&mut self, sim: &Sim, size: u64, random: &mut Rng) -> Result<()> {
-        let format = match self.files.is_empty() && random.bool() {
-            true => ImageFormat::Raw,
-            false => ImageFormat::Qcow2,
+        let format = if self.files.is_empty() && random.bool() {
+            ImageFormat::Raw
+        } else {
+            ImageFormat::Qcow2
         };
         let bits = [9, 12, 14, 16, 16, 18][random.usize(..6)];
         let block = [1, 512, 4096_u32][random.usize(..3)].min(1 << bits);
@@ -246,7 +247,7 @@ fn a_chain_that_was_committed_holds_what_a_flat_array_holds() {
 }
 
 /// The disks of a raw image of `size` bytes and of this many images over it, with clusters of
-/// `cluster` bytes, each with one of its own if they are to be `filled`.
+/// `cluster` bytes. If `filled`, each image has a cluster of its own.
 async fn tall(
     sim: &Sim,
     overlays: u64,

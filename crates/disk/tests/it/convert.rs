@@ -1,5 +1,5 @@
 //! Copies on simulated storages: whatever the formats, the faults and the moment of a crash, a copy
-//! that says it is complete is the source byte for byte, and one that is not can be gone on with.
+//! that says it is complete is the source byte for byte, and one that is not can be resumed.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
 //! Crashes at every point of random workloads on a disk: nothing that was acknowledged as durable
-//! is lost, no read sees what it must not, nobody waits for ever.
+//! is lost, no read sees what it must not, no task waits for ever.
 
 use std::future::Future;
 

@@ -1,5 +1,5 @@
 //! Crashes at every point of random workloads on qcow2 images: no image is corrupt, nothing that
-//! was acknowledged as durable is lost, no read sees what it must not, nobody waits for ever; and
+//! was acknowledged as durable is lost, no read sees what it must not, no task waits for ever; and
 //! what is closed in order has no leaks. Well over 100,000 crashes, each checked by us, more than
 //! 500 of them by `qemu-img` too. `cargo xtask soak` goes on for as long as one likes.
 

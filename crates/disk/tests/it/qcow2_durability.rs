@@ -43,8 +43,8 @@ fn cost(rig: &Rig) -> Cost {
     cost
 }
 
-/// The entry's place, where all that was done is data and refcount plainly, a flush, and the entry
-/// by FUA.
+/// The entry's place, where all that was done is data and refcount without FUA, a flush, and the
+/// entry by FUA.
 #[track_caller]
 fn entry_behind_one_flush(rig: &Rig) -> ByteRange {
     let done = changes(rig);
@@ -333,7 +333,8 @@ fn a_durable_overwrite_of_what_a_plain_write_mapped_makes_the_mapping_durable() 
     rig.submit(write(0, 4096, 3, PLAIN)).unwrap();
     rig.log();
     rig.submit(write(0, 4096, 4, FUA)).unwrap();
-    // Data that an entry refers to waits for a flush: so data and refcount go plainly before it.
+    // Data that an entry refers to waits for a flush: so data and refcount are written without FUA
+    // before it.
     entry_behind_one_flush(&rig);
     rig.submit(write(0, 4096, 5, FUA)).unwrap();
     assert_eq!(cost(&rig), ONE_FUA);

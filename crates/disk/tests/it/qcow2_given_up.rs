@@ -1,5 +1,5 @@
-//! A write that was given up may still arrive, with what it fills around its own bytes: what is
-//! acknowledged there later must be out of its reach.
+//! A write whose future was dropped may still arrive, with the padding around its own bytes: data
+//! that is acknowledged there later must be out of its reach.
 
 use blockhouse_core::{ByteRange, Durability, Request, Unmap};
 use blockhouse_format::qcow2::{CreateOptions, Switch};
@@ -23,7 +23,7 @@ fn places(rig: &Rig, least: u64) -> Vec<ByteRange> {
 /// Gives up a write into units that the cluster already has a place for, then writes beside it.
 fn later_writes_go_elsewhere(rig: &Rig, unit: u64) {
     let given_up = rig.start(write(3 * unit + 100, 1000, 2, PLAIN));
-    // It waits for the old surroundings, then it is under way.
+    // It waits for the old surroundings, then it is in flight.
     rig.wait(1);
     let zombie = loop {
         match places(rig, unit)[..] {

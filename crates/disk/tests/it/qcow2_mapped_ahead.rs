@@ -33,7 +33,8 @@ fn writes_of(rig: &Rig, clusters: impl IntoIterator<Item = u64>) -> Vec<usize> {
     clusters.into_iter().map(count).collect()
 }
 
-/// An image without leaks and corruption, with so many clusters that guests see as mapped.
+/// Asserts that the image has neither leaks nor corruption. Returns the number of clusters that
+/// guests see as mapped.
 fn check(image: Vec<u8>) -> u64 {
     let sim = Sim::new(0);
     let storage = SimDisk::new(&sim, plain_config(), image);

@@ -9,8 +9,8 @@ use crate::crashed::jury::Jury;
 use crate::crashed::{Kind, explore_kind};
 use crate::storages::{AnyStorage, Broken, Policy};
 
-/// The first of so many seeds that finds what has this word in it, and what it found. A wrong order
-/// may show in other ways first, such as clusters that leak.
+/// The first of these seeds whose finding contains this word, and the finding. A wrong order may
+/// show in other ways first, such as clusters that leak.
 fn found_by(policy: Policy, kind: Kind, seeds: u64, word: &str) -> Option<(u64, String)> {
     // Our own check has to be enough.
     static JURY: Jury = Jury::for_one_in(u32::MAX);

@@ -1,5 +1,5 @@
 //! A refcount table that moves while durable writes are in flight: no crash finds its old place in
-//! use by somebody else.
+//! other use.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -36,7 +36,7 @@ fn fill(rig: &Rig, from: u64, to: u64) {
     }
 }
 
-/// Up to where the disk can be filled before the table moves.
+/// The end of the part of the disk that can be filled before the table moves.
 fn before_the_move(image: &CreateOptions) -> u64 {
     let rig = Rig::qcow2(crate::common::steady(), image.clone());
     let first = table_place(&rig.storage);

@@ -15,7 +15,7 @@ use crate::forks::{Files, Promise, SECTOR, SIZE, flush, go_on, overlay, plain, r
 
 const BITMAP: &str = "changes";
 
-/// What is the disk, as the file system says.
+/// The image that is the disk, by the file system.
 #[derive(Clone, Copy, Default, PartialEq)]
 enum Top {
     #[default]
@@ -30,7 +30,7 @@ struct World {
     files: Files<3>,
     promise: RefCell<Promise>,
     top: RefCell<Top>,
-    /// What the disk was when the bitmap was added to the layer, if it was.
+    /// The disk's content when the bitmap was added to the layer, if it was.
     checkpoint: RefCell<Option<Vec<u8>>>,
 }
 
@@ -107,9 +107,10 @@ fn check_bitmap(layer: Vec<u8>, checkpoint: &[u8], now: &[u8]) -> Result<(), Str
     let storage = SimDisk::new(&sim, plain(), layer);
     let dirty = sim.block_on(async move {
         let disk = Disk::open(storage, ImageFormat::Qcow2, Options::default()).await?;
-        match disk.bitmaps().list().await?.iter().any(|bitmap| bitmap.name == BITMAP) {
-            true => disk.bitmaps().copy(BITMAP, SECTOR).await.map(Some),
-            false => Ok(None),
+        if disk.bitmaps().list().await?.iter().any(|bitmap| bitmap.name == BITMAP) {
+            disk.bitmaps().copy(BITMAP, SECTOR).await.map(Some)
+        } else {
+            Ok(None)
         }
     });
     let Some(dirty) = dirty.map_err(|error| error.to_string())? else {

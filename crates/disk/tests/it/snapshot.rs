@@ -165,7 +165,8 @@ fn snapshots_taken_beside_writes_hold_what_had_completed() {
     for_seeds(env!("CARGO_PKG_NAME"), test, 600, snapshots_beside_writes);
 }
 
-/// Writes the second block of each of some new clusters, plainly, and looks at what is around it.
+/// Writes the second block of each of some new clusters, without FUA, and checks the bytes around
+/// it.
 async fn fill_some(disk: &Disk<SimDisk>, clusters: std::ops::Range<u64>, cluster_size: u64) {
     for cluster in clusters.clone() {
         let mut buffer = Buffer::new(BLOCK as usize);
@@ -206,8 +207,8 @@ fn what_a_failed_snapshot_wrote_comes_to_light_nowhere() {
             }
             let taken = disk.snapshots().create("one").await.is_ok();
             inner.clear_faults();
-            // The last write of all decides which tables are in force: after it failed, nothing
-            // goes on.
+            // The last write of all decides which tables are active: after it failed, nothing goes
+            // on.
             if !taken && disk.flush().await.is_ok() {
                 fill_some(&disk, 8..40, cluster_size).await;
                 disk.close().await.expect("no faults any more");

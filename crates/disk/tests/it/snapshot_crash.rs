@@ -39,7 +39,7 @@ struct Asked {
     began: Duration,
     /// When the answer came, and whether it is taken.
     answered: Option<(Duration, bool)>,
-    /// Whether somebody has begun to delete it, and whether it is gone.
+    /// Whether its deletion has begun, and whether it is gone.
     deleted: Option<bool>,
 }
 
@@ -94,7 +94,7 @@ impl World {
         self.log.borrow_mut().writes[number - 1].ended = Some(self.now());
     }
 
-    /// Writes, zeros and discards somewhere behind, which nobody reads.
+    /// Writes, zeros and discards past the checked part, which no check reads.
     async fn scribble(&self, random: &mut Rng) {
         let first = random.u64(WRITTEN..SECTORS);
         let length = random.u64(1..=SECTORS - first) * SECTOR;
@@ -162,7 +162,7 @@ impl World {
     }
 }
 
-/// How long somebody waits for a change of the snapshots.
+/// How long the caller waits for a change of the snapshots.
 fn patience(random: &mut Rng) -> Duration {
     match random.u8(..3) {
         0 => Duration::from_micros(random.u64(..3000)),

@@ -49,9 +49,10 @@ fn emptied(how: How, is_backed: bool) -> CheckReport {
         qcow2::create(&file, &options).await.unwrap();
         let image =
             Image::open(file.clone(), ImageFormat::Qcow2, Options::default()).await.unwrap();
-        let disk = Disk::new(match is_backed {
-            true => image.with_backing(&Image::raw(base, Options::default()).unwrap()),
-            false => image,
+        let disk = Disk::new(if is_backed {
+            image.with_backing(&Image::raw(base, Options::default()).unwrap())
+        } else {
+            image
         });
         let mut buffer = Buffer::new(2 * CLUSTER as usize);
         buffer.bytes_mut().fill(1);

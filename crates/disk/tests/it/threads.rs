@@ -1,6 +1,6 @@
 //! One disk, many threads: a flush that returns has covered everything its thread wrote before,
-//! blocks that threads share lose nobody's bytes, and rounds of qcow2 tables that they share serve
-//! everybody.
+//! blocks that threads share lose no thread's bytes, and writebacks of qcow2 tables that they share
+//! serve all of them.
 
 use std::pin::pin;
 use std::sync::Arc;

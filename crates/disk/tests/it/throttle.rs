@@ -1,5 +1,5 @@
-//! Limits on the rates of whole disks: what waits for them, what does not, and that nobody waits
-//! for ever.
+//! Limits on the rates of whole disks: what waits for them, what does not, and that no request
+//! waits for ever.
 
 use std::cell::Cell;
 use std::future::Future;

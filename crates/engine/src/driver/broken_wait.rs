@@ -2,8 +2,8 @@
 //! they are not expected to give.
 //!
 //! Some pass: the kernel was short of memory. So a loop goes on, with a pause, so that it does not
-//! spin. Where every call fails for seconds the loop can serve nothing any more: then it panics, so
-//! that a service manager can start the server anew.
+//! spin. Where every call fails for seconds the loop can no longer serve anything: then it panics,
+//! so that a service manager can start the server anew.
 
 use std::io;
 use std::time::Duration;

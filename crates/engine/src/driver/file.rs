@@ -137,7 +137,7 @@ impl Drop for File {
     /// and its locks with it.
     fn drop(&mut self) {
         if *self.releases_locks.get_mut() {
-            // A file system without locks refuses, and then there is none.
+            // A file system without locks refuses, and then there is no lock to release.
             let _ = byte_lock::release_all(self.descriptor.as_fd());
         }
     }

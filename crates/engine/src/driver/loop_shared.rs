@@ -187,7 +187,7 @@ impl Ready {
         self.main.set(true);
     }
 
-    /// Whether the main future is to be polled; not any more after this.
+    /// Takes the mark that the main future is ready to be polled, if it is set.
     pub(crate) fn take_main(&self) -> bool {
         self.main.take()
     }

@@ -1,8 +1,8 @@
 //! The protocol between a thread that submits and a loop that is about to sleep.
 //!
 //! Guarantee: a message that is posted to a mailbox is taken by its loop before the loop sleeps, or
-//! the poster is told to notify the loop, which ends the sleep by one system call. Only the first
-//! message of a batch needs that, and none does while the loop runs. This upholds invariant 6
+//! the call asks the poster to notify the loop, which ends the sleep by one system call. Only the
+//! first message of a batch needs that, and none does while the loop runs. This upholds invariant 6
 //! (ARCHITECTURE.md): no request waits for a sleeping loop.
 //!
 //! How: "is the loop asleep" and "are there messages" are one state under one mutex, so that no

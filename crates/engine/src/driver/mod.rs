@@ -1,5 +1,6 @@
-//! The three engines (io_uring, Linux AIO by epoll, threads) behind one trait, and what they share:
-//! operations in flight, open and registered files, registered buffers, watches of descriptors.
+//! The three engines (io_uring, Linux AIO by epoll, threads) behind one trait, and their common
+//! parts: operations in flight, open and registered files, registered buffers, watches of
+//! descriptors.
 
 pub(crate) mod adaptive_poll;
 pub(crate) mod broken_wait;

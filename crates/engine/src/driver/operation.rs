@@ -1,4 +1,4 @@
-//! The operations that a loop asks of the kernel, and the table of those in flight.
+//! The operations that a loop submits to the kernel, and the table of those in flight.
 //!
 //! This file upholds invariant 3 (ARCHITECTURE.md). From the moment an [`Operation`] is handed to
 //! an engine until its completion it stays in the table, unmoved, with everything that the kernel
@@ -196,8 +196,8 @@ enum State {
 
 /// All operations in flight.
 ///
-/// Its methods run no foreign code except the cloning and dropping of wakers. What is to be woken
-/// or dropped is handed out, for when the table is no longer borrowed.
+/// Its methods run no foreign code except the cloning and dropping of wakers. Wakers to call and
+/// values to drop are handed out, for when the table is no longer borrowed.
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,
     free: Vec<u32>,
@@ -252,8 +252,8 @@ impl OperationTable {
             .expect("a token does not outlive its operation")
     }
 
-    /// The kernel is done. Gives the waker to call; `None` for a detached operation, which is to be
-    /// released and its result discarded.
+    /// The kernel is done. Gives the waker to call; `None` for a detached operation, which the
+    /// caller releases and whose result it discards.
     #[must_use]
     pub(crate) fn complete(&mut self, token: Token, result: i32) -> Option<Waker> {
         let state = &mut self.slots[token.index()].state;

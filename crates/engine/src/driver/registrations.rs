@@ -1,8 +1,8 @@
 //! Which loops' rings have a resource in slots of their tables: an open file, a mapping of memory.
 //!
-//! Guarantee: when the resource's last owner is gone, every loop that has it in a slot is told. The
-//! loop keeps the resource itself (its id, its address) from being given to another until the slot
-//! is empty.
+//! Guarantee: when the resource's last owner is gone, every loop that has it in a slot is asked to
+//! empty it. The loop keeps the resource itself (its id, its address) from being given to another
+//! until the slot is empty.
 
 use std::sync::{Arc, Weak};
 
@@ -10,12 +10,12 @@ use parking_lot::Mutex;
 
 /// A loop that has resources of this kind in slots.
 pub(crate) trait Unregister<T>: Send + Sync {
-    /// The resource is no longer used: its slots are to be emptied, on the loop's own thread.
+    /// The resource is no longer used: the loop empties its slots, on its own thread.
     fn unregister(&self, resource: Arc<T>);
 }
 
 /// A resource and the loops that have it in slots. Each user of the resource owns this. When the
-/// last one drops it, every loop is told.
+/// last one drops it, every loop is asked to empty its slots.
 pub(crate) struct Registrations<T> {
     resource: Arc<T>,
     tables: Mutex<Vec<Weak<dyn Unregister<T>>>>,

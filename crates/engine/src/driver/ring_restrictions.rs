@@ -63,9 +63,10 @@ impl VectoredSlots {
     /// 6.16). What came with 6.16 tells the two apart.
     pub(crate) fn of(probe: &Probe) -> Self {
         let needed = VECTORED.iter().chain(&[opcode::Pipe::CODE]);
-        match needed.copied().all(|code| probe.is_supported(code)) {
-            true => Self::Available,
-            false => Self::Unavailable,
+        if needed.copied().all(|code| probe.is_supported(code)) {
+            Self::Available
+        } else {
+            Self::Unavailable
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Operations as plain system calls: what a worker thread does, and what every engine does on the
-//! spot for files in memory. Results are as the kernel gives them: a count or a negative errno.
+//! Operations as plain system calls: by worker threads, and by every engine inline for files in
+//! memory. Results are as the kernel gives them: a count or a negative errno.
 
 use std::os::fd::{AsRawFd, RawFd};
 

@@ -1,5 +1,5 @@
-//! Threads for what can only be done by waiting: all file operations where neither io_uring nor
-//! Linux AIO can be had, and the rare calls that neither offers.
+//! Threads for blocking calls: all file operations where neither io_uring nor Linux AIO can be had,
+//! and the rare calls that neither offers.
 //!
 //! One pool serves all loops of the process. Threads are started when work waits and none is idle,
 //! up to a bound, and stay. Where not even the first one can be had, the loop that asks makes the
@@ -36,7 +36,7 @@ struct State {
 }
 
 enum Job {
-    /// An operation of a loop, which is told the result.
+    /// An operation of a loop, which gets the result.
     File {
         call: FileCall,
         token: Token,

@@ -36,9 +36,10 @@ impl EventSignal {
                 .or_else(|error| if is_other_kind(&error) { Err(error) } else { by_aio() }),
             Err(_) => by_aio(),
         };
-        way.map(Self).map_err(|error| match is_other_kind(&error) {
-            true => io::Error::new(io::ErrorKind::InvalidInput, "this is no eventfd"),
-            false => {
+        way.map(Self).map_err(|error| {
+            if is_other_kind(&error) {
+                io::Error::new(io::ErrorKind::InvalidInput, "this is no eventfd")
+            } else {
                 let what = "an eventfd cannot be signalled without waiting";
                 let text = format!("{what}: {error}; allow io_uring or Linux AIO");
                 io::Error::new(error.kind(), text)

@@ -238,9 +238,10 @@ impl Local {
     pub(crate) fn poll(&self, done: &mut Vec<Completion>, messages: &mut Vec<LoopMessage>) {
         let has_events = self.poll_sources();
         let is_busy = has_events || !self.tasks.is_idle() || self.driver.borrow().is_polling();
-        match is_busy {
-            true => self.run_driver(Wait::Never, done),
-            false => self.wait(done),
+        if is_busy {
+            self.run_driver(Wait::Never, done)
+        } else {
+            self.wait(done)
         }
         for Completion { token, result } in done.drain(..) {
             self.complete(token, result);

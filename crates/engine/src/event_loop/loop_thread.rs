@@ -1,4 +1,4 @@
-//! An event loop on a thread of its own, for programs whose own threads do something else.
+//! An event loop on a thread of its own, for programs whose own threads have other work.
 //!
 //! Guarantee: when [`LoopThread::stop`] returns, the loop's tasks are dropped and the kernel has
 //! returned all memory that their operations lent to it.

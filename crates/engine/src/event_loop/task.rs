@@ -8,7 +8,7 @@
 //! such turn at most, whatever the others do. A deferred party gets a turn at least in every third
 //! iteration of the loop.
 //!
-//! A party that is the only one of its loop keeps nobody waiting. Of its tasks, as many as are
+//! A party that is the only one of its loop keeps no other waiting. Of its tasks, as many as are
 //! ready are polled before the loop asks the kernel for more, so that one system call submits what
 //! all of them want; within limits, since the kernel is to have something to do meanwhile.
 
@@ -91,7 +91,8 @@ pub(crate) struct Tasks {
     table: RefCell<slab::Slab<TaskEntry>>,
     /// Of the task that is polled.
     pub(crate) budget: Budget,
-    /// That of the task that is polled; outside of all tasks, one for whatever is spawned there.
+    /// The party of the task that is polled; outside of all tasks, the one for tasks that are
+    /// spawned there.
     party: RefCell<Rc<Party>>,
     /// The deferred parties, the next one first.
     deferred: RefCell<VecDeque<Rc<Party>>>,
@@ -139,7 +140,7 @@ impl Tasks {
         entry.insert(TaskEntry { header, party, work: Some(Work { future, waker }) });
     }
 
-    /// The waker of the future that `block_on` runs, which is to be polled at once.
+    /// The waker of the future that `block_on` runs, which is marked as ready at first.
     pub(crate) fn main_waker(&self) -> Waker {
         self.ready.set_main();
         Waker::from(TaskHeader::new(MAIN, QueuedFlag::new(false), &self.shared))
@@ -171,8 +172,8 @@ impl Tasks {
         }
     }
 
-    /// Gives the next deferred party its turn, unless others are ready and have not been let go
-    /// first often enough.
+    /// Gives the next deferred party its turn, unless others are ready and were not preferred often
+    /// enough.
     pub(crate) fn run_deferred(&self) {
         if self.deferred.borrow().is_empty() {
             return;

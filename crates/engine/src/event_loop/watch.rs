@@ -2,7 +2,7 @@
 //!
 //! Guarantee: an event after [`Watch::new`], or between two waits, ends the next wait. Events that
 //! come together may count as one. The counter is never read, so that an event costs no system call
-//! of its own and a blocking descriptor does no harm: the engine is told of each change.
+//! of its own and a blocking descriptor does no harm: the engine reports each change.
 //!
 //! With a [`PollSource`] the loop polls for events while it is awake, and enables signals only
 //! before it sleeps. So a busy source need not signal at all.

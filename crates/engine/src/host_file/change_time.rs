@@ -1,5 +1,4 @@
-//! When a file was changed for the last time (`st_ctime`), so that a later change can be told from
-//! it.
+//! The time of a file's last change (`st_ctime`), by which a later change is noticed.
 //!
 //! Guarantee: a change that begins after the return has another time. File systems stamp with a
 //! clock that has ticks, so two changes in one tick may have one time (kernels since 6.13 give the

@@ -1,9 +1,9 @@
-//! How much was written to a block device since the kernel knows it, so that a later write can be
-//! told from it.
+//! The count of bytes written to a block device since the kernel knows it, by which a later write
+//! is noticed.
 //!
 //! Guarantee: a write, a discard or a zeroing that was sent to the device itself and has completed
-//! is counted, whoever sent it from this host. Not counted is what reaches the same bytes by
-//! another device: a partition by its disk, a loop device by its file, a volume by another host.
+//! is counted, whichever process of this host sent it. Not counted is what reaches the same bytes
+//! by another device: a partition by its disk, a loop device by its file, a volume by another host.
 //! The kernel counts from zero when it meets the device anew, so a count holds for one *era*: one
 //! boot of the host, and one attachment of the disk (`diskseq`, Linux 5.15).
 
@@ -34,7 +34,7 @@ pub struct DeviceWrites {
 }
 
 impl DeviceWrites {
-    /// This many sectors in this era: for tests of those who compare.
+    /// A count of sectors in an era, for tests of comparisons.
     pub fn of(era: u64, sectors: u64) -> Self {
         Self { era, sectors }
     }

@@ -3,9 +3,9 @@
 //! Guarantees: a short transfer is continued and never turned into an error of its own; a durable
 //! write is one request (`RWF_DSYNC`), and refused where kernel or file do not allow that; every
 //! error names the file and the offset and keeps its errno; a failure to write back is reported to
-//! a flush, also where a durable write has reported it already. All operations run on
-//! the loop of the thread that polls them, so one `HostFile` may serve many threads; what is cheap
-//! there (`capabilities`) is told for the engine of the loop that asks.
+//! a flush, also where a durable write has reported it already. All operations run on the loop of
+//! the thread that polls them, so one `HostFile` may serve many threads; `capabilities` answers for
+//! the engine of the loop that asks.
 
 mod change_time;
 mod device_writes;
@@ -109,8 +109,8 @@ impl HostFile {
         found.map_err(|error| self.error("cannot find the free space", error))
     }
 
-    /// How much was written to the block device by whoever on this host; `None` of a file, and
-    /// where the kernel does not tell. Every write that has completed is in it.
+    /// The bytes that all processes of this host have written to the block device; `None` of a
+    /// file, and where the kernel does not tell. Every write that has completed is in it.
     pub fn device_writes(&self) -> Option<DeviceWrites> {
         self.writes.as_ref()?.read()
     }
@@ -357,9 +357,10 @@ impl HostFile {
     /// would spare.
     fn can_prepare_zeroes(&self) -> Offload {
         let is_refused = self.unsupported.prepare_zeroes.load(Relaxed);
-        match is_refused || self.file.medium == Medium::Memory {
-            true => Offload::Unavailable,
-            false => Offload::Available,
+        if is_refused || self.file.medium == Medium::Memory {
+            Offload::Unavailable
+        } else {
+            Offload::Available
         }
     }
 
@@ -428,9 +429,12 @@ impl Storage for HostFile {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let all = |flags: &[&AtomicBool]| match flags.iter().all(|flag| flag.load(Relaxed)) {
-            true => Offload::Unavailable,
-            false => Offload::Available,
+        let all = |flags: &[&AtomicBool]| {
+            if flags.iter().all(|flag| flag.load(Relaxed)) {
+                Offload::Unavailable
+            } else {
+                Offload::Available
+            }
         };
         let Unsupported { punch_hole, zero_range, discard, .. } = &self.unsupported;
         Capabilities {

@@ -36,7 +36,7 @@ pub struct NewFile {
 
 impl NewFile {
     /// Tells the file system. One that does not know such wishes does without, as QEMU has it; of a
-    /// size of extents, which is never a guess, that is said.
+    /// size of extents, which is never a guess, it logs that.
     pub(super) fn apply(self, file: BorrowedFd<'_>, path: &Path) {
         if self.no_copy_on_write
             && let Ok(flags) = ioctl_getflags(file)

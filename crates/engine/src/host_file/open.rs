@@ -1,4 +1,4 @@
-//! Opening and making host files, and what is found out then.
+//! Opens and makes host files, and probes them.
 
 use std::convert::Infallible;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -90,10 +90,7 @@ impl HostFile {
         };
         // Without O_DIRECT: a file system that does not know it refuses to open what it has just
         // made.
-        let makes = match how.is_in_place {
-            true => OFlags::TRUNC,
-            false => OFlags::CREATE | OFlags::EXCL,
-        };
+        let makes = if how.is_in_place { OFlags::TRUNC } else { OFlags::CREATE | OFlags::EXCL };
         let flags = makes | OFlags::WRONLY | OFlags::CLOEXEC;
         let rights = Mode::RUSR | Mode::WUSR;
         let made = rustix::fs::open(path, flags, rights).map_err(|error| {
@@ -188,9 +185,10 @@ impl HostFile {
         let failed = |error: Errno| Error::host("cannot open", error.into()).on(&file.name);
         let wanted = rustix::fs::fstat(found).map_err(failed)?;
         let opened = rustix::fs::fstat(file.descriptor()).map_err(failed)?;
-        match (wanted.st_dev, wanted.st_ino) == (opened.st_dev, opened.st_ino) {
-            true => Ok(file),
-            false => Err(failed(Errno::STALE)),
+        if (wanted.st_dev, wanted.st_ino) == (opened.st_dev, opened.st_ino) {
+            Ok(file)
+        } else {
+            Err(failed(Errno::STALE))
         }
     }
 
@@ -238,10 +236,9 @@ impl HostFile {
         Self::adopt(path, files, access, cache)
     }
 
-    /// Makes a file longer that ends inside of a block, up to the block's end. So blocks need not
-    /// be as large as a page any more, as they are where the last partial one is written
-    /// another way. To be called before anything is read or written. A file that another
-    /// process may still use stays as it is.
+    /// Makes a file that ends inside of a block longer, up to the block's end. Otherwise blocks are
+    /// as large as a page, because the last partial one is written another way. To be called before
+    /// anything is read or written. A file that another process may still use stays as it is.
     ///
     /// # Errors
     /// The kernel's.

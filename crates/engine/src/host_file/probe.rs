@@ -115,8 +115,8 @@ pub(crate) struct Device {
 }
 
 /// Whether the device writes zeros that it is not sent (`FALLOC_FL_WRITE_ZEROES`). Older kernels
-/// tell of a queue, but not of that, and have no such call. Where none is told of, as of a
-/// network's file system, its first use tells.
+/// describe a queue without this field, and have no such call. Where sysfs describes no queue, as
+/// for a file system of a network, the first use shows it.
 fn prepare_zeroes(queue: &RequestQueue) -> Offload {
     match queue.attribute("write_zeroes_unmap_max_bytes") {
         Some(limit) if limit != "0" => Offload::Available,
@@ -140,9 +140,10 @@ pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
         _ => Offload::Available,
     };
     Ok(Device {
-        fua_cost: match has_no_cache || queue.has_fua() {
-            true => FuaCost::NoFlush,
-            false => FuaCost::ExtraFlush,
+        fua_cost: if has_no_cache || queue.has_fua() {
+            FuaCost::NoFlush
+        } else {
+            FuaCost::ExtraFlush
         },
         write_cache: if write_through { WriteCache::None } else { WriteCache::Volatile },
         write_zeroes: offload("write_zeroes_max_bytes"),

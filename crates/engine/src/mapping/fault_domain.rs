@@ -83,9 +83,10 @@ impl FaultDomain {
     pub fn fault(&self) -> Option<Fault> {
         self.failed.load(Ordering::Acquire).then(|| {
             let address = self.address.load(Ordering::Relaxed);
-            match self.is_hardware.load(Ordering::Relaxed) {
-                true => Fault::Hardware { address },
-                false => Fault::NoPage { address },
+            if self.is_hardware.load(Ordering::Relaxed) {
+                Fault::Hardware { address }
+            } else {
+                Fault::NoPage { address }
             }
         })
     }

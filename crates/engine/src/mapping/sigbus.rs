@@ -1,4 +1,5 @@
-//! The handler of SIGBUS: a fault in a stranger's memory ends what depends on it, and nothing else.
+//! The handler of SIGBUS: a fault in another process's memory ends the connection that depends on
+//! it, and nothing else.
 //!
 //! It runs in the thread that touched the page, in the middle of a load, a store or a copy, so it
 //! takes no lock, allocates nothing, and touches no shared memory. When it returns, the access is
@@ -66,7 +67,7 @@ fn default_action() -> libc::sigaction {
     unsafe { MaybeUninit::zeroed().assume_init() }
 }
 
-/// The action in force. Async-signal-safe.
+/// The current action. Async-signal-safe.
 fn current() -> io::Result<libc::sigaction> {
     let mut action = default_action();
     // SAFETY: a null pointer asks without a change; the answer goes to a variable of our own.
@@ -123,10 +124,11 @@ fn replace(pages: Pages, address: usize, domain: &FaultDomain) -> bool {
     let page = || put_zeros(pages.page_of(address), pages.page);
     // The borders of the whole are there already, so it needs no mapping that is not there.
     let whole = || put_zeros(pages.start, pages.length);
-    match domain.may_replace_page() {
-        true => page() || whole(),
+    if domain.may_replace_page() {
+        page() || whole()
+    } else {
         // The kernel may have no memory for the whole where it does not overcommit.
-        false => whole() || page(),
+        whole() || page()
     }
 }
 

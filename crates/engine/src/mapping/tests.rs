@@ -1,4 +1,4 @@
-//! Memory that vanishes: what is seen, what is marked, and what happens elsewhere.
+//! Memory that vanishes: its reads, its marks, and the effects elsewhere.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;

@@ -116,7 +116,7 @@ pub struct LockedBytes {
 }
 
 impl LockedBytes {
-    /// This many zeros.
+    /// Memory of this length, full of zeros.
     ///
     /// # Errors
     /// As [`Locked::new`].

@@ -24,7 +24,7 @@ const BLOCKED_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often it is asked whether it has.
 const RETRY_DELAY: Duration = Duration::from_micros(50);
 
-/// The ruleset that the handler puts in force on its thread, or -1.
+/// The ruleset that the handler applies to its thread, or -1.
 static RULESET: AtomicI32 = AtomicI32::new(-1);
 /// The capabilities that the handler leaves to its thread.
 static CAPABILITIES: AtomicU64 = AtomicU64::new(u64::MAX);

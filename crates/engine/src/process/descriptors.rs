@@ -1,4 +1,4 @@
-//! The limit on open descriptors (`RLIMIT_NOFILE`), and what else an accepted connection needs.
+//! The limit on open descriptors (`RLIMIT_NOFILE`), and the other needs of an accepted connection.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -68,9 +68,10 @@ impl ShortageLog {
     /// Writes a warning that begins with `effect`, unless there was one within the last minute.
     pub fn warn(&self, effect: &str, error: &io::Error) {
         if self.is_due(Instant::now()) {
-            let hint = match is_out_of_descriptors(error) {
-                true => DESCRIPTORS_HINT,
-                false => "the host is short of memory",
+            let hint = if is_out_of_descriptors(error) {
+                DESCRIPTORS_HINT
+            } else {
+                "the host is short of memory"
             };
             tracing::warn!("{effect}: {error}; {hint}");
         }

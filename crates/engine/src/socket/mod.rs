@@ -80,9 +80,8 @@ impl Stream {
     }
 
     /// As [`send`](Self::send); what the socket takes without waiting goes by a system call of its
-    /// own. That is the cheaper way where nothing is to be done but to wait for the peer's
-    /// answer: the engine's next system call can sleep until then, and has no completion of the
-    /// send to report.
+    /// own. That is the cheaper way where the task then only waits for the peer's answer: the
+    /// engine's next system call can sleep until then, and has no completion of the send to report.
     pub async fn send_directly(&self, from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         let operation = Operation::Send(Message { socket: Arc::clone(&self.0), list: from });
         let result = try_socket(&operation);

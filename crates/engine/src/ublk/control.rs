@@ -51,8 +51,8 @@ impl UblkControl {
         Ok(Self { ring, personality, broken_wait: BrokenWait::default(), last: 0 })
     }
 
-    /// Has the driver carry out a command for device `id`. What the argument and the buffer are for
-    /// is said at the command.
+    /// Has the driver carry out a command for device `id`. The command's documentation describes
+    /// the argument and the buffer.
     ///
     /// # Errors
     /// The driver's.
@@ -145,7 +145,7 @@ impl UblkControl {
     /// The description of device `id`.
     ///
     /// # Errors
-    /// The driver's: ENODEV where there is none.
+    /// The driver's: ENODEV where there is no such device.
     pub fn info(&mut self, id: u32) -> io::Result<UblkInfo> {
         let mut bytes = [0; UblkInfo::BYTES];
         self.command(UblkCommand::GetInfo, id, 0, &mut bytes)?;

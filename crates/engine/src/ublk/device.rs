@@ -30,7 +30,7 @@ const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
     | ublk_flag::BATCH_IO
     | ublk_flag::SHMEM_ZC;
 
-/// `/dev/ublkcN`, open. One process at a time has it open. It is to be stopped
+/// `/dev/ublkcN`, open. One process at a time has it open. The owner stops it
 /// ([`UblkCommand::Stop`]) before the loops that wait for its requests end.
 ///
 /// [`UblkCommand::Stop`]: super::UblkCommand::Stop

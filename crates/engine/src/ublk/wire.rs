@@ -44,9 +44,9 @@ pub enum UblkCommand {
     GetInfo,
     /// Makes the device that the [`UblkInfo`] in the buffer describes, and stores what it is like.
     Add,
-    /// Removes a device, and waits until nobody has it open.
+    /// Removes a device, and waits until no process has it open.
     Delete,
-    /// Removes a device, which vanishes when nobody has it open.
+    /// Removes a device, which vanishes when no process has it open.
     DeleteAsync,
     /// Has the block device appear. Waits until each tag of each queue is fetched. The argument is
     /// the server's process.

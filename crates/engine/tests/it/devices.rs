@@ -1,5 +1,5 @@
-//! Block devices are driven as devices, on every engine. Needs root and a free loop device; where
-//! there is none, the tests say so and pass over.
+//! Block devices are driven as devices, on every engine. Needs root and a free loop device; without
+//! them the tests say so and pass.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -87,7 +87,7 @@ fn what_was_written_to_a_device_is_read_and_zeroed() {
     }
 }
 
-/// One device for all loops, whoever opened it.
+/// One device for all loops, whichever thread opened it.
 #[test]
 fn a_device_has_native_fua_where_no_thread_waits_for_the_write() {
     let Some(device) = LoopDevice::new(MIB) else { return };

@@ -84,13 +84,14 @@ fn a_write_that_is_not_durable_as_one_request_is_refused_and_changes_nothing() {
     }
 }
 
-/// One file for all loops, whoever opened it: what is cheap is a matter of the loop that asks.
+/// One file for all loops, whichever thread opened it: capabilities depend on the loop that asks.
 #[test]
 fn durable_writes_are_grouped_where_the_engine_of_the_loop_has_fewer_under_way() {
     let folder = folder();
-    let own_disk = match has_flushes_to_share(folder.path()).unwrap() {
-        true => FuaCost::ExtraFlush,
-        false => FuaCost::NoFlush,
+    let own_disk = if has_flushes_to_share(folder.path()).unwrap() {
+        FuaCost::ExtraFlush
+    } else {
+        FuaCost::NoFlush
     };
     let path = folder.path().join("disk");
     let direct = HostFile::create(&path, MIB, PageCache::Bypassed).unwrap();
@@ -359,8 +360,8 @@ fn what_is_written_past_the_end_makes_the_file_longer() {
     });
 }
 
-/// Somebody else made the file longer since it was opened, and a read of the new part takes several
-/// calls: the end that was seen at open is not the end.
+/// Another process made the file longer since it was opened, and a read of the new part takes
+/// several calls: the end that was seen at open is not the end.
 #[test]
 fn a_short_read_is_continued_in_a_file_that_has_grown() {
     on_every_file(async |file| {

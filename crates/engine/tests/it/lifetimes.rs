@@ -26,7 +26,7 @@ fn start<F: Future + ?Sized>(event_loop: &mut EventLoop, mut future: Pin<&mut F>
     assert!(event_loop.block_on(is_pending), "there is nothing to receive or to read yet");
 }
 
-/// A receive that nobody will ever answer, its buffer, and the other end.
+/// A receive that never gets an answer, its buffer, and the other end.
 fn endless_receive() -> (Pin<Box<dyn Future<Output = ()>>>, Arc<()>, UnixStream) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let stream = Stream::new(ours.into()).unwrap();
@@ -171,8 +171,8 @@ fn a_task_that_never_has_to_wait_keeps_nobody_from_running() {
     });
 }
 
-/// Operations of all kinds are given up before, while and after the kernel has them. In the end
-/// nobody holds memory, places or connections.
+/// Futures of operations of all kinds are dropped before, while and after the kernel has them. In
+/// the end no memory, slot or connection is held.
 #[test]
 fn operations_given_up_at_any_time_give_everything_back() {
     const TEST: &str = "operations_given_up_at_any_time_give_everything_back";

@@ -1,5 +1,5 @@
-//! Watched eventfds, on every engine: no event is lost, whoever signals it and however often, and a
-//! loop that looks for itself is signalled only when it sleeps.
+//! Watched eventfds, on every engine: no event is lost, whatever signals it and however often, and
+//! a loop that looks for itself is signalled only when it sleeps.
 
 use std::cell::Cell;
 use std::os::fd::OwnedFd;

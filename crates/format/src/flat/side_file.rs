@@ -15,12 +15,13 @@ pub struct SideFile<S: Storage> {
 }
 
 impl<S: Storage> SideFile<S> {
-    /// An image with its data file as a side file, or as it was if it is none.
+    /// An image with its data file as a side file; `Err` returns an image that has none.
     pub(crate) fn new(image: Box<Qcow2<S>>) -> Result<Self, Box<Qcow2<S>>> {
         let is_alone = image.facts().has_raw_disk() && image.facts().backing.is_none();
-        match is_alone && image.header().data_file_mark().is_some() {
-            true => Ok(Self { image }),
-            false => Err(image),
+        if is_alone && image.header().data_file_mark().is_some() {
+            Ok(Self { image })
+        } else {
+            Err(image)
         }
     }
 
@@ -59,7 +60,7 @@ impl<S: Storage> SideFile<S> {
     /// Cuts off what the raw image has past the end of the disk.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn cut_data(&self) -> Result<()> {
         self.image.data().resize(self.image.size()).await
     }

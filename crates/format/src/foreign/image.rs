@@ -272,7 +272,7 @@ impl<S: Storage> Foreign<S> {
     /// Looks for errors in the image's tables.
     ///
     /// # Errors
-    /// What the storage answers; `Unsupported` for more blocks than can be counted.
+    /// Errors of the storage; `Unsupported` for more blocks than can be counted.
     pub(crate) async fn check(&self) -> Result<Option<CheckReport>> {
         let survey = self.survey().await.map_err(|error| error.on(self.storage.name()))?;
         Ok(survey.map(Survey::finish))

@@ -81,7 +81,7 @@ impl NewForeign {
         }
     }
 
-    /// What is appended to the file for the disk's bytes from `at` on, one
+    /// The bytes to append to the file for the disk's bytes from `at` on, one
     /// [unit](Self::stream_unit) or, at the end of the disk, less.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ impl NewForeign {
         }
     }
 
-    /// What is left to be written, and the length that the file gets afterwards.
+    /// The remaining writes, and the length that the file gets afterwards.
     pub fn finish(self) -> (FilePieces, u64) {
         match self {
             Self::Vdi(image) => image.finish(),

@@ -18,7 +18,7 @@ const MAX_PAGES: usize = 8192;
 /// How many ranges of zeros are kept.
 const MAX_ZEROS: usize = 4096;
 
-/// The changes. The default is none.
+/// The changes; empty by default.
 #[derive(Default)]
 pub(super) struct Patches {
     /// By their offsets, multiples of [`PAGE`].
@@ -75,7 +75,7 @@ impl Patches {
     /// As [`read`], with the changes.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub(super) async fn read<S: Storage>(
         &self,
         storage: &S,

@@ -2,8 +2,8 @@
 //!
 //! Guarantees: every value was checked where the header was parsed. Sizes and offsets are within
 //! the limits below, ranges do not overflow, and names of unknown algorithms are errors that quote
-//! printable ASCII only. How much work a slot asks for is not limited here: whoever derives keys
-//! does.
+//! printable ASCII only. How much work a slot asks for is not limited here, but where keys are
+//! derived.
 
 use blockhouse_core::ByteRange;
 
@@ -177,9 +177,10 @@ impl LuksCipher {
 
     /// Its key size in bytes, checked.
     pub(super) fn check_key(self, bytes: u64) -> Result<usize, String> {
-        match self.takes_key(bytes) {
-            true => Ok(bytes as usize),
-            false => Err(format!("{} has no keys of {bytes} bytes", self.as_str())),
+        if self.takes_key(bytes) {
+            Ok(bytes as usize)
+        } else {
+            Err(format!("{} has no keys of {bytes} bytes", self.as_str()))
         }
     }
 }

@@ -28,9 +28,10 @@ pub(super) fn length(binary: &[u8], magic: [u8; 6]) -> Result<u64, (String, usiz
         return Err((format!("its version {} is not 2", be16(binary, 6)), 6));
     }
     let length = be64(binary, 8);
-    match LENGTHS.contains(&length) {
-        true => Ok(length),
-        false => Err((format!("a header of {length} bytes is not 16 KiB to 4 MiB"), 8)),
+    if LENGTHS.contains(&length) {
+        Ok(length)
+    } else {
+        Err((format!("a header of {length} bytes is not 16 KiB to 4 MiB"), 8))
     }
 }
 

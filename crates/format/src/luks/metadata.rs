@@ -16,7 +16,7 @@ use super::header::{
 /// How many key slots a header may have.
 const MAX_SLOTS: usize = 32;
 
-/// The container that the JSON describes; the reason where it is none that can be opened.
+/// The container that the JSON describes; the reason where it cannot be opened.
 pub(super) fn parse(json: &Value, uuid: &str) -> Result<LuksHeader, String> {
     check_requirements(json)?;
     let segments = object(json, "segments")?;

@@ -149,7 +149,7 @@ fn refusal(what: String, offset: u64) -> Error {
 /// zeros.
 ///
 /// # Errors
-/// What the storage answers.
+/// Errors of the storage.
 pub async fn create<S: Storage>(storage: &S, header: &[u8]) -> Result<()> {
     let mut buffer = Buffer::try_new(header.len())?;
     buffer.bytes_mut().copy_from_slice(header);
@@ -167,8 +167,8 @@ pub struct Encryption {
 }
 
 impl Encryption {
-    /// That of an image whose header of LUKS is at `place`. Sectors are numbered by their host
-    /// offsets.
+    /// The encryption of an image whose LUKS header is at `place`. Sectors are numbered by their
+    /// host offsets.
     ///
     /// # Errors
     /// As [`LuksHeader::read`]; `Unsupported` for another version than 1, which alone is defined
@@ -200,7 +200,7 @@ impl Encryption {
     /// The areas of the header's key slots, in their order; empty for those that are not supported.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn read_areas<S: Storage>(&self, storage: &S) -> Result<Vec<Vec<u8>>> {
         let mut areas = Vec::with_capacity(self.header.slots.len());
         for slot in &self.header.slots {
@@ -229,7 +229,7 @@ impl<S: Storage> Luks<S> {
     ///
     /// # Errors
     /// As [`LuksHeader::read`]; `Corrupt` where the file ends before the disk does; `Unsupported`
-    /// where the disk is to be written, and its blocks lie across those of the storage.
+    /// for `access` to write where the disk's blocks lie across those of the storage.
     pub async fn open(storage: S, access: Access) -> Result<Self> {
         let header = LuksHeader::read(&storage, 0, storage.size()).await?;
         let room = storage.size().checked_sub(header.payload);

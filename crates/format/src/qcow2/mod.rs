@@ -11,7 +11,7 @@
 //! | floor | folder | owns |
 //! | --- | --- | --- |
 //! | 8 | `sidecar` | nothing: images that hold the bitmaps of a raw disk |
-//! | 7 | `transaction` | changes of the image as a whole: snapshots, machine state, size, backing file |
+//! | 7 | `transaction` | changes of the whole image: snapshots, machine state, size, backing file |
 //! | 6 | `bitmaps` | bits of enabled bitmaps, and what of them is on disk |
 //! | 5 | `writeback` | the image's lock; running steps; the order in which changes reach the disk |
 //! | 4 | `mapping` | changes of guest clusters between prepare and link |
@@ -84,12 +84,12 @@ pub struct Qcow2<S: Storage> {
 /// bytes of memory for each cluster in use (with refcounts of 16 bits), however long the file is.
 ///
 /// # Errors
-/// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
+/// Errors of the storage, or ENOMEM: what is wrong with the image is in the report.
 pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
     check_with(image, &ToolProgress::default()).await
 }
 
-/// As [`check()`]; `progress` tells of tables that were read.
+/// As [`check()`]; `progress` counts tables that were read.
 ///
 /// # Errors
 /// As there.

@@ -52,7 +52,7 @@ impl<S: Storage> Qcow2<S> {
     /// whose storage does not grow by itself.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn room_left(&self) -> Result<u64> {
         let mut search = Search::new(&self.metadata);
         self.metadata.step(|state| search.run(&mut state.tables)).await?;
@@ -62,7 +62,7 @@ impl<S: Storage> Qcow2<S> {
     /// The end of the last cluster of the storage that is in use, in bytes.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn end_in_use(&self) -> Result<u64> {
         let mut search = Search::new(&self.metadata);
         self.metadata.step(|state| search.run(&mut state.tables)).await?;

@@ -1,4 +1,4 @@
-//! Images that hold the bitmaps of a raw disk: what tells whether they still belong to it, read
+//! Images that hold the bitmaps of a raw disk: the evidence that they still belong to it, read
 //! without opening them.
 //!
 //! Such an image is a *sidecar*: its data file is the raw disk, and a header extension says which
@@ -47,8 +47,7 @@ impl Sidecar {
     /// Reads what the image in `storage` says; `None` where it is no sidecar.
     ///
     /// # Errors
-    /// What the storage answers; `Corrupt` or `Unsupported` where it is no image that can be
-    /// opened.
+    /// Errors of the storage; `Corrupt` or `Unsupported` where it is no image that can be opened.
     pub async fn read<S: Storage>(storage: &S) -> Result<Option<Self>> {
         let header = read_header(storage).await?;
         let mark = DataFileMark::of(&header);

@@ -48,7 +48,7 @@ struct Sector {
     ended: usize,
     /// Values older than this must not be seen after a crash.
     stable: usize,
-    /// Changes that failed or were given up: they may happen or not, at any time. They are no part
+    /// Changes that failed or were dropped: they may happen or not, at any time. They are no part
     /// of the history, because what was there before them may still be there after all that
     /// follows.
     floating: Vec<Value>,
@@ -72,7 +72,7 @@ impl Sector {
         self.ended = self.history.len();
     }
 
-    /// The change that began last with this value failed or was given up.
+    /// The change that began last with this value failed or was dropped.
     fn give_up(&mut self, value: Value) {
         let begun = self.history.iter().rposition(|&other| other == value).expect("it began");
         self.history.remove(begun);
@@ -247,8 +247,8 @@ impl World {
         bytes.extend(read(image, tail, 0).await?);
         let mut buffer = Buffer::new(bytes.len());
         buffer.bytes_mut().copy_from_slice(&bytes);
-        // A durable write that fails is a failed flush for all that lies around it; remembering
-        // that is for the storage below, which is none here.
+        // A durable write that fails is a failed flush for all that lies around it; the flush
+        // tracker remembers that, and this test has no tracker.
         let may_be_durable = storage.capabilities().fua == Fua::Native && !self.may_fail;
         let durability = if may_be_durable && number.is_multiple_of(3) {
             Durability::Data
@@ -261,7 +261,7 @@ impl World {
         outcome.map(|()| durability)
     }
 
-    /// The outcome, or `None` if it was given up.
+    /// The outcome, or `None` if it was dropped.
     async fn patiently<T>(
         &self,
         operation: impl Future<Output = Result<T>>,
@@ -419,8 +419,8 @@ fn new_image(config: &Config, random: &mut Rng) -> Vec<u8> {
     disk.content()
 }
 
-/// Lets operations fail. That a flush which runs beside a failing one must not be believed is for
-/// the storage below to know, which is none here: flushes fail only where nothing runs beside them.
+/// Lets operations fail. Flushes fail only where no other operation runs at the same time: the
+/// flush tracker, which is not here, is what distrusts a flush that runs beside a failing one.
 fn add_faults(disk: &SimDisk, is_alone: bool, random: &mut Rng) {
     let kinds = [OperationKind::Read, OperationKind::Write, OperationKind::Discard];
     let flushes = [OperationKind::DurableWrite, OperationKind::Flush];
@@ -436,7 +436,7 @@ fn add_faults(disk: &SimDisk, is_alone: bool, random: &mut Rng) {
 fn explore(seed: u64) -> Result<Report, String> {
     let sim = Sim::new(seed);
     let mut random = sim.fork_prng();
-    // Emulating FUA is for what is above a storage, which is none here.
+    // FUA is emulated by the flush tracker, and this test has no tracker.
     let config = Config { refuses_fua: false, ..Config::random(&mut random) };
     let content = new_image(&config, &mut random);
     let disk = SimDisk::new(&sim, config.clone(), content);
@@ -497,7 +497,7 @@ fn explore(seed: u64) -> Result<Report, String> {
     Ok(*world.report.borrow())
 }
 
-/// Closes the image, with a crash at every operation: unless something failed or was given up,
+/// Closes the image, with a crash at every operation: unless something failed or was dropped,
 /// nothing leaks.
 fn finish(world: &Rc<World>, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
     disk.clear_faults();

@@ -155,7 +155,7 @@ fn add_corruption(image: &mut [u8], random: &mut Rng) {
             3 => put(image, data, word | 2),
             4 => put(image, any(&places.l1, random), 1 << 63 | 1 << 45),
             5 => put(image, places.refcount_table, 1 << 50),
-            // Counts of what lies past the end of the file are nobody's business.
+            // Counts of clusters past the end of the file do not matter.
             6 => {
                 let counted = places.counted(image).min(places.cluster_size);
                 image[(places.blocks[0] + random.u64(..counted)) as usize] = random.u8(..);

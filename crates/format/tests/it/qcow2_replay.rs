@@ -195,7 +195,7 @@ fn compressed_data_is_not_counted_beyond_what_a_refcount_holds() {
 }
 
 /// Two servers with different memory serve an image one after the other, and die. The log of the
-/// first one does not fit any more, also where no time of a modification tells so.
+/// first one no longer fits, also where no time of a modification shows it.
 #[test]
 fn a_log_is_refused_when_another_process_with_a_log_has_changed_the_image_since() {
     let (first, second) = (new_log(), new_log());

@@ -392,7 +392,7 @@ fn a_failed_operation_changes_nothing_or_all_of_it() {
         let judge =
             |_: &Sim, disk: &SimDisk, _: &mut Rng, before: &Model, wanted: &Model, ended_well| {
                 let (found, report) = recover(disk.content())?;
-                // Of the active disk nobody knows after a failure what later writes made of it.
+                // After a failure the effect of later writes on the active disk is unknown.
                 let any = |model: &Model| Model { active: found.active.clone(), ..model.clone() };
                 if ended_well {
                     same(&found, wanted)?;

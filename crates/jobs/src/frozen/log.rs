@@ -3,10 +3,9 @@
 //!
 //! Guarantees: what was appended can be read, at once and from then on, until the log has ended.
 //! Bytes are in memory until the scratch disk has them. At most `MAX_SEGMENTS` segments are in
-//! memory: with all of them full, what is to be appended waits. The scratch disk gets whole
-//! segments, one after the other, where they lie in the log: writes in order, of many saved blocks
-//! each. An error of it, and a log that would get longer than its limit, is told to whom it keeps
-//! from going on.
+//! memory: with all of them full, `append` waits. The scratch disk gets whole segments, one after
+//! the other, where they lie in the log: writes in order, of many saved blocks each. An error of
+//! it, and that the log would get longer than its limit, is returned by the call that cannot go on.
 
 use std::collections::VecDeque;
 
@@ -165,7 +164,7 @@ impl<S: Storage> Log<S> {
     /// Fills `into` with what the log has from `offset` on.
     ///
     /// # Errors
-    /// What the scratch disk answers; `Io` once the log has ended.
+    /// Errors of the scratch disk; `Io` once the log has ended.
     pub(super) async fn read(&self, mut offset: u64, mut into: IoVector) -> Result<()> {
         while !into.is_empty() {
             let here = (self.segment - offset % self.segment).min(into.len() as u64);
@@ -199,7 +198,7 @@ impl<S: Storage> Log<S> {
     /// Writes segments that are full to the scratch disk, until the log has ended.
     ///
     /// # Errors
-    /// What the scratch disk answers.
+    /// Errors of the scratch disk.
     pub(super) async fn write_behind(&self) -> Result<()> {
         let lanes = [(); MAX_WRITES].map(|()| self.write_segments());
         futures_util::future::try_join_all(lanes).await.map(|_| ())

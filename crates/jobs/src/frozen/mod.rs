@@ -1,4 +1,4 @@
-//! Disks as they were at one moment, beside the disks that go on: what backups read.
+//! Disks as they were at one moment, for backups, beside the disks that go on.
 //!
 //! Guarantees:
 //! - Several disks are frozen at the same moment: no change of any is in flight then. What was

@@ -289,12 +289,11 @@ impl<S: Storage> OldBytes<S> {
         while !bytes.is_empty() {
             let length = claimed.first_granules(GRANULE).length().next_multiple_of(BLOCK);
             let (part, rest) = bytes.split_at(length as usize);
-            place = match is_zero(part) {
-                true => Place::Zeros,
-                false => {
-                    let _append = InFlight::begin(&saving.appends, saving);
-                    Place::Log(self.log.append(part).await?)
-                }
+            place = if is_zero(part) {
+                Place::Zeros
+            } else {
+                let _append = InFlight::begin(&saving.appends, saving);
+                Place::Log(self.log.append(part).await?)
             };
             claimed.finish_part(place);
             bytes = rest;

@@ -73,8 +73,7 @@ impl<S: Storage> Mirror<S> {
             }
         };
         if let Err(failure) = self.copy_rest(end).await {
-            // In this order: whoever opens the source after a crash finds no record when its guest
-            // has gone on.
+            // In this order: after a crash the source has no record if its guest has gone on.
             (self.source_kept)();
             self.copier.hurry(false);
             if !failure.is_late() {

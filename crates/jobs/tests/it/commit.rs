@@ -87,9 +87,10 @@ impl Case {
         let Overlay { storage, base, base_format, .. } = &self.overlay;
         let mut random = self.random.borrow_mut();
         let below = base.crash(&mut random);
-        let found = match self.is_recorded.get() {
-            true => recover(below, *base_format)?,
-            false => recover_overlay(storage.crash(&mut random), below, *base_format)?,
+        let found = if self.is_recorded.get() {
+            recover(below, *base_format)?
+        } else {
+            recover_overlay(storage.crash(&mut random), below, *base_format)?
         };
         self.model.check(&self.model.answered(), &found)
     }

@@ -224,9 +224,10 @@ async fn freeze_holes(sim: &Sim, cluster_size: u64, random: &mut Rng) -> Result<
         rest = rest.skip(status.1);
     }
     let read = read_all(sim, &frozen, size, random).await.map_err(|error| error.to_string())?;
-    match read.iter().all(|byte| *byte == 0) {
-        true => Ok(()),
-        false => Err(format!("clusters of {cluster_size}: not what it was")),
+    if read.iter().all(|byte| *byte == 0) {
+        Ok(())
+    } else {
+        Err(format!("clusters of {cluster_size}: not what it was"))
     }
 }
 
@@ -406,9 +407,10 @@ pub fn numbers_of_several(
     });
     let numbers = numbers.map_err(|error| error.to_string())?;
     let is_in_order = numbers.is_sorted_by(|a, b| a >= b);
-    match is_in_order && numbers[0] - numbers[numbers.len() - 1] <= 1 {
-        true => Ok(()),
-        false => Err(format!("the disks have the numbers {numbers:?}")),
+    if is_in_order && numbers[0] - numbers[numbers.len() - 1] <= 1 {
+        Ok(())
+    } else {
+        Err(format!("the disks have the numbers {numbers:?}"))
     }
 }
 

@@ -220,9 +220,10 @@ async fn run(
         let first = stripe * STRIPE + random.u64(..STRIPE);
         let count = random.u64(1..=STRIPE - first % STRIPE);
         let range = ByteRange::between(first * SECTOR, (first + count) * SECTOR);
-        let durability = match habits.is_durable {
-            true => Durability::Data,
-            false => [Durability::None, Durability::Data][random.usize(..2)],
+        let durability = if habits.is_durable {
+            Durability::Data
+        } else {
+            [Durability::None, Durability::Data][random.usize(..2)]
         };
         if habits.discards && random.u8(..8) == 0 {
             model.discard(first, count);

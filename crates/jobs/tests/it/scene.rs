@@ -277,9 +277,10 @@ impl Overlay {
     /// The content of the disk that a crash left in these bytes: over its base, if the header names
     /// one still. That is never written to.
     pub fn recover(&self, left: Vec<u8>) -> std::result::Result<Vec<u8>, String> {
-        match names_base(&left) {
-            true => recover_overlay(left, self.base.content(), self.base_format),
-            false => recover(left, ImageFormat::Qcow2),
+        if names_base(&left) {
+            recover_overlay(left, self.base.content(), self.base_format)
+        } else {
+            recover(left, ImageFormat::Qcow2)
         }
     }
 }

@@ -77,7 +77,7 @@ pub trait ExportLookup {
 /// The state of TLS for a client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TlsState {
-    /// There is none.
+    /// TLS is not offered.
     #[default]
     Off,
     /// It may begin.
@@ -124,8 +124,8 @@ pub enum HandshakeError {
     /// EXPORT_NAME, which has no error reply, without TLS.
     #[error("the client chose an export without TLS, which is required")]
     TlsRequired,
-    /// Bytes behind STARTTLS that did not wait for its reply. They came in plain, perhaps from
-    /// somebody between.
+    /// Bytes behind STARTTLS that did not wait for its reply. They came in plain, perhaps from an
+    /// attacker between the two.
     #[error("the client sent data in plain after STARTTLS")]
     DataBeforeTls,
     /// More options than [`MAX_OPTIONS`].

@@ -203,9 +203,12 @@ impl Negotiator {
             return Err(HandshakeError::ExportNameForbidden);
         }
         let name = parse::string(data).map_err(|_| HandshakeError::NoSuchExport)?;
-        let info = find(exports, name).map_err(|_| match exports.needs_tls(name) {
-            true => HandshakeError::TlsRequired,
-            false => HandshakeError::NoSuchExport,
+        let info = find(exports, name).map_err(|_| {
+            if exports.needs_tls(name) {
+                HandshakeError::TlsRequired
+            } else {
+                HandshakeError::NoSuchExport
+            }
         })?;
         output.extend(info.size.to_be_bytes());
         output.extend(self.transmission_flags(&info).bits().to_be_bytes());

@@ -322,7 +322,7 @@ fn listing_knows_wildcards_and_selecting_does_not() {
     }
 }
 
-/// The ids of the contexts in which block status is told after these options.
+/// The ids of the contexts of block status after these options.
 fn contexts_after(options: &[Vec<u8>]) -> Vec<u32> {
     let script = [flags(3), option(STRUCTURED, b""), options.concat()].concat();
     match run(&script, usize::MAX).1 {

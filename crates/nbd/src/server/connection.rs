@@ -103,10 +103,7 @@ impl<S: Storage> Connection<S> {
         let Some((export, id)) = self.exports.get(&paused.options.export) else {
             return Err(SetupError::Removed(paused.options.export));
         };
-        let activity = Arc::new(match paused.is_used {
-            true => Activity::of_used(),
-            false => Activity::new(),
-        });
+        let activity = Arc::new(if paused.is_used { Activity::of_used() } else { Activity::new() });
         let credential = tls.map(|tls| Arc::clone(tls.credential()));
         let shutdown = self.guard.start_transmission(id, credential.clone(), &activity);
         // Files that are read again from now on end this connection. They may have been read since

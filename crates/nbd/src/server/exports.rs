@@ -125,7 +125,7 @@ pub struct ExportId(u64);
 
 #[cfg(test)]
 impl ExportId {
-    /// That of no export.
+    /// The number of no export.
     pub fn of_test() -> Self {
         Self(u64::MAX)
     }
@@ -198,7 +198,7 @@ impl<S: Storage> Exports<S> {
         Ok(())
     }
 
-    /// Whether there is none.
+    /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.entries.read().is_empty()
     }

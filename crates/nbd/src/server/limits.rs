@@ -19,9 +19,9 @@ pub struct Limits {
     /// The time that a handshake may take, and that a client may wait for its turn before it.
     pub handshake: Duration,
     /// How long a client may make no progress while it receives its replies or sends a request;
-    /// `None` for ever.
+    /// `None`: without a limit.
     pub stall: Option<Duration>,
-    /// How long a client may send no request; `None` for ever.
+    /// How long a client may send no request; `None`: without a limit.
     pub idle: Option<Duration>,
     /// After how much silence a TCP client is probed, and in how long again without an answer it
     /// is taken for dead; `None` for never.

@@ -212,13 +212,13 @@ fn bind_unix(path: &Path, permissions: SocketPermissions) -> Result<BoundSocket>
         let _ = fs::remove_file(path);
         failed(errno)
     })?;
-    // The file goes with `file` where this fails. Nobody can connect before the socket listens.
+    // The file goes with `file` where this fails. No client can connect before the socket listens.
     permit(&file, permissions).map_err(|error| error.on(&name))?;
     net::listen(&socket, BACKLOG).map_err(failed)?;
     Ok(BoundSocket { socket, address: Address::Unix(path.into()), file: Some(file) })
 }
 
-/// A socket with a file, which is no wider than it is to be.
+/// A socket with a file, whose permissions are never wider than these.
 fn bind_file(path: &Path, permissions: SocketPermissions) -> std::result::Result<OwnedFd, Errno> {
     let socket =
         net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;

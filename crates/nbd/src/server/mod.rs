@@ -184,7 +184,7 @@ impl Server {
 
     /// Offers an export no longer, and ends the connections to it as [`drain`](Self::drain) ends
     /// all: what they have in flight completes. When it returns, none uses the export's disk.
-    /// `None` where there is none of this name.
+    /// `None` where no export has this name.
     pub async fn remove<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Option<Export<S>> {
         let Shared { registry, limits, .. } = &*self.0;
         let (export, id) = exports.take(name)?;
@@ -201,7 +201,8 @@ impl Server {
         exports.get(name).map_or(0, |(_, id)| self.0.registry.clients(Clients::Of(id)))
     }
 
-    /// Who uses the export of this name: for each connection a process of this host, or an address.
+    /// The users of the export of this name: for each connection a process of this host, or an
+    /// address.
     pub fn peers<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Vec<String> {
         let peers = exports.get(name).map(|(_, id)| self.0.registry.peers(Clients::Of(id)));
         peers.into_iter().flatten().map(|peer| peer.to_string()).collect()

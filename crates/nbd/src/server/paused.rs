@@ -1,5 +1,5 @@
-//! Connections that have paused: what a connection is between two sessions, and all that another
-//! process needs to go on with it.
+//! Connections that have paused: their state between two sessions, and all that another process
+//! needs to go on with them.
 
 use blockhouse_engine::Stream;
 

@@ -1,5 +1,5 @@
-//! Block status: what is allocated and zero, and what bitmaps say to have changed, as far as it
-//! fits into one reply.
+//! Block status: allocated and zero ranges, and changes by bitmaps, as far as they fit into one
+//! reply.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};

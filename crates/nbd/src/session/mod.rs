@@ -56,7 +56,7 @@ pub struct ConnectionLimits {
     pub stall: Duration,
     /// The same, once shutdown was requested.
     pub stall_at_end: Duration,
-    /// How long it may send no request; `None` for ever.
+    /// How long it may send no request; `None`: without a limit.
     pub idle: Option<Duration>,
 }
 
@@ -88,8 +88,8 @@ pub struct Session<S: Storage> {
 pub enum Outcome {
     /// The connection has ended.
     Ended(End),
-    /// It goes on in another session, which is to be given these bytes: what was received, and
-    /// belongs to no request that was executed. All replies were sent.
+    /// It goes on in another session, which gets these bytes: they were received, and belong to no
+    /// request that was executed. All replies were sent.
     Paused(Vec<u8>),
 }
 

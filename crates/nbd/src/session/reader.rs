@@ -92,9 +92,10 @@ impl<S: Storage> Reader<S> {
         }
         let framing = self.state.options.framing;
         let Some(header) = RequestHeader::parse(framing, self.staging.bytes())? else {
-            return match self.staging.bytes().is_empty() {
-                true => self.fill().await,
-                false => self.fill_inside_request().await,
+            return if self.staging.bytes().is_empty() {
+                self.fill().await
+            } else {
+                self.fill_inside_request().await
             };
         };
         self.staging.consume(framing.request_length());
@@ -281,7 +282,7 @@ impl<S: Storage> Reader<S> {
 /// The memory of a payload, and how many bytes of it are there.
 type Payload<'a> = (&'a mut Buffer, usize);
 
-/// The ends of a receive for which nothing else is said.
+/// The default ends of a receive.
 const PAUSE_OR_SHUTDOWN: &[Stop] = &[Stop::Pause, Stop::Shutdown];
 
 fn ended_by(stop: Stop) -> End {

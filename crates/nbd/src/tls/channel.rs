@@ -94,7 +94,7 @@ impl TlsChannel {
         Ok(Self { session: RefCell::new(session), identity, credential })
     }
 
-    /// By what it was admitted.
+    /// The credential that admitted the client.
     pub fn credential(&self) -> &Arc<Credential> {
         &self.credential
     }

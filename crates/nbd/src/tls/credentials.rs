@@ -1,7 +1,7 @@
 //! A server's secrets: read from files, read again at a reload, and whom they admit.
 //!
-//! Guarantee: what is in force is always a whole set of files that fit each other. Where a reload
-//! fails, the old set stays.
+//! Guarantee: the secrets in use are always a whole set of files that fit each other. Where a
+//! reload fails, the old set stays.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -37,7 +37,7 @@ pub(crate) struct Secrets {
     check: ClientCheck,
 }
 
-/// By what clients are known.
+/// The credentials by which clients are known.
 enum ClientCheck {
     /// They are not asked.
     None,
@@ -48,7 +48,7 @@ enum ClientCheck {
     Keys(HashMap<String, [u8; 32]>),
 }
 
-/// By what a client was admitted.
+/// The credential that admitted a client.
 #[derive(Debug)]
 pub enum Credential {
     /// Nothing was asked for.
@@ -82,7 +82,7 @@ impl TlsServer {
     /// Reads the files again, for connections that come from now on.
     ///
     /// # Errors
-    /// As [`load`](Self::load); then what was read before stays in force.
+    /// As [`load`](Self::load); then the earlier files stay in use.
     pub fn reload(&self) -> Result<(), TlsError> {
         let secrets = Arc::new(Secrets::read(&self.files)?);
         let old = std::mem::replace(&mut *self.current.write(), secrets);
@@ -200,9 +200,10 @@ fn use_certificates(
     let (authority, revoked) = (file("ca-cert.pem"), file("ca-crl.pem"));
     use_identity(builder, &file("server-cert.pem"), &file("server-key.pem"))?;
     if !authority.exists() {
-        return match revoked.exists() {
-            true => Err(file_error(&authority, "is missing, but there is a ca-crl.pem beside it")),
-            false => Ok(ClientCheck::None),
+        return if revoked.exists() {
+            Err(file_error(&authority, "is missing, but there is a ca-crl.pem beside it"))
+        } else {
+            Ok(ClientCheck::None)
         };
     }
     builder.set_ca_file(&authority).map_err(unfit(&authority, "is no certificate in PEM"))?;

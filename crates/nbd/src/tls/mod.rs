@@ -1,8 +1,8 @@
 //! TLS for NBD connections: X.509 certificates or pre-shared keys, between the socket and the
 //! session.
 //!
-//! Guarantees: a client is served only after its handshake, as whoever the handshake has shown it
-//! to be. Nothing that came before the handshake counts afterwards. Sessions are never resumed and
+//! Guarantees: a client is served only after its handshake, by the identity that the handshake has
+//! shown. Nothing that came before the handshake counts afterwards. Sessions are never resumed and
 //! never renegotiated, so what a reload of the files revokes is revoked for every later connection;
 //! the server ends the others. A refusal is one line that says what is wrong with what the client
 //! has shown.

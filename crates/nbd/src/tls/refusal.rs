@@ -28,7 +28,7 @@ pub fn note(change: impl FnOnce(&mut Note)) {
     NOTE.with_borrow_mut(change);
 }
 
-/// Puts a client's note in force for a step, and takes it back after it.
+/// Makes a client's note the current one for a step, and takes it back after it.
 pub fn swap(note: &mut Note) {
     NOTE.with_borrow_mut(|current| std::mem::swap(current, note));
 }

@@ -267,7 +267,7 @@ fn a_reset_with_64_requests_under_way_hurts_nobody() {
                     _ => client.write(NONE, block * 4096, &[3; 4096]),
                 };
             }
-            // In the middle of a request, and with replies that nobody will read.
+            // In the middle of a request, and with replies that are never read.
             let cut = client.encode(kind::READ, NONE, 0, 1);
             client.stream().write_all(&cut[..17]).unwrap();
             drop(client);

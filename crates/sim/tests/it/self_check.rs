@@ -18,8 +18,8 @@ struct Plain {
     flaw: Flaw,
     /// A semaphore of one, because the mutex of the same crate looks at the real clock.
     one_at_a_time: Semaphore,
-    /// One flush at a time as well: the failure of one that is given up is told to the next, and
-    /// would be news too late for one beside it.
+    /// One flush at a time as well: the failure of one whose future was dropped is reported to the
+    /// next, and would come too late for one that runs beside it.
     one_flush: Semaphore,
     flush_failed: Cell<bool>,
     flushing: Cell<bool>,

@@ -3,7 +3,7 @@
 //! A guest's request waits as long as it takes: the server may come back. While an image is opened,
 //! and while it is closed, a person or a program waits for the end of that, and there is a limit.
 //! Nothing but the whole answer counts: a server that sends parts of it, or what keeps the
-//! connection alive, could do so for ever.
+//! connection alive, could do so without end.
 
 use std::future::Future;
 use std::pin::pin;
@@ -39,7 +39,7 @@ impl AnswerTime {
     /// Waits for an answer.
     ///
     /// # Errors
-    /// That of the answer, or that there is none in time. `name` is the export's.
+    /// The answer's, or that it did not come in time. `name` is the export's.
     pub(super) async fn wait<T>(
         &self,
         name: &str,

@@ -1,4 +1,4 @@
-//! The connections of a storage: which one a request takes, and what a flush covers.
+//! The connections of a storage: the choice of one for a request, and the scope of a flush.
 //!
 //! Guarantees:
 //! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`) and the
@@ -64,7 +64,7 @@ enum Choice {
     Known(Arc<Transmission>),
     /// This one meanwhile; the loop asks for its own.
     Meanwhile(Arc<Transmission>),
-    /// There is none whose loop runs.
+    /// No connection has a loop that runs.
     New,
 }
 
@@ -142,7 +142,7 @@ impl Connections {
     /// Makes all writes durable that were answered before the call.
     ///
     /// # Errors
-    /// Those of the server; and EIO, for good, where answered writes may be lost.
+    /// Errors of the server; and EIO, for good, where answered writes may be lost.
     pub(super) async fn flush(&self) -> Result<()> {
         let unflushed = &self.shared.unflushed;
         unflushed.check()?;
@@ -178,9 +178,10 @@ impl Shared {
         let Some((_, first)) = list.running().next().or(any) else { return Choice::New };
         let first = Arc::clone(first);
         let is_multi = self.dial.export().flags.contains(TransmissionFlags::CAN_MULTI_CONN);
-        match is_multi && list.running().count() < MAX_CONNECTIONS && list.may_ask(thread) {
-            true => Choice::Meanwhile(first),
-            false => Choice::Known(first),
+        if is_multi && list.running().count() < MAX_CONNECTIONS && list.may_ask(thread) {
+            Choice::Meanwhile(first)
+        } else {
+            Choice::Known(first)
         }
     }
 

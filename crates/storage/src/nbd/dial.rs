@@ -1,4 +1,4 @@
-//! How an export is reached: the address, and what was agreed on.
+//! The way to an export: its address, and the options that were negotiated.
 
 use std::io;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ impl Dial {
     /// Connects for the first time.
     ///
     /// # Errors
-    /// What failed, with the URI: there is no server, it refuses the export, or it does not answer.
+    /// The failure, with the URI: there is no server, it refuses the export, or it does not answer.
     pub(super) async fn connect(
         uri: ClientUri,
         reconnect_time: Duration,
@@ -58,9 +58,10 @@ impl Dial {
             tls.refresh();
         }
         let (link, export) = negotiate(&self.way, &self.name, &self.context).await?;
-        match export == self.export {
-            true => Ok(link),
-            false => Err(self.error("the server's export is not what it was at first")),
+        if export == self.export {
+            Ok(link)
+        } else {
+            Err(self.error("the server's export is not what it was at first"))
         }
     }
 

@@ -5,9 +5,9 @@
 //! Servers that know less get less: where GO is unknown, or options are, the export is chosen by
 //! EXPORT_NAME. An oldstyle server has one export without a name.
 //!
-//! Guarantees: with TLS nothing but the wish for it is said before. Every length that a server
-//! sends is bounded before memory is taken for it. What it says about an export is checked: sizes
-//! and block sizes that no request could be made for are refused.
+//! Guarantees: with TLS only the request for it is sent before it. Every length that a server sends
+//! is bounded before memory is taken for it. What it says about an export is checked: sizes and
+//! block sizes that no request could be made for are refused.
 
 use std::sync::Arc;
 
@@ -178,7 +178,7 @@ async fn oldstyle(
         });
     }
     let told = wire.read(8 + 4 + ZEROES).await?;
-    // The upper half of its flags is none of the export's.
+    // The upper half of its flags does not describe the export.
     describe(&[&told[..8], &told[10..12]].concat(), agreed)
 }
 

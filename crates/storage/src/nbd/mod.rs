@@ -1,8 +1,8 @@
 //! An export of an NBD server as storage.
 //!
 //! Guarantees:
-//! - What the server cannot do is said by [`Capabilities`]: an export without FUA has no durable
-//!   writes, one without block status is all data.
+//! - [`Capabilities`] say what the server cannot do: an export without FUA has no durable writes,
+//!   one without block status is all data.
 //! - A request is split where it is longer than the server takes.
 //! - With `nbds` nothing of an export goes over a connection in the clear, and only to a server
 //!   that has shown who it is.
@@ -83,7 +83,7 @@ impl NbdStorage {
     /// lost them: every flush fails with EIO from then on.
     ///
     /// # Errors
-    /// What failed, with the URI: there is no server, it refuses the export, it takes longer than
+    /// The failure, with the URI: there is no server, it refuses the export, it takes longer than
     /// 30 seconds, or there is no TLS with it as the URI asks for.
     ///
     /// # Panics
@@ -129,20 +129,19 @@ impl NbdStorage {
         context: &str,
     ) -> Result<Self> {
         let storage = Self::connect_for(uri, reconnect_time, context.to_owned()).await?;
-        match storage.export().has_block_status {
-            true => Ok(storage),
-            false => {
-                let what = format!("the server does not offer the context '{context}'");
-                Err(Error::new(ErrorKind::InvalidInput, what).on(storage.dial.name()))
-            }
+        if storage.export().has_block_status {
+            Ok(storage)
+        } else {
+            let what = format!("the server does not offer the context '{context}'");
+            Err(Error::new(ErrorKind::InvalidInput, what).on(storage.dial.name()))
         }
     }
 
-    /// What the context that was connected for says of the first bytes of `range`, which is on the
-    /// export and not empty; and for how many bytes that holds.
+    /// The status of the first bytes of `range` in the context that was connected for, and for how
+    /// many bytes that holds. `range` is on the export and not empty.
     ///
     /// # Errors
-    /// What the server answers.
+    /// Errors of the server.
     pub async fn context_extent(&self, range: ByteRange) -> Result<(u32, u64)> {
         let (flags, length) = self.first_status(range).await?;
         Ok((flags.bits(), length))
@@ -163,7 +162,7 @@ impl NbdStorage {
     /// the export and not empty, have changed; and for how many bytes that holds.
     ///
     /// # Errors
-    /// What the server answers.
+    /// Errors of the server.
     pub async fn dirty_extent(&self, range: ByteRange) -> Result<(bool, u64)> {
         let (flags, length) = self.first_status(range).await?;
         Ok((flags.bits() & DIRTY != 0, length))
@@ -251,22 +250,17 @@ impl Storage for NbdStorage {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let offload = |flag| match self.has(flag) {
-            true => Offload::Available,
-            false => Offload::Unavailable,
-        };
+        let offload = |flag| if self.has(flag) { Offload::Available } else { Offload::Unavailable };
         let has_flush = self.has(TransmissionFlags::SEND_FLUSH);
         Capabilities {
-            fua: match self.has(TransmissionFlags::SEND_FUA) {
-                true => Fua::Native,
-                false => Fua::Emulated,
-            },
+            fua: if self.has(TransmissionFlags::SEND_FUA) { Fua::Native } else { Fua::Emulated },
             fua_cost: FuaCost::NoFlush,
             // A server without FLUSH has nothing to flush (proto.md, "Request types").
             write_cache: if has_flush { WriteCache::Volatile } else { WriteCache::None },
-            group_commit: match self.has(TransmissionFlags::SEND_FUA) {
-                true => GroupCommit::Never,
-                false => GroupCommit::From(1),
+            group_commit: if self.has(TransmissionFlags::SEND_FUA) {
+                GroupCommit::Never
+            } else {
+                GroupCommit::From(1)
             },
             alignment: Alignment { offset: self.export().minimum_block, memory: 1 },
             write_zeroes: offload(TransmissionFlags::SEND_WRITE_ZEROES),
@@ -350,9 +344,10 @@ impl Storage for NbdStorage {
     async fn flush(&self, _sync: SyncMode) -> Result<()> {
         let flushed = async {
             self.connections.drained().await?;
-            match self.has(TransmissionFlags::SEND_FLUSH) {
-                true => self.connections.flush().await,
-                false => Ok(()),
+            if self.has(TransmissionFlags::SEND_FLUSH) {
+                self.connections.flush().await
+            } else {
+                Ok(())
             }
         };
         self.answer_time.wait_for_sync(self.dial.name(), flushed).await
@@ -363,11 +358,10 @@ impl Storage for NbdStorage {
     }
 
     async fn resize(&self, size: u64) -> Result<()> {
-        match size == self.export().size {
-            true => Ok(()),
-            false => {
-                Err(self.unsupported("the size of an NBD export cannot be changed by a client"))
-            }
+        if size == self.export().size {
+            Ok(())
+        } else {
+            Err(self.unsupported("the size of an NBD export cannot be changed by a client"))
         }
     }
 
@@ -381,10 +375,8 @@ impl Storage for NbdStorage {
         }
         let (flags, told) = self.first_status(range.truncate(inside)).await?;
         // Only what reads as zeros for sure may be skipped.
-        let allocation = match flags.contains(StatusFlags::ZERO) {
-            true => Allocation::Hole,
-            false => Allocation::Data,
-        };
+        let allocation =
+            if flags.contains(StatusFlags::ZERO) { Allocation::Hole } else { Allocation::Data };
         Ok((allocation, told))
     }
 

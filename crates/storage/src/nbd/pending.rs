@@ -109,7 +109,7 @@ impl Pending {
         cookie
     }
 
-    /// Takes the next request to be sent, with its payload, which is to be given back.
+    /// Takes the next request to send, with its payload, which the caller gives back.
     pub(super) fn next_queued(&mut self) -> Option<(RequestHeader, Option<IoVector>)> {
         let slot = &mut self.slots[key(self.queue.pop_front()?)];
         let payload = match std::mem::replace(&mut slot.body, Body::None) {
@@ -125,7 +125,7 @@ impl Pending {
         Some((slot.header, payload))
     }
 
-    /// Whether no request is to be sent.
+    /// Whether no request waits to be sent.
     pub(super) fn is_queue_empty(&self) -> bool {
         self.queue.is_empty()
     }
@@ -157,7 +157,7 @@ impl Pending {
     }
 
     /// The memory for data that comes for `range`, or without one for all of a read; and the offset
-    /// of its first byte. It is to be given back.
+    /// of its first byte. The caller gives it back.
     pub(super) fn take_memory(
         &mut self,
         cookie: u64,

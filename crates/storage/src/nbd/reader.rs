@@ -277,9 +277,10 @@ fn server_error(name: &str, error: u32, message: &str) -> Error {
     };
     let source = std::io::Error::from_raw_os_error(code);
     let message: String = message.chars().filter(|letter| !letter.is_control()).take(200).collect();
-    let what = match message.is_empty() {
-        true => "the server answers with an error".into(),
-        false => format!("the server answers with an error ({message})"),
+    let what = if message.is_empty() {
+        "the server answers with an error".into()
+    } else {
+        format!("the server answers with an error ({message})")
     };
     Error::host(what, source).on(name)
 }

@@ -1,4 +1,5 @@
-//! TLS to a server: what a URI says of it, read from files, and whom it trusts.
+//! TLS to a server: the credentials that a URI names, read from files, and the authorities to
+//! trust.
 //!
 //! Guarantees: the files are read when the storage is opened, and again for each later connection,
 //! so that a certificate that was renewed is used. Where they cannot be read then, what was read
@@ -94,9 +95,10 @@ impl ClientTls {
         if !has_key {
             self.name_server(&mut ssl)?;
         }
-        let mode = match has_key || self.parameters.verifies_peer() {
-            true => SslVerifyMode::PEER,
-            false => SslVerifyMode::NONE,
+        let mode = if has_key || self.parameters.verifies_peer() {
+            SslVerifyMode::PEER
+        } else {
+            SslVerifyMode::NONE
         };
         let noted = Arc::clone(&fault);
         ssl.set_verify_callback(mode, move |is_good, context| {
@@ -177,18 +179,20 @@ impl ClientTls {
             // A binder that does not fit: what OpenSSL and GnuTLS say of it.
             let alerts = ["illegal parameter", "unknown psk identity", "decrypt", "bad record mac"];
             let is_about_key = alerts.into_iter().any(is);
-            let what = match is_about_key {
-                true => format!("the server refuses the key of {identity:?} ({reason})"),
-                false => format!("the server refuses the TLS handshake ({reason})"),
+            let what = if is_about_key {
+                format!("the server refuses the key of {identity:?} ({reason})")
+            } else {
+                format!("the server refuses the TLS handshake ({reason})")
             };
             return Refusal { what, hint: Some(OTHER_KEYS) };
         }
         let what = format!("the server refuses this client's certificate ({reason})");
-        let hint = match is("required") || is("handshake failure") {
-            true => Some(
+        let hint = if is("required") || is("handshake failure") {
+            Some(
                 "it wants client-cert.pem and client-key.pem in tls-certificates, or has none but keys",
-            ),
-            false => None,
+            )
+        } else {
+            None
         };
         Refusal { what, hint }
     }
@@ -279,10 +283,7 @@ fn describe_certificate(context: &X509StoreContextRef) -> String {
 fn reason(error: &ssl::Error) -> String {
     let errors = error.ssl_error().map(ErrorStack::errors).unwrap_or_default();
     let reasons: Vec<_> = errors.iter().filter_map(openssl::error::Error::reason).collect();
-    match reasons.is_empty() {
-        true => error.to_string(),
-        false => reasons.join(", "),
-    }
+    if reasons.is_empty() { error.to_string() } else { reasons.join(", ") }
 }
 
 #[cfg(test)]

@@ -92,7 +92,7 @@ impl Transmission {
         failure.unwrap_or_else(|| self.dial.error("the connection has ended"))
     }
 
-    /// There is another stream: all requests without a reply are to be sent over it.
+    /// There is another stream: all requests without a reply are queued for it.
     pub(super) fn queue_again(&self) {
         let mut state = self.state.lock();
         state.outage = None;

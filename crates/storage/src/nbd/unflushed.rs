@@ -107,7 +107,7 @@ impl UnflushedWrites {
         self.lost.check()
     }
 
-    /// Nothing uses the storage: what becomes of its writes is nobody's concern.
+    /// Nothing uses the storage any longer: its unflushed writes do not matter.
     pub(super) fn close(&self) {
         self.state.lock().is_closed = true;
     }

@@ -90,7 +90,7 @@ pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch
     if transmission.is_closing() {
         batch.requests.push((disconnect(), None));
         batch.fill(transmission.framing());
-        // The server is told as a courtesy: the end of the stream says the same.
+        // A courtesy to the server: the end of the stream says the same.
         let _ = stream.send(take(&mut batch.list)).await;
     }
     stream.shutdown();

@@ -7,7 +7,8 @@
 //!
 //! Guarantees:
 //! - An operation that was begun ends, also while the image is closed, and keeps its memory until
-//!   then. Where a blocking call was given up, the image is closed at the end of that.
+//!   then. Where the future of a blocking call was dropped, the image is closed at the end of that
+//!   call.
 //! - After the client was fenced, every operation fails with the first such error.
 
 use std::future::Future;
@@ -165,8 +166,8 @@ impl Connection {
     }
 
     /// Takes the image out, to be closed, which blocks. Operations that begin later fail. `None`
-    /// where it was taken before, or a blocking call that was given up still uses it: it closes
-    /// it then.
+    /// where it was taken before, or a blocking call whose future was dropped still uses it: that
+    /// call closes it.
     pub(super) fn take_image(&self) -> Option<Image> {
         let image = self.image.write().take();
         // The tasks that watch end.

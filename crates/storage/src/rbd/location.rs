@@ -17,7 +17,7 @@ pub(crate) const SCHEME: &str = "rbd:";
 
 /// Characters that do not stand for themselves in a name or a value.
 const ENCODED: &AsciiSet = &CONTROLS.add(b'%').add(b'?').add(b'&').add(b'@').add(b' ').add(b':');
-/// Options that a name in QEMU's form is told by.
+/// Options that mark a name as one of QEMU's form.
 const QEMU_OPTIONS: [&str; 6] = ["id", "conf", "mon_host", "auth_supported", "key", "keyring"];
 
 /// An image in Ceph, or a snapshot of one.

@@ -4,8 +4,8 @@
 //! - A write is on all replicas when it completes, because librbd's cache is off: FUA costs
 //!   nothing, and a flush has nothing to do. Where the image's own metadata turns the cache on,
 //!   [`Capabilities`] say so, durable writes are refused, and flushes do the work.
-//! - No request waits for ever: where the configuration has no limit, one that the cluster does not
-//!   answer fails after 30 seconds. It may still be carried out.
+//! - Every request ends: where the configuration has no limit, one that the cluster does not answer
+//!   fails after 30 seconds. It may still be carried out.
 //! - An image that is open for writing has its exclusive lock. A client that loses it because it
 //!   was fenced fails every request from then on.
 //! - Requests begin and complete on the loop that made them; what librbd can only do blocking has a
@@ -45,7 +45,7 @@ const MAX_RANGE: u64 = 1 << 30;
 /// for each object.
 const MAX_STATUS_RANGE: u64 = 4 << 30;
 /// An image that grows by writes past its end becomes longer by a multiple of this, since each
-/// change of its size is told to all its clients.
+/// change of its size notifies all its clients.
 const GROWTH: u64 = 64 << 20;
 
 /// An image in Ceph.
@@ -100,10 +100,7 @@ impl RbdStorage {
     /// Makes the image at least `size` bytes long.
     async fn grow(&self, size: u64) -> Result<()> {
         let _one = self.resizing.lock().await;
-        match size > self.size() {
-            true => self.set_size(size).await,
-            false => Ok(()),
-        }
+        if size > self.size() { self.set_size(size).await } else { Ok(()) }
     }
 
     /// The identity of the image: its pool, the namespace, and the pool's id, whatever its name.
@@ -152,9 +149,10 @@ impl Storage for RbdStorage {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let (fua, write_cache, group_commit) = match self.is_cached {
-            false => (Fua::Native, WriteCache::None, GroupCommit::Never),
-            true => (Fua::Emulated, WriteCache::Volatile, GroupCommit::From(1)),
+        let (fua, write_cache, group_commit) = if self.is_cached {
+            (Fua::Emulated, WriteCache::Volatile, GroupCommit::From(1))
+        } else {
+            (Fua::Native, WriteCache::None, GroupCommit::Never)
         };
         Capabilities {
             fua,
@@ -233,10 +231,7 @@ impl Storage for RbdStorage {
 
     async fn resize(&self, size: u64) -> Result<()> {
         let _one = self.resizing.lock().await;
-        match size == self.size() {
-            true => Ok(()),
-            false => self.set_size(size).await,
-        }
+        if size == self.size() { Ok(()) } else { self.set_size(size).await }
     }
 
     async fn extend_hint(&self, size: u64) {

@@ -13,7 +13,7 @@ use crate::blocking::run_blocking;
 /// says.
 ///
 /// # Errors
-/// What failed, with the location: there is one of this name (errno 17), or no such pool.
+/// The failure, with the location: there is one of this name (errno 17), or no such pool.
 pub async fn create_rbd_image(location: &RbdLocation, size: u64) -> Result<()> {
     check_no_snapshot(location)?;
     let name = location.image().to_owned();
@@ -27,7 +27,7 @@ pub async fn create_rbd_image(location: &RbdLocation, size: u64) -> Result<()> {
 /// Removes an image that no client has open.
 ///
 /// # Errors
-/// What failed, with the location: a client has it open, or it has snapshots.
+/// The failure, with the location: a client has it open, or it has snapshots.
 pub async fn remove_rbd_image(location: &RbdLocation) -> Result<()> {
     check_no_snapshot(location)?;
     let name = location.image().to_owned();
@@ -37,7 +37,7 @@ pub async fn remove_rbd_image(location: &RbdLocation) -> Result<()> {
 /// Gives an image the name of `new`, which is in the same pool.
 ///
 /// # Errors
-/// What failed, with the location: there is one of the new name (errno 17).
+/// The failure, with the location: there is one of the new name (errno 17).
 pub async fn rename_rbd_image(location: &RbdLocation, new: &RbdLocation) -> Result<()> {
     check_no_snapshot(location)?;
     if location.with_image(new.image()) != *new {

@@ -1,4 +1,4 @@
-//! Opening an image: its options, its lock, and what its completions mean.
+//! Opening an image: its options, its lock, and the meaning of its completions.
 
 use std::ffi::CStr;
 use std::io;

@@ -1,4 +1,4 @@
-//! Changes of an image's snapshots and since them, and what is wrong with those that fail.
+//! Changes of an image's snapshots and since them, and their errors.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SnapshotChange, StorageChange, errno};
 

@@ -130,7 +130,7 @@ fn a_server_that_had_nothing_to_lose_is_not_missed() {
         disk.discard(range(2)).await.unwrap();
         flush(&disk).await.unwrap();
         server.lose_power();
-        // A write that is not answered is sent again, and lost by nobody.
+        // A write that is not answered is sent again, and not lost.
         server.hold(command::WRITE);
         let writing = write(&disk, 2, 3, Durability::None);
         let losing = async {
@@ -181,8 +181,8 @@ fn an_export_without_flush_has_nothing_to_lose() {
     });
 }
 
-/// The flush of one loop is told of what another loop's connection has lost, whichever of them
-/// notices first.
+/// The flush of one loop fails for writes that another loop's connection has lost, whichever of
+/// them notices first.
 #[test]
 fn a_flush_covers_the_writes_of_all_connections() {
     let start = |name: &str| LoopThread::start(name.into(), EngineChoice::Auto, |_| ()).unwrap();

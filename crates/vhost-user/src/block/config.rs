@@ -43,9 +43,10 @@ pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CO
 /// The write cache as a driver with these features finds it (virtio 1.2, section 5.2.5.2): durable
 /// if the driver may turn it off but cannot flush it.
 pub fn initial_cache(features: u64) -> WriteCache {
-    match features & KNOWS_WRITE_CACHE == bit(VIRTIO_BLK_F_CONFIG_WCE) {
-        true => WriteCache::None,
-        false => WriteCache::Volatile,
+    if features & KNOWS_WRITE_CACHE == bit(VIRTIO_BLK_F_CONFIG_WCE) {
+        WriteCache::None
+    } else {
+        WriteCache::Volatile
     }
 }
 

@@ -103,8 +103,5 @@ fn check_data(data: &Buffers, others: &Buffers, limits: RequestLimits) -> Result
     if length == 0 || !length.is_multiple_of(SECTOR) {
         return Err("data that is no multiple of a sector");
     }
-    match others.is_empty() {
-        true => Ok(()),
-        false => Err("data in the wrong direction"),
-    }
+    if others.is_empty() { Ok(()) } else { Err("data in the wrong direction") }
 }

@@ -24,19 +24,13 @@ impl WriteCacheMode {
 
     /// The state that is reported to the guest.
     pub fn reported(&self) -> WriteCache {
-        match self.volatile.load(Ordering::Acquire) {
-            true => WriteCache::Volatile,
-            false => WriteCache::None,
-        }
+        if self.volatile.load(Ordering::Acquire) { WriteCache::Volatile } else { WriteCache::None }
     }
 
     /// The state that writes are done by: the reported one, but a driver that knows of no cache
     /// cannot flush it.
     pub fn state(&self) -> WriteCache {
-        match self.driver_flushes.load(Ordering::Acquire) {
-            true => self.reported(),
-            false => WriteCache::None,
-        }
+        if self.driver_flushes.load(Ordering::Acquire) { self.reported() } else { WriteCache::None }
     }
 
     /// The driver changes the state. A disk without a volatile cache stays as it is, and reports
@@ -48,9 +42,10 @@ impl WriteCacheMode {
 
     /// Whether the driver accepted a feature that makes it flush.
     pub fn driver_flushes(&self) -> DriverFlushes {
-        match self.driver_flushes.load(Ordering::Acquire) {
-            true => DriverFlushes::Yes,
-            false => DriverFlushes::No,
+        if self.driver_flushes.load(Ordering::Acquire) {
+            DriverFlushes::Yes
+        } else {
+            DriverFlushes::No
         }
     }
 

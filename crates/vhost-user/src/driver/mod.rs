@@ -134,7 +134,7 @@ impl TestDriver {
         &self.stream
     }
 
-    /// The shared memory as it is told to the server.
+    /// The description of the shared memory for the server.
     pub fn region(&self) -> VhostUserMemoryRegionInfo {
         VhostUserMemoryRegionInfo {
             guest_phys_addr: GUEST,

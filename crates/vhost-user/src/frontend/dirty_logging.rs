@@ -11,8 +11,8 @@ use super::memory::MemoryTable;
 use crate::protocol::{LogDescription, Result};
 use crate::queue::{Call, DirtyLog};
 
-/// The log of a queue: the log, if changes are logged, the used ring's address for it, and how the
-/// front-end is told.
+/// The log of a queue: the log, if changes are logged, the used ring's address for it, and the
+/// front-end's eventfd.
 pub type QueueLog = (Option<DirtyLog>, Option<u64>, Option<Call>);
 
 /// A front-end's log.

@@ -10,9 +10,10 @@ use crate::queue::Call;
 /// Checks that a descriptor can be signalled and watched. Allocates nothing: what is sent costs the
 /// front-end little.
 pub fn check_eventfd(descriptor: Option<&OwnedFd>, purpose: &str) -> Result<()> {
-    match descriptor.is_none_or(is_eventfd) {
-        true => Ok(()),
-        false => Err(refused(format_args!("a descriptor for {purpose} that is no eventfd"))),
+    if descriptor.is_none_or(is_eventfd) {
+        Ok(())
+    } else {
+        Err(refused(format_args!("a descriptor for {purpose} that is no eventfd")))
     }
 }
 

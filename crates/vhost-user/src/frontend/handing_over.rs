@@ -2,7 +2,7 @@
 //!
 //! Guarantees: [`Frontend::pause`] leaves the guest's memory to others: no request is in flight,
 //! and nothing is stored in rings or logs until [`Frontend::resume`]. A [`PreparedFrontend`] has
-//! stored nothing there either, and signals nobody. The other process goes on as this one would.
+//! stored nothing there either, and sends no signal. The other process goes on as this one would.
 
 use std::io;
 use std::net::Shutdown;
@@ -24,9 +24,9 @@ use crate::device::{Device, RegisteredMemory};
 use crate::protocol::{BackendChannel, Result, feature, refused};
 
 impl<S: Storage + Send + Sync> Frontend<S> {
-    /// Has all queues that run end until the deadline, and describes what is in force.
-    /// [`resume`](Self::resume) follows, also after an error. `None` when the front-end is
-    /// over, or has lost memory, so that its end comes next.
+    /// Has all queues that run end until the deadline, and describes the current state.
+    /// [`resume`](Self::resume) follows, also after an error. `None` when the front-end is over, or
+    /// has lost memory, so that its end comes next.
     pub fn pause(&mut self, deadline: Instant) -> Result<Option<PausedFrontend>, PauseError> {
         let running = |vring: &Vring| vring.is_running();
         self.paused = (0..self.vrings.len()).filter(|&at| running(&self.vrings[at])).collect();
@@ -82,9 +82,10 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let PreparedFrontend { memory, inflight, log, vrings, paused, .. } = prepared;
         let cache = WriteCacheMode::of(&*device.export.disk);
         cache.set(prepared.write_cache.reported);
-        cache.set_driver_flushes(match prepared.write_cache.driver_flushes {
-            true => DriverFlushes::Yes,
-            false => DriverFlushes::No,
+        cache.set_driver_flushes(if prepared.write_cache.driver_flushes {
+            DriverFlushes::Yes
+        } else {
+            DriverFlushes::No
         });
         *device.backend_channel.lock() = prepared.backend_channel;
         let is_cache_restored = prepared.write_cache.is_restored;

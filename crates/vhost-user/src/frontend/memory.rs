@@ -27,7 +27,7 @@ pub struct MemoryTable {
 /// A region as a front-end described it. The file is kept for a process that takes over.
 type Region = (MemoryRegion, Arc<OwnedFd>);
 
-/// The guest's memory after a change that is not in force yet.
+/// The guest's memory after a change that is not applied yet.
 pub struct ChangedMemory {
     guest: GuestMemory,
     regions: Vec<Region>,
@@ -120,7 +120,7 @@ impl MemoryTable {
         Ok(changed)
     }
 
-    /// Puts a change in force. It waits for the pages of what was added, where to be registered.
+    /// Applies a change. It waits for the pages of what was added, where to be registered.
     pub fn adopt(&mut self, changed: ChangedMemory) {
         changed.added.iter().for_each(|memory| self.registration.prepare(memory));
         (self.guest, self.regions) = (changed.guest, changed.regions);

@@ -1,9 +1,9 @@
 //! The messages of the protocol (vhost-user specification, "Front-end message types").
 //!
-//! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A front-end
-//! that can be told of a refusal is told, and goes on: by `REPLY_ACK`, or in the request's own
-//! reply. The connection ends only where the front-end would go on in the belief that the message
-//! took effect.
+//! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A refusal is
+//! reported to the front-end where the protocol can (`REPLY_ACK`, or the request's own reply), and
+//! the connection goes on. The connection ends only where the front-end would go on in the belief
+//! that the message took effect.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,8 +1,8 @@
-//! One front-end: what it has set, and the effects of its messages on rings and memory.
+//! One front-end: its settings, and the effects of its messages on rings and memory.
 //!
 //! All of it runs on the device's own thread, which may wait. A change that concerns a running
 //! queue is sent to its loop, and the outcome is awaited before the front-end gets its reply: so a
-//! reply means that the change is in force.
+//! reply means that the change is applied.
 
 mod dirty_logging;
 mod eventfd;
@@ -97,9 +97,10 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     /// refused.
     pub fn log_refusal(&mut self, why: &str) {
         let disk = self.device.export.disk.name();
-        match std::mem::replace(&mut self.has_logged_refusal, true) {
-            false => tracing::warn!(disk, "a front-end's {why}"),
-            true => tracing::debug!(disk, "a front-end's {why}"),
+        if std::mem::replace(&mut self.has_logged_refusal, true) {
+            tracing::debug!(disk, "a front-end's {why}")
+        } else {
+            tracing::warn!(disk, "a front-end's {why}")
         }
     }
 
@@ -169,9 +170,10 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     /// Starts the queue of a ring if everything that it needs is there.
     pub fn start_if_complete(&mut self, index: u32) -> Result<()> {
         let has_protocol_features = self.features & config::PROTOCOL_FEATURES != 0;
-        match self.vring(index)?.can_start(has_protocol_features) {
-            true => self.start_queue(index as usize),
-            false => Ok(()),
+        if self.vring(index)?.can_start(has_protocol_features) {
+            self.start_queue(index as usize)
+        } else {
+            Ok(())
         }
     }
 
@@ -213,7 +215,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.change_memory(changed)
     }
 
-    /// Puts a change of the memory in force, if all running queues have their rings in it.
+    /// Applies a change of the memory, if all running queues have their rings in it.
     fn change_memory(&mut self, changed: ChangedMemory) -> Result<()> {
         for vring in &self.vrings {
             vring.check(changed.guest())?;

@@ -1,7 +1,7 @@
 //! A front-end whose device has paused: all that another process needs to go on with it.
 //!
-//! It is what the front-end's messages have set and that is in force, with the descriptors that
-//! came with them.
+//! It consists of the current settings by the front-end's messages, with the descriptors that came
+//! with them.
 
 use std::os::fd::OwnedFd;
 

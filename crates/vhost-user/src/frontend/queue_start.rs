@@ -100,9 +100,10 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
     }
 }
 
-/// The end of queue `index` that its driver has broken: it is logged, and the front-end is told by
-/// the queue's eventfd for errors. Other queues go on, and this one when its ring is set up anew.
-/// The connection ends where the front-end gave no such eventfd, or where its memory is lost.
+/// The end of queue `index` that its driver has broken: it is logged, and signalled to the
+/// front-end by the queue's eventfd for errors. Other queues go on, and this one when its ring is
+/// set up anew. The connection ends where the front-end gave no such eventfd, or where its memory
+/// is lost.
 fn error_handler(
     index: usize,
     stream: &UnixStream,

@@ -1,4 +1,4 @@
-//! One of a front-end's rings: what was set of it, and the queue that runs by it.
+//! One of a front-end's rings: its settings, and the queue that runs by it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -194,7 +194,7 @@ impl Vring {
         self.send(QueueCommand::SetLog(log, used, call)).map_err(refused)
     }
 
-    /// Sends a command to the running queue, if there is one, and waits until it is in force.
+    /// Sends a command to the running queue, if there is one, and waits until it is applied.
     ///
     /// # Errors
     /// The queue's. A queue that has ended by itself gets no commands.

@@ -198,8 +198,8 @@ impl Connection {
         Ok(filled)
     }
 
-    /// The number of the request that comes next; `None` where its bytes are not there yet, or
-    /// there is none. Waits for the first byte.
+    /// The number of the request that comes next; `None` where its bytes are not there yet, or no
+    /// request comes. Waits for the first byte.
     fn peek(&self) -> io::Result<Option<u32>> {
         let mut request = [0; 4];
         loop {
@@ -234,8 +234,7 @@ impl Connection {
     /// Replies to a request.
     ///
     /// # Errors
-    /// The kernel's; `WouldBlock` when the front-end has not read so many replies that there is no
-    /// room.
+    /// The kernel's; `WouldBlock` when replies that the front-end has not read fill the socket.
     pub fn reply(
         &self,
         request: u32,
@@ -260,10 +259,7 @@ impl Connection {
                 outcome => break outcome?,
             }
         };
-        match sent == bytes.len() {
-            true => Ok(()),
-            false => Err(ErrorKind::WouldBlock.into()),
-        }
+        if sent == bytes.len() { Ok(()) } else { Err(ErrorKind::WouldBlock.into()) }
     }
 }
 

@@ -4,7 +4,8 @@ use std::os::fd::OwnedFd;
 
 use super::refusal::{Result, refused};
 
-/// In the payload of a message with a ring's descriptor: the ring's number, and that there is none.
+/// In the payload of a message with a ring's descriptor: the ring's number, and the bit for "no
+/// descriptor".
 const RING_MASK: u64 = 0xff;
 const NO_DESCRIPTOR: u64 = 1 << 8;
 
@@ -55,7 +56,7 @@ pub struct UserAddresses {
     pub available: u64,
     /// The used ring.
     pub used: u64,
-    /// The guest's address of the used ring, if changes of it are to be logged.
+    /// The guest's address of the used ring, if changes of it are logged.
     pub log: Option<u64>,
 }
 

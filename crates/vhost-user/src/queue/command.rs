@@ -42,7 +42,7 @@ pub enum StopMode {
     Disconnected,
 }
 
-/// A command, and where its outcome goes when it is in force.
+/// A command, and the receiver of its outcome when it is applied.
 pub struct QueueRequest {
     /// The command.
     pub command: QueueCommand,

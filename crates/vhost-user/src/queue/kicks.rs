@@ -67,7 +67,7 @@ impl Kicks {
         Self { watch, timer }
     }
 
-    /// Whether the ring is to be read. Otherwise the task is woken when it is.
+    /// Whether the ring may have new entries. Otherwise the task is woken when it has.
     pub fn poll(&mut self, context: &mut Context<'_>, has_available: impl Fn() -> bool) -> bool {
         let mut is_kicked = false;
         while self.watch.as_ref().is_some_and(|watch| watch.poll_event(context).is_ready()) {
@@ -87,10 +87,8 @@ impl Timer {
         let mut found = false;
         while self.sleep.as_mut().poll(context) == Poll::Ready(()) {
             found |= has_available();
-            self.interval = match found {
-                true => MIN_INTERVAL,
-                false => (2 * self.interval).min(MAX_INTERVAL),
-            };
+            self.interval =
+                if found { MIN_INTERVAL } else { (2 * self.interval).min(MAX_INTERVAL) };
             self.sleep = Box::pin(sleep(self.interval));
         }
         found

@@ -42,8 +42,8 @@ pub use virtqueue::Virtqueue;
 
 use crate::ring::Broken;
 
-/// Runs a queue until it is told to stop, or the sender of commands is dropped. Returns the number
-/// of the next available entry.
+/// Runs a queue until the command to stop, or until the sender of commands is dropped. Returns the
+/// number of the next available entry.
 pub async fn run<S: Storage>(
     setup: Setup<S>,
     mut requests: mpsc::UnboundedReceiver<QueueRequest>,
@@ -67,10 +67,7 @@ pub async fn run<S: Storage>(
         if queue.take_wake_pending() {
             process_ring(&queue);
         }
-        match queue.is_stopped() {
-            true => Poll::Ready(()),
-            false => Poll::Pending,
-        }
+        if queue.is_stopped() { Poll::Ready(()) } else { Poll::Pending }
     })
     .await;
     queue.end();

@@ -120,7 +120,7 @@ impl<S: Storage> Queue<S> {
         self.wake_pending.set(true);
     }
 
-    /// Whether the ring task was woken; it is not any more.
+    /// Takes the mark that the ring task was woken, if it is set.
     pub fn take_wake_pending(&self) -> bool {
         self.wake_pending.take()
     }
@@ -259,9 +259,10 @@ impl<S: Storage> PollSource for Queue<S> {
     }
 
     fn enable_notify(&self) -> bool {
-        match self.is_polled.get() {
-            true => self.has_work(),
-            false => self.has_free_handler() && self.virtqueue.borrow_mut().enable_notify(),
+        if self.is_polled.get() {
+            self.has_work()
+        } else {
+            self.has_free_handler() && self.virtqueue.borrow_mut().enable_notify()
         }
     }
 }

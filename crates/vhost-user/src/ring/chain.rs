@@ -36,7 +36,7 @@ impl Chain {
         self.status
     }
 
-    /// Why the request is to be rejected, if its chain breaks a rule and yet has a status byte.
+    /// The reason to reject the request, if its chain breaks a rule and yet has a status byte.
     pub fn reject_reason(&self) -> Option<&'static str> {
         self.reject_reason
     }

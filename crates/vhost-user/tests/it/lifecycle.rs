@@ -137,7 +137,7 @@ fn front_ends_come_and_go() {
         }
         assert_eq!(guest.write(0, 0, &[round; 4096]), OK);
         if round % 3 == 0 {
-            // Gone with a request under way.
+            // Gone with a request in flight.
             let chain = [guest.header(IN, 0), guest.data(0, 4096, WRITE), guest.status()];
             guest.queue(0).chain(0, &chain);
             guest.queue(0).add_available(0);

@@ -1,5 +1,4 @@
-//! `bench wakeup`: what it costs when a request does not wake the sleeping loop that is to execute
-//! it.
+//! `bench wakeup`: the cost when a request does not wake the sleeping loop that executes it.
 //!
 //! The published case: pieces of 128 KiB are read with direct I/O in batches of 16, with a pause of
 //! 1 ms before each batch is submitted and 1 ms after each completion is handled, the process idle
@@ -43,7 +42,7 @@ pub const ABOUT: &str = "A request that another thread leaves to a sleeping loop
 const WITHHELD: Published = Published { value: 39.8, detail: "QEMU commit 2ae361ef1d7d: 25.76 s" };
 const IN_FORCE: Published = Published { value: 788.0, detail: "QEMU commit 2ae361ef1d7d: 1.30 s" };
 
-/// Whether a loop is told of what waits for it.
+/// Whether a new request wakes the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeUp {
     /// As always.
@@ -52,7 +51,7 @@ pub enum WakeUp {
     Withheld,
 }
 
-/// The one case: withheld, and in force on each engine.
+/// The one case: without wake-ups, and with them on each engine.
 pub fn cases(testbed: &Testbed) -> Cases<'_> {
     let variant = |name: String, engine, wake_up| Variant {
         name,

@@ -11,7 +11,7 @@ use super::plot::digits;
 use crate::bench::questions::Question;
 use crate::bench::rows::{Ratio, Row};
 
-/// A difference smaller than this is none.
+/// A smaller difference counts as no difference.
 const MIN_DIFFERENCE: f64 = 0.03;
 
 /// The name of each question that was asked, with its answer.

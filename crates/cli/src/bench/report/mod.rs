@@ -1,4 +1,4 @@
-//! The results and under what environment they came about, and their form as JSON.
+//! The results and their environment, and their form as JSON.
 //!
 //! results.schema.json describes the JSON; a test holds them together.
 

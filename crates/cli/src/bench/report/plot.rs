@@ -44,9 +44,10 @@ pub fn time(nanoseconds: f64) -> String {
 pub fn digits(value: f64) -> String {
     let places = if value >= 100.0 { 0 } else { usize::from(value < 10.0) + 1 };
     let text = format!("{value:.places$}");
-    match text.contains('.') {
-        true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-        false => text,
+    if text.contains('.') {
+        text.trim_end_matches('0').trim_end_matches('.').to_owned()
+    } else {
+        text
     }
 }
 

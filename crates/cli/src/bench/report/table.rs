@@ -66,9 +66,10 @@ fn line(row: &Row) -> String {
 /// A ratio with its spread, or that nothing can be said.
 pub fn ratio(ratio: Ratio) -> String {
     let Ratio { median, low, high, .. } = ratio;
-    match ratio.is_noise() {
-        true => format!("within noise ({low:.2}..{high:.2})"),
-        false => format!("{median:.2} ({low:.2}..{high:.2})"),
+    if ratio.is_noise() {
+        format!("within noise ({low:.2}..{high:.2})")
+    } else {
+        format!("{median:.2} ({low:.2}..{high:.2})")
     }
 }
 

@@ -1,4 +1,4 @@
-//! A disk in an offer: how it is opened, and what became of it since. In the words of `disk.open`.
+//! A disk in an offer: how it was opened, and its changes since. In the words of `disk.open`.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -29,7 +29,7 @@ pub struct Disk {
     pub limits: Option<Limits>,
     /// The files: of each image of the chain the image, then its data file if it has one.
     pub files: Vec<File>,
-    /// What comes behind these images.
+    /// The images under these ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stands_on: Option<StandsOn>,
 }
@@ -80,7 +80,7 @@ pub struct Opened {
     /// For how many seconds changes that find no room are held; `None`: not at all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hold_seconds: Option<u32>,
-    /// How little room is left when that is told.
+    /// The room left on the host below which an event reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threshold: Option<String>,
     /// Whether what is read from its backing file becomes its own.
@@ -105,7 +105,7 @@ pub struct Opened {
     pub without_backing: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
-    /// The bytes of the path where its bitmaps are, and whether nobody else writes to it.
+    /// The bytes of the path where its bitmaps are, and whether this server is its only writer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmaps_in: Option<(Vec<u8>, bool)>,
     /// The limits that it was opened with.
@@ -134,7 +134,7 @@ pub struct Limits {
     pub operations: [Option<u64>; 3],
     /// Bytes a second: all, reads, writes.
     pub bytes: [Option<u64>; 3],
-    /// By how many hundredths of the rates, and for how many nanoseconds, they may be exceeded.
+    /// The burst over the rates: in hundredths of them, and for how many nanoseconds.
     pub burst: Option<(u32, u64)>,
 }
 
@@ -143,9 +143,9 @@ pub struct Limits {
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Configured {
-    /// How it is to be opened.
+    /// How the next server opens it.
     pub opened: Opened,
-    /// Where it is to be served.
+    /// Where the next server serves it.
     pub exports: Vec<Export>,
 }
 
@@ -334,7 +334,7 @@ impl Limits {
         }))
     }
 
-    /// The limits to put in force.
+    /// The limits to apply.
     ///
     /// # Errors
     /// A burst or a rate that makes no sense.

@@ -62,7 +62,7 @@ fn is_called_after(stem: &OsStr, name: &OsStr) -> bool {
 }
 
 fn is_noted(image: BorrowedFd<'_>, name: &[u8]) -> bool {
-    // One byte more than fits: a longer value is none of ours.
+    // One byte more than fits: a longer value was not written by this program.
     let mut noted = vec![0; name.len() + 1];
     fgetxattr(image, NOTED, &mut noted[..]).is_ok_and(|length| noted.get(..length) == Some(name))
 }

@@ -237,10 +237,10 @@ impl AllowedPaths {
     }
 
     /// Whether `image` may name this image on another server as its `role`: the files of this host
-    /// that TLS with the server takes lie below an allowed path. Reason: whoever made the image
-    /// could otherwise show another user's certificate. A configuration of Ceph and a user are
-    /// never the image's choice: the first is read as commands by Ceph's library, which writes
-    /// files that it names.
+    /// that TLS with the server takes lie below an allowed path. Reason: the image's author could
+    /// otherwise use another user's certificate. A configuration of Ceph and a user are never the
+    /// image's choice: the first is read as commands by Ceph's library, which writes files that it
+    /// names.
     ///
     /// # Errors
     /// The image may not name it, or the name cannot be used.
@@ -325,7 +325,7 @@ impl AllowedPaths {
         };
         let found = match find_anywhere(from, name) {
             Ok(found) => found,
-            // Whether a file is missing is told only of what may be named.
+            // Only paths that may be named get an error that says whether the file is missing.
             Err(error) if self.is_text_below(folder, name) => return Err(error.into()),
             Err(_) => return Err(Refusal::Outside),
         };
@@ -363,11 +363,12 @@ impl AllowedPaths {
     /// none.
     fn allowed(&self, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
         for root in self.roots.iter() {
-            let reached = match root.is_folder {
-                true => reach(root.descriptor.as_fd(), found)?,
-                false => is_same(root.descriptor.as_fd(), found)?
+            let reached = if root.is_folder {
+                reach(root.descriptor.as_fd(), found)?
+            } else {
+                is_same(root.descriptor.as_fd(), found)?
                     .then(|| found.try_clone_to_owned().map_err(|_| Errno::MFILE))
-                    .transpose()?,
+                    .transpose()?
             };
             if reached.is_some() {
                 return Ok(reached);

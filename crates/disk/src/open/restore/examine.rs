@@ -17,7 +17,7 @@ pub(crate) fn identity_of(file: &HostFile) -> Result<ImageIdentity> {
     identity.map_err(|error| Error::host("cannot examine", error).on(file.name()))
 }
 
-/// Whose a new state file is.
+/// The owner of a new state file.
 ///
 /// # Errors
 /// As [`identity_of`].

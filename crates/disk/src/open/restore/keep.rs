@@ -1,4 +1,4 @@
-//! The state file of an image that is open: what it holds at its beginning.
+//! The state file of an image that is open: its initial content.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

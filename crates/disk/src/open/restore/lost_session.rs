@@ -75,8 +75,8 @@ pub(crate) fn warn_of_lost_session(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// Fails for an image to be changed, and of which a state file may be elsewhere: it would not fit
-/// any more.
+/// Fails for an image to be changed, whose state file may be elsewhere: after the change it would
+/// no longer fit.
 ///
 /// # Errors
 /// `InvalidInput` with a hint.

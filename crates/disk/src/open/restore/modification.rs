@@ -53,7 +53,7 @@ pub(crate) struct Modification {
     noted: Noted,
 }
 
-/// Whose time a file system stamps its files with.
+/// The clock that a file system stamps its files with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Clock {
     /// This host.
@@ -121,16 +121,17 @@ impl Modification {
     }
 }
 
-/// Whose clock stamps this file.
+/// The clock that stamps this file.
 ///
 /// # Errors
 /// The host's.
 pub(crate) fn clock_of(file: &HostFile) -> Result<Clock> {
     let system = fstatfs(file.descriptor())
         .map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))?;
-    Ok(match LOCAL_FILE_SYSTEMS.contains(&(system.f_type as u64)) {
-        true => Clock::ThisHost,
-        false => Clock::Unknown,
+    Ok(if LOCAL_FILE_SYSTEMS.contains(&(system.f_type as u64)) {
+        Clock::ThisHost
+    } else {
+        Clock::Unknown
     })
 }
 

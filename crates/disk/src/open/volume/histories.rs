@@ -1,6 +1,6 @@
 //! Devices that servers write to and are killed on, strangers write to, and hosts restart or attach
-//! anew: what is told of changes that no server made is never wrong, whatever happens when. And
-//! whether wrong rules would be found out.
+//! anew: the statement whether such changes happened is never wrong, whatever happens when. And
+//! tests that wrong rules would be found out.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -30,7 +30,7 @@ enum Rule {
 struct Device {
     era: u64,
     sectors: u64,
-    /// Sectors that nobody but a server has written, which it did not record.
+    /// Sectors that only a server has written, without recording them.
     strange: u64,
 }
 

@@ -94,7 +94,7 @@ impl ThrottleClock for TestClock {
     }
 }
 
-/// A request that was let go.
+/// A request that was admitted.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Gone {
     pub(super) at: Duration,
@@ -103,7 +103,7 @@ pub(super) struct Gone {
     pub(super) bytes: u64,
 }
 
-/// A group, and what was let go. Clones are the same.
+/// A group, and the requests that it admitted. Clones are the same.
 #[derive(Clone)]
 pub(super) struct Lab {
     pub(super) group: Arc<ThrottleGroup>,
@@ -183,7 +183,7 @@ impl Lab {
         self.spawner.spawn_local(future).expect("the pool exists");
     }
 
-    /// How many were let go of one kind.
+    /// The number of admitted requests of one kind.
     pub(super) fn count(&self, is_of: impl Fn(&Gone) -> bool) -> u64 {
         self.gone.borrow().iter().filter(|gone| is_of(gone)).count() as u64
     }

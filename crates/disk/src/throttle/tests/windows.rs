@@ -1,4 +1,4 @@
-//! Any limits, any clients: what is let go in each window.
+//! Any limits, any clients: the sum that is granted in each window.
 
 use std::num::NonZeroU64;
 use std::time::Duration;

@@ -8,7 +8,7 @@ use blockhouse_sim::{Sim, SimDisk, Task};
 /// Returns the task's output, and how often `judge` was called.
 ///
 /// # Errors
-/// What `judge` says, or that `task` waits for ever.
+/// The error of `judge`, or that `task` waits for ever.
 pub fn at_every_operation<T>(
     sim: &Sim,
     disks: &[&SimDisk],

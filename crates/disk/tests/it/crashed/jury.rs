@@ -16,7 +16,7 @@ pub struct Jury {
 }
 
 impl Jury {
-    /// That is shown one of this many images, chosen at random.
+    /// A jury that is shown one of this many images, chosen at random.
     pub const fn for_one_in(one_in: u32) -> Self {
         Self { one_in, asked: AtomicU64::new(0) }
     }

@@ -83,7 +83,7 @@ struct Served<'a, S: Storage> {
     random: RefCell<Rng>,
 }
 
-/// A storage that does as it is told, for looking at images.
+/// A storage without faults, for reading images.
 pub fn plain_config() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }
@@ -316,7 +316,7 @@ async fn go_on(disk: Disk<SimDisk>, number: u64) -> std::result::Result<(), Stri
 /// crashes.
 ///
 /// # Errors
-/// In words, what was seen that nobody may ever see.
+/// The forbidden content that was seen, in words.
 pub fn explore_kind<S: Storage + 'static>(
     kind: Kind,
     seed: u64,
@@ -335,9 +335,10 @@ pub fn explore_kind<S: Storage + 'static>(
     };
     let build = |sim: &Sim, storage: SimDisk, random: &mut Rng| {
         let least = if random.u8(..4) == 0 { Durability::Data } else { Durability::None };
-        let bitmap_activity = match kind.has_bitmaps() {
-            true => bitmaps::any_activity(random),
-            false => BitmapActivity::default(),
+        let bitmap_activity = if kind.has_bitmaps() {
+            bitmaps::any_activity(random)
+        } else {
+            BitmapActivity::default()
         };
         let options = Options { durability: least, bitmap_activity, ..Options::default() };
         let base = base.borrow_mut().take();

@@ -70,8 +70,8 @@ impl Folder {
 const AFTERLIFE: Duration = Duration::from_secs(5);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Runs a program, once nobody holds the lock of its image: the kernel closes a ring's files a
-/// little after the ring.
+/// Runs a program, once the lock of its image is free: the kernel closes a ring's files a little
+/// after the ring.
 ///
 /// # Panics
 /// When it fails.
@@ -181,7 +181,7 @@ pub fn forget_backing_format(image: &Path) {
     file.read_exact_at(&mut header, 0).unwrap();
     let magic = 0xe279_2aca_u32.to_be_bytes();
     let at = header.windows(4).position(|bytes| bytes == magic).expect("it is named");
-    // An extension that nobody knows.
+    // An unknown extension.
     file.write_all_at(&0x1234_5678_u32.to_be_bytes(), at as u64).unwrap();
 }
 

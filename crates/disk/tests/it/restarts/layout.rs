@@ -53,7 +53,7 @@ pub struct Images {
     pub backing: BackingImages,
 }
 
-/// A storage that does as it is told, for making and judging images.
+/// A storage without faults, for making and judging images.
 pub fn plain_config() -> Config {
     Config { alignment: Alignment::BYTE, fua: Fua::Emulated, ..Config::default() }
 }

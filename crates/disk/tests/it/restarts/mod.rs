@@ -1,6 +1,6 @@
-//! Servers that are killed and started again, over images of every layout: every answered request
-//! is in force for the next process, whatever covered it or not; after a loss of power every
-//! durable one is, whatever has died before. No image is corrupt, and life goes on.
+//! Servers that are killed and started again, over images of every layout: the next process has
+//! every answered request, covered by a flush or not; after a loss of power every durable one is,
+//! whatever has died before. No image is corrupt, and life goes on.
 //!
 //! Without memory that outlives the process (`State::Off`) qcow2 images keep what is durable.
 

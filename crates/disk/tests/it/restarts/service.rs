@@ -130,7 +130,7 @@ impl<H: Hardware> Service for Server<H> {
     }
 }
 
-/// That each snapshot exists that was taken, and none that was deleted.
+/// Checks that each snapshot exists that was taken, and none that was deleted.
 async fn check_snapshots<S: Storage>(disk: &Disk<S>, expected: &Snapshots) -> Result<()> {
     if expected.is_empty() {
         return Ok(());
@@ -202,9 +202,10 @@ impl<S: Storage + 'static> SystemUnderTest for Served<S> {
         let found = self.disk.snapshots().list().await?;
         let exists = found.iter().any(|snapshot| snapshot.name == name);
         self.snapshots.borrow_mut().remove(&name);
-        let outcome = match exists {
-            true => self.disk.snapshots().delete(&name).await.map(|_| ()),
-            false => self.disk.snapshots().create(&name).await.map(|_| ()),
+        let outcome = if exists {
+            self.disk.snapshots().delete(&name).await.map(|_| ())
+        } else {
+            self.disk.snapshots().create(&name).await.map(|_| ())
         };
         if outcome.is_ok() && !self.sim.is_dead() {
             self.snapshots.borrow_mut().insert(name, !exists);

@@ -18,10 +18,8 @@ const IS_COMPRESSED: u64 = 1 << 62;
 pub fn is_full(device: &[u8], log: &dyn StateMemory) -> bool {
     let image = Image(device);
     let clusters = (device.len() as u64) >> image.cluster_bits();
-    let mut used = match image.is_dirty() {
-        true => Image(&recounted(device)).counted(),
-        false => image.counted(),
-    };
+    let mut used =
+        if image.is_dirty() { Image(&recounted(device)).counted() } else { image.counted() };
     used.extend(logged(log, image.cluster_bits()));
     let free = (0..clusters).filter(|cluster| !used.contains(cluster)).count() as u64;
     free < clusters.div_ceil(image.refcounts_per_block()) + image.be32(36)

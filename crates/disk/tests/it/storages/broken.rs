@@ -1,6 +1,6 @@
 //! A simulated disk under a qcow2 image that carries out a wrong order behind the back of a right
-//! one. Writes that are to be late are held back in memory, seen by reads, until after the flush or
-//! durable write that should have covered them.
+//! one. Writes that the fault delays are held back in memory, seen by reads, until after the flush
+//! or durable write that should have covered them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;

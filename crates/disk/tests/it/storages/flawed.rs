@@ -1,5 +1,5 @@
 //! A host that is wrong on purpose about the redo log in its memory: the memory, as the format sees
-//! it, and the storage that tells it what becomes of writebacks.
+//! it, and the storage that tells it the outcome of writebacks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -90,7 +90,7 @@ impl StateMemory for FlawedMemory {
     }
 }
 
-/// A storage that tells the memory what becomes of writebacks.
+/// A storage that tells the memory the outcome of writebacks.
 pub struct FlawedStorage {
     disk: Broken,
     memory: Arc<FlawedMemory>,

@@ -45,7 +45,7 @@ impl PolledRing {
         Self { shared, fixed, state: State::Off, in_flight: 0, ready: Vec::new() }
     }
 
-    /// Whether there is to be a ring. No operation is in flight.
+    /// Makes or drops the ring. No operation is in flight.
     pub(super) fn set(&mut self, io_poll: IoPoll) {
         self.state = match io_poll {
             IoPoll::On => self.open(),
@@ -123,8 +123,8 @@ impl PolledRing {
         self.in_flight -= self.ready.len() - before;
     }
 
-    /// Submits everything, looks for completions without waiting, and appends them to `done`. Gives
-    /// the operations that the kernel does not poll for: they are to be started elsewhere.
+    /// Submits everything, looks for completions without waiting, and appends them to `done`.
+    /// Returns the operations that the kernel does not poll for: the caller starts them elsewhere.
     #[must_use]
     pub(super) fn poll(
         &mut self,

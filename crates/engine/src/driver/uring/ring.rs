@@ -52,7 +52,7 @@ pub(super) enum CompletionMode {
     Polled,
 }
 
-/// The submission queue has no room: the ring is to be entered first.
+/// The submission queue has no room: the caller enters the ring first.
 pub(super) struct Full;
 
 /// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).

@@ -67,9 +67,10 @@ impl MemoryKind {
             io::Error::new(io::ErrorKind::Unsupported, what)
         })?;
         let status = rustix::fs::fstatfs(&file)?;
-        let page = match status.f_type as u64 == HUGETLBFS_MAGIC {
-            true => status.f_bsize as usize,
-            false => rustix::param::page_size(),
+        let page = if status.f_type as u64 == HUGETLBFS_MAGIC {
+            status.f_bsize as usize
+        } else {
+            rustix::param::page_size()
         };
         Ok(Self { page, can_shrink: !seals.contains(SealFlags::SHRINK) })
     }

@@ -46,8 +46,8 @@ impl Memory {
             length: piece.min(self.length - start),
         };
         let segments: Vec<Segment> = (0..self.length).step_by(piece).map(segment).collect();
-        // SAFETY: the bytes are interior-mutable and live as long as the Arc, and while the vector
-        // exists nobody looks at them: `bytes` asserts it, and the caller has only this vector.
+        // SAFETY: the bytes are interior-mutable and live as long as the Arc, and are not read
+        // while the vector exists: `bytes` asserts it, and the caller has only this vector.
         unsafe { IoVector::from_raw(Arc::clone(&self.pages) as _, segments) }
     }
 

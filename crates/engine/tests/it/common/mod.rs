@@ -79,7 +79,7 @@ pub async fn write(
 pub fn in_time<T: Send + 'static>(test: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, outcome) = mpsc::channel();
     let thread = std::thread::spawn(move || {
-        // Only a test that ran out of time has nobody listening.
+        // Only a test that ran out of time has no receiver.
         let _ = done.send(test());
     });
     match outcome.recv_timeout(PATIENCE) {

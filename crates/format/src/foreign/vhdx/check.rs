@@ -11,7 +11,7 @@ impl Vhdx {
     /// Reads the whole table.
     ///
     /// # Errors
-    /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
+    /// Errors of the storage; `Unsupported` where more blocks are in use than can be counted.
     pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

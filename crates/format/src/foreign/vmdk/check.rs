@@ -12,7 +12,7 @@ impl Vmdk {
     /// Reads all tables; `None` where the files of the image are not open.
     ///
     /// # Errors
-    /// What the storage answers; `Unsupported` where more grains are in use than can be counted.
+    /// Errors of the storage; `Unsupported` where more grains are in use than can be counted.
     pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

@@ -152,7 +152,7 @@ impl Head {
         let [a, b, c, d, ..] = options.guid(0);
         Ok(Self {
             size: options.size,
-            // The highest number says that there is none.
+            // The highest number means "no parent".
             id: u32::from_le_bytes([a, b, c, d]) & 0x7fff_ffff,
             create_type,
             file_name,

@@ -11,7 +11,7 @@ impl SparseHeader {
     /// Reads the whole table.
     ///
     /// # Errors
-    /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
+    /// Errors of the storage; `Unsupported` where more blocks are in use than can be counted.
     pub(super) async fn survey<S: Storage>(&self, tables: &Tables<'_, S>) -> Result<Survey> {
         let whole = self.bitmap_size + self.block_size;
         let mut survey = Survey::new(self.blocks, whole);

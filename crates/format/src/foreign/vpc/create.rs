@@ -101,7 +101,7 @@ impl NewVpc {
     }
 }
 
-/// The header of a table of so many blocks.
+/// The header of a table with this number of blocks.
 fn header(blocks: u64) -> Vec<u8> {
     let mut bytes = sparse::COOKIE.to_vec();
     bytes.extend(u64::MAX.to_be_bytes());

@@ -5,8 +5,8 @@
 //! Source: "Virtual Hard Disk Image Format Specification" of Microsoft, version 1.0. Read: fixed
 //! and dynamic images. Refused: differencing images, whose other part is in another file.
 //!
-//! The footer at the end decides. Its copy at the start is read only where there is none at the
-//! end, because the guest of a fixed image writes what it likes to the start.
+//! The footer at the end decides. Its copy at the start is read only where the end has no footer,
+//! because the guest of a fixed image writes what it likes to the start.
 
 mod check;
 mod create;
@@ -75,7 +75,7 @@ impl Vpc {
     /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         match &self.blocks {
             Blocks::Fixed => Ok(Piece::mapped(at, self.size - at)),
@@ -86,7 +86,7 @@ impl Vpc {
     /// Looks for errors; `None` for a fixed image, which has no tables.
     ///
     /// # Errors
-    /// What the storage answers; `Unsupported` where more blocks are in use than can be counted.
+    /// Errors of the storage; `Unsupported` where more blocks are in use than can be counted.
     pub(super) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
@@ -98,8 +98,8 @@ impl Vpc {
     }
 }
 
-/// The footer at the end of the file, or where there is none, its copy at the start of a dynamic
-/// image; and where the data before it ends.
+/// The footer at the end of the file, or without it, its copy at the start of a dynamic image; and
+/// where the data before it ends.
 async fn find_footer<S: Storage>(storage: &S) -> Result<(Footer, u64)> {
     let Some(last) = storage.size().checked_sub(SECTOR) else {
         return Err(corrupt("is no VHD image: it is shorter than a footer", 0));

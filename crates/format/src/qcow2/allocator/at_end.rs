@@ -1,7 +1,7 @@
 //! Clusters at the end of the file, with the refcount blocks that count them.
 //!
 //! The space comes from the reserve: the host has allocated it, so that a writeback that writes
-//! these tables never fails for want of space.
+//! these tables never fails with ENOSPC.
 
 use std::ops::Range;
 

@@ -8,9 +8,9 @@
 //! 4. *Being freed*: reads that may have looked them up have ended; one refcount after the other is
 //!    lowered.
 //!
-//! No writeback starts for its own sake, so what a guest trims could wait for ever while its writes
-//! make the file longer. Two things start one: a task that frees clusters when many wait
-//! ([`DeferredFrees::has_many`]), and an allocation where the host may have no more space
+//! No writeback starts for its own sake, so trimmed clusters could never become free while the
+//! guest's writes make the file longer. Two things start one: a task that frees clusters when many
+//! wait ([`DeferredFrees::has_many`]), and an allocation where the host may have no more space
 //! (`writeback/fill_reserve`).
 
 use std::collections::VecDeque;
@@ -105,7 +105,7 @@ impl DeferredFrees {
         }
     }
 
-    /// These clusters are to be freed, and no entry on disk refers to them.
+    /// Defers freeing these clusters, to which no entry on disk refers.
     pub(super) fn defer_unlinked(&mut self, free: DeferredFree) {
         self.waiting += free.gain();
         self.freeable.push_back(free);
@@ -182,7 +182,7 @@ impl DeferredFrees {
         Some(free)
     }
 
-    /// These clusters are free, or not being freed any more.
+    /// These clusters are free, or no longer being freed.
     pub(super) fn end_freeing(&mut self, free: &DeferredFree) {
         self.freeing -= free.gain();
     }

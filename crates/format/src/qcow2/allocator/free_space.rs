@@ -1,6 +1,6 @@
-//! Where free clusters are, as far as that is remembered: runs that became free, and what has not
-//! been scanned since the image was opened. Which clusters are free, refcounts say (`tables`);
-//! where the file ends, [`FileEnd`](crate::qcow2::tables::FileEnd) does.
+//! The known free clusters: runs that became free, and the part that was not scanned since the
+//! image was opened. Which clusters are free, refcounts say (`tables`); where the file ends,
+//! [`FileEnd`](crate::qcow2::tables::FileEnd) does.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Freeing clusters: what the allocator is asked about clusters on their way to be free
+//! Freeing clusters: the allocator's methods for clusters on their way to be free
 //! (`deferred_free`).
 
 use std::ops::Range;
@@ -15,8 +15,8 @@ impl Allocator {
         self.frees.defer(free);
     }
 
-    /// Clusters that no table ever referred to are to be free once the writes of tables that are in
-    /// flight now have completed: these may be writes to them.
+    /// Frees clusters that no table ever referred to, once the writes of tables that are in flight
+    /// now have completed: these may be writes to them.
     pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
         self.frees.abandon(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
     }

@@ -2,8 +2,8 @@
 //! that is full.
 //!
 //! An image is opened with refcounts that are missing on disk: a process that died had counted in
-//! memory. The blocks that it had placed are lost, so their clusters are free. Whoever counts again
-//! tells which other clusters are in use ([`Gaps`]), because no refcount says so yet.
+//! memory. The blocks that it had placed are lost, so their clusters are free. The new count says
+//! which other clusters are in use ([`Gaps`]), because no refcount says so yet.
 
 use blockhouse_core::{Error, ErrorKind};
 

@@ -19,7 +19,7 @@
 //!    than a few refcount slices.
 //! 2. What metadata needs at the end of the file ([`Allocator::allocate_at_end`]), and clusters for
 //!    L2 tables, come from the *reserve*: space that the host has allocated already, so that a
-//!    writeback never fails for want of space. Where the end has no space, it is clusters in a row
+//!    writeback never fails with ENOSPC. Where the end has no space, it is clusters in a row
 //!    elsewhere (`rows`).
 //! 3. [`Allocator::defer_free`] takes clusters that no entry in memory refers to. They become free
 //!    when a writeback has made that durable (`deferred_free`).
@@ -293,7 +293,7 @@ impl Allocator {
             rest.start += 1;
         }
         if !rest.is_empty() {
-            // An error is told to the next one that processes frees.
+            // An error is returned to the next caller that processes frees.
             self.frees.defer_unlinked(DeferredFree::of(rest));
         }
     }
@@ -321,9 +321,10 @@ impl Allocator {
                 if kept || self.quarantined.contains(&cluster) {
                     return None;
                 }
-                let (punch, users) = match host.is_copied() {
-                    true => (punch, Users::None),
-                    false => (Punch::No, Users::Others),
+                let (punch, users) = if host.is_copied() {
+                    (punch, Users::None)
+                } else {
+                    (Punch::No, Users::Others)
                 };
                 Some(DeferredFree { clusters: cluster..cluster + 1, punch, users })
             }

@@ -25,8 +25,7 @@ use crate::qcow2::tables::{Scan, Step, Tables};
 
 use super::{Allocator, check_not_active};
 
-/// By how many clusters at least, and at most by how many bytes: as much as is taken from the host
-/// before it is used.
+/// The least clusters, and the most bytes, that are taken from the host before they are used.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 64 << 20;
 /// Of smaller clusters, several share a block of the file system.

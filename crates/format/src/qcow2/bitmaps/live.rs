@@ -1,22 +1,21 @@
-//! The enabled bitmaps of an image that is open for writing, and what its header says of them.
+//! The enabled bitmaps of an image that is open for writing, and their marks in its header.
 //!
 //! A *session* lasts from the first change to the closing of the image. Its marks on disk:
 //!
-//! | mark | means |
-//! | --- | --- |
-//! | flag `in-use` of each enabled bitmap | to other programs: not saved, do not use it |
-//! | autoclear bit [`LIVE_BITMAPS`] | to us: bitmaps that are in use and enabled contain all changes. Other programs clear bits that they do not know before they change the disk |
+//! - The flag `in-use` of each enabled bitmap tells other programs not to use it: it is not saved.
+//! - The autoclear bit [`LIVE_BITMAPS`] tells this program that bitmaps in use and enabled contain
+//!   all changes. Other programs clear bits that they do not know before they change the disk.
 //!
 //! A session begins, each step durable before the next: bitmaps that lack changes are disabled, so
 //! that they are not mistaken for those of the session; the autoclear bit is set; the flags are
 //! set; the change is recorded in the bitmaps, and made. It ends: the bitmaps' bits are written as
 //! they are; the flags are cleared; the autoclear bit is. After a crash between any two steps the
-//! bitmaps contain all changes, whoever reads them.
+//! bitmaps contain all changes, whichever program reads them.
 //!
 //! A bitmap for whose bits there is no room becomes coarser (`coarser`). One in which a change
-//! cannot be recorded all the same, because its place is full or fails, is given up: before the
-//! change is made, it is disabled and stays in use, durably, so it is one that lacks changes for
-//! every program. Neither needs space. The guest does not pay for a bitmap.
+//! cannot be recorded all the same, because its place is full or fails, is lost: before the change
+//! is made, it is disabled and stays in use, durably, so it is one that lacks changes for every
+//! program. Neither needs space. The guest does not pay for a bitmap.
 //!
 //! The header of a sidecar says with its end when the raw disk was changed for the last time
 //! (`sidecar`).
@@ -93,8 +92,8 @@ pub enum BitmapLoss {
     Changes,
 }
 
-/// The callback for each bitmap that becomes coarser or is given up: with its name, and why. It
-/// must not wait.
+/// The callback for each bitmap that becomes coarser or is lost: with its name, and why. It must
+/// not wait.
 pub type BitmapLossObserver = Arc<dyn Fn(&str, BitmapLoss, &Error) + Send + Sync>;
 
 /// The bitmaps of an image.
@@ -322,10 +321,10 @@ impl LiveBitmaps {
     }
 
     /// Reads which bitmaps an image has that is open for writing, outside of a session. Nothing is
-    /// changed. Bitmaps whose directory is damaged are given up with the first change.
+    /// changed. Bitmaps whose directory is damaged are lost with the first change.
     ///
     /// # Errors
-    /// What the storage answers; the failure to write metadata that is remembered.
+    /// Errors of the storage; the failure to write metadata that is remembered.
     pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         // After one it may be unknown which header is on disk. With refcounts of the other one's
         // tables, good bitmaps would look damaged.
@@ -373,8 +372,8 @@ impl LiveBitmaps {
         self.is_forgotten.load(Ordering::Acquire) || self.set().location.is_some()
     }
 
-    /// Up to how many bytes of the disk an enabled bitmap may say to have changed that have not,
-    /// because a process died that recorded changes in it; 0 where none did.
+    /// The most bytes of the disk that an enabled bitmap may say to have changed although they have
+    /// not, because a process died that recorded changes in it; 0 where none did.
     pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
         if metadata.lock().tables.headers.disk().autoclear & LIVE_BITMAPS == 0 {
             return 0;
@@ -402,7 +401,7 @@ impl LiveBitmaps {
     /// it lacks changes.
     ///
     /// # Errors
-    /// What the storage answers where not even that can be noted, or `InvalidInput` where too many
+    /// Errors of the storage where not even that can be noted, or `InvalidInput` where too many
     /// bitmaps are enabled: the change must not be made.
     pub(crate) async fn record<S: Storage>(
         &self,
@@ -573,7 +572,7 @@ impl LiveBitmaps {
     /// header is marked as that of one, so that they are not mistaken for those of the session.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub(crate) async fn disable_lost<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.is_marked.load(Ordering::Acquire) {
             return Ok(());
@@ -600,7 +599,7 @@ impl LiveBitmaps {
     /// process may have the image then.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub(crate) async fn renew_voucher<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if !self.has_begun.load(Ordering::Acquire) {
             return Ok(());
@@ -618,7 +617,7 @@ impl LiveBitmaps {
     /// by another program.
     ///
     /// # Errors
-    /// What the storage answers: the sidecar is refused later.
+    /// Errors of the storage: the sidecar is refused later.
     pub(crate) async fn note_resize<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let autoclear = metadata.lock().tables.headers.disk().autoclear;
         match autoclear & LIVE_BITMAPS {
@@ -631,7 +630,7 @@ impl LiveBitmaps {
     /// programs. No change may be in flight. The next change begins another one.
     ///
     /// # Errors
-    /// What the storage answers: the bitmaps stay marked, and contain all changes.
+    /// Errors of the storage: the bitmaps stay marked, and contain all changes.
     pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let header = metadata.lock().tables.headers.disk().clone();
         // They could not be read after a resize, which leaves a session.

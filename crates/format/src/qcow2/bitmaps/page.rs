@@ -1,5 +1,5 @@
-//! One page of a live bitmap: its bits in memory, what of it the disk has to say, and what the disk
-//! says durably.
+//! One page of a live bitmap: its bits in memory, the bits that must be on disk, and those that are
+//! there durably.
 //!
 //! The disk has to say the bits, and all bits of each *active* extent. An extent becomes active
 //! before the first change in it, and then the disk has to be written, durably, before the change
@@ -131,7 +131,7 @@ impl Page {
     }
 
     /// A write of [`content`](Self::content) begins. Returns whether an earlier one may still be in
-    /// flight: its end is to be waited for first.
+    /// flight: the caller waits for its end first.
     pub(super) fn begin_write(&mut self) -> bool {
         self.is_writing = true;
         self.was_dropped

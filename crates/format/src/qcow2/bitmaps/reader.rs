@@ -28,7 +28,7 @@ impl<'a, S: Storage> BitsReader<'a, S> {
     /// Reads the table of a bitmap of a disk of `size` bytes.
     ///
     /// # Errors
-    /// What the storage answers; `Corrupt` for an entry that breaks the format's rules.
+    /// Errors of the storage; `Corrupt` for an entry that breaks the format's rules.
     pub(crate) async fn open(
         storage: &'a S,
         geometry: Geometry,
@@ -104,7 +104,7 @@ impl<'a, S: Storage> BitsReader<'a, S> {
     /// The bits of a cluster.
     ///
     /// # Errors
-    /// What the storage answers; `Corrupt` for bits past the end of the file.
+    /// Errors of the storage; `Corrupt` for bits past the end of the file.
     pub(crate) async fn read(&self, cluster: u64) -> Result<Bits> {
         Ok(match self.table[cluster as usize] {
             BitsCluster::Zeros => Bits::Zeros,

@@ -72,7 +72,7 @@ impl Extents {
 /// that is open for writing say what is recorded in them at this moment.
 ///
 /// # Errors
-/// What the storage answers, or `Corrupt`.
+/// Errors of the storage, or `Corrupt`.
 pub(crate) async fn extents_of<S: Storage>(
     metadata: &Metadata<S>,
     live: &LiveBitmaps,

@@ -73,14 +73,14 @@ pub(super) struct LiveBitmap {
     resting: Semaphore,
 }
 
-/// Who takes changes.
+/// The bitmap that records changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     /// The bitmap.
     Open,
     /// Another one has taken its place, or is about to.
     Superseded,
-    /// That was begun, and not finished: the bitmap lacks changes.
+    /// The other one was begun, and not finished: the bitmap lacks changes.
     Abandoned,
 }
 
@@ -159,7 +159,7 @@ impl LiveBitmap {
         self.page_size * 8
     }
 
-    /// Up to how many bytes of the disk a crash leaves said to have changed that have not.
+    /// The most bytes of the disk that a crash leaves marked as changed although they are not.
     pub(super) fn max_excess(&self) -> u64 {
         let extent_size = self.extent_bits << self.granularity_bits;
         extent_size.saturating_mul(self.max_active as u64)
@@ -211,11 +211,11 @@ impl LiveBitmap {
         if writes.is_empty() { Next::Done } else { Next::Write(writes) }
     }
 
-    /// Has the disk say that `range` changes, durably. Whether it does: where another bitmap takes
-    /// the place of this one, that is to be asked.
+    /// Records in the image that `range` changes, durably. `false` where another bitmap takes the
+    /// place of this one: the caller asks that one.
     ///
     /// # Errors
-    /// What the storage answers: the change must not be made.
+    /// Errors of the storage: the change must not be made.
     pub(super) async fn record<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -334,7 +334,7 @@ impl LiveBitmap {
     }
 
     /// Writes a page durably. Whether it is durable up to the version: no page is written while
-    /// another bitmap is about to take the place of this one, which may be given up again.
+    /// another bitmap is about to take the place of this one, which may still fail.
     async fn make_durable<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -374,8 +374,8 @@ impl LiveBitmap {
         }
     }
 
-    /// The offset of a page, for which a cluster is allocated where there is none; `None` for one
-    /// whose bits are all set without one.
+    /// The offset of a page; a page without a cluster gets one. `None` for one whose bits are all
+    /// set without a cluster.
     async fn place<S: Storage>(&self, metadata: &Metadata<S>, page: u64) -> Result<Option<u64>> {
         loop {
             match self.location_of(page)? {
@@ -394,7 +394,7 @@ impl LiveBitmap {
     /// was made until now.
     ///
     /// # Errors
-    /// What the storage answers: the change must not be made.
+    /// Errors of the storage: the change must not be made.
     pub(super) async fn fill_lacking<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -564,11 +564,10 @@ impl LiveBitmap {
     }
 
     /// Has the disk say what has changed and nothing more, with the next flush. No change may be in
-    /// flight. Pages are forgotten: whatever becomes of this, the disk says all that has
-    /// changed.
+    /// flight. Pages are forgotten: also after a failure the disk says all that has changed.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub(super) async fn write_exactly<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let pages = {
             let mut state = self.state.lock();

@@ -295,8 +295,8 @@ pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<
 }
 
 /// As [`create`], with the data file that the options name: `data` becomes as long as the disk, if
-/// it is shorter. As the raw disk it keeps what it holds. `progress` tells of tables and of space
-/// that is taken.
+/// it is shorter. As the raw disk it keeps what it holds. `progress` counts tables and space that
+/// is allocated.
 ///
 /// # Errors
 /// As there.

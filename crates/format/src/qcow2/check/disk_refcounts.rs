@@ -2,7 +2,7 @@
 //!
 //! Kept as they are on disk, and only those of slices that are not all zeros: memory goes by what
 //! the file holds. Of two entries of the refcount table that name the same block the first one
-//! counts; a check tells of the other one.
+//! counts; a check reports the other one.
 
 use std::collections::BTreeMap;
 

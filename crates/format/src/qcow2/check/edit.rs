@@ -62,9 +62,10 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
 
     async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.has_changed = true;
-        match self.is_trial {
-            true => Ok(()),
-            false => table_io::write(self.storage, offset, bytes, Durability::None).await,
+        if self.is_trial {
+            Ok(())
+        } else {
+            table_io::write(self.storage, offset, bytes, Durability::None).await
         }
     }
 

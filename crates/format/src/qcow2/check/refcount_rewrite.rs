@@ -35,7 +35,7 @@ pub(crate) async fn store_in_place<S: Storage>(
     for (index, word) in (0..).zip(read_table(storage, header).await?) {
         let Ok(Some(block)) = entry::refcount_block(word, geometry) else { continue };
         let mut range = ByteRange::between(block, block + geometry.cluster_size());
-        // Where all is 0, and is to be.
+        // The block is all 0, and so are the counts.
         if !counts.has_any(index * in_block..(index + 1) * in_block)
             && reader.next_data(&mut range).await.is_none()
         {

@@ -1,4 +1,4 @@
-//! Counting who refers to which cluster, by reading every table of an image.
+//! Counts the references to each cluster, by reading every table of an image.
 //!
 //! A fault on the way is reported and passed over, so that one damaged entry does not hide the
 //! rest. The tables are read as they are on disk, each once, however many refer to it, and only
@@ -109,14 +109,14 @@ impl<'a, S: Storage> References<'a, S> {
         self.find(finding);
     }
 
-    /// Something is found that is told by its figures.
+    /// Adds a finding, which the report states by its figures.
     pub(crate) fn find(&mut self, finding: Finding) {
         if self.findings.len() < MAX_PROBLEMS {
             self.findings.push(finding);
         }
     }
 
-    /// This many things are wrong, told in one line.
+    /// Adds this many problems, in one line.
     fn problems_of(&mut self, count: u64, what: String) {
         self.corruptions += count;
         self.find(Finding::Words(what.clone()));
@@ -130,7 +130,7 @@ impl<'a, S: Storage> References<'a, S> {
         self.add_times(what, offset, length, 1)
     }
 
-    /// This many refer to these bytes as `what`.
+    /// Counts this many references to these bytes as `what`.
     fn add_times(&mut self, what: &str, offset: u64, length: u64, times: u32) -> Result<()> {
         if length == 0 {
             return Ok(());
@@ -335,7 +335,7 @@ impl<'a, S: Storage> References<'a, S> {
     }
 }
 
-/// Whose tables are walked.
+/// The owner of the tables that are walked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum TableOwner {
     Active,

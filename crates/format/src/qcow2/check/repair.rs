@@ -1,4 +1,4 @@
-//! Repairing what a check found, on an image that no other program has open.
+//! Repairs the findings of a check, on an image that no other program has open.
 //!
 //! The order that no crash can turn into more damage, each step durable before the next:
 //!
@@ -6,7 +6,7 @@
 //!    it;
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
 //! 3. where that is going to change what the disk reads, enabled bitmaps say that all of it has
-//!    changed, or are given up where they are damaged themselves;
+//!    changed, or are removed where they are damaged themselves;
 //! 4. entries that contradict the format or point out of the file lose what is wrong of them;
 //! 5. references are counted, and "the refcount is one" is taken from entries where it is not so;
 //! 6. refcounts become what was counted, at their offsets or, where the refcount table is broken,
@@ -97,7 +97,7 @@ pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairRepor
     repair_with(storage, what, &ToolProgress::default()).await
 }
 
-/// As [`repair`]; `progress` tells of tables that were read, in [`REPAIR_PASSES`].
+/// As [`repair`]; `progress` counts tables that were read, in [`REPAIR_PASSES`].
 ///
 /// # Errors
 /// As there.
@@ -168,10 +168,7 @@ struct Counted {
 impl Counted {
     /// The first cluster from which on nothing is.
     fn end(&self) -> u64 {
-        match self.is_complete {
-            true => self.wanted.end(),
-            false => self.wanted.clusters(),
-        }
+        if self.is_complete { self.wanted.end() } else { self.wanted.clusters() }
     }
 
     /// The refcount table and its blocks no longer refer to their clusters.
@@ -254,10 +251,8 @@ impl<S: Storage> RepairRun<'_, S> {
         let before = self.header.clone();
         if self.header.geometry.version >= 3 {
             self.header.incompatible.insert(mark);
-            self.header.autoclear &= match mark.is_empty() {
-                true => KNOWN_WHERE_DATA_STAYS,
-                false => KNOWN_AUTOCLEAR,
-            };
+            self.header.autoclear &=
+                if mark.is_empty() { KNOWN_WHERE_DATA_STAYS } else { KNOWN_AUTOCLEAR };
         }
         if self.header != before {
             store_header(self.storage, &self.header).await?;

@@ -46,8 +46,8 @@ pub(crate) async fn repair_snapshots<S: Storage>(
     Ok(said)
 }
 
-/// Removes snapshots whose L1 table is none: what is there has another user, too, and entries that
-/// no L1 table has. It must not be repaired as a table.
+/// Removes snapshots whose offset of the L1 table leads to other data: the clusters have another
+/// user, too, and entries that no L1 table has. They must not be repaired as a table.
 async fn remove_misplaced<S: Storage>(
     storage: &S,
     header: &Header,

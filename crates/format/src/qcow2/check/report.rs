@@ -1,4 +1,4 @@
-//! Is an image what it says? Every table is read from the storage and compared with the refcounts.
+//! The check of an image: every table is read from the storage and compared with the refcounts.
 //!
 //! A cluster that is counted more often than it is referred to is a leak; everything else that is
 //! wrong is a corruption, counted as `qemu-img check` does.
@@ -51,7 +51,7 @@ pub struct CheckReport {
 /// file is. One pass of `progress`.
 ///
 /// # Errors
-/// What the storage answers, or ENOMEM: what is wrong with the image is in the report.
+/// Errors of the storage, or ENOMEM: what is wrong with the image is in the report.
 pub(crate) async fn check_tables<S: Storage>(
     storage: &S,
     header: &Header,

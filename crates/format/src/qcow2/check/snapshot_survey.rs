@@ -1,5 +1,5 @@
-//! The snapshot table of an image that is not open, however damaged: which snapshots can still be
-//! used, and what is wrong with the others.
+//! The snapshot table of an image that is not open, however damaged: the snapshots that can still
+//! be used, and the faults of the others.
 //!
 //! A snapshot is usable when its entry keeps to the format and its L1 table can be where the entry
 //! says. Where an entry's length cannot be told, neither can the offsets of those after it.

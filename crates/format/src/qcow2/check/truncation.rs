@@ -56,7 +56,7 @@ impl Truncation {
 /// file on. All changes are durable.
 ///
 /// # Errors
-/// What the storage answers.
+/// Errors of the storage.
 pub(crate) async fn refers_past<S: Storage>(
     storage: &S,
     header: &Header,

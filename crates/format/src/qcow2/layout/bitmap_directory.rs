@@ -198,7 +198,7 @@ impl BitmapEntry {
     /// The clusters of the bitmap: its table, and its bits.
     ///
     /// # Errors
-    /// What the storage answers where the table is read.
+    /// Errors of the storage where the table is read.
     pub(crate) async fn clusters<S: Storage>(
         &self,
         storage: &S,
@@ -383,7 +383,7 @@ impl BitsCluster {
 /// The bitmaps of an image; none where they are not in step with the disk.
 ///
 /// # Errors
-/// What the storage answers; `Corrupt` where an entry is out of its bounds.
+/// Errors of the storage; `Corrupt` where an entry is out of its bounds.
 pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Vec<BitmapEntry>> {
     let refuse = |what: String, offset: u64| {
         Error::new(ErrorKind::Corrupt, what)

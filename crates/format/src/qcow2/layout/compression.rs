@@ -1,4 +1,4 @@
-//! Compressed clusters: what the two kinds of compression make of a cluster's bytes.
+//! Compressed clusters: the two kinds of compression.
 
 use std::io::Read;
 
@@ -48,7 +48,7 @@ fn unpack_zstd(bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
     let mut decoder = zstd::stream::read::Decoder::with_buffer(bytes)
         .map_err(|error| error.to_string())?
         .single_frame();
-    // A cluster has at most 2 MiB: a frame that asks for a larger window is none of a cluster.
+    // A cluster has at most 2 MiB: a frame that asks for a larger window is invalid.
     decoder.window_log_max(WINDOW_LOG_MAX).map_err(|error| error.to_string())?;
     decoder.read_exact(into).map_err(|error| error.to_string())
 }

@@ -14,15 +14,15 @@ const OTHER_SIZE: usize = 8;
 /// Bytes of a voucher.
 const VOUCHER: usize = 24;
 
-/// The word of a process that it records all changes of the data file for some time, and that
-/// nobody else makes any: noted before they are made, and again and again while they are. So it
-/// tells later whose changes were made in that time, also where the host has died with all that the
-/// process could have told.
+/// The word of a process that it records all changes of the data file for some time, and is its
+/// only writer: noted before they are made, and again and again while they are. So it tells later
+/// whose changes were made in that time, also where the host has died with all that the process
+/// could have told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Voucher {
     /// The boot of the host, as it is called there.
     pub boot: [u8; 16],
-    /// Up to when, in nanoseconds since the Unix epoch.
+    /// The end of that time, in nanoseconds since the Unix epoch.
     pub until: u64,
 }
 
@@ -93,7 +93,7 @@ impl DataFileMark {
     }
 
     /// Notes a voucher, in the header of a sidecar. Where there is no room for it in the first
-    /// sector, there is none.
+    /// sector, it is not noted.
     pub(crate) fn set_voucher(header: &mut Header, voucher: Voucher) {
         if let Some(mark) = Self::of(header) {
             Self { voucher: Some(voucher), ..mark }.store(header);

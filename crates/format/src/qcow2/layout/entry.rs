@@ -154,7 +154,7 @@ pub(crate) fn subclusters_in(geometry: Geometry, cluster: u64, range: ByteRange)
 pub(crate) struct CompressedDescriptor {
     /// The first byte, anywhere in a cluster.
     pub(crate) offset: u64,
-    /// Up to where it may reach: the end of a 512-byte sector.
+    /// The length that it may have: up to the end of a 512-byte sector.
     pub(crate) length: u64,
 }
 

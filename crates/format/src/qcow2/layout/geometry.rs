@@ -154,7 +154,7 @@ pub(crate) struct RefcountIndex {
 
 #[cfg(test)]
 impl Geometry {
-    /// That of an image which is made without options.
+    /// The geometry of an image that is made without options.
     pub(crate) const COMMON: Self = Self {
         version: 3,
         cluster_bits: 16,

@@ -1,4 +1,4 @@
-//! The header: what is read, what it must hold to be believed, how it is changed.
+//! The header: its fields, the checks of them, and its changes.
 //!
 //! Every field is checked before anything is computed from it. What is not understood is kept: a
 //! change of the header replaces the fields that changed in the bytes that were read, all of them

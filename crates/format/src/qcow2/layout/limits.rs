@@ -1,5 +1,5 @@
-//! Limits on what an image may ask for, each defined once. Those of sizes are QEMU's, so that no
-//! image is made that QEMU refuses.
+//! Limits on the sizes in an image, each defined once. Those of sizes are QEMU's, so that no image
+//! is made that QEMU refuses.
 
 /// Host offsets in table entries are bits 9 to 55.
 pub(crate) const MAX_OFFSET: u64 = 1 << 56;

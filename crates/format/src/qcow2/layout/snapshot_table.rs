@@ -1,4 +1,4 @@
-//! The snapshot table: what an image keeps of its snapshots, entry by entry.
+//! The snapshot table: the entries of an image's snapshots.
 //!
 //! An entry is 40 bytes, then extra data, id and name, padded to a multiple of 8 (QEMU's
 //! `docs/interop/qcow2.txt`, "Snapshots"). Extra data that is not understood is kept as it is.

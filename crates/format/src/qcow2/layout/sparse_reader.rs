@@ -63,7 +63,7 @@ impl<'a, S: Storage> SparseReader<'a, S> {
     /// As [`next_data`](Self::next_data), with its content.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub(crate) async fn read(
         &mut self,
         range: &mut ByteRange,

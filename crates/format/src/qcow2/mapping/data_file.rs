@@ -40,7 +40,7 @@ impl Mapper<'_> {
         let DataPlacement::DataFile(file) = &self.mapping.data else {
             return self.map_zero_by_entries(range, unmap);
         };
-        // Zeros are written over data; entries say zero where there is none.
+        // Zeros are written over data; elsewhere the entries say zero.
         if file.is_raw_disk() || self.starts_with_data(range)? {
             return self.map_write(range);
         }

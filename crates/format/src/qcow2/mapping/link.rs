@@ -127,9 +127,10 @@ impl Mapper<'_> {
 
     /// The entry of a cluster that has no data: it must not show the backing file.
     pub(super) fn discarded_entry(&self) -> Entry {
-        match self.tables.geometry().version >= 3 && self.has_backing() {
-            true => Entry::ZERO,
-            false => Entry::UNALLOCATED,
+        if self.tables.geometry().version >= 3 && self.has_backing() {
+            Entry::ZERO
+        } else {
+            Entry::UNALLOCATED
         }
     }
 

@@ -1,4 +1,4 @@
-//! Locks of guest clusters: who has to wait for whom.
+//! Locks of guest clusters, and the changes that wait for others.
 //!
 //! A pending change has its clusters alone: other changes of them wait until it is linked or
 //! aborted. Overwrites in place go side by side, and a change that would take their host cluster

@@ -1,4 +1,4 @@
-//! Mapping for zeros and discards: what entries can say, and what has to be written.
+//! Mapping for zeros and discards: entries where they suffice, writes otherwise.
 
 use std::ops::Range;
 
@@ -99,9 +99,10 @@ impl Mapper<'_> {
     fn backed_alike(&self, clusters: Range<u64>) -> Range<u64> {
         let geometry = self.tables.geometry();
         let border = geometry.clusters_for(self.mapping.backing_end);
-        match geometry.version < 3 && clusters.contains(&border) && clusters.start < border {
-            true => clusters.start..border,
-            false => clusters,
+        if geometry.version < 3 && clusters.contains(&border) && clusters.start < border {
+            clusters.start..border
+        } else {
+            clusters
         }
     }
 

@@ -1,4 +1,4 @@
-//! Mapping for a write: what can be written in place, and what needs space.
+//! Mapping for a write: in place, or to new space.
 
 use std::ops::Range;
 

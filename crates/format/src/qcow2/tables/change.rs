@@ -63,7 +63,7 @@ impl Tables {
     /// Takes an L2 table out of the L1 table.
     pub(crate) fn remove_l2_table(&mut self, l1_index: usize) {
         self.watch.end();
-        // Past its end there is none.
+        // An index past its end has no entry.
         let _ = self.l1.set(l1_index, 0);
         self.version += 1;
     }
@@ -85,7 +85,7 @@ impl Tables {
     }
 
     /// The L1 table is cut off after this many entries, at its offset. Returns the clusters that it
-    /// does not need any more.
+    /// no longer needs.
     pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
         self.watch.end();
         let geometry = self.geometry;

@@ -5,7 +5,7 @@
 //!    read saw a part of a change.
 //! 2. Looking at a slice takes its note back and gives its bytes, at one moment.
 //! 3. The watch ends by itself where tables are moved, dropped or replaced: nothing that was copied
-//!    is to be used then. Tables that are added are not noted: the L1 table and the refcount table
+//!    may be used then. Tables that are added are not noted: the L1 table and the refcount table
 //!    tell of them.
 
 use std::collections::BTreeSet;

@@ -1,4 +1,4 @@
-//! Where the image's file ends: what refers to something past it is damaged.
+//! The end of the image's file: an entry that refers to a cluster past it is damaged.
 
 use std::ops::Range;
 
@@ -19,9 +19,9 @@ impl FileEnd {
         Self { end: clusters, opened: clusters, has_stale_growth: false }
     }
 
-    /// That of a file of this many clusters now. What lies before the end so far may have been
-    /// written, however short the file is taken to be: by a write that failed in its middle, or
-    /// was dropped.
+    /// The end of a file that has this many clusters now. Bytes before the old end may have been
+    /// written, however short the file is taken to be: by a write that failed in its middle, or was
+    /// dropped.
     pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
         let has_stale_growth = self.has_stale_growth;
         Self { has_stale_growth, ..Self::new(clusters.max(self.bound())) }

@@ -1,4 +1,4 @@
-//! Looking entries up: L2 tables, L2 entries, and whether what they refer to is possible.
+//! Looks entries up: L2 tables, L2 entries, and whether their offsets are possible.
 
 use blockhouse_core::Error;
 

@@ -1,4 +1,4 @@
-//! The metadata of an open image: what is true in memory, and what of it is on disk.
+//! The metadata of an open image: its state in memory, and the part of it that is on disk.
 //!
 //! The life of a change:
 //!
@@ -171,7 +171,7 @@ impl Tables {
         self.has_counted
     }
 
-    /// Blocked where so many slices are dirty that a writeback should run first.
+    /// Blocked at the limit of dirty slices: a writeback runs first.
     pub(crate) fn check_dirty_limit(&self) -> Step<()> {
         if self.cache.is_over_dirty_limit() { Err(Blocked::DirtyLimit) } else { Ok(()) }
     }

@@ -13,7 +13,7 @@ use super::{Blocked, Step, Tables};
 pub(crate) enum Scan {
     /// These are free.
     Free(Range<u64>),
-    /// This many are in use.
+    /// The number of clusters that are in use.
     Allocated(u64),
     /// No refcount block is for the cluster: it is free, but needs one.
     NoRefcountBlock,
@@ -155,7 +155,7 @@ impl Refcounts<'_> {
         self.tables.watch.end();
         let geometry = self.tables.geometry;
         let offset = self.tables.refcount_table.get(index);
-        // Past its end there is none.
+        // An index past its end has no entry.
         let _ = self.tables.refcount_table.set(index, 0);
         self.tables.cache.invalidate(
             offset,

@@ -105,7 +105,7 @@ impl Slice {
 /// Whether the data that a dirty entry refers to needs a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DataStability {
-    /// It is stable, or there is none.
+    /// The data is stable, or the entry refers to none.
     Stable,
     /// It may sit in a volatile cache.
     Unstable,
@@ -183,9 +183,10 @@ impl SliceCache {
     /// read for that.
     pub(crate) fn look_up(&mut self, offset: u64) -> Option<&Slice> {
         let slot = *self.index.get(&offset)?;
-        match std::mem::take(&mut self.slots[slot].1.is_new) {
-            true => self.counts.misses += 1,
-            false => self.counts.hits += 1,
+        if std::mem::take(&mut self.slots[slot].1.is_new) {
+            self.counts.misses += 1
+        } else {
+            self.counts.hits += 1
         }
         self.get(offset)
     }

@@ -38,13 +38,13 @@ impl From<Error> for Blocked {
 /// Space that a step lacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReserveRequest {
-    /// This many clusters at the end, with refcounts of 0.
+    /// Clusters at the end, as many as this, with refcounts of 0.
     AtEnd(u64),
     /// `count` clusters in a row: `total` at the end as above, or elsewhere with refcounts of one.
     Row {
         /// The clusters to be in a row.
         count: u64,
-        /// That and what has to count it, at the end.
+        /// These clusters and the refcount blocks for them, at the end.
         total: u64,
     },
     /// A file that is this many clusters long, if the storage can be made longer.

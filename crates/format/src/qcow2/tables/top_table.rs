@@ -65,9 +65,10 @@ impl TopTable {
 
     /// Makes the table longer, with zeros, or shorter. The caller has the location changed on disk.
     pub(crate) fn resize(&mut self, entries: usize) {
-        match self.is_trimmed {
-            true => self.words.truncate(entries),
-            false => self.words.resize(entries, 0),
+        if self.is_trimmed {
+            self.words.truncate(entries)
+        } else {
+            self.words.resize(entries, 0)
         }
         self.length = entries;
         self.dirty.split_off(&entries);
@@ -94,9 +95,10 @@ impl TopTable {
 
     /// The parts, of `step` bytes, that hold these entries, where the table is at `offset`.
     pub(crate) fn parts(&self, dirty: &BTreeSet<usize>, offset: u64, step: u64) -> Vec<TableWrite> {
-        match self.is_trimmed {
-            true => dirty_parts(&self.to_vec(), dirty, offset, step),
-            false => dirty_parts(&self.words, dirty, offset, step),
+        if self.is_trimmed {
+            dirty_parts(&self.to_vec(), dirty, offset, step)
+        } else {
+            dirty_parts(&self.words, dirty, offset, step)
         }
     }
 }

@@ -5,7 +5,7 @@
 //!    ([`TableWriter::drained`]).
 //! 2. Writes of the header go one at a time, since each replaces the whole first sector.
 //! 3. The first failure is kept: no table is written until the image is opened again. A write that
-//!    failed for want of space is tried again, and makes whole what a part of it has changed.
+//!    failed with ENOSPC is tried again, and makes whole what a part of it has changed.
 
 use std::future::Future;
 
@@ -166,7 +166,7 @@ impl<S: Storage> TableWriter<S> {
         self.failure.check()
     }
 
-    /// Records why tables could not be written, unless it was for want of space.
+    /// Records why tables could not be written, unless it was ENOSPC.
     pub(crate) fn record(&self, error: &Error) {
         if error.kind() != ErrorKind::NoSpace {
             self.fail(error);

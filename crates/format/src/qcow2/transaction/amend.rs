@@ -37,9 +37,9 @@ pub struct Amendments {
 }
 
 impl<S: Storage> Qcow2Header<'_, S> {
-    /// Changes options of the image, durably: the old ones or the new ones are in force after a
-    /// crash. What [`features`](Self::features) answers is new, all else is as it was when the
-    /// image was opened; the image is to be closed after this.
+    /// Changes options of the image, durably: after a crash the image has the old ones or the new
+    /// ones. What [`features`](Self::features) answers is new, all else is as it was when the image
+    /// was opened; the caller closes the image after this.
     ///
     /// # Errors
     /// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no
@@ -141,9 +141,10 @@ fn check_features(name: &str, header: &Header) -> Result<()> {
 
 /// Refuses an image that says of itself what version 2 has no bits for.
 fn check_marks(name: &str, header: &Header) -> Result<()> {
-    match header.incompatible == Incompatible::empty() {
-        true => Ok(()),
-        false => Err(unfit(name, "it is marked as one that may be wrong", "check it first")),
+    if header.incompatible == Incompatible::empty() {
+        Ok(())
+    } else {
+        Err(unfit(name, "it is marked as one that may be wrong", "check it first"))
     }
 }
 
@@ -153,13 +154,10 @@ fn check_snapshots(name: &str, entries: &[SnapshotEntry], size: u64) -> Result<(
         entry.disk_size().is_none_or(|of_snapshot| of_snapshot == size)
             && u32::try_from(entry.vm_state_size()).is_ok()
     };
-    match entries.iter().all(fits) {
-        true => Ok(()),
-        false => Err(unfit(
-            name,
-            "it has a snapshot of a disk of another size, or a long state",
-            CONVERT,
-        )),
+    if entries.iter().all(fits) {
+        Ok(())
+    } else {
+        Err(unfit(name, "it has a snapshot of a disk of another size, or a long state", CONVERT))
     }
 }
 

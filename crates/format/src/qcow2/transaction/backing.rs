@@ -26,8 +26,8 @@ use crate::qcow2::writeback::Metadata;
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Gives the image another backing file or none, durably. The [facts](crate::Qcow2::facts) stay
-    /// what they were when the image was opened; the image is to be closed after this. That the new
-    /// file has the content that the image relies on is the caller's business.
+    /// what they were when the image was opened; the caller closes the image after this. That the
+    /// new file has the content that the image relies on is the caller's business.
     ///
     /// # Errors
     /// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or

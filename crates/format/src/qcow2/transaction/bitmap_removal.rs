@@ -23,9 +23,9 @@ use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::writeback::Metadata;
 
-/// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. Whatever
-/// comes of it, the bitmaps are to be loaded again. `no_space` says why it is
-/// not done by a transaction.
+/// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. The caller
+/// loads the bitmaps again, also after an error. `no_space` says why it is not done by a
+/// transaction.
 ///
 /// # Errors
 /// `no_space` where the directory is too long; what the storage answers.

@@ -63,7 +63,7 @@ pub enum BitmapChange {
     Change {
         /// Its name.
         name: String,
-        /// What becomes of it.
+        /// The change of this bitmap.
         action: BitmapAction,
     },
     /// It gets what another one of the image has recorded.
@@ -107,9 +107,10 @@ impl<S: Storage> Bitmaps<'_, S> {
         let entries = bitmap_directory::read(metadata.storage(), &header).await?;
         let described = entries.iter().map(|entry| {
             let bitmap = entry.described(&header);
-            let lacks_since = match bitmap.is_inconsistent {
-                true => live.lost_at(&bitmap.name),
-                false => bitmap.lacks_since,
+            let lacks_since = if bitmap.is_inconsistent {
+                live.lost_at(&bitmap.name)
+            } else {
+                bitmap.lacks_since
             };
             Bitmap { lacks_since, ..bitmap }
         });
@@ -155,23 +156,23 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// Notes a new voucher durably, where a session goes on in which one was noted.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn renew_voucher(&self) -> Result<()> {
         self.image.bitmaps.renew_voucher(&self.image.metadata).await
     }
 
-    /// Up to how many bytes of the disk each enabled bitmap may say to have changed that have not,
-    /// because a process died that recorded changes in it; 0 where none did. Of an image that
-    /// is open for writing.
+    /// The most bytes of the disk that each enabled bitmap may say to have changed although they
+    /// have not, because a process died that recorded changes in it; 0 where none did. Of an image
+    /// that is open for writing.
     pub fn excess(&self) -> u64 {
         self.image.bitmaps.excess(&self.image.metadata)
     }
 
     /// Has the enabled bitmaps say that `range` changes, though nothing is written to it; durable
-    /// when it returns. One in which that cannot be recorded is given up, as by a change.
+    /// when it returns. One in which that cannot be recorded is lost, as by a change.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub async fn record(&self, range: ByteRange) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         let mut rest = range;
@@ -199,8 +200,8 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// Changes the bitmap of this name.
     ///
     /// # Errors
-    /// `InvalidInput` where there is none, or where it is inconsistent and not to be removed; or as
-    /// [`add`](Self::add).
+    /// `InvalidInput` where no bitmap has this name, or where it is inconsistent and `action` does
+    /// not remove it; or as [`add`](Self::add).
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         let change = async |entries: &mut Vec<BitmapEntry>,
@@ -400,8 +401,8 @@ pub(super) async fn prepare_directory<S: Storage>(
     super::backing::free_first_sector(metadata).await
 }
 
-/// Changes the directory in a transaction. Whatever comes of it, the bitmaps are to be
-/// [loaded](LiveBitmaps::load) again.
+/// Changes the directory in a transaction. The caller [loads](LiveBitmaps::load) the bitmaps again,
+/// also after an error.
 pub(super) async fn change_directory<S: Storage>(
     metadata: &Metadata<S>,
     transaction: &mut MetadataTransaction<'_, S>,
@@ -423,12 +424,11 @@ pub(super) async fn change_directory<S: Storage>(
         let error = Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name());
         return Err(error.hint("remove some of them first"));
     }
-    let location = match entries.is_empty() {
-        true => None,
-        false => {
-            let offset = transaction.put(bytes).await?;
-            Some(DirectoryLocation { count: count as u32, length, offset })
-        }
+    let location = if entries.is_empty() {
+        None
+    } else {
+        let offset = transaction.put(bytes).await?;
+        Some(DirectoryLocation { count: count as u32, length, offset })
     };
     let sector = table_io::read(metadata.storage(), 0, SECTOR).await?;
     transaction.set_bitmaps(location, &sector)
@@ -616,9 +616,10 @@ async fn resize_table<S: Storage>(
         if let BitsCluster::Stored(offset) = old {
             transaction.release(offset, geometry.cluster_size())?;
         }
-        table[border as usize] = match bytes.iter().all(|&byte| byte == 0) {
-            true => BitsCluster::Zeros,
-            false => BitsCluster::Stored(transaction.put(bytes).await?),
+        table[border as usize] = if bytes.iter().all(|&byte| byte == 0) {
+            BitsCluster::Zeros
+        } else {
+            BitsCluster::Stored(transaction.put(bytes).await?)
         };
     }
     transaction.release(entry.table_offset, entry.table_length())?;
@@ -711,9 +712,10 @@ impl<'a, S: Storage> Merge<'a, S> {
     ) -> Result<()> {
         while self.at < cluster {
             let bytes = std::mem::take(&mut self.bytes);
-            let stored = match bytes.iter().all(|&byte| byte == 0) {
-                true => BitsCluster::Zeros,
-                false => BitsCluster::Stored(transaction.put(bytes).await?),
+            let stored = if bytes.iter().all(|&byte| byte == 0) {
+                BitsCluster::Zeros
+            } else {
+                BitsCluster::Stored(transaction.put(bytes).await?)
             };
             self.table.push(stored);
             self.load(self.at + 1).await?;
@@ -724,13 +726,14 @@ impl<'a, S: Storage> Merge<'a, S> {
     async fn load(&mut self, cluster: u64) -> Result<()> {
         self.at = cluster;
         let length = self.old.cluster_bits() as usize / 8;
-        self.bytes = match cluster < self.old.clusters() {
-            false => Vec::new(),
-            true => match self.old.read(cluster).await? {
+        self.bytes = if cluster < self.old.clusters() {
+            match self.old.read(cluster).await? {
                 Bits::Zeros => vec![0; length],
                 Bits::Ones => vec![0xff; length],
                 Bits::Some(bytes) => bytes,
-            },
+            }
+        } else {
+            Vec::new()
         };
         self.set_more();
         Ok(())

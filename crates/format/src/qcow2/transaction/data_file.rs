@@ -22,7 +22,7 @@ pub(super) async fn lengthen_data_file<S: Storage>(
 }
 
 /// Changes the header of a side file, durably: that of an image with a mark of its data file.
-/// Nothing becomes of others.
+/// Others stay as they are.
 pub(super) async fn note_in_side_file<S: Storage>(
     metadata: &Metadata<S>,
     note: impl FnOnce(&mut Header),

@@ -16,12 +16,12 @@ use super::bitmaps::{
 };
 use super::metadata_transaction::MetadataTransaction;
 
-/// What bitmaps say that go on in another image.
+/// The content of bitmaps that go on in another image.
 #[derive(Clone, Copy)]
 pub enum InheritedBits<'a> {
     /// All of the disk has changed: more than has, while what has changed is not known yet.
     All,
-    /// What they say in the image that is no longer changed, and these changes.
+    /// Their content in the image that is no longer changed, and these changes.
     Exact(NextChange<'a>),
 }
 

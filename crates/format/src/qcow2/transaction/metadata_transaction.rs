@@ -458,7 +458,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         let wanted = header.clone();
         let switched = metadata.rewrite_header(|disk_header| *disk_header = wanted).await;
         if let Err(error) = switched {
-            // Not even for want of space: it is unknown which header is on disk.
+            // Also after ENOSPC: it is unknown which header is on disk.
             metadata.writer().fail(&error);
             return Err(error);
         }
@@ -484,10 +484,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
             self.release(self.header.l1_offset, old_length)?;
         }
         self.header.l1_entries = self.l1.len() as u32;
-        self.header.l1_offset = match self.l1.is_empty() {
-            true => 0,
-            false => self.put(words::bytes_of(&self.l1)).await?,
-        };
+        self.header.l1_offset =
+            if self.l1.is_empty() { 0 } else { self.put(words::bytes_of(&self.l1)).await? };
         Ok(())
     }
 
@@ -496,17 +494,17 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
             self.release(self.header.snapshots_offset, self.old_snapshots_length)?;
         }
         self.header.snapshots = self.snapshots.len() as u32;
-        self.header.snapshots_offset = match self.snapshots.is_empty() {
-            true => 0,
-            false => self.put(snapshot_table::to_bytes(&self.snapshots)).await?,
+        self.header.snapshots_offset = if self.snapshots.is_empty() {
+            0
+        } else {
+            self.put(snapshot_table::to_bytes(&self.snapshots)).await?
         };
         Ok(())
     }
 }
 
-/// Writes tables that are not active. Where they end up past the file's end, new clusters do not
-/// read as zeros any more: also when the transaction is dropped, and its writes are still in
-/// flight.
+/// Writes tables that are not active. After writes past the file's end, new clusters no longer read
+/// as zeros: also when the transaction is dropped while its writes are still in flight.
 async fn write_beside<S: Storage>(metadata: &Metadata<S>, writes: &[TableWrite]) -> Result<()> {
     let end = |write: &TableWrite| write.offset + write.bytes.len() as u64;
     if let Some(end) = writes.iter().map(end).max() {

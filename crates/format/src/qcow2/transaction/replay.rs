@@ -1,5 +1,5 @@
-//! Replaying the redo log of a process that has died (`tables/redo`): what it answered comes to be
-//! on disk.
+//! Replays the redo log of a process that has died (`tables/redo`): the changes that it answered
+//! become durable.
 //!
 //! Whether the log is that of this file, and of this boot of the host, the caller has found out.
 //! That no other program has changed the image since is said by the *session bits*, autoclear bits
@@ -64,13 +64,13 @@ impl<S: Storage> ImageRedo<'_, S> {
     /// loses nothing. To be called before anything is changed, and before
     /// [`attach`](Self::attach), of an image that was [opened for it](Qcow2::open_before_replay).
     ///
-    /// That the log belongs to this file, and that the host has not started since, is the caller's
-    /// business. Whether other programs have changed the image since is found out, but for
-    /// qcow2 of version 2.
+    /// The caller guarantees that the log belongs to this file, and that the host has not started
+    /// since. Changes of the image by other programs since are found out, except for qcow2 of
+    /// version 2.
     ///
     /// # Errors
-    /// What the storage answers; `Corrupt` where the image contradicts itself. The log is still
-    /// good then.
+    /// Errors of the storage; `Corrupt` where the image contradicts itself. The log is still good
+    /// then.
     pub async fn replay(&self, memory: &dyn StateMemory) -> Result<Replay> {
         self.image.check_data_file()?;
         let metadata = &self.image.metadata;

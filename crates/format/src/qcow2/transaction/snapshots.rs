@@ -107,10 +107,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
             if let Some(vm_state) = vm_state {
                 vm_state.put(transaction, &mut l1).await?;
             }
-            let l1_offset = match l1.is_empty() {
-                true => 0,
-                false => transaction.put(words::bytes_of(&l1)).await?,
-            };
+            let l1_offset =
+                if l1.is_empty() { 0 } else { transaction.put(words::bytes_of(&l1)).await? };
             let facts = EntryFacts {
                 name: &new.name,
                 created: new.created,

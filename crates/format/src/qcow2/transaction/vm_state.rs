@@ -33,9 +33,9 @@ pub struct VmStateTables {
 /// How zeros are encoded that need no cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZeroEncoding {
-    /// By the zero flag of an entry.
+    /// The zero flag of an entry.
     ZeroFlag,
-    /// By no entry: there is no backing file.
+    /// No entry: there is no backing file.
     Unallocated,
     /// They are not.
     None,
@@ -102,8 +102,8 @@ impl<S: Storage> VmStates<'_, S> {
         VmStateTables::new(metadata.lock().tables.header(), metadata.size())
     }
 
-    /// Allocates one to `limit` clusters in a row. No table refers to them: they are to be
-    /// [reserved](VmStateTables::reserve) or [freed](Self::free_clusters).
+    /// Allocates one to `limit` clusters in a row. No table refers to them: the caller
+    /// [reserves](VmStateTables::reserve) or [frees](Self::free_clusters) them.
     ///
     /// # Errors
     /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a

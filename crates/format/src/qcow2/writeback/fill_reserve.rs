@@ -10,8 +10,8 @@ use crate::qcow2::tables::ReserveRequest;
 
 use super::Metadata;
 
-/// By how much the file is longer than needed: an eighth, but at least this many clusters, and at
-/// most so many bytes.
+/// Limits of the space ahead, by which the file is longer than needed: it is an eighth, but at
+/// least `MIN_AHEAD` clusters, and at most `MAX_AHEAD` bytes.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 1 << 30;
 
@@ -88,8 +88,7 @@ impl<S: Storage> Metadata<S> {
         let mut state = self.state.lock();
         let state = &mut *state;
         match outcome {
-            // A transaction that waits for the guard may take them: they are known to nobody from
-            // now on.
+            // A transaction that waits for the guard may take them: this task no longer knows them.
             Ok(()) if !state.tables.freeze.is_active() => {}
             Ok(()) => state.allocator.put_prepared(claimed),
             Err(_) => state.allocator.give_up_preparing(&mut state.tables, claimed),

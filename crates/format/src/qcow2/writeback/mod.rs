@@ -1,5 +1,5 @@
-//! Running steps, and bringing what they changed to the disk in the order that no crash makes
-//! wrong.
+//! Runs steps, and writes their changes to the disk in an order that is right after a crash at any
+//! point.
 //!
 //! The life of a writeback. One runs at a time; tasks that need one share it.
 //!

@@ -6,7 +6,7 @@
 //! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices alone carry FUA instead.
 //!
 //! A failed write of a table is recorded, and nothing that depends on it is written. One that
-//! failed for want of space changed nothing, and the next writeback tries again.
+//! failed with ENOSPC changed nothing, and the next writeback tries again.
 
 use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
 
@@ -16,7 +16,7 @@ use crate::qcow2::tables::{WritebackBatch, WritebackScope};
 
 use super::Metadata;
 
-/// Up to how many changes, and writes of a kind, are written by FUA rather than with a flush. Only
+/// The most changes, and writes of a kind, that are written by FUA rather than with a flush. Only
 /// one where FUA brings a flush with it.
 pub(super) const MAX_FUA_WRITES: usize = 3;
 

@@ -1,6 +1,6 @@
 //! Freeing clusters: writebacks that are run for it, lowering refcounts, and holes for the host.
 //!
-//! The life of a cluster on its way is told in `allocator/deferred_free`.
+//! `allocator/deferred_free` describes the life of a cluster on its way.
 
 use blockhouse_core::{ReadAfterDiscard, Result, Storage};
 use parking_lot::Mutex;

@@ -14,7 +14,7 @@ pub fn distinct<T: Copy + PartialEq>(table: &[T], hole: T, is_data: impl Fn(T) -
     (0..table.len()).map(entry).collect()
 }
 
-/// That a read of any part of an image is refused, because two of its blocks share data.
+/// Asserts that a read of any part of an image is refused, because two of its blocks share data.
 pub async fn assert_shared(format: &Format<SimDisk>) {
     for start in [0, format.size() - 512] {
         let range = ByteRange::between(start, start + 512);

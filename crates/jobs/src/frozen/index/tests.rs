@@ -19,8 +19,7 @@ fn blocks(range: ByteRange) -> Range<usize> {
     (range.offset() / BLOCK) as usize..range.end().div_ceil(BLOCK) as usize
 }
 
-/// The claim is what it is to be: the first blocks that are not saved, with others of their
-/// granules.
+/// Asserts that the claim is the first blocks that are not saved, with others of their granules.
 fn check_claim(
     model: &[Model],
     (wanted, claimed): (ByteRange, ByteRange),

@@ -30,7 +30,7 @@ pub enum Admission {
     Admitted,
     /// It waits.
     Waiting,
-    /// It is to be closed.
+    /// The caller closes it.
     Refused,
 }
 
@@ -128,35 +128,32 @@ impl AdmissionState {
         if !is_free && !self.may_wait(origin) {
             return None;
         }
-        let id = self.next_id;
-        self.next_id += 1;
-        let mut entry = Entry::new(id, stream.clone(), origin);
-        if is_free {
-            entry.admit();
-        }
-        self.entries.push(entry);
-        Some(id)
+        Some(self.push(stream, origin, is_free))
     }
 
     /// Takes a connection in that has done its handshake with another process, also beyond the
     /// limit. Its number; `None` when the server ends.
     pub fn enter_served(&mut self, stream: &Stream, origin: Origin) -> Option<u64> {
-        if self.is_draining {
-            return None;
-        }
+        (!self.is_draining).then(|| self.push(stream, origin, true))
+    }
+
+    fn push(&mut self, stream: &Stream, origin: Origin, is_admitted: bool) -> u64 {
         let id = self.next_id;
         self.next_id += 1;
         let mut entry = Entry::new(id, stream.clone(), origin);
-        entry.admit();
+        if is_admitted {
+            entry.admit();
+        }
         self.entries.push(entry);
-        Some(id)
+        id
     }
 
     /// A task begins to accept connections, or ends it.
     pub fn set_accepting(&mut self, accepts: bool) {
-        match accepts {
-            true => self.accepting += 1,
-            false => self.accepting -= 1,
+        if accepts {
+            self.accepting += 1
+        } else {
+            self.accepting -= 1
         }
         self.wake();
     }
@@ -230,10 +227,7 @@ impl AdmissionState {
     pub fn take_resumed(&mut self, id: u64) -> Option<Option<PausedSession>> {
         let is_over = self.pause != Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id)?;
-        match entry.is_ending() {
-            true => Some(None),
-            false => is_over.then(|| entry.take_paused()),
-        }
+        if entry.is_ending() { Some(None) } else { is_over.then(|| entry.take_paused()) }
     }
 
     /// How far the connection is with its admission.
@@ -292,7 +286,7 @@ impl AdmissionState {
         self.entries.iter().filter(|entry| which.contain(entry)).count()
     }
 
-    /// Who is at the other end of these connections.
+    /// The peers of these connections.
     pub fn peers(&self, which: Clients) -> Vec<Peer> {
         let entries = self.entries.iter().filter(|entry| which.contain(entry));
         entries.map(|entry| entry.origin().peer).collect()

@@ -46,7 +46,7 @@ pub struct Entry {
     phase: Phase,
     /// The export of its handshake.
     export: Option<ExportId>,
-    /// By what it was admitted, if it uses TLS; known when the handshake is over.
+    /// The credential that admitted it, if it uses TLS; known when the handshake is over.
     credential: Option<Arc<Credential>>,
 }
 
@@ -151,7 +151,7 @@ impl Entry {
         self.credential.is_some()
     }
 
-    /// By what it was admitted, if it uses TLS.
+    /// The credential that admitted it, if it uses TLS.
     pub fn credential(&self) -> Option<&Credential> {
         self.credential.as_deref()
     }

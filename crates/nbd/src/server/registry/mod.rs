@@ -25,9 +25,9 @@
 //! firewall, say who may connect: clients that must not keep one another out get sockets of their
 //! own.
 //!
-//! A connection that is told to end completes what it has in flight and sends the replies. While a
-//! client waits for its place, it has at most the time that [`Registry::new`] is given. Then it is
-//! disconnected, also when it goes on receiving: a slow receiver would stay past the time that a
+//! A connection that is asked to end completes its requests in flight and sends the replies. While
+//! a client waits for its place, it has at most the time that [`Registry::new`] is given. Then it
+//! is disconnected, also when it goes on receiving: a slow receiver would stay past the time that a
 //! client may wait.
 
 mod admission;
@@ -59,7 +59,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// A registry that admits `limit` connections at once, at least one. A connection that is told
+    /// A registry that admits `limit` connections at once, at least one. A connection that is asked
     /// to end for a client that waits is disconnected after `end_time`.
     pub fn new(limit: usize, end_time: Duration) -> Self {
         Self { state: Mutex::default(), limit: limit.max(1), end_time }
@@ -94,7 +94,8 @@ impl Registry {
         self.state.lock().may_accept()
     }
 
-    /// Whether no connection is to be accepted; otherwise the task is woken when that changes.
+    /// Whether the server accepts no more connections; otherwise the task is woken when that
+    /// changes.
     pub fn poll_accept_stopped(&self, context: &Context<'_>) -> bool {
         self.poll(context, |state| !state.may_accept()).is_ready()
     }
@@ -176,8 +177,8 @@ impl Registry {
         self.state.lock().disconnect_refused(admits)
     }
 
-    /// Waits until there are fewer of these connections than `limit`, no connection is to be
-    /// accepted, or `is_closed` says so after a [`wake`](Self::wake).
+    /// Waits until there are fewer of these connections than `limit`, the server accepts no more,
+    /// or `is_closed` says so after a [`wake`](Self::wake).
     pub async fn wait_fewer(&self, which: Clients, limit: usize, is_closed: impl Fn() -> bool) {
         poll_fn(|context| {
             let is_over = |state: &AdmissionState| {
@@ -193,7 +194,7 @@ impl Registry {
         self.state.lock().clients(which)
     }
 
-    /// Who is at the other end of these connections.
+    /// The peers of these connections.
     pub fn peers(&self, which: Clients) -> Vec<Peer> {
         self.state.lock().peers(which)
     }

@@ -60,7 +60,7 @@ impl Memory {
         self.0.bytes.lock().unwrap().clone()
     }
 
-    /// How many operations are under way, and how many at most were.
+    /// The operations in flight, and the most that were.
     pub fn running(&self) -> (usize, usize) {
         let Inner { running, most_running, .. } = &*self.0;
         (running.load(Ordering::Relaxed), most_running.load(Ordering::Relaxed))

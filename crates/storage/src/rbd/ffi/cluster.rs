@@ -30,7 +30,7 @@ impl Cluster {
     /// read; `defaults` where that leaves an option 0.
     ///
     /// # Errors
-    /// What failed, and the errno of librados.
+    /// The failure, and the errno of librados.
     pub(crate) fn connect(
         location: &RbdLocation,
         options: &[(&CStr, &CStr)],

@@ -1,4 +1,4 @@
-//! An open image: what blocks. `operation` has what does not.
+//! An open image: its blocking calls. `operation` has the others.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::io;
@@ -38,9 +38,9 @@ pub(crate) struct LockHolder {
 /// The first extent of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extent {
-    /// This many bytes are in objects that exist.
+    /// Bytes in objects that exist.
     Data(u64),
-    /// This many bytes are in no object, and read as zeros.
+    /// Bytes in no object, which read as zeros.
     Hole(u64),
 }
 
@@ -68,7 +68,7 @@ impl<W: Waiter> Image<W> {
     /// an image that is opened for writing is known to other clients.
     ///
     /// # Errors
-    /// What failed; ENOENT where there is no such image.
+    /// The failure; ENOENT where there is no such image.
     pub(crate) fn open(
         location: &RbdLocation,
         is_writable: bool,
@@ -280,9 +280,10 @@ impl Scan {
 
     fn first(&self) -> Extent {
         let start = self.range.offset();
-        match self.data_end > start {
-            true => Extent::Data(self.data_end.min(self.range.end()) - start),
-            false => Extent::Hole(self.hole_end - start),
+        if self.data_end > start {
+            Extent::Data(self.data_end.min(self.range.end()) - start)
+        } else {
+            Extent::Hole(self.hole_end - start)
         }
     }
 }

@@ -173,11 +173,10 @@ fn load(file: &str) -> Result<&'static Library, String> {
     let install = "install Ceph's client library (Debian: librbd1, Fedora: librbd1)";
     // The loader calls a file that it may not open missing. A process that cannot even ask is
     // confined.
-    let confined = match rustix::thread::no_new_privs().unwrap_or(true) {
-        true => {
-            "; a server in its sandbox cannot load it: start it with an image in Ceph, or with --sandbox off"
-        }
-        false => "",
+    let confined = if rustix::thread::no_new_privs().unwrap_or(true) {
+        "; a server in its sandbox cannot load it: start it with an image in Ceph, or with --sandbox off"
+    } else {
+        ""
     };
     let library =
         library.map_err(|error| format!("cannot load {file}: {error}; {install}{confined}"))?;

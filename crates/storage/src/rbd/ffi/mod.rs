@@ -3,8 +3,8 @@
 //!
 //! Guarantees:
 //! - [`Image`] is safe to use from any thread.
-//! - An operation in flight owns its memory until librbd has completed it, whatever becomes of its
-//!   caller, and an image is closed after its last operation.
+//! - An operation in flight owns its memory until librbd has completed it, also if its caller's
+//!   future is dropped, and an image is closed after its last operation.
 //! - No function of Ceph is called after what it works on was closed, and no panic crosses a
 //!   callback.
 

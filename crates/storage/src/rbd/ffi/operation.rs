@@ -1,7 +1,7 @@
-//! Operations: begun by any thread, completed by librbd, and taken out by whoever asks.
+//! Operations: begun by any thread, completed by librbd, and taken out by the caller.
 //!
 //! Guarantees: an operation's memory stays where it is until librbd has completed it; each waiter
-//! is told once.
+//! is woken once.
 
 use std::ffi::c_int;
 use std::io;

@@ -330,7 +330,7 @@ pub fn reply(mut stream: &UnixStream, request: u32) -> Vec<u8> {
     payload
 }
 
-/// A front-end that counts how often it is told of a new configuration.
+/// A front-end that counts the messages about a new configuration.
 #[derive(Default)]
 pub struct Listener(pub AtomicUsize);
 

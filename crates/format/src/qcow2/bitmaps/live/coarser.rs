@@ -3,7 +3,7 @@
 //! The bitmap becomes coarser as a whole, in the clusters that it has, and needs no more from then
 //! on. Each step is durable before the next one:
 //!
-//! 1. Changes that are to be recorded in it wait (`tracker/coarser`).
+//! 1. Records of changes in it wait (`tracker/coarser`).
 //! 2. It is marked as one that lacks changes. What a crash leaves until step 4 is that.
 //! 3. Its bits, its table and its entry in the directory are written in their places.
 //! 4. It is marked as one that records changes, and takes the place of the old one.
@@ -46,11 +46,11 @@ impl BitmapSet {
 }
 
 impl LiveBitmaps {
-    /// Records a change in a bitmap. Whether it is recorded: where another bitmap takes the place
-    /// of this one, that is to be asked.
+    /// Records a change in a bitmap. `false` where another bitmap takes the place of this one: the
+    /// caller asks that one.
     ///
     /// # Errors
-    /// What the storage answers: the change must not be made.
+    /// Errors of the storage: the change must not be made.
     pub(super) async fn record_in<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -80,7 +80,7 @@ impl LiveBitmaps {
     /// its place.
     ///
     /// # Errors
-    /// What the storage answers. The bitmap lacks changes where anything was changed.
+    /// Errors of the storage. The bitmap lacks changes where anything was changed.
     async fn coarsen<S: Storage>(
         &self,
         metadata: &Metadata<S>,

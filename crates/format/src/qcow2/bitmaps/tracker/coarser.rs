@@ -2,8 +2,7 @@
 //! its bits fit into the clusters that it has.
 //!
 //! Guarantee: no change is missing. From the moment on at which the bits are taken, no bit is set
-//! in the old bitmap, and no page of it is written: who records a change is told to ask the new
-//! one.
+//! in the old bitmap, and no page of it is written: a record of a change is sent to the new one.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -33,7 +32,7 @@ pub(in crate::qcow2::bitmaps) struct Coarser {
     pub(in crate::qcow2::bitmaps) table: Vec<BitsCluster>,
     /// Its bits and its table, which go to the places of those of the old one.
     pub(in crate::qcow2::bitmaps) writes: Vec<TableWrite>,
-    /// What the old one has and it does not need.
+    /// Clusters of the old bitmap that it does not need.
     pub(in crate::qcow2::bitmaps) free: Vec<ByteRange>,
 }
 
@@ -79,8 +78,8 @@ impl LiveBitmap {
         stored.collect()
     }
 
-    /// How many times as much each bit has to stand for, as a power of two, so that all bits fit
-    /// into so many clusters.
+    /// The factor by which each bit has to stand for more, as a power of two, so that all bits fit
+    /// into this number of clusters.
     fn shift_for(&self, clusters: u64) -> Option<u32> {
         let in_cluster = self.geometry.cluster_size() * 8;
         let mut shifts = 1..=MAX_GRANULARITY_BITS.saturating_sub(self.granularity_bits);
@@ -89,11 +88,11 @@ impl LiveBitmap {
 }
 
 impl Superseded<'_> {
-    /// What takes the bitmap's place, whose entry in the directory this is, of a disk of `size`
-    /// bytes; `None` where it has no cluster, or the bits are too many to be taken at once.
+    /// The bitmap that takes the place of the one with this entry in the directory, of a disk of
+    /// `size` bytes; `None` where it has no cluster, or the bits are too many to be taken at once.
     ///
     /// # Errors
-    /// What the storage answers.
+    /// Errors of the storage.
     pub(in crate::qcow2::bitmaps) async fn coarser<S: Storage>(
         &self,
         metadata: &Metadata<S>,

@@ -140,10 +140,7 @@ impl RedoLog {
     /// Blocked where there is no room for the records of one change, which the step that prepared
     /// it has promised: it waits for a writeback then.
     pub(crate) fn check_promised(&self) -> Step<()> {
-        match self.has_room(MAX_RECORDS_PER_CHANGE) {
-            true => Ok(()),
-            false => Err(Blocked::DirtyLimit),
-        }
+        if self.has_room(MAX_RECORDS_PER_CHANGE) { Ok(()) } else { Err(Blocked::DirtyLimit) }
     }
 
     fn has_room(&self, records: u64) -> bool {
@@ -201,8 +198,8 @@ impl RedoLog {
         }
     }
 
-    /// How many records a log has, whatever image it is of; 0 where the memory is none of this
-    /// version.
+    /// The number of records of a log, whatever image it is of; 0 where the memory is no log of
+    /// this version.
     pub(crate) fn count(memory: &dyn StateMemory) -> u64 {
         if memory.words() < FIRST_RECORD || memory.load(MAGIC_WORD) != MAGIC {
             return 0;

@@ -72,7 +72,7 @@ impl RedoRecord {
     /// From stored words.
     ///
     /// # Errors
-    /// What is wrong with them, in words.
+    /// The mistake in them, in words.
     pub(super) fn from_words(
         words: [u64; WORDS_PER_RECORD],
         geometry: Geometry,

@@ -1,4 +1,4 @@
-//! The ring, its records, and what they come to.
+//! The ring, its records, and the state that they add up to.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

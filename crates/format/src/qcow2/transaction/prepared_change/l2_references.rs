@@ -1,4 +1,4 @@
-//! What the entries of an L2 table refer to, and their COPIED flags.
+//! References of the entries of an L2 table, and their COPIED flags.
 //!
 //! A table is in whole slices. Long computing yields.
 

@@ -73,13 +73,13 @@ pub struct PreparedChange<'a, S: Storage> {
     space: Space<'a, S>,
     /// How many clusters are ready for what changes last.
     spare: u64,
-    /// After the change: what is to be freed.
+    /// After the change: the clusters to free.
     unreferenced: Option<Unreferenced<'a, S>>,
     /// One is prepared at a time.
     _alone: SemaphoreGuard<'a>,
 }
 
-/// What became of a preparation.
+/// The outcome of a preparation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Preparation {
     /// The change can be made.

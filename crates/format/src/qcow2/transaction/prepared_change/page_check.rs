@@ -39,10 +39,7 @@ pub(super) async fn check_new_pages<S: Storage>(
     for has_any in looks {
         counted += usize::from(has_any?);
     }
-    match counted * 2 < slices.len() {
-        true => Err(Halt::Implausible),
-        false => Ok(()),
-    }
+    if counted * 2 < slices.len() { Err(Halt::Implausible) } else { Ok(()) }
 }
 
 /// Whether any refcount of a slice is not 0.

@@ -1,4 +1,4 @@
-//! Which change of the snapshots is prepared, and what it does to the snapshot table.
+//! The change of the snapshots that is prepared, and its effect on the snapshot table.
 
 use blockhouse_core::Result;
 
@@ -15,12 +15,12 @@ pub enum SnapshotPlan {
     Delete(String),
 }
 
-/// What the copies are for.
+/// The purpose of the copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// What the active tables refer to has one reference more.
+    /// Clusters of the active tables have one reference more.
     Create,
-    /// What a snapshot's tables refer to has one reference less.
+    /// Clusters of a snapshot's tables have one reference less.
     Delete,
 }
 

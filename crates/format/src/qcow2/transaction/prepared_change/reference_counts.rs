@@ -109,8 +109,8 @@ impl ReferenceCounts {
         Some(self.last.get().1)
     }
 
-    /// This many references are left of a cluster that some were taken of. Of one without any that
-    /// is not known.
+    /// Sets the references that are left of a cluster that lost some. For a cluster that lost none
+    /// it is not known.
     pub(super) fn set_left(&mut self, cluster: u64, left: Left) {
         let Some(page) = self.find(cluster / self.in_page) else { return };
         let all = &mut self.pages[page].left;

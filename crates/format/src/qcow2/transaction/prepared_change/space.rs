@@ -44,7 +44,7 @@ impl From<Error> for Halt {
 pub(super) enum Run {
     /// The active L1 table.
     L1,
-    /// That of the snapshot.
+    /// The L1 table of the snapshot.
     SnapshotL1,
     SnapshotTable,
     RefcountTable,
@@ -68,17 +68,14 @@ impl<'a, S: Storage> Space<'a, S> {
         Self { metadata, spare: Vec::new(), used: BTreeSet::new(), runs, is_closed: false }
     }
 
-    /// The tables are frozen, or not any more.
+    /// Notes that the tables are frozen, or in use again.
     pub(super) fn set_closed(&mut self, is_closed: bool) {
         self.is_closed = is_closed;
     }
 
     /// Fails where this many clusters cannot be had now.
     pub(super) fn check_room(&self, count: usize) -> Result<(), Halt> {
-        match self.is_closed && self.spare.len() < count {
-            true => Err(Halt::NoSpare),
-            false => Ok(()),
-        }
+        if self.is_closed && self.spare.len() < count { Err(Halt::NoSpare) } else { Ok(()) }
     }
 
     /// A cluster; its offset.
@@ -144,9 +141,10 @@ impl<'a, S: Storage> Space<'a, S> {
     /// `NoSpare` where it takes another number of clusters.
     pub(super) fn run(&self, run: Run, bytes: u64) -> Result<Range<u64>, Halt> {
         let ready = self.runs[run as usize].clone();
-        match self.metadata.geometry().clusters_for(bytes) == ready.end - ready.start {
-            true => Ok(ready),
-            false => Err(Halt::NoSpare),
+        if self.metadata.geometry().clusters_for(bytes) == ready.end - ready.start {
+            Ok(ready)
+        } else {
+            Err(Halt::NoSpare)
         }
     }
 
@@ -166,8 +164,8 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(())
     }
 
-    /// Tables in what was taken are about to become the active ones: it is no longer given back.
-    /// What is left.
+    /// The tables in the taken clusters are about to become the active ones, so these are no longer
+    /// given back. Returns the clusters that are left.
     pub(super) fn leave(&mut self) -> Vec<u64> {
         self.used.clear();
         self.runs = std::array::from_fn(|_| 0..0);

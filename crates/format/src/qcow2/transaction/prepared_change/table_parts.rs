@@ -1,6 +1,6 @@
 //! Reading active tables while guests change them, and writing copies.
 //!
-//! What is read is complete if nothing changed meanwhile, and noted as changed otherwise
+//! A part that was read is complete if nothing changed meanwhile, and noted as changed otherwise
 //! (`tables/change_watch`).
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage};
@@ -23,7 +23,7 @@ pub(super) struct Part {
     pub(super) length: u64,
 }
 
-/// What becomes of the notes of changes.
+/// The use of the notes of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notes {
     /// They are taken back: what is read is copied.
@@ -59,9 +59,10 @@ pub(super) async fn look<S: Storage>(
         let in_memory: Vec<Option<Vec<u8>>> = offsets.map(look).collect();
         (in_memory, state.tables.is_new_table(table))
     };
-    let mut bytes = match is_new || in_memory.iter().all(Option::is_some) {
-        true => vec![0; part.length as usize],
-        false => read(metadata, part).await?,
+    let mut bytes = if is_new || in_memory.iter().all(Option::is_some) {
+        vec![0; part.length as usize]
+    } else {
+        read(metadata, part).await?
     };
     for (place, slice) in bytes.chunks_exact_mut(step).zip(in_memory) {
         if let Some(slice) = slice {

@@ -1,4 +1,4 @@
-//! The moment of a prepared change: what is left is copied, and the header switches.
+//! The moment of a prepared change: the rest is copied, and the header switches.
 
 use std::mem;
 use std::ops::Range;
@@ -28,7 +28,7 @@ struct NewMetadata {
     refcount_table: Vec<u64>,
     /// The one that is taken or deleted.
     snapshot: Snapshot,
-    /// What nothing refers to then.
+    /// Clusters without a reference then.
     replaced: Vec<DeferredFree>,
 }
 
@@ -73,7 +73,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         freeze.begin_switch();
         let wanted = made.header.clone();
         if let Err(error) = metadata.rewrite_header(|header| *header = wanted).await {
-            // Not even for want of space: it is unknown which header is on disk.
+            // Also after ENOSPC: it is unknown which header is on disk.
             metadata.writer().fail(&error);
             return Err(error);
         }
@@ -139,7 +139,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         (!free.clusters.is_empty()).then_some(free)
     }
 
-    /// This many bytes of tables are no longer needed.
+    /// The deferred free of a table of this many bytes.
     fn free(&self, offset: u64, bytes: u64) -> DeferredFree {
         let geometry = self.metadata.geometry();
         let first = geometry.cluster_of(offset);
@@ -158,7 +158,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(offset)
     }
 
-    /// What the new tables take the place of.
+    /// The clusters that the new tables take the place of.
     fn replaced(&self, header: &Header, blocks: &[u64], snapshots: u64) -> Vec<DeferredFree> {
         let geometry = self.metadata.geometry();
         let mut replaced = vec![self.free(header.l1_offset, u64::from(header.l1_entries) * 8)];
@@ -170,9 +170,10 @@ impl<S: Storage> PreparedChange<'_, S> {
         let whole = |offset| self.free(offset, geometry.cluster_size());
         let block = |index: u64| blocks.get(index as usize).copied();
         replaced.extend(self.refcounts.replaced().filter_map(block).map(whole));
-        replaced.extend(self.l2.replaced().map(|table| match table.is_copied() {
-            true => whole(table.offset),
-            false => {
+        replaced.extend(self.l2.replaced().map(|table| {
+            if table.is_copied() {
+                whole(table.offset)
+            } else {
                 let clusters = whole(table.offset).clusters;
                 DeferredFree { users: Users::Others, ..DeferredFree::of(clusters) }
             }

@@ -1,4 +1,4 @@
-//! What a snapshot that was deleted was the last to refer to: freed like everything else, while
+//! Clusters to which a deleted snapshot had the last reference: freed like everything else, while
 //! guests go on.
 //!
 //! Such clusters have a refcount of one in the new tables, and no reference: a crash leaks what is
