@@ -22,6 +22,7 @@ pub mod metrics;
 pub mod need;
 pub mod pki;
 pub mod qmp;
+pub mod qmp_schema;
 pub mod schema;
 mod scratch;
 mod server;

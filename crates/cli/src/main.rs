@@ -81,6 +81,7 @@ use blockhouse_daemon::control::{LACKS_CHANGES as LACKS_CHANGES_CODE, RpcError};
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use deferred::Deferred;
 use logging::{Delivery, LogFormat};
+use tracing::Level;
 use version::VERSION;
 
 /// Serve and manage the disk images of virtual machines.
@@ -225,7 +226,13 @@ fn main() -> ExitCode {
         _ => Delivery::Direct,
     };
     let is_verbose = arguments.verbose > 0;
-    logging::start(is_verbose, arguments.log_format, delivery);
+    let level = match arguments.command {
+        _ if is_verbose => Level::DEBUG,
+        // As QEMU's own, it tells nothing that goes well.
+        Command::QemuStorageDaemon(_) => Level::WARN,
+        _ => Level::INFO,
+    };
+    logging::start(level, arguments.log_format, delivery);
     if arguments.quiet {
         output::be_quiet();
     }

@@ -1,12 +1,17 @@
-//! Persistent dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or
-//! cleared.
+//! Dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
+//!
+//! Most are persistent: the image has them. Others are in memory ([`TransientBitmaps`]), of disks
+//! of any format, also read-only ones, and end with the disk. All have one list of names.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use blockhouse_core::sync::Condvar;
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
-use blockhouse_format::{Bitmap, BitmapAction, BitmapChange, BitmapExtent, Bitmaps, NewBitmap};
+use blockhouse_format::{
+    Bitmap, BitmapAction, BitmapChange as ImageChange, BitmapExtent, Bitmaps, NewBitmap,
+};
 use futures_util::future::join_all;
 use parking_lot::Mutex;
 
@@ -14,32 +19,90 @@ use crate::dirty_map::DirtyMap;
 use crate::disk::{Disk, QuiescedDisk};
 use crate::durability::FlushTracker;
 use crate::snapshots::Pause;
+use crate::transient_bitmaps::{TransientBitmaps, is_there};
 
 /// Extents that are looked at together, at least.
 const EXTENTS: usize = 4096;
+/// Bytes of memory for a copy of a bitmap that is merged into one in memory. A finer one is made
+/// coarser.
+const MAX_COPY: u64 = 16 << 20;
+
+/// A change of one bitmap, of several that are made together.
+#[derive(Clone)]
+pub enum BitmapChange {
+    /// It is added to the image without any change in it.
+    Add(NewBitmap),
+    /// It is added in memory.
+    AddTransient(NewBitmap),
+    /// It is changed.
+    Change {
+        /// Its name.
+        name: String,
+        /// What becomes of it.
+        action: BitmapAction,
+    },
+    /// It gets what another one of the disk has recorded.
+    Merge {
+        /// Its name.
+        name: String,
+        /// The name of the other one.
+        source: String,
+    },
+    /// It is in memory, and gets these changes.
+    MergeChanges {
+        /// Its name.
+        name: String,
+        /// What has changed.
+        changes: Arc<DirtyMap>,
+    },
+}
+
+impl BitmapChange {
+    /// The name of the bitmap that it changes.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Add(new) | Self::AddTransient(new) => &new.name,
+            Self::Change { name, .. }
+            | Self::Merge { name, .. }
+            | Self::MergeChanges { name, .. } => name,
+        }
+    }
+}
 
 impl<S: Storage> Disk<S> {
-    /// The disk's persistent bitmaps.
+    /// The disk's bitmaps.
     pub fn bitmaps(&self) -> DiskBitmaps<'_, S> {
         DiskBitmaps { disk: self }
     }
 }
 
-/// The persistent bitmaps of an open disk. Changes are durable when they return, and happen as a
-/// whole or not at all; the disk holds off other changes meanwhile.
+/// The bitmaps of an open disk. Changes are durable when they return, but for those of bitmaps in
+/// memory, and happen as a whole or not at all; the disk holds off other changes meanwhile.
 pub struct DiskBitmaps<'a, S: Storage> {
     disk: &'a Disk<S>,
 }
 
 impl<S: Storage> DiskBitmaps<'_, S> {
-    /// All bitmaps, in the order in which they were added; none where another program has changed
-    /// the disk without recording its changes in them.
+    /// All bitmaps: those of the image, and those in memory, each in the order in which they were
+    /// added; none of the image where another program has changed the disk without recording its
+    /// changes in them.
     ///
     /// # Errors
-    /// `Unsupported` for a format without bitmaps; `Corrupt` where the directory contradicts the
-    /// format.
+    /// `Unsupported` for a format without bitmaps, where none is in memory; `Corrupt` where the
+    /// directory contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
-        self.disk.begin_use().format().bitmaps()?.list().await
+        let transient = self.disk.transient_bitmaps.get();
+        let mut all = match self.disk.begin_use().format().bitmaps() {
+            Err(_) if !transient.is_empty() => Vec::new(),
+            bitmaps => bitmaps?.list().await?,
+        };
+        all.extend(transient.described());
+        Ok(all)
+    }
+
+    /// Whether the bitmap of this name is one in memory.
+    pub fn is_transient(&self, name: &str) -> bool {
+        self.disk.transient_bitmaps.get().has(name)
     }
 
     /// The records of the bitmap of this name for `range`: extents that follow each other, `max` at
@@ -56,6 +119,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         max: usize,
     ) -> Result<Vec<BitmapExtent>> {
         self.disk.image().check_inside(range)?;
+        if let Some(map) = self.disk.transient_bitmaps.get().map_of(name) {
+            return Ok(map.extents(range, max));
+        }
         self.disk.begin_use().format().bitmaps()?.extents(name, range, max).await
     }
 
@@ -105,7 +171,20 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// As [`Bitmaps::add`]; `ReadOnly`; `Unsupported`
     /// for a format without bitmaps. Nothing has changed then.
     pub async fn add(&self, new: &NewBitmap) -> Result<Pause> {
-        self.while_quiesced(async |bitmaps| bitmaps.add(new).await).await
+        self.while_quiesced(async |bitmaps| match self.is_transient(&new.name) {
+            true => Err(is_there(&new.name)),
+            false => bitmaps.add(new).await,
+        })
+        .await
+    }
+
+    /// Adds a bitmap in memory without any change in it.
+    ///
+    /// # Errors
+    /// `InvalidInput` as for [`add`](Self::add), or where its bits take too much memory. Nothing
+    /// has changed then.
+    pub async fn add_transient(&self, new: &NewBitmap) -> Result<Pause> {
+        self.change_at_once(BitmapChange::AddTransient(new.clone())).await
     }
 
     /// Changes the bitmap of this name.
@@ -114,6 +193,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// As [`add`](Self::add); `InvalidInput` where no bitmap has this name, or where it is
     /// inconsistent and `action` does not remove it.
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<Pause> {
+        if self.is_transient(name) {
+            return self.change_at_once(BitmapChange::Change { name: name.into(), action }).await;
+        }
         self.while_quiesced(async |bitmaps| bitmaps.change(name, action).await).await
     }
 
@@ -121,21 +203,127 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// is this disk, or one that nothing changes meanwhile.
     ///
     /// # Errors
-    /// As [`change`](Self::change); `InvalidInput` for disks of different sizes.
+    /// As [`change`](Self::change); `InvalidInput` for disks of different sizes; `Unsupported` to
+    /// merge one in memory into one of an image, or one of another disk into one in memory.
     pub async fn merge(&self, name: &str, source: &Disk<S>, source_name: &str) -> Result<Pause> {
+        let is_in_memory = self.is_transient(name) || source.bitmaps().is_transient(source_name);
+        if is_in_memory && std::ptr::eq(self.disk, source) {
+            let (name, source) = (name.to_owned(), source_name.to_owned());
+            return self.change_at_once(BitmapChange::Merge { name, source }).await;
+        }
+        if is_in_memory {
+            return Err(self.refuse_merge(name, source_name, "they are of two disks"));
+        }
         let source = source.format().bitmaps()?;
         self.while_quiesced(async |bitmaps| bitmaps.merge(name, &source, source_name).await).await
     }
 
-    /// Refuses a disk without bitmaps that can be changed, and writes what waits, so that a change
-    /// of them is quick. Before [`change_bitmaps`].
+    fn refuse_merge(&self, name: &str, source: &str, why: &str) -> Error {
+        let what = format!("the bitmap {source:?} cannot be merged into {name:?}: {why}");
+        Error::new(ErrorKind::Unsupported, what)
+            .on(self.disk.name())
+            .hint("merge both into a third one in memory")
+    }
+
+    /// Makes one change as [`change_bitmaps`] does.
+    async fn change_at_once(&self, change: BitmapChange) -> Result<Pause> {
+        let changes = [change];
+        self.prepare(&changes).await?;
+        let began = Instant::now();
+        let quiesced = self.disk.quiesced().await?;
+        change_bitmaps(&[(&quiesced, &changes[..])]).await?;
+        Ok(Pause { length: began.elapsed() })
+    }
+
+    /// Refuses changes of bitmaps of an image that has none or cannot be changed, and writes what
+    /// waits, so that they are quick. Before [`change_bitmaps`].
     ///
     /// # Errors
     /// As [`add`](Self::add).
-    pub async fn prepare(&self) -> Result<()> {
+    pub async fn prepare(&self, changes: &[BitmapChange]) -> Result<()> {
+        let in_memory = |name: &str| self.is_transient(name) || adds_transient(changes, name);
+        let is_transient = |change: &BitmapChange| {
+            !matches!(change, BitmapChange::Add(_)) && in_memory(change.name())
+        };
+        match changes.iter().all(is_transient) {
+            true => Ok(()),
+            false => self.prepare_image().await,
+        }
+    }
+
+    async fn prepare_image(&self) -> Result<()> {
         self.disk.check_access(0)?;
         self.disk.format().bitmaps()?;
         self.disk.begin_use().format().flush(SyncMode::Data).await
+    }
+
+    /// The changes that the image's bitmaps get, and the bitmaps in memory as they are after all
+    /// changes. The disk is quiesced.
+    async fn divide(
+        &self,
+        changes: &[BitmapChange],
+    ) -> Result<(Vec<ImageChange>, TransientBitmaps)> {
+        let mut of_image: Vec<&BitmapChange> = Vec::new();
+        let mut transient = self.disk.transient_bitmaps.get();
+        let (size, cluster) = (self.disk.size(), self.disk.image().cluster_size());
+        for change in changes {
+            let is_in_memory = transient.has(change.name());
+            match change {
+                BitmapChange::Add(new) if is_in_memory => return Err(is_there(&new.name)),
+                BitmapChange::AddTransient(new) => {
+                    if self.image_has(&new.name, &of_image).await? {
+                        return Err(is_there(&new.name));
+                    }
+                    transient
+                        .add(new, size, cluster)
+                        .map_err(|error| error.on(self.disk.name()))?;
+                }
+                BitmapChange::Change { name, action } if is_in_memory => {
+                    transient.change(name, *action)?;
+                }
+                BitmapChange::Merge { name, source } => {
+                    let from = transient.map_of(source).cloned();
+                    match (from, is_in_memory) {
+                        (Some(from), true) => transient.merge(name, &from)?,
+                        (Some(_), false) => {
+                            return Err(self.refuse_merge(name, source, "that one is stored"));
+                        }
+                        (None, true) if of_image.iter().any(|other| other.name() == source) => {
+                            let why = "it changes at the same moment";
+                            return Err(self.refuse_merge(name, source, why));
+                        }
+                        (None, true) => {
+                            let least = DirtyMap::min_granularity(size, MAX_COPY);
+                            transient.merge(name, &self.copy(source, least).await?)?;
+                        }
+                        (None, false) => of_image.push(change),
+                    }
+                }
+                BitmapChange::MergeChanges { name, changes } if is_in_memory => {
+                    transient.merge(name, changes)?;
+                }
+                BitmapChange::MergeChanges { name, .. } => {
+                    return Err(self.refuse_merge(name, "of another disk", "that one is stored"));
+                }
+                change => of_image.push(change),
+            }
+        }
+        Ok((of_image.into_iter().filter_map(of_an_image).collect(), transient))
+    }
+
+    /// Whether the image has a bitmap of this name after some changes.
+    async fn image_has(&self, name: &str, changes: &[&BitmapChange]) -> Result<bool> {
+        if let Some(last) = changes.iter().rev().find(|change| change.name() == name) {
+            let removes = BitmapAction::Remove;
+            let is_removed =
+                matches!(last, BitmapChange::Change { action, .. } if *action == removes);
+            return Ok(!is_removed);
+        }
+        match self.disk.format().bitmaps() {
+            Ok(bitmaps) => Ok(bitmaps.list().await?.iter().any(|bitmap| bitmap.name == name)),
+            // It has none.
+            Err(_) => Ok(false),
+        }
     }
 
     /// Runs a change of the bitmaps while the guest's changes are held off.
@@ -143,7 +331,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         &self,
         change: impl AsyncFnOnce(&Bitmaps<'_, FlushTracker<S>>) -> Result<()>,
     ) -> Result<Pause> {
-        self.prepare().await?;
+        self.prepare_image().await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
         // It may have become read-only meanwhile, or another image have taken the place of this
@@ -165,11 +353,20 @@ pub async fn change_bitmaps<S: Storage>(
     let meeting = Meeting { of: all.len(), ..Meeting::default() };
     let change = async |(disk, changes): &(&QuiescedDisk<'_, S>, &[BitmapChange])| {
         let made = async {
-            // It may have become read-only meanwhile, or another image have taken the place of this
-            // one.
-            disk.disk().check_access(0)?;
-            let bitmaps = disk.disk().format().bitmaps()?;
-            bitmaps.change_all(changes, async || meeting.arrive().await).await
+            let disk = disk.disk();
+            let (of_image, transient) = disk.bitmaps().divide(changes).await?;
+            match of_image.is_empty() {
+                true => meeting.arrive().await?,
+                false => {
+                    // It may have become read-only meanwhile, or another image have taken the place
+                    // of this one.
+                    disk.check_access(0)?;
+                    let bitmaps = disk.format().bitmaps()?;
+                    bitmaps.change_all(&of_image, async || meeting.arrive().await).await?;
+                }
+            }
+            disk.transient_bitmaps.set(transient, &disk.observers);
+            Ok(())
         };
         if let Err(error) = made.await {
             meeting.fail(error);
@@ -184,6 +381,24 @@ pub async fn change_bitmaps<S: Storage>(
         }
         Some(error) => Err(error),
     }
+}
+
+/// Whether one of these changes adds a bitmap of this name in memory.
+fn adds_transient(changes: &[BitmapChange], name: &str) -> bool {
+    changes.iter().any(|change| match change {
+        BitmapChange::AddTransient(new) => new.name == name,
+        _ => false,
+    })
+}
+
+/// The change of an image.
+fn of_an_image(change: &BitmapChange) -> Option<ImageChange> {
+    Some(match change.clone() {
+        BitmapChange::Add(new) => ImageChange::Add(new),
+        BitmapChange::AddTransient(_) | BitmapChange::MergeChanges { .. } => return None,
+        BitmapChange::Change { name, action } => ImageChange::Change { name, action },
+        BitmapChange::Merge { name, source } => ImageChange::Merge { name, source },
+    })
 }
 
 /// Where the changes of several images wait for each other before they become effective.

@@ -8,6 +8,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result};
+use blockhouse_format::BitmapExtent;
 
 /// Granules in one word.
 const WORD: u64 = 64;
@@ -136,6 +137,31 @@ impl DirtyMap {
         let range = self.next(offset, limit)?;
         self.clear(range);
         Some(range)
+    }
+
+    /// What is dirty of `range`, as a bitmap tells it: extents that follow each other, `max` at
+    /// least unless there are fewer.
+    pub fn extents(&self, range: ByteRange, max: usize) -> Vec<BitmapExtent> {
+        let mut extents = Vec::new();
+        let mut rest = range;
+        while !rest.is_empty() && extents.len() < max {
+            let run = self.next(rest.offset(), u64::MAX);
+            let start = run.map_or(rest.end(), |run| run.offset().clamp(rest.offset(), rest.end()));
+            let (is_dirty, end) = match run {
+                Some(run) if start == rest.offset() => (true, run.end().min(rest.end())),
+                _ => (false, start),
+            };
+            let length = end - rest.offset();
+            extents.push(BitmapExtent { length, is_dirty });
+            rest = rest.skip(length);
+        }
+        extents
+    }
+
+    /// The bits, 64 granules in a word, the first one its lowest bit; a word at least.
+    pub fn words(&self) -> impl Iterator<Item = u64> {
+        let none = self.words.is_empty().then_some(0);
+        self.words.iter().map(|word| word.load(Ordering::SeqCst)).chain(none)
     }
 
     fn granules(&self) -> u64 {
@@ -274,6 +300,23 @@ mod tests {
         for (count, seen) in counts.iter().zip(&seen) {
             assert_eq!(count.load(Ordering::Relaxed), seen.load(Ordering::Relaxed));
         }
+    }
+
+    #[test]
+    fn it_is_told_in_extents_of_a_range() {
+        let dirty = DirtyMap::new(100 << 10, 4096).expect("memory");
+        dirty.mark(ByteRange::between(8192, 20000));
+        dirty.mark(ByteRange::between(99 << 10, 100 << 10));
+        let told = |start, end, max| {
+            let extents = dirty.extents(ByteRange::between(start, end), max).into_iter();
+            extents.map(|one| (one.length, one.is_dirty)).collect::<Vec<_>>()
+        };
+        let all = [(8192, false), (12288, true), (77824, false), (4096, true)];
+        assert_eq!(told(0, 100 << 10, 9), all);
+        assert_eq!(told(0, 100 << 10, 2), all[..2]);
+        assert_eq!(told(9000, 9100, 9), [(100, true)]);
+        assert_eq!(told(20480, 98304, 9), [(77824, false)]);
+        assert_eq!(told(0, 0, 9), []);
     }
 
     #[test]

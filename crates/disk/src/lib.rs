@@ -69,14 +69,15 @@ mod state;
 mod stats;
 mod throttle;
 mod tools;
+mod transient_bitmaps;
 mod vm_state;
 mod write;
 
-pub use bitmaps::{DiskBitmaps, change_bitmaps};
+pub use bitmaps::{BitmapChange, DiskBitmaps, change_bitmaps};
 pub use blockhouse_format::qcow2::{BitmapLoss, CreateOptions, Switch, Version};
 pub use blockhouse_format::{
-    Amendments, Backing, Bitmap, BitmapAction, BitmapChange, BitmapExtent, CacheCounts,
-    CheckReport, Compression, DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,
+    Amendments, Backing, Bitmap, BitmapAction, BitmapExtent, CacheCounts, CheckReport, Compression,
+    DataFile, Features, ImageFormat, NewBitmap, Replay, Snapshot,
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{

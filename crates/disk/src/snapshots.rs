@@ -187,8 +187,16 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` when there is no such snapshot.
     pub async fn apply(&self, name: &str) -> Result<Pause> {
-        let applied = self.while_quiesced(async |snapshots| snapshots.apply(name).await).await?;
-        Ok(applied.1)
+        let apply = async |snapshots: &Snapshots<'_, _>| {
+            snapshots.apply(name).await?;
+            // Without memory they are gone.
+            let size = self.disk.size();
+            let bitmaps = self.disk.transient_bitmaps.get().resized(size).unwrap_or_default();
+            bitmaps.mark(ByteRange::between(0, size));
+            self.disk.transient_bitmaps.set(bitmaps, &self.disk.observers);
+            Ok(())
+        };
+        Ok(self.while_quiesced(apply).await?.1)
     }
 
     /// Deletes a snapshot; durable when it returns.

@@ -70,7 +70,7 @@ fn seconds() -> Duration {
 }
 
 /// Writes and reads back until `stop`. Any error is a failure.
-fn verify(address: &Address, region: u64, stop: &AtomicBool) -> u64 {
+pub(crate) fn verify(address: &Address, region: u64, stop: &AtomicBool) -> u64 {
     let mut client = Client::open(address);
     let mut count = 0_u64;
     while !stop.load(Ordering::SeqCst) {
@@ -83,7 +83,8 @@ fn verify(address: &Address, region: u64, stop: &AtomicBool) -> u64 {
     count
 }
 
-fn descriptors(server: &Server) -> usize {
+/// How many descriptors a server has.
+pub(crate) fn descriptors(server: &Server) -> usize {
     let folder = format!("/proc/{}/fd", server.pid().as_raw_nonzero());
     std::fs::read_dir(folder).expect("the server runs").count()
 }

@@ -213,7 +213,8 @@ fn bitmaps_come_and_go_while_a_disk_is_written() {
     assert!(added["pause-us"].as_u64().is_some(), "{added}");
     write("1M");
     let expected = json!({
-        "name": "new", "granularity": 4096, "recording": true, "inconsistent": false, "busy": false, "count": 65536,
+        "name": "new", "granularity": 4096, "recording": true, "persistent": true, "inconsistent": false, "busy": false,
+        "count": 65536,
     });
     assert_eq!(count(&mut control, "new"), expected);
     assert_eq!(count(&mut control, "old")["count"], 131_072);

@@ -93,15 +93,21 @@ impl Rig {
         nodes.map(|node| node["node-name"].as_str().expect("a name").to_owned()).collect()
     }
 
-    /// The bitmaps of a node: names, and how many bytes they say.
     fn bitmaps(&mut self, node: &str) -> Vec<(String, u64)> {
-        let nodes = self.qmp.get("query-named-block-nodes", json!({}));
-        let mut nodes = nodes.as_array().expect("a list").iter();
-        let node = nodes.find(|one| one["node-name"] == node).expect("it is there");
-        let bitmaps = node["dirty-bitmaps"].as_array().into_iter().flatten();
-        let text = |bitmap: &Value| bitmap["name"].as_str().expect("a name").to_owned();
-        bitmaps.map(|one| (text(one), one["count"].as_u64().expect("a number"))).collect()
+        bitmaps(&mut self.qmp, node)
     }
+}
+
+/// The bitmaps of a node: names, and how many bytes each says.
+pub(crate) fn bitmaps(qmp: &mut Qmp, node: &str) -> Vec<(String, u64)> {
+    let nodes = qmp.get("query-named-block-nodes", json!({}));
+    let mut nodes = nodes.as_array().expect("a list").iter();
+    let node = nodes.find(|one| one["node-name"] == node).expect("it is there");
+    let told = node["dirty-bitmaps"].as_array().into_iter().flatten().map(|bitmap| {
+        let name = bitmap["name"].as_str().expect("a name").to_owned();
+        (name, bitmap["count"].as_u64().expect("a number"))
+    });
+    told.collect()
 }
 
 fn action(kind: &str, data: Value) -> Value {

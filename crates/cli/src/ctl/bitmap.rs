@@ -1,4 +1,4 @@
-//! `ctl SOCKET bitmap`: the persistent bitmaps of a served disk.
+//! `ctl SOCKET bitmap`: the bitmaps of a served disk.
 
 use serde_json::{Value, json};
 
@@ -18,6 +18,10 @@ pub(super) enum BitmapAction {
         disk: String,
         #[command(flatten)]
         new: NewBitmapArgs,
+        /// Have it in memory alone, of a disk of any format. It is gone when the disk is closed or
+        /// the server is upgraded.
+        #[arg(long)]
+        transient: bool,
     },
     /// Remove a bitmap.
     Remove(Named),
@@ -58,9 +62,13 @@ impl BitmapAction {
     pub(super) fn request(self) -> (&'static str, Value) {
         match self {
             Self::List { disk } => ("bitmap.list", json!({ "disk": disk })),
-            Self::Add { disk, new: NewBitmapArgs { name, granularity, disabled } } => {
+            Self::Add { disk, new: NewBitmapArgs { name, granularity, disabled }, transient } => {
                 let mut params = json!({ "disk": disk, "name": name, "disabled": disabled });
-                add_given(&mut params, [("granularity", granularity.map(Value::from))]);
+                let transient = transient.then_some(Value::Bool(true));
+                add_given(
+                    &mut params,
+                    [("granularity", granularity.map(Value::from)), ("transient", transient)],
+                );
                 ("bitmap.add", params)
             }
             Self::Remove(named) => ("bitmap.remove", named.params()),

@@ -21,7 +21,6 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use tracing::Level;
-use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::MakeWriter;
 
 use journal::Journal;
@@ -55,8 +54,8 @@ pub enum LogFormat {
     Json,
 }
 
-/// Starts the log of this process.
-pub fn start(verbose: bool, format: LogFormat, delivery: Delivery) {
+/// Starts the log of this process: of what is at least as severe as `level`.
+pub fn start(level: Level, format: LogFormat, delivery: Delivery) {
     let limit = RateLimit::shared();
     let format = match (format, delivery) {
         (LogFormat::Json, _) => LineFormat::Json,
@@ -68,7 +67,6 @@ pub fn start(verbose: bool, format: LogFormat, delivery: Delivery) {
         Delivery::Queued => start_queue(format, limit),
     };
     let _ = FORMAT.set(format);
-    let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::INFO };
     tracing_subscriber::fmt()
         .with_max_level(level)
         .event_format(rate::Limited::new(format, limit))

@@ -31,11 +31,15 @@ pub struct BitmapAddParams {
     /// Whether nothing is recorded in it before it is enabled.
     #[serde(default)]
     pub disabled: bool,
+    /// Whether it is in memory alone: of any format, and gone when the disk is closed or the server
+    /// is upgraded.
+    #[serde(default)]
+    pub transient: bool,
 }
 
-/// A bitmap that gets the changes of another one of the same disk.
+/// A bitmap that gets the changes of another one.
 #[derive(Debug, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct BitmapMergeParams {
     /// The name of the disk.
     pub disk: String,
@@ -43,6 +47,9 @@ pub struct BitmapMergeParams {
     pub name: String,
     /// The bitmap that has them.
     pub source: String,
+    /// The disk of that, if it is another one: then the bitmap that gets them is in memory.
+    #[serde(default)]
+    pub source_disk: Option<String>,
 }
 
 /// A bitmap, with the keys of QEMU's `query-block`.
@@ -55,6 +62,8 @@ pub struct BitmapInfo {
     pub granularity: u64,
     /// Whether changes are recorded in it.
     pub recording: bool,
+    /// Whether it is in the image, and not in memory alone.
+    pub persistent: bool,
     /// Whether it lacks changes that another program has made, or that could not be recorded: it
     /// can only be removed.
     pub inconsistent: bool,
@@ -72,10 +81,20 @@ pub struct BitmapInfo {
 impl BitmapInfo {
     /// The description of a bitmap.
     pub(super) fn new(bitmap: Bitmap, busy: bool, count: Option<u64>) -> Self {
-        let Bitmap { name, granularity, is_enabled, is_inconsistent, lacks_since, .. } = bitmap;
+        let Bitmap { name, granularity, lacks_since, .. } = bitmap;
+        let Bitmap { is_enabled, is_persistent: persistent, is_inconsistent, .. } = bitmap;
         let recording = is_enabled && !is_inconsistent;
         let lacks_changes_since = lacks_since.map(|since| since.as_secs());
         let inconsistent = is_inconsistent;
-        Self { name, granularity, recording, inconsistent, lacks_changes_since, busy, count }
+        Self {
+            name,
+            granularity,
+            recording,
+            persistent,
+            inconsistent,
+            lacks_changes_since,
+            busy,
+            count,
+        }
     }
 }

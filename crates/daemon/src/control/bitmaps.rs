@@ -9,6 +9,7 @@ use super::outcome::{Outcome, params, result, unknown};
 use super::pause_log::log;
 use crate::running::recording::make_room_for_bitmaps;
 use crate::running::recording::take_room_back;
+use crate::running::transactions::{PartChange, transact};
 use crate::running::{Running, RunningDisk};
 
 /// Carries a request out that is about bitmaps.
@@ -20,11 +21,18 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             result(list(&claimed.disk).await?)
         }
         "bitmap.add" => {
-            let BitmapAddParams { disk, name, granularity, disabled } = params(given)?;
+            let BitmapAddParams { disk, name, granularity, disabled, transient } = params(given)?;
             let claimed = running.claim_disk(&disk).await?;
             let new = NewBitmap { name, granularity, is_enabled: !disabled };
-            let before = make_room_for_bitmaps(running, &claimed.disk).await?;
-            let added = claimed.disk.disk.bitmaps().add(&new).await;
+            let bitmaps = claimed.disk.disk.bitmaps();
+            let before = match transient {
+                true => None,
+                false => make_room_for_bitmaps(running, &claimed.disk).await?,
+            };
+            let added = match transient {
+                true => bitmaps.add_transient(&new).await,
+                false => bitmaps.add(&new).await,
+            };
             if added.is_err() && before.is_some() {
                 take_room_back(running, &claimed.disk).await;
             }
@@ -38,7 +46,12 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
         "bitmap.enable" => change(running, params(given)?, BitmapAction::Enable).await,
         "bitmap.disable" => change(running, params(given)?, BitmapAction::Disable).await,
         "bitmap.merge" => {
-            let BitmapMergeParams { disk, name, source } = params(given)?;
+            let BitmapMergeParams { disk, name, source, source_disk } = params(given)?;
+            if let Some(from) = source_disk.filter(|other| *other != disk) {
+                let change = PartChange::MergeFrom { name, disk: from, source };
+                let pause = transact(running, vec![(disk, change)], Vec::new()).await?;
+                return result(PauseResult { pause_us: pause.as_micros() as u64 });
+            }
             let claimed = running.claim_disk(&disk).await?;
             let disk = &claimed.disk.disk;
             let merged = disk.bitmaps().merge(&name, disk, &source).await;

@@ -25,6 +25,7 @@ use super::rpc::Failure;
 use super::snapshots::{delete_snapshot, take_snapshot};
 use super::{backups, bitmaps, forks, images, jobs, transactions};
 use crate::events::Event;
+use crate::running::images::name_backing;
 use crate::running::reload;
 use crate::running::reload::Reloaded;
 use crate::running::room::{set_threshold, set_write_threshold};
@@ -54,7 +55,8 @@ pub(crate) async fn call(
             result(Done {})
         }
         "disk.set" => {
-            let DiskSetParams { disk, read_only, threshold, write_threshold } = params(given)?;
+            let DiskSetParams { disk, read_only, threshold, write_threshold, backing_file } =
+                params(given)?;
             let threshold = threshold.map(|text| threshold_of(&text)).transpose()?;
             if let Some(read_only) = read_only {
                 let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
@@ -66,6 +68,9 @@ pub(crate) async fn call(
             if let Some(threshold) = write_threshold {
                 let threshold = Some(threshold).filter(|&threshold| threshold > 0);
                 set_write_threshold(running, &disk, threshold).await?;
+            }
+            if let Some(name) = backing_file {
+                name_backing(running, &disk, &name).await?;
             }
             result(Done {})
         }
@@ -95,11 +100,12 @@ pub(crate) async fn call(
         "disk.rollback" => forks::roll_back(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
-            let ExportAddParams { disk, export, read_only, bitmaps } = params(given)?;
+            let ExportAddParams { disk, export, read_only, bitmaps, bitmaps_of } = params(given)?;
             let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
             let address = address(&export)?;
-            let export = running.add_export(&disk, address, access, &bitmaps).await?.to_string();
-            result(ExportParams { export })
+            let bitmaps = (&bitmaps[..], bitmaps_of.as_deref());
+            let export = running.add_export(&disk, address, access, bitmaps).await?;
+            result(ExportParams { export: export.to_string() })
         }
         "export.remove" => {
             let ExportParams { export } = params(given)?;

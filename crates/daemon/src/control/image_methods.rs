@@ -26,6 +26,12 @@ pub struct ImageCreateParams {
     pub backing: Option<String>,
     /// The format of the backing file, which has to be told with it.
     pub backing_format: Option<String>,
+    /// Of qcow2, the file or device that has the guest's data, which is there already: an absolute
+    /// path. What is in it stays where it is the raw disk, and is lost otherwise.
+    pub data_file: Option<PathBuf>,
+    /// Whether the data file is the raw disk.
+    #[serde(default)]
+    pub data_file_raw: bool,
     /// Of qcow2, bytes of a cluster: a power of two from 512 to 2 MiB. Left out: 64 KiB.
     #[serde(default, deserialize_with = "some_size")]
     #[schemars(with = "Option<Size>")]

@@ -1,7 +1,7 @@
 //! The method of new images.
 
 use blockhouse_config::text_fields::check_absolute;
-use blockhouse_disk::{Backing, CreateOptions, ImageFormat};
+use blockhouse_disk::{Backing, CreateOptions, DataFile, ImageFormat};
 
 use super::image_methods::ImageCreateParams;
 use super::methods::Done;
@@ -33,7 +33,8 @@ fn check_plain(given: &ImageCreateParams) -> Result<(), Failure> {
         || given.refcount_bits.is_some()
         || given.compression.is_some()
         || given.extended_l2
-        || given.lazy_refcounts;
+        || given.lazy_refcounts
+        || given.data_file.is_some();
     match has_options {
         true => Err(invalid("a raw image has only a size: leave the options of qcow2 out".into())),
         false => Ok(()),
@@ -49,6 +50,12 @@ fn options(given: &ImageCreateParams) -> Result<CreateOptions, Failure> {
         (None, None) => None,
         _ => return Err(invalid("backing and backing-format need each other".into())),
     };
+    given.data_file.iter().try_for_each(|path| check_absolute(path)).map_err(invalid)?;
+    let raw = given.data_file_raw.into();
+    let data_file = given
+        .data_file
+        .as_ref()
+        .map(|path| DataFile { name: path.as_os_str().as_encoded_bytes().to_vec(), raw });
     Ok(CreateOptions {
         cluster_size: given.cluster_size.unwrap_or(usual.cluster_size),
         refcount_bits: given.refcount_bits.unwrap_or(usual.refcount_bits),
@@ -56,6 +63,7 @@ fn options(given: &ImageCreateParams) -> Result<CreateOptions, Failure> {
         extended_l2: given.extended_l2.into(),
         compression: given.compression.unwrap_or_default(),
         backing,
+        data_file,
         ..usual
     })
 }

@@ -140,6 +140,9 @@ pub struct DiskSetParams {
     /// How many bytes of its file or device a qcow2 image may use before that is told, once; 0 for
     /// any number. Left out: as it is.
     pub write_threshold: Option<u64>,
+    /// What its image calls its backing file from now on, for who opens it anew: of this server
+    /// nothing changes. Left out: as it is.
+    pub backing_file: Option<String>,
 }
 
 /// A new size.
@@ -191,6 +194,9 @@ pub struct ExportAddParams {
     /// ask what has changed. They may say that more has.
     #[serde(default)]
     pub bitmaps: Vec<String>,
+    /// The disk that has these bitmaps, if it is another one of the same size.
+    #[serde(default)]
+    pub bitmaps_of: Option<String>,
 }
 
 /// An export.

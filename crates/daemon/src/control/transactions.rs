@@ -13,7 +13,7 @@ use super::rpc::Failure;
 use super::transaction_methods::{BackupPartParams, BitmapChangeParams, TransactionParams};
 use crate::jobs::JobSetup;
 use crate::running::Running;
-use crate::running::transactions::{self, BackupKind, BackupPart};
+use crate::running::transactions::{self, BackupKind, BackupPart, PartChange};
 
 /// Changes bitmaps, and begins backups, at one moment.
 pub(super) async fn transact(running: &Running, given: TransactionParams) -> Outcome {
@@ -55,19 +55,33 @@ fn backup(given: BackupPartParams) -> Result<BackupPart, Failure> {
 }
 
 /// The disk, and what is changed of it.
-fn change(given: BitmapChangeParams) -> (String, BitmapChange) {
+fn change(given: BitmapChangeParams) -> (String, PartChange) {
+    let own = |(disk, change)| (disk, PartChange::Own(change));
     let changed =
-        |BitmapParams { disk, name }, action| (disk, BitmapChange::Change { name, action });
+        |BitmapParams { disk, name }, action| own((disk, BitmapChange::Change { name, action }));
     match given {
-        BitmapChangeParams::Add(BitmapAddParams { disk, name, granularity, disabled }) => {
-            (disk, BitmapChange::Add(NewBitmap { name, granularity, is_enabled: !disabled }))
+        BitmapChangeParams::Add(BitmapAddParams {
+            disk,
+            name,
+            granularity,
+            disabled,
+            transient,
+        }) => {
+            let new = NewBitmap { name, granularity, is_enabled: !disabled };
+            match transient {
+                true => own((disk, BitmapChange::AddTransient(new))),
+                false => own((disk, BitmapChange::Add(new))),
+            }
         }
         BitmapChangeParams::Remove(bitmap) => changed(bitmap, BitmapAction::Remove),
         BitmapChangeParams::Clear(bitmap) => changed(bitmap, BitmapAction::Clear),
         BitmapChangeParams::Enable(bitmap) => changed(bitmap, BitmapAction::Enable),
         BitmapChangeParams::Disable(bitmap) => changed(bitmap, BitmapAction::Disable),
-        BitmapChangeParams::Merge(BitmapMergeParams { disk, name, source }) => {
-            (disk, BitmapChange::Merge { name, source })
+        BitmapChangeParams::Merge(BitmapMergeParams { disk, name, source, source_disk }) => {
+            match source_disk.filter(|other| *other != disk) {
+                Some(from) => (disk, PartChange::MergeFrom { name, disk: from, source }),
+                None => own((disk, BitmapChange::Merge { name, source })),
+            }
         }
     }
 }

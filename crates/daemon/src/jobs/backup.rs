@@ -123,7 +123,7 @@ async fn sync(disk: &ImageDisk, bitmap: CopiedBitmap, end: JobEnd) -> JobEnd {
     let name = bitmap.name.clone();
     let changes = bitmap.changes_at(&end);
     let changed = async {
-        disk.bitmaps().prepare().await?;
+        disk.bitmaps().prepare(&changes).await?;
         let quiesced = disk.quiesced().await?;
         change_bitmaps(&[(&quiesced, &changes[..])]).await
     };

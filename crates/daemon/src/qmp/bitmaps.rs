@@ -1,9 +1,11 @@
-//! Dirty bitmaps. All are persistent here, so one that is to end with the process is refused.
+//! Dirty bitmaps: those of images, and those in memory, which are what QEMU adds unless it is told
+//! that they are persistent.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use super::arguments::Arguments;
 use super::context::Context;
@@ -34,9 +36,25 @@ pub(super) async fn disable(context: &Rc<Context>, given: Arguments) -> Returned
     change(context, given, "disable").await
 }
 
-/// `block-dirty-bitmap-merge`: of bitmaps of the same disk.
+/// `block-dirty-bitmap-merge`: of bitmaps of the same disk, or of any into one in memory.
 pub(super) async fn merge(context: &Rc<Context>, given: Arguments) -> Returned {
     change(context, given, "merge").await
+}
+
+/// `x-debug-block-dirty-bitmap-sha256`: of the bits as QEMU has them in memory, 64 in a word.
+pub(super) async fn digest(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let (node, name) = (given.text("node")?, given.text("name")?);
+    given.end()?;
+    let disk = context.disk(&node)?;
+    Changes::default().check_exists(context, &disk, &name).await?;
+    let running = context.running.disks().find(&disk);
+    let running = running.ok_or_else(|| QmpError::no_node(&node, &node))?;
+    let dirty = running.disk.bitmaps().copy(&name, 1).await;
+    let dirty = dirty.map_err(|error| QmpError::generic(error.to_string()))?;
+    let mut hash = Sha256::new();
+    dirty.words().for_each(|word| hash.update(word.to_le_bytes()));
+    let hex = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    Ok(json!({ "sha256": hex }))
 }
 
 async fn change(context: &Rc<Context>, given: Arguments, action: &'static str) -> Returned {
@@ -94,11 +112,8 @@ impl Changes {
         if self.exists(context, &disk, &name).await? {
             return Err(QmpError::generic(format!("Bitmap already exists: {name}")));
         }
-        if !is_persistent {
-            let why = "bitmaps are persistent here: set 'persistent' to true";
-            return Err(QmpError::generic(why));
-        }
         let mut params = json!({ "disk": disk, "name": name, "disabled": disabled });
+        params["transient"] = (!is_persistent).into();
         if let Some(granularity) = granularity {
             params["granularity"] = granularity.into();
         }
@@ -118,9 +133,12 @@ impl Changes {
         let disk = context.disk(&node)?;
         self.check_exists(context, &disk, &target).await?;
         for (index, source) in sources.into_iter().enumerate() {
-            let source = source_name(context, &disk, index, source)?;
-            self.check_exists(context, &disk, &source).await?;
-            let params = json!({ "disk": disk, "name": target, "source": source });
+            let (of, source) = source_of(context, &disk, index, source)?;
+            self.check_exists(context, &of, &source).await?;
+            let mut params = json!({ "disk": disk, "name": target, "source": source });
+            if of != disk {
+                params["source-disk"] = of.into();
+            }
             self.calls.push(("merge", params));
         }
         Ok(())
@@ -136,7 +154,9 @@ impl Changes {
         if let Some(exists) = self.known.get(&(disk.to_owned(), name.to_owned())) {
             return Ok(*exists);
         }
-        let bitmaps = context.call("bitmap.list", json!({ "disk": disk })).await?;
+        // Formats without bitmaps refuse to list them.
+        let bitmaps =
+            context.call("bitmap.list", json!({ "disk": disk })).await.unwrap_or_default();
         Ok(bitmaps.as_array().into_iter().flatten().any(|bitmap| bitmap["name"] == name))
     }
 
@@ -178,23 +198,19 @@ impl Changes {
     }
 }
 
-/// A bitmap by its name alone, or with its node.
-fn source_name(
+/// A bitmap by its name alone, which is then one of `disk`, or with its node: its disk, and its
+/// name.
+fn source_of(
     context: &Context,
     disk: &str,
     index: usize,
     source: Value,
-) -> Result<String, QmpError> {
+) -> Result<(String, String), QmpError> {
     if let Value::String(name) = source {
-        return Ok(name);
+        return Ok((disk.to_owned(), name));
     }
     let mut source = Arguments::element("bitmaps", index, source)?;
     let (node, name) = (source.text("node")?, source.text("name")?);
     source.end()?;
-    match context.disk(&node)? == disk {
-        true => Ok(name),
-        false => Err(QmpError::generic(format!(
-            "Bitmap '{name}' is of '{node}', and only bitmaps of '{disk}' can be merged into one of '{disk}' here"
-        ))),
-    }
+    Ok((context.disk(&node)?, name))
 }

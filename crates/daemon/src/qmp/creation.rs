@@ -11,6 +11,7 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::job_list::find;
 use super::opening::{check_file_name, close_disk, reopen};
+use super::state::FileNode;
 
 /// The drivers of QEMU that make images, and those of them that are possible here.
 const DRIVERS: [&str; 11] =
@@ -24,6 +25,8 @@ struct New {
     params: Value,
     /// The node of a file that becomes the image.
     node: Option<String>,
+    /// The node of the file that has the guest's data.
+    data_node: Option<String>,
 }
 
 /// `blockdev-create`.
@@ -69,23 +72,40 @@ fn end(context: &Context, job: &str, error: Option<QmpError>) {
     context.events.forget_job(job);
 }
 
-async fn make(context: &Context, New { mut params, node }: New) -> Result<(), QmpError> {
-    let Some(node) = node else {
-        return context.call("image.create", params).await.map(drop);
+async fn make(context: &Context, New { mut params, node, data_node }: New) -> Result<(), QmpError> {
+    let node = node.map(|node| free_file(context, node)).transpose()?;
+    let data = data_node.map(|node| free_file(context, node)).transpose()?;
+    if let Some((_, file)) = &node {
+        params["path"] = file.path.as_str().into();
+        params["overwrite"] = true.into();
+    }
+    if let Some((_, file)) = &data {
+        params["data-file"] = file.path.as_str().into();
+    }
+    let used: Vec<_> = node.into_iter().chain(data).collect();
+    let mut closed = Vec::new();
+    let made = async {
+        for (name, file) in used {
+            close_disk(context, &context.disk(&name)?).await?;
+            closed.push((name, file));
+        }
+        context.call("image.create", params).await.map(drop)
     };
-    let disk = context.disk(&node)?;
+    let made = made.await;
+    for (name, file) in closed {
+        reopen(context, &name, file.params).await;
+    }
+    made
+}
+
+/// The file of a node that nothing is on.
+fn free_file(context: &Context, node: String) -> Result<(String, FileNode), QmpError> {
+    context.disk(&node)?;
     let file = context.state.borrow().files.get(&node).cloned();
-    let Some(file) = file.filter(|file| file.user.is_none()) else {
-        return Err(QmpError::generic(format!(
-            "Node '{node}' is no file without another node on it"
-        )));
-    };
-    params["path"] = file.path.as_str().into();
-    params["overwrite"] = true.into();
-    close_disk(context, &disk).await?;
-    let made = context.call("image.create", params).await;
-    reopen(context, &node, file.params).await;
-    made.map(drop)
+    let file = file.filter(|file| file.user.is_none());
+    let used = || QmpError::generic(format!("Node '{node}' is no file without another node on it"));
+    let file = file.ok_or_else(used)?;
+    Ok((node, file))
 }
 
 /// A `file`, which takes the place of one that is there, as in QEMU.
@@ -99,7 +119,7 @@ fn new_file(mut given: Arguments) -> Result<New, QmpError> {
     let path = check_file_name(&filename)?;
     let size = size.next_multiple_of(512);
     let params = json!({ "path": path, "format": "raw", "size": size, "overwrite": true });
-    Ok(New { params, node: None })
+    Ok(New { params, node: None, data_node: None })
 }
 
 fn new_qcow2(mut given: Arguments) -> Result<New, QmpError> {
@@ -117,10 +137,18 @@ fn new_qcow2(mut given: Arguments) -> Result<New, QmpError> {
     }
     params.insert("size".into(), given.needed_unsigned("size")?.into());
     given.only("version", &[json!("v3")], "images are of version 3")?;
-    given.only("data-file", &[], "an image has its data itself")?;
-    given.only("data-file-raw", &[json!(false)], "an image has its data itself")?;
+    let data_node = given.some_text("data-file")?;
+    let is_raw = given.flag("data-file-raw", false)?;
+    if is_raw && data_node.is_none() {
+        return Err(QmpError::generic("data-file-raw requires data-file"));
+    }
+    if data_node.is_some() && data_node == node {
+        return Err(QmpError::generic("An image and its data file are two files"));
+    }
+    params.insert("data-file-raw".into(), is_raw.into());
     given.only("encrypt", &[], "use 'blockhouse create'")?;
-    given.only("preallocation", &[json!("off")], "a new image has no data")?;
+    let space = [json!("off"), json!("metadata")];
+    given.only("preallocation", &space[..1 + usize::from(is_raw)], "a new image has no data")?;
     let backing = given.some_text("backing-file")?;
     let format =
         given.word("backing-fmt", &["qcow2", "raw", "luks", "vdi", "vhdx", "vmdk", "vpc"])?;
@@ -151,5 +179,5 @@ fn new_qcow2(mut given: Arguments) -> Result<New, QmpError> {
         params.insert("compression".into(), kind.into());
     }
     given.end()?;
-    Ok(New { params: params.into(), node })
+    Ok(New { params: params.into(), node, data_node })
 }

@@ -69,7 +69,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             check_access(context, &disk, is_writable)?;
             check_block_size(context, &disk, block)?;
             let named = NamedExport { id, address: path, node };
-            serve(context, named, &disk, (is_writable, Vec::new())).await
+            serve(context, named, &disk, (is_writable, Taken::default())).await
         }
         _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
     }
@@ -156,22 +156,37 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
     }
 }
 
-/// The bitmaps of which an export of a backup gets copies. Other disks offer those that they were
-/// opened with.
-fn taken_bitmaps(
-    context: &Context,
-    disk: &str,
-    bitmaps: Vec<Value>,
-) -> Result<Vec<String>, QmpError> {
+/// Bitmaps of which an export of a backup gets copies, and the disk that has them, if that is not
+/// the one that goes on.
+#[derive(Default)]
+struct Taken {
+    names: Vec<String>,
+    of: Option<String>,
+}
+
+/// The bitmaps that clients of an export may ask for: of a backup, those of the node that it was
+/// made to or of the disk that goes on. Other disks offer those that they were opened with.
+fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<Taken, QmpError> {
     let name_of = |bitmap: &Value| bitmap.as_str().or(bitmap["name"].as_str()).map(str::to_owned);
     let names: Vec<_> = bitmaps.iter().filter_map(name_of).collect();
-    if context.state.borrow().pulls.values().any(|pull| pull.frozen == disk) {
-        return Ok(names);
+    let state = context.state.borrow();
+    if let Some(pull) = state.pulls.values().find(|pull| pull.frozen == disk) {
+        let target = context.running.disks().find(&pull.target);
+        let has = |name: &String| {
+            target.as_ref().is_some_and(|target| target.disk.bitmaps().is_transient(name))
+        };
+        return match names.iter().filter(|name| has(name)).count() {
+            0 => Ok(Taken { names, of: None }),
+            count if count == names.len() => Ok(Taken { names, of: Some(pull.target.clone()) }),
+            _ => Err(QmpError::generic(
+                "An export has bitmaps of one node here, and these are of two",
+            )),
+        };
     }
     let disk =
         context.running.disks().get(disk).map_err(|why| QmpError::generic(why.to_string()))?;
     match names.iter().find(|name| !disk.offers_bitmap(name)) {
-        None => Ok(Vec::new()),
+        None => Ok(Taken::default()),
         Some(name) => Err(QmpError::generic(format!(
             "Bitmap '{name}' is not offered by '{}': a disk offers those that it was opened with, and a backup all of its disk",
             disk.name()
@@ -184,12 +199,13 @@ async fn serve(
     context: &Context,
     named: NamedExport,
     disk: &str,
-    (is_writable, bitmaps): (bool, Vec<String>),
+    (is_writable, bitmaps): (bool, Taken),
 ) -> Returned {
     let id = named.id.clone();
     let mut params = json!({ "disk": disk, "export": named.address, "read-only": !is_writable });
-    if !bitmaps.is_empty() {
-        params["bitmaps"] = bitmaps.into();
+    if !bitmaps.names.is_empty() {
+        params["bitmaps"] = bitmaps.names.into();
+        params["bitmaps-of"] = bitmaps.of.into();
     }
     // Before another client can take the id.
     context.state.borrow_mut().exports.push(named);
@@ -272,6 +288,8 @@ fn address(mut given: Arguments) -> Result<Address, QmpError> {
         }
         "unix" => {
             let path = data.text("path")?;
+            data.only("abstract", &[json!(false)], "sockets are files")?;
+            data.flag("tight", true)?;
             data.end()?;
             Address::Unix(absolute(&path)?)
         }

@@ -177,8 +177,8 @@ async fn format_node(
 
 /// A bitmap with the keys of QEMU alone.
 fn bitmap(listed: &Value) -> Value {
-    let mut told = json!({ "persistent": true, "count": 0 });
-    for key in ["name", "granularity", "recording", "busy", "count"] {
+    let mut told = json!({ "count": 0 });
+    for key in ["name", "granularity", "recording", "persistent", "busy", "count"] {
         if let Some(value) = listed.get(key) {
             told[key] = value.clone();
         }

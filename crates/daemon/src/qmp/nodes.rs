@@ -26,6 +26,41 @@ pub(super) async fn resize(context: &Rc<Context>, mut given: Arguments) -> Retur
     Ok(json!({}))
 }
 
+/// `change-backing-file`: of the image of a disk. It keeps the format that it has for that file.
+pub(super) async fn change_backing_file(context: &Rc<Context>, mut given: Arguments) -> Returned {
+    let device = given.text("device")?;
+    let node = given.text("image-node-name")?;
+    let name = given.text("backing-file")?;
+    given.end()?;
+    let disk = context.disk(&device)?;
+    if !context.has_node(&node) {
+        return Err(QmpError::no_node("", &node));
+    }
+    let other = match context.find_node(&node) {
+        Some((other, 0)) => other,
+        Some(_) => {
+            return Err(QmpError::generic(format!(
+                "Node '{node}' is behind another one, and its image is not changed here"
+            )));
+        }
+        None => context.disk(&node)?,
+    };
+    let backing = |disk: &str| {
+        let running = context.running.disks().find(disk);
+        running.is_some_and(|running| running.disk.image().backing_file().is_some())
+    };
+    if !backing(&other) {
+        let why = "not allowing backing file change on an image without a backing file";
+        return Err(QmpError::generic(why));
+    }
+    if other != disk {
+        let why = format!("'{device}' and image file are not in the same chain");
+        return Err(QmpError::generic(why));
+    }
+    context.call("disk.set", json!({ "disk": disk, "backing-file": name })).await?;
+    Ok(json!({}))
+}
+
 /// `block-set-write-threshold`: of the node below a qcow2 image, whose clusters it counts. QEMU
 /// looks at each write, and this program twice a second.
 pub(super) async fn set_write_threshold(context: &Rc<Context>, mut given: Arguments) -> Returned {

@@ -82,7 +82,7 @@ object CreateOptions driver:CreateDriver | driver file=CreateFile qcow2=CreateQc
 enum CreateDriver file qcow2
 object CreateFile filename:str size:int preallocation?:PreallocMode nocow?:bool
 enum PreallocMode off
-object CreateQcow2 file:BlockdevRef size:int version?:Qcow2Version data-file-raw?:bool extended-l2?:bool backing-file?:str backing-fmt?:BackingFormat cluster-size?:int preallocation?:PreallocMode lazy-refcounts?:bool refcount-bits?:int compression-type?:Qcow2Compression
+object CreateQcow2 file:BlockdevRef data-file?:BlockdevRef size:int version?:Qcow2Version data-file-raw?:bool extended-l2?:bool backing-file?:str backing-fmt?:BackingFormat cluster-size?:int preallocation?:PreallocMode lazy-refcounts?:bool refcount-bits?:int compression-type?:Qcow2Compression
 enum Qcow2Version v3
 enum BackingFormat qcow2 raw luks vdi vhdx vmdk vpc
 command object-add *ObjectOptions
@@ -99,6 +99,7 @@ enum TlsEndpoint server
 command object-del id:str
 command block_resize device?:str node-name?:str size:int
 command block-set-write-threshold node-name:str write-threshold:int
+command change-backing-file device:str image-node-name:str backing-file:str
 command query-block-exports -> [BlockExportInfo]
 object BlockExportInfo id:str type:BlockExportType node-name:str shutting-down:bool
 enum BlockExportType nbd vhost-user-blk
@@ -138,6 +139,8 @@ object Bitmap node:str name:str
 command block-dirty-bitmap-merge *BitmapMerge
 object BitmapMerge node:str target:str bitmaps:[BitmapOrName]
 alternate BitmapOrName str Bitmap
+command x-debug-block-dirty-bitmap-sha256 *Bitmap -> BitmapSha256
+object BitmapSha256 sha256:str
 command query-jobs -> [JobInfo]
 object JobInfo id:str type:JobType status:JobStatus current-progress:int total-progress:int error?:str
 enum JobType commit stream mirror backup create

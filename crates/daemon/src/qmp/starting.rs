@@ -99,7 +99,10 @@ pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Retur
     if disk == target_disk {
         return Err(QmpError::generic("Can't mirror node into itself"));
     }
-    check_whole(context, &disk, sync)?;
+    // The target of `top` has what is behind the disk's image: all of the disk is right there, too.
+    if sync != "top" {
+        check_whole(context, &disk, sync)?;
+    }
     job.check(context).await?;
     let mode = if job.is_blocking { "write-blocking" } else { "background" };
     let params = json!({

@@ -48,7 +48,7 @@ const COPY_MEMORY: u64 = 16 << 20;
 /// thousandth of what is copied.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
-pub(super) const MAX_BITMAP_BYTES: u64 = 16 << 20;
+const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
 /// Bytes of the bits of a bitmap that begins with a backup, where a bit stands for less than
 /// `MAX_GRANULARITY`: finer bits make increments smaller, and what changes of them is in memory.
@@ -287,15 +287,15 @@ async fn adopt_frozen(
     Ok(running.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
 }
 
-/// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on: they have
-/// all changes up to the moment, and perhaps later ones.
+/// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on, or of another
+/// one (`of`): they have all changes up to the moment, and perhaps later ones.
 ///
 /// # Errors
 /// It is no such disk, or there is no such bitmap.
 pub(super) async fn with_bitmaps(
     running: &Running,
     name: &str,
-    bitmaps: &[String],
+    (bitmaps, of): (&[String], Option<&str>),
 ) -> Result<Arc<RunningDisk>> {
     let frozen = running.disks.get(name)?;
     let backups = running.backups.list();
@@ -305,9 +305,16 @@ pub(super) async fn with_bitmaps(
             "the disk {name:?} is no disk that a backup has frozen: open it with the bitmaps that it is to offer"
         );
     };
+    let source = match of {
+        Some(other) => running.disks.get(other)?,
+        None => Arc::clone(&disk.source),
+    };
+    if source.disk.size() != frozen.disk.size() {
+        bail!("the disks {name:?} and {:?} have different sizes", source.name());
+    }
     let mut copies = Vec::new();
     for bitmap in bitmaps {
-        copies.push(copy_bitmap(&disk.source, bitmap).await?);
+        copies.push(copy_bitmap(&source, bitmap).await?);
     }
     let RunningDisk { setup, path, moved, disk, room, .. } = &*frozen;
     let (setup, path, moved, disk, room) =
@@ -371,9 +378,14 @@ async fn undo(running: &Running, begun: Begun) {
 
 /// A copy of a bitmap, for clients.
 async fn copy_bitmap(disk: &RunningDisk, name: &str) -> Result<ExportBitmap> {
-    let least = DirtyMap::min_granularity(disk.disk.size(), MAX_BITMAP_BYTES);
-    let dirty = Arc::new(disk.disk.bitmaps().copy(name, least).await?);
+    let dirty = Arc::new(copied(disk, name).await?);
     Ok(ExportBitmap::Fixed { name: name.to_owned(), dirty })
+}
+
+/// A copy of a bitmap in memory.
+pub(super) async fn copied(disk: &RunningDisk, bitmap: &str) -> Result<DirtyMap> {
+    let least = DirtyMap::min_granularity(disk.disk.size(), MAX_BITMAP_BYTES);
+    Ok(disk.disk.bitmaps().copy(bitmap, least).await?)
 }
 
 /// Whether a disk has this bitmap: with all changes, and enabled.

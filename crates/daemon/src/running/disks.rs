@@ -231,8 +231,8 @@ impl Running {
     }
 
     /// Serves a disk at an address, to clients that may change it or not; `bitmaps`: of a disk that
-    /// a backup has frozen, those of the disk that goes on of which clients may ask. The
-    /// address, with the real port where port 0 was asked for.
+    /// a backup has frozen, those of the disk that goes on, or of another one, of which clients may
+    /// ask. The address, with the real port where port 0 was asked for.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be had.
@@ -241,12 +241,12 @@ impl Running {
         disk: &str,
         address: ExportAddress,
         access: Access,
-        bitmaps: &[String],
+        bitmaps: (&[String], Option<&str>),
     ) -> Result<ExportAddress> {
         let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
         let _claim = self.claims.claim(names).await;
         let served = match bitmaps {
-            [] => self.disks.get(disk)?,
+            ([], _) => self.disks.get(disk)?,
             bitmaps => with_bitmaps(self, disk, bitmaps).await?,
         };
         self.serve(&served, address, access).await

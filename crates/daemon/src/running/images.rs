@@ -1,5 +1,7 @@
 //! New images.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use anyhow::{Result, bail};
@@ -7,6 +9,16 @@ use blockhouse_disk::{CreateOptions, ImageFormat, check_new_name, create_as, cre
 use blockhouse_engine::NewFile;
 
 use super::Running;
+
+/// Has the image of a disk call its backing file so: see `DiskJobs::name_backing`.
+///
+/// # Errors
+/// There is no such disk, a job works on it, or as there.
+pub(crate) async fn name_backing(running: &Running, disk: &str, name: &str) -> Result<()> {
+    let claimed = running.claim_disk(disk).await?;
+    running.check_free(disk)?;
+    Ok(claimed.disk.disk.jobs().name_backing(name.as_bytes()).await?)
+}
 
 /// Makes an image: a qcow2 one where there are options for it, and else a raw one. With
 /// `overwrite` a file that is there becomes it.
@@ -22,6 +34,14 @@ pub(crate) async fn create_image(
 ) -> Result<()> {
     running.sandbox().check(path)?;
     check_new_name(path)?;
+    if let Some(file) = options.and_then(|options| options.data_file.as_ref()) {
+        let data = Path::new(OsStr::from_bytes(&file.name));
+        running.sandbox().check(data)?;
+        if path.canonicalize().is_ok_and(|path| data.canonicalize().is_ok_and(|data| data == path))
+        {
+            bail!("{}: an image and its data file are two files", path.display());
+        }
+    }
     let is_in_place = path.is_file();
     if is_in_place && !overwrite {
         bail!(

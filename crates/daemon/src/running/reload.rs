@@ -173,7 +173,7 @@ async fn add_exports(running: &Running, new: &DiskConfig, done: &mut Reloaded) {
     let served = running.exports.of_disk(name);
     let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
     for address in new.exports.iter().filter(|address| !is_served(address)) {
-        match running.add_export(name, address.clone(), Access::ReadWrite, &[]).await {
+        match running.add_export(name, address.clone(), Access::ReadWrite, (&[], None)).await {
             Ok(address) => done.added.push(address.to_string()),
             Err(error) => done.failed.push(format!("{name}: {error:#}")),
         }

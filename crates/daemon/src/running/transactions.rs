@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_disk::{
-    BitmapAction, BitmapChange, DirtyMap, NewBitmap, QuiescedDisk, change_bitmaps, check_apart,
+    BitmapAction, BitmapChange, NewBitmap, QuiescedDisk, change_bitmaps, check_apart,
 };
 use blockhouse_engine::timeout;
 use blockhouse_jobs::FrozenDisk;
@@ -20,7 +20,7 @@ use blockhouse_storage::ImageStorage;
 use futures_util::future::try_join_all;
 
 use super::backups::{
-    MAX_BITMAP_BYTES, MAX_FREEZE_TIME, adopt_backup, complete_bitmap, frozen_name, prepare,
+    MAX_FREEZE_TIME, adopt_backup, complete_bitmap, copied, frozen_name, prepare,
 };
 use super::disk::RunningDisk;
 use super::{Running, recording};
@@ -55,8 +55,41 @@ pub(crate) enum BackupKind {
     },
 }
 
+/// A change of a bitmap of a disk.
+#[derive(Clone)]
+pub(crate) enum PartChange {
+    /// That concerns no other disk.
+    Own(BitmapChange),
+    /// It is in memory, and gets what a bitmap of another disk has recorded.
+    MergeFrom {
+        /// Its name.
+        name: String,
+        /// The other disk.
+        disk: String,
+        /// The name of the other bitmap.
+        source: String,
+    },
+}
+
 /// A disk, and what is changed of its bitmaps, in this order.
-type DiskChanges = (Arc<RunningDisk>, Vec<BitmapChange>);
+type DiskChanges = (Arc<RunningDisk>, Vec<PartChange>);
+
+impl PartChange {
+    fn own(&self) -> Option<&BitmapChange> {
+        match self {
+            Self::Own(change) => Some(change),
+            Self::MergeFrom { .. } => None,
+        }
+    }
+
+    /// The other disk that it reads.
+    fn reads(&self) -> Option<&str> {
+        match self {
+            Self::Own(_) => None,
+            Self::MergeFrom { disk, .. } => Some(disk),
+        }
+    }
+}
 
 /// A backup that is about to begin.
 struct ReadyBackup {
@@ -88,10 +121,12 @@ impl BackupPart {
 /// cannot be written to. Nothing has changed then.
 pub(crate) async fn transact(
     running: &Running,
-    mut changes: Vec<(String, BitmapChange)>,
+    mut changes: Vec<(String, PartChange)>,
     backups: Vec<BackupPart>,
 ) -> Result<Duration> {
-    let of_changes = changes.iter().map(|(disk, _)| disk.clone());
+    let of_changes = changes.iter().flat_map(|(disk, change)| {
+        std::iter::once(disk.as_str()).chain(change.reads()).map(str::to_owned)
+    });
     let of_backups = backups.iter().flat_map(|part| {
         let other = match &part.kind {
             BackupKind::Copied { target, .. } => target.clone(),
@@ -108,8 +143,16 @@ pub(crate) async fn transact(
         }
         let backup = make_ready(running, part, &changes).await?;
         if let Some(bitmap) = backup.part.synced(&backup.name) {
+            let disk = &backup.part.job.disk;
+            let is_transient = backup.source.disk.bitmaps().is_transient(&bitmap.name)
+                || added(&changes, disk, &bitmap.name)
+                    .is_some_and(|change| matches!(change, BitmapChange::AddTransient(_)));
             let new = NewBitmap { name: bitmap.since, granularity: None, is_enabled: true };
-            changes.push((backup.part.job.disk.clone(), BitmapChange::Add(new)));
+            let change = match is_transient {
+                true => BitmapChange::AddTransient(new),
+                false => BitmapChange::Add(new),
+            };
+            changes.push((disk.clone(), PartChange::Own(change)));
         }
         ready.push(backup);
     }
@@ -132,10 +175,28 @@ pub(crate) async fn transact(
     }
 }
 
-fn by_disk(running: &Running, changes: Vec<(String, BitmapChange)>) -> Result<Vec<DiskChanges>> {
+/// The change that adds a bitmap to a disk, if there is one.
+fn added<'a>(
+    changes: &'a [(String, PartChange)],
+    disk: &str,
+    name: &str,
+) -> Option<&'a BitmapChange> {
+    let of_disk = changes.iter().filter(|(of, _)| of == disk);
+    let adds = |change: &&BitmapChange| match change {
+        BitmapChange::Add(new) | BitmapChange::AddTransient(new) => new.name == name,
+        _ => false,
+    };
+    of_disk.filter_map(|(_, change)| change.own()).find(adds)
+}
+
+fn by_disk(running: &Running, changes: Vec<(String, PartChange)>) -> Result<Vec<DiskChanges>> {
     let mut parts: Vec<DiskChanges> = Vec::new();
     for (name, change) in changes {
-        if let BitmapChange::Change { name: bitmap, action: BitmapAction::Remove } = &change {
+        if let PartChange::Own(BitmapChange::Change {
+            name: bitmap,
+            action: BitmapAction::Remove,
+        }) = &change
+        {
             running.disks.get(&name)?.check_bitmap_unused(bitmap)?;
         }
         match parts.iter_mut().find(|(disk, _)| disk.name() == name) {
@@ -150,7 +211,7 @@ fn by_disk(running: &Running, changes: Vec<(String, BitmapChange)>) -> Result<Ve
 async fn make_ready(
     running: &Running,
     part: BackupPart,
-    changes: &[(String, BitmapChange)],
+    changes: &[(String, PartChange)],
 ) -> Result<ReadyBackup> {
     let (name, disk) = (part.name().to_owned(), &part.job.disk);
     let source = running.disks.get(disk)?;
@@ -187,24 +248,30 @@ async fn reach_moment<'a>(
     backups: &[ReadyBackup],
     recorded: &mut Vec<&'a RunningDisk>,
 ) -> Result<Duration> {
-    for (disk, changes) in parts {
+    let own: Vec<Vec<_>> = parts.iter().map(|(_, changes)| own_changes(changes)).collect();
+    for ((disk, _), changes) in parts.iter().zip(&own) {
         let is_added = changes.iter().any(|change| matches!(change, BitmapChange::Add(_)));
         if is_added && recording::make_room_for_bitmaps(running, disk).await?.is_some() {
             recorded.push(disk);
         }
-        disk.disk.bitmaps().prepare().await?;
+        disk.disk.bitmaps().prepare(changes).await?;
     }
-    let has_changes =
-        |source: &Arc<RunningDisk>| parts.iter().any(|(disk, _)| Arc::ptr_eq(disk, source));
-    let sources = backups.iter().map(|backup| &backup.source);
-    let disks = parts.iter().map(|(disk, _)| disk);
-    let disks: Vec<_> = disks.chain(sources.filter(|source| !has_changes(source))).collect();
+    let mut disks: Vec<_> = parts.iter().map(|(disk, _)| Arc::clone(disk)).collect();
+    let sources = backups.iter().map(|backup| Arc::clone(&backup.source));
+    let reads = parts.iter().flat_map(|(_, changes)| changes).filter_map(PartChange::reads);
+    let read: Vec<_> = reads.map(|disk| running.disks.get(disk)).collect::<Result<_>>()?;
+    for disk in sources.chain(read) {
+        if !disks.iter().any(|other| Arc::ptr_eq(other, &disk)) {
+            disks.push(disk);
+        }
+    }
     let began = Instant::now();
     let quiescing = try_join_all(disks.iter().map(|disk| disk.disk.quiesced()));
     let quiesced = timeout(MAX_FREEZE_TIME, quiescing).await.with_context(|| {
         format!("the disks do not come to rest in {MAX_FREEZE_TIME:?}: try again")
     })??;
-    let changes = parts.iter().map(|(_, changes)| &changes[..]);
+    let changes = with_merged(running, parts).await?;
+    let changes = changes.iter().map(|changes| &changes[..]);
     let all: Vec<(&QuiescedDisk<'_, _>, _)> = quiesced.iter().zip(changes).collect();
     change_bitmaps(&all).await?;
     for backup in backups {
@@ -219,6 +286,41 @@ async fn reach_moment<'a>(
     Ok(pause)
 }
 
+fn own_changes(changes: &[PartChange]) -> Vec<BitmapChange> {
+    changes.iter().filter_map(PartChange::own).cloned().collect()
+}
+
+/// The changes of each disk, with what bitmaps of other disks have recorded. All are quiesced.
+async fn with_merged(running: &Running, parts: &[DiskChanges]) -> Result<Vec<Vec<BitmapChange>>> {
+    let mut all = Vec::new();
+    for (target, changes) in parts {
+        let mut merged = Vec::new();
+        for change in changes {
+            merged.push(match change {
+                PartChange::Own(change) => change.clone(),
+                PartChange::MergeFrom { name, disk, source } => {
+                    let is_changed = |(of, changes): &DiskChanges| {
+                        of.name() == disk
+                            && own_changes(changes).iter().any(|change| change.name() == source)
+                    };
+                    if parts.iter().any(is_changed) {
+                        bail!(
+                            "the bitmap {source:?} of {disk:?} changes at the same moment, and cannot be merged into one of another disk"
+                        );
+                    }
+                    let changes = Arc::new(copied(&*running.disks.get(disk)?, source).await?);
+                    if changes.size() != target.disk.size() {
+                        bail!("bitmaps of disks of different sizes cannot be merged");
+                    }
+                    BitmapChange::MergeChanges { name: name.clone(), changes }
+                }
+            });
+        }
+        all.push(merged);
+    }
+    Ok(all)
+}
+
 /// Begins a backup whose disk is frozen.
 async fn begin(running: &Running, backup: ReadyBackup, pause: Duration) -> Result<()> {
     let ReadyBackup { part, name, source, frozen, target } = backup;
@@ -228,10 +330,7 @@ async fn begin(running: &Running, backup: ReadyBackup, pause: Duration) -> Resul
         return adopt_backup(running, &name, source, frozen, pause).await;
     };
     let only = match bitmap {
-        Some(bitmap) => {
-            let least = DirtyMap::min_granularity(source.disk.size(), MAX_BITMAP_BYTES);
-            Some(source.disk.bitmaps().copy(&bitmap, least).await?)
-        }
+        Some(bitmap) => Some(copied(&source, &bitmap).await?),
         None => None,
     };
     let source = FrozenSource { disk: source, view: frozen.0, only, synced };
@@ -248,13 +347,9 @@ impl BackupPart {
 async fn check_readable(
     disk: &RunningDisk,
     name: &str,
-    changes: &[(String, BitmapChange)],
+    changes: &[(String, PartChange)],
 ) -> Result<()> {
-    let is_added = |(of, change): &(String, BitmapChange)| match change {
-        BitmapChange::Add(new) => of == disk.name() && new.name == name,
-        _ => false,
-    };
-    if changes.iter().any(is_added) {
+    if added(changes, disk.name(), name).is_some() {
         return Ok(());
     }
     match complete_bitmap(disk, name).await? {

@@ -170,6 +170,28 @@ impl<S: Storage> DiskJobs<'_, S> {
         Ok(())
     }
 
+    /// Has the image's header call its backing file so, durably. What the disk reads is the same
+    /// until it is opened anew.
+    ///
+    /// # Errors
+    /// `InvalidInput` for an image without a backing file, or a name for which its header has no
+    /// room; `ReadOnly`; `Io` where changes in flight take too long; what the storage answers.
+    pub async fn name_backing(self, name: &[u8]) -> Result<()> {
+        let _guard = self.disk.quiesce().await?;
+        self.disk.check_access(0)?;
+        let image = self.disk.image();
+        let Some(backing) = image.backing_file() else {
+            let what = "has no backing file";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()));
+        };
+        let named = Backing { name: name.to_vec(), ..backing.clone() };
+        let outcome = image.format().header().set_backing(Some(named)).await;
+        // That of the file that is read.
+        let size = image.layer().backing_layer().map_or(0, |layer| layer.size());
+        image.format().set_backing_size(size);
+        outcome
+    }
+
     async fn check_detachable(self) -> Result<()> {
         if self.disk.image().backing_file().is_none() {
             let what = "has no backing file";

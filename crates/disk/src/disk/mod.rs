@@ -54,6 +54,7 @@ use crate::observers::Observers;
 use crate::options::Options;
 use crate::read_probe::ReadProbes;
 use crate::throttle::Throttle;
+use crate::transient_bitmaps::SharedBitmaps;
 pub use detach::{FurtherBase, PopulatingGuard};
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
@@ -74,7 +75,8 @@ pub struct Disk<S: Storage> {
     images: Images<S, Arc<Self>>,
     throttle: Arc<Throttle>,
     quiesce: Quiesce,
-    observers: Observers,
+    pub(crate) observers: Observers,
+    pub(crate) transient_bitmaps: SharedBitmaps,
     read_probes: ReadProbes,
     protection: WriteProtection,
     failures: failures::Failures,
@@ -95,6 +97,7 @@ impl<S: Storage> Disk<S> {
             throttle: Arc::default(),
             quiesce: Quiesce::default(),
             observers: Observers::default(),
+            transient_bitmaps: SharedBitmaps::default(),
             read_probes: ReadProbes::default(),
             protection: WriteProtection::default(),
             failures: failures::Failures::default(),

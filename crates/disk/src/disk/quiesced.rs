@@ -131,22 +131,28 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.switch(image, true).map(|(replaced, _guard)| replaced)
     }
 
-    /// Has the enabled bitmaps of `lower`, the image behind this disk's, say that what this disk's
-    /// image has of its own changes, durably: so it does when the disk goes back.
+    /// Has the enabled bitmaps of `lower`, the image behind this disk's, and those of the disk in
+    /// memory say that what this disk's image has of its own changes, durably: so it does when the
+    /// disk goes back.
     ///
     /// # Errors
     /// Errors of a storage: bitmaps may say of some parts that they have changed.
     pub async fn note_own_parts_in(&self, lower: &Image<S>) -> Result<()> {
-        if !lower.format().has_bitmaps() {
-            return Ok(());
-        }
-        let bitmaps = lower.format().bitmaps()?;
+        let transient = self.disk.transient_bitmaps.get();
+        let bitmaps = match lower.format().has_bitmaps() {
+            true => Some(lower.format().bitmaps()?),
+            false if transient.is_empty() => return Ok(()),
+            false => None,
+        };
         let mut rest = ByteRange::between(0, self.disk.size());
         while !rest.is_empty() {
             let extent = self.disk.format().map(rest, Intent::Read).await?;
             let part = rest.truncate(extent.guest.length());
             if extent.state != ExtentState::Backing {
-                bitmaps.record(part).await?;
+                transient.mark(part);
+                if let Some(bitmaps) = &bitmaps {
+                    bitmaps.record(part).await?;
+                }
             }
             rest = rest.skip(part.length());
         }

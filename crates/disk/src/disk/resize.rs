@@ -39,7 +39,7 @@ impl<S: Storage> Disk<S> {
     /// disk's sectors; `Io` where requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
-        let prepared = match self.image().format().has_bitmaps() {
+        let prepared = match Resize(self).has_bitmaps() {
             true => Resize(self).prepare_ahead(size).await?,
             false => None,
         };
@@ -63,7 +63,9 @@ impl<S: Storage> Disk<S> {
         if prepared != Some(Prepared { old, quiesced }) {
             Resize(self).prepare(old, ByteRange::between(old, size), &claim).await?;
         }
+        let bitmaps = self.transient_bitmaps.get().resized(size)?;
         self.image().format().size_change().grow(size).await?;
+        self.transient_bitmaps.set(bitmaps, &self.observers);
         self.image().format().flush(SyncMode::Full).await
     }
 
@@ -83,7 +85,9 @@ impl<S: Storage> Disk<S> {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
+        let bitmaps = self.transient_bitmaps.get().resized(size)?;
         self.image().format().size_change().shrink(size).await?;
+        self.transient_bitmaps.set(bitmaps, &self.observers);
         // A data file ends with the disk.
         if self.image().data_file().is_none()
             && let Some(rest) = Resize(self).uncovered(size, self.image().format().end())
@@ -134,14 +138,19 @@ impl<'a, S: Storage> Resize<'a, S> {
         self.0.image().format().flush(SyncMode::Data).await
     }
 
+    /// Whether there are bitmaps, of the image or in memory.
+    fn has_bitmaps(&self) -> bool {
+        self.0.image().format().has_bitmaps() || !self.0.transient_bitmaps.get().is_empty()
+    }
+
     /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps
     /// change as a whole, so where there are any, no change of the guest's is made beside it
     /// either.
     async fn begin(&self) -> Result<Either<QuiescedGuard<'a>, WriteGuard<'a>>> {
-        if !self.0.image().format().has_bitmaps() {
+        if !self.has_bitmaps() {
             let change = self.0.quiesce.begin_write().await;
             // The first one may have been added while this waited. None is added from here on.
-            if !self.0.image().format().has_bitmaps() {
+            if !self.has_bitmaps() {
                 return Ok(Either::Right(change));
             }
         }

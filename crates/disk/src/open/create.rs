@@ -1,5 +1,6 @@
 //! New images: files of this host, and images in Ceph.
 
+use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -14,6 +15,7 @@ use blockhouse_storage::{
 };
 use rustix::fs::{Access, AtFlags, CWD, StatxFlags, accessat, statx};
 
+use super::allowed_paths::note_data_file;
 use super::durable_rename::{IfExists, rename_durable, sync_folder};
 use super::lock::lock_for_writing;
 
@@ -66,7 +68,8 @@ pub async fn create_as(name: &Path, size: u64, format: ImageFormat, how: NewFile
     finished
 }
 
-/// As [`create_as`], of a qcow2 image like this, without a look at its backing file.
+/// As [`create_as`], of a qcow2 image like this, without a look at its backing file. A data file is
+/// there already, and has an absolute name: as the raw disk it keeps what is in it.
 ///
 /// # Errors
 /// As there; `InvalidInput` for options that no image has.
@@ -75,12 +78,25 @@ pub async fn create_qcow2(name: &Path, options: &CreateOptions, how: NewFile) ->
     create_as(name, 0, ImageFormat::Raw, how).await?;
     let filled = async {
         let storage = open_created(name).await?;
-        qcow2::create_with(&storage, None, options, &ToolProgress::default()).await?;
+        let data = match &options.data_file {
+            Some(file) => {
+                note_data_file(name, &file.name);
+                let data = lock_for_writing(Path::new(OsStr::from_bytes(&file.name)))?;
+                Some(ImageStorage::from(data))
+            }
+            None => None,
+        };
+        let progress = ToolProgress::default();
+        qcow2::create_with(&storage, data.as_ref(), options, &progress).await?;
         storage.flush(SyncMode::Full).await?;
+        if let Some(data) = data {
+            data.close().await?;
+        }
         storage.close().await
     };
     let filled = filled.await;
-    if filled.is_err() {
+    // A file that was there is not ours to remove.
+    if filled.is_err() && !how.is_in_place {
         remove_created(name).await;
     }
     filled

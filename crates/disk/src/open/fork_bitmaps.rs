@@ -91,8 +91,13 @@ async fn usable_bitmaps(disk: &ImageDisk) -> Result<(Vec<Bitmap>, Vec<Bitmap>)> 
     if !disk.format().has_bitmaps() {
         return Ok(Default::default());
     }
-    let (lost, usable): (Vec<_>, Vec<_>) =
-        disk.bitmaps().list().await?.into_iter().partition(|bitmap| bitmap.is_inconsistent);
+    let (lost, usable): (Vec<_>, Vec<_>) = disk
+        .format()
+        .bitmaps()?
+        .list()
+        .await?
+        .into_iter()
+        .partition(|bitmap| bitmap.is_inconsistent);
     for Bitmap { name, .. } in lost {
         tracing::warn!("{}: the bitmap {name:?} lacks changes, and does not go on", disk.name());
     }

@@ -129,7 +129,7 @@ pub async fn remove_unused_sidecar(
     options: &ImageOptions,
 ) -> Result<()> {
     match disk.image().file().filter(|_| disk.image().has_sidecar()) {
-        Some(file) if disk.bitmaps().list().await?.is_empty() => {
+        Some(file) if disk.format().bitmaps()?.list().await?.is_empty() => {
             remove_sidecar(&place_of(image, options), file)
         }
         _ => Ok(()),

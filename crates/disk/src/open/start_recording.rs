@@ -120,7 +120,7 @@ pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptio
     else {
         return Ok(());
     };
-    if !disk.image().has_sidecar() || !disk.bitmaps().list().await?.is_empty() {
+    if !disk.image().has_sidecar() || !disk.format().bitmaps()?.list().await?.is_empty() {
         return Ok(());
     }
     if disk.images().count_replaced() >= MAX_REPLACED {

@@ -60,6 +60,8 @@ pub struct Bitmap {
     pub granularity: u64,
     /// Whether changes of the disk are recorded in it.
     pub is_enabled: bool,
+    /// Whether it is stored in an image.
+    pub is_persistent: bool,
     /// Whether a writer has it in memory, or died before it was saved.
     pub is_in_use: bool,
     /// Whether it was not saved and lacks changes: it can only be removed.
@@ -173,6 +175,7 @@ impl BitmapEntry {
             name: names::listed(&self.name),
             granularity: 1 << self.granularity_bits,
             is_enabled: self.flags.contains(BitmapFlags::AUTO),
+            is_persistent: true,
             is_in_use: self.flags.contains(BitmapFlags::IN_USE),
             is_inconsistent: self.is_inconsistent(header),
             lacks_since: None,

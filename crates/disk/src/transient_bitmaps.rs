@@ -1,0 +1,263 @@
+//! Dirty bitmaps in memory: they are of the disk and not of its image, and end with it.
+//!
+//! Guarantees: an enabled bitmap has every change that began while it was enabled, whatever became
+//! of the change, and whichever image the disk had. A bitmap is never changed in place: a change
+//! makes another set of bitmaps, which takes the place of the former one while the disk is
+//! quiesced. So several changes are made at one moment, or none is. Memory is one bit for each
+//! granule, [`MAX_BYTES`] at most for each of [`MAX_BITMAPS`].
+
+use std::sync::Arc;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, IoVector, Result};
+use blockhouse_format::{Bitmap, BitmapAction, NewBitmap};
+use parking_lot::Mutex;
+
+use crate::dirty_map::DirtyMap;
+use crate::observers::{ChangeId, ChangeObserver, ChangeWait, Observers};
+
+/// How many bitmaps in memory a disk has at most.
+const MAX_BITMAPS: usize = 64;
+/// Bytes of the bits of one, at most.
+const MAX_BYTES: u64 = 64 << 20;
+/// Bytes of a name, at most, as of a bitmap of an image.
+const MAX_NAME: usize = 1023;
+/// What a bit stands for, in bytes.
+const MIN_GRANULARITY: u64 = 512;
+const MAX_GRANULARITY: u64 = 2 << 30;
+/// Unless a granularity is given: a cluster, within these.
+const USUAL_GRANULARITY: [u64; 2] = [4 << 10, 64 << 10];
+
+/// A bitmap in memory. While it is enabled, it observes the disk's changes.
+#[derive(Clone)]
+pub(crate) struct TransientBitmap {
+    name: String,
+    is_enabled: bool,
+    map: Arc<DirtyMap>,
+}
+
+/// All bitmaps in memory of a disk, in the order in which they were added.
+#[derive(Clone, Default)]
+pub(crate) struct TransientBitmaps {
+    bitmaps: Vec<Arc<TransientBitmap>>,
+}
+
+/// Those that a disk has.
+#[derive(Default)]
+pub(crate) struct SharedBitmaps(Mutex<TransientBitmaps>);
+
+impl SharedBitmaps {
+    /// As they are.
+    pub(crate) fn get(&self) -> TransientBitmaps {
+        self.0.lock().clone()
+    }
+
+    /// Has others take their place, of a disk with these observers that is quiesced.
+    pub(crate) fn set(&self, bitmaps: TransientBitmaps, observers: &Observers) {
+        let former = std::mem::replace(&mut *self.0.lock(), bitmaps.clone());
+        former.observers().for_each(|bitmap| observers.detach(&bitmap));
+        bitmaps.observers().for_each(|bitmap| observers.attach(bitmap));
+    }
+}
+
+impl ChangeObserver for TransientBitmap {
+    fn begins(&self, range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {
+        self.map.mark(range);
+        0
+    }
+
+    fn completed(&self, _change: ChangeId, _range: ByteRange) -> Option<ChangeWait> {
+        None
+    }
+
+    fn abandoned(&self, _change: ChangeId, _range: ByteRange) {}
+}
+
+impl TransientBitmap {
+    fn described(&self) -> Bitmap {
+        Bitmap {
+            name: self.name.clone(),
+            granularity: self.map.granularity(),
+            is_enabled: self.is_enabled,
+            is_persistent: false,
+            is_in_use: false,
+            is_inconsistent: false,
+            lacks_since: None,
+        }
+    }
+}
+
+impl TransientBitmaps {
+    /// Whether there is none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.bitmaps.is_empty()
+    }
+
+    /// Whether there is one of this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.map_of(name).is_some()
+    }
+
+    /// The changes that the bitmap of this name has recorded.
+    pub(crate) fn map_of(&self, name: &str) -> Option<&Arc<DirtyMap>> {
+        self.bitmaps.iter().find(|bitmap| bitmap.name == name).map(|bitmap| &bitmap.map)
+    }
+
+    /// For users.
+    pub(crate) fn described(&self) -> impl Iterator<Item = Bitmap> {
+        self.bitmaps.iter().map(|bitmap| bitmap.described())
+    }
+
+    /// The enabled ones, which observe changes.
+    pub(crate) fn observers(&self) -> impl Iterator<Item = Arc<dyn ChangeObserver>> {
+        let enabled = self.bitmaps.iter().filter(|bitmap| bitmap.is_enabled);
+        enabled.map(|bitmap| Arc::clone(bitmap) as Arc<dyn ChangeObserver>)
+    }
+
+    /// Adds a bitmap of a disk of `size` bytes without any change in it. No bitmap of the image has
+    /// its name.
+    ///
+    /// # Errors
+    /// `InvalidInput` for a name that is taken, empty or too long, another granularity than bitmaps
+    /// of images have, or one too many; `Io` without memory.
+    pub(crate) fn add(&mut self, new: &NewBitmap, size: u64, cluster: Option<u64>) -> Result<()> {
+        let NewBitmap { name, granularity, is_enabled } = new;
+        let [least, most] = USUAL_GRANULARITY;
+        let granularity = granularity.unwrap_or(cluster.unwrap_or(most).clamp(least, most));
+        let refuse = |what, hint| Err(Error::new(ErrorKind::InvalidInput, what).hint(hint));
+        if name.is_empty() || name.len() > MAX_NAME {
+            let what = format!("a bitmap's name has 1 to {MAX_NAME} bytes, not {}", name.len());
+            return refuse(what, "choose another name");
+        }
+        if self.has(name) {
+            return Err(is_there(name));
+        }
+        if !granularity.is_power_of_two()
+            || !(MIN_GRANULARITY..=MAX_GRANULARITY).contains(&granularity)
+        {
+            let what = format!(
+                "a bitmap's granularity is a power of two, 512 B to 2 GiB, not {granularity}"
+            );
+            return refuse(what, "64K suits most disks");
+        }
+        if granularity < DirtyMap::min_granularity(size, MAX_BYTES) {
+            return Err(too_large(name, granularity));
+        }
+        if self.bitmaps.len() >= MAX_BITMAPS {
+            let what = format!("a disk has {MAX_BITMAPS} bitmaps in memory at most");
+            return refuse(what, "remove one of them first");
+        }
+        let map = Arc::new(DirtyMap::new(size, granularity)?);
+        let (name, is_enabled) = (name.clone(), *is_enabled);
+        self.bitmaps.push(Arc::new(TransientBitmap { name, is_enabled, map }));
+        Ok(())
+    }
+
+    /// Changes the bitmap of this name, if there is one.
+    ///
+    /// # Errors
+    /// `Io` without memory.
+    pub(crate) fn change(&mut self, name: &str, action: BitmapAction) -> Result<()> {
+        if action == BitmapAction::Remove {
+            self.bitmaps.retain(|bitmap| bitmap.name != name);
+            return Ok(());
+        }
+        self.replace(Some(name), |bitmap| {
+            match action {
+                BitmapAction::Remove | BitmapAction::Clear => {
+                    bitmap.map =
+                        Arc::new(DirtyMap::new(bitmap.map.size(), bitmap.map.granularity())?);
+                }
+                BitmapAction::Enable => bitmap.is_enabled = true,
+                BitmapAction::Disable => bitmap.is_enabled = false,
+            }
+            Ok(())
+        })
+    }
+
+    /// Adds changes to the bitmap of this name, if there is one.
+    ///
+    /// # Errors
+    /// `Io` without memory.
+    pub(crate) fn merge(&mut self, name: &str, changes: &DirtyMap) -> Result<()> {
+        self.replace(Some(name), |bitmap| {
+            let merged = copied(&bitmap.map, bitmap.map.size())?;
+            mark_all_of(&merged, changes);
+            bitmap.map = Arc::new(merged);
+            Ok(())
+        })
+    }
+
+    /// Those of a disk that gets another size. Of a longer disk, enabled bitmaps say that the new
+    /// part has changed, as those of images do.
+    ///
+    /// # Errors
+    /// `InvalidInput` where one would take too much memory; `Io` without memory.
+    pub(crate) fn resized(mut self, size: u64) -> Result<Self> {
+        self.replace(None, |bitmap| {
+            let old = bitmap.map.size();
+            if bitmap.map.granularity() < DirtyMap::min_granularity(size, MAX_BYTES) {
+                return Err(too_large(&bitmap.name, bitmap.map.granularity()));
+            }
+            let map = copied(&bitmap.map, size)?;
+            if bitmap.is_enabled && old < size {
+                map.mark(ByteRange::between(old, size));
+            }
+            bitmap.map = Arc::new(map);
+            Ok(())
+        })?;
+        Ok(self)
+    }
+
+    /// `range` has other content now, which no change has brought.
+    pub(crate) fn mark(&self, range: ByteRange) {
+        for bitmap in self.bitmaps.iter().filter(|bitmap| bitmap.is_enabled) {
+            bitmap.map.mark(range);
+        }
+    }
+
+    /// Puts a changed copy in the place of the bitmap of this name, or of all.
+    fn replace(
+        &mut self,
+        name: Option<&str>,
+        change: impl Fn(&mut TransientBitmap) -> Result<()>,
+    ) -> Result<()> {
+        for bitmap in &mut self.bitmaps {
+            if name.is_none_or(|name| bitmap.name == name) {
+                let mut changed = TransientBitmap::clone(bitmap);
+                change(&mut changed)?;
+                *bitmap = Arc::new(changed);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The error for a name that a bitmap has.
+pub(crate) fn is_there(name: &str) -> Error {
+    let what = format!("the bitmap {name:?} is there already");
+    Error::new(ErrorKind::InvalidInput, what)
+        .hint("choose another name, or remove that bitmap first")
+}
+
+fn too_large(name: &str, granularity: u64) -> Error {
+    let what = format!(
+        "the bitmap {name:?} would take more than 64 MiB of memory with a granularity of {granularity}"
+    );
+    Error::new(ErrorKind::InvalidInput, what).hint("add it with a larger one")
+}
+
+/// A copy for a disk of `size` bytes.
+fn copied(map: &DirtyMap, size: u64) -> Result<DirtyMap> {
+    let copy = DirtyMap::new(size, map.granularity())?;
+    mark_all_of(&copy, map);
+    Ok(copy)
+}
+
+/// Marks what is dirty in another map.
+fn mark_all_of(map: &DirtyMap, other: &DirtyMap) {
+    let mut from = 0;
+    while let Some(range) = other.next(from, u64::MAX) {
+        map.mark(range);
+        from = range.end();
+    }
+}
