@@ -75,7 +75,7 @@ impl Arguments {
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
         let options =
-            ImageOptions { locking, part, backing_use, ..self.open.read_image(&path, format)? };
+            ImageOptions { locking, backing_use, ..self.open.read_image(&path, format, part)? };
         Ok(open(&path, self.source_cache.apply(options)).await?)
     }
 }

@@ -13,9 +13,10 @@ use blockhouse_core::{
     ByteRange, Durability, ErrorKind, Fallback, Request, Storage, ToolProgress, Unmap,
 };
 use blockhouse_disk::{
-    AllowedPaths, CacheMode, CopyJob, IfExists, ImageDisk, ImageFormat, ImageOptions, Purpose,
-    StateUse, TargetContent, check_apart, check_new_name, exists, is_device, keeps_its_place,
-    lock_for_writing, open, open_storage, part_of, remove_created, rename_finished,
+    AllowedPaths, CacheMode, CopyJob, CopyOptions, IfExists, ImageDisk, ImageFormat, ImageOptions,
+    Purpose, StateUse, TargetContent, check_apart, check_new_name, exists, is_device,
+    keeps_its_place, lock_for_writing, open, open_storage, part_of, remove_created,
+    rename_finished,
 };
 use blockhouse_engine::{EventLoop, HostFile, NewFile};
 use blockhouse_format::qcow2::{Preallocation, Repair, repair};
@@ -244,6 +245,32 @@ impl Target {
 
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
+
+/// All of these disks.
+pub fn whole(sources: &[Arc<ImageDisk>]) -> Vec<(Arc<ImageDisk>, ByteRange)> {
+    let all = |source: &Arc<ImageDisk>| ByteRange::between(0, source.size());
+    sources.iter().map(|source| (Arc::clone(source), all(source))).collect()
+}
+
+/// Copies parts of disks, one after the other, to the start of the target, which the caller
+/// [finishes](Target::finish) with the outcome.
+///
+/// # Errors
+/// Errors of a storage.
+pub fn copy(
+    event_loop: &mut EventLoop,
+    progress: &Progress,
+    parts: Vec<(Arc<ImageDisk>, ByteRange)>,
+    target: &Target,
+    how: How,
+) -> Result<()> {
+    let job = |max_in_flight| {
+        let options =
+            CopyOptions { target_content: target.content, compress: how.compress, max_in_flight };
+        CopyJob::of_parts(parts, Arc::clone(&target.disk), options)
+    };
+    copy_to(event_loop, progress, job, target.disk.name(), false, how)
+}
 
 /// Carries out a copy, on one thread if it is in order. `job` makes it for a number of chunks in
 /// flight on each thread; `name` is the target's.

@@ -36,6 +36,7 @@ use crate::logging;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
 use crate::qemu_refusals;
+use crate::vmdk_files::VmdkFiles;
 
 /// Arguments of `create`.
 #[derive(clap::Args)]
@@ -160,7 +161,10 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             }
             let said = if size.is_none() { options.size } else { said };
             formatting::print(&named, format, said, &settings)?;
-            event_loop.block_on(foreign_create::create(&image, kind, options, file))
+            match VmdkFiles::of(&image, kind, &options)? {
+                Some(files) => event_loop.block_on(files.create(file.is_in_place)),
+                None => event_loop.block_on(foreign_create::create(&image, kind, options, file)),
+            }
         }
     }
 }
@@ -564,7 +568,10 @@ async fn fill_qcow2(
 
 /// Opens the backing file of a new image: one that cannot be opened in its stated format would be
 /// of no use.
-async fn open_backing(
+///
+/// # Errors
+/// One that names the new image.
+pub async fn open_backing(
     image: &Path,
     backing: &Backing,
     allowed_paths: AllowedPaths,

@@ -13,7 +13,7 @@ use crate::called_as;
 use crate::create_setting::{Setting, word_of};
 use crate::foreign_options;
 use crate::qemu_help;
-use crate::qemu_refusals::{Refusal, refusal};
+use crate::qemu_refusals::{Refusal, SWITCHES, refusal};
 
 /// The settings of one `-o`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,6 +71,8 @@ Options of images of other programs:
   static=on|off                       VDI: each block has its place (off)
   subformat=monolithicSparse|streamOptimized
                                       VMDK: one file with tables, or a compressed stream as in an OVA
+  subformat=monolithicFlat|twoGbMaxExtentFlat|twoGbMaxExtentSparse
+                                      VMDK: a descriptor, and the data beside it in one raw file, or in files of 2G
   subformat=dynamic|fixed             VHD, VHDX: blocks take space when they have data, or have their place
   zeroed_grain=on|off                 VMDK: programs may name grains of zeros (off)
 Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
@@ -147,8 +149,11 @@ pub fn parse_one(text: &str) -> Result<Setting, String> {
 }
 
 fn parse_known(text: &str) -> Result<Setting, String> {
+    // The name alone of an option that is on or off stands for "on", as QEMU has it.
+    let is_switch = SWITCHES.contains(&text) || foreign_options::is_switch(text);
     let (name, value) = text
         .split_once('=')
+        .or_else(|| is_switch.then_some((text, "on")))
         .ok_or_else(|| format!("'{text}' is no NAME=VALUE; the names are {NAMES}"))?;
     let wrong = |known: &str| format!("{name} cannot be '{value}'; use {known}");
     let switch = || match switch::parse(value) {

@@ -9,13 +9,14 @@ use std::sync::Arc;
 use anyhow::Result;
 use blockhouse_config::size;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{ImageOptions, Locking, open};
-use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_disk::{ImageFormat, ImageOptions, Locking, open};
+use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
+use blockhouse_format::NewForeignOptions;
 
 use crate::called_as;
-use crate::convert::copy;
-use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
+use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec, copy};
 use crate::create::{whole_sectors, wrong_usage};
+use crate::foreign_target::{ForeignTarget, sector_of_copy};
 use crate::image_opts::{ImageOptsArgs, Named};
 use crate::open_args::OpenArgs;
 use crate::output;
@@ -130,7 +131,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
     let options =
-        ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&source, format)? };
+        ImageOptions { locking, backing_use, ..arguments.open.read_image(&source, format, part)? };
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = event_loop.block_on(open(&source, options))?;
     let part = operands.part_of(source.size()).unwrap_or_else(|| {
@@ -144,16 +145,27 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         });
         ByteRange::between(0, 0)
     });
+    let format = arguments.formats.of_target(path);
+    let size = whole_sectors(path, part.length());
+    let if_there = match arguments.force || called_as::is_qemu_img() {
+        true => IfThere::Replace,
+        false => IfThere::Fail,
+    };
+    if let ImageFormat::Foreign(kind) = format {
+        let parts = vec![(Arc::new(source), part)];
+        let sources: Vec<_> = parts.iter().map(|(source, _)| Arc::clone(source)).collect();
+        let sector_size = sector_of_copy(kind, &sources);
+        let options = NewForeignOptions { sector_size, ..NewForeignOptions::new(size) };
+        let (file, parent, is_flushed) = (NewFile::default(), None, true);
+        let target = ForeignTarget { path, kind, options, parent, file, if_there, is_flushed };
+        return target.copy(&mut event_loop, &progress, parts, How::default());
+    }
     let spec = TargetSpec {
         path,
-        format: arguments.formats.of_target(path),
+        format,
         settings: Vec::new(),
-        size: whole_sectors(path, part.length()),
-        if_there: if arguments.force || called_as::is_qemu_img() {
-            IfThere::Replace
-        } else {
-            IfThere::Fail
-        },
+        size,
+        if_there,
         can_resume: false,
         compress: false,
         cache: None,

@@ -57,7 +57,11 @@ pub async fn begin(
     Ok(NewImage::new(storage, image, size))
 }
 
-fn with_identity(options: NewForeignOptions, path: &Path) -> Result<NewForeignOptions> {
+/// The options with what is the image's own: the name of its file, the time, random bytes.
+///
+/// # Errors
+/// There are no random bytes.
+pub fn with_identity(options: NewForeignOptions, path: &Path) -> Result<NewForeignOptions> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let file_name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut seed = [0; 16];

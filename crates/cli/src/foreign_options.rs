@@ -27,6 +27,9 @@ const OPTIONS: &[(&str, &[ForeignKind])] = &[
     ("zeroed_grain", &[ForeignKind::Vmdk]),
 ];
 
+/// Those that are on or off.
+const SWITCHES: &[&str] = &["block_state_zero", "compat6", "force_size", "static", "zeroed_grain"];
+
 /// The hardware version that stands for VMDK's usual one, and that of its `compat6`.
 const UNDEFINED: &str = "undefined";
 const COMPAT6: &str = "6";
@@ -34,6 +37,11 @@ const COMPAT6: &str = "6";
 /// Whether one of these formats has an option of this name.
 pub fn is_name(name: &str) -> bool {
     OPTIONS.iter().any(|(known, _)| *known == name)
+}
+
+/// Whether the option of this name is on or off.
+pub fn is_switch(name: &str) -> bool {
+    SWITCHES.contains(&name)
 }
 
 /// The option of this [name](is_name) with this value.
@@ -49,12 +57,10 @@ pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
             Ok(size) => size.to_string(),
             Err(_) => return wrong("a size, like 1M"),
         },
-        "block_state_zero" | "compat6" | "force_size" | "static" | "zeroed_grain" => {
-            match switch::parse(value) {
-                Some(is_on) => if is_on { "on" } else { "off" }.to_owned(),
-                None => return wrong("on or off"),
-            }
-        }
+        name if is_switch(name) => match switch::parse(value) {
+            Some(is_on) => if is_on { "on" } else { "off" }.to_owned(),
+            None => return wrong("on or off"),
+        },
         "adapter_type" if !["ide", "lsilogic", "buslogic", "legacyESX"].contains(&value) => {
             return wrong("ide, lsilogic, buslogic or legacyESX");
         }
@@ -100,7 +106,10 @@ fn apply(
     value: &str,
 ) -> Result<(), String> {
     match (name, value) {
-        ("subformat", _) => options.subformat = subformat(kind, value)?,
+        ("subformat", _) => {
+            options.is_split = value.starts_with("twoGb");
+            options.subformat = subformat(kind, value)?;
+        }
         ("static", "on") => options.subformat = Subformat::Fixed,
         ("static", _) => options.subformat = Subformat::Sparse,
         ("block_size", _) => options.block_size = value.parse().ok().filter(|&size| size > 0),
@@ -117,10 +126,12 @@ fn apply(
 
 fn subformat(kind: ForeignKind, value: &str) -> Result<Subformat, String> {
     match (kind, value) {
-        (ForeignKind::Vmdk, "monolithicSparse") => Ok(Subformat::Sparse),
+        (ForeignKind::Vmdk, "monolithicSparse" | "twoGbMaxExtentSparse") => Ok(Subformat::Sparse),
+        (ForeignKind::Vmdk, "monolithicFlat" | "twoGbMaxExtentFlat") => Ok(Subformat::Fixed),
         (ForeignKind::Vmdk, "streamOptimized") => Ok(Subformat::Stream),
-        (ForeignKind::Vmdk, _) => Err(format!(
-            "subformat cannot be '{value}'; use monolithicSparse or streamOptimized: images of several files are not made"
+        (ForeignKind::Vmdk, _) if !called_as::is_qemu_img() => Err(format!(
+            "subformat cannot be '{value}'; use monolithicSparse, monolithicFlat, twoGbMaxExtentSparse, \
+             twoGbMaxExtentFlat or streamOptimized"
         )),
         (_, "dynamic") => Ok(Subformat::Sparse),
         (_, "fixed") => Ok(Subformat::Fixed),
@@ -177,14 +188,18 @@ mod tests {
         let vmdk = vmdk.unwrap();
         assert_eq!((vmdk.subformat, &*vmdk.adapter), (Subformat::Stream, "lsilogic"));
         assert_eq!(options(ForeignKind::Vdi, "static=on").unwrap().subformat, Subformat::Fixed);
+        let split = options(ForeignKind::Vmdk, "subformat=twoGbMaxExtentFlat").unwrap();
+        assert_eq!((split.subformat, split.is_split), (Subformat::Fixed, true));
+        assert_eq!(options(ForeignKind::Vdi, "static").unwrap().subformat, Subformat::Fixed);
         assert_eq!(options(ForeignKind::Vhdx, "block_size=0").unwrap().block_size, None);
         for (kind, text, words) in [
             (ForeignKind::Vdi, "subformat=fixed", "no option 'subformat'"),
             (ForeignKind::Vpc, "cluster_size=4K", "no option 'cluster_size'"),
             (ForeignKind::Vpc, "subformat=flat", "dynamic or fixed"),
-            (ForeignKind::Vmdk, "subformat=monolithicFlat", "several files"),
+            (ForeignKind::Vmdk, "subformat=flat", "twoGbMaxExtentFlat or"),
             (ForeignKind::Vdi, "backing_file=a.vdi", "Backing file not supported"),
             (ForeignKind::Vdi, "static=maybe", "on or off"),
+            (ForeignKind::Vhdx, "subformat", "no NAME=VALUE"),
             (ForeignKind::Vmdk, "adapter_type=usb", "lsilogic"),
         ] {
             let error = options(kind, text).unwrap_err();

@@ -13,7 +13,7 @@ use blockhouse_engine::{EventLoop, NewFile};
 use blockhouse_format::{ForeignKind, NewForeignOptions};
 use blockhouse_storage::Location;
 
-use crate::copy_target::{Existing, Finish, How, IfThere, copy_to, existing};
+use crate::copy_target::{Existing, Finish, How, IfThere, copy_to, existing, tell_of_sectors};
 use crate::foreign_create::begin;
 use crate::progress::Progress;
 
@@ -25,6 +25,8 @@ pub struct ForeignTarget<'a> {
     pub kind: ForeignKind,
     /// Its properties.
     pub options: NewForeignOptions,
+    /// The disk behind it.
+    pub parent: Option<Arc<ImageDisk>>,
     /// The file's properties for the file system.
     pub file: NewFile,
     /// The treatment of a file that has the name.
@@ -33,8 +35,21 @@ pub struct ForeignTarget<'a> {
     pub is_flushed: bool,
 }
 
+/// Bytes of a sector of a copy of these disks. VHDX alone can state sectors of 4096 bytes; of
+/// other formats the user is warned.
+pub fn sector_of_copy(kind: ForeignKind, sources: &[Arc<ImageDisk>]) -> u32 {
+    let is_4k = sources.iter().any(|source| source.logical_block_size() == 4096);
+    match kind {
+        ForeignKind::Vhdx if is_4k => 4096,
+        _ => {
+            sources.iter().for_each(|source| tell_of_sectors(source));
+            512
+        }
+    }
+}
+
 impl ForeignTarget<'_> {
-    /// Copies all of `sources`, one after the other.
+    /// Copies parts of disks, one after the other.
     ///
     /// # Errors
     /// One that names a file; what was made is removed.
@@ -42,10 +57,10 @@ impl ForeignTarget<'_> {
         self,
         event_loop: &mut EventLoop,
         progress: &Progress,
-        sources: &[Arc<ImageDisk>],
+        parts: Vec<(Arc<ImageDisk>, ByteRange)>,
         how: How,
     ) -> Result<()> {
-        let Self { path, kind, options, file, if_there, is_flushed } = self;
+        let Self { path, kind, options, parent, file, if_there, is_flushed } = self;
         if !matches!(Location::of(path)?, Location::File(_)) || is_device(path) {
             bail!("{}: a {} image is made as a file", path.display(), kind.as_str());
         }
@@ -64,11 +79,8 @@ impl ForeignTarget<'_> {
             bail!("{}: is left of an earlier copy; remove it", part.display());
         }
         let image = Arc::new(event_loop.block_on(begin(&part, path, kind, options, file))?);
-        let whole =
-            |source: &Arc<ImageDisk>| (Arc::clone(source), ByteRange::between(0, source.size()));
-        let parts = sources.iter().map(whole).collect();
         let is_stream = image.stream_unit().is_some();
-        let job = |max_in_flight| CopyJob::to_new_image(parts, &image, max_in_flight);
+        let job = |max_in_flight| CopyJob::to_new_image(parts, &image, parent, max_in_flight);
         let copied = copy_to(event_loop, progress, job, image.name(), is_stream, how);
         event_loop.block_on(async {
             let copied = match (copied, Arc::try_unwrap(image)) {

@@ -84,8 +84,8 @@ impl ImageArgs {
             self.image_opts.resolve_to_read(&self.image, self.format)?;
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
-        let options = self.open.read_image(&path, format)?;
-        Ok((path, ImageOptions { locking, part, backing_use, ..options }))
+        let options = self.open.read_image(&path, format, part)?;
+        Ok((path, ImageOptions { locking, backing_use, ..options }))
     }
 
     /// The export and the context of its server, where the options name one to map.

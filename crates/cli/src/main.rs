@@ -69,6 +69,8 @@ mod storage_daemon;
 mod top;
 mod upgrade;
 mod version;
+mod vmdk_copy;
+mod vmdk_files;
 mod vmstate;
 
 use std::io::{self, IsTerminal};

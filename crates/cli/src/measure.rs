@@ -166,7 +166,7 @@ fn with_image<T>(
     let is_shared = is_shared || arguments.force_share;
     let locking = if is_shared { Locking::None } else { Locking::Held };
     let options =
-        ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&path, format)? };
+        ImageOptions { locking, backing_use, ..arguments.open.read_image(&path, format, part)? };
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         look(&open(&path, options.at_snapshot(arguments.snapshot.as_deref())).await?).await
     })

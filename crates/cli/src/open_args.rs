@@ -7,8 +7,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use blockhouse_config::server::StateSetup;
 use blockhouse_disk::{
-    Access, AllowedPaths, CacheMode, ImageFormat, ImageOptions, KeyFiles, RemoteBacking, Secrets,
-    StateDir, StateUse, probe_nameless,
+    Access, AllowedPaths, CacheMode, FilePart, ImageFormat, ImageOptions, KeyFiles, RemoteBacking,
+    Secrets, StateDir, StateUse, probe_nameless,
 };
 
 use crate::secret_object::{self, SecretObject};
@@ -141,15 +141,20 @@ pub struct OpenArgs {
 }
 
 impl OpenArgs {
-    /// As [`read_only`](Self::read_only), of the image at `path`: where neither its name nor the
-    /// caller says its format, it is found in the file, and no name that is in it is followed
-    /// then.
+    /// As [`read_only`](Self::read_only), of the image at `path`, or in a part of it: where neither
+    /// its name nor the caller says its format, it is found in the file, and no name that is in it
+    /// is followed then.
     ///
     /// # Errors
     /// As there; the file cannot be read.
-    pub fn read_image(&self, path: &Path, format: Option<ImageFormat>) -> Result<ImageOptions> {
-        let found = if format.is_none() { probe_nameless(path)? } else { None };
-        let options = self.read_only(format.or(found))?;
+    pub fn read_image(
+        &self,
+        path: &Path,
+        format: Option<ImageFormat>,
+        part: Option<FilePart>,
+    ) -> Result<ImageOptions> {
+        let found = if format.is_none() { probe_nameless(path, part)? } else { None };
+        let options = ImageOptions { part, ..self.read_only(format.or(found))? };
         let Some(found) = found else { return Ok(options) };
         if !output::is_quiet() && !called_as::is_qemu_img() {
             output::tell(&format!(

@@ -67,7 +67,11 @@ const VMDK: &[FormatOption] = &[
     ("compat6", "<bool (on/off)>", "Version 6 of the hardware"),
     ("hwversion", "<str>", "Version of the hardware"),
     ("size", "<size>", "Size of the disk"),
-    ("subformat", "<str>", "How the disk is stored (monolithicSparse, streamOptimized)"),
+    (
+        "subformat",
+        "<str>",
+        "How the disk is stored (monolithicSparse, monolithicFlat, twoGbMaxExtentSparse, twoGbMaxExtentFlat, streamOptimized)",
+    ),
     ("zeroed_grain", "<bool (on/off)>", "Programs may name grains of zeros"),
 ];
 

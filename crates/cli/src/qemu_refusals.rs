@@ -49,9 +49,11 @@ fn of(text: &str, names: &str) -> Option<Refusal> {
     Some(Refusal { name, value, words, is_first: false })
 }
 
+/// The options of qcow2 images that are on or off.
+pub const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
+
 /// The refusal of an option that does not exist, or that is on or off and was given another value.
 fn of_name(name: &str, names: &str) -> Option<String> {
-    const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
     if SWITCHES.contains(&name) {
         return Some(format!("Parameter '{name}' expects 'on' or 'off'"));
     }
@@ -97,6 +99,7 @@ const OWN: &[&str] = &[
     "--target-image-opts requires",
     "Backing file not supported",
     "data-file-raw requires data-file",
+    "List mode is incompatible",
     "Unsupported preallocation mode: ",
 ];
 

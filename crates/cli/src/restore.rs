@@ -12,8 +12,7 @@ use blockhouse_core::ByteRange;
 use blockhouse_disk::{CompareJob, ImageDisk, ImageOptions, open};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
-use crate::convert::copy;
-use crate::copy_target::{CopyFormats, How, IfThere, Target, TargetSpec};
+use crate::copy_target::{CopyFormats, How, IfThere, Target, TargetSpec, copy};
 use crate::create::wrong_usage;
 use crate::open_args::OpenArgs;
 use crate::parallel::{default_threads, run_parallel};

@@ -69,7 +69,7 @@ impl ImageFormat {
     /// [writable](Self::is_writable).
     pub fn not_made(self) -> String {
         format!(
-            "images of the format {} are made by 'create' and 'convert' alone, and never written to; qcow2 and raw are",
+            "images of the format {} are made by 'create', 'convert' and 'dd' alone, and never written to; qcow2 and raw are",
             self.as_str()
         )
     }

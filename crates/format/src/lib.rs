@@ -52,7 +52,7 @@ pub use compressed::CompressedClusters;
 pub use flat::{Flat, Raw, SideFile};
 pub use foreign::{
     FilePiece, FilePieces, Foreign, ForeignKind, NewForeign, NewForeignOptions, NewParent,
-    Subformat, VmdkExtent, VmdkFacts,
+    NewVmdkFile, Subformat, VmdkExtent, VmdkFacts, vmdk_descriptor, vmdk_files,
 };
 pub use format::Format;
 pub use header::ImageHeader;

@@ -35,7 +35,7 @@ mod view_storage;
 pub use concat::Concat;
 pub use image_storage::ImageStorage;
 pub use location::Location;
-pub use nbd::NbdStorage;
+pub use nbd::{ListedExport, NbdStorage, list_exports};
 pub use rbd::{
     RbdAccess, RbdLocation, RbdStorage, create_rbd_image, remove_rbd_image, rename_rbd_image,
 };

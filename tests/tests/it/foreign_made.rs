@@ -93,6 +93,26 @@ fn a_disk_is_copied_into_every_kind() {
 }
 
 #[test]
+fn a_part_of_a_disk_is_copied_into_every_format() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let disk = disk(&scratch);
+    // A part that begins and ends within a sector is filled up with zeros.
+    let content = std::fs::read(&disk).expect("the disk");
+    let mut part = content[999 * 7..999 * 20_007].to_vec();
+    part.resize(part.len().next_multiple_of(512), 0);
+    let part = scratch.image_of("part.raw", &part).path().to_owned();
+    for kind in [&KINDS[0], &KINDS[2], &KINDS[4], &KINDS[6]] {
+        let image = scratch.path(&format!("part.{}", kind.suffix));
+        let (from, to) = (format!("if={}", disk.display()), format!("of={}", image.display()));
+        let dd = ["dd", "-O", kind.format, &from, &to, "bs=999", "skip=7", "count=20000"];
+        command(&dd).success();
+        expect_disk(kind, &image, &part);
+        assert!(!command(&dd).status.success(), "{} exists", kind.format);
+    }
+}
+
+#[test]
 fn an_empty_image_of_every_kind_can_be_written_by_qemu() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();
@@ -154,7 +174,11 @@ fn what_such_an_image_cannot_be_is_refused_before_anything_is_made() {
     let name = str(&new);
     for (words, said) in [
         (&["create", "-f", "vmdk", name][..], "the size is missing"),
-        (&["create", "-f", "vmdk", "-o", "subformat=monolithicFlat", name, "1M"], "several files"),
+        (&["create", "-f", "vmdk", "-o", "subformat=flat", name, "1M"], "monolithicFlat"),
+        (
+            &["create", "-f", "vmdk", "-o", "subformat=monolithicFlat,zeroed_grain", name, "1M"],
+            "Flat image can't enable zeroed grain",
+        ),
         (&["create", "-f", "vdi", "-o", "subformat=fixed", name, "1M"], "no option 'subformat'"),
         (&["create", "-f", "qcow2", "-o", "static=on", name, "1M"], "no option 'static'"),
         (&["create", "-f", "vpc", name, "3T"], "at most"),
@@ -196,4 +220,75 @@ fn a_vmdk_image_has_what_its_parent_has() {
     let raw = ["create", "-f", "vmdk", "-b", str(&disk), "-F", "raw", "other.vmdk"];
     let refused = command(&raw);
     assert!(refused.stderr.contains("no VMDK image"), "{}", refused.describe("refused"));
+}
+
+#[test]
+fn a_vmdk_copy_with_a_parent_has_the_grains_that_differ() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let disk = disk(&scratch);
+    let base = scratch.path("base.vmdk");
+    command(&["convert", str(&disk), str(&base)]).success();
+    // Data over zeros and over data, zeros over data, in parts of grains.
+    qemu_io("raw", &disk, &["write -P 5 1000k 200k", "write -P 6 9M 512", "write -z 20M 3500k"]);
+    let top = scratch.path("top.vmdk");
+    let copy = ["convert", "-B", "base.vmdk", "-F", "vmdk", "-O", "vmdk", str(&disk)];
+    command(&[&copy[..], &[str(&top)]].concat()).success();
+    for equal in [qemu_img, command] {
+        equal(&["compare", "-f", "vmdk", "-F", "raw", str(&top), str(&disk)]).success();
+    }
+    let length = |path: &Path| std::fs::metadata(path).expect("an image").len();
+    assert!(length(&top) < 5 << 20, "{} bytes", length(&top));
+    command(&["create", str(&scratch.path("short.vmdk")), "1M"]).success();
+    let other = scratch.path("other.vmdk");
+    let copy = ["convert", "-B", "short.vmdk", "-F", "vmdk", str(&disk), str(&other)];
+    let refused = command(&copy);
+    assert!(refused.stderr.contains("longer than its parent"), "{}", refused.describe("refused"));
+    assert!(!other.exists());
+}
+
+#[test]
+fn a_vmdk_disk_may_be_longer_than_its_file_can_be() {
+    require!(need::tools(&["qemu-io"]));
+    let scratch = Scratch::new();
+    let far = scratch.path("far.vmdk");
+    command(&["create", str(&far), "2100G"]).success();
+    qemu_io("vmdk", &far, &["write -P 7 2090G 64k", "read -P 0 1k 4k", "read -P 7 2090G 64k"]);
+    let told = json(&command(&["info", "--json", str(&far)]).success());
+    assert_eq!(told["virtual-size"], 2100_u64 << 30);
+}
+
+#[test]
+fn a_disk_is_copied_into_vmdk_images_of_several_files() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let disk = scratch.image("disk.raw", 5 << 30);
+    qemu_io(
+        "raw",
+        disk.path(),
+        &["write -P 5 0 64k", "write -P 6 2047M 2M", "write -P 7 5100M 1M"],
+    );
+    for (subformat, first, last) in [
+        ("monolithicFlat", "-flat", "-flat"),
+        ("twoGbMaxExtentFlat", "-f001", "-f003"),
+        ("twoGbMaxExtentSparse", "-s001", "-s003"),
+    ] {
+        let options = format!("subformat={subformat}");
+        let (copy, empty) =
+            (scratch.path(&format!("{subformat}.vmdk")), scratch.path("empty.vmdk"));
+        let convert = ["convert", "-O", "vmdk", "-o", &options, disk.str(), str(&copy)];
+        command(&convert).success();
+        for equal in [qemu_img, command] {
+            equal(&["compare", "-f", "vmdk", "-F", "raw", str(&copy), disk.str()]).success();
+        }
+        for part in [first, last] {
+            let file = scratch.path(&format!("{subformat}{part}.vmdk"));
+            assert!(file.is_file(), "{}", file.display());
+        }
+        let refused = command(&convert);
+        assert!(refused.stderr.contains("exists"), "{}", refused.describe("refused"));
+        command(&["create", "-f", "vmdk", "-o", &options, str(&empty), "3G"]).success();
+        qemu_io("vmdk", &empty, &["write -P 8 2047M 2M", "read -P 8 2047M 2M", "read -P 0 0 1M"]);
+        std::fs::remove_file(empty).expect("a descriptor");
+    }
 }

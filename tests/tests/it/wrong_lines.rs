@@ -97,10 +97,6 @@ const FAILURES: &[Line] = &[
     ("vmstate load a.qcow2 none", ["a.qcow2", "has no snapshot 'none'", "'snapshot list'"]),
     ("bench fua --file none/x", ["none", "no place for a new file", "name a folder with --file"]),
     ("bench fua --html none/x.html", ["none/x.html", "there is no such folder", "make it first"]),
-    (
-        "dd if=a.qcow2 of=x.vmdk",
-        ["vmdk", "are made by 'create' and 'convert' alone", "qcow2 and raw"],
-    ),
 ];
 
 /// Wrong usage: exit status 2.

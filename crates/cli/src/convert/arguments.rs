@@ -284,7 +284,7 @@ async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> 
         arguments.image_opts.resolve_to_read(source, formats.source_format)?;
     let locking = if arguments.force_share || is_shared { Locking::None } else { Locking::Held };
     let options =
-        ImageOptions { locking, part, backing_use, ..arguments.open.read_image(&path, format)? };
+        ImageOptions { locking, backing_use, ..arguments.open.read_image(&path, format, part)? };
     let options = arguments.source_cache.apply(options);
     let opened = open(&path, options.at_snapshot(snapshot.as_deref())).await;
     opened.map_err(|error| match error.kind() {

@@ -13,20 +13,16 @@ mod to_foreign;
 mod to_output;
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_core::ByteRange;
-use blockhouse_disk::{
-    Bitmap, BitmapAction, CopyJob, CopyOptions, ImageDisk, ImageFormat, NewBitmap,
-};
+use blockhouse_disk::{Bitmap, BitmapAction, ImageDisk, ImageFormat, NewBitmap};
 use blockhouse_engine::{EngineChoice, EventLoop};
 
 pub use arguments::{Arguments, parse_snapshot};
 use arguments::{open_sources, settings};
 
 use crate::called_as;
-use crate::copy_target::{How, Target, copy_to};
+use crate::copy_target::{copy, whole};
 use crate::create::wrong_usage;
 use crate::create_options::{self, Settings};
 use crate::output;
@@ -75,9 +71,7 @@ fn run_between_images(arguments: &Arguments) -> Result<()> {
     let spec = arguments.target_spec(format, settings, size, &sources);
     let target = event_loop.block_on(spec.build())?;
     arguments.rate.apply(&target.disk);
-    let whole =
-        |source: &Arc<ImageDisk>| (Arc::clone(source), ByteRange::between(0, source.size()));
-    let parts = sources.iter().map(whole).collect();
+    let parts = whole(&sources);
     let copied = copy(&mut event_loop, &progress, parts, &target, arguments.how());
     event_loop.block_on(async {
         let copied = match (copied, sources.first()) {
@@ -125,24 +119,4 @@ async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]
         }
     }
     Ok(())
-}
-
-/// Copies parts of disks, one after the other, to the start of the target, which the caller
-/// [finishes](Target::finish) with the outcome.
-///
-/// # Errors
-/// Errors of a storage.
-pub fn copy(
-    event_loop: &mut EventLoop,
-    progress: &Progress,
-    parts: Vec<(Arc<ImageDisk>, ByteRange)>,
-    target: &Target,
-    how: How,
-) -> Result<()> {
-    let job = |max_in_flight| {
-        let options =
-            CopyOptions { target_content: target.content, compress: how.compress, max_in_flight };
-        CopyJob::of_parts(parts, Arc::clone(&target.disk), options)
-    };
-    copy_to(event_loop, progress, job, target.disk.name(), false, how)
 }

@@ -96,7 +96,7 @@ const OTHER_OPTIONS: [&str; 52] = [
 pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side,
     /// each named after its file unless --name says otherwise.
-    #[arg(required_unless_present = "config", value_name = "IMAGE")]
+    #[arg(required_unless_present_any = ["config", "list"], value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// Whether the backing file is read: options of the image say it.
     #[arg(skip)]
@@ -423,6 +423,21 @@ impl Arguments {
             self.discard = named.space.discard.unwrap_or(self.discard);
             self.detect_zeroes = named.space.detect_zeroes.unwrap_or(self.detect_zeroes);
         }
+    }
+
+    /// The URI of the server whose exports are to be listed, where that is asked for.
+    pub(super) fn listed_server(&self) -> Option<String> {
+        if !self.habits.list {
+            return None;
+        }
+        if !self.images.is_empty() {
+            wrong_usage("List mode is incompatible with a file name");
+        }
+        if self.format.is_some() || self.habits.is_of_export() {
+            wrong_usage("List mode is incompatible with per-device settings");
+        }
+        let uri = self.habits.uri().unwrap_or_else(|why| refuse(&why));
+        Some(uri.map_or_else(|| "nbd://localhost".to_owned(), |uri| uri.to_string()))
     }
 
     /// Whether the server goes when its last client has gone: qemu-nbd without -t.

@@ -1,6 +1,7 @@
 //! `blockhouse serve`: arguments become a description of the server. `crates/daemon` runs it.
 
 mod arguments;
+mod export_list;
 pub mod groups;
 mod nbd_habits;
 mod tls_args;
@@ -23,6 +24,9 @@ use crate::{called_as, logging, output};
 
 /// Runs the command.
 pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
+    if let Some(uri) = arguments.listed_server() {
+        return export_list::run(&uri).map(|()| ExitCode::SUCCESS);
+    }
     arguments.obey_habits();
     arguments.check();
     if arguments.fork {

@@ -48,6 +48,9 @@ pub struct NbdHabits {
     /// Tell clients which image of the chain has the data: they can always ask for it.
     #[arg(short = 'A', long, hide = true)]
     allocation_depth: bool,
+    /// List the exports of the server that listens there, and serve nothing.
+    #[arg(short = 'L', long, hide = true)]
+    pub(super) list: bool,
     /// How long a client may take to choose an export, in seconds; 0 for ever.
     #[arg(long, hide = true, value_name = "SECONDS")]
     pub(super) handshake_limit: Option<u32>,
@@ -88,6 +91,13 @@ impl NbdHabits {
         uri.parse().map(Some).map_err(|error| format!("--socket: {error}"))
     }
 
+    /// Whether options say how an export is to be.
+    pub(super) fn is_of_export(&self) -> bool {
+        let is_named = self.export.is_some() || self.description.is_some();
+        let is_changed = self.offset.is_some() || self.nocache || self.aio.is_some();
+        is_named || is_changed || self.allocation_depth || self.load_snapshot.is_some()
+    }
+
     /// The name of the export, where no URI has it.
     pub fn name(&self) -> Option<&str> {
         let has_uri = self.socket.is_some() || self.port.is_some() || self.bind.is_some();
@@ -114,6 +124,7 @@ mod tests {
             aio: None,
             description: None,
             allocation_depth: true,
+            list: false,
             handshake_limit: None,
             image_opts: ImageOptsArgs::if_used(false),
             load_snapshot: None,

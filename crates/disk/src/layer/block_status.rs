@@ -218,8 +218,9 @@ impl<S: Storage> Layer<S> {
                     let inside = within(extent.guest, backing.size());
                     depth += 1;
                     if inside.is_empty() {
-                        // The zeros past its end are its own.
-                        return Ok((depth, length));
+                        // The zeros past its end are its own. A file of no bytes has none:
+                        // it stands for one that is left out.
+                        return Ok((if backing.size() == 0 { 0 } else { depth }, length));
                     }
                     (layer, rest) = (backing, inside);
                 }

@@ -1,7 +1,7 @@
 //! Refuses files whose content contradicts the format that they are opened as.
 
 use std::ffi::OsStr;
-use std::io::Read;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
@@ -9,7 +9,7 @@ use blockhouse_format::{ImageFormat, probe};
 use blockhouse_storage::Location;
 
 use super::handed_over::Files;
-use super::image_options::{CacheMode, ImageOptions};
+use super::image_options::{CacheMode, FilePart, ImageOptions};
 use super::open_location::open_location;
 use crate::options::Access;
 
@@ -75,18 +75,19 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
 }
 
 /// The format of an image that is only read and has no name that says one: of a regular file
-/// without a suffix, or with the suffix of no format (`image.0.5.1`, `image.tmp`), what it looks
-/// like. `None` where it looks like no format that is built; the device and the disk of a server
-/// hold a guest's bytes.
+/// without a suffix, or with the suffix of no format (`image.0.5.1`, `image.tmp`), and of a part of
+/// any, what it looks like. `None` where it looks like no format that is built; the device and the
+/// disk of a server hold a guest's bytes.
 ///
 /// # Errors
 /// The host's. Needs no loop.
-pub fn probe_nameless(path: &Path) -> Result<Option<ImageFormat>> {
+pub fn probe_nameless(path: &Path, part: Option<FilePart>) -> Result<Option<ImageFormat>> {
     let says_nothing = path.extension().is_none_or(is_of_no_format);
-    if !says_nothing || !is_file(path) || format_by_name(path) != ImageFormat::Raw {
-        return Ok(None);
+    let is_named = part.is_none() && (!says_nothing || format_by_name(path) != ImageFormat::Raw);
+    match is_named || !is_file(path) {
+        true => Ok(None),
+        false => look_of(path, part.map_or(0, |part| part.offset)),
     }
-    look_of(path)
 }
 
 /// The format that the name of a regular file says before other suffixes (`disk.qcow2.1.bak`),
@@ -102,7 +103,7 @@ fn format_before_suffix(path: &Path) -> Option<ImageFormat> {
         name = Path::new(name.file_stem()?);
         let said = ImageFormat::by_name(name);
         if said != ImageFormat::Raw {
-            return (is_file(path) && look_of(path).ok()? == Some(said)).then_some(said);
+            return (is_file(path) && look_of(path, 0).ok()? == Some(said)).then_some(said);
         }
     }
     None
@@ -113,11 +114,13 @@ fn is_file(path: &Path) -> bool {
         && std::fs::metadata(path).is_ok_and(|found| found.is_file())
 }
 
-/// The format that the first bytes of a file look like.
-fn look_of(path: &Path) -> Result<Option<ImageFormat>> {
+/// The format that the bytes of a file from `offset` on look like.
+fn look_of(path: &Path, offset: u64) -> Result<Option<ImageFormat>> {
     let mut first = Vec::new();
-    let read = std::fs::File::open(path)
-        .and_then(|file| file.take(probe::LENGTH as u64).read_to_end(&mut first));
+    let read = std::fs::File::open(path).and_then(|mut file| {
+        file.seek(SeekFrom::Start(offset))?;
+        file.take(probe::LENGTH as u64).read_to_end(&mut first)
+    });
     let failed = |error| Error::host("cannot open", error).on(&path.display().to_string());
     read.map_err(failed)?;
     Ok(probe::name_of(&first).and_then(|name| name.parse().ok()))

@@ -64,8 +64,9 @@ pub struct CopyJob<S: Storage> {
     parts: Vec<Part<S>>,
     /// Bytes of all parts.
     total: u64,
-    /// `None`: a new image that is no disk yet.
-    target: Option<Arc<Disk<S>>>,
+    /// The disk that the target reads as before: itself, or the parent of a new image. `None`: a
+    /// new image without a parent.
+    before: Option<Arc<Disk<S>>>,
     writer: RangeWriter<Arc<Disk<S>>, S>,
     options: CopyOptions,
     /// Bytes of a chunk: a multiple of the target's clusters.
@@ -157,27 +158,38 @@ impl<S: Storage> CopyJob<S> {
             .checked(target.size(), target.name())
     }
 
-    /// As [`of_parts`](Self::of_parts), to a new image of another program's format.
+    /// As [`of_parts`](Self::of_parts), to a new image of another program's format. Of an image
+    /// with a `parent` the grains get a place in which the copy differs from that.
     ///
     /// # Errors
-    /// As there.
+    /// As there; and for a parent that is shorter.
     pub fn to_new_image(
         parts: Vec<(Arc<Disk<S>>, ByteRange)>,
         image: &Arc<NewImage<S>>,
+        parent: Option<Arc<Disk<S>>>,
         max_in_flight: usize,
     ) -> Result<Self> {
         // The parts of a stream are read one after the other.
         let max_in_flight = if image.stream_unit().is_some() { 1 } else { max_in_flight };
-        let options =
-            CopyOptions { target_content: TargetContent::Zero, compress: false, max_in_flight };
+        let target_content = match parent {
+            Some(_) => TargetContent::Unknown,
+            None => TargetContent::Zero,
+        };
+        let options = CopyOptions { target_content, compress: false, max_in_flight };
         let writer = RangeWriter::to_new(Arc::clone(image));
-        Self::with(parts, None, writer, options, 1)?.checked(image.size(), image.name())
+        let length = parent.as_ref().map(|parent| parent.size());
+        let job = Self::with(parts, parent, writer, options, image.overlay_unit().unwrap_or(1))?;
+        if length.is_some_and(|length| length < job.total) {
+            let what = "is longer than its parent, which has to have all of the disk";
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
+        }
+        job.checked(image.size(), image.name())
     }
 
     /// A copy to a target with clusters of `cluster` bytes.
     fn with(
         parts: Vec<(Arc<Disk<S>>, ByteRange)>,
-        target: Option<Arc<Disk<S>>>,
+        before: Option<Arc<Disk<S>>>,
         writer: RangeWriter<Arc<Disk<S>>, S>,
         options: CopyOptions,
         cluster: u64,
@@ -188,11 +200,11 @@ impl<S: Storage> CopyJob<S> {
         let Some(first) = parts.first() else {
             return Err(Error::new(ErrorKind::InvalidInput, "no source is given"));
         };
-        let scan = PartsScan { index: 0, scan: scan_of(first, target.as_ref(), options, chunk) };
+        let scan = PartsScan { index: 0, scan: scan_of(first, before.as_ref(), options, chunk) };
         Ok(Self {
             parts,
             total,
-            target,
+            before,
             writer,
             options,
             chunk,
@@ -261,7 +273,7 @@ impl<S: Storage> CopyJob<S> {
     }
 
     fn scan_of(&self, part: &Part<S>) -> StatusScan<Arc<Disk<S>>> {
-        let scan = scan_of(part, self.target.as_ref(), self.options, self.chunk);
+        let scan = scan_of(part, self.before.as_ref(), self.options, self.chunk);
         scan.taking(self.is_dense, self.lost.is_some())
     }
 
@@ -360,9 +372,9 @@ impl<S: Storage> CopyJob<S> {
     /// Makes a chunk of the target what was read of it in the source.
     async fn update(&self, chunk: &Chunk, buffer: &mut Buffer, old: &mut Buffer) -> Result<()> {
         let (offset, length) = (chunk.range.offset(), chunk.range.length() as usize);
-        let Some(target) = &self.target else { return self.copy(chunk, buffer).await };
+        let Some(before) = &self.before else { return self.copy(chunk, buffer).await };
         let into = old.lend_range(0, length);
-        target.submit(Request::Read { offset, into }).await?;
+        before.submit(Request::Read { offset, into }).await?;
         self.writer.update(offset, length, buffer, old).await
     }
 }
@@ -387,12 +399,12 @@ fn placed<S: Storage>(parts: Vec<(Arc<Disk<S>>, ByteRange)>) -> Result<Vec<Part<
 /// A scan of a part, by the offsets of the target.
 fn scan_of<S: Storage>(
     part: &Part<S>,
-    target: Option<&Arc<Disk<S>>>,
+    before: Option<&Arc<Disk<S>>>,
     options: CopyOptions,
     chunk: u64,
 ) -> StatusScan<Arc<Disk<S>>> {
-    let target = target.filter(|_| options.target_content == TargetContent::Unknown);
-    let scanned = std::iter::once(&part.source).chain(target).map(Arc::clone);
+    let before = before.filter(|_| options.target_content == TargetContent::Unknown);
+    let scanned = std::iter::once(&part.source).chain(before).map(Arc::clone);
     StatusScan::new(scanned, chunk, part.end()).between(part.start, part.shift())
 }
 

@@ -22,14 +22,15 @@ pub struct NewImage<S: Storage> {
     storage: S,
     image: Mutex<NewForeign>,
     stream_unit: Option<u64>,
+    overlay_unit: Option<u64>,
     size: u64,
 }
 
 impl<S: Storage> NewImage<S> {
     /// An image with a disk of `size` bytes, in a file that is empty.
     pub fn new(storage: S, image: NewForeign, size: u64) -> Self {
-        let stream_unit = image.stream_unit();
-        Self { storage, image: Mutex::new(image), stream_unit, size }
+        let (stream_unit, overlay_unit) = (image.stream_unit(), image.overlay_unit());
+        Self { storage, image: Mutex::new(image), stream_unit, overlay_unit, size }
     }
 
     /// The file's name.
@@ -45,6 +46,11 @@ impl<S: Storage> NewImage<S> {
     /// Bytes that are appended together in the order of the disk, where the image is a stream.
     pub fn stream_unit(&self) -> Option<u64> {
         self.stream_unit
+    }
+
+    /// Bytes that are written together, where the image has a parent: multiples of them.
+    pub fn overlay_unit(&self) -> Option<u64> {
+        self.overlay_unit
     }
 
     /// Writes parts of the buffer, which holds the disk's bytes from `offset` on.
@@ -78,7 +84,8 @@ impl<S: Storage> NewImage<S> {
         data: &[Range<usize>],
         buffer: &mut Buffer,
     ) -> Result<()> {
-        let (parts, places) = self.places(offset, data);
+        let placed = self.places(offset, data).map_err(|error| error.on(self.name()));
+        let (parts, places) = placed?;
         let writes = lend(buffer, &parts)
             .into_iter()
             .zip(places)
@@ -87,13 +94,13 @@ impl<S: Storage> NewImage<S> {
     }
 
     /// The parts of the buffer that are written together, and where.
-    fn places(&self, offset: u64, data: &[Range<usize>]) -> (Vec<Range<usize>>, Vec<u64>) {
+    fn places(&self, offset: u64, data: &[Range<usize>]) -> Result<(Vec<Range<usize>>, Vec<u64>)> {
         let (mut parts, mut places): (Vec<Range<usize>>, Vec<u64>) = (Vec::new(), Vec::new());
         let mut image = self.image.lock();
         for run in data {
             let mut start = run.start;
             while start < run.end {
-                let (host, length) = image.place(offset + start as u64);
+                let (host, length) = image.place(offset + start as u64)?;
                 let end = run.end.min(start.saturating_add(length as usize));
                 match (parts.last_mut(), places.last()) {
                     (Some(last), Some(place))
@@ -109,7 +116,7 @@ impl<S: Storage> NewImage<S> {
                 start = end;
             }
         }
-        (parts, places)
+        Ok((parts, places))
     }
 
     /// Writes the tables and the header, and makes the file durable if `is_flushed` says so.

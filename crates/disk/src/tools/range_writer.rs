@@ -22,7 +22,7 @@ const MIN_HOLE: u64 = 4096;
 /// The target of a copy.
 enum Target<D, S: Storage> {
     Disk(D),
-    /// All of it is zeros at first.
+    /// All of it is zeros at first, or what its parent has.
     New(Arc<NewImage<S>>),
 }
 
@@ -60,7 +60,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
 
     /// Writes to a new image of another program's format.
     pub(super) fn to_new(image: Arc<NewImage<S>>) -> Self {
-        let unit = image.stream_unit().unwrap_or(MIN_HOLE);
+        let unit = image.stream_unit().or(image.overlay_unit()).unwrap_or(MIN_HOLE);
         Self::with(Target::New(image), unit, false)
     }
 
@@ -128,7 +128,9 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
     ) -> Result<()> {
         let (bytes, old) = (new.bytes(), old.bytes());
         let differs = |unit: Range<usize>| bytes[unit.clone()] != old[unit];
-        let is_empty = |unit: &Range<usize>| is_zero(&bytes[unit.clone()]);
+        // A new image has no holes that hide its parent.
+        let has_holes = matches!(self.target, Target::Disk(_));
+        let is_empty = |unit: &Range<usize>| has_holes && is_zero(&bytes[unit.clone()]);
         let data = runs(length, offset, self.unit, |unit| !is_empty(&unit) && differs(unit));
         let holes = runs(length, offset, self.unit, |unit| is_empty(&unit) && differs(unit));
         self.make_holes(offset, holes).await?;

@@ -32,4 +32,4 @@ pub use image::{Foreign, ForeignKind};
 pub use new_image::NewForeign;
 pub use new_parts::{FilePiece, FilePieces, NewForeignOptions, NewParent, Subformat};
 pub(crate) use vmdk::descriptor::is_descriptor as is_vmdk_descriptor;
-pub use vmdk::{VmdkExtent, VmdkFacts};
+pub use vmdk::{NewVmdkFile, VmdkExtent, VmdkFacts, vmdk_descriptor, vmdk_files};

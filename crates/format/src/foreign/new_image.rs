@@ -2,8 +2,8 @@
 //!
 //! Guarantees: nothing is read of the file, which is empty at first, so what was not written of a
 //! block is a hole of the file and reads as zeros. The tables are in memory until
-//! [`finish`](NewForeign::finish): four bytes for each block of the disk. A file that was not
-//! finished has no header, and no program takes it for an image.
+//! [`finish`](NewForeign::finish): four bytes for each block of the disk that has data or is near
+//! one. A file that was not finished has no header, and no program takes it for an image.
 
 use blockhouse_core::Result;
 
@@ -30,7 +30,7 @@ pub enum NewForeign {
 }
 
 impl NewForeign {
-    /// An image without data.
+    /// An image without data. Of a split one it is one of the files that its descriptor names.
     ///
     /// # Errors
     /// `InvalidInput` for a disk, or options, that the format cannot have.
@@ -40,7 +40,10 @@ impl NewForeign {
             return Err(refuse("streams are VMDK images"));
         }
         if kind == ForeignKind::Vmdk && options.subformat == Subformat::Fixed {
-            return Err(refuse("flat extents of VMDK images are not made"));
+            return Err(refuse("a flat extent of a VMDK image is a raw file"));
+        }
+        if options.is_split && (kind != ForeignKind::Vmdk || is_stream) {
+            return Err(refuse("only VMDK images that are no streams are made of several files"));
         }
         if options.parent.is_some() && (kind != ForeignKind::Vmdk || is_stream) {
             return Err(refuse("only VMDK images that are no streams are made with a parent"));
@@ -66,12 +69,24 @@ impl NewForeign {
         }
     }
 
+    /// Bytes that are written together, where the image has a parent: multiples of them, because a
+    /// grain that has a place has nothing of the parent.
+    pub fn overlay_unit(&self) -> Option<u64> {
+        match self {
+            Self::Vmdk(image) => image.overlay_unit(),
+            Self::Vdi(_) | Self::Vpc(_) | Self::Vhdx(_) | Self::Stream(_) => None,
+        }
+    }
+
     /// The place in the file for the disk's bytes from `at` on, and for how many it holds. It is
     /// the same whenever it is asked for.
     ///
+    /// # Errors
+    /// ENOMEM; ENOSPC where the file becomes longer than the format allows.
+    ///
     /// # Panics
     /// Where the image is a stream.
-    pub fn place(&mut self, at: u64) -> (u64, u64) {
+    pub fn place(&mut self, at: u64) -> Result<(u64, u64)> {
         match self {
             Self::Vdi(image) => image.place(at),
             Self::Vpc(image) => image.place(at),

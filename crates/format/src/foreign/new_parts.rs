@@ -1,9 +1,11 @@
 //! The properties of new images of other programs' formats, and what their files are made of.
 //!
 //! Guarantees: a block keeps the number that it got first; the numbers are four bytes for each
-//! block of the disk.
+//! block of the disk near which any block has data.
 
+use std::collections::TryReserveError;
 use std::io;
+use std::ops::Range;
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
@@ -38,6 +40,8 @@ pub struct NewForeignOptions {
     pub size: u64,
     /// How the disk is stored.
     pub subformat: Subformat,
+    /// Whether its data is in files of 2 GiB each (VMDK).
+    pub is_split: bool,
     /// Bytes of a block (VHDX only); `None` by the size of the disk.
     pub block_size: Option<u64>,
     /// Bytes of the log (VHDX only), a multiple of 1 MiB.
@@ -66,6 +70,7 @@ impl NewForeignOptions {
         Self {
             size,
             subformat: Subformat::Sparse,
+            is_split: false,
             block_size: None,
             log_size: 1 << 20,
             sector_size: SECTOR as u32,
@@ -103,47 +108,62 @@ pub(super) fn refuse(what: impl Into<std::borrow::Cow<'static, str>>) -> Error {
 
 /// The blocks of a disk in the order in which they were written to first.
 pub(super) struct NewBlocks {
-    /// The number of each; [`NONE`] for one without data.
-    numbers: Vec<u32>,
+    /// The numbers, so many together; `None` where none of these blocks has data.
+    numbers: Vec<Option<Box<[u32]>>>,
+    count: u32,
     used: u32,
     block_size: u64,
+    /// Whether all blocks have data, in the order of the disk.
+    is_full: bool,
 }
 
+/// The number of a block without data.
 const NONE: u32 = u32::MAX;
+/// Blocks whose numbers are stored together.
+const GROUP: usize = 16 << 10;
 
 impl NewBlocks {
     /// The blocks of a disk of `size` bytes, all without data, or all in the order of the disk.
     ///
     /// # Errors
-    /// `InvalidInput` for more of them than can be counted, or be in memory.
+    /// `InvalidInput` for more of them than can be counted; ENOMEM.
     pub(super) fn new(size: u64, block_size: u64, is_full: bool) -> Result<Self> {
         let count = u32::try_from(size.div_ceil(block_size)).ok().filter(|&count| count < NONE);
         let count = count.ok_or_else(|| refuse("the disk is longer than the format allows"))?;
         let mut numbers = Vec::new();
-        let reserved = numbers.try_reserve_exact(count as usize);
-        let full = |_| Error::host("no memory for its tables", io::ErrorKind::OutOfMemory.into());
-        reserved.map_err(full)?;
-        match is_full {
-            true => numbers.extend(0..count),
-            false => numbers.resize(count as usize, NONE),
+        if !is_full {
+            let groups = (count as usize).div_ceil(GROUP);
+            numbers.try_reserve_exact(groups).map_err(no_memory)?;
+            numbers.resize(groups, None);
         }
-        Ok(Self { numbers, used: if is_full { count } else { 0 }, block_size })
+        Ok(Self { numbers, count, used: if is_full { count } else { 0 }, block_size, is_full })
     }
 
     /// The number of the block with the disk's byte `at`, which gets one, and how far the byte is
     /// inside.
-    pub(super) fn place(&mut self, at: u64) -> (u64, u64) {
-        let number = &mut self.numbers[(at / self.block_size) as usize];
+    ///
+    /// # Errors
+    /// ENOMEM.
+    pub(super) fn place(&mut self, at: u64) -> Result<(u64, u64)> {
+        let (block, inside) = ((at / self.block_size) as usize, at % self.block_size);
+        if self.is_full {
+            return Ok((block as u64, inside));
+        }
+        let group = match &mut self.numbers[block / GROUP] {
+            Some(group) => group,
+            empty => empty.insert(new_group()?),
+        };
+        let number = &mut group[block % GROUP];
         if *number == NONE {
             *number = self.used;
             self.used += 1;
         }
-        (u64::from(*number), at % self.block_size)
+        Ok((u64::from(*number), inside))
     }
 
     /// Blocks of the disk.
     pub(super) fn count(&self) -> u64 {
-        self.numbers.len() as u64
+        self.count.into()
     }
 
     /// Blocks with data.
@@ -151,15 +171,37 @@ impl NewBlocks {
         self.used.into()
     }
 
-    /// The number of a block; `None` for one without data.
-    pub(super) fn number(&self, index: usize) -> Option<u64> {
-        Some(self.numbers[index]).filter(|&number| number != NONE).map(u64::from)
+    /// The number of a block; `None` for one without data, or behind the last.
+    pub(super) fn number(&self, index: u64) -> Option<u64> {
+        if self.is_full {
+            return Some(index).filter(|&index| index < self.count());
+        }
+        let group = self.numbers.get(index as usize / GROUP)?.as_ref()?;
+        Some(group[index as usize % GROUP]).filter(|&number| number != NONE).map(u64::from)
     }
 
     /// The numbers in the order of the disk.
     pub(super) fn iter(&self) -> impl Iterator<Item = Option<u64>> {
-        (0..self.numbers.len()).map(|index| self.number(index))
+        (0..self.count()).map(|index| self.number(index))
     }
+
+    /// Whether blocks of this range may have data.
+    pub(super) fn has_some(&self, range: Range<u64>) -> bool {
+        let groups = range.start as usize / GROUP..(range.end as usize).div_ceil(GROUP);
+        let mut groups = self.numbers.iter().take(groups.end).skip(groups.start);
+        self.is_full || groups.any(Option::is_some)
+    }
+}
+
+fn new_group() -> Result<Box<[u32]>> {
+    let mut group = Vec::new();
+    group.try_reserve_exact(GROUP).map_err(no_memory)?;
+    group.resize(GROUP, NONE);
+    Ok(group.into_boxed_slice())
+}
+
+fn no_memory(_: TryReserveError) -> Error {
+    Error::host("no memory for its tables", io::ErrorKind::OutOfMemory.into())
 }
 
 /// Cylinders, heads and sectors of a track of a disk, by the rule of the VHD specification.
@@ -190,13 +232,23 @@ mod tests {
     #[test]
     fn a_block_keeps_the_number_that_it_got_first() {
         let mut blocks = NewBlocks::new(10 << 20, 1 << 20, false).unwrap();
-        assert_eq!(blocks.place(5 << 20), (0, 0));
-        assert_eq!(blocks.place((2 << 20) + 7), (1, 7));
-        assert_eq!(blocks.place((5 << 20) + 512), (0, 512));
+        assert_eq!(blocks.place(5 << 20).unwrap(), (0, 0));
+        assert_eq!(blocks.place((2 << 20) + 7).unwrap(), (1, 7));
+        assert_eq!(blocks.place((5 << 20) + 512).unwrap(), (0, 512));
         assert_eq!((blocks.count(), blocks.used()), (10, 2));
         assert_eq!((blocks.number(5), blocks.number(4)), (Some(0), None));
         let full = NewBlocks::new((10 << 20) + 512, 1 << 20, true).unwrap();
-        assert_eq!((full.used(), full.number(10)), (11, Some(10)));
+        assert_eq!((full.used(), full.number(10), full.number(11)), (11, Some(10), None));
+    }
+
+    #[test]
+    fn numbers_take_memory_where_blocks_have_data() {
+        let mut blocks = NewBlocks::new(200 << 40, 64 << 10, false).unwrap();
+        let far = blocks.count() - 1;
+        assert_eq!(blocks.place(far * (64 << 10)).unwrap(), (0, 0));
+        assert_eq!((blocks.number(far), blocks.number(far - 1)), (Some(0), None));
+        assert!(blocks.has_some(far - 5..far + 1) && !blocks.has_some(0..far - GROUP as u64));
+        assert_eq!(blocks.numbers.iter().flatten().count(), 1);
     }
 
     #[test]

@@ -11,10 +11,11 @@ use blockhouse_nbd_protocol::uri::{ClientUri, NbdUri};
 use super::connect::connect;
 use super::handshake::{self, Failure, Negotiated, Wish};
 use super::link::Link;
+use super::refusal::Refusal;
 use super::tls::ClientTls;
 
 /// How long connecting and the handshake may take, each.
-const CONNECT_TIME: Duration = Duration::from_secs(30);
+pub(super) const CONNECT_TIME: Duration = Duration::from_secs(30);
 
 /// A server, and how it is talked to.
 struct Way {
@@ -98,11 +99,7 @@ async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negoti
     };
     outcome.map_err(|failure| {
         let (Failure::Options(refusal) | Failure::Other(refusal)) = failure;
-        let error = Error::new(ErrorKind::Io, refusal.what).on(name);
-        match refusal.hint {
-            Some(hint) => error.hint(hint),
-            None => error,
-        }
+        refused(refusal, name)
     })
 }
 
@@ -112,6 +109,19 @@ async fn attempt(
     context: &str,
     is_plain: bool,
 ) -> Result<Result<(Link, Negotiated), Failure>> {
+    let stream = connect_stream(&way.uri, name).await?;
+    let wish = Wish { export: &way.uri.export, context, tls: way.tls.as_ref(), is_plain };
+    let negotiated = timeout(CONNECT_TIME, handshake::negotiate(stream.clone(), wish))
+        .await
+        .unwrap_or_else(|| Err("the server does not answer".into()));
+    if negotiated.is_err() {
+        stream.shutdown();
+    }
+    Ok(negotiated)
+}
+
+/// A connection to the server of this URI, whose `name` errors have.
+pub(super) async fn connect_stream(uri: &NbdUri, name: &str) -> Result<Stream> {
     let failed = |error: io::Error| {
         let hint = match error.kind() {
             io::ErrorKind::NotFound => {
@@ -124,14 +134,15 @@ async fn attempt(
         };
         Error::host("cannot connect", error).on(name).hint(hint)
     };
-    let socket = connect(way.uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
-    let stream = Stream::new(socket).map_err(failed)?;
-    let wish = Wish { export: &way.uri.export, context, tls: way.tls.as_ref(), is_plain };
-    let negotiated = timeout(CONNECT_TIME, handshake::negotiate(stream.clone(), wish))
-        .await
-        .unwrap_or_else(|| Err("the server does not answer".into()));
-    if negotiated.is_err() {
-        stream.shutdown();
+    let socket = connect(uri.address.clone(), CONNECT_TIME).await.map_err(failed)?;
+    Stream::new(socket).map_err(failed)
+}
+
+/// A refusal of the server with the `name` of its URI.
+pub(super) fn refused(refusal: Refusal, name: &str) -> Error {
+    let error = Error::new(ErrorKind::Io, refusal.what).on(name);
+    match refusal.hint {
+        Some(hint) => error.hint(hint),
+        None => error,
     }
-    Ok(negotiated)
 }

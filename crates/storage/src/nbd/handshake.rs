@@ -26,7 +26,7 @@ use super::tls::ClientTls;
 /// The longest reply to an option: a name of 4096 bytes and what is around it, with much to spare.
 const MAX_REPLY: u32 = 64 << 10;
 /// How many replies one option may have.
-const MAX_REPLIES: usize = 1000;
+pub(super) const MAX_REPLIES: usize = 1000;
 /// The longest a block may be that must be written whole.
 const MAX_MINIMUM_BLOCK: u32 = 64 << 10;
 
@@ -37,7 +37,7 @@ const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
 const ZEROES: usize = 124;
 
 /// Set in the types of replies that refuse an option.
-const ERROR_BIT: u32 = 1 << 31;
+pub(super) const ERROR_BIT: u32 = 1 << 31;
 const ERR_POLICY: u32 = ReplyType::ErrPolicy as u32;
 const ERR_TLS_REQUIRED: u32 = ReplyType::ErrTlsReqd as u32;
 const ERR_SHUTDOWN: u32 = ReplyType::ErrShutdown as u32;
@@ -88,9 +88,9 @@ impl From<&str> for Failure {
 }
 
 /// A reply to an option.
-struct OptionReply {
-    kind: u32,
-    data: Vec<u8>,
+pub(super) struct OptionReply {
+    pub(super) kind: u32,
+    pub(super) data: Vec<u8>,
 }
 
 /// Agrees with a server on an export.
@@ -99,7 +99,6 @@ pub(super) async fn negotiate(
     wish: Wish<'_>,
 ) -> Result<(Link, Negotiated), Failure> {
     let Wish { export, context, tls, is_plain } = wish;
-    let mut wire = Wire { link: Link::plain(stream.clone()) };
     let mut agreed = Negotiated {
         framing: Framing::Simple,
         size: 0,
@@ -108,28 +107,12 @@ pub(super) async fn negotiate(
         max_payload: MAX_PAYLOAD,
         has_block_status: false,
     };
-    let greeting = wire.read(16).await?;
-    if greeting[..8] != INIT_MAGIC.to_be_bytes() {
-        return Err("the server does not speak NBD".into());
-    }
-    if greeting[8..] == OLDSTYLE_MAGIC.to_be_bytes() {
+    let (mut wire, flags) = greet(stream, tls).await?;
+    let Some(flags) = flags else {
         oldstyle(&mut wire, &wish, &mut agreed).await?;
         return Ok((wire.link, agreed));
-    }
-    if greeting[8..] != OPTION_MAGIC.to_be_bytes() {
-        return Err("the server uses an unknown form of the NBD protocol".into());
-    }
-    let flags = wire.read(2).await?;
-    let flags = u16::from_be_bytes([flags[0], flags[1]]) & (FIXED_NEWSTYLE | NO_ZEROES);
-    wire.write(&u32::from(flags).to_be_bytes()).await?;
+    };
     let is_fixed = flags & FIXED_NEWSTYLE != 0;
-    if let Some(tls) = tls {
-        if !is_fixed {
-            return Err(without_tls().into());
-        }
-        start_tls(&mut wire).await?;
-        wire.link = Link::secured(stream, tls).await?;
-    }
     if is_fixed && !is_plain {
         agreed.framing = framing(&mut wire).await?;
         agreed.has_block_status =
@@ -141,6 +124,36 @@ pub(super) async fn negotiate(
     let zeroes = if flags & NO_ZEROES == 0 { ZEROES } else { 0 };
     by_name(&mut wire, export, zeroes, &mut agreed).await?;
     Ok((wire.link, agreed))
+}
+
+/// Answers the greeting of a server, and begins with TLS. Returns the handshake flags that both
+/// have; `None` for an oldstyle server, which has sent no more than its magic numbers.
+pub(super) async fn greet(
+    stream: Stream,
+    tls: Option<&Arc<ClientTls>>,
+) -> Result<(Wire, Option<u16>), Refusal> {
+    let mut wire = Wire { link: Link::plain(stream.clone()) };
+    let greeting = wire.read(16).await?;
+    if greeting[..8] != INIT_MAGIC.to_be_bytes() {
+        return Err("the server does not speak NBD".into());
+    }
+    if greeting[8..] == OLDSTYLE_MAGIC.to_be_bytes() {
+        return Ok((wire, None));
+    }
+    if greeting[8..] != OPTION_MAGIC.to_be_bytes() {
+        return Err("the server uses an unknown form of the NBD protocol".into());
+    }
+    let flags = wire.read(2).await?;
+    let flags = u16::from_be_bytes([flags[0], flags[1]]) & (FIXED_NEWSTYLE | NO_ZEROES);
+    wire.write(&u32::from(flags).to_be_bytes()).await?;
+    if let Some(tls) = tls {
+        if flags & FIXED_NEWSTYLE == 0 {
+            return Err(without_tls());
+        }
+        start_tls(&mut wire).await?;
+        wire.link = Link::secured(stream, tls).await?;
+    }
+    Ok((wire, Some(flags)))
 }
 
 /// Chooses the export of a server that does not know GO, and that ends the connection where it has
@@ -203,7 +216,7 @@ async fn start_tls(wire: &mut Wire) -> Result<(), Refusal> {
 }
 
 /// The richest framing that the server has.
-async fn framing(wire: &mut Wire) -> Result<Framing, Failure> {
+pub(super) async fn framing(wire: &mut Wire) -> Result<Framing, Failure> {
     let offers = [
         (ClientOption::ExtendedHeaders, Framing::Extended),
         (ClientOption::StructuredReply, Framing::Structured),
@@ -249,7 +262,7 @@ async fn block_status(wire: &mut Wire, export: &str, context: &str) -> Result<bo
     Err(TOO_MANY.into())
 }
 
-const TOO_MANY: &str = "the server sends too many replies to an option";
+pub(super) const TOO_MANY: &str = "the server sends too many replies to an option";
 
 /// Chooses the export; `false` where the server does not know the option.
 async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<bool, Refusal> {
@@ -316,7 +329,7 @@ fn check_not_final(reply: &OptionReply) -> Result<(), Refusal> {
     }
 }
 
-fn refusal(reply: &OptionReply, export: &str) -> Refusal {
+pub(super) fn refusal(reply: &OptionReply, export: &str) -> Refusal {
     let (what, hint) = match reply.kind {
         kind if kind == ReplyType::ErrUnknown as u32 => {
             (format!("the server has no export named {export:?}"), None)
@@ -337,17 +350,21 @@ fn refusal(reply: &OptionReply, export: &str) -> Refusal {
     Refusal { what, hint }
 }
 
-fn string(text: &str) -> Vec<u8> {
+pub(super) fn string(text: &str) -> Vec<u8> {
     [&(text.len() as u32).to_be_bytes(), text.as_bytes()].concat()
 }
 
 /// The connection while it negotiates.
-struct Wire {
+pub(super) struct Wire {
     link: Link,
 }
 
 impl Wire {
-    async fn option(&mut self, option: ClientOption, data: &[u8]) -> Result<(), Refusal> {
+    pub(super) async fn option(
+        &mut self,
+        option: ClientOption,
+        data: &[u8],
+    ) -> Result<(), Refusal> {
         let mut bytes = OPTION_MAGIC.to_be_bytes().to_vec();
         bytes.extend(option.number().to_be_bytes());
         bytes.extend((data.len() as u32).to_be_bytes());
@@ -356,7 +373,7 @@ impl Wire {
     }
 
     /// The next reply, which must be to this option.
-    async fn reply(&mut self, option: ClientOption) -> Result<OptionReply, Refusal> {
+    pub(super) async fn reply(&mut self, option: ClientOption) -> Result<OptionReply, Refusal> {
         let head = self.read(REPLY_HEADER_LENGTH).await?;
         let number =
             |at: usize| u32::from_be_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);

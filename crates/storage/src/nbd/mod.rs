@@ -27,6 +27,7 @@ mod connect;
 mod connection;
 mod connections;
 mod dial;
+mod export_list;
 mod handshake;
 mod link;
 mod parts;
@@ -54,6 +55,7 @@ use blockhouse_nbd_protocol::{
 use answer_time::AnswerTime;
 use connections::Connections;
 use dial::Dial;
+pub use export_list::{ListedExport, list_exports};
 use handshake::Negotiated;
 use parts::Parts;
 use pending::{BlockStatus, Body};

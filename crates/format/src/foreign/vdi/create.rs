@@ -36,10 +36,10 @@ impl NewVdi {
         Ok(Self { size: options.size, blocks, is_static, ids: [options.guid(0), options.guid(1)] })
     }
 
-    pub(in crate::foreign) fn place(&mut self, at: u64) -> (u64, u64) {
+    pub(in crate::foreign) fn place(&mut self, at: u64) -> Result<(u64, u64)> {
         let start = self.data();
-        let (number, inside) = self.blocks.place(at);
-        (start + number * BLOCK + inside, BLOCK - inside)
+        let (number, inside) = self.blocks.place(at)?;
+        Ok((start + number * BLOCK + inside, BLOCK - inside))
     }
 
     pub(in crate::foreign) fn finish(self) -> (FilePieces, u64) {

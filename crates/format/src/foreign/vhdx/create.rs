@@ -48,10 +48,10 @@ impl NewVhdx {
         Ok(Self { size, blocks, block_size, log_size, sector_size, is_fixed, ids })
     }
 
-    pub(in crate::foreign) fn place(&mut self, at: u64) -> (u64, u64) {
+    pub(in crate::foreign) fn place(&mut self, at: u64) -> Result<(u64, u64)> {
         let start = self.data();
-        let (number, inside) = self.blocks.place(at);
-        (start + number * self.block_size + inside, self.block_size - inside)
+        let (number, inside) = self.blocks.place(at)?;
+        Ok((start + number * self.block_size + inside, self.block_size - inside))
     }
 
     pub(in crate::foreign) fn finish(self) -> (FilePieces, u64) {

@@ -1,7 +1,11 @@
 //! New VMDK images that are one file with tables (monolithicSparse), and what a stream has in
 //! common with them: the header and the descriptor.
+//!
+//! A disk may be longer than the file can ever be, as in images of QEMU: its data may not.
 
-use blockhouse_core::Result;
+use std::ops::Range;
+
+use blockhouse_core::{Error, ErrorKind, Result};
 
 use super::descriptor::NO_PARENT;
 use super::sparse_header::{
@@ -30,23 +34,32 @@ pub struct NewSparse {
     grains: NewBlocks,
     head: Head,
     has_zero_grains: bool,
+    /// Whether it is one of several files, which has no descriptor of its own.
+    is_extent: bool,
 }
 
 impl NewSparse {
     pub(in crate::foreign) fn new(options: &NewForeignOptions) -> Result<Self> {
         let head = Head::new(options, "monolithicSparse")?;
         let grains = NewBlocks::new(options.size, GRAIN, false)?;
-        let image = Self { grains, head, has_zero_grains: options.has_zero_grains };
-        match image.first_grain() + options.size.next_multiple_of(GRAIN) > MAX_FILE {
-            true => Err(refuse(format!("a VMDK image has {MAX_FILE} bytes at most"))),
-            false => Ok(image),
-        }
+        let (has_zero_grains, is_extent) = (options.has_zero_grains, options.is_split);
+        Ok(Self { grains, head, has_zero_grains, is_extent })
     }
 
-    pub(in crate::foreign) fn place(&mut self, at: u64) -> (u64, u64) {
-        let start = self.first_grain();
-        let (number, inside) = self.grains.place(at);
-        (start + number * GRAIN + inside, GRAIN - inside)
+    pub(in crate::foreign) fn overlay_unit(&self) -> Option<u64> {
+        self.head.parent.as_ref().map(|_| GRAIN)
+    }
+
+    pub(in crate::foreign) fn place(&mut self, at: u64) -> Result<(u64, u64)> {
+        let (number, inside) = self.grains.place(at)?;
+        let start = self.first_grain() + number * GRAIN;
+        if start + GRAIN > MAX_FILE {
+            let what = format!(
+                "the data of the disk is more than a VMDK file can have, which is {MAX_FILE} bytes"
+            );
+            return Err(Error::new(ErrorKind::NoSpace, what).at(at));
+        }
+        Ok((start + inside, GRAIN - inside))
     }
 
     pub(in crate::foreign) fn finish(self) -> (FilePieces, u64) {
@@ -60,19 +73,23 @@ impl NewSparse {
             second_directory: directories[0] / SECTOR,
             directory: directories[1] / SECTOR,
             overhead: start / SECTOR,
+            has_descriptor: !self.is_extent,
         });
-        let descriptor = (SECTOR, self.head.descriptor());
+        let descriptor = (!self.is_extent).then(|| (SECTOR, self.head.own_descriptor()));
         let of_directories = directories.map(|at| (at, self.directory(at)));
         let tables = directories.map(|at| at + self.directory_length());
         let length = self.tables() * TABLE;
         let grains = self.grains;
         let pieces = (0..length.div_ceil(PIECE)).flat_map(move |piece| {
             let first = piece * PIECE;
-            let bytes = grain_tables(&grains, start, first / 4, PIECE.min(length - first) / 4);
-            tables.map(|at| (at + first, bytes.clone()))
+            let entries = first / 4..(first + PIECE).min(length) / 4;
+            // Tables without grains stay holes of the file.
+            let is_needed = grains.has_some(entries.clone());
+            let bytes = is_needed.then(|| grain_tables(&grains, start, entries));
+            bytes.into_iter().flat_map(move |bytes| tables.map(|at| (at + first, bytes.clone())))
         });
         let head: Vec<FilePiece> =
-            of_directories.into_iter().chain([descriptor, (0, header)]).collect();
+            of_directories.into_iter().chain(descriptor).chain([(0, header)]).collect();
         (Box::new(pieces.chain(head)), end)
     }
 
@@ -105,15 +122,10 @@ impl NewSparse {
     }
 }
 
-/// Entries of the grain tables from number `first` on; 0 for a grain without data.
-fn grain_tables(grains: &NewBlocks, start: u64, first: u64, count: u64) -> Vec<u8> {
-    let entries: Vec<u32> = (first..first + count)
-        .map(|index| match index < grains.count() {
-            true => grains.number(index as usize),
-            false => None,
-        })
-        .map(|number| number.map_or(0, |number| ((start + number * GRAIN) / SECTOR) as u32))
-        .collect();
+/// These entries of the grain tables; 0 for a grain without data.
+fn grain_tables(grains: &NewBlocks, start: u64, entries: Range<u64>) -> Vec<u8> {
+    let sector = |number: u64| ((start + number * GRAIN) / SECTOR) as u32;
+    let entries: Vec<u32> = entries.map(|index| grains.number(index).map_or(0, sector)).collect();
     le32_bytes(&entries)
 }
 
@@ -139,6 +151,7 @@ pub(super) struct HeaderPlaces {
     pub(super) second_directory: u64,
     pub(super) directory: u64,
     pub(super) overhead: u64,
+    pub(super) has_descriptor: bool,
 }
 
 impl Head {
@@ -165,7 +178,8 @@ impl Head {
     pub(super) fn header(&self, places: &HeaderPlaces) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         bytes.extend(le32_bytes(&[places.version, places.flags]));
-        let numbers = [self.size / SECTOR, GRAIN / SECTOR, 1, DESCRIPTOR_SECTORS];
+        let [at, sectors] = if places.has_descriptor { [1, DESCRIPTOR_SECTORS] } else { [0, 0] };
+        let numbers = [self.size / SECTOR, GRAIN / SECTOR, at, sectors];
         bytes.extend(numbers.into_iter().flat_map(u64::to_le_bytes));
         bytes.extend((TABLE_ENTRIES as u32).to_le_bytes());
         let numbers = [places.second_directory, places.directory, places.overhead];
@@ -178,8 +192,15 @@ impl Head {
         padded(bytes, LENGTH as u64)
     }
 
-    pub(super) fn descriptor(&self) -> Vec<u8> {
-        let Self { id, create_type, file_name, adapter, hardware_version, .. } = self;
+    /// The descriptor of an image that is one file, which has room for it.
+    pub(super) fn own_descriptor(&self) -> Vec<u8> {
+        let extent = format!("RW {} SPARSE \"{}\"\n", self.size / SECTOR, self.file_name);
+        padded(self.descriptor(&extent).into_bytes(), DESCRIPTOR_SECTORS * SECTOR)
+    }
+
+    /// The descriptor of an image with these lines for its extents.
+    pub(super) fn descriptor(&self, extents: &str) -> String {
+        let Self { id, create_type, adapter, hardware_version, .. } = self;
         let (heads, track) = if adapter == "ide" { (16, 63) } else { (255, 63) };
         let sectors = self.size / SECTOR;
         let cylinders = (sectors / (heads * track)).max(1);
@@ -189,14 +210,13 @@ impl Head {
             Some(NewParent { cid, name }) => (*cid, format!("parentFileNameHint=\"{name}\"\n")),
             None => (NO_PARENT, String::new()),
         };
-        let text = format!(
+        format!(
             "# Disk DescriptorFile\nversion=1\nCID={id:08x}\nparentCID={parent:08x}\ncreateType=\"{create_type}\"\n{hint}\n\
-             # Extent description\nRW {sectors} SPARSE \"{file_name}\"\n\n\
+             # Extent description\n{extents}\n\
              # The Disk Data Base\n#DDB\n\n\
              ddb.virtualHWVersion = \"{hardware_version}\"\nddb.geometry.cylinders = \"{cylinders}\"\n\
              ddb.geometry.heads = \"{heads}\"\nddb.geometry.sectors = \"{track}\"\nddb.adapterType = \"{adapter}\"\n"
-        );
-        padded(text.into_bytes(), DESCRIPTOR_SECTORS * SECTOR)
+        )
     }
 }
 

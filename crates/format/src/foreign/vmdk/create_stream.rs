@@ -88,7 +88,7 @@ impl NewStream {
         tail.extend(self.header(place));
         tail.extend(marker(0, END_MARKER));
         let end = start + tail.len() as u64;
-        let head = [(SECTOR, self.head.descriptor()), (0, self.header(AT_END))];
+        let head = [(SECTOR, self.head.own_descriptor()), (0, self.header(AT_END))];
         (Box::new([(start, tail)].into_iter().chain(head)), end)
     }
 
@@ -99,6 +99,7 @@ impl NewStream {
             second_directory: 0,
             directory,
             overhead: STREAM_OVERHEAD,
+            has_descriptor: true,
         })
     }
 }

@@ -15,6 +15,7 @@ mod create_stream;
 pub(super) mod descriptor;
 mod facts;
 pub(super) mod grain;
+mod new_files;
 mod sparse;
 mod sparse_header;
 
@@ -30,6 +31,7 @@ pub use create::NewSparse;
 pub use create_stream::NewStream;
 use descriptor::{Content, Descriptor, ExtentLine};
 pub use facts::{VmdkExtent, VmdkFacts};
+pub use new_files::{NewVmdkFile, vmdk_descriptor, vmdk_files};
 use sparse::SparseExtent;
 use sparse_header::{ESX_MAGIC, MAGIC, SparseHeader};
 

@@ -48,11 +48,11 @@ impl NewVpc {
         Ok(Self { size, blocks, id: options.guid(0), now: options.now })
     }
 
-    pub(in crate::foreign) fn place(&mut self, at: u64) -> (u64, u64) {
-        let Some(blocks) = &mut self.blocks else { return (at, self.size - at) };
+    pub(in crate::foreign) fn place(&mut self, at: u64) -> Result<(u64, u64)> {
+        let Some(blocks) = &mut self.blocks else { return Ok((at, self.size - at)) };
         let start = first_block(blocks);
-        let (number, inside) = blocks.place(at);
-        (block_at(start, number) + BITMAP + inside, BLOCK - inside)
+        let (number, inside) = blocks.place(at)?;
+        Ok((block_at(start, number) + BITMAP + inside, BLOCK - inside))
     }
 
     pub(in crate::foreign) fn finish(self) -> (FilePieces, u64) {

@@ -1,0 +1,82 @@
+//! Copies of disks that become VMDK images of several files.
+//!
+//! Guarantees: those of [`vmdk_files`](crate::vmdk_files), and for each file those of its copy.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use blockhouse_core::ByteRange;
+use blockhouse_disk::{ImageDisk, ImageFormat};
+use blockhouse_engine::{EventLoop, NewFile};
+use blockhouse_format::ForeignKind;
+
+use crate::copy_target::{How, IfThere, TargetSpec, copy, existing};
+use crate::foreign_target::ForeignTarget;
+use crate::open_args::OpenArgs;
+use crate::progress::Progress;
+use crate::vmdk_files::VmdkFiles;
+
+/// A part of a disk that is copied.
+type Part = (Arc<ImageDisk>, ByteRange);
+
+impl VmdkFiles {
+    /// Copies parts of disks, one after the other.
+    ///
+    /// # Errors
+    /// One that names the file; those that are complete stay.
+    pub fn copy(
+        &self,
+        event_loop: &mut EventLoop,
+        progress: &Progress,
+        parts: &[Part],
+        (if_there, how, open): (IfThere, How, &OpenArgs),
+    ) -> Result<()> {
+        existing(&self.path, if_there)?;
+        self.remove_descriptor()?;
+        for file in &self.files {
+            let path = &self.path.with_file_name(&file.name);
+            let (parts, size) = (cut(parts, file.range), file.range.length());
+            if !self.is_flat() {
+                let (kind, options) = (ForeignKind::Vmdk, self.options_of(size));
+                let (file, parent) = (NewFile::default(), None);
+                let target =
+                    ForeignTarget { path, kind, options, parent, file, if_there, is_flushed: true };
+                target.copy(event_loop, progress, parts, how)?;
+                continue;
+            }
+            let sources: Vec<_> = parts.iter().map(|(source, _)| Arc::clone(source)).collect();
+            let spec = TargetSpec {
+                path,
+                format: ImageFormat::Raw,
+                settings: Vec::new(),
+                size,
+                if_there,
+                can_resume: false,
+                compress: false,
+                cache: None,
+                open,
+                sources: sources.iter().map(Arc::as_ref).collect(),
+            };
+            let target = event_loop.block_on(spec.build())?;
+            let copied = copy(event_loop, progress, parts, &target, how);
+            event_loop.block_on(target.finish(copied))?;
+        }
+        event_loop.block_on(self.write_descriptor())
+    }
+}
+
+/// What of parts, one after the other, is in this range of all of them.
+fn cut(parts: &[Part], range: ByteRange) -> Vec<Part> {
+    let mut start = 0;
+    let mut inside = Vec::new();
+    for (source, part) in parts {
+        let from = range.offset().max(start);
+        let to = range.end().min(start + part.length());
+        if from < to {
+            let first = part.offset() + (from - start);
+            inside.push((Arc::clone(source), ByteRange::between(first, first + (to - from))));
+        }
+        start += part.length();
+    }
+    inside
+}
