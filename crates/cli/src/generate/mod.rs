@@ -22,7 +22,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use clap::{Arg, Command};
+use clap::builder::Resettable;
+use clap::{Arg, Command, Id};
 use clap_complete::Shell;
 
 /// The word that asks for it.
@@ -82,8 +83,11 @@ fn without_hidden(command: &Command) -> Command {
         copy = copy.about(about.clone());
     }
     let arguments = command.get_arguments().filter(shown);
-    copy.args(arguments.map(|argument| values::complete(argument, command)))
-        .subcommands(command.get_subcommands().map(without_hidden))
+    // A hidden one may stand for a shown one.
+    let complete = |argument| {
+        values::complete(argument, command).required_unless_present(Resettable::<Id>::Reset)
+    };
+    copy.args(arguments.map(complete)).subcommands(command.get_subcommands().map(without_hidden))
 }
 
 fn make_folder(base: &Path, name: &str) -> Result<PathBuf> {
