@@ -27,7 +27,7 @@ const OPTIONS: &[(&str, &[ForeignKind])] = &[
     ("zeroed_grain", &[ForeignKind::Vmdk]),
 ];
 
-/// Those that are on or off.
+/// The options that are on or off.
 const SWITCHES: &[&str] = &["block_state_zero", "compat6", "force_size", "static", "zeroed_grain"];
 
 /// The hardware version that stands for VMDK's usual one, and that of its `compat6`.

@@ -65,7 +65,7 @@ impl VmdkFiles {
     }
 }
 
-/// What of parts, one after the other, is in this range of all of them.
+/// The pieces of `parts` inside `range`, where the parts lie one after the other.
 fn cut(parts: &[Part], range: ByteRange) -> Vec<Part> {
     let mut start = 0;
     let mut inside = Vec::new();

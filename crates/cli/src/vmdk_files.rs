@@ -26,7 +26,7 @@ pub struct VmdkFiles {
 }
 
 impl VmdkFiles {
-    /// Those of a new image at `path`; `None` where it is one file.
+    /// The files of a new image at `path`; `None` where it is one file.
     ///
     /// # Errors
     /// The options are none of such an image.

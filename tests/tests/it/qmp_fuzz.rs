@@ -108,7 +108,7 @@ fn damaged(world: &World, random: &mut Rng) -> Vec<u8> {
     text
 }
 
-/// Sends damaged messages over a connection that is given up after them.
+/// Sends damaged messages over a connection, and closes it after them.
 fn knows_nothing(socket: &std::path::Path, world: &World, random: &mut Rng) {
     let mut qmp = Qmp::connect(socket);
     for _ in 0..random.usize(1..20) {

@@ -425,7 +425,7 @@ impl Arguments {
         }
     }
 
-    /// The URI of the server whose exports are to be listed, where that is asked for.
+    /// The URI of the server whose exports `--list` shows, if it is given.
     pub(super) fn listed_server(&self) -> Option<String> {
         if !self.habits.list {
             return None;

@@ -91,7 +91,7 @@ impl NbdHabits {
         uri.parse().map(Some).map_err(|error| format!("--socket: {error}"))
     }
 
-    /// Whether options say how an export is to be.
+    /// Whether an option describes an export.
     pub(super) fn is_of_export(&self) -> bool {
         let is_named = self.export.is_some() || self.description.is_some();
         let is_changed = self.offset.is_some() || self.nocache || self.aio.is_some();

@@ -1,4 +1,4 @@
-//! Dirty bitmaps: those of images, and those in memory, which are what QEMU adds unless it is told
+//! Dirty bitmaps: of images, and in memory, which is where QEMU adds them unless the client says
 //! that they are persistent.
 
 use std::collections::BTreeMap;

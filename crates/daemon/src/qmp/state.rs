@@ -228,7 +228,7 @@ impl State {
         self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
     }
 
-    /// A disk has so many images behind its own, the last ones of those that it had.
+    /// Keeps the nodes of the last `behind` images behind a disk's own, and forgets the others.
     pub(super) fn detach(&mut self, disk: &str, behind: usize) {
         if let Some(nodes) = self.chains.get_mut(disk) {
             let passed = nodes.len().saturating_sub(behind).max(1);

@@ -210,7 +210,7 @@ impl Opened {
             bitmaps_in,
             trust_bitmaps,
             limits,
-            // They are told of beside it.
+            // An offer lists exports beside the disks.
             exports: _,
             // Disks that are parts of files are not handed over.
             part: _,
