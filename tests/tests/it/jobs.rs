@@ -12,7 +12,7 @@ use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
 use blockhouse_tests::{Outcome, Scratch, Serve, Server, eventually, seeded, tool};
 use fastrand::Rng;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
@@ -161,6 +161,15 @@ impl Foreign {
     /// Stops it where it stands, or has it go on.
     pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.0), signal).expect("it runs");
+    }
+
+    /// Stops it, and returns when all of its threads have stopped: the signal alone is on its way.
+    #[track_caller]
+    pub(crate) fn stop(&self) {
+        self.signal(Signal::STOP);
+        let status = waitpid(Some(Pid::from_child(&self.0)), WaitOptions::UNTRACED);
+        let (_, status) = status.expect("it runs").expect("it is waited for");
+        assert!(status.stopped(), "{status:?}");
     }
 }
 

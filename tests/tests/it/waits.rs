@@ -56,19 +56,38 @@ impl Stopped {
 
     /// Clusters of the image's own, then the base stops, and a read and a write wait for it. The
     /// clients that wait.
-    fn stop_base(&self, server: &Server) -> [Client; 2] {
+    fn stop_base(&self, server: &Server, control: &mut Control) -> [Client; 2] {
         let mut client = Client::open(&server.address());
         assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
         let [mut reader, mut writer] = [(); 2].map(|()| Client::open(&server.address()));
-        self.base.signal(Signal::STOP);
-        let read = Request { command: nbd::READ, flags: 0, offset: 20 * CLUSTER, length: CLUSTER };
-        reader.send_with(read, &[]).expect("it is taken");
+        self.base.stop();
+        read_that_waits(&mut reader, control, 20 * CLUSTER);
         let write =
             Request { command: nbd::WRITE, flags: 0, offset: 30 * CLUSTER + 512, length: 512 };
         writer.send_with(write, &[2; 512]).expect("it is taken");
-        std::thread::sleep(Duration::from_millis(300));
+        until_waits(control, "a change waits for");
         [reader, writer]
     }
+}
+
+/// The wait for a backing file that the server tells of its disk.
+fn told_wait(control: &mut Control) -> Option<String> {
+    let disks: Value = control.get("disk.list", json!({}));
+    disks[0]["waits"].as_str().map(ToOwned::to_owned)
+}
+
+#[track_caller]
+fn until_waits(control: &mut Control, wait: &str) {
+    let waits = || told_wait(control).is_some_and(|told| told.starts_with(wait));
+    assert!(eventually(LIMIT, waits), "{wait}");
+}
+
+/// Sends a read of the stopped base, and returns when it waits there.
+#[track_caller]
+fn read_that_waits(client: &mut Client, control: &mut Control, offset: u64) {
+    let read = Request { command: nbd::READ, flags: 0, offset, length: CLUSTER };
+    client.send_with(read, &[]).expect("it is taken");
+    until_waits(control, "a read waits for");
 }
 
 /// Does something while a guest writes, whose writes wait for less than the limit.
@@ -99,15 +118,11 @@ fn beside_writes(server: &Server, work: impl FnOnce()) {
 fn a_stopped_backing_file_is_named_while_a_request_waits_for_it() {
     let stopped = Stopped::new();
     let (server, mut control) = stopped.serve();
-    let waits = |control: &mut Control| -> Option<String> {
-        let disks: Value = control.get("disk.list", json!({}));
-        disks[0]["waits"].as_str().map(ToOwned::to_owned)
-    };
-    assert_eq!(waits(&mut control), None);
-    let mut clients = stopped.stop_base(&server);
+    assert_eq!(told_wait(&mut control), None);
+    let mut clients = stopped.stop_base(&server, &mut control);
     let socket = stopped.scratch.socket("base");
-    let told = waits(&mut control).expect("two requests wait");
-    assert!(told.starts_with("a change waits for") && told.contains(str(&socket)), "{told}");
+    let told = told_wait(&mut control).expect("two requests wait");
+    assert!(told.contains(str(&socket)), "{told}");
     assert!(ctl(&stopped.scratch, &["disks"]).success().stdout.contains(&told[..20]));
     let seconds = |control: &mut Control| -> Option<u64> {
         let metrics: Value = control.get("stats.get", json!({}));
@@ -123,7 +138,7 @@ fn a_stopped_backing_file_is_named_while_a_request_waits_for_it() {
     for client in &mut clients {
         assert_eq!(client.receive().expect("an answer").1.error, 0);
     }
-    assert_eq!((waits(&mut control), seconds(&mut control)), (None, None));
+    assert_eq!((told_wait(&mut control), seconds(&mut control)), (None, None));
     server.stop();
 }
 
@@ -131,7 +146,7 @@ fn a_stopped_backing_file_is_named_while_a_request_waits_for_it() {
 fn what_would_wait_for_a_stopped_backing_file_is_refused_and_says_so() {
     let stopped = Stopped::new();
     let (server, mut control) = stopped.serve();
-    let mut clients = stopped.stop_base(&server);
+    let mut clients = stopped.stop_base(&server, &mut control);
     let socket = stopped.scratch.socket("base");
     let told = ["a change waits for", str(&socket)];
     let disk = "over.qcow2";
@@ -175,15 +190,14 @@ fn a_stopped_backing_file_keeps_no_server_from_its_end() {
         let clients = if with_mirror {
             let mut client = Client::open(&server.address());
             assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
-            stopped.base.signal(Signal::STOP);
+            stopped.base.stop();
             let target = stopped.scratch.path("target.qcow2");
             let start = json!({ "kind": "mirror", "disk": "over.qcow2", "target": str(&target) });
             let _: Value = control.get("job.start", start);
-            // The mirror reads the base by then, also on a busy machine.
-            std::thread::sleep(Duration::from_secs(2));
+            until_waits(&mut control, "a read waits for");
             vec![client]
         } else {
-            stopped.stop_base(&server).into()
+            stopped.stop_base(&server, &mut control).into()
         };
         let mut idle = Client::open(&server.address());
         assert_eq!(idle.write(CLUSTER, &[9; 4096], 0), 0);
@@ -221,16 +235,14 @@ fn a_read_that_waits_at_the_source_keeps_no_mirror_from_its_end() {
     let target = stopped.scratch.path("target.qcow2");
     ctl(&stopped.scratch, &["mirror", "over.qcow2", str(&target), "--job", "m"]).success();
     wait_for(&mut control, "m", "ready");
-    let [mut reader, writer] = stopped.stop_base(&server);
+    let [mut reader, writer] = stopped.stop_base(&server, &mut control);
     drop(writer);
     // Its change ends at the target, so that the source is quiet.
     stopped.base.signal(Signal::CONT);
-    std::thread::sleep(Duration::from_millis(300));
+    assert!(eventually(LIMIT, || told_wait(&mut control).is_none()));
     assert_eq!(reader.receive().expect("an answer").1.error, 0);
-    stopped.base.signal(Signal::STOP);
-    let read = Request { command: nbd::READ, flags: 0, offset: 25 * CLUSTER, length: CLUSTER };
-    reader.send_with(read, &[]).expect("it is taken");
-    std::thread::sleep(Duration::from_millis(300));
+    stopped.base.stop();
+    read_that_waits(&mut reader, &mut control, 25 * CLUSTER);
     let began = Instant::now();
     control.get("job.complete", json!({ "job": "m" }));
     wait_for(&mut control, "m", "completed");
