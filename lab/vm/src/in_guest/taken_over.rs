@@ -12,7 +12,7 @@ use nix::libc;
 use super::client::Client;
 use super::injection::{Argument, Outcome, StoppedThread};
 use super::system::{read, tool};
-use super::units::{Unit, ctl, has, make_own_image, socket, write};
+use super::units::{Unit, ctl, has, make_own_image, socket, until, write};
 
 const TAKEN: Instance = Instance { name: "taken.img", unit: Unit("blockhouse@taken.img.service") };
 const OTHER: Instance = Instance { name: "other.img", unit: Unit("blockhouse@other.img.service") };
@@ -53,7 +53,8 @@ pub fn run() -> Result<()> {
     tool("systemctl", &["stop", TAKEN.unit.0, OTHER.unit.0]).map(drop)
 }
 
-/// A call that only an attacker makes ends the instance, and no other one.
+/// A call that only an attacker makes ends the instance, and no other one. The next server takes
+/// over what it has left.
 fn ends_for_tracing() -> Result<()> {
     let mut taken = StoppedThread::stop(TAKEN.unit.process()?, TAKEN.unit.process()?)?;
     let other = OTHER.unit.process()?;
@@ -63,7 +64,9 @@ fn ends_for_tracing() -> Result<()> {
     drop(taken);
     OTHER.serves(5)?;
     ensure!(OTHER.unit.process()? == other, "the other instance was started again");
-    println!("  taken over: ptrace ended it alone");
+    until("the next server", || Ok(Client::connect(&TAKEN.nbd()).ok()))?.close()?;
+    TAKEN.serves(6)?;
+    println!("  taken over: ptrace ended it alone, and the next server serves");
     Ok(())
 }
 
