@@ -498,6 +498,10 @@ const EXAMPLES: &[(&str, &[Example])] = &[
                 "In the background of the guest's work",
                 "blockhouse ctl control commit overlay.qcow2 --speed 50M --job merge",
             ),
+            example(
+                "Layers behind the disk into the lowest one, without their files",
+                "blockhouse ctl control commit overlay.qcow2 --top c.qcow2 --base a.qcow2 --delete",
+            ),
         ],
     ),
     (

@@ -90,10 +90,11 @@ pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
     AllowedPaths, BackingUse, CacheMode, CommitChain, FilePart, ForkOf, Forked, HandedFile,
     HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey,
-    Locking, NOT_KEPT, NewChild, PendingChanges, Purpose, QemuName, RemoteBacking, RolledBack,
-    Room, Secrets, SharedLayer, SideFile, SpaceOptions, StateUse, StoredImage, VOUCHER_RENEWAL,
-    behind_links, change_key_slots, changed_since, check_apart, check_apart_from, check_new_name,
-    check_raw_backing, create, create_as, create_qcow2, escape_uri, exists, find_further_base,
+    LeftFiles, Locking, NOT_KEPT, NewChild, PendingChanges, Purpose, QemuName, RemoteBacking,
+    RolledBack, Room, Secrets, SharedLayer, SideFile, SpaceOptions, StateUse, StoredImage,
+    VOUCHER_RENEWAL, begin_layer_commit, behind_links, change_key_slots, changed_since,
+    check_apart, check_apart_from, check_new_name, check_raw_backing, create, create_as,
+    create_qcow2, end_layer_commit, escape_uri, exists, find_further_base, find_layers,
     forget_moved, fork, fork_image, format_by_name, format_for_new, is_address, is_device,
     is_foreign_address, is_forked, keep_state, keeps_its_place, lock_for_writing,
     make_missing_sidecar, make_sidecar, note_data_file, note_passed_over, open, open_base,
@@ -116,10 +117,10 @@ pub use throttle::{
     ThrottleStats,
 };
 pub use tools::{
-    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, MARK_BYTES, NewImage,
-    RangeCopy, STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked, commit_overlay,
-    copy_stream, first_status_difference, mark_incomplete, prepare_rebase, set_backing_file,
-    take_space,
+    AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, LayerCommit, MARK_BYTES,
+    NewImage, RangeCopy, STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked,
+    commit_overlay, copy_stream, first_status_difference, mark_incomplete, prepare_rebase,
+    set_backing_file, take_space,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::{BackedRange, CompressResult};

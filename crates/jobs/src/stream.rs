@@ -1,20 +1,23 @@
 //! A stream: a disk gets what its image leaves to its backing file while its guest goes on, and
 //! then the backing file is detached (`block-stream` of QEMU). Down to a further base it gets what
-//! the images before that have, and that base takes their place.
+//! the images before that have, and that base takes their place. A commit of layers
+//! ([`LayerCommit`], `block-commit` of QEMU with another image than the disk's as its top) goes the
+//! same way, but the base gets what the images between have.
 //!
 //! 1. From the start to the end of the disk, what the image leaves to its backing file is made its
 //!    own ([`DiskJobs::populate`](blockhouse_disk::DiskJobs::populate)), a few parts at a time, at
 //!    the pace that the guest's requests leave ([`Pace`]).
 //! 2. When nothing is left: all of that becomes durable ([`Disk::check_populated`]), and one write
 //!    of the header detaches the backing file
-//!    ([`DiskJobs::detach_backing`](blockhouse_disk::DiskJobs::detach_backing)).
+//!    ([`DiskJobs::detach_backing`](blockhouse_disk::DiskJobs::detach_backing)), or names the base.
 //!
 //! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its
 //! backing file, and names it; a job that is cancelled, fails or is killed leaves what it has
 //! filled, and another one goes on from there; one that [tries again](Stream::try_again) leaves a
 //! part that cannot be filled to its next pass, and fills all others. No request of the guest fails
-//! by it. Nothing is ever changed in the backing file. When the job's end is decided, nothing is
-//! written to the disk that the backing file answers later: the disk may be closed then.
+//! by it. Nothing is ever changed in the backing file, but by a commit. When the job's end is
+//! decided, nothing is written to the disk that the backing file answers later: the disk may be
+//! closed then.
 
 use std::cell::{Cell, RefCell};
 use std::future::pending;
@@ -25,7 +28,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Error, Result, Storage};
-use blockhouse_disk::{BackedRange, BlockStatusCache, Disk, FurtherBase, PopulatingGuard};
+use blockhouse_disk::{
+    BackedRange, BlockStatusCache, Disk, FurtherBase, LayerCommit, PopulatingGuard,
+};
 use futures_util::future::{Either, select};
 use futures_util::stream::FuturesUnordered;
 
@@ -59,9 +64,15 @@ pub struct Stream<S: Storage> {
     schedule: Schedule,
     /// Of parts that could not be filled; `None`: the job fails.
     retry: Option<Retry>,
-    /// Where it ends; `None`: at no backing file.
-    base: Option<FurtherBase>,
-    _guard: PopulatingGuard,
+    work: Work<S>,
+}
+
+/// Which image gets what of which others.
+enum Work<S: Storage> {
+    /// The disk's, of its backing files down to a base.
+    Fill { base: Option<FurtherBase>, _guard: PopulatingGuard },
+    /// A base, of layers above it.
+    Commit(Rc<LayerCommit<S>>),
 }
 
 /// How far a pass over the disk is.
@@ -95,21 +106,28 @@ impl<S: Storage> Stream<S> {
         control: Arc<JobControl>,
         clock: Rc<dyn JobClock>,
     ) -> Self {
+        Self::of(disk, Work::Fill { base: None, _guard: guard }, control, clock)
+    }
+
+    /// A job that commits layers, which were [begun](LayerCommit::begin). The caller
+    /// [ends](LayerCommit::end) them.
+    pub fn commit(
+        layers: Rc<LayerCommit<S>>,
+        control: Arc<JobControl>,
+        clock: Rc<dyn JobClock>,
+    ) -> Self {
+        Self::of(Arc::clone(layers.disk()), Work::Commit(layers), control, clock)
+    }
+
+    fn of(
+        disk: Arc<Disk<S>>,
+        work: Work<S>,
+        control: Arc<JobControl>,
+        clock: Rc<dyn JobClock>,
+    ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), disk.stats().export_load()));
-        let (meter, cursor, pass, schedule, retry, base) = Default::default();
-        Self {
-            disk,
-            control,
-            clock,
-            pace,
-            meter,
-            cursor,
-            pass,
-            schedule,
-            retry,
-            base,
-            _guard: guard,
-        }
+        let (meter, cursor, pass, schedule, retry) = Default::default();
+        Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, work }
     }
 
     /// Tries again what cannot be filled, until it is cancelled: for a job without supervision,
@@ -124,7 +142,9 @@ impl<S: Storage> Stream<S> {
     /// Fills the disk with what the images before `base` have, and keeps that.
     #[must_use]
     pub fn down_to(mut self, base: FurtherBase) -> Self {
-        self.base = Some(base);
+        if let Work::Fill { base: down_to, .. } = &mut self.work {
+            *down_to = Some(base);
+        }
         self
     }
 
@@ -147,13 +167,13 @@ impl<S: Storage> Stream<S> {
             return Ok(None);
         }
         self.control.set_progress(self.meter.borrow().progress(0));
-        self.disk.jobs().check_populated(self.base.as_ref()).await?;
+        self.work.settle(&self.disk).await?;
         if !self.control.commit() {
             return Ok(None);
         }
         self.control.set_stage(JobStage::Completing);
         let began = self.clock.now();
-        self.disk.jobs().detach_backing(self.base.as_ref()).await?;
+        self.work.leave_out(&self.disk).await?;
         Ok(Some(self.clock.now().saturating_sub(began)))
     }
 
@@ -205,8 +225,7 @@ impl<S: Storage> Stream<S> {
         cache: &mut BlockStatusCache,
         parts: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
     ) -> Result<Option<BackedRange>> {
-        let mut found =
-            pin!(self.disk.jobs().next_backed(self.cursor.get(), self.base.as_ref(), cache));
+        let mut found = pin!(self.work.next_part(&self.disk, self.cursor.get(), cache));
         loop {
             let part = pin!(next_event(parts, pending(), None));
             match select(found.as_mut(), part).await {
@@ -223,7 +242,7 @@ impl<S: Storage> Stream<S> {
     /// The next part cannot be looked up: it is left to the next pass.
     fn leave_out(&self, error: Error) -> Result<()> {
         let start = self.cursor.get();
-        let end = self.disk.size().min(start.saturating_add(SKIPPED));
+        let end = self.work.end(&self.disk).min(start.saturating_add(SKIPPED));
         self.count_begun(end.saturating_sub(start), end);
         self.count_failed(start, end.saturating_sub(start));
         self.bear(error)
@@ -267,7 +286,7 @@ impl<S: Storage> Stream<S> {
     /// Bytes that are not begun, or left to the next pass.
     fn left(&self) -> u64 {
         let pass = self.pass.get();
-        let ahead = || self.disk.size().saturating_sub(self.cursor.get());
+        let ahead = || self.work.end(&self.disk).saturating_sub(self.cursor.get());
         pass.left.unwrap_or_else(ahead).saturating_add(pass.failed)
     }
 
@@ -329,7 +348,7 @@ impl<S: Storage> Stream<S> {
 
     async fn populate(&self, part: BackedRange) -> Result<()> {
         let go_on = || !self.control.is_decided();
-        let filled = self.disk.jobs().populate(part, &go_on).await.inspect_err(|_| {
+        let filled = self.work.copy(&self.disk, part, &go_on).await.inspect_err(|_| {
             self.count_failed(part.range.offset(), part.range.length());
         })?;
         self.pass.update(|pass| Pass { failures: 0, ..pass });
@@ -341,5 +360,54 @@ impl<S: Storage> Stream<S> {
         meter.count(self.clock.now(), copied, left);
         self.control.set_progress(meter.progress(left));
         Ok(())
+    }
+}
+
+impl<S: Storage> Work<S> {
+    /// Where it ends.
+    fn end(&self, disk: &Disk<S>) -> u64 {
+        match self {
+            Self::Fill { .. } => disk.size(),
+            Self::Commit(layers) => layers.size(),
+        }
+    }
+
+    async fn next_part(
+        &self,
+        disk: &Disk<S>,
+        offset: u64,
+        cache: &mut BlockStatusCache,
+    ) -> Result<Option<BackedRange>> {
+        match self {
+            Self::Fill { base, .. } => disk.jobs().next_backed(offset, base.as_ref(), cache).await,
+            Self::Commit(layers) => layers.next_part(offset).await,
+        }
+    }
+
+    async fn copy(
+        &self,
+        disk: &Disk<S>,
+        part: BackedRange,
+        go_on: &dyn Fn() -> bool,
+    ) -> Result<u64> {
+        match self {
+            Self::Fill { .. } => disk.jobs().populate(part, go_on).await,
+            Self::Commit(layers) => layers.copy(part).await,
+        }
+    }
+
+    /// Makes all of it durable, while the image above names the others still.
+    async fn settle(&self, disk: &Disk<S>) -> Result<()> {
+        match self {
+            Self::Fill { base, .. } => disk.jobs().check_populated(base.as_ref()).await,
+            Self::Commit(layers) => layers.settle().await,
+        }
+    }
+
+    async fn leave_out(&self, disk: &Disk<S>) -> Result<()> {
+        match self {
+            Self::Fill { base, .. } => disk.jobs().detach_backing(base.as_ref()).await,
+            Self::Commit(layers) => layers.name_base().await,
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Servers that are killed (SIGKILL) while a disk is forked, rolled back or merged into its layer,
-//! under writes that nothing flushes: what is served again is one whole disk, the one that the
-//! records name, its children are moments of it, and no bitmap lacks a change.
+//! or that into the next one, under writes that nothing flushes: what is served again is one whole
+//! disk, the one that the records name, its children are moments of it, and no bitmap lacks a
+//! change.
 //!
 //! `BLOCKHOUSE_FORK_KILLS` says how often.
 
@@ -8,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::image_tool::{command, json as json_of, qemu_img, str};
 use blockhouse_tests::{Scratch, Serve, need, require, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
@@ -28,6 +29,8 @@ enum Act {
     Fork,
     Rollback,
     Commit,
+    /// Of the image below the disk's, whose file is removed.
+    Merge,
 }
 
 /// An overlay that a fork has made.
@@ -113,6 +116,12 @@ impl Life {
         below.map_or(&self.base, |index| &self.overlays[index].over)
     }
 
+    /// The image below that.
+    fn lowest(&self) -> &Path {
+        let below = self.overlays.len().checked_sub(3);
+        below.map_or(&self.base, |index| &self.overlays[index].over)
+    }
+
     fn serve(&self) -> Serve {
         let control = self.scratch.socket("control");
         Serve::new(&self.scratch, self.top()).option("--name", NAME).option("--control", control)
@@ -120,9 +129,10 @@ impl Life {
 
     fn choose(&self, random: &mut Rng) -> Act {
         let is_committed = self.overlays.last().is_some_and(|top| top.is_committed);
-        match (self.overlays.len(), random.u8(..8)) {
+        match (self.overlays.len(), random.u8(..10)) {
             (0, _) | (1..4, ..3) => Act::Fork,
             (_, 7) => Act::Commit,
+            (2.., 8..) => Act::Merge,
             (1..9, _) if is_committed => Act::Fork,
             _ if is_committed => Act::Commit,
             _ => Act::Rollback,
@@ -142,6 +152,13 @@ impl Life {
             }
             Act::Rollback => ("disk.rollback", json!({ "disk": NAME, "force": true })),
             Act::Commit => ("job.start", json!({ "kind": "commit", "disk": NAME, "job": "c" })),
+            Act::Merge => {
+                let (top, base) = (self.lower(), self.lowest());
+                let mut params =
+                    json!({ "kind": "commit", "disk": NAME, "top": top, "base": base });
+                params["delete"] = json!(true);
+                ("job.start", params)
+            }
         };
         let call = json!({ "jsonrpc": "2.0", "id": 1, "method": method, "params": params });
         control.send(call.to_string().as_bytes()).expect("the server listens");
@@ -171,7 +188,11 @@ impl Life {
         let first = writer.history().len();
         self.begin(act, &mut control);
         let began = Instant::now();
-        let limit = if act == Act::Commit { 2_000_000 } else { 500_000 };
+        let limit = match act {
+            Act::Commit => 2_000_000,
+            Act::Merge => 200_000,
+            Act::Fork | Act::Rollback => 500_000,
+        };
         let until = Duration::from_micros(random.u64(..limit));
         while began.elapsed() < until {
             write(&mut writer, random);
@@ -185,11 +206,14 @@ impl Life {
     }
 
     fn settle(&mut self, act: Act, before: &[u64], writes: &[(usize, u64)]) {
+        if act == Act::Merge {
+            return self.settle_merge();
+        }
         let (top, lower) = (self.top().to_owned(), self.lower().to_owned());
         let is_over = match act {
             Act::Fork => is_recorded(&lower),
             Act::Rollback => top.exists(),
-            Act::Commit => !is_recorded(&top),
+            Act::Commit | Act::Merge => !is_recorded(&top),
         };
         let is_done = is_over == (act == Act::Fork);
         self.done += usize::from(is_done);
@@ -241,6 +265,35 @@ impl Life {
                 // Of a raw image a commit has changed.
                 let _ = std::fs::remove_file(with_suffix(&self.base, ".bitmaps"));
             }
+        }
+    }
+
+    /// The disk is the same, over its layer, or over the image that has what the layer had.
+    fn settle_merge(&mut self) {
+        let info = qemu_img(&["info", "--output=json", "-f", "qcow2", str(self.top())]);
+        let named = json_of(&info.success())["full-backing-filename"].clone();
+        let (middle, lowest) = (self.lower().to_owned(), self.lowest().to_owned());
+        let is_done = named == str(&lowest);
+        assert!(is_done || named == str(&middle) && middle.exists(), "{named}");
+        self.done += usize::from(is_done);
+        let index = self.overlays.len() - 2;
+        if is_done {
+            self.overlays.remove(index);
+            for gone in [middle.clone(), with_suffix(&middle, ".moved")] {
+                // It need not be there.
+                let _ = std::fs::remove_file(gone);
+            }
+        } else {
+            self.overlays[index].is_committed = true;
+        }
+        let server = self.serve().start();
+        let has_bitmap = self.has_bitmap(&mut Control::connect(&self.scratch.socket("control")));
+        server.stop();
+        assert!(self.read(self.top()) == self.blocks, "an answered write is lost");
+        check(self.top());
+        match &self.checkpoint {
+            Some(checkpoint) if has_bitmap => self.check_bitmap(checkpoint),
+            _ => self.checkpoint = None,
         }
     }
 
@@ -302,15 +355,15 @@ fn kills_leave_one_whole_disk() {
     let mut random = seeded();
     for (name, kills) in [("disk.img", kills / 2), ("disk.qcow2", kills.div_ceil(2))] {
         let mut life = Life::new(name);
-        let mut acts = [0; 3];
+        let mut acts = [0; 4];
         for _ in 0..kills {
             let act = life.choose(&mut random);
             acts[act as usize] += 1;
             life.kill(act, &mut random);
         }
-        let [forks, rollbacks, commits] = acts;
+        let [forks, rollbacks, commits, merges] = acts;
         eprintln!(
-            "{name}: killed in {forks} forks, {rollbacks} rollbacks, {commits} commits; {} were done",
+            "{name}: killed in {forks} forks, {rollbacks} rollbacks, {commits} commits, {merges} commits of layers; {} were done",
             life.done
         );
     }

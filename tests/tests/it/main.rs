@@ -53,6 +53,7 @@ mod job_targets;
 mod jobs;
 mod kept_sockets;
 mod launchers;
+mod layer_commits;
 mod libblkio;
 mod limits;
 mod locks;

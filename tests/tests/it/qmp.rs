@@ -583,6 +583,52 @@ fn a_stream_ends_at_a_base() {
 }
 
 #[test]
+fn a_commit_of_an_image_behind_the_disk_completes_by_itself() {
+    let mut both = require!(Both::start());
+    for folder in &both.folders {
+        for (over, below) in [("mid", "o"), ("top", "mid")] {
+            let path = Path::new(folder).join(over);
+            let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", below, str(&path)];
+            qemu_img(&words).success();
+        }
+    }
+    both.ask_same(&add("o"));
+    for (over, below) in [("mid", "o"), ("top", "mid")] {
+        both.ask_same(&add(over).replace("'file':", &format!("'backing':'{below}','file':")));
+    }
+    let commit = |given: &str| {
+        format!("{{'execute':'block-commit','arguments':{{'job-id':'j','device':'top',{given}}}}}")
+    };
+    for given in [
+        "'top-node':'zz'",
+        "'top':'zz'",
+        "'top-node':'mid','top':'DIR/mid'",
+        "'top-node':'mid','base-node':'top'",
+        "'top-node':'mid','base-node':'mid'",
+        "'top-node':'mid','base-node':'o','base':'DIR/o'",
+        "'top-node':'mid','base':'DIR/top'",
+        "'base-node':'mid','backing-file':'x'",
+    ] {
+        both.ask_same(&commit(given));
+    }
+    both.ask_same(&commit("'top-node':'mid','base-node':'o','backing-file':'./o'"));
+    let [ours, theirs] = both.events_until("j", "null").map(|mut events| {
+        events.retain(is_sure);
+        events
+            .iter()
+            .map(|event| (event["event"].clone(), event["data"]["status"].clone()))
+            .collect::<Vec<_>>()
+    });
+    assert_eq!(ours, theirs);
+    let [ours, theirs] = both.ask("{'execute':'query-named-block-nodes'}").map(|answer| {
+        let nodes = answer["return"].as_array().cloned().unwrap_or_default();
+        let top = nodes.into_iter().find(|node| node["node-name"] == "top").expect("a node");
+        [top["backing_file"].clone(), top["backing_file_depth"].clone()]
+    });
+    assert_eq!(ours, theirs);
+}
+
+#[test]
 fn jobs_have_the_statuses_and_events_of_qemu() {
     let mut both = require!(Both::start());
     ["o", "p", "c"].iter().for_each(|node| _ = both.ask_same(&add(node)));

@@ -245,7 +245,7 @@ fn what_is_between_an_overlay_and_its_base_is_left_out() {
 
 /// Whether an image is these blocks, as QEMU reads it.
 #[track_caller]
-fn assert_holds(image: &Path, blocks: &[u64]) {
+pub(crate) fn assert_holds(image: &Path, blocks: &[u64]) {
     let expected = image.with_extension("expected");
     fs::write(&expected, bytes_of(blocks)).expect("a raw image");
     let format = if image.extension().is_some_and(|end| end == "img") { "raw" } else { "qcow2" };

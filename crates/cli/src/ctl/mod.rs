@@ -165,7 +165,7 @@ enum Action {
     Mirror(Mirror),
     /// Copy the data of a disk's image into its backing file while its guest runs: a job, which
     /// `job NAME complete` completes. Then the guest continues on the backing file. Other
-    /// images over the same backing file are spoilt.
+    /// images over the same backing file are spoilt. With `--top`: merge layers behind it.
     Commit(Commit),
     /// Copy what a disk's image leaves to its backing file into the image while its guest runs, and
     /// detach the backing file: the image stands alone then.
@@ -296,6 +296,17 @@ struct Background {
 struct Commit {
     /// The disk's name.
     disk: String,
+    /// Merge the layers from this backing file down to the base into that, which takes their place;
+    /// the guest continues on the disk's image. The job completes by itself.
+    #[arg(long, value_name = "FILE")]
+    top: Option<PathBuf>,
+    /// The backing file that gets what is above it. Left out: that of the disk's image; with
+    /// `--top` the last one of the chain.
+    #[arg(long, value_name = "FILE")]
+    base: Option<PathBuf>,
+    /// Remove the files that the chain has left.
+    #[arg(long)]
+    delete: bool,
     /// Store what an encrypted image has in a backing file that is not encrypted.
     #[arg(long)]
     decrypt: bool,
@@ -312,6 +323,9 @@ struct Stream {
     /// and leave these out of the chain.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
+    /// Remove the files that the chain has left.
+    #[arg(long, requires = "base")]
+    delete: bool,
     #[command(flatten)]
     background: Background,
 }
@@ -463,7 +477,7 @@ impl Action {
             Self::Stats { disk } => ("disk.stats", json!({ "disk": disk })),
             Self::Jobs => ("job.list", json!({})),
             Self::Mirror(mirror) => ("job.start", mirror.params()?),
-            Self::Commit(commit) => ("job.start", commit.params()),
+            Self::Commit(commit) => ("job.start", commit.params()?),
             Self::Stream(stream) => ("job.start", stream.params()?),
             Self::Job { name, action } => action.request(&name),
             Self::Events { events } => ("event.subscribe", json!({ "events": events })),
@@ -537,10 +551,16 @@ impl Background {
 }
 
 impl Commit {
-    fn params(self) -> Value {
+    fn params(self) -> Result<Value> {
         let mut params = json!({ "kind": "commit", "disk": self.disk, "decrypt": self.decrypt });
+        let image = |path: Option<PathBuf>| path.as_deref().map(absolute_image).transpose();
+        let (top, base) = (image(self.top)?, image(self.base)?);
+        let delete = self.delete.then_some(json!(true));
+        let given = [("top", top.map(|top| json!(top))), ("base", base.map(|base| json!(base)))];
+        add_given(&mut params, given);
+        add_given(&mut params, [("delete", delete)]);
         self.copying.add_to(&mut params);
-        params
+        Ok(params)
     }
 }
 
@@ -548,7 +568,8 @@ impl Stream {
     fn params(self) -> Result<Value> {
         let base = self.base.as_deref().map(absolute_image).transpose()?;
         let mut params = json!({ "kind": "stream", "disk": self.disk });
-        add_given(&mut params, [("base", base.map(|base| json!(base)))]);
+        let delete = self.delete.then_some(json!(true));
+        add_given(&mut params, [("base", base.map(|base| json!(base))), ("delete", delete)]);
         self.background.add_to(&mut params);
         Ok(params)
     }

@@ -19,7 +19,7 @@ use crate::jobs::complete_job;
 use crate::jobs::start_commit;
 use crate::jobs::start_mirror;
 use crate::jobs::start_stream;
-use crate::jobs::{JobSetup, MirrorTarget, OnFailure, RunningJob, TargetSetup};
+use crate::jobs::{CommitSetup, JobSetup, MirrorTarget, OnFailure, RunningJob, TargetSetup};
 use crate::running::Running;
 
 /// Carries a request out that is about jobs.
@@ -84,15 +84,21 @@ pub(crate) fn listed(running: &Running) -> Vec<JobInfo> {
 
 async fn start(running: &Running, given: JobStartParams) -> Outcome {
     let JobStartParams { kind, disk, target, target_disk, job: name, .. } = given;
-    let JobStartParams { format, overwrite, decrypt, base, mode, speed, .. } = given;
+    let JobStartParams { format, overwrite, decrypt, top, base, mode, speed, .. } = given;
+    let JobStartParams { backing_file, delete, .. } = given;
     if kind == JobKind::Stream && mode != CopyMode::Auto {
         return Err(invalid("writes never wait for a stream: leave mode out".into()));
     }
     if kind != JobKind::Commit && decrypt {
         return Err(invalid("only a commit may decrypt: leave decrypt out".into()));
     }
-    if kind != JobKind::Stream && base.is_some() {
-        return Err(invalid("only a stream keeps a base: leave base out".into()));
+    if kind == JobKind::Mirror && (base.is_some() || delete) {
+        return Err(invalid(
+            "only a stream or a commit has a base: leave base and delete out".into(),
+        ));
+    }
+    if kind != JobKind::Commit && (top.is_some() || backing_file.is_some()) {
+        return Err(invalid("only a commit has a top: leave top and backing-file out".into()));
     }
     let setup = JobSetup { name, disk, mode, speed: speed.and_then(NonZeroU64::new) };
     let job = match (kind, target) {
@@ -113,10 +119,11 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
         }
         (JobKind::Mirror, None) => return Err(invalid("a mirror needs a target".into())),
         (JobKind::Commit, None) if format.is_none() && !overwrite => {
-            start_commit(running, setup, decrypt).await?
+            let commit = CommitSetup { top, base, backing_file, decrypt, delete };
+            start_commit(running, setup, commit).await?
         }
         (JobKind::Stream, None) if format.is_none() && !overwrite => {
-            start_stream(running, setup, base.as_deref(), OnFailure::Fail).await?
+            start_stream(running, setup, (base.as_deref(), delete), OnFailure::Fail).await?
         }
         (JobKind::Commit | JobKind::Stream, _) => {
             let what = "only a mirror has another image as its target: leave target, format and overwrite out";

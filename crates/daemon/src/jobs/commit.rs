@@ -14,11 +14,13 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
 use blockhouse_disk::{
-    ImageDisk, StateUse, forget_moved, is_forked, keep_state, open_base, record_committed,
-    record_moved,
+    ImageDisk, LeftFiles, StateUse, forget_moved, is_forked, keep_state, open_base,
+    record_committed, record_moved,
 };
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
 
+use super::commit_setup::CommitSetup;
+use super::layer_commit::start_layer_commit;
 use super::{JobSetup, RunningJob, run_job};
 use crate::running::open::image_options;
 use crate::running::recording::keep_vouching;
@@ -31,11 +33,11 @@ use crate::running::{Running, RunningDisk};
 /// # Errors
 /// There is no such disk, it is read-only or has a job, or its backing file cannot be written
 /// to: others use it, or it is longer; or it is not encrypted and the image is, unless
-/// `decrypt` says that this is meant.
+/// the setup says that this is meant. Of layers as [`start_layer_commit`].
 pub(crate) async fn start_commit(
     running: &Running,
     setup: JobSetup,
-    decrypt: bool,
+    images: CommitSetup,
 ) -> Result<Arc<RunningJob>> {
     let claimed = running.claim_disk(&setup.disk).await?;
     let source = Arc::clone(&claimed.disk);
@@ -46,9 +48,20 @@ pub(crate) async fn start_commit(
         );
     }
     running.check_free(&setup.disk)?;
-    if !decrypt {
+    if let Some(top) = images.layer(&source).map(Path::to_owned) {
+        return start_layer_commit(running, source, setup, &top, images).await;
+    }
+    images.check_for_image(&source)?;
+    if !images.decrypt {
         check_encryption(&source)?;
     }
+    let files = match images.delete {
+        true => {
+            check_nobody_stands(running, &source, 0..=0)?;
+            Some(LeftFiles::of_image(&source.disk).await?)
+        }
+        false => None,
+    };
     let state = running.state_use(&source.setup)?;
     let base = base_of(running, &source).await?;
     let name = base.image().image_name().to_owned();
@@ -57,7 +70,11 @@ pub(crate) async fn start_commit(
     job.control.set_speed(setup.speed);
     let mode = setup.mode;
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
-        commit(job, &source, base, mode, state).await
+        let end = commit(job, &source, base, mode, state).await;
+        if let (JobEnd::Completed { .. }, Some(files)) = (&end, files) {
+            files.remove_beside(&source.disk).await;
+        }
+        end
     });
     Ok(job)
 }
@@ -73,7 +90,7 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
         check_size(behind.name, behind.size, disk.size())?;
         running.sandbox().check_image(Path::new(behind.name))?;
     }
-    check_nobody_stands(running, source)?;
+    check_nobody_stands(running, source, 1..=1)?;
     let options = image_options(&source.setup, &StateUse::Off)?;
     let base = open_base(disk, &source.path(), options).await?;
     // From now on it is not what the disk was at its fork.

@@ -139,8 +139,8 @@ pub(crate) async fn complete_job(
     if completion != Completion::Switch && job.kind != "mirror" {
         bail!("the job {name:?} is a {}: only a mirror can be completed so", job.kind);
     }
-    // A stream completes by itself, maybe before it is asked to.
-    let is_early = job.kind == "stream" && job.status() == "completed";
+    // It may have completed before it is asked to.
+    let is_early = job.completes_by_itself() && job.status() == "completed";
     let postponed = job.control.postponements();
     if !job.control.complete(completion) && !is_early {
         bail!("the job {name:?} is {}, and cannot be completed so", job.status());

@@ -8,13 +8,16 @@
 
 mod backup;
 mod commit;
+mod commit_setup;
+mod layer_commit;
 mod mirror;
 mod stream;
 mod target;
 
 use std::num::NonZeroU64;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -29,6 +32,7 @@ use crate::process::workers::Workers;
 
 pub(crate) use backup::{CopiedBitmap, FrozenSource, start_backup};
 pub(crate) use commit::start_commit;
+pub(crate) use commit_setup::CommitSetup;
 pub(crate) use mirror::{MirrorTarget, check_target_disk, complete_job, start_mirror};
 pub(crate) use stream::{OnFailure, begin_prefetch, start_stream};
 pub(crate) use target::TargetSetup;
@@ -88,6 +92,8 @@ pub(crate) struct RunningJob {
     source: Weak<ImageDisk>,
     /// Its requests and its progress.
     pub(crate) control: Arc<JobControl>,
+    /// Of a commit of layers behind the disk's image, the depths of those that are left out.
+    pub(crate) left_out: OnceLock<Range<usize>>,
     /// Whether nothing of it is in flight at the target, which is closed.
     pub(crate) target_is_free: AtomicBool,
 }
@@ -100,6 +106,11 @@ impl RunningJob {
             Some(wait) => wait.to_string(),
             None => format!("its target {} does not answer", self.target),
         }
+    }
+
+    /// Whether it is never ready, and completes when it has done its work.
+    fn completes_by_itself(&self) -> bool {
+        self.kind == "stream" || self.left_out.get().is_some()
     }
 
     fn writes_to(&self, disk: &str) -> bool {
@@ -266,9 +277,18 @@ impl Jobs {
         let control = Arc::new(JobControl::default());
         let target_is_free = AtomicBool::new(false);
         let (disk, source) = (disk.to_owned(), Arc::downgrade(source));
-        let job =
-            RunningJob { name, kind, disk, target, target_disk, source, control, target_is_free };
-        let job = Arc::new(job);
+        let left_out = OnceLock::new();
+        let job = Arc::new(RunningJob {
+            name,
+            kind,
+            disk,
+            target,
+            target_disk,
+            source,
+            control,
+            left_out,
+            target_is_free,
+        });
         state.jobs.push(Arc::clone(&job));
         let ended: Vec<_> = state.jobs.iter().filter(|job| job.has_ended()).cloned().collect();
         let surplus = ended.len().saturating_sub(MAX_ENDED);

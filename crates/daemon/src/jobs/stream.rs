@@ -10,11 +10,12 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use blockhouse_disk::{ImageDisk, find_further_base, note_passed_over};
+use blockhouse_disk::{ImageDisk, LeftFiles, find_further_base, note_passed_over};
 use blockhouse_engine::{spawn_detached, timeout};
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 
 use super::{JobSetup, MAX_TIDY_TIME, RunningJob, run_job};
+use crate::running::rollbacks::check_nobody_stands;
 use crate::running::{Running, RunningDisk};
 
 /// The treatment of ranges that cannot be filled by a stream.
@@ -39,20 +40,21 @@ pub(crate) async fn begin_prefetch(running: &Running, disk: &RunningDisk) {
         mode: CopyMode::Auto,
         speed: NonZeroU64::new(speed),
     };
-    if let Err(error) = start_stream(running, setup, None, OnFailure::TryAgain).await {
+    if let Err(error) = start_stream(running, setup, (None, false), OnFailure::TryAgain).await {
         tracing::error!("{}: cannot be filled from its backing file: {error:#}", disk.name());
     }
 }
 
-/// Starts a stream; down to `base`, a backing file further down the chain, which is kept.
+/// Starts a stream; down to `base`, a backing file further down the chain, which is kept. The files
+/// of the layers before that are removed in the end where `delete` says so.
 ///
 /// # Errors
 /// There is no such disk, it is read-only or has a job, or its image has no backing file, or not
-/// this base, or snapshots.
+/// this base, or snapshots; others stand on layers whose files are to be removed.
 pub(crate) async fn start_stream(
     running: &Running,
     setup: JobSetup,
-    base: Option<&Path>,
+    (base, delete): (Option<&Path>, bool),
     on_failure: OnFailure,
 ) -> Result<Arc<RunningJob>> {
     let claimed = running.claim_disk(&setup.disk).await?;
@@ -70,6 +72,14 @@ pub(crate) async fn start_stream(
         );
     }
     let base = base.map(|base| find_further_base(&disk, base)).transpose()?;
+    let files = match base.as_ref().filter(|_| delete) {
+        Some(base) => {
+            check_nobody_stands(running, &source, 1..=base.steps() - 1)?;
+            Some(LeftFiles::of(&disk, base).await?)
+        }
+        None if delete => bail!("the files of a whole chain are not removed: say base"),
+        None => None,
+    };
     let guard = disk.jobs().begin_populating().await?;
     let target = disk.name().to_owned();
     let (job, handle) = running.jobs().register(
@@ -95,18 +105,22 @@ pub(crate) async fn start_stream(
             if let Err(error) = note_passed_over(&disk) {
                 tracing::warn!("{}: {error}", disk.name());
             }
-            release_detached(disk).await;
+            release_detached(disk, files).await;
         }
         end
     });
     Ok(job)
 }
 
-/// Gives back what is held of a backing file that was detached, when the last read there has ended:
-/// at once, mostly.
-async fn release_detached(disk: Arc<ImageDisk>) {
+/// Gives back what is held of backing files that were detached, and removes `files` of them, when
+/// the last read there has ended: at once, mostly.
+pub(super) async fn release_detached(disk: Arc<ImageDisk>, files: Option<LeftFiles>) {
+    let release = move |disk: &ImageDisk| {
+        disk.jobs().release_detached();
+        files.into_iter().for_each(LeftFiles::remove);
+    };
     if timeout(MAX_TIDY_TIME, disk.jobs().detached_reads_ended()).await.is_some() {
-        return disk.jobs().release_detached();
+        return release(&disk);
     }
     tracing::warn!(
         "{}: its former backing file stays open until the reads there have ended",
@@ -114,6 +128,6 @@ async fn release_detached(disk: Arc<ImageDisk>) {
     );
     spawn_detached(async move {
         disk.jobs().detached_reads_ended().await;
-        disk.jobs().release_detached();
+        release(&disk);
     });
 }

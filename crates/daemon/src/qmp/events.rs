@@ -88,7 +88,10 @@ fn follow_disk(context: &Context, job: &str, disk: &str) {
     let mut state = context.state.borrow_mut();
     match (job.kind, &job.target_disk) {
         ("mirror", Some(target)) if is_switched => state.move_to(disk, target),
-        ("commit", _) => state.pop_top(disk),
+        ("commit", _) => match job.left_out.get() {
+            Some(layers) => state.leave_out(disk, layers.clone()),
+            None => state.pop_top(disk),
+        },
         ("stream", _) => state.detach(disk, behind),
         _ => {}
     }

@@ -151,7 +151,7 @@ object BlockJobInfoMirror actively-synced:bool
 enum IoStatus ok
 command block-stream job-id?:str device:str base?:str base-node?:str speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool backing-mask-protocol?:bool
 enum OnError report
-command block-commit job-id?:str device:str base-node?:str base?:str top-node?:str top?:str backing-mask-protocol?:bool speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool
+command block-commit job-id?:str device:str base-node?:str base?:str top-node?:str top?:str backing-file?:str backing-mask-protocol?:bool speed?:int on-error?:OnError filter-node-name?:str auto-finalize?:bool auto-dismiss?:bool
 command blockdev-mirror job-id?:str device:str target:str speed?:int sync:MirrorSyncMode granularity?:int buf-size?:int on-source-error?:OnError on-target-error?:OnError filter-node-name?:str copy-mode?:MirrorCopyMode auto-finalize?:bool auto-dismiss?:bool
 enum MirrorSyncMode top full
 enum MirrorCopyMode background write-blocking

@@ -29,14 +29,13 @@ pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Retur
         }
         (base, None) => base,
     };
-    start(context, given, ("stream", base)).await
+    start(context, given, ("stream", json!({ "base": base }))).await
 }
 
 /// The name of the image of a node that is behind that of a device.
 fn base_of(context: &Context, device: &str, node: &str) -> Result<String, QmpError> {
-    let disk = context.disk(device)?;
-    let nodes = context.state.borrow().nodes_of(&disk);
-    let place = nodes.iter().position(|own| own.name == node);
+    let ChainOf { nodes, files, .. } = ChainOf::new(context, device)?;
+    let place = nodes.iter().position(|own| own == node);
     let Some(depth) = place.filter(|depth| *depth > 0) else {
         return Err(match context.has_node(node) {
             true => {
@@ -45,41 +44,99 @@ fn base_of(context: &Context, device: &str, node: &str) -> Result<String, QmpErr
             false => QmpError::no_node("", node),
         });
     };
-    let running = context.running.disks().find(&disk);
-    let layer = running.as_ref().and_then(|running| running.layer_at(depth));
-    let name = layer.map(|layer| layer.name.to_owned());
+    let name = files.get(depth).cloned();
     name.ok_or_else(|| QmpError::generic(format!("Node '{node}' has no file name")))
 }
 
-/// `block-commit`: of the image of the disk into its backing file.
+/// `block-commit`: of the image of the disk into its backing file, or of images behind it.
 pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let (base, top) = (given.some_text("base")?, given.some_text("top")?);
     let (base_node, top_node) = (given.some_text("base-node")?, given.some_text("top-node")?);
-    given.only("backing-file", &[], "no other image gets a backing file by a commit")?;
+    let backing_file = given.some_text("backing-file")?;
     let device = given.text("device")?;
-    let name = context.disk(&device)?;
-    let disk = context.running.disks().find(&name);
-    let disk = disk.ok_or_else(|| QmpError::no_node(&device, &device))?;
-    let nodes = context.state.borrow().nodes_of(&name);
-    let is_node = |depth: usize, node: &str| nodes.get(depth).is_some_and(|own| own.name == node);
-    let is_top = top_node.is_none_or(|node| node == device || is_node(0, &node))
-        && top.is_none_or(|top| disk.path().as_os_str() == top.as_str());
-    let behind = disk.layer_at(1);
-    let is_base = match (&base, &base_node) {
+    given.put_back("device", &device);
+    let chain = ChainOf::new(context, &device)?;
+    let top = match (top, top_node) {
         (Some(_), Some(_)) => {
-            return Err(QmpError::generic("'base' and 'base-node' are mutually exclusive"));
+            return Err(QmpError::generic("'top-node' and 'top' are mutually exclusive"));
         }
-        (Some(base), None) => behind.as_ref().is_none_or(|behind| behind.name == base),
-        (None, Some(node)) => is_node(1, node),
-        // QEMU commits to the end of the chain.
-        (None, None) => disk.layer_at(2).is_none(),
+        (Some(top), None) => {
+            let why = || QmpError::generic(format!("Top image file {top} not found"));
+            chain.depth_of_file(&top, 0).ok_or_else(why)?
+        }
+        (None, Some(node)) => chain.depth_of_node(context, &node, 0)?,
+        (None, None) => 0,
     };
-    if !(is_top && is_base) {
-        let why = "a commit goes from the image of the disk into its backing file here: 'base' or 'base-node' names that";
+    let base = match (base, base_node) {
+        (Some(_), Some(_)) => {
+            return Err(QmpError::generic("'base-node' and 'base' are mutually exclusive"));
+        }
+        (Some(base), None) => {
+            let why = || QmpError::generic(format!("Can't find '{base}' in the backing chain"));
+            chain.depth_of_file(&base, top + 1).ok_or_else(why)?
+        }
+        (None, Some(node)) => chain.depth_of_node(context, &node, top)?,
+        // QEMU commits to the end of the chain.
+        (None, None) => chain.files.len() - 1,
+    };
+    // The job refuses an image without a backing file.
+    if base == top && top > 0 {
+        return Err(QmpError::generic("cannot commit an image into itself"));
+    }
+    if top > 0 {
+        let [top, base] = [top, base].map(|depth| &chain.files[depth]);
+        let params = json!({ "top": top, "base": base, "backing-file": backing_file });
+        return start(context, given, ("commit", params)).await;
+    }
+    if backing_file.is_some() {
+        let why = "'backing-file' specified, but 'top' is the active layer";
         return Err(QmpError::generic(why));
     }
-    given.put_back("device", &device);
-    start(context, given, ("commit", None)).await
+    if base > 1 {
+        let why = "the image of the disk is committed into its backing file here: 'base' or 'base-node' names that, or 'top' \
+                   an image behind it";
+        return Err(QmpError::generic(why));
+    }
+    start(context, given, ("commit", json!({}))).await
+}
+
+/// The images of a disk, with their nodes.
+struct ChainOf {
+    device: String,
+    /// The paths, that of the disk's image first.
+    files: Vec<String>,
+    nodes: Vec<String>,
+}
+
+impl ChainOf {
+    fn new(context: &Context, device: &str) -> Result<Self, QmpError> {
+        let name = context.disk(device)?;
+        let disk = context.running.disks().find(&name);
+        let disk = disk.ok_or_else(|| QmpError::no_node(device, device))?;
+        let layer = |depth| disk.layer_at(depth).map(|layer| layer.name.to_owned());
+        let files = (0..).map_while(layer).collect();
+        let nodes = context.state.borrow().nodes_of(&name);
+        let nodes = nodes.into_iter().map(|node| node.name).collect();
+        Ok(Self { device: device.to_owned(), files, nodes })
+    }
+
+    /// How many steps behind the disk's image the image of this path is, at least `from`.
+    fn depth_of_file(&self, path: &str, from: usize) -> Option<usize> {
+        self.files.iter().skip(from).position(|file| file == path).map(|found| from + found)
+    }
+
+    /// The same of a node.
+    fn depth_of_node(&self, context: &Context, node: &str, from: usize) -> Result<usize, QmpError> {
+        let own = self.nodes.iter().position(|own| own == node);
+        let found = own.or_else(|| (node == self.device).then_some(0));
+        match found.filter(|depth| *depth >= from && *depth < self.files.len()) {
+            Some(depth) => Ok(depth),
+            None if context.has_node(node) => {
+                Err(QmpError::generic(format!("'{node}' is not in this backing file chain")))
+            }
+            None => Err(QmpError::no_node("", node)),
+        }
+    }
 }
 
 /// `blockdev-mirror`: to the disk of another node.
@@ -129,11 +186,11 @@ pub(super) fn check_whole(context: &Context, disk: &str, sync: &str) -> Result<(
     }
 }
 
-/// Starts a job of one node, down to a base.
+/// Starts a job of one node, with these parameters beside those of all jobs.
 async fn start(
     context: &Rc<Context>,
     mut given: Arguments,
-    (kind, base): (&str, Option<String>),
+    (kind, mut params): (&str, Value),
 ) -> Returned {
     let device = given.text("device")?;
     given.flag("backing-mask-protocol", false)?;
@@ -141,13 +198,10 @@ async fn start(
     given.end()?;
     let disk = context.disk(&device)?;
     job.check(context).await?;
-    let params = json!({
-        "kind": kind,
-        "disk": disk,
-        "job": job.name,
-        "base": base,
-        "speed": job.speed,
-    });
+    params["kind"] = json!(kind);
+    params["disk"] = json!(disk);
+    params["job"] = json!(job.name);
+    params["speed"] = json!(job.speed);
     start_all(context, std::slice::from_ref(&job), ("job.start", params)).await
 }
 

@@ -7,6 +7,7 @@
 //! addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -233,6 +234,14 @@ impl State {
         if let Some(nodes) = self.chains.get_mut(disk) {
             let passed = nodes.len().saturating_sub(behind).max(1);
             nodes.drain(1..passed);
+        }
+    }
+
+    /// Forgets the nodes of images at these depths of a disk's chain.
+    pub(super) fn leave_out(&mut self, disk: &str, depths: Range<usize>) {
+        if let Some(nodes) = self.chains.get_mut(disk) {
+            let end = depths.end.min(nodes.len());
+            nodes.drain(depths.start.min(end)..end);
         }
     }
 

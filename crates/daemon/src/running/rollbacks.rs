@@ -1,5 +1,7 @@
 //! Rollbacks: disks go back to the layers that forks left.
 
+use std::ops::RangeInclusive;
+
 use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_disk::{RolledBack, roll_back};
@@ -29,7 +31,7 @@ pub(crate) async fn roll_back_disk(
     if !force {
         check_unused(running, name)?;
     }
-    check_nobody_stands(running, disk)?;
+    check_nobody_stands(running, disk, 1..=1)?;
     let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
     let setup = DiskConfig { cache, ..disk.setup.clone() };
     let options = image_options(&setup, &running.state_use(&setup)?)?;
@@ -59,18 +61,25 @@ fn check_unused(running: &Running, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Refuses to change the layer behind a disk where others stand on that.
-pub(crate) fn check_nobody_stands(running: &Running, disk: &RunningDisk) -> Result<()> {
-    let others = running.disks.all();
-    let others = others.iter().filter(|other| other.name() != disk.name());
-    let standing = others.filter(|other| other.disk.image().stands_on_layer_of(disk.disk.image()));
-    let names: Vec<_> = standing.map(|other| format!("{:?}", other.name())).collect();
-    if let (false, Some(layer)) = (names.is_empty(), disk.disk.image().layer_at(1)) {
-        bail!(
-            "{} is the layer of other disks of this server as well: {}; close them first, or make them independent (stream)",
-            layer.name,
-            names.join(", ")
-        );
+/// Refuses to change the layers at these depths of a disk's chain where others stand on one.
+pub(crate) fn check_nobody_stands(
+    running: &Running,
+    disk: &RunningDisk,
+    depths: RangeInclusive<usize>,
+) -> Result<()> {
+    let (others, image) = (running.disks.all(), disk.disk.image());
+    for depth in depths {
+        let others = others.iter().filter(|other| other.name() != disk.name());
+        let standing = others.filter(|other| other.disk.image().reads_layer_of(image, depth));
+        let names: Vec<_> = standing.map(|other| format!("{:?}", other.name())).collect();
+        if let (false, Some(layer)) = (names.is_empty(), image.layer_at(depth)) {
+            bail!(
+                "{} is the layer of other disks of this server as well: {}; close them first, or make them independent \
+                 (stream)",
+                layer.name,
+                names.join(", ")
+            );
+        }
     }
     Ok(())
 }

@@ -13,7 +13,7 @@ use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
 use blockhouse_format::Backing;
 
 use super::{Disk, DiskJobs};
-use crate::layer::BlockStatusCache;
+use crate::layer::{BlockStatusCache, Layer};
 use crate::write::BackedRange;
 
 /// A disk that gets what its image leaves to its backing file, until this is dropped. They are
@@ -26,41 +26,81 @@ impl Drop for PopulatingGuard {
     }
 }
 
-/// A backing file further down the chain of a disk, with which the disk can do when it has what the
-/// images before that have.
+/// A backing file further down the chain of a disk, with which an image above it can do when one of
+/// the two has what the images between them have.
 #[derive(Clone, Debug)]
 pub struct FurtherBase {
-    /// How many steps below the disk's image.
-    depth: usize,
-    /// As the image is to name it.
+    /// How many steps the image above is below the disk's.
+    above: usize,
+    /// How many steps it is below the image above.
+    steps: usize,
+    /// As the image above is to name it.
     name: Backing,
 }
 
 impl FurtherBase {
-    /// The image at this depth of the chain of `disk`, at least 2, which its image is to name
-    /// `name`.
+    /// The image this many steps, at least 2, below the one that is `above` steps below that of
+    /// `disk`, which is to name it `name`.
     ///
     /// # Errors
     /// `InvalidInput`: it is the backing file already, or the chain is shorter; it is longer than
     /// an image before it, which hides its end.
-    pub fn new<S: Storage>(disk: &Disk<S>, depth: usize, name: Backing) -> Result<Self> {
-        let image = disk.image();
-        let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
-        let Some(base) = image.layer().layers().nth(depth).filter(|_| depth > 0) else {
+    pub fn new<S: Storage>(
+        disk: &Disk<S>,
+        above: usize,
+        steps: usize,
+        name: Backing,
+    ) -> Result<Self> {
+        let layers: Vec<_> = disk.image().layer().layers().skip(above).take(steps + 1).collect();
+        let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
+        let [_, between @ .., base] = &layers[..] else {
             return refuse("its chain of backing files is shorter".into());
         };
-        if depth == 1 {
+        if layers.len() <= steps {
+            return refuse("its chain of backing files is shorter".into());
+        }
+        if between.is_empty() {
             return refuse(format!("{} is its backing file already", base.image_name()));
         }
-        let mut between = image.layer().layers().take(depth).skip(1);
-        if let Some(shorter) = between.find(|layer| layer.size() < base.size()) {
+        if let Some(shorter) = between.iter().find(|layer| layer.size() < base.size()) {
             return refuse(format!(
                 "{} is longer than {}, which hides its end",
                 base.image_name(),
                 shorter.image_name()
             ));
         }
-        Ok(Self { depth, name })
+        Ok(Self { above, steps, name })
+    }
+
+    /// How many steps the image above is below the disk's.
+    pub fn above(&self) -> usize {
+        self.above
+    }
+
+    /// How many steps the base is below the image above.
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    /// The base's name in the header of the image above.
+    pub fn name(&self) -> &Backing {
+        &self.name
+    }
+
+    /// The images that are left out, the highest one first, and the base.
+    pub(crate) fn chain_of<'a, S: Storage>(
+        &self,
+        disk: &'a Disk<S>,
+    ) -> impl Iterator<Item = &'a Arc<Layer<S>>> {
+        disk.image().layer().layers_behind().skip(self.above).take(self.steps)
+    }
+
+    /// Has the image above stand on the base, which its header names.
+    pub(crate) async fn pass_over<S: Storage>(&self, disk: &Disk<S>) {
+        let Some(above) = disk.image().layer().layers().nth(self.above) else { return };
+        // They may have looked up before that what lies past the end of the backing file.
+        above.format().reads_ended().await;
+        above.pass_over(self.steps, self.name.clone());
     }
 }
 
@@ -95,7 +135,7 @@ impl<S: Storage> DiskJobs<'_, S> {
         base: Option<&FurtherBase>,
         cache: &mut BlockStatusCache,
     ) -> Result<Option<BackedRange>> {
-        let (end, base) = (self.disk.size(), base.map(|base| base.depth));
+        let (end, base) = (self.disk.size(), base.map(|base| base.steps));
         if offset >= end {
             return Ok(None);
         }
@@ -161,11 +201,12 @@ impl<S: Storage> DiskJobs<'_, S> {
                 .await?;
             self.disk.image().layer().set_claims_all(false);
         }
-        // They may have looked up before that what lies past the end of the backing file.
-        self.disk.image().format().reads_ended().await;
-        match base {
-            Some(base) => self.disk.image().layer().pass_over(base.depth, base.name.clone()),
-            None => self.disk.image().layer().detach_backing(),
+        if let Some(base) = base {
+            base.pass_over(self.disk).await;
+        } else {
+            // They may have looked up before that what lies past the end of the backing file.
+            self.disk.image().format().reads_ended().await;
+            self.disk.image().layer().detach_backing();
         }
         Ok(())
     }

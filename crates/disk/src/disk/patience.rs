@@ -33,7 +33,7 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// `Io` where they take too long.
-    pub(super) async fn patiently<T>(&self, requests: impl Future<Output = T>) -> Result<T> {
+    pub(crate) async fn patiently<T>(&self, requests: impl Future<Output = T>) -> Result<T> {
         match select(pin!(requests), pin!(patience())).await {
             Either::Left((outcome, _)) => Ok(outcome),
             Either::Right(_) => Err(overdue(self, "requests")),

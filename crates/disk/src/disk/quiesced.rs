@@ -13,7 +13,7 @@ use blockhouse_format::Intent;
 use super::Disk;
 use super::images::Link;
 use super::quiesce::QuiescedGuard;
-use crate::image::Image;
+use crate::image::{Image, close_as_layer};
 use crate::observers::ChangeObserver;
 use crate::options::Access;
 
@@ -211,12 +211,6 @@ impl<S: Storage> ReplacedImage<'_, S> {
     /// # Errors
     /// Errors of the storage: flushes of the images over it flush it as well, and fail.
     pub async fn close_as_layer(&self) -> Result<()> {
-        let image = self.image();
-        image.format().close().await?;
-        if let Some(state) = image.state() {
-            state.close();
-        }
-        image.layer().set_stable();
-        Ok(())
+        close_as_layer(self.image()).await
     }
 }

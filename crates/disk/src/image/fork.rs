@@ -4,14 +4,15 @@
 //! changed no more, which is the caller's to keep. A flush covers what the image had answered
 //! before.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-use blockhouse_core::Storage;
+use blockhouse_core::{Result, Storage};
 
 use super::Image;
 use super::uses::ImageUses;
 use crate::layer::Layer;
-use crate::options::Access;
+use crate::options::{Access, Options};
+use crate::write::Writer;
 
 impl<S: Storage> Image<S> {
     /// The same image, which is new, over `lower`, the image of a disk. Where that may be changed,
@@ -60,4 +61,25 @@ impl<S: Storage> Image<S> {
             Some((depth, theirs.iter().position(is_it)?))
         })
     }
+}
+
+/// An image for reading only, of a layer that another one stands on.
+pub(crate) fn image_of_layer<S: Storage>(layer: &Arc<Layer<S>>) -> Image<S> {
+    let sector_size = layer.format().header().logical_block_size();
+    let options = Options { access: Access::ReadOnly, ..Options::default() };
+    let (writer, uses) = (Writer::new(Arc::clone(layer)), ImageUses::new(layer));
+    Image { writer, uses, options, sector_size, state: OnceLock::new() }
+}
+
+/// Makes an image durable, to be read on as a layer. Its storage stays open.
+///
+/// # Errors
+/// Errors of the storage: flushes of the images over it flush it as well, and fail.
+pub(crate) async fn close_as_layer<S: Storage>(image: &Image<S>) -> Result<()> {
+    image.format().close().await?;
+    if let Some(state) = image.state() {
+        state.close();
+    }
+    image.layer().set_stable();
+    Ok(())
 }

@@ -30,6 +30,7 @@ use crate::layer::Layer;
 use crate::options::{Access, Discard, Options};
 use crate::state::{StateFile, TrackedFile};
 use crate::write::Writer;
+pub(crate) use fork::{close_as_layer, image_of_layer};
 pub(crate) use open::EarlierWrites;
 use uses::ImageUses;
 pub(crate) use uses::UseGuard;

@@ -49,7 +49,8 @@ impl<S: Storage> Layer<S> {
             above = layer;
         }
         let Some(backing) = above.behind.now() else { return };
-        let (layer, access) = (Arc::clone(&backing.layer), backing.access);
+        // A commit may have opened it anew.
+        let (layer, access) = (Arc::clone(last(&backing.layer)), backing.access);
         self.format.set_backing_size(layer.size());
         self.remembers_chain.store(false, Ordering::Release);
         layer.remembers_chain.store(true, Ordering::Release);
@@ -127,6 +128,11 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         std::iter::successors(Some(self.0), |layer| {
             layer.behind.0.get().map(|behind| &**last(&behind.layer))
         })
+    }
+
+    /// Has each of them look up layer by layer from now on what it leaves to its chain.
+    pub(crate) fn forget_chains(self) {
+        self.all().for_each(|layer| layer.remembers_chain.store(false, Ordering::Release));
     }
 
     /// Those that the layer has left.

@@ -19,6 +19,45 @@ use crate::layer::Layer;
 /// `InvalidInput`: no backing file is that, with the names of those that there are; or as
 /// [`FurtherBase::new`].
 pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase> {
+    let depth = depth_of(disk, wanted)?;
+    let layers: Vec<_> = disk.image().layers().collect();
+    let name = name_below(disk.name(), layers[0], [layers[depth - 1], layers[depth]])?;
+    FurtherBase::new(disk, 0, depth, name)
+}
+
+/// The layers of the chain of `disk` from `top`, a backing file, down to `base`, which is kept:
+/// the files that these are, or their names. `None` for the base: the last image of the chain.
+/// `name` is the base's in the header of the image above, if that is to be another one than
+/// usual.
+///
+/// # Errors
+/// As [`find_further_base`]; `InvalidInput` for a base that is not below `top`.
+pub fn find_layers(
+    disk: &ImageDisk,
+    top: &Path,
+    base: Option<&Path>,
+    name: Option<&[u8]>,
+) -> Result<FurtherBase> {
+    let above = depth_of(disk, top)? - 1;
+    let layers: Vec<_> = disk.image().layers().collect();
+    let depth = base.map_or(Ok(layers.len() - 1), |base| depth_of(disk, base))?;
+    if depth <= above + 1 {
+        let (top, base) = (layers[above + 1].image_name(), layers[depth].image_name());
+        let what =
+            format!("{base} is not below {top}, into which nothing of that can be committed");
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(disk.name()));
+    }
+    let usual = name_below(disk.name(), layers[above], [layers[depth - 1], layers[depth]])?;
+    let name = match name {
+        Some(name) => Backing { name: name.to_vec(), ..usual },
+        None => usual,
+    };
+    FurtherBase::new(disk, above, depth - above, name)
+}
+
+/// How many steps behind the image of `disk` the backing file is that is the file, or has the
+/// name, `wanted`.
+fn depth_of(disk: &ImageDisk, wanted: &Path) -> Result<usize> {
     let image = disk.image();
     let canonical_wanted = wanted.canonicalize().ok();
     let is_it = |name: &str| {
@@ -26,25 +65,25 @@ pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase>
             || canonical_wanted.is_some() && Path::new(name).canonicalize().ok() == canonical_wanted
     };
     let layers: Vec<_> = image.layers().collect();
-    let found = layers.windows(2).position(|pair| is_it(pair[1].image_name()));
-    let Some(above) = found else {
-        let names: Vec<_> = layers.iter().skip(1).map(|layer| layer.image_name()).collect();
-        let what = if names.is_empty() {
-            "has no backing file".to_owned()
-        } else {
-            format!("{} is none of its backing files: {}", wanted.display(), names.join(", "))
-        };
-        return Err(Error::new(ErrorKind::InvalidInput, what).on(image.image_name()));
+    let is_layer = |layer: &&Layer<ImageStorage>| is_it(layer.image_name()) || is_it(layer.name());
+    if let Some(found) = layers[1..].iter().position(is_layer) {
+        return Ok(found + 1);
+    }
+    let names: Vec<_> = layers.iter().skip(1).map(|layer| layer.image_name()).collect();
+    let what = if names.is_empty() {
+        "has no backing file".to_owned()
+    } else {
+        format!("{} is none of its backing files: {}", wanted.display(), names.join(", "))
     };
-    let name = name_below(disk, layers[above], layers[above + 1])?;
-    FurtherBase::new(disk, above + 1, name)
+    Err(Error::new(ErrorKind::InvalidInput, what).on(image.image_name()))
 }
 
-/// The name of `base`, which is the backing file of `above`, in the image of `disk`.
+/// The name of `base`, which is the backing file of `above`, in `image`, one of the chain of
+/// `disk`.
 fn name_below(
-    disk: &ImageDisk,
-    above: &Layer<ImageStorage>,
-    base: &Layer<ImageStorage>,
+    disk: &str,
+    image: &Layer<ImageStorage>,
+    [above, base]: [&Layer<ImageStorage>; 2],
 ) -> Result<Backing> {
     let canonical = |name: &str| {
         Path::new(name).canonicalize().map_err(|error| Error::host("cannot find", error).on(name))
@@ -57,7 +96,7 @@ fn name_below(
     if base.format().storage().storage().as_file().is_none() {
         return Ok(named);
     }
-    let image = canonical(disk.image().image_name())?;
+    let image = canonical(image.image_name())?;
     if !is_address(&named.name) {
         return Ok(Backing { name: name_from(&canonical(base.image_name())?, &image), ..named });
     }
@@ -71,7 +110,7 @@ fn name_below(
         above.display(),
         String::from_utf8_lossy(&named.name)
     );
-    Err(Error::new(ErrorKind::Unsupported, what).on(disk.name()))
+    Err(Error::new(ErrorKind::Unsupported, what).on(disk))
 }
 
 /// Has the record of a fork say that its disk goes on in the image of `disk`, which stands on the

@@ -6,18 +6,18 @@ use std::io::Read;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use blockhouse_core::{Error, Result};
+use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_format::{Backing, probe};
 use rustix::fs::OFlags;
 
 use super::qemu_name::plain_backing;
 
-/// The qcow2 files of these folders whose backing file is `layer`, but for copies that were not
-/// completed.
+/// The qcow2 files of these folders whose backing file is `layer`, but for `known`, and for copies
+/// that were not completed.
 ///
 /// # Errors
 /// The host's, where a folder cannot be read.
-pub(super) fn images_over(layer: &Path, folders: &[&Path]) -> Result<Vec<PathBuf>> {
+fn images_over(layer: &Path, folders: &[&Path], known: &Path) -> Result<Vec<PathBuf>> {
     let failed = |path: &Path| {
         let name = path.display().to_string();
         move |error| Error::host("cannot look for images in", error).on(&name)
@@ -40,8 +40,31 @@ pub(super) fn images_over(layer: &Path, folders: &[&Path]) -> Result<Vec<PathBuf
             }
         }
     }
+    found.retain(|path| path != known);
     found.sort();
     Ok(found)
+}
+
+/// Refuses a layer on which another image than `known` stands, as far as that is in the folder of
+/// one of the two.
+///
+/// # Errors
+/// `InvalidInput` with the names of the images; the host's.
+pub(super) fn check_only_over(layer: &Path, known: &Path) -> Result<()> {
+    let whole = |path: &Path| {
+        let failed = |error| Error::host("cannot find", error).on(&path.to_string_lossy());
+        path.canonicalize().map_err(failed)
+    };
+    let (layer, known) = (whole(layer)?, whole(known)?);
+    let folder = |path: &'_ Path| path.parent().unwrap_or(Path::new("/")).to_owned();
+    let others = images_over(&layer, &[&folder(&layer), &folder(&known)], &known)?;
+    if others.is_empty() {
+        return Ok(());
+    }
+    let names: Vec<_> = others.iter().map(|other| other.display().to_string()).collect();
+    let what = format!("{} is the layer of {} as well", layer.display(), names.join(", "));
+    let error = Error::new(ErrorKind::InvalidInput, what).on(&known.to_string_lossy());
+    Err(error.hint("remove these first, or make them independent (stream)"))
 }
 
 /// The name of the backing file in the header of a qcow2 file.
@@ -101,8 +124,11 @@ mod tests {
         let folders = [folder.path(), other.path(), folder.path()];
         let mut wanted = vec![path("a"), path("b"), other.path().join("c")];
         wanted.sort();
-        assert_eq!(images_over(&whole, &folders).unwrap(), wanted);
-        assert_eq!(images_over(&path("a"), &folders).unwrap(), [path("d")]);
-        assert!(images_over(&path("none"), &folders).is_err());
+        let none = path("none");
+        assert_eq!(images_over(&whole, &folders, &none).unwrap(), wanted);
+        let others: Vec<_> = wanted.into_iter().filter(|one| *one != path("a")).collect();
+        assert_eq!(images_over(&whole, &folders, &path("a")).unwrap(), others);
+        assert_eq!(images_over(&path("a"), &folders, &none).unwrap(), [path("d")]);
+        assert!(images_over(&none, &folders, &none).is_err());
     }
 }

@@ -19,6 +19,8 @@ mod image_disk;
 mod image_options;
 mod images_over;
 mod key_slots;
+mod layer_commit;
+mod left_files;
 mod left_layer;
 mod left_out;
 mod lock;
@@ -50,7 +52,7 @@ pub use create::{
 };
 pub use durable_rename::{IfExists, rename_durable};
 pub use fork::{ForkOf, Forked, NewChild, fork, fork_image};
-pub use further_base::{find_further_base, note_passed_over};
+pub use further_base::{find_further_base, find_layers, note_passed_over};
 pub use handed_over::{HandedFile, HandedOverDisk, SharedLayer, keep_state};
 pub use image_disk::{ImageDisk, StoredImage};
 pub use image_options::{
@@ -58,6 +60,8 @@ pub use image_options::{
     StateUse,
 };
 pub use key_slots::{KeySlotChange, LastKey, change_key_slots};
+pub use layer_commit::{begin_layer_commit, end_layer_commit};
+pub use left_files::LeftFiles;
 pub use lock::lock_for_writing;
 pub use make_sidecar::{make_missing_sidecar, make_sidecar, remove_unused_sidecar};
 pub use moved_record::{forget_moved, is_forked, record_committed, record_forked, record_moved};

@@ -162,15 +162,21 @@ pub fn record_committed(image: &Path, overlay: &Path) -> Result<()> {
 /// # Errors
 /// `InvalidInput`; the host's.
 pub(super) fn check_not_committed(image: &Path) -> Result<()> {
-    let found = found_beside(image)?;
-    match found {
-        Found::Record { stage: Stage::Commit, .. } => {
-            let what = "a commit has begun to change it, and it is not what the disk was any more";
-            let error = Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy());
-            Err(error.hint("commit the disk again"))
-        }
-        Found::Nothing | Found::Foreign | Found::Void | Found::Record { .. } => Ok(()),
+    if !has_commit_begun(image)? {
+        return Ok(());
     }
+    let what = "a commit has begun to change it, and it is not what the disk was any more";
+    let error = Error::new(ErrorKind::InvalidInput, what).on(&image.to_string_lossy());
+    Err(error.hint("commit the disk again"))
+}
+
+/// Whether a record says that a commit has begun to bring the overlay into the image.
+///
+/// # Errors
+/// The host's.
+pub(super) fn has_commit_begun(image: &Path) -> Result<bool> {
+    let found = found_beside(image)?;
+    Ok(matches!(found, Found::Record { stage: Stage::Commit, .. }))
 }
 
 /// Where a rollback was not carried out, notes durably that the disk goes on in its overlay, also
@@ -253,14 +259,17 @@ pub fn forget_moved(image: &Path) -> Result<()> {
     }
 }
 
-/// As [`check_not_moved`], for the target of a commit of the disk of `overlay`: it may have been
-/// forked to that.
+/// As [`check_not_moved`], for an image behind those that are named, which belong to one disk: it
+/// may have been forked to one of them.
 ///
 /// # Errors
 /// As there.
-pub(super) fn check_not_moved_but_to(image: &Path, overlay: &Path) -> Result<()> {
-    let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
-    let is_it = |to: String| to == overlay.display().to_string();
+pub(super) fn check_not_moved_but_to<'a>(
+    image: &Path,
+    mut names: impl Iterator<Item = &'a Path>,
+) -> Result<()> {
+    let whole = |name: &Path| name.canonicalize().unwrap_or_else(|_| name.to_owned());
+    let is_it = |to: String| names.any(|name| to == whole(name).display().to_string());
     if forked_to(image)?.is_some_and(is_it) { Ok(()) } else { check_not_moved(image) }
 }
 
@@ -323,7 +332,7 @@ mod tests {
         record_forked(&image, &over).unwrap();
         record_rollback(&image, &over).unwrap();
         assert_eq!(forked_to(&image).unwrap().as_deref(), over.to_str());
-        check_not_moved_but_to(&image, &over).unwrap();
+        check_not_moved_but_to(&image, [&*over].into_iter()).unwrap();
         assert!(check_not_moved(&image).unwrap_err().to_string().contains("goes on in"));
         end_rollback(&image).unwrap();
         fs::rename(&over, folder.path().join("elsewhere")).unwrap();
@@ -347,7 +356,7 @@ mod tests {
         check_not_committed(&image).unwrap();
         record_committed(&image, &over).unwrap();
         assert!(check_not_committed(&image).is_err());
-        check_not_moved_but_to(&image, &over).unwrap();
+        check_not_moved_but_to(&image, [&*over].into_iter()).unwrap();
         assert!(check_not_moved(&image).is_err() && is_forked(&image));
     }
 

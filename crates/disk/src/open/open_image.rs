@@ -33,6 +33,7 @@ use super::sidecar::{Route, is_file, place_of, route};
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::Disk;
 use crate::image::EarlierWrites;
+use crate::layer::Layer;
 use crate::options::Access;
 use crate::tools::check_not_marked;
 
@@ -295,10 +296,24 @@ pub async fn open_base(
     path: &Path,
     options: ImageOptions,
 ) -> Result<Arc<ImageDisk>> {
+    let above = [&**disk.image().layer()];
+    Ok(Arc::new(Disk::new(open_behind(&above, path, options).await?)))
+}
+
+/// As [`open_base`], the backing file of the last one of the images `above`, which is at `path`;
+/// the first one is a disk's, and the others are in its chain down to that.
+///
+/// # Errors
+/// As there.
+pub(super) async fn open_behind(
+    above: &[&Layer<ImageStorage>],
+    path: &Path,
+    options: ImageOptions,
+) -> Result<StoredImage> {
     let refuse = |kind, what: &str, name: &str| Err(Error::new(kind, what.to_owned()).on(name));
-    let image = disk.image();
-    let (Some(backing), Some(layer)) = (image.backing_file(), image.layer().backing_layer()) else {
-        return refuse(ErrorKind::InvalidInput, "has no backing file", disk.name());
+    let image = above[above.len() - 1];
+    let (Some(backing), Some(layer)) = (image.backing_file(), image.backing_layer()) else {
+        return refuse(ErrorKind::InvalidInput, "has no backing file", image.name());
     };
     if layer.format().header().data_file().is_some() && layer.format().side_file().is_none() {
         return refuse(
@@ -307,12 +322,12 @@ pub async fn open_base(
             layer.name(),
         );
     }
-    if image.layer().opened().are_shared() {
+    if image.opened().are_shared() {
         let what = "is the layer of other disks of this server as well, which it would spoil";
         return refuse(ErrorKind::Unsupported, what, layer.name());
     }
-    let identity = image.file().map(identity_of).transpose()?;
-    let mut chain = Chain::from_image(path, identity, Files::Host)?;
+    let file = image.format().storage().storage().as_file();
+    let mut chain = Chain::from_image(path, file.map(identity_of).transpose()?, Files::Host)?;
     let backing = &*whole_backing(backing, chain.last())?;
     let format = Some(chain.next(backing, &options)?);
     let (access, state) = (Access::ReadWrite, StateUse::Off);
@@ -325,9 +340,10 @@ pub async fn open_base(
         return refuse(ErrorKind::InvalidInput, what, &path.to_string_lossy());
     }
     if let (Some(file), Some(reader)) = (storage.as_file(), reader) {
-        check_not_moved_but_to(&path, chain.last_path())?;
+        let names = above.iter().map(|image| Path::new(image.image_name()));
+        check_not_moved_but_to(&path, names.chain([chain.last_path()]))?;
         if format == Some(ImageFormat::Raw) && is_file(&place_of(&path, &behind)) {
-            return open_with_sidecar(disk, &path, &behind).await;
+            return open_with_sidecar(layer, &path, &behind).await;
         }
         if behind.locking == Locking::Held {
             lock_in_place_of(file, reader)?;
@@ -342,21 +358,21 @@ pub async fn open_base(
     }
     let opened = opened?;
     opened.end_opening(behind.state.is_look());
-    Ok(Arc::new(Disk::new(opened)))
+    Ok(opened)
 }
 
-/// As [`open_base`], of a raw backing file: by the file of its bitmaps, if that belongs to it.
+/// As [`open_behind`], of a raw backing file: by the file of its bitmaps, if that belongs to it.
 async fn open_with_sidecar(
-    disk: &ImageDisk,
+    layer: &Layer<ImageStorage>,
     path: &Path,
     options: &ImageOptions,
-) -> Result<Arc<ImageDisk>> {
-    let opened = open_layer_again(path, options, |file| take_from_readers(disk, file, options));
+) -> Result<StoredImage> {
+    let opened = open_layer_again(path, options, |file| take_from_readers(layer, file, options));
     let opened = opened.await;
     if opened.is_err() {
-        lock_readers(disk, options)?;
+        lock_readers(layer, options)?;
     }
-    Ok(Arc::new(Disk::new(opened?)))
+    opened
 }
 
 /// Opens an image for writing that this process has open for reading already, as the layer of a

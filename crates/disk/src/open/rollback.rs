@@ -18,9 +18,9 @@ use blockhouse_storage::ImageStorage;
 use super::durable_rename::sync_folder;
 use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::ImageOptions;
-use super::images_over::images_over;
+use super::images_over::check_only_over;
 use super::moved_record::{
-    check_not_committed, end_rollback, forget_moved, forked_to, record_rollback,
+    check_not_committed, end_rollback, forget_moved, forked_to, record_committed, record_rollback,
 };
 use super::open_image::open_layer_again;
 use super::open_location::identity_of;
@@ -61,10 +61,11 @@ impl From<Error> for Failed {
 }
 
 impl StoredImage {
-    /// Whether an image behind this one is the one that is next behind `other`.
-    pub fn stands_on_layer_of(&self, other: &Self) -> bool {
-        let Some(wanted) = other.layers().nth(1).and_then(identity_of_layer) else { return false };
-        self.layers().skip(1).filter_map(identity_of_layer).any(|one| one == wanted)
+    /// Whether this image, or one behind it, is the one at this depth of the chain of `other`.
+    pub fn reads_layer_of(&self, other: &Self, depth: usize) -> bool {
+        let wanted = other.layers().nth(depth).and_then(identity_of_layer);
+        let Some(wanted) = wanted else { return false };
+        self.layers().filter_map(identity_of_layer).any(|one| one == wanted)
     }
 }
 
@@ -93,7 +94,10 @@ pub async fn roll_back(disk: &ImageDisk, options: &ImageOptions) -> Result<Rolle
                 tracing::warn!("{error}");
             }
             drop(lower);
-            lock_readers(disk, options)?;
+            disk.image()
+                .layer()
+                .backing_layer()
+                .map_or(Ok(()), |layer| lock_readers(layer, options))?;
             Err(error)
         }
         Err(Failed::Unknown(error)) => Err(error),
@@ -133,16 +137,10 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
         let what = "is another file than the one that is in use, which had its path";
         return refuse(what.into(), "give the image its name back");
     }
-    let folder = |path: &'_ Path| path.parent().unwrap_or(Path::new("/")).to_owned();
-    let folders = [folder(&layer), folder(&overlay)];
-    let mut others = images_over(&layer, &[&folders[0], &folders[1]])?;
-    others.retain(|other| *other != overlay);
-    if disk.image().layer().opened().are_shared() || !others.is_empty() {
-        let mut names: Vec<_> = others.iter().map(|other| other.display().to_string()).collect();
-        if names.is_empty() {
-            names.push("other disks of this server".into());
-        }
-        let what = format!("{} is the layer of {} as well", layer.display(), names.join(", "));
+    check_only_over(&layer, &overlay)?;
+    if disk.image().layer().opened().are_shared() {
+        let what =
+            format!("{} is the layer of other disks of this server as well", layer.display());
         return refuse(what, "remove these first, or make them independent (stream)");
     }
     Ok((layer, overlay))
@@ -150,21 +148,20 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
 
 /// Opens the layer of a disk for writing, in the place of the one that is read.
 async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<StoredImage> {
-    let behind = disk.image().layers().nth(1);
-    let format = behind.map(|layer| {
-        if layer.format().side_file().is_some() {
-            Ok(crate::ImageFormat::Raw)
-        } else {
-            layer.format().name().parse()
-        }
-    });
-    let format = format.and_then(std::result::Result::ok);
+    let Some(behind) = disk.image().layer().backing_layer() else {
+        return Err(Error::new(ErrorKind::InvalidInput, "stands on no layer").on(disk.name()));
+    };
+    let format = if behind.format().side_file().is_some() {
+        Some(crate::ImageFormat::Raw)
+    } else {
+        behind.format().name().parse().ok()
+    };
     let options =
         ImageOptions { format, access: Access::ReadWrite, copy_on_read: false, ..options.clone() };
     let opened =
-        open_layer_again(layer, &options, |file| take_from_readers(disk, file, &options)).await;
+        open_layer_again(layer, &options, |file| take_from_readers(behind, file, &options)).await;
     if opened.is_err() {
-        lock_readers(disk, &options)?;
+        lock_readers(behind, &options)?;
     }
     opened
 }
@@ -193,30 +190,49 @@ async fn go_back(
     let pause = Pause { length: began.elapsed() };
     let forgotten =
         forget_moved(layer).and(replaced.image().state().map_or(Ok(()), |state| state.remove()));
+    let forgotten = forgotten.and(name_again(lower, layer, overlay));
     forgotten.unwrap_or_else(|error| tracing::warn!("{error}"));
     disk.jobs().unlock_former();
     give_back_space(disk, &replaced).await;
     Ok(pause)
 }
 
+/// Has records further down the chain name the layer that name the overlay, which is gone: a commit
+/// of layers was about to leave out what is between.
+fn name_again(lower: &StoredImage, layer: &Path, overlay: &Path) -> Result<()> {
+    for below in lower.layers().skip(1).filter(|below| identity_of_layer(below).is_some()) {
+        let below = Path::new(below.image_name());
+        if forked_to(below)?.as_deref() == overlay.to_str() {
+            // It has a part of the layer.
+            record_committed(below, layer)?;
+        }
+    }
+    Ok(())
+}
+
 /// Gives the space of an overlay back that is gone, and whose file stays open as long as its disk.
 /// A read that is in flight there is waited for, up to a limit: after that the space is freed at
 /// the end of the disk.
 async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
-    let began = Instant::now();
-    while disk.stats().counters().in_flight > 0 {
-        if began.elapsed() > MAX_WAIT {
-            tracing::info!(
-                "{}: its space is free when the disk is closed",
-                overlay.image().layer().name()
-            );
-            return;
-        }
-        sleep(LOOK).await;
+    if !requests_ended(disk).await {
+        let name = overlay.image().layer().name();
+        return tracing::info!("{name}: its space is free when the disk is closed");
     }
     for file in overlay.image().layer().format().storage().storage().files() {
         if let Err(error) = rustix::fs::ftruncate(file.descriptor(), 0) {
             tracing::warn!("{}: cannot give its space back: {error}", file.name());
         }
     }
+}
+
+/// Waits until no request of a disk is in flight, up to a limit; whether that was so.
+pub(super) async fn requests_ended(disk: &ImageDisk) -> bool {
+    let began = Instant::now();
+    while disk.stats().counters().in_flight > 0 {
+        if began.elapsed() > MAX_WAIT {
+            return false;
+        }
+        sleep(LOOK).await;
+    }
+    true
 }

@@ -8,6 +8,7 @@ mod frozen;
 mod frozen_planted;
 mod guests;
 mod late;
+mod layer_commit;
 mod mirror;
 mod racing;
 mod scene;

@@ -259,6 +259,70 @@ impl Chain {
     }
 }
 
+/// A disk over images of which the last two become one, and the storages of all, its own first.
+pub struct Layers {
+    pub disk: Arc<Disk<SimDisk>>,
+    pub storages: Vec<SimDisk>,
+    pub base_format: ImageFormat,
+}
+
+/// A [`chain`] with these bytes, in half of the cases under the image of a disk.
+pub async fn layers(sim: &Sim, random: &mut Rng, content: &[u8]) -> Result<Layers> {
+    let is_top = random.bool();
+    let mut below = content.to_vec();
+    let sectors = (0..content.len() as u64).step_by(512);
+    let own: Vec<_> = sectors.filter(|_| is_top && random.u8(..3) == 0).collect();
+    for sector in &own {
+        below[*sector as usize..][..512].fill(0xdd);
+    }
+    let Chain { storage, disk, between, base, base_format } = chain(sim, random, &below).await?;
+    let mut storages = vec![storage.clone(), between.clone(), base.clone()];
+    if !is_top {
+        return Ok(Layers { disk, storages, base_format });
+    }
+    disk.close().await?;
+    let size = content.len() as u64;
+    let top = new_overlay(sim, random, size, named("over", ImageFormat::Qcow2)).await?;
+    let mut behind = Image::open(base, base_format, read_only()).await?;
+    for storage in [between, storage] {
+        let image = Image::open(storage, ImageFormat::Qcow2, read_only()).await?;
+        behind = image.with_backing(&behind);
+    }
+    let image = Image::open(top.clone(), ImageFormat::Qcow2, Options::default()).await?;
+    let disk = Arc::new(Disk::new(image.with_backing(&behind)));
+    write_sectors(&disk, own, content).await?;
+    disk.flush().await?;
+    storages.insert(0, top);
+    Ok(Layers { disk, storages, base_format })
+}
+
+impl Layers {
+    /// The depth of the image above those that become one.
+    pub fn above(&self) -> usize {
+        self.storages.len() - 3
+    }
+
+    /// The content of the disk that a crash left in these bytes of all its images.
+    pub fn recover(&self, mut left: Vec<Vec<u8>>) -> std::result::Result<Vec<u8>, String> {
+        let names = ["over", "between", "base"];
+        let names = &names[names.len() + 1 - left.len()..];
+        let (mut chain, mut place) = (vec![0], 0);
+        while place + 1 < left.len() {
+            let name = backing_name(&left[place]);
+            let found = names.iter().position(|one| one.as_bytes() == name);
+            place = found.ok_or_else(|| format!("it names {name:?}"))? + 1;
+            chain.push(place);
+        }
+        let mut below = Vec::new();
+        for place in chain.into_iter().skip(1).rev() {
+            let is_base = place + 1 == left.len();
+            let format = if is_base { self.base_format } else { ImageFormat::Qcow2 };
+            below.push((std::mem::take(&mut left[place]), format));
+        }
+        recover_chain(left.swap_remove(0), ImageFormat::Qcow2, below)
+    }
+}
+
 /// The name of the backing file in the header of a qcow2 image.
 pub fn backing_name(image: &[u8]) -> &[u8] {
     let number = |at: usize, length: usize| {

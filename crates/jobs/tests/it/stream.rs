@@ -259,7 +259,7 @@ fn stream_to_base(seed: u64) -> Result<Report, String> {
     let (mut making, own) = (random.fork(), sim.clone());
     let made = async move { scene::chain(&own, &mut making, &content).await };
     let chain = sim.block_on(made).map_err(|error| error.to_string())?;
-    let base = FurtherBase::new(&chain.disk, 2, named("base", chain.base_format));
+    let base = FurtherBase::new(&chain.disk, 0, 2, named("base", chain.base_format));
     let base = base.map_err(|error| error.to_string())?;
     let guests = guests::start_durable(&sim, &chain.disk, &model, 60);
     let (disk, own, clock) = (Arc::clone(&chain.disk), sim.clone(), clock(&sim));

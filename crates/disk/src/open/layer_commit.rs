@@ -1,0 +1,153 @@
+//! A commit of layers of a served disk, on files of the host: which of them it opens and locks, and
+//! what the record beside the base says.
+//!
+//! Guarantees: nothing is written where another image is known to stand on one of the layers. Until
+//! the base has everything, the record beside it, if a fork has left it, says that it is not what
+//! the disk was; from then on, that it is what the image above was made over.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use blockhouse_core::Result;
+use blockhouse_engine::HostFile;
+use blockhouse_storage::ImageStorage;
+
+use super::image_disk::ImageDisk;
+use super::image_options::{ImageOptions, Purpose};
+use super::images_over::check_only_over;
+use super::lock::become_reader;
+use super::moved_record::{has_commit_begun, is_forked, record_committed, record_forked};
+use super::open_image::open_behind;
+use super::reader_locks::lock_readers;
+use crate::disk::{Disk, FurtherBase};
+use crate::layer::Layer;
+use crate::tools::LayerCommit;
+
+/// Opens for writing what a commit of layers of `disk` changes, which was opened by `options` and
+/// whose image is at `path`. Other programs are kept from it, also from reading it. The caller
+/// [ends](end_layer_commit) it, whatever happens. Needs the loop of the current thread.
+///
+/// # Errors
+/// As [`open_base`](super::open_base), of the base and of the image above the layers;
+/// `InvalidInput` where an image in their folders stands on one of them; `Io` where reads in flight
+/// take too long; the base's, where it cannot be made longer. The disk goes on as before.
+pub async fn begin_layer_commit(
+    disk: &Arc<ImageDisk>,
+    left_out: FurtherBase,
+    path: &Path,
+    options: &ImageOptions,
+) -> Result<LayerCommit<ImageStorage>> {
+    let layers: Vec<_> = disk.image().layers().collect();
+    let (above, base) = (left_out.above(), left_out.above() + left_out.steps());
+    check_layers(&layers[above..=base])?;
+    let options = ImageOptions { copy_on_read: false, ..options.clone() };
+    let opener = Opener { layers: &layers, path, options: &options };
+    let upper = match above {
+        0 => None,
+        _ => Some(opener.open(above, Purpose::Image).await?),
+    };
+    let lower = match opener.open(base, Purpose::Disk).await {
+        Ok(lower) => lower,
+        Err(error) => {
+            opener.give_back(upper.as_deref(), above).await;
+            return Err(error);
+        }
+    };
+    let (file, name) = (lower.image().file().is_some(), lower.image().image_name().to_owned());
+    let made = LayerCommit::new(Arc::clone(disk), left_out, upper.clone(), Arc::clone(&lower));
+    let commit = match made {
+        Ok(commit) => commit,
+        Err(error) => {
+            opener.give_back(Some(&lower), base).await;
+            opener.give_back(upper.as_deref(), above).await;
+            return Err(error);
+        }
+    };
+    let base = Some(PathBuf::from(name)).filter(|base| file && is_forked(base));
+    let begin = async {
+        if let Some(base) = &base {
+            record_committed(base, opener.path_of(left_below(&commit)))?;
+        }
+        commit.begin().await
+    };
+    if let Err(error) = begin.await {
+        end_layer_commit(&commit, &options).await;
+        return Err(error);
+    }
+    let [above, top] = [above, above + 1].map(|depth| opener.path_of(depth).to_owned());
+    Ok(commit.before_naming(move || match &base {
+        // What a commit of the image above has begun to change goes into the base as well.
+        Some(base) if has_commit_begun(&top)? => record_committed(base, &above),
+        Some(base) => record_forked(base, &above),
+        None => Ok(()),
+    }))
+}
+
+/// The depth of the image that stands on the base until the commit is complete.
+fn left_below(commit: &LayerCommit<ImageStorage>) -> usize {
+    commit.left_out().above() + commit.left_out().steps() - 1
+}
+
+/// Refuses layers over which another image is than the one before each of them.
+pub(super) fn check_layers(layers: &[&Layer<ImageStorage>]) -> Result<()> {
+    let is_file = |layer: &Layer<ImageStorage>| layer.data().storage().as_file().is_some();
+    let pairs = layers.windows(2).filter(|pair| is_file(pair[1]));
+    pairs
+        .map(|pair| [pair[0], pair[1]].map(|layer| Path::new(layer.image_name())))
+        .try_for_each(|[above, layer]| check_only_over(layer, above))
+}
+
+/// Ends a commit of layers, which is complete or not: nothing of it is in flight. Other programs
+/// may read what it has changed from then on. What fails is logged.
+pub async fn end_layer_commit(commit: &LayerCommit<ImageStorage>, options: &ImageOptions) {
+    if let Err(error) = commit.end().await {
+        tracing::warn!("{error}");
+    }
+    files_of(commit.base()).into_iter().for_each(become_reader);
+    let layer = commit.disk().image().layers().nth(commit.left_out().above());
+    if let (Some(above), Some(layer)) = (commit.above(), layer) {
+        read_again(above, layer, options);
+    }
+}
+
+fn files_of(disk: &ImageDisk) -> Vec<&HostFile> {
+    let (image, data) = (disk.image().format().storage(), disk.image().format().data());
+    [image, data].into_iter().flat_map(|tracker| tracker.storage().files()).collect()
+}
+
+/// Gives the lock of an image that was open for writing to its layer, which is read.
+fn read_again(opened: &ImageDisk, layer: &Layer<ImageStorage>, options: &ImageOptions) {
+    files_of(opened).into_iter().for_each(become_reader);
+    if let Err(error) = lock_readers(layer, options) {
+        tracing::warn!("{error}");
+    }
+}
+
+/// Opens images of a chain anew.
+struct Opener<'a> {
+    layers: &'a [&'a Layer<ImageStorage>],
+    /// Of the first one.
+    path: &'a Path,
+    options: &'a ImageOptions,
+}
+
+impl Opener<'_> {
+    fn path_of(&self, depth: usize) -> &Path {
+        if depth == 0 { self.path } else { Path::new(self.layers[depth].image_name()) }
+    }
+
+    async fn open(&self, depth: usize, purpose: Purpose) -> Result<Arc<ImageDisk>> {
+        let options = self.options.clone().for_purpose(purpose);
+        let image = open_behind(&self.layers[..depth], self.path_of(depth - 1), options).await?;
+        Ok(Arc::new(Disk::new(image)))
+    }
+
+    /// Closes an image to which nothing was written.
+    async fn give_back(&self, opened: Option<&ImageDisk>, depth: usize) {
+        let Some(opened) = opened else { return };
+        if let Err(error) = opened.close().await {
+            tracing::warn!("{error}");
+        }
+        read_again(opened, self.layers[depth], self.options);
+    }
+}

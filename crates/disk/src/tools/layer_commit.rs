@@ -1,0 +1,182 @@
+//! A commit of layers behind a disk, while the disk is used: a further base gets what the images
+//! between it and an image above them have, and that image stands on the base then.
+//!
+//! Guarantees: what the disk reads never changes. The base gets in each place what the image above
+//! reads there, and only where an image that is left out has something of its own, which hides what
+//! the base had. So the chain reads the same while the base gets it, and after a crash; and the
+//! base alone reads the same when it has everything, durably. Only then one write of the header of
+//! the image above names the base. What reads other images of the chain than that one is spoilt:
+//! the caller refuses it.
+
+use std::sync::Arc;
+
+use blockhouse_core::{ByteRange, Result, Storage, SyncMode, WorkBudget};
+
+use super::range_copy::RangeCopy;
+use super::rebase::set_backing_file;
+use crate::buffers::MAX_POPULATED;
+use crate::disk::{Disk, FurtherBase};
+use crate::image::{close_as_layer, image_of_layer};
+use crate::write::BackedRange;
+
+/// The unit in which is remembered where the base may have something else than zeros: everywhere.
+const GRANULARITY: u64 = 16 << 20;
+
+/// A commit of layers that is going to be made. See the module's page.
+pub struct LayerCommit<S: Storage> {
+    disk: Arc<Disk<S>>,
+    left_out: FurtherBase,
+    /// The image above the layers, open for writing; `None` for the disk's own.
+    above: Option<Arc<Disk<S>>>,
+    /// The highest layer, for reading.
+    top: Arc<Disk<S>>,
+    base: Arc<Disk<S>>,
+    copy: RangeCopy<S>,
+    before_naming: Box<dyn Fn() -> Result<()> + Send>,
+}
+
+impl<S: Storage> LayerCommit<S> {
+    /// Has the chain of `disk` read through `base` from now on, another opening of the base of
+    /// `left_out`, for writing; `above` is one of the image above, where that is not the disk's
+    /// own. The caller [begins](Self::begin) next, and [ends](Self::end) whatever happens.
+    ///
+    /// # Errors
+    /// The host has no memory to copy; nothing has changed then.
+    pub fn new(
+        disk: Arc<Disk<S>>,
+        left_out: FurtherBase,
+        above: Option<Arc<Disk<S>>>,
+        base: Arc<Disk<S>>,
+    ) -> Result<Self> {
+        let (top, lowest) = {
+            let chain: Vec<_> = left_out.chain_of(&disk).collect();
+            (Arc::new(Disk::new(image_of_layer(chain[0]))), Arc::clone(chain[chain.len() - 2]))
+        };
+        let copy = RangeCopy::new(Arc::clone(&top), Arc::clone(&base), GRANULARITY, false)?;
+        disk.image().layer().opened().forget_chains();
+        lowest.replace_backing(Arc::clone(base.image().layer()));
+        let before_naming = Box::new(|| Ok(()));
+        Ok(Self { disk, left_out, above, top, base, copy, before_naming })
+    }
+
+    /// Has `action` done when the base has everything, durably, and before the image above names
+    /// it. Where it fails, so does the commit.
+    #[must_use]
+    pub fn before_naming(mut self, action: impl Fn() -> Result<()> + Send + 'static) -> Self {
+        self.before_naming = Box::new(action);
+        self
+    }
+
+    /// Waits for reads that use an older opening of the base, and makes the base as long as the
+    /// highest layer.
+    ///
+    /// # Errors
+    /// `Io` where a read takes too long; what the storage answers.
+    pub async fn begin(&self) -> Result<()> {
+        let reads = self.disk.image().layer().backing_reads_ended();
+        self.disk.patiently(reads).await?;
+        if self.base.size() < self.top.size() {
+            self.base.resize(self.top.size()).await?;
+        }
+        Ok(())
+    }
+
+    /// The disk.
+    pub fn disk(&self) -> &Arc<Disk<S>> {
+        &self.disk
+    }
+
+    /// The base.
+    pub fn base(&self) -> &Arc<Disk<S>> {
+        &self.base
+    }
+
+    /// The image above, if that is not the disk's own.
+    pub fn above(&self) -> Option<&Arc<Disk<S>>> {
+        self.above.as_ref()
+    }
+
+    /// The layers that are left out, and where they are.
+    pub fn left_out(&self) -> &FurtherBase {
+        &self.left_out
+    }
+
+    /// Bytes that are looked at.
+    pub fn size(&self) -> u64 {
+        self.top.size()
+    }
+
+    /// The first part from `offset` on that the base gets.
+    ///
+    /// # Errors
+    /// Errors of the lookup.
+    pub async fn next_part(&self, offset: u64) -> Result<Option<BackedRange>> {
+        let budget = WorkBudget::new();
+        let mut rest = ByteRange::between(offset.min(self.size()), self.size());
+        while !rest.is_empty() {
+            let (place, length) = self.top.image().layer().allocation_depth(rest).await?;
+            let found = rest.truncate(length);
+            // The highest layer is the first one.
+            if (1..self.left_out.steps()).contains(&(place as usize)) {
+                let range = found.truncate(MAX_POPULATED - found.offset() % MAX_POPULATED);
+                return Ok(Some(BackedRange { range, is_zero: false }));
+            }
+            rest = rest.after(found.end());
+            budget.spend(WorkBudget::LOOK_UP).await;
+        }
+        Ok(None)
+    }
+
+    /// Copies a part; how many bytes of it are not zeros. Not durable before
+    /// [`settle`](Self::settle).
+    ///
+    /// # Errors
+    /// Errors of either storage; the message says which.
+    pub async fn copy(&self, part: BackedRange) -> Result<u64> {
+        self.copy.copy(part.range).await
+    }
+
+    /// Makes the base durable, which has all parts.
+    ///
+    /// # Errors
+    /// Errors of its storage.
+    pub async fn settle(&self) -> Result<()> {
+        let base = self.base.image();
+        base.layer().flush(SyncMode::Full).await?;
+        // A kill leaves no mark of an image that is open.
+        base.format().settle().await
+    }
+
+    /// Has the image above name the base, durably, and the disk pass over the layers.
+    ///
+    /// # Errors
+    /// `ReadOnly`; `Io` where changes in flight take too long; of the action before, or what the
+    /// storage answers. The image above names the layers still then, or, where the last write
+    /// failed, perhaps not: what it reads is the same.
+    pub async fn name_base(&self) -> Result<()> {
+        (self.before_naming)()?;
+        let name = Some(self.left_out.name().clone());
+        match &self.above {
+            Some(above) => set_backing_file(above, name).await?,
+            None => {
+                let _guard = self.disk.quiesce().await?;
+                set_backing_file(&self.disk, name).await?;
+            }
+        }
+        self.left_out.pass_over(&self.disk).await;
+        Ok(())
+    }
+
+    /// Makes the base a layer again that is only read, and closes the image above. Nothing of this
+    /// is in flight.
+    ///
+    /// # Errors
+    /// Errors of their storages.
+    pub async fn end(&self) -> Result<()> {
+        let closed = match &self.above {
+            Some(above) => above.close().await,
+            None => Ok(()),
+        };
+        close_as_layer(self.base.image()).await.and(closed)
+    }
+}
