@@ -163,6 +163,7 @@ fn main() -> Result<(), Box<dyn StdError>> {
         disk: disk_of_export,
         bitmaps,
         access,
+        has_depth: true,
     })?;
 
     // One loop accepts and serves; with several, connections are spread over them.

@@ -17,8 +17,18 @@ struct Exports;
 fn info(name: &str, access: Access) -> ExportInfo {
     let description = format!("The export {name}");
     let bitmaps = vec!["monday".into(), "b".into()];
-    let (name, size, preferred_block) = (name.into(), 1 << 30, 4096);
-    ExportInfo { name, description, size, access, smallest_block: 1, preferred_block, bitmaps }
+    let is_disk = name == "disk";
+    ExportInfo {
+        name: name.into(),
+        description,
+        size: 1 << 30,
+        access,
+        smallest_block: 1,
+        preferred_block: 4096,
+        is_shared: is_disk,
+        has_depth: is_disk,
+        bitmaps,
+    }
 }
 
 impl ExportLookup for Exports {

@@ -7,6 +7,7 @@ use blockhouse_nbd::command::{Command, PayloadTooLong, decode};
 use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::request::RequestHeader;
 use blockhouse_nbd::proto::{Framing, MAX_PAYLOAD};
+use blockhouse_nbd::status_payload::SelectedStatus;
 use libfuzzer_sys::fuzz_target;
 
 fn options(choice: u8) -> NegotiatedOptions {
@@ -43,6 +44,13 @@ fuzz_target!(|data: &[u8]| {
         assert_eq!(u64::from(decoded.payload), announced);
         match decoded.command {
             Ok(Command::Write { length, .. }) => assert_eq!(length, decoded.payload),
+            Ok(Command::SelectedStatus { offset, length, .. }) => {
+                assert_eq!(length, decoded.payload);
+                let payload = &rest[..rest.len().min(length as usize)];
+                if let Ok(selected) = SelectedStatus::parse(payload, offset, &options.contexts) {
+                    assert!(!selected.contexts.is_empty() && !selected.range.is_empty());
+                }
+            }
             Ok(Command::Read { length, .. }) => assert!((1..=MAX_PAYLOAD).contains(&length)),
             Ok(Command::Disconnect) => return,
             Ok(_) | Err(_) => {}

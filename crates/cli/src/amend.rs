@@ -185,7 +185,8 @@ fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Resul
         Setting::BackingFormat(format) => {
             ("backing_fmt", backing.is_some_and(|backing| backing.format.as_ref() == Some(format)))
         }
-        Setting::EncryptLuks => ("encrypt.format", false),
+        Setting::Encrypt(_) => ("encrypt.format", false),
+        Setting::EncryptionSwitch(_) => ("encryption", false),
         Setting::EncryptIterTime(_) => ("encrypt.iter-time", false),
         Setting::KeySecret(_) | Setting::UsualLuks => ("encrypt", false),
         Setting::NoCopyOnWrite(_) => ("nocow", false),
@@ -222,6 +223,6 @@ mod tests {
         let lazy = Change::Setting(Setting::LazyRefcounts(Switch::On));
         assert_eq!(changes, [Change::Size(1 << 30), lazy]);
         assert_eq!(parse("help"), Ok(Changes::Help));
-        assert!(parse("encryption=on").unwrap_err().contains("compat"));
+        assert!(parse("encrypted=on").unwrap_err().contains("compat"));
     }
 }

@@ -24,7 +24,8 @@ use blockhouse_storage::{ImageStorage, Location};
 
 use crate::called_as;
 use crate::create::{
-    create_luks, create_qcow2, create_raw, format_of_new, key_time, luks_header, wrong_usage,
+    chosen_encryption, create_luks, create_qcow2, create_raw, format_of_new, luks_header,
+    wrong_usage,
 };
 use crate::create_options;
 use crate::create_setting::Setting;
@@ -426,10 +427,9 @@ impl TargetSpec<'_> {
             ImageFormat::Qcow2 => {
                 let options = create_options::qcow2(self.size, self.settings.clone());
                 let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
-                if let Some(time) = key_time(&self.settings) {
-                    let secret = create_options::key_secret(&self.settings);
-                    options.encryption = Some(self.open.keys().create_header(secret, time)?);
-                }
+                let encryption = chosen_encryption(&self.settings);
+                let secret = create_options::key_secret(&self.settings);
+                options.encryption = self.open.keys().new_encryption(encryption, secret)?;
                 let progress = ToolProgress::default();
                 create_qcow2(part, &options, self.allowed_paths()?, file, &progress).await?;
             }

@@ -7,7 +7,6 @@
 //! is touched then.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
@@ -23,7 +22,7 @@ use blockhouse_format::{SpaceMode, preallocate, probe, qcow2};
 use blockhouse_storage::ImageStorage;
 
 use crate::called_as;
-use crate::create_options::{self, Settings};
+use crate::create_options::{self, ChosenEncryption, Settings};
 use crate::create_setting::Setting;
 use crate::foreign_create;
 use crate::foreign_options;
@@ -200,13 +199,11 @@ impl Arguments {
         size: Option<u64>,
         settings: Vec<Setting>,
     ) -> Result<qcow2::CreateOptions> {
-        let key_time = key_time(&settings);
+        let encryption = chosen_encryption(&settings);
         let secret = create_options::key_secret(&settings).map(str::to_owned);
         let options = create_options::qcow2(size.unwrap_or(0), settings);
         let mut options = options.unwrap_or_else(|why| wrong_usage_of(named, &why));
-        if let Some(time) = key_time {
-            options.encryption = Some(self.keys.create_header(secret.as_deref(), time)?);
-        }
+        options.encryption = self.keys.new_encryption(encryption, secret.as_deref())?;
         if size.is_none() && options.backing.is_none() {
             wrong_usage(&format!("{SIZE_IS_MISSING}, or a backing file that has one"));
         }
@@ -324,10 +321,9 @@ pub fn format_of_new(image: &Path) -> ImageFormat {
     format_for_new(image).unwrap_or_else(|why| wrong_usage(&why))
 }
 
-/// How long it is to take to derive the key of an image to be encrypted. Wrong usage ends the
-/// program.
-pub fn key_time(settings: &[Setting]) -> Option<Duration> {
-    create_options::key_time(settings).unwrap_or_else(|why| wrong_usage(&why))
+/// How the image to be made is encrypted. Wrong usage ends the program.
+pub fn chosen_encryption(settings: &[Setting]) -> Option<ChosenEncryption> {
+    create_options::encryption(settings).unwrap_or_else(|why| wrong_usage(&why))
 }
 
 /// Ends the program as for any other wrong usage.

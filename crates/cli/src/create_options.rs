@@ -10,7 +10,7 @@ use blockhouse_format::qcow2::{Compression, CreateOptions, Preallocation, Switch
 use blockhouse_config::{size, switch};
 
 use crate::called_as;
-use crate::create_setting::{Setting, word_of};
+use crate::create_setting::{EncryptFormat, Setting, word_of};
 use crate::foreign_options;
 use crate::qemu_help;
 use crate::qemu_refusals::{Refusal, SWITCHES, refusal};
@@ -52,8 +52,9 @@ Options of qcow2 images:
   data_file=FILE                      a new file that holds the guest's data
   data_file_raw=on|off                keep it readable as the guest's disk (off)
   encrypt.format=luks                 encrypt the data; the key is named by --key-file
-                                      or --passphrase-file
+                                      or --passphrase-file (aes: as QEMU did before, weakly)
   encrypt.iter-time=MS                how long deriving its key takes here (2000)
+  encryption=on|off                   the old words for encrypt.format=aes (off)
   extended_l2=on|off                  allocate in 32nds of a cluster (off)
   lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew (off)
   preallocation=off|metadata|falloc|full
@@ -94,8 +95,8 @@ const DEFAULT_KEY_TIME: u32 = 2000;
 /// All names, as listed to users.
 const NAMES: &str = "cluster_size, compat, refcount_bits, lazy_refcounts, extended_l2, \
                      compression_type, preallocation, backing_file, backing_fmt, data_file, \
-                     data_file_raw, encrypt.format, encrypt.iter-time, iter-time, key-secret, nocow, \
-                     extent_size_hint, size, adapter_type, block_size, block_state_zero, compat6, \
+                     data_file_raw, encrypt.format, encrypt.iter-time, encryption, iter-time, key-secret, \
+                     nocow, extent_size_hint, size, adapter_type, block_size, block_state_zero, compat6, \
                      force_size, hwversion, log_size, static, subformat, zeroed_grain";
 
 /// Parses `NAME=VALUE,...`; a comma in a value is written twice.
@@ -213,9 +214,11 @@ fn parse_known(text: &str) -> Result<Setting, String> {
         "data_file" => Err("data_file needs a name of 1 to 1023 bytes".to_owned()),
         "data_file_raw" => switch().map(Setting::RawDataFile),
         "encrypt.format" => match value {
-            "luks" => Ok(Setting::EncryptLuks),
+            "luks" => Ok(Setting::Encrypt(EncryptFormat::Luks)),
+            "aes" => Ok(Setting::Encrypt(EncryptFormat::Aes)),
             _ => Err(wrong("luks")),
         },
+        "encryption" => switch().map(Setting::EncryptionSwitch),
         "encrypt.iter-time" | "iter-time" => match value.parse() {
             Ok(time @ 1..=60_000) => Ok(Setting::EncryptIterTime(time)),
             _ => Err(wrong("1 to 60000 milliseconds")),
@@ -275,7 +278,8 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             Setting::DataFile(name) => data_file = Some(name),
             Setting::RawDataFile(switch) => raw = switch,
             // Its key is made when the image is.
-            Setting::EncryptLuks
+            Setting::Encrypt(_)
+            | Setting::EncryptionSwitch(_)
             | Setting::EncryptIterTime(_)
             | Setting::KeySecret(_)
             | Setting::UsualLuks => {}
@@ -306,20 +310,42 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
     Ok(options)
 }
 
-/// How long it is to take to derive the key of the image to be made; `None` where it is not
-/// encrypted.
+/// The encryption of the image to be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChosenEncryption {
+    /// As QEMU did before LUKS.
+    Aes,
+    /// LUKS, and how long it is to take to derive the key.
+    Luks(Duration),
+}
+
+/// How the image to be made is encrypted; `None` where it is not.
 ///
 /// # Errors
-/// A time without encryption.
-pub fn key_time(settings: &[Setting]) -> Result<Option<Duration>, String> {
-    let time = settings.iter().rev().find_map(|setting| match setting {
-        Setting::EncryptIterTime(time) => Some(*time),
-        _ => None,
-    });
-    match (settings.contains(&Setting::EncryptLuks), time) {
-        (true, time) => Ok(Some(Duration::from_millis(time.unwrap_or(DEFAULT_KEY_TIME).into()))),
-        (false, None) if key_secret(settings).is_none() => Ok(None),
-        (false, _) => Err("options of encryption without encrypt.format=luks".to_owned()),
+/// Options of an encryption that it has not.
+pub fn encryption(settings: &[Setting]) -> Result<Option<ChosenEncryption>, String> {
+    let (mut format, mut switch, mut time) = (None, None, None);
+    for setting in settings {
+        match setting {
+            Setting::Encrypt(chosen) => format = Some(*chosen),
+            Setting::EncryptionSwitch(on) => switch = Some(*on == Switch::On),
+            Setting::EncryptIterTime(given) => time = Some(*given),
+            _ => {}
+        }
+    }
+    if format.is_some() && switch.is_some() {
+        let why = "Options encryption and encrypt.format are mutually exclusive";
+        return Err(why.to_owned());
+    }
+    let format = format.or_else(|| (switch == Some(true)).then_some(EncryptFormat::Aes));
+    match (format, time) {
+        (Some(EncryptFormat::Luks), time) => {
+            let time = Duration::from_millis(time.unwrap_or(DEFAULT_KEY_TIME).into());
+            Ok(Some(ChosenEncryption::Luks(time)))
+        }
+        (Some(EncryptFormat::Aes), None) => Ok(Some(ChosenEncryption::Aes)),
+        (None, None) if key_secret(settings).is_none() => Ok(None),
+        _ => Err("options of encryption without encrypt.format=luks".to_owned()),
     }
 }
 

@@ -4,6 +4,15 @@ use blockhouse_format::qcow2::{Compression, Preallocation, Switch, Version};
 
 use crate::qemu_refusals::Refusal;
 
+/// A kind of encryption of the guest's data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EncryptFormat {
+    /// Without LUKS: the password is the key.
+    Aes,
+    /// With keys in a header.
+    Luks,
+}
+
 /// One option.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Setting {
@@ -29,8 +38,10 @@ pub enum Setting {
     DataFile(String),
     /// Whether that reads as the guest's disk.
     RawDataFile(Switch),
-    /// LUKS encryption of the guest's data.
-    EncryptLuks,
+    /// How the guest's data is encrypted.
+    Encrypt(EncryptFormat),
+    /// Whether it is encrypted as QEMU did before LUKS: the old words for it.
+    EncryptionSwitch(Switch),
     /// How long it takes to derive the key, in milliseconds.
     EncryptIterTime(u32),
     /// The name of the secret that opens the image.
@@ -81,6 +92,9 @@ pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
         Setting::ExtentSize(size) => ("extent_size_hint", size.to_string()),
         Setting::Foreign(name, value) => (*name, value.clone()),
         Setting::Refused(refusal) => (refusal.name, refusal.value.clone()),
-        Setting::EncryptLuks | Setting::UsualLuks | Setting::Size(_) => return None,
+        Setting::Encrypt(EncryptFormat::Aes) => ("encrypt.format", "aes".to_owned()),
+        Setting::Encrypt(EncryptFormat::Luks) => ("encrypt.format", "luks".to_owned()),
+        Setting::EncryptionSwitch(on) => ("encryption", switch(on)),
+        Setting::UsualLuks | Setting::Size(_) => return None,
     })
 }

@@ -29,6 +29,7 @@ pub fn print(
 fn options_of(format: ImageFormat) -> &'static [(&'static str, Option<&'static str>)] {
     match format {
         ImageFormat::Qcow2 => &[
+            ("encryption", None),
             ("encrypt.format", None),
             ("encrypt.key-secret", None),
             ("encrypt.iter-time", None),
@@ -89,12 +90,7 @@ fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> S
         });
         let value = match *name {
             "size" => Some(size.to_string()),
-            name => said.or(usual.map(str::to_owned)).filter(|_| name != "encrypt.format").or_else(
-                || {
-                    let is_meant = settings.contains(&Setting::EncryptLuks);
-                    (name == "encrypt.format" && is_meant).then(|| "luks".to_owned())
-                },
-            ),
+            _ => said.or(usual.map(str::to_owned)),
         };
         if let Some(value) = value {
             line.push_str(&format!(" {name}={}", value.replace(',', ",,")));

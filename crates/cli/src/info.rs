@@ -14,7 +14,7 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EngineReport, EventLoop};
 use blockhouse_format::qcow2::Switch;
-use blockhouse_format::{Encryption, VmdkFacts};
+use blockhouse_format::{Encryption, LuksEncryption, VmdkFacts};
 use serde_json::{Value, json};
 
 use crate::bitmap;
@@ -268,7 +268,11 @@ fn as_text(facts: &Facts) -> String {
     {
         lines.push(format!("size in the header: {stated} bytes (rounded down to whole sectors)"));
     }
-    if let Some(encryption) = &facts.encryption {
+    if let Some(Encryption::Aes) = &facts.encryption {
+        lines.push("encrypted: yes".into());
+        lines.push("encryption: AES-128-CBC without LUKS: weak, and it knows no wrong key".into());
+    }
+    if let Some(encryption) = luks_of(facts) {
         let header = encryption.header();
         let (version, cipher, slots) = (header.version, header.cipher.as_str(), header.slots.len());
         let (bits, uuid) = (header.key_bytes * 8, &header.uuid);
@@ -376,7 +380,11 @@ fn as_json(facts: &Facts) -> Value {
         value["blockhouse"]["missing-changes"] = missing_as_json(pending);
     }
     value["blockhouse"]["references"] = references(facts);
-    if let Some(encryption) = &facts.encryption {
+    if let Some(Encryption::Aes) = &facts.encryption {
+        value["encrypted"] = true.into();
+        value["blockhouse"]["encryption"] = json!({ "format": "aes" });
+    }
+    if let Some(encryption) = luks_of(facts) {
         let header = encryption.header();
         value["encrypted"] = true.into();
         value["blockhouse"]["encryption"] = json!({
@@ -418,7 +426,10 @@ fn as_json(facts: &Facts) -> Value {
             let bitmaps = facts.bitmaps.iter().map(bitmap::value_of).collect();
             data.insert("bitmaps".into(), Value::Array(bitmaps));
         }
-        if let Some(encryption) = &facts.encryption {
+        if let Some(Encryption::Aes) = &facts.encryption {
+            data.insert("encrypt".into(), json!({ "format": "aes" }));
+        }
+        if let Some(encryption) = luks_of(facts) {
             let mut encrypt = luks_info::as_json(encryption.header());
             encrypt["format"] = "luks".into();
             data.insert("encrypt".into(), encrypt);
@@ -426,11 +437,15 @@ fn as_json(facts: &Facts) -> Value {
         value["format-specific"] = json!({ "type": format, "data": data });
     } else if let Some(vmdk) = &facts.vmdk {
         value["format-specific"] = json!({ "type": format, "data": vmdk_data(vmdk, image) });
-    } else if let Some(encryption) = &facts.encryption {
+    } else if let Some(encryption) = luks_of(facts) {
         let data = luks_info::as_json(encryption.header());
         value["format-specific"] = json!({ "type": format, "data": data });
     }
     value
+}
+
+fn luks_of(facts: &Facts) -> Option<&LuksEncryption> {
+    facts.encryption.as_ref()?.luks()
 }
 
 /// All names of other files and servers that are in the image, none of which was opened for this.

@@ -13,7 +13,9 @@ const ORDER: &[&str] = &[
     "backing-filename-format",
     "image-end-offset",
     "total-clusters",
+    "corruptions-fixed",
     "check-errors",
+    "leaks-fixed",
     "snapshots",
     "icount",
     "vm-clock-nsec",
@@ -129,5 +131,14 @@ mod tests {
              \"format\": \"raw\",\n    \"format-specific\": {\n        \"type\": \"file\",\n        \"data\": {\n        \
              }\n    },\n    \"dirty-flag\": false,\n    \"z\": null\n}";
         assert_eq!(text, expected);
+        let repaired = json!({
+            "filename": "d", "format": "qcow2", "check-errors": 0, "leaks-fixed": 1, "corruptions-fixed": 1,
+        });
+        let keys: Vec<_> = in_order(repaired.as_object().expect("an object"))
+            .into_iter()
+            .map(|(key, _)| key)
+            .collect();
+        let expected = ["corruptions-fixed", "check-errors", "leaks-fixed", "filename", "format"];
+        assert_eq!(keys, expected);
     }
 }

@@ -15,12 +15,12 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewLuks;
-use blockhouse_format::qcow2::{CreateOptions, Preallocation, Version};
+use blockhouse_format::qcow2::{CreateOptions, NewEncryption, Preallocation, Version};
 use serde_json::json;
 
 use crate::convert::parse_snapshot;
-use crate::create::{key_time, wrong_usage};
-use crate::create_options::{self, Settings};
+use crate::create::{chosen_encryption, wrong_usage};
+use crate::create_options::{self, ChosenEncryption, Settings};
 use crate::create_setting::Setting;
 use crate::image_args::OutputArgs;
 use crate::image_opts::{ImageOptsArgs, Named};
@@ -95,11 +95,14 @@ pub fn run(arguments: Arguments) -> Result<()> {
             raw(&arguments)?
         }
         ImageFormat::Qcow2 => {
-            let key_time = key_time(&settings);
+            let encryption = chosen_encryption(&settings);
             let options = create_options::qcow2(0, settings);
             let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
             // As long as the real one.
-            options.encryption = key_time.map(|_| vec![0; NewLuks::LENGTH]);
+            options.encryption = encryption.map(|encryption| match encryption {
+                ChosenEncryption::Aes => NewEncryption::Aes,
+                ChosenEncryption::Luks(_) => NewEncryption::Luks(vec![0; NewLuks::LENGTH]),
+            });
             qcow2(&arguments, options)?
         }
         ImageFormat::Luks => {

@@ -10,7 +10,9 @@ use blockhouse_disk::{
     Access, AllowedPaths, CacheMode, FilePart, ImageFormat, ImageOptions, KeyFiles, RemoteBacking,
     Secrets, StateDir, StateUse, probe_nameless,
 };
+use blockhouse_format::qcow2::NewEncryption;
 
+use crate::create_options::ChosenEncryption;
 use crate::secret_object::{self, SecretObject};
 use crate::{called_as, output};
 
@@ -91,6 +93,26 @@ impl KeyArgs {
     pub fn create_header(&self, name: Option<&str>, time: Duration) -> Result<Vec<u8>> {
         let index = name.map_or(Ok(0), |name| self.index_of(name))?;
         Ok(self.secrets()?.create_header(index, time)?)
+    }
+
+    /// The encryption of a new qcow2 image, with the key of this name, or with the first one.
+    ///
+    /// # Errors
+    /// As [`create_header`](Self::create_header).
+    pub fn new_encryption(
+        &self,
+        chosen: Option<ChosenEncryption>,
+        name: Option<&str>,
+    ) -> Result<Option<NewEncryption>> {
+        let Some(chosen) = chosen else { return Ok(None) };
+        Ok(Some(match chosen {
+            ChosenEncryption::Luks(time) => NewEncryption::Luks(self.create_header(name, time)?),
+            ChosenEncryption::Aes => {
+                let index = name.map_or(Ok(0), |name| self.index_of(name))?;
+                self.secrets()?.check_is_there(index)?;
+                NewEncryption::Aes
+            }
+        }))
     }
 
     /// Which of the keys has this name.

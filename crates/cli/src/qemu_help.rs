@@ -19,7 +19,7 @@ const QCOW2: &[FormatOption] = &[
     ("compression_type", "<str>", "How clusters are compressed (zlib, zstd)"),
     ("data_file", "<str>", "File that holds the guest's data"),
     ("data_file_raw", "<bool (on/off)>", "That file reads as the guest's disk"),
-    ("encrypt.format", "<str>", "Encrypt the data ('luks')"),
+    ("encrypt.format", "<str>", "Encrypt the data ('luks'; 'aes' is weak)"),
     ("encrypt.iter-time", "<num>", "Milliseconds that deriving the key takes"),
     ("encrypt.key-secret", "<str>", "ID of the secret with the key"),
     ("extended_l2", "<bool (on/off)>", "Allocate in 32nds of a cluster"),

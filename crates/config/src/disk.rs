@@ -124,6 +124,9 @@ pub struct DiskConfig {
     #[serde(default, deserialize_with = "texts")]
     #[schemars(with = "Vec<String>", extend("default" = []))]
     pub exports: Vec<ExportAddress>,
+    /// Whether bitmaps that the image has not are looked for in its backing files.
+    #[serde(skip)]
+    pub bitmaps_behind: bool,
     /// The part of its file that it is.
     #[serde(skip)]
     pub part: Option<FilePart>,

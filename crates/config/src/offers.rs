@@ -10,6 +10,22 @@ use blockhouse_disk::Access;
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_storage::Location;
 
+/// What clients of an export may do, beyond what its disk says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExportRights {
+    /// Whether they may change the disk, where it may be changed.
+    pub access: Access,
+    /// Whether NBD clients may ask which image of the chain has the data.
+    pub has_depth: bool,
+}
+
+impl Default for ExportRights {
+    /// All that the disk allows.
+    fn default() -> Self {
+        Self { access: Access::ReadWrite, has_depth: true }
+    }
+}
+
 /// An image under the name that clients of a socket know it by.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
@@ -17,14 +33,14 @@ pub struct Offer {
     pub name: String,
     /// The place of the image on the command line, from 0.
     pub image: usize,
-    /// Whether clients may change it, where it may be changed.
-    pub access: Access,
+    /// What clients may do.
+    pub rights: ExportRights,
 }
 
 impl Offer {
-    /// An image that clients may change, where it may be changed.
+    /// An image with which clients may do all that it allows.
     pub fn new(name: String, image: usize) -> Self {
-        Self { name, image, access: Access::ReadWrite }
+        Self { name, image, rights: ExportRights::default() }
     }
 }
 
@@ -34,6 +50,7 @@ pub struct Offers {
     images: Vec<PathBuf>,
     /// Of `--name`: one per image, or none.
     names: Vec<String>,
+    rights: ExportRights,
 }
 
 impl Offers {
@@ -57,7 +74,18 @@ impl Offers {
         if let Some(name) = repeated(names) {
             return Err(format!("two images have --name '{name}'; give each its own name"));
         }
-        Ok(Self { images: images.to_vec(), names: names.to_vec() })
+        let (images, names) = (images.to_vec(), names.to_vec());
+        Ok(Self { images, names, rights: ExportRights::default() })
+    }
+
+    /// The same images, with which clients may do this.
+    #[must_use]
+    pub fn with_rights(self, rights: ExportRights) -> Self {
+        Self { rights, ..self }
+    }
+
+    fn offer(&self, name: String, image: usize) -> Offer {
+        Offer { rights: self.rights, ..Offer::new(name, image) }
     }
 
     /// All images under their own names: what a socket offers that no URI with a name speaks of. An
@@ -78,14 +106,14 @@ impl Offers {
                  image, in their order"
             ));
         }
-        Ok(names.into_iter().enumerate().map(|(image, name)| Offer::new(name, image)).collect())
+        Ok(names.into_iter().enumerate().map(|(image, name)| self.offer(name, image)).collect())
     }
 
     /// The image that the name of a URI means: an only image whatever the name, of several the one
     /// that is called so, or else the one whose file is called so but for its extension.
     fn named(&self, name: &str) -> Result<Offer, String> {
         if self.images.len() == 1 {
-            return Ok(Offer::new(name.into(), 0));
+            return Ok(self.offer(name.into(), 0));
         }
         let all = self.all()?;
         let is_stem = |offer: &&Offer| {
@@ -99,7 +127,7 @@ impl Offers {
             _ => None,
         };
         match (exact.or(only_stem), &stems[..]) {
-            (Some(offer), _) => Ok(Offer::new(name.into(), offer.image)),
+            (Some(offer), _) => Ok(self.offer(name.into(), offer.image)),
             (None, []) => Err(format!(
                 "no image is called '{name}'; a URI's name says which image it serves: {}",
                 list(all.iter())

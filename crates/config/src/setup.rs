@@ -3,6 +3,7 @@
 //! It opens nothing and binds nothing.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -27,6 +28,8 @@ pub struct Setup {
     pub offers: Option<Offers>,
     /// The addresses where NBD clients are served, and what each offers.
     pub nbd: Vec<(Address, Vec<Offer>)>,
+    /// How many NBD clients a socket has at once, at most; others wait until one leaves.
+    pub max_connections: Option<NonZeroUsize>,
     /// The sockets of vhost-user-blk devices, and the place of the disk that each has.
     pub devices: Vec<(PathBuf, usize)>,
     /// The block devices of this host.

@@ -27,4 +27,4 @@ pub use cipher::SectorCipher;
 pub use create::create_header;
 pub use key_slots::{new_slot, slot_wipe, slots_of};
 pub use secret::{MAX_SECRET, Secret};
-pub use unlock::unlock;
+pub use unlock::{aes_of_password, unlock};

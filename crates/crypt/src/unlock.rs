@@ -2,7 +2,7 @@
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::LockedBytes;
-use blockhouse_format::{LuksHeader, LuksSlotKey};
+use blockhouse_format::{LuksCipher, LuksHeader, LuksSlotKey};
 
 use crate::kdf::{Work, empty_key};
 use crate::{Secret, SectorCipher, stripes};
@@ -37,6 +37,19 @@ pub fn unlock(header: &LuksHeader, areas: &[Vec<u8>], secrets: &[&Secret]) -> Re
         }
     }
     Err(refusal(header, reasons))
+}
+
+/// The cipher of an image that QEMU encrypted before LUKS: the key is the secret, cut off or filled
+/// up with zeros to 16 bytes. Any secret has one, also a wrong one.
+///
+/// # Errors
+/// The kernel has no memory for the key.
+pub fn aes_of_password(secret: &Secret) -> Result<SectorCipher> {
+    let host = |error| Error::host("no memory for its key", error);
+    let mut key = LockedBytes::new(16).map_err(host)?;
+    let length = secret.bytes().len().min(key.len());
+    key[..length].copy_from_slice(&secret.bytes()[..length]);
+    SectorCipher::new(LuksCipher::AesCbcPlain64, &key, 512).map_err(host)
 }
 
 /// The disk's key, if the secret opens the slot.

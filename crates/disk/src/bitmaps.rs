@@ -125,6 +125,42 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.disk.begin_use().format().bitmaps()?.extents(name, range, max).await
     }
 
+    /// As [`extents`](Self::extents), of the nearest image of the chain that has a bitmap of this
+    /// name. One of a backing file says what was changed in that image, and nothing of what those
+    /// above it have changed.
+    ///
+    /// # Errors
+    /// As there; `InvalidInput` where the backing file that has it is a disk of another size.
+    pub async fn extents_in_chain(
+        &self,
+        name: &str,
+        range: ByteRange,
+        max: usize,
+    ) -> Result<Vec<BitmapExtent>> {
+        let has_it = |listed: &[Bitmap]| listed.iter().any(|bitmap| bitmap.name == name);
+        if self.list().await.is_ok_and(|own| has_it(&own)) {
+            return self.extents(name, range, max).await;
+        }
+        let image = self.disk.begin_use();
+        for layer in image.layer().layers().skip(1) {
+            let Ok(bitmaps) = layer.format().bitmaps() else { continue };
+            if !has_it(&bitmaps.list().await?) {
+                continue;
+            }
+            self.disk.image().check_inside(range)?;
+            if layer.size() != self.disk.size() {
+                let what = format!(
+                    "its backing file has the bitmap {name:?}, and is a disk of {} bytes and not of {}",
+                    layer.size(),
+                    self.disk.size()
+                );
+                return Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()));
+            }
+            return bitmaps.extents(name, range, max).await;
+        }
+        self.extents(name, range, max).await
+    }
+
     /// How many bytes the bitmap of this name says to have changed, in whole granules but for the
     /// end of the disk.
     ///

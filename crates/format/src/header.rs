@@ -2,7 +2,8 @@
 
 use blockhouse_core::{Result, Storage};
 
-use crate::qcow2::DataFileMark;
+use crate::luks::LuksEncryption;
+use crate::qcow2::{DataFileMark, EncryptionKind};
 use crate::{
     Amendments, Backing, Compression, DataFile, Encryption, Features, Flat, Format, VmdkFacts,
 };
@@ -116,12 +117,14 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
     /// As [`LuksHeader::read`](crate::LuksHeader::read).
     pub async fn read_encryption(&self) -> Result<Option<Encryption>> {
         match self.format {
-            Format::Flat(Flat::Luks(luks)) => Ok(Some(luks.encryption())),
+            Format::Flat(Flat::Luks(luks)) => Ok(Some(Encryption::Luks(luks.encryption()))),
             Format::Flat(_) => Ok(None),
             Format::Qcow2(qcow2) => match qcow2.facts().encryption {
-                Some(location) => {
-                    Encryption::of_clusters(qcow2.storage(), location).await.map(Some)
+                Some(EncryptionKind::Luks(location)) => {
+                    let keys = LuksEncryption::of_clusters(qcow2.storage(), location).await?;
+                    Ok(Some(Encryption::Luks(keys)))
                 }
+                Some(EncryptionKind::Aes) => Ok(Some(Encryption::Aes)),
                 None => Ok(None),
             },
         }

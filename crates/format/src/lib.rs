@@ -33,6 +33,7 @@ mod aligned_read;
 mod bitmaps;
 mod compressed;
 mod describe;
+mod encryption;
 mod flat;
 mod foreign;
 mod format;
@@ -49,6 +50,7 @@ mod size_change;
 mod snapshots;
 
 pub use compressed::CompressedClusters;
+pub use encryption::{DataPlace, Encryption};
 pub use flat::{Flat, Raw, SideFile};
 pub use foreign::{
     FilePiece, FilePieces, Foreign, ForeignKind, NewForeign, NewForeignOptions, NewParent,
@@ -59,8 +61,8 @@ pub use header::ImageHeader;
 pub use image_format::ImageFormat;
 pub use interface::{Abort, Access, CacheCounts, Discard, Intent, MetadataSync, Replay};
 pub use luks::{
-    Encryption, Luks, LuksCipher, LuksDigest, LuksHash, LuksHeader, LuksKdf, LuksSlot, LuksSlotKey,
-    NewLuks, NewLuksSlot, create as create_luks,
+    Luks, LuksCipher, LuksDigest, LuksEncryption, LuksHash, LuksHeader, LuksKdf, LuksSlot,
+    LuksSlotKey, NewLuks, NewLuksSlot, create as create_luks,
 };
 pub use open::{OpenOptions, create, initial_file_size};
 pub use preallocate::{SpaceMode, preallocate};

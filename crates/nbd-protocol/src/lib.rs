@@ -69,6 +69,8 @@ bitflags! {
         const SEND_CACHE = 1 << 10;
         /// The FAST_ZERO flag of WRITE_ZEROES is understood.
         const SEND_FAST_ZERO = 1 << 11;
+        /// The PAYLOAD_LEN flag of BLOCK_STATUS is understood.
+        const BLOCK_STATUS_PAYLOAD = 1 << 12;
     }
 
     /// The wishes of a client for one request ("Command flags").
@@ -84,7 +86,8 @@ bitflags! {
         const REQ_ONE = 1 << 3;
         /// WRITE_ZEROES must fail rather than be as slow as a write.
         const FAST_ZERO = 1 << 4;
-        /// The length is that of a payload after the (extended) header.
+        /// The length is that of a payload after the (extended) header: the data of WRITE, or which
+        /// contexts BLOCK_STATUS tells of.
         const PAYLOAD_LEN = 1 << 5;
         // Any bit may arrive; those without a name are refused per request.
         const _ = !0;

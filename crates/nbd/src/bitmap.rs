@@ -10,6 +10,8 @@ use blockhouse_disk::{BitmapExtent, DirtyMap, Disk};
 pub enum ExportBitmap {
     /// A bitmap of the disk, as it is when a client asks.
     OfDisk(String),
+    /// As [`OfDisk`](Self::OfDisk), of the nearest image of the disk's chain that has it.
+    OfChain(String),
     /// One that stays as it is.
     Fixed {
         /// Its name for clients.
@@ -23,7 +25,7 @@ impl ExportBitmap {
     /// Its name for clients.
     pub fn name(&self) -> &str {
         match self {
-            Self::OfDisk(name) | Self::Fixed { name, .. } => name,
+            Self::OfDisk(name) | Self::OfChain(name) | Self::Fixed { name, .. } => name,
         }
     }
 
@@ -40,6 +42,7 @@ impl ExportBitmap {
     ) -> Result<Vec<BitmapExtent>> {
         match self {
             Self::OfDisk(name) => disk.bitmaps().extents(name, range, max).await,
+            Self::OfChain(name) => disk.bitmaps().extents_in_chain(name, range, max).await,
             Self::Fixed { dirty, .. } => Ok(dirty.extents(range, max)),
         }
     }

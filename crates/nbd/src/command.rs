@@ -63,6 +63,16 @@ pub enum Command {
         /// Whether one extent is asked for.
         req_one: ReqOne,
     },
+    /// Describe the range that the payload says, in the contexts that it selects
+    /// ([`SelectedStatus`](crate::status_payload::SelectedStatus)).
+    SelectedStatus {
+        /// First byte of the export.
+        offset: u64,
+        /// How many bytes the payload has.
+        length: u32,
+        /// Whether one extent is asked for.
+        req_one: ReqOne,
+    },
     /// Succeed and do nothing: a request of length zero, of the given type.
     Empty(EmptyKind),
     /// Finish what is outstanding and close; there is no reply.
@@ -86,7 +96,7 @@ impl Command {
             Self::Trim { .. } => Operation::Discard,
             Self::Flush => Operation::Flush,
             Self::Cache { .. } => Operation::Prefetch,
-            Self::BlockStatus { .. } => Operation::BlockStatus,
+            Self::BlockStatus { .. } | Self::SelectedStatus { .. } => Operation::BlockStatus,
             Self::Read { .. } | Self::Empty(_) | Self::Disconnect => Operation::Read,
         }
     }
@@ -125,7 +135,7 @@ pub struct DecodedRequest {
     /// The command, or the reason why it fails.
     pub command: Result<Command, RequestError>,
     /// How many bytes of payload follow the header; they have to be received in any case. At most
-    /// [`MAX_PAYLOAD`], and for [`Command::Write`] the length of the write.
+    /// [`MAX_PAYLOAD`], and for [`Command::Write`] and [`Command::SelectedStatus`] their length.
     pub payload: u32,
 }
 
@@ -196,6 +206,9 @@ fn check_flags(header: &RequestHeader, options: &NegotiatedOptions) -> Result<()
         kind::READ if options.framing.has_chunks() => CommandFlags::DF,
         kind::WRITE if options.framing == Framing::Extended => CommandFlags::PAYLOAD_LEN,
         kind::WRITE_ZEROES => CommandFlags::NO_HOLE | CommandFlags::FAST_ZERO,
+        kind::BLOCK_STATUS if options.framing == Framing::Extended => {
+            CommandFlags::REQ_ONE | CommandFlags::PAYLOAD_LEN
+        }
         kind::BLOCK_STATUS => CommandFlags::REQ_ONE,
         kind::READ..=kind::CACHE => CommandFlags::empty(),
         _ => return Err(invalid("the request type is unknown")),
@@ -230,10 +243,23 @@ fn block_status(
         return Err(invalid("there is no status of no bytes"));
     }
     let is_one = header.flags.contains(CommandFlags::REQ_ONE);
-    Ok(Command::BlockStatus {
-        range: range(header, Errno::Inval)?,
-        req_one: if is_one { ReqOne::Set } else { ReqOne::Unset },
-    })
+    let req_one = if is_one { ReqOne::Set } else { ReqOne::Unset };
+    let RequestHeader { offset, length, .. } = *header;
+    if header.flags.contains(CommandFlags::PAYLOAD_LEN) {
+        let length = check_status_payload(length, options.contexts.len())?;
+        return Ok(Command::SelectedStatus { offset, length, req_one });
+    }
+    Ok(Command::BlockStatus { range: range(header, Errno::Inval)?, req_one })
+}
+
+/// The length of a payload that selects at least one of `contexts` contexts: 8 bytes, and 4 for
+/// each.
+pub(crate) fn check_status_payload(length: u64, contexts: usize) -> Result<u32, RequestError> {
+    let ids = length.checked_sub(8).filter(|ids| ids.is_multiple_of(4)).map(|ids| ids / 4);
+    match ids {
+        Some(1..) if ids <= Some(contexts as u64) => Ok(length as u32),
+        _ => Err(invalid("the payload's length is not that of a selection of contexts")),
+    }
 }
 
 fn range(header: &RequestHeader, past_end: Errno) -> Result<ByteRange, RequestError> {
@@ -241,7 +267,7 @@ fn range(header: &RequestHeader, past_end: Errno) -> Result<ByteRange, RequestEr
         .ok_or(RequestError { errno: past_end, message: "the range ends beyond 64 bits" })
 }
 
-fn invalid(message: &'static str) -> RequestError {
+pub(crate) fn invalid(message: &'static str) -> RequestError {
     RequestError { errno: Errno::Inval, message }
 }
 
@@ -322,6 +348,24 @@ mod tests {
     }
 
     #[test]
+    fn a_status_of_selected_contexts_has_a_payload_that_fits_them() {
+        let status = |framing, length| {
+            let header = header(kind::BLOCK_STATUS, CommandFlags::PAYLOAD_LEN, 512, length);
+            decode(&header, &options(framing)).unwrap()
+        };
+        let selected = Command::SelectedStatus { offset: 512, length: 12, req_one: ReqOne::Unset };
+        let decoded = status(Framing::Extended, 12);
+        assert_eq!(decoded, DecodedRequest { command: Ok(selected), payload: 12 });
+        for length in [0, 4, 8, 11, 13, 16, u64::from(MAX_PAYLOAD)] {
+            let decoded = status(Framing::Extended, length);
+            assert_eq!(u64::from(decoded.payload), length, "it is consumed");
+            assert_eq!(decoded.command.unwrap_err().errno, Errno::Inval, "{length}");
+        }
+        let decoded = status(Framing::Structured, 12);
+        assert_eq!((decoded.payload, decoded.command.is_err()), (0, true), "it is not offered");
+    }
+
+    #[test]
     fn a_payload_where_none_belongs_is_consumed_and_refused() {
         let read = header(kind::READ, CommandFlags::PAYLOAD_LEN, 0, 512);
         let decoded = decode(&read, &options(Framing::Extended)).unwrap();
@@ -385,9 +429,9 @@ mod tests {
                 Ok(decoded) => {
                     prop_assert_eq!(u64::from(decoded.payload), payload);
                     match decoded.command {
-                        Ok(Command::Write { length, .. }) => {
-                            prop_assert_eq!(length, decoded.payload);
-                        }
+                        Ok(
+                            Command::Write { length, .. } | Command::SelectedStatus { length, .. },
+                        ) => prop_assert_eq!(length, decoded.payload),
                         Ok(_) => prop_assert_eq!(payload, 0),
                         Err(_) => {}
                     }

@@ -23,8 +23,9 @@
 //!
 //! let exports = Exports::new();
 //! let (name, description) = ("disk".to_owned(), String::new());
-//! let (bitmaps, access) = (Vec::new(), Access::ReadWrite);
-//! exports.add(Export { name, description, disk: Arc::clone(&disk), bitmaps, access })?;
+//! let (disk_of_export, bitmaps) = (Arc::clone(&disk), Vec::new());
+//! let (access, has_depth) = (Access::ReadWrite, true);
+//! exports.add(Export { name, description, disk: disk_of_export, bitmaps, access, has_depth })?;
 //! let bound = bind_private(&path)?;
 //! let listener = Listener::new(bound.socket)?;
 //! let server = Server::new(Limits::default());
@@ -46,9 +47,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`proto`], [`handshake`], [`command`] and [`uri`] turn bytes into values and back, and do no
-//! I/O. The [`Server`] and the transmission phase are built on them. Neither knows an image format
-//! or an engine: they turn the protocol into requests for a [`Disk`](blockhouse_disk::Disk).
+//! [`proto`], [`handshake`], [`command`], [`status_payload`] and [`uri`] turn bytes into values
+//! and back, and do no I/O. The [`Server`] and the transmission phase are built on them. Neither
+//! knows an image format or an engine: they turn the protocol into requests for a
+//! [`Disk`](blockhouse_disk::Disk).
 #![forbid(unsafe_code)]
 
 mod bitmap;
@@ -56,6 +58,7 @@ pub mod command;
 pub mod handshake;
 mod server;
 mod session;
+pub mod status_payload;
 mod tls;
 
 pub use bitmap::ExportBitmap;

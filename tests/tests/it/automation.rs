@@ -107,9 +107,21 @@ impl Place {
         let _ = std::fs::remove_file(socket);
         let info: Value = serde_json::from_str(&info.stdout).expect("JSON");
         let export = &info["exports"][0];
-        let keys =
-            ["export-name", "export-size", "is_read_only", "can_flush", "can_fua", "can_trim"];
-        keys.into_iter().map(|key| (key.to_owned(), export[key].clone())).collect()
+        let keys = [
+            "export-name",
+            "export-size",
+            "is_read_only",
+            "can_flush",
+            "can_fua",
+            "can_trim",
+            "can_multi_conn",
+        ];
+        let mut told: Value =
+            keys.into_iter().map(|key| (key.to_owned(), export[key].clone())).collect();
+        let contexts = export["contexts"].as_array().into_iter().flatten();
+        let contexts: BTreeSet<_> = contexts.filter_map(Value::as_str).collect();
+        told["contexts"] = contexts.into_iter().collect();
+        told
     }
 
     /// The names of what the lines have made.

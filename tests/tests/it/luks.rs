@@ -603,7 +603,7 @@ fn what_encryption_does_not_go_with_is_refused() {
     for (option, why) in [
         ("compat=0.10", "version 2"),
         ("encrypt.key-secret=key", "there is no secret"),
-        ("encrypt.format=aes", "use luks"),
+        ("encrypt.format=serpent", "use luks"),
     ] {
         let words = [&["create"], &ENCRYPTED[..], &[key, "-o", option, str(&image), "1M"]].concat();
         let refused = command(&words);

@@ -1,6 +1,7 @@
 //! Black-box tests: the binary as its users and its enemies see it.
 #![forbid(unsafe_code)]
 
+mod aes;
 mod allowed_paths;
 mod automation;
 mod background;

@@ -10,7 +10,7 @@ use blockhouse_tests::guest::{Guest, LONG, OUT};
 use blockhouse_tests::image_tool::{qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::{Address, Framing, Greeted};
 use blockhouse_tests::qmp::Qmp;
-use blockhouse_tests::{Scratch, blockhouse, eventually, need, require, tool};
+use blockhouse_tests::{Scratch, blockhouse, eventually, need, require, run, tool};
 use blockhouse_vhost_user::driver::Options;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -417,5 +417,33 @@ fn the_nbd_server_has_as_many_clients_as_it_is_told() {
     assert!(!is_greeted(&mut second, Duration::from_millis(300)));
     drop(first);
     assert!(is_greeted(&mut second, LONG));
+    daemon.stop();
+}
+
+#[test]
+fn clients_are_told_the_depth_of_allocation_where_the_export_says_so() {
+    require!(need::tools(&["nbdinfo"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    let nbd = scratch.socket("nbd");
+    let line = [
+        "--blockdev",
+        "file,node-name=r,filename=DIR/r",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={}", str(&nbd)),
+        "--export",
+        "nbd,id=e,node-name=r",
+        "--export",
+        "nbd,id=d,node-name=r,name=deep,allocation-depth=on",
+    ];
+    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid"));
+    for (name, contexts) in
+        [("r", &["base:allocation"][..]), ("deep", &["base:allocation", "qemu:allocation-depth"])]
+    {
+        let uri = format!("nbd+unix:///{name}?socket={}", str(&nbd));
+        let told = run(tool("nbdinfo").args(["--json", &uri])).success().stdout;
+        let told: Value = serde_json::from_str(&told).expect("JSON");
+        assert_eq!(told["exports"][0]["contexts"], json!(contexts), "{name}");
+    }
     daemon.stop();
 }

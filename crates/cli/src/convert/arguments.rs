@@ -12,7 +12,7 @@ use blockhouse_disk::{
 
 use crate::called_as;
 use crate::copy_target::{CopyFormats, How, IfThere, TargetSpec};
-use crate::create::wrong_usage;
+use crate::create::{chosen_encryption, wrong_usage};
 use crate::create_options::{self, Settings};
 use crate::create_setting::Setting;
 use crate::image_opts::{ImageOptsArgs, Named};
@@ -245,7 +245,8 @@ pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Settin
         create_options::raw(&settings).unwrap_or_else(|why| wrong_usage(&why));
     }
     arguments.habits.check(arguments.sparse);
-    if arguments.compress && settings.contains(&Setting::EncryptLuks) {
+    let is_compressed = arguments.compress && format == ImageFormat::Qcow2;
+    if is_compressed && chosen_encryption(&settings).is_some() {
         wrong_usage("compressed clusters (-c) are not encrypted: leave one of the two out");
     }
     if arguments.compress && settings.iter().any(|one| matches!(one, Setting::DataFile(_))) {

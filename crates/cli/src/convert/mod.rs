@@ -88,7 +88,8 @@ fn run_between_images(arguments: &Arguments) -> Result<()> {
 /// One of them lacks changes.
 async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bitmap>> {
     let mut good = Vec::new();
-    for bitmap in source.bitmaps().list().await? {
+    // The latest first: QEMU names them so.
+    for bitmap in source.bitmaps().list().await?.into_iter().rev() {
         let (image, name) = (source.name(), bitmap.name.escape_debug());
         match (bitmap.is_inconsistent, skip_broken) {
             (false, _) => good.push(bitmap),
@@ -104,6 +105,7 @@ async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bi
             ),
         }
     }
+    good.reverse();
     Ok(good)
 }
 

@@ -532,6 +532,7 @@ impl Arguments {
             disks: self.disks(&offers),
             offers: Some(offers),
             nbd,
+            max_connections: self.habits.max_connections(),
             devices: self.devices(),
             ublk: self.ublk_devices(),
             tls: server.tls(&self.nbd).unwrap_or_else(|why| refuse(&why)),
@@ -633,6 +634,8 @@ impl Arguments {
             key_files: keys.keys,
             passphrase_files: keys.passphrases,
             bitmaps: self.bitmap.clone(),
+            // As QEMU's users have it.
+            bitmaps_behind: called_as::is_qemu_nbd(),
             bitmaps_in: self.side_file.bitmaps.clone(),
             trust_bitmaps: self.side_file.trust_bitmaps,
             limits,
@@ -644,6 +647,7 @@ impl Arguments {
     /// The exports of each address. Wrong usage ends the program.
     fn plan(&self) -> (Offers, Vec<(Address, Vec<Offer>)>) {
         let plan = Offers::new(&self.images, &self.name).and_then(|offers| {
+            let offers = offers.with_rights(self.habits.rights());
             let plan = offers.plan(&self.nbd)?;
             // Each image has a device, or none has.
             let has_devices = !self.vhost_user_blk.is_empty() || !self.ublk.is_empty();

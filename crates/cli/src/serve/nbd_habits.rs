@@ -1,12 +1,15 @@
 //! The options of qemu-nbd that mean something here: all but `-k` hidden, since `--nbd`,
 //! `--snapshot` and `--limit` say the same.
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use blockhouse_config::offers::ExportRights;
 use blockhouse_nbd::uri::NbdUri;
 
 use blockhouse_engine::{Engine, EngineChoice};
 
+use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, escape};
 
 /// The options of qemu-nbd's users.
@@ -21,7 +24,7 @@ pub struct NbdHabits {
     /// Go on when the last client has gone: a server always does.
     #[arg(short = 't', long = "persistent", hide = true)]
     pub(super) persistent: bool,
-    /// How many clients there may be: limits are those of --limit.
+    /// How many clients there may be at once, as qemu-nbd has it: 0 for any number.
     #[arg(short = 'e', long = "shared", hide = true, value_name = "NUMBER")]
     shared: Option<u32>,
     /// Leave out what is before this offset, of a raw image.
@@ -45,7 +48,7 @@ pub struct NbdHabits {
     /// The export's description, which clients do not look at.
     #[arg(short = 'D', long, hide = true, value_name = "TEXT")]
     description: Option<String>,
-    /// Tell clients which image of the chain has the data: they can always ask for it.
+    /// Tell clients which image of the chain has the data: qemu-nbd does so only then.
     #[arg(short = 'A', long, hide = true)]
     allocation_depth: bool,
     /// List the exports of the server that listens there, and serve nothing.
@@ -96,6 +99,18 @@ impl NbdHabits {
         let is_named = self.export.is_some() || self.description.is_some();
         let is_changed = self.offset.is_some() || self.nocache || self.aio.is_some();
         is_named || is_changed || self.allocation_depth || self.load_snapshot.is_some()
+    }
+
+    /// What clients may do: as qemu-nbd's where the program is called so.
+    pub(super) fn rights(&self) -> ExportRights {
+        let usual = ExportRights::default();
+        ExportRights { has_depth: self.allocation_depth || !called_as::is_qemu_nbd(), ..usual }
+    }
+
+    /// How many clients each socket has at once. QEMU's users get one if they do not say more.
+    pub(super) fn max_connections(&self) -> Option<NonZeroUsize> {
+        let usual = if called_as::is_qemu_nbd() { 1 } else { 0 };
+        NonZeroUsize::new(self.shared.unwrap_or(usual) as usize)
     }
 
     /// The name of the export, where no URI has it.

@@ -6,6 +6,7 @@ use anyhow::Result;
 use blockhouse_config::control_socket::Answers;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::offers::ExportRights;
 use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::Access;
 use blockhouse_nbd::uri::NbdUri;
@@ -100,11 +101,13 @@ pub(crate) async fn call(
         "disk.rollback" => forks::roll_back(running, params(given)?).await,
         "export.list" => params(given).and_then(|NoParams {}| result(exports(running))),
         "export.add" => {
-            let ExportAddParams { disk, export, read_only, bitmaps, bitmaps_of } = params(given)?;
+            let ExportAddParams { disk, export, read_only, allocation_depth, bitmaps, bitmaps_of } =
+                params(given)?;
             let access = if read_only { Access::ReadOnly } else { Access::ReadWrite };
+            let rights = ExportRights { access, has_depth: allocation_depth };
             let address = address(&export)?;
             let bitmaps = (&bitmaps[..], bitmaps_of.as_deref());
-            let export = running.add_export(&disk, address, access, bitmaps).await?;
+            let export = running.add_export(&disk, address, rights, bitmaps).await?;
             result(ExportParams { export: export.to_string() })
         }
         "export.remove" => {
@@ -252,7 +255,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
             },
             clients: peers.as_ref().map(Vec::len),
             peers,
-            read_only: (export.access == Access::ReadOnly).then_some(true),
+            read_only: (export.rights.access == Access::ReadOnly).then_some(true),
             export: export.address.to_string(),
             disk: export.disk,
         }

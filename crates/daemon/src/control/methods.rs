@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
+use blockhouse_config::offers::ExportRights;
 use schemars::{JsonSchema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -190,6 +191,9 @@ pub struct ExportAddParams {
     /// Whether its clients may not change the disk, whoever else may.
     #[serde(default)]
     pub read_only: bool,
+    /// Whether NBD clients may ask which image of the chain has the data.
+    #[serde(default = "usual_depth")]
+    pub allocation_depth: bool,
     /// Of a disk that a backup has frozen: bitmaps of the disk that goes on, of which clients may
     /// ask what has changed. They may say that more has.
     #[serde(default)]
@@ -197,6 +201,10 @@ pub struct ExportAddParams {
     /// The disk that has these bitmaps, if it is another one of the same size.
     #[serde(default)]
     pub bitmaps_of: Option<String>,
+}
+
+fn usual_depth() -> bool {
+    ExportRights::default().has_depth
 }
 
 /// An export.

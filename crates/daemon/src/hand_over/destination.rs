@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
-use blockhouse_config::offers::Offer as ExportOffer;
+use blockhouse_config::offers::{ExportRights, Offer as ExportOffer};
 use blockhouse_config::setup::Setup;
 use blockhouse_disk::{Access, HandedFile, HandedOverDisk, StateUse};
 use blockhouse_engine::{OpenFiles, Stream, peer_process};
@@ -207,10 +207,12 @@ pub fn read_offer(socket: OwnedFd) -> Result<()> {
 fn listen_socket(
     (handed, connections): (Handed<Socket>, Vec<(Stream, PausedSession)>),
 ) -> ListenSocket {
-    let (Socket { address, has_file: _, needs_tls, exports, read_only }, descriptor, file) = handed;
+    let (socket, descriptor, file) = handed;
+    let Socket { address, has_file: _, needs_tls, exports, read_only, without_depth } = socket;
     let offers = exports.into_iter().map(|(name, image)| {
         let access = access(read_only.contains(&name));
-        ExportOffer { name, image, access }
+        let rights = ExportRights { access, has_depth: !without_depth.contains(&name) };
+        ExportOffer { name, image, rights }
     });
     ListenSocket {
         bound: bound(address, descriptor, file),

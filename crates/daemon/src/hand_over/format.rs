@@ -103,6 +103,9 @@ pub struct Socket {
     /// The names of those that are read-only.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub read_only: Vec<String>,
+    /// The names of those whose clients may not ask which image of the chain has the data.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub without_depth: Vec<String>,
 }
 
 /// A vhost-user-blk device.

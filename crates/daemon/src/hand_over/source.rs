@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use blockhouse_config::offers::ExportRights;
 use blockhouse_disk::Access;
 use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
@@ -381,12 +382,16 @@ fn offer_of<'a>(
         descriptors.push(socket.listener().as_fd());
         descriptors.extend(socket.file().map(AsFd::as_fd));
         let exports = service.exports_at(socket);
-        let read_only = exports.iter().filter(|export| export.access == Access::ReadOnly);
+        let names = |is_meant: fn(&ExportRights) -> bool| {
+            let meant = exports.iter().filter(|export| is_meant(&export.rights));
+            meant.map(|export| export.name.clone()).collect()
+        };
         listening.push(Socket {
             address: socket.address().into(),
             has_file: socket.file().is_some(),
             needs_tls: socket.security() == Security::Tls,
-            read_only: read_only.map(|export| export.name.clone()).collect(),
+            read_only: names(|rights| rights.access == Access::ReadOnly),
+            without_depth: names(|rights| !rights.has_depth),
             exports: exports.into_iter().map(|export| (export.name, export.image)).collect(),
         });
     }

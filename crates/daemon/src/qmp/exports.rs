@@ -52,10 +52,11 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
         "nbd" => {
             let name = given.some_text("name")?.unwrap_or_else(|| node.clone());
             given.only("description", &[], "NBD exports have none")?;
-            given.flag("allocation-depth", false)?;
+            let has_depth = given.flag("allocation-depth", false)?;
             let bitmaps = given.some_list("bitmaps")?.unwrap_or_default();
             given.end()?;
-            let export = NbdExport { id, node: (String::new(), node), name, is_writable };
+            let node = (String::new(), node);
+            let export = NbdExport { id, node, name, is_writable, has_depth };
             export.add(context, bitmaps).await
         }
         "vhost-user-blk" => {
@@ -69,7 +70,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             check_access(context, &disk, is_writable)?;
             check_block_size(context, &disk, block)?;
             let named = NamedExport { id, address: path, node };
-            serve(context, named, &disk, (is_writable, Taken::default())).await
+            serve(context, named, &disk, is_writable, Offered::default()).await
         }
         _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
     }
@@ -84,7 +85,7 @@ pub(super) async fn add_to_server(context: &Rc<Context>, mut given: Arguments) -
     let bitmap = given.some_text("bitmap")?;
     given.end()?;
     let node = (device.clone(), device);
-    let export = NbdExport { id: name.clone(), node, name, is_writable };
+    let export = NbdExport { id: name.clone(), node, name, is_writable, has_depth: false };
     export.add(context, bitmap.into_iter().map(Value::String).collect()).await
 }
 
@@ -95,11 +96,12 @@ struct NbdExport {
     node: (String, String),
     name: String,
     is_writable: bool,
+    has_depth: bool,
 }
 
 impl NbdExport {
     async fn add(self, context: &Context, bitmaps: Vec<Value>) -> Returned {
-        let Self { id, node: (device, node), name, is_writable } = self;
+        let Self { id, node: (device, node), name, is_writable, has_depth } = self;
         let NbdServer { address, tls } = server(context)?;
         check_id(context, &id)?;
         let disk = context.served_disk(&device, &node)?;
@@ -114,7 +116,8 @@ impl NbdExport {
             return Err(QmpError::generic(why));
         }
         let named = NamedExport { id, address: text, node };
-        serve(context, named, &disk, (is_writable, bitmaps)).await
+        let offered = Offered { has_depth, bitmaps };
+        serve(context, named, &disk, is_writable, offered).await
     }
 }
 
@@ -194,15 +197,28 @@ fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<T
     }
 }
 
-/// With whether clients may write, and bitmaps that they may ask for.
+/// The metadata contexts of an export besides `base:allocation`.
+#[derive(Default)]
+struct Offered {
+    /// Whether clients may ask which image of the chain has the data.
+    has_depth: bool,
+    bitmaps: Taken,
+}
+
 async fn serve(
     context: &Context,
     named: NamedExport,
     disk: &str,
-    (is_writable, bitmaps): (bool, Taken),
+    is_writable: bool,
+    Offered { has_depth, bitmaps }: Offered,
 ) -> Returned {
     let id = named.id.clone();
-    let mut params = json!({ "disk": disk, "export": named.address, "read-only": !is_writable });
+    let mut params = json!({
+        "disk": disk,
+        "export": named.address,
+        "read-only": !is_writable,
+        "allocation-depth": has_depth,
+    });
     if !bitmaps.names.is_empty() {
         params["bitmaps"] = bitmaps.names.into();
         params["bitmaps-of"] = bitmaps.of.into();

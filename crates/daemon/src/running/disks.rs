@@ -7,6 +7,7 @@ use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::limits::LimitsConfig;
+use blockhouse_config::offers::ExportRights;
 use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, BitmapLoss, HoldChange, HoldObserver, ImageDisk};
 use blockhouse_nbd::ExportBitmap;
@@ -79,7 +80,11 @@ impl Running {
         disk: Arc<ImageDisk>,
         moved: Option<Moved>,
     ) -> Arc<RunningDisk> {
-        let bitmaps = setup.bitmaps.iter().cloned().map(ExportBitmap::OfDisk).collect();
+        let offered = match setup.bitmaps_behind {
+            true => ExportBitmap::OfChain,
+            false => ExportBitmap::OfDisk,
+        };
+        let bitmaps = setup.bitmaps.iter().cloned().map(offered).collect();
         self.adopt_with(setup, disk, moved, bitmaps)
     }
 
@@ -189,7 +194,7 @@ impl Running {
     async fn begin_serving(&self, disk: &Arc<RunningDisk>) -> Result<()> {
         self.disks.limit(disk, &disk.setup.limits)?;
         for address in &disk.setup.exports {
-            self.serve(disk, address.clone(), Access::ReadWrite).await?;
+            self.serve(disk, address.clone(), ExportRights::default()).await?;
         }
         Ok(())
     }
@@ -230,7 +235,7 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, to clients that may change it or not; `bitmaps`: of a disk that
+    /// Serves a disk at an address, to clients with these rights; `bitmaps`: of a disk that
     /// a backup has frozen, those of the disk that goes on, or of another one, of which clients may
     /// ask. The address, with the real port where port 0 was asked for.
     ///
@@ -240,7 +245,7 @@ impl Running {
         &self,
         disk: &str,
         address: ExportAddress,
-        access: Access,
+        rights: ExportRights,
         bitmaps: (&[String], Option<&str>),
     ) -> Result<ExportAddress> {
         let names = [Name::Disk(disk.to_owned()), Name::Socket(address.socket())];
@@ -249,7 +254,7 @@ impl Running {
             ([], _) => self.disks.get(disk)?,
             bitmaps => with_bitmaps(self, disk, bitmaps).await?,
         };
-        self.serve(&served, address, access).await
+        self.serve(&served, address, rights).await
     }
 
     /// Serves a disk, which is claimed like the socket.
@@ -257,7 +262,7 @@ impl Running {
         &self,
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
-        access: Access,
+        rights: ExportRights,
     ) -> Result<ExportAddress> {
         if let Some(socket) = address.unix_socket() {
             self.sandbox().check(socket)?;
@@ -266,7 +271,7 @@ impl Running {
         if matches!(address, ExportAddress::VhostUser(_)) {
             self.backups.check_not_frozen(disk.name())?;
         }
-        self.exports.add(disk, address, access).await
+        self.exports.add(disk, address, rights).await
     }
 
     /// Serves an export no longer. What its clients have in flight completes.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::offers::ExportRights;
 use blockhouse_disk::Access;
 use blockhouse_engine::Listener;
 use blockhouse_nbd::uri::{Address, Security};
@@ -21,8 +22,8 @@ pub(crate) struct RunningExport {
     pub(crate) address: ExportAddress,
     /// The name of its disk.
     pub(crate) disk: String,
-    /// Whether its clients may change the disk, where that may be changed.
-    pub(crate) access: Access,
+    /// What its clients may do.
+    pub(crate) rights: ExportRights,
 }
 
 /// A listening socket of NBD clients.

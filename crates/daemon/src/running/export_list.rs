@@ -4,13 +4,14 @@
 //! Guarantee: what is listed is what runs: an export is listed from when it is served until nothing
 //! of it is. A task that adds or removes one has claimed its disk and its socket.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use anyhow::{Result, bail};
 use blockhouse_config::export_address::ExportAddress;
+use blockhouse_config::offers::ExportRights;
 use blockhouse_config::setup::Setup;
-use blockhouse_disk::Access;
 use blockhouse_engine::{EngineReport, Handle};
 use blockhouse_nbd::{Server, SocketPermissions};
 use blockhouse_vhost_user::RegisteredMemory;
@@ -34,6 +35,8 @@ pub(crate) struct ExportList {
     pub(super) memory: RegisteredMemory,
     /// Whether exports can be added later.
     pub(super) can_grow: bool,
+    /// How many NBD clients each socket has at once, where that is limited.
+    pub(super) max_connections: Option<NonZeroUsize>,
     /// Counts NBD clients where the server ends with the last one.
     pub(super) clients: Option<Arc<AtomicUsize>>,
     pub(super) state: Mutex<State>,
@@ -69,6 +72,7 @@ impl ExportList {
             queues: setup.server.queues(),
             memory: registered_memory(report, setup),
             can_grow: setup.takes_changes(),
+            max_connections: setup.max_connections,
             clients: setup.ends_with_clients.then(Arc::default),
             state: Mutex::default(),
         }
@@ -102,13 +106,13 @@ impl ExportList {
         &self,
         disk: &Arc<RunningDisk>,
         address: ExportAddress,
-        access: Access,
+        rights: ExportRights,
     ) -> Result<ExportAddress> {
         let served = Arc::clone(disk);
         let address = match address {
-            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, access).await?),
+            ExportAddress::Nbd(uri) => ExportAddress::Nbd(self.add_nbd(uri, served, rights).await?),
             ExportAddress::VhostUser(path) => {
-                self.add_device(path.clone(), served, access).await?;
+                self.add_device(path.clone(), served, rights.access).await?;
                 ExportAddress::VhostUser(path)
             }
             ExportAddress::Ublk(_) => bail!(

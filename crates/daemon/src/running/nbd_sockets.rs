@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_disk::Access;
+use blockhouse_config::offers::ExportRights;
 use blockhouse_engine::{Listener, Stream};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, ClientEvent, Export, Exports, PausedSession, SocketTls};
@@ -25,9 +25,10 @@ use crate::process::kept_sockets;
 
 /// A disk under a name. It has no description: clients need not know where the image lies on the
 /// host.
-fn export(name: String, disk: &RunningDisk, access: Access) -> Export<ImageStorage> {
+fn export(name: String, disk: &RunningDisk, rights: ExportRights) -> Export<ImageStorage> {
+    let ExportRights { access, has_depth } = rights;
     let (description, bitmaps) = (String::new(), disk.bitmaps.clone());
-    Export { name, description, disk: Arc::clone(&disk.disk), bitmaps, access }
+    Export { name, description, disk: Arc::clone(&disk.disk), bitmaps, access, has_depth }
 }
 
 /// A disk that a socket offers.
@@ -36,8 +37,8 @@ pub(crate) struct SocketOffer {
     pub(crate) name: String,
     /// The disk.
     pub(crate) disk: Arc<RunningDisk>,
-    /// Whether clients may change it, where it may be changed.
-    pub(crate) access: Access,
+    /// What clients may do.
+    pub(crate) rights: ExportRights,
 }
 
 /// Whether a socket's clients must use TLS.
@@ -90,19 +91,20 @@ impl ExportList {
         if let Some(tls) = tls {
             exports.set_tls(tls);
         }
-        for SocketOffer { name, disk, access } in &offers {
-            exports.add(export(name.clone(), disk, *access))?;
+        self.max_connections.into_iter().for_each(|max| exports.limit_connections(max));
+        for SocketOffer { name, disk, rights } in &offers {
+            exports.add(export(name.clone(), disk, *rights))?;
         }
         let listener = Listener::new(socket).context("cannot use the socket")?;
         // Tasks begin in the order in which they are spawned, and sockets are counted so.
         let mut list = self.state.lock();
         self.accept(listener.clone(), exports.clone(), connections);
-        for SocketOffer { name, disk, access } in offers {
+        for SocketOffer { name, disk, rights } in offers {
             let address = NbdUri { security, address: address.clone(), export: name };
             list.exports.push(RunningExport {
                 address: ExportAddress::Nbd(address),
                 disk: disk.name().to_owned(),
-                access,
+                rights,
             });
         }
         let number = list.served_sockets;
@@ -161,7 +163,7 @@ impl ExportList {
         &self,
         uri: NbdUri,
         disk: Arc<RunningDisk>,
-        access: Access,
+        rights: ExportRights,
     ) -> Result<NbdUri> {
         {
             let mut list = self.state.lock();
@@ -172,9 +174,9 @@ impl ExportList {
                     );
                 }
                 let uri = NbdUri { security: socket.security, ..uri };
-                socket.exports.add(export(uri.export.clone(), &disk, access))?;
+                socket.exports.add(export(uri.export.clone(), &disk, rights))?;
                 let (address, disk) = (ExportAddress::Nbd(uri.clone()), disk.name().to_owned());
-                list.exports.push(RunningExport { address, disk, access });
+                list.exports.push(RunningExport { address, disk, rights });
                 return Ok(uri);
             }
         }
@@ -188,7 +190,7 @@ impl ExportList {
             address: bound.address.clone(),
             export: export.clone(),
         };
-        let offer = SocketOffer { name: export, disk, access };
+        let offer = SocketOffer { name: export, disk, rights };
         self.serve_socket(bound, security, vec![offer], Vec::new())?;
         Ok(uri)
     }

@@ -131,7 +131,11 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
     }
     for bitmap in &setup.bitmaps {
         // Whether it is there and consistent.
-        disk.bitmaps().extents(bitmap, ByteRange::between(0, 0), 0).await?;
+        let nothing = ByteRange::between(0, 0);
+        match setup.bitmaps_behind {
+            true => disk.bitmaps().extents_in_chain(bitmap, nothing, 0).await?,
+            false => disk.bitmaps().extents(bitmap, nothing, 0).await?,
+        };
     }
     if let Some(sector) = setup.logical_block_size
         && !disk.size().is_multiple_of(sector)

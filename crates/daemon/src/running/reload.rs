@@ -6,7 +6,7 @@ use anyhow::Result;
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::file;
-use blockhouse_disk::Access;
+use blockhouse_config::offers::ExportRights;
 
 use super::Running;
 use super::room::watch_room;
@@ -173,7 +173,8 @@ async fn add_exports(running: &Running, new: &DiskConfig, done: &mut Reloaded) {
     let served = running.exports.of_disk(name);
     let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
     for address in new.exports.iter().filter(|address| !is_served(address)) {
-        match running.add_export(name, address.clone(), Access::ReadWrite, (&[], None)).await {
+        match running.add_export(name, address.clone(), ExportRights::default(), (&[], None)).await
+        {
             Ok(address) => done.added.push(address.to_string()),
             Err(error) => done.failed.push(format!("{name}: {error:#}")),
         }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use anyhow::Result;
 use blockhouse_config::export_address::ExportAddress;
-use blockhouse_disk::Access;
+use blockhouse_config::offers::ExportRights;
 use blockhouse_engine::spawn;
 use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
@@ -33,8 +33,8 @@ impl ExportList {
         let server = device.start(removed)?;
         let disk = disk.name().to_owned();
         let mut list = self.state.lock();
-        let (address, access) = (ExportAddress::Ublk(id), Access::ReadWrite);
-        list.exports.push(RunningExport { address, disk: disk.clone(), access });
+        let (address, rights) = (ExportAddress::Ublk(id), ExportRights::default());
+        list.exports.push(RunningExport { address, disk: disk.clone(), rights });
         list.ublk.push(Arc::new(RunningUblk { disk, server }));
         Ok(())
     }

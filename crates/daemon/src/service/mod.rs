@@ -72,7 +72,7 @@ impl Service {
             let offers = offers.map(|offer| SocketOffer {
                 name: offer.name,
                 disk: Arc::clone(&disks[offer.image]),
-                access: offer.access,
+                rights: offer.rights,
             });
             running.exports().serve_socket(bound, security, offers.collect(), connections)?;
         }
@@ -196,7 +196,7 @@ impl Service {
         let place = |name: &str| disks.iter().position(|disk| disk.name() == name);
         let exports = self.running.exports().exports_at(socket).into_iter();
         let offer = |(name, export): (String, RunningExport)| {
-            Some(Offer { name, image: place(&export.disk)?, access: export.access })
+            Some(Offer { name, image: place(&export.disk)?, rights: export.rights })
         };
         exports.filter_map(offer).collect()
     }

@@ -2,6 +2,7 @@
 //! aligned than the storage demands.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage};
+use blockhouse_format::DataPlace;
 
 use super::Layer;
 use crate::buffers::{CHUNK_SIZE, CompressedLocation};
@@ -10,12 +11,13 @@ impl<S: Storage> Layer<S> {
     /// Reads from the storage, through a buffer where the host range or the memory does not suit
     /// it: subclusters can be smaller than its blocks, and formats of other programs align
     /// their data to sectors only.
-    pub(super) async fn read_host(&self, host: u64, into: IoVector) -> Result<()> {
+    pub(super) async fn read_place(&self, place: DataPlace, into: IoVector) -> Result<()> {
+        let host = place.host;
         let is_aligned = self.alignment.admits(host, &into);
         // Where the disk is the storage only its end is not aligned, and the storage takes that as
         // it is.
         if is_aligned || self.format.is_identity() || self.is_encrypted() {
-            return self.read_data(host, into).await;
+            return self.read_data(place, into).await;
         }
         Box::pin(self.read_misaligned(host, into)).await
     }

@@ -2,7 +2,7 @@
 
 use blockhouse_core::{Alignment, Result};
 use blockhouse_crypt::SectorCipher;
-use blockhouse_format::Encryption;
+use blockhouse_format::{DataPlace, Encryption};
 
 use crate::buffers::{Bounce, BounceBuffers};
 
@@ -45,13 +45,13 @@ impl DataCipher {
         self.buffers.get(length).await
     }
 
-    /// Encrypts whole sectors, which belong at the host offset `host`.
-    pub(crate) fn encrypt(&self, host: u64, bytes: &mut [u8]) {
-        self.cipher.encrypt(self.encryption.sector_number(host), bytes);
+    /// Encrypts whole sectors, which belong at `place`.
+    pub(crate) fn encrypt(&self, place: DataPlace, bytes: &mut [u8]) {
+        self.cipher.encrypt(self.encryption.sector_number(place), bytes);
     }
 
-    /// Decrypts whole sectors from the host offset `host`.
-    pub(crate) fn decrypt(&self, host: u64, bytes: &mut [u8]) {
-        self.cipher.decrypt(self.encryption.sector_number(host), bytes);
+    /// Decrypts whole sectors from `place`.
+    pub(crate) fn decrypt(&self, place: DataPlace, bytes: &mut [u8]) {
+        self.cipher.decrypt(self.encryption.sector_number(place), bytes);
     }
 }

@@ -17,6 +17,7 @@ use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector, Offload,
     ReadAfterDiscard, Result, Storage, WorkBudget,
 };
+use blockhouse_format::DataPlace;
 
 use super::data_cipher::{DataCipher, DataEncryption};
 use super::{HostRuns, Layer};
@@ -63,30 +64,30 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Fills `into` with the guest's data at a host offset, which is aligned as the
+    /// Fills `into` with the guest's data at a place, whose host offset is aligned as the
     /// [layer](Self::alignment) demands.
-    pub(crate) async fn read_data(&self, host: u64, into: IoVector) -> Result<()> {
+    pub(crate) async fn read_data(&self, place: DataPlace, into: IoVector) -> Result<()> {
         match &self.encryption {
-            DataEncryption::None => self.data().read_data(host, into).await,
-            DataEncryption::Locked => Err(self.locked(host)),
+            DataEncryption::None => self.data().read_data(place.host, into).await,
+            DataEncryption::Locked => Err(self.locked(place.host)),
             DataEncryption::Unlocked(cipher) => {
-                Box::pin(cipher.read(self.data(), host, into)).await
+                Box::pin(cipher.read(self.data(), place, into)).await
             }
         }
     }
 
-    /// Stores the guest's data at a host offset, as [`Storage::write`] does.
+    /// Stores the guest's data at a place, as [`Storage::write`] does at its host offset.
     pub(crate) async fn write_data(
         &self,
-        host: u64,
+        place: DataPlace,
         from: IoVector,
         durability: Durability,
     ) -> Result<()> {
         match &self.encryption {
-            DataEncryption::None => self.data().write_data(host, from, durability).await,
-            DataEncryption::Locked => Err(self.locked(host)),
+            DataEncryption::None => self.data().write_data(place.host, from, durability).await,
+            DataEncryption::Locked => Err(self.locked(place.host)),
             DataEncryption::Unlocked(cipher) => {
-                Box::pin(cipher.write(self.data(), host, from, durability)).await
+                Box::pin(cipher.write(self.data(), place, from, durability)).await
             }
         }
     }
@@ -100,13 +101,14 @@ impl<S: Storage> Layer<S> {
 }
 
 impl DataCipher {
-    /// Fills `into` with the decrypted bytes of `data` from `host` on.
+    /// Fills `into` with the decrypted bytes of `data` from `place` on.
     async fn read<S: Storage>(
         &self,
         data: &FlushTracker<S>,
-        host: u64,
+        place: DataPlace,
         mut into: IoVector,
     ) -> Result<()> {
+        let host = place.host;
         let block = u64::from(data.capabilities().alignment.offset);
         // So that a chunk fits into a buffer also with the rests of its blocks.
         let limit = if host.is_multiple_of(block) { CHUNK_SIZE } else { CHUNK_SIZE / 2 } as u64;
@@ -120,7 +122,7 @@ impl DataCipher {
             let (start, length) =
                 ((chunk.offset() - outer.offset()) as usize, chunk.length() as usize);
             let bytes = &mut buffer.bytes_mut()[start..start + length];
-            self.decrypt(chunk.offset(), bytes);
+            self.decrypt(place.skip(chunk.offset() - host), bytes);
             into.copy_from(bytes);
             // For memory that is lost the rest need not be read.
             into.check_intact()?;
@@ -134,16 +136,15 @@ impl DataCipher {
         Ok(())
     }
 
-    /// Stores the encrypted form of `from` in `data`, from `host` on.
+    /// Stores the encrypted form of `from` in `data`, from `place` on.
     async fn write<S: Storage>(
         &self,
         data: &FlushTracker<S>,
-        host: u64,
+        mut place: DataPlace,
         mut from: IoVector,
         durability: Durability,
     ) -> Result<()> {
         let budget = WorkBudget::new();
-        let mut at = host;
         while !from.is_empty() {
             let rest = from.split_off(from.len().min(CHUNK_SIZE));
             let part = std::mem::replace(&mut from, rest);
@@ -153,10 +154,10 @@ impl DataCipher {
             part.copy_to(bytes);
             // Zeros in the place of a guest's lost memory are not to be stored.
             part.check_intact()?;
-            self.encrypt(at, bytes);
+            self.encrypt(place, bytes);
             let vector = buffer.lend().with_guard(Mutex::new(part));
-            data.write_data(at, vector, durability).await?;
-            at += length as u64;
+            data.write_data(place.host, vector, durability).await?;
+            place = place.skip(length as u64);
             budget.charge(length as u64 * COST);
             if !from.is_empty() {
                 budget.yield_if_spent().await;

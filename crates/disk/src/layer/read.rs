@@ -16,7 +16,7 @@ use std::cell::Cell;
 
 use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{ByteRange, Extent, ExtentState, IoVector, Result, Storage, WorkBudget};
-use blockhouse_format::{Intent, ReadGuard};
+use blockhouse_format::{DataPlace, Intent, ReadGuard};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{self, Stream, StreamExt};
 use smallvec::SmallVec;
@@ -147,7 +147,10 @@ impl<S: Storage> Layer<S> {
         reader: Reader,
     ) -> Result<()> {
         match extent.state {
-            ExtentState::Mapped { host } => self.read_host(host, into).await,
+            ExtentState::Mapped { host } => {
+                let place = DataPlace { guest: extent.guest.offset(), host };
+                self.read_place(place, into).await
+            }
             ExtentState::Zero | ExtentState::Hole if into.len() as u64 > WorkBudget::QUANTUM => {
                 Box::pin(fill_with_zeros(into)).await
             }

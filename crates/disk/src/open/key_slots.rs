@@ -55,6 +55,9 @@ pub async fn change_key_slots(
         return Err(refuse("is not encrypted, so it has no key slots".into()));
     };
     let storage = disk.format().storage();
+    let Some(encryption) = encryption.luks() else {
+        return Err(refuse("is encrypted without LUKS, so it has no key slots".into()));
+    };
     let areas = encryption.read_areas(storage).await?;
     let header = encryption.header();
     let named = |index: usize| -> Result<&Arc<Secret>> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use blockhouse_crypt::{Secret, create_header, unlock};
+use blockhouse_crypt::{Secret, aes_of_password, create_header, unlock};
 use futures_channel::oneshot;
 
 use super::image_disk::StoredImage;
@@ -34,20 +34,44 @@ impl Secrets {
         &self.0
     }
 
+    /// The one that there is, for an image that does not tell whether it is the right one.
+    ///
+    /// # Errors
+    /// There are several, or none.
+    fn only(&self, image: &str) -> Result<&Secret> {
+        match &self.0[..] {
+            [secret] => Ok(secret),
+            _ => {
+                let what =
+                    "is encrypted without LUKS, and does not tell which of several keys it has";
+                Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint("name its key alone"))
+            }
+        }
+    }
+
     /// The header of LUKS for a new image, which the secret of this index opens in about `time`:
     /// see [`create_header`].
     ///
     /// # Errors
     /// As there; `InvalidInput` where there is no secret.
     pub fn create_header(&self, index: usize, time: Duration) -> Result<Vec<u8>> {
-        match self.0.get(index) {
-            Some(secret) => create_header(secret, time),
-            None => {
-                let what = "an encrypted image needs a key";
-                let error = Error::new(ErrorKind::InvalidInput, what);
-                Err(error.hint("name it: --key-file FILE, or --passphrase-file FILE"))
-            }
-        }
+        create_header(self.get(index)?, time)
+    }
+
+    /// Refuses a new image whose key would be the secret of this index, which is not there.
+    ///
+    /// # Errors
+    /// `InvalidInput` where there is no secret.
+    pub fn check_is_there(&self, index: usize) -> Result<()> {
+        self.get(index).map(drop)
+    }
+
+    fn get(&self, index: usize) -> Result<&Secret> {
+        self.0.get(index).map(|secret| &**secret).ok_or_else(|| {
+            let what = "an encrypted image needs a key";
+            let error = Error::new(ErrorKind::InvalidInput, what);
+            error.hint("name it: --key-file FILE, or --passphrase-file FILE")
+        })
     }
 }
 
@@ -109,8 +133,13 @@ pub(super) async fn unlocked(
         return Err(error.hint("name it: --key-file FILE, or --passphrase-file FILE"));
     }
     let Some(encryption) = disk.read_encryption().await? else { return Ok(disk) };
-    let areas = encryption.read_areas(disk.format().storage()).await?;
-    let (header, secrets) = (encryption.header().clone(), secrets.0.clone());
+    let Some(keys) = encryption.luks() else {
+        let cipher = aes_of_password(secrets.only(disk.name())?);
+        let cipher = cipher.map_err(|error| error.on(disk.name()))?;
+        return disk.with_cipher(encryption, cipher);
+    };
+    let areas = keys.read_areas(disk.format().storage()).await?;
+    let (header, secrets) = (keys.header().clone(), secrets.0.clone());
     let (send, receive) = oneshot::channel();
     let derive = move || {
         let secrets: Vec<&Secret> = secrets.iter().map(AsRef::as_ref).collect();

@@ -10,7 +10,7 @@
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Request, Result, Storage,
 };
-use blockhouse_format::Intent;
+use blockhouse_format::{DataPlace, Intent};
 
 use crate::disk::Disk;
 
@@ -52,7 +52,7 @@ pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
     let ExtentState::Mapped { host } = extent.state else { return Ok(()) };
     let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
     let read = if layer.is_encrypted() {
-        layer.read_data(host, buffer.lend()).await
+        layer.read_data(DataPlace { guest: 0, host }, buffer.lend()).await
     } else {
         layer.data().storage().read(host, buffer.lend()).await
     };

@@ -211,11 +211,12 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
         let buffer = self.buffer();
         let clusters = self.clusters_of(index);
+        let first = clusters.start;
         let stored: Vec<_> = clusters.map(|cluster| self.tables.get(cluster)).collect();
         if stored.iter().all(Option::is_none) {
             return Ok(Window::new(index, buffer));
         }
-        let buffer = store::read_back(self.disk, &stored, buffer).await?;
+        let buffer = store::read_back(self.disk, &stored, first, buffer).await?;
         Ok(Window::filled(index, buffer))
     }
 

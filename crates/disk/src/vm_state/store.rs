@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage};
-use blockhouse_format::VmStateCluster;
+use blockhouse_format::{DataPlace, VmStateCluster};
 use futures_util::future::join_all;
 
 use crate::disk::Disk;
@@ -38,7 +38,7 @@ pub(super) async fn store_plain<S: Storage>(
     let mut taken = Vec::new();
     let outcome = async {
         let parts = place_all(disk, &plain, &mut taken).await?;
-        write_parts(disk, &parts, &mut buffer).await?;
+        write_parts(disk, &parts, first, &mut buffer).await?;
         let cluster_size = disk.image().cluster_size().unwrap_or(1);
         let placed = |part: &Part| {
             let (start, host) = (part.clusters.start, part.host);
@@ -90,9 +90,11 @@ async fn place_all<S: Storage>(
 async fn write_parts<S: Storage>(
     disk: &Disk<S>,
     parts: &[Part],
+    first: u64,
     buffer: &mut Buffer,
 ) -> Result<()> {
-    let cluster_size = disk.image().cluster_size().unwrap_or(1);
+    let states = disk.format().vm_states()?;
+    let cluster_size = states.cluster_size();
     let mut vector = buffer.lend();
     let mut at = 0;
     let mut writes = Vec::with_capacity(parts.len());
@@ -102,7 +104,9 @@ async fn write_parts<S: Storage>(
         let rest = vector.split_off((end - start) as usize);
         let part = std::mem::replace(&mut vector, rest);
         at = end;
-        writes.push(disk.image().layer().write_data(*host, part, Durability::None));
+        let guest = states.start() + (first + clusters.start) * cluster_size;
+        let place = DataPlace { guest, host: *host };
+        writes.push(disk.image().layer().write_data(place, part, Durability::None));
     }
     drop(vector);
     join_all(writes).await.into_iter().collect()
@@ -156,10 +160,11 @@ async fn write_clusters<S: Storage>(
     Ok(placed)
 }
 
-/// Fills `buffer` with clusters that were stored.
+/// Fills `buffer` with clusters that were stored, from the cluster `first` of the state on.
 pub(super) async fn read_back<S: Storage>(
     disk: &Disk<S>,
     stored: &[Option<VmStateCluster>],
+    first: u64,
     mut buffer: Buffer,
 ) -> Result<Buffer> {
     let cluster_size = disk.image().cluster_size().unwrap_or(1) as usize;
@@ -171,7 +176,9 @@ pub(super) async fn read_back<S: Storage>(
             }
             Some(VmStateCluster::Data(host)) => {
                 let into = buffer.lend_range(start, cluster_size);
-                disk.image().layer().read_data(host, into).await?;
+                let guest = disk.format().vm_states()?.start();
+                let guest = guest + (first + number as u64) * cluster_size as u64;
+                disk.image().layer().read_data(DataPlace { guest, host }, into).await?;
             }
             Some(VmStateCluster::Compressed(place)) => {
                 let outer = place.align_outward(disk.image().layer().block_size());

@@ -5,6 +5,7 @@
 //! together with the guest's data.
 
 use blockhouse_core::{ByteRange, Durability, Extent, IoVector, Result, Storage};
+use blockhouse_format::DataPlace;
 use futures_util::future::join;
 
 use super::Writer;
@@ -26,6 +27,11 @@ impl CowRegions {
             head: ByteRange::between(alloc_range.offset(), guest.offset()),
             tail: ByteRange::between(guest.end(), alloc_range.end()),
         }
+    }
+
+    /// The place of their first byte; `host` is the host offset of the extent's own.
+    fn place(&self, host: u64) -> DataPlace {
+        DataPlace { guest: self.head.offset(), host: host - self.head.length() }
     }
 
     fn length(&self) -> usize {
@@ -70,7 +76,7 @@ impl<S: Storage> Writer<S> {
         let (head, tail) = regions.lend(&mut buffer);
         let all = head.chain(from).chain(tail);
         let all = self.layer.format().track_cow_write(all);
-        self.store(extent, host - regions.head.length(), all, plan).await
+        self.store(extent, regions.place(host), all, plan).await
     }
 
     /// Writes only the old bytes around the extent's own, without FUA.
@@ -86,10 +92,11 @@ impl<S: Storage> Writer<S> {
         let mut buffer = self.layer.cluster_buffers().for_cow(regions.length()).await?;
         regions.read(&self.layer, &mut buffer).await?;
         let (head, tail) = regions.lend(&mut buffer);
+        let start = regions.place(host);
         extent.begin_io();
         let (head, tail) = join(
-            write_region(&self.layer, host - regions.head.length(), head),
-            write_region(&self.layer, host + extent.guest.length(), tail),
+            write_region(&self.layer, start, head),
+            write_region(&self.layer, start.skip(regions.tail.offset() - start.guest), tail),
         )
         .await;
         extent.end_io();
@@ -104,9 +111,13 @@ async fn read_region<S: Storage>(layer: &Layer<S>, range: ByteRange, into: IoVec
     layer.read_aligned(range, into, Reader::Change).await
 }
 
-async fn write_region<S: Storage>(layer: &Layer<S>, host: u64, from: IoVector) -> Result<()> {
+async fn write_region<S: Storage>(
+    layer: &Layer<S>,
+    place: DataPlace,
+    from: IoVector,
+) -> Result<()> {
     if from.is_empty() {
         return Ok(());
     }
-    layer.write_data(host, layer.format().track_cow_write(from), Durability::None).await
+    layer.write_data(place, layer.format().track_cow_write(from), Durability::None).await
 }

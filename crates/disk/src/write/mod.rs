@@ -31,7 +31,7 @@ use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{
     ByteRange, Extent, ExtentFlags, ExtentState, IoVector, Result, Storage, WorkBudget,
 };
-use blockhouse_format::Intent;
+use blockhouse_format::{DataPlace, Intent};
 use futures_util::stream::{self, StreamExt};
 
 use crate::claims::Claim;
@@ -188,14 +188,15 @@ impl<S: Storage> Writer<S> {
         if extent.alloc_range != extent.guest && !can_leave_rest {
             return Box::pin(self.write_with_cow(extent, host, from, plan)).await;
         }
-        self.store(extent, host, from, plan).await
+        let place = DataPlace { guest: extent.guest.offset(), host };
+        self.store(extent, place, from, plan).await
     }
 
-    /// Writes to the host range of a prepared extent, all of it, from `host` on; and links it.
+    /// Writes to the host range of a prepared extent, all of it, from `place` on; and links it.
     async fn store(
         &self,
         mut extent: PreparedExtent<'_, S>,
-        host: u64,
+        place: DataPlace,
         from: IoVector,
         plan: DurabilityPlan,
     ) -> Result<()> {
@@ -206,7 +207,7 @@ impl<S: Storage> Writer<S> {
             None
         };
         extent.begin_io();
-        let outcome = self.layer.write_data(host, from, durability).await;
+        let outcome = self.layer.write_data(place, from, durability).await;
         // Before the link, which may itself wait for a writeback. On another loop's thread the
         // writeback may begin between the two: then one more follows.
         drop(data_write);

@@ -10,7 +10,7 @@ use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Fallback, Offload, Result,
     Storage, Unmap, WorkBudget,
 };
-use blockhouse_format::Intent;
+use blockhouse_format::{DataPlace, Intent};
 
 use super::Writer;
 use super::prepared_extent::PreparedExtent;
@@ -85,7 +85,10 @@ impl<S: Storage> Writer<S> {
                 let copied = self.copy_cow_regions(&mut extent, host).await;
                 extent.begin_io();
                 let outcome = match copied {
-                    Ok(()) => self.zero_host_range(range, is_pure_overwrite, how, sync).await,
+                    Ok(()) => {
+                        let guest = extent.guest.offset();
+                        self.zero_host_range(guest, range, is_pure_overwrite, how, sync).await
+                    }
                     Err(error) => Err(error),
                 };
                 extent.complete(outcome, Durability::None).await
@@ -100,9 +103,11 @@ impl<S: Storage> Writer<S> {
         }
     }
 
-    /// Makes a host range read as zeros: by the storage's own operation, else with written zeros.
+    /// Makes the host range of the bytes from `guest` on read as zeros: by the storage's own
+    /// operation, else with written zeros.
     async fn zero_host_range(
         &self,
+        guest: u64,
         host: ByteRange,
         is_pure_overwrite: bool,
         how: ZeroOptions,
@@ -134,7 +139,9 @@ impl<S: Storage> Writer<S> {
         while !rest.is_empty() {
             let chunk = rest.truncate(CHUNK_SIZE as u64);
             let vector = zeros.lend_range(0, chunk.length() as usize);
-            self.layer.write_data(chunk.offset(), vector, durability).await?;
+            let place = DataPlace { guest, host: host.offset() };
+            let place = place.skip(chunk.offset() - host.offset());
+            self.layer.write_data(place, vector, durability).await?;
             rest = rest.skip(chunk.length());
         }
         Ok(())

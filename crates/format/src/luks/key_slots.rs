@@ -7,7 +7,7 @@
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
 use super::luks1::{END_OF_SLOTS, NewLuks, slot_record};
-use super::{Encryption, LuksHeader};
+use super::{LuksEncryption, LuksHeader};
 use crate::aligned_read;
 
 /// The content of a key slot.
@@ -53,7 +53,7 @@ impl LuksHeader {
     }
 }
 
-impl Encryption {
+impl LuksEncryption {
     /// Puts a key into a slot, durably. What the slot held is lost.
     ///
     /// # Errors

@@ -157,8 +157,8 @@ pub async fn create<S: Storage>(storage: &S, header: &[u8]) -> Result<()> {
     storage.flush(SyncMode::Full).await
 }
 
-/// How the guest's data of an image is encrypted, as the image says.
-pub struct Encryption {
+/// The keys of an image's data, in its header of LUKS.
+pub struct LuksEncryption {
     header: LuksHeader,
     /// Where the header begins in the image.
     start: u64,
@@ -166,7 +166,7 @@ pub struct Encryption {
     origin: u64,
 }
 
-impl Encryption {
+impl LuksEncryption {
     /// The encryption of an image whose LUKS header is at `place`. Sectors are numbered by their
     /// host offsets.
     ///
@@ -276,8 +276,8 @@ impl<S: Storage> Luks<S> {
     }
 
     /// How the disk is encrypted.
-    pub(crate) fn encryption(&self) -> Encryption {
-        Encryption { header: self.header.clone(), start: 0, origin: self.header.payload }
+    pub(crate) fn encryption(&self) -> LuksEncryption {
+        LuksEncryption { header: self.header.clone(), start: 0, origin: self.header.payload }
     }
 
     /// All of `range`, at its place behind the header.

@@ -1,8 +1,8 @@
 //! The header of an image: facts that never change while it is open, and the properties that do.
 
-use blockhouse_core::{ByteRange, Storage};
+use blockhouse_core::Storage;
 
-use super::layout::header::{Incompatible, LAZY_REFCOUNTS};
+use super::layout::header::{EncryptionKind, Incompatible, LAZY_REFCOUNTS};
 use super::{
     Backing, Compression, DataFile, DataFileMark, Qcow2, Snapshot, Switch, Truncation, Version,
 };
@@ -16,8 +16,8 @@ pub struct ImageFacts {
     pub backing: Option<Backing>,
     /// The file that holds the guest's clusters, if the image does not.
     pub data_file: Option<DataFile>,
-    /// The whole clusters with the header of LUKS; `None` where the guest's data is not encrypted.
-    pub encryption: Option<ByteRange>,
+    /// How the guest's data is encrypted, if it is.
+    pub encryption: Option<EncryptionKind>,
     /// The losses of the file, if it is open for reading and was cut off: reads of them fail.
     pub truncation: Option<Truncation>,
     /// The snapshot that the image was opened on.

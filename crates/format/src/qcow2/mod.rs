@@ -43,7 +43,7 @@ use blockhouse_core::{
 
 use crate::{Abort, Intent, MetadataSync};
 
-pub use check::create::{CreateOptions, Preallocation, create, create_with};
+pub use check::create::{CreateOptions, NewEncryption, Preallocation, create, create_with};
 pub use check::finding::Finding;
 pub use check::repair::{REPAIR_PASSES, Repair, RepairReport, repair, repair_with};
 pub use check::report::CheckReport;
@@ -52,6 +52,7 @@ pub use header::{Features, ImageFacts, Qcow2Header};
 pub use layout::bitmap_directory::Bitmap;
 pub use layout::compression::{Compression, compress, decompress};
 pub use layout::data_file_mark::{DataFileMark, Voucher};
+pub use layout::header::EncryptionKind;
 pub(crate) use layout::limits::MAX_FILE_NAME;
 pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;

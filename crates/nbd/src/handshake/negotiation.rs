@@ -25,6 +25,10 @@ pub struct ExportInfo {
     pub smallest_block: u32,
     /// The block size in bytes that avoids read-modify-write: a power of two, 512 to 32 MiB.
     pub preferred_block: u32,
+    /// Whether a client may have several connections to it at once.
+    pub is_shared: bool,
+    /// Whether it offers [`MetaContext::AllocationDepth`].
+    pub has_depth: bool,
     /// The bitmaps that it offers, 64 at most.
     pub bitmaps: Vec<String>,
 }
@@ -34,7 +38,8 @@ impl ExportInfo {
     pub fn contexts(&self) -> impl Iterator<Item = (u32, MetaContext)> {
         let bitmaps = self.bitmaps.iter().cloned().map(MetaContext::DirtyBitmap);
         let contexts = std::iter::once(MetaContext::Allocation).chain(bitmaps);
-        (ALLOCATION_CONTEXT..).zip(contexts.chain([MetaContext::AllocationDepth]))
+        let depth = self.has_depth.then_some(MetaContext::AllocationDepth);
+        (ALLOCATION_CONTEXT..).zip(contexts.chain(depth))
     }
 }
 

@@ -155,10 +155,10 @@ impl Negotiator {
             ClientOption::StructuredReply => self.structured_reply()?,
             ClientOption::ExtendedHeaders => self.extended_headers()?,
             ClientOption::Info => {
-                self.describe(data, exports, replies)?;
+                self.describe(option, data, exports, replies)?;
             }
             ClientOption::Go => {
-                let info = self.describe(data, exports, replies)?;
+                let info = self.describe(option, data, exports, replies)?;
                 return Ok(Answer::Transmit(self.negotiated(info)));
             }
             ClientOption::ListMetaContext => {
@@ -211,7 +211,8 @@ impl Negotiator {
             }
         })?;
         output.extend(info.size.to_be_bytes());
-        output.extend(self.transmission_flags(&info).bits().to_be_bytes());
+        let flags = self.transmission_flags(ClientOption::ExportName, &info);
+        output.extend(flags.bits().to_be_bytes());
         if self.padding == Padding::Sent {
             output.extend([0; PADDING_LENGTH]);
         }
@@ -243,13 +244,14 @@ impl Negotiator {
     /// Replies to INFO and GO with what is known of the export.
     fn describe(
         &self,
+        option: ClientOption,
         data: &[u8],
         exports: &dyn ExportLookup,
         replies: &mut OptionReplies<'_>,
     ) -> Result<ExportInfo, OptionError> {
         let request = ExportRequest::parse(data)?;
         let info = find(exports, request.name)?;
-        replies.export(info.size, self.transmission_flags(&info));
+        replies.export(info.size, self.transmission_flags(option, &info));
         if request.asks_for(InfoType::Name) {
             replies.name(&info.name);
         }
@@ -278,27 +280,37 @@ impl Negotiator {
     }
 
     fn negotiated(&self, info: ExportInfo) -> NegotiatedOptions {
-        let selected = self.selected.iter().filter(|(export, _)| *export == info.name);
         NegotiatedOptions {
             framing: self.framing,
-            contexts: selected.flat_map(|(_, contexts)| contexts.clone()).collect(),
+            contexts: self.selected_for(&info).to_vec(),
             export: info.name,
         }
     }
 
-    fn transmission_flags(&self, info: &ExportInfo) -> TransmissionFlags {
+    /// The contexts that were selected for this export.
+    fn selected_for(&self, info: &ExportInfo) -> &[(u32, MetaContext)] {
+        match &self.selected {
+            Some((export, contexts)) if *export == info.name => contexts,
+            _ => &[],
+        }
+    }
+
+    /// The flags that the reply to an option has.
+    fn transmission_flags(&self, option: ClientOption, info: &ExportInfo) -> TransmissionFlags {
         use TransmissionFlags as Flag;
-        let mut flags = Flag::HAS_FLAGS
-            | Flag::SEND_FLUSH
-            | Flag::SEND_FUA
-            | Flag::SEND_CACHE
-            | Flag::CAN_MULTI_CONN;
+        let mut flags = Flag::HAS_FLAGS | Flag::SEND_FLUSH | Flag::SEND_FUA | Flag::SEND_CACHE;
+        flags.set(Flag::CAN_MULTI_CONN, info.is_shared);
         flags |= match info.access {
             Access::ReadOnly => Flag::READ_ONLY,
             Access::ReadWrite => Flag::SEND_TRIM | Flag::SEND_WRITE_ZEROES | Flag::SEND_FAST_ZERO,
         };
         if self.framing.has_chunks() {
             flags |= Flag::SEND_DF;
+        }
+        if self.framing == Framing::Extended {
+            // Before contexts are selected INFO says what would be possible.
+            let has_status = option == ClientOption::Info || !self.selected_for(info).is_empty();
+            flags.set(Flag::BLOCK_STATUS_PAYLOAD, has_status);
         }
         flags
     }

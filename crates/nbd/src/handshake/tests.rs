@@ -18,6 +18,8 @@ fn info(name: &str, access: Access) -> ExportInfo {
         access,
         smallest_block: 1,
         preferred_block: 4096,
+        is_shared: name == "disk",
+        has_depth: name == "disk",
         bitmaps: if name == "frozen" { vec!["monday".into()] } else { Vec::new() },
     }
 }
@@ -157,7 +159,7 @@ fn a_modern_client_gets_everything() {
     assert_eq!(replies[0], (EXTENDED, ACK, vec![]));
     assert_eq!(replies[1], (SET_META, CONTEXT, b"\0\0\0\x01base:allocation".to_vec()));
     assert_eq!(replies[2], (SET_META, ACK, vec![]));
-    assert_eq!(replies[3], (GO, REP_INFO, [&size[..], &[0x0d, 0xed]].concat()));
+    assert_eq!(replies[3], (GO, REP_INFO, [&size[..], &[0x1d, 0xed]].concat()));
     assert_eq!(replies[4], (GO, REP_INFO, b"\0\x01disk".to_vec()));
     assert_eq!(replies[5], (GO, REP_INFO, b"\0\x02The first disk".to_vec()));
     let sizes = [0, 3, 0, 0, 0, 1, 0, 0, 0x10, 0, 2, 0, 0, 0].to_vec();
@@ -201,7 +203,7 @@ fn export_name_answers_with_or_without_padding() {
         let (output, progress, _) = run(&[flags(client), name.clone()].concat(), usize::MAX);
         assert!(matches!(progress, Progress::Transmit(_)));
         assert_eq!(output.len(), length);
-        assert_eq!(output[..10], [0, 0, 0, 0, 0x40, 0, 0, 0, 0x05, 0x0f]);
+        assert_eq!(output[..10], [0, 0, 0, 0, 0x40, 0, 0, 0, 0x04, 0x0f]);
         assert!(output[10..].iter().all(|&byte| byte == 0));
     }
 }
@@ -365,6 +367,40 @@ fn bitmaps_are_listed_and_selected_by_their_names() {
     assert_eq!(after(&queries), [1, 2]);
     assert_eq!(after(&queries[..1]), [2]);
     assert_eq!(after(&["qemu:", "qemu:dirty-bitmap:"]), [0; 0]);
+}
+
+/// The transmission flags of the last reply that has them.
+fn flags_after(options: &[Vec<u8>]) -> u16 {
+    let (output, ..) = run(&[flags(3), options.concat()].concat(), usize::MAX);
+    let replies = replies(&output);
+    let mut infos = replies.iter().rev().filter(|(_, kind, _)| *kind == REP_INFO);
+    let data = &infos.next().expect("information").2;
+    u16::from_be_bytes([data[10], data[11]])
+}
+
+#[test]
+fn a_status_with_a_payload_is_offered_where_a_context_can_be_selected() {
+    const OFFERED: u16 = 1 << 12;
+    let select = |name| meta(SET_META, name, &["base:allocation"]);
+    let is_offered = |options: &[Vec<u8>]| flags_after(options) & OFFERED != 0;
+    let (extended, go_disk) = (option(EXTENDED, b""), go(GO, "disk", &[]));
+    assert!(is_offered(&[extended.clone(), select("disk"), go_disk.clone()]));
+    assert!(is_offered(&[extended.clone(), go(INFO, "disk", &[])]));
+    assert!(!is_offered(&[extended.clone(), go_disk.clone()]));
+    assert!(!is_offered(&[extended, select("frozen"), go_disk.clone()]));
+    assert!(!is_offered(&[option(STRUCTURED, b""), select("disk"), go_disk]));
+}
+
+#[test]
+fn an_export_for_one_client_or_without_depth_says_so() {
+    const MULTI: u16 = 1 << 8;
+    assert_eq!(flags_after(&[go(INFO, "disk", &[])]) & MULTI, MULTI);
+    assert_eq!(flags_after(&[go(INFO, "frozen", &[])]) & MULTI, 0);
+    let depth = |name| meta(SET_META, name, &["qemu:allocation-depth"]);
+    assert_eq!(contexts_after(&[depth("disk"), go(GO, "disk", &[])]), [2]);
+    assert_eq!(contexts_after(&[depth("frozen"), go(GO, "frozen", &[])]), [0; 0]);
+    let listed = types(&[option(STRUCTURED, b""), meta(LIST_META, "frozen", &[])]);
+    assert_eq!(listed, [ACK, CONTEXT, CONTEXT, ACK], "base:allocation and the bitmap");
 }
 
 #[test]

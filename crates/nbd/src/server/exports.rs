@@ -35,6 +35,9 @@ pub struct Export<S: Storage> {
     pub bitmaps: Vec<ExportBitmap>,
     /// Whether clients may change the disk, where that may be changed.
     pub access: Access,
+    /// Whether clients may ask which image of the disk's chain has the data
+    /// (`qemu:allocation-depth`).
+    pub has_depth: bool,
 }
 
 impl<S: Storage> Export<S> {
@@ -62,10 +65,11 @@ impl<S: Storage> Export<S> {
 
 impl<S: Storage> Clone for Export<S> {
     fn clone(&self) -> Self {
-        let Self { name, description, disk, bitmaps, access } = self;
+        let Self { name, description, disk, bitmaps, access, has_depth } = self;
         let (name, description) = (name.clone(), description.clone());
-        let (disk, bitmaps, access) = (Arc::clone(disk), bitmaps.clone(), *access);
-        Self { name, description, disk, bitmaps, access }
+        let (disk, bitmaps) = (Arc::clone(disk), bitmaps.clone());
+        let (access, has_depth) = (*access, *has_depth);
+        Self { name, description, disk, bitmaps, access, has_depth }
     }
 }
 
@@ -284,32 +288,37 @@ impl<S: Storage> Drop for ClientGuard<S> {
 
 impl<S: Storage> ExportLookup for Exports<S> {
     fn find(&self, name: &str) -> Option<ExportInfo> {
-        self.get(name).map(|(export, _)| info_of(&export))
+        self.get(name).map(|(export, _)| self.info_of(&export))
     }
 
     fn list(&self) -> Vec<ExportInfo> {
-        self.0.entries.read().iter().map(|entry| info_of(&entry.export)).collect()
+        self.0.entries.read().iter().map(|entry| self.info_of(&entry.export)).collect()
     }
 }
 
-fn info_of<S: Storage>(export: &Export<S>) -> ExportInfo {
-    let disk = &export.disk;
-    // Requests of any alignment are served, so no client needs to do worse by itself. But clients
-    // that make a block device of the export take its sectors from the smallest block, and some
-    // refuse a size that is no multiple of it.
-    let sector = disk.logical_block_size();
-    let has_sectors = sector > 512 && disk.size().is_multiple_of(sector);
-    let preferred = disk.physical_block_size().clamp(BLOCK_ALIGNMENT as u64, MAX_PAYLOAD.into());
-    ExportInfo {
-        name: export.name.clone(),
-        description: export.description.clone(),
-        size: export.disk.size(),
-        access: match export.access {
-            Access::ReadOnly => Access::ReadOnly,
-            Access::ReadWrite => disk.access(),
-        },
-        smallest_block: if has_sectors { sector as u32 } else { 1 },
-        preferred_block: preferred as u32,
-        bitmaps: export.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
+impl<S: Storage> Exports<S> {
+    fn info_of(&self, export: &Export<S>) -> ExportInfo {
+        let disk = &export.disk;
+        // Requests of any alignment are served, so no client needs to do worse by itself. But
+        // clients that make a block device of the export take its sectors from the smallest block,
+        // and some refuse a size that is no multiple of it.
+        let sector = disk.logical_block_size();
+        let has_sectors = sector > 512 && disk.size().is_multiple_of(sector);
+        let preferred =
+            disk.physical_block_size().clamp(BLOCK_ALIGNMENT as u64, MAX_PAYLOAD.into());
+        ExportInfo {
+            name: export.name.clone(),
+            description: export.description.clone(),
+            size: export.disk.size(),
+            access: match export.access {
+                Access::ReadOnly => Access::ReadOnly,
+                Access::ReadWrite => disk.access(),
+            },
+            smallest_block: if has_sectors { sector as u32 } else { 1 },
+            preferred_block: preferred as u32,
+            is_shared: self.max_connections() > 1,
+            has_depth: export.has_depth,
+            bitmaps: export.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
+        }
     }
 }

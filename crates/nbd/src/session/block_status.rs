@@ -23,20 +23,21 @@ pub const REPLY_BYTES: usize = HEAD_ROOM + (16 << 10);
 /// descriptor, so the memory of the reply alone would not limit the work.
 const MAX_LOOKUPS: usize = 8192;
 
-/// Describes the range, which is not empty, from its start on, in each context that was negotiated;
-/// of a fragmented image only the first part of it.
-pub async fn describe<S: Storage>(
+/// Describes the range, which is not empty, from its start on, in each of these contexts; of a
+/// fragmented image only the first part of it.
+pub async fn describe<'a, S: Storage>(
     state: &SessionState<S>,
     to: ReplyTo,
     range: ByteRange,
     req_one: ReqOne,
+    contexts: impl ExactSizeIterator<Item = &'a (u32, MetaContext)>,
 ) -> Result<Reply> {
-    let (framing, contexts) = (state.options.framing, &state.options.contexts);
+    let (framing, count) = (state.options.framing, contexts.len());
     let buffer = state.pool.get(REPLY_BYTES)?;
     let mut chunks = Chunks { buffer, framing, to, end: HEAD_ROOM - status_head_length(framing) };
     let start = chunks.end;
-    for (index, (id, context)) in contexts.iter().enumerate() {
-        let left = contexts.len() - index;
+    for (index, (id, context)) in contexts.enumerate() {
+        let left = count - index;
         let mut list = chunks.begin(left);
         match context {
             MetaContext::Allocation => allocation(state, range, req_one, &mut list).await?,

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use blockhouse_core::{Buffer, Error, ErrorKind, Request, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
 use blockhouse_disk::{Access, ExportKind, Operation};
 use blockhouse_engine::spawn_detached;
 
@@ -11,14 +11,16 @@ use super::failure::request_error;
 use super::handler::{Handler, Job};
 use super::reply_queue::{DataReply, HEAD_ROOM, Reply};
 use super::state::SessionState;
-use crate::command::Command;
+use crate::command::{Command, ReqOne};
+use crate::handshake::MetaContext;
 use crate::proto::reply::{ReplyTo, SuccessForm, encode_read_head, read_head_length};
+use crate::status_payload::SelectedStatus;
 
 /// How many bytes of memory a request occupies while it is in flight.
 pub fn footprint(command: &Command) -> usize {
     match command {
         Command::Read { length, .. } | Command::Write { length, .. } => *length as usize,
-        Command::BlockStatus { .. } => block_status::REPLY_BYTES,
+        Command::BlockStatus { .. } | Command::SelectedStatus { .. } => block_status::REPLY_BYTES,
         _ => 0,
     }
 }
@@ -61,11 +63,16 @@ async fn execute<S: Storage>(
     let request = match *command {
         Command::Read { offset, length } => return read(state, to, offset, length as usize).await,
         Command::BlockStatus { range, req_one } => {
-            let (operation, bytes) = (Operation::BlockStatus, range.length());
-            let timer = state.disk.stats().measure(ExportKind::Nbd, operation, bytes);
-            let reply = block_status::describe(state, to, range, req_one).await;
-            timer.end(&reply);
-            return reply;
+            return status(state, to, range, req_one, state.options.contexts.iter()).await;
+        }
+        Command::SelectedStatus { offset, req_one, .. } => {
+            let payload = payload.ok_or_else(|| unexpected(command))?;
+            let contexts = &state.options.contexts;
+            let selected = match SelectedStatus::parse(payload.bytes(), offset, contexts) {
+                Ok(selected) => selected,
+                Err(error) => return Ok(Reply::Error(error)),
+            };
+            return status(state, to, selected.range, req_one, selected.contexts.into_iter()).await;
         }
         Command::Write { offset, durability, .. } => {
             let mut payload = payload.ok_or_else(|| unexpected(command))?;
@@ -89,6 +96,21 @@ async fn execute<S: Storage>(
 /// The reader has let through what it handles itself.
 fn unexpected(command: &Command) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("a command that has no reply here: {command:?}"))
+}
+
+/// Describes a range in some of the contexts that were negotiated.
+async fn status<'a, S: Storage>(
+    state: &SessionState<S>,
+    to: ReplyTo,
+    range: ByteRange,
+    req_one: ReqOne,
+    contexts: impl ExactSizeIterator<Item = &'a (u32, MetaContext)>,
+) -> Result<Reply> {
+    let (operation, bytes) = (Operation::BlockStatus, range.length());
+    let timer = state.disk.stats().measure(ExportKind::Nbd, operation, bytes);
+    let reply = block_status::describe(state, to, range, req_one, contexts).await;
+    timer.end(&reply);
+    reply
 }
 
 async fn read<S: Storage>(

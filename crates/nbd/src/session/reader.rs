@@ -130,15 +130,17 @@ impl<S: Storage> Reader<S> {
             self.state.disk.stats().wait_turn(command.operation(), permit).await
         };
         let payload = match command {
-            Command::Write { length, .. } => match self.state.pool.get(length as usize) {
-                Ok(buffer) => Some(self.receive_payload(header, buffer).await?),
-                Err(error) => {
-                    // Nothing of it is in flight while its payload is skipped.
-                    drop(permit);
-                    self.state.failures.note(&self.state.options.export, &error);
-                    return self.refuse(to, request_error(&error, &command), length).await;
+            Command::Write { length, .. } | Command::SelectedStatus { length, .. } => {
+                match self.state.pool.get(length as usize) {
+                    Ok(buffer) => Some(self.receive_payload(header, buffer).await?),
+                    Err(error) => {
+                        // Nothing of it is in flight while its payload is skipped.
+                        drop(permit);
+                        self.state.failures.note(&self.state.options.export, &error);
+                        return self.refuse(to, request_error(&error, &command), length).await;
+                    }
                 }
-            },
+            }
             _ => None,
         };
         dispatch(&self.state, Job { permit, to, command, payload });
@@ -166,7 +168,7 @@ impl<S: Storage> Reader<S> {
         self.state.replies.push(permit, to, reply);
     }
 
-    /// Receives the payload of a write: the staged part of it, and the rest from the socket.
+    /// Receives the payload of a request: the staged part of it, and the rest from the socket.
     async fn receive_payload(
         &mut self,
         header: &RequestHeader,

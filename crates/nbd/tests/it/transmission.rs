@@ -182,6 +182,51 @@ fn block_status_tells_holes_from_data() {
     });
 }
 
+/// The payload of a BLOCK_STATUS: the bytes to describe, and contexts.
+fn selection(length: u64, ids: &[u32]) -> Vec<u8> {
+    let ids = ids.iter().flat_map(|id| id.to_be_bytes());
+    length.to_be_bytes().into_iter().chain(ids).collect()
+}
+
+#[test]
+fn block_status_of_selected_contexts_is_told_by_a_payload() {
+    const OFFERED: u16 = 1 << 12;
+    on_every_engine(4 * MIB, |rig| {
+        assert_eq!(rig.client(Framing::Structured).flags() & OFFERED, 0);
+        let mut client = rig.client(Framing::Extended);
+        assert_eq!(client.flags() & OFFERED, OFFERED);
+        client.store(4096, &[1; 4096]);
+        let mut ask = |flags, offset, payload: &[u8]| {
+            let flags = flags | CommandFlags::PAYLOAD_LEN;
+            let mut bytes = client.encode(kind::BLOCK_STATUS, flags, offset, payload.len() as u64);
+            bytes.extend_from_slice(payload);
+            // In two pieces: the payload comes after its header.
+            let (first, rest) = bytes.split_at(bytes.len().min(35));
+            client.stream().write_all(first).unwrap();
+            client.stream().write_all(rest).unwrap();
+            client.receive().unwrap().outcome
+        };
+        let all = ask(NONE, 0, &selection(16384, &[1]));
+        assert_eq!(all, Outcome::Status(vec![(4096, 3), (4096, 0), (8192, 3)]));
+        let one = ask(CommandFlags::REQ_ONE, 5000, &selection(16384, &[1]));
+        assert_eq!(one, Outcome::Status(vec![(3192, 0)]));
+        for refused in [
+            selection(16384, &[]),
+            selection(16384, &[2]),
+            selection(16384, &[1, 1]),
+            selection(0, &[1]),
+            selection(5 * MIB as u64, &[1]),
+            selection(u64::MAX, &[1]),
+            vec![],
+            vec![0; 11],
+            vec![0; 300_000],
+        ] {
+            assert_eq!(ask(NONE, 5000, &refused), error(Errno::Inval), "{} bytes", refused.len());
+        }
+        assert!(client.is_served());
+    });
+}
+
 #[test]
 fn block_status_of_many_extents_comes_in_parts() {
     on_every_engine(32 * MIB, |rig| {

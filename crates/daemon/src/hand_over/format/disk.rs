@@ -105,6 +105,9 @@ pub struct Opened {
     pub without_backing: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
+    /// Whether those that the image has not are looked for in its backing files.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub bitmaps_behind: bool,
     /// The bytes of the path where its bitmaps are, and whether this server is its only writer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmaps_in: Option<(Vec<u8>, bool)>,
@@ -207,6 +210,7 @@ impl Opened {
             key_files: _,
             passphrase_files: _,
             bitmaps,
+            bitmaps_behind,
             bitmaps_in,
             trust_bitmaps,
             limits,
@@ -235,6 +239,7 @@ impl Opened {
             no_references: *no_references,
             without_backing: *without_backing,
             bitmaps: bitmaps.clone(),
+            bitmaps_behind: *bitmaps_behind,
             bitmaps_in: bitmaps_in.as_ref().map(|path| (bytes_of(path), *trust_bitmaps)),
             limits: Limits::of(limits)?,
         })
@@ -274,6 +279,7 @@ impl Opened {
             no_references: self.no_references,
             without_backing: self.without_backing,
             bitmaps: self.bitmaps,
+            bitmaps_behind: self.bitmaps_behind,
             bitmaps_in: bitmaps_in.map(path_of),
             trust_bitmaps: trust_bitmaps.unwrap_or_default(),
             limits: self.limits.map(Limits::config).transpose()?.unwrap_or_default(),

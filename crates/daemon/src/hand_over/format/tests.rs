@@ -27,6 +27,7 @@ fn opened(limits: Option<Limits>) -> Opened {
         no_references: false,
         without_backing: false,
         bitmaps: vec!["c".into()],
+        bitmaps_behind: false,
         bitmaps_in: None,
         limits,
     }
@@ -63,6 +64,7 @@ fn offer() -> Message {
             needs_tls: true,
             exports: vec![("disk".into(), 0)],
             read_only: Vec::new(),
+            without_depth: Vec::new(),
         }],
         devices: vec![Device { socket: device, disk: 0, read_only: false }],
         ublk: vec![Ublk { id: 3, disk: 0, image: b"/a".to_vec() }],
@@ -168,16 +170,20 @@ fn later_fields_are_read_as_they_were_written() {
         threshold: Some("10%".into()),
         no_references: true,
         without_backing: true,
+        bitmaps_behind: true,
         bitmaps_in: Some((b"/d".to_vec(), true)),
         ..opened(None)
     };
     let text = serde_json::to_string(&said).expect("plain values");
     assert_eq!(serde_json::from_str::<Opened>(&text).expect("it was written"), said);
-    let Message::Offer(Offer { mut disks, .. }) = offer() else { panic!("an offer") };
+    let Message::Offer(Offer { mut disks, mut sockets, .. }) = offer() else { panic!("an offer") };
     let stands_on = Some(StandsOn { disk: 3, depth: 2 });
     let said = Disk { stands_on, ..disks.remove(0) };
     let text = serde_json::to_string(&said).expect("plain values");
     assert_eq!(serde_json::from_str::<Disk>(&text).expect("it was written"), said);
+    let said = Socket { without_depth: vec!["disk".into()], ..sockets.remove(0) };
+    let text = serde_json::to_string(&said).expect("plain values");
+    assert_eq!(serde_json::from_str::<Socket>(&text).expect("it was written"), said);
 }
 
 #[test]

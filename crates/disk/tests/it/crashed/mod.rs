@@ -14,7 +14,7 @@ use blockhouse_crypt::SectorCipher;
 use blockhouse_disk::{Access, BitmapActivity, Disk, Image, ImageFormat, Options};
 use blockhouse_format::NewLuks;
 use blockhouse_format::qcow2::{
-    self, Backing, CreateOptions, DataFile, Qcow2, Sidecar, Switch, Version,
+    self, Backing, CreateOptions, DataFile, NewEncryption, Qcow2, Sidecar, Switch, Version,
 };
 use blockhouse_sim::{
     Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload,
@@ -147,7 +147,10 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
         data_file: kind
             .has_data_file()
             .then(|| DataFile { name: b"data".to_vec(), raw: switch(kind.is_raw()) }),
-        encryption: (kind == Kind::Encrypted).then(small_header),
+        encryption: (kind == Kind::Encrypted).then(|| match random.bool() {
+            true => NewEncryption::Aes,
+            false => NewEncryption::Luks(small_header()),
+        }),
         identity: (kind == Kind::RawBitmaps).then_some([7; 16]),
         ..CreateOptions::new(size)
     }

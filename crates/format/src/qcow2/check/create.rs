@@ -14,7 +14,7 @@ use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
 use crate::qcow2::layout::extensions::{self, BACKING_FORMAT, Extension};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::{
-    Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3, RAW_DATA_FILE,
+    EncryptionKind, Header, Incompatible, LAZY_REFCOUNTS, LENGTH_2, LENGTH_3, RAW_DATA_FILE,
 };
 use crate::qcow2::layout::limits::{MAX_FILE_NAME, MAX_L1_BYTES, MAX_OFFSET, MAX_REFCOUNT_TABLE};
 use crate::qcow2::layout::options::{Backing, DataFile, Switch, Version};
@@ -59,10 +59,19 @@ pub struct CreateOptions {
     pub data_file: Option<DataFile>,
     /// The space that is allocated at once.
     pub preallocation: Preallocation,
-    /// The header of LUKS with the keys of the guest's data, if that is encrypted.
-    pub encryption: Option<Vec<u8>>,
+    /// How the guest's data is encrypted, if it is.
+    pub encryption: Option<NewEncryption>,
     /// Of a sidecar: which file the data file is, see [`Sidecar`](crate::qcow2::Sidecar).
     pub identity: Option<[u8; 16]>,
+}
+
+/// How the guest's data of a new image is encrypted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NewEncryption {
+    /// As QEMU did before LUKS: the image has nothing of the key.
+    Aes,
+    /// With keys in this header of LUKS.
+    Luks(Vec<u8>),
 }
 
 impl CreateOptions {
@@ -142,13 +151,25 @@ impl CreateOptions {
         if self.encryption.is_none() {
             return Ok(());
         }
-        if self.version == Version::V2 {
-            return Err("version 2 (compat 0.10) is not encrypted here".into());
+        if self.version == Version::V2 && self.luks_header().is_some() {
+            return Err("version 2 (compat 0.10) is not encrypted with LUKS here".into());
+        }
+        if self.version == Version::V2 && self.preallocation != Preallocation::Off {
+            let why =
+                "an encrypted image of version 2 (compat 0.10) has no space ahead: no zero flag";
+            return Err(why.into());
         }
         if self.data_file.as_ref().is_some_and(DataFile::is_raw_disk) {
             return Err("an encrypted data file is not the raw disk".into());
         }
         Ok(())
+    }
+
+    fn luks_header(&self) -> Option<&[u8]> {
+        match &self.encryption {
+            Some(NewEncryption::Luks(header)) => Some(header),
+            Some(NewEncryption::Aes) | None => None,
+        }
     }
 
     /// How long the image is in bytes when every cluster of its disk is allocated; snapshots and
@@ -234,7 +255,7 @@ impl Layout {
             (true, true) => (l1_entries, 0),
         };
         let l1 = geometry.clusters_for(l1_entries * 8);
-        let encryption = options.encryption.as_ref().map_or(0, |header| header.len() as u64);
+        let encryption = options.luks_header().map_or(0, |header| header.len() as u64);
         let encryption = geometry.clusters_for(encryption);
         let mut layout = Self { refcount_table: 1, refcount_blocks: 1, l1, l2, encryption, data };
         // More blocks need more clusters that need counting; that grows by ever less.
@@ -338,7 +359,7 @@ pub async fn create_with<S: Storage>(
     writer.write_cluster(0, Vec::new()).await?;
     writer.write_refcounts().await?;
     writer.write_mappings(options, progress).await?;
-    writer.write_encryption(options.encryption.as_deref().unwrap_or_default()).await?;
+    writer.write_encryption(options.luks_header().unwrap_or_default()).await?;
     let inside = geometry.bytes_of(writer.layout.data_start()..writer.layout.end());
     match data {
         None => options.fill(storage, inside, old, progress).await?,
@@ -399,7 +420,7 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
     let data_file = options.data_file.as_ref();
     let named = data_file.map(|file| (extensions::DATA_FILE, file.name.clone()));
     let place = geometry.bytes_of(layout.encryption_start()..layout.data_start());
-    let encryption = options.encryption.as_ref().map(|header| {
+    let encryption = options.luks_header().map(|header| {
         let numbers = [place.offset(), header.len() as u64].map(u64::to_be_bytes);
         (extensions::ENCRYPTION, numbers.concat())
     });
@@ -431,7 +452,10 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
         compression: options.compression,
         backing: options.backing.clone(),
         data_file: options.data_file.clone(),
-        encryption: options.encryption.as_ref().map(|_| place),
+        encryption: options.encryption.as_ref().map(|encryption| match encryption {
+            NewEncryption::Aes => EncryptionKind::Aes,
+            NewEncryption::Luks(_) => EncryptionKind::Luks(place),
+        }),
         extensions,
         length: if geometry.version == 2 { LENGTH_2 } else { LENGTH_3 + 8 },
     }

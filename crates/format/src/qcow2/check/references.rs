@@ -10,7 +10,7 @@ use blockhouse_core::{ByteRange, Result, Storage, ToolProgress};
 
 use crate::qcow2::layout::entry::{self, Entry};
 use crate::qcow2::layout::geometry::Geometry;
-use crate::qcow2::layout::header::Header;
+use crate::qcow2::layout::header::{EncryptionKind, Header};
 use crate::qcow2::layout::sparse_reader::SparseReader;
 use crate::qcow2::layout::{table_io, words};
 
@@ -82,7 +82,7 @@ impl<'a, S: Storage> References<'a, S> {
             refcount_clusters: Vec::new(),
         };
         references.add("the header", 0, geometry.cluster_size())?;
-        if let Some(place) = header.encryption {
+        if let Some(EncryptionKind::Luks(place)) = header.encryption {
             references.add("the encryption's header", place.offset(), place.length())?;
         }
         references.walk_l1(L1Location::active(header), TableOwner::Active).await?;

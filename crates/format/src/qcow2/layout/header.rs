@@ -21,7 +21,8 @@ pub(crate) const MAGIC: [u8; 4] = *b"QFI\xfb";
 pub(crate) const LENGTH_2: usize = 72;
 /// The least length of a version 3 header.
 pub(crate) const LENGTH_3: usize = 104;
-/// The kind of encryption that is LUKS.
+/// The kinds of encryption.
+const CRYPT_AES: u32 = 1;
 const CRYPT_LUKS: u32 = 2;
 /// The most bytes of an encryption's header; QEMU makes some 2 MiB.
 const MAX_ENCRYPTION_HEADER: u64 = 16 << 20;
@@ -91,11 +92,20 @@ pub(crate) struct Header {
     pub(crate) compression: Compression,
     pub(crate) backing: Option<Backing>,
     pub(crate) data_file: Option<DataFile>,
-    /// Where the header of LUKS is, if the guest's data is encrypted: whole clusters.
-    pub(crate) encryption: Option<ByteRange>,
+    /// How the guest's data is encrypted, if it is.
+    pub(crate) encryption: Option<EncryptionKind>,
     pub(crate) extensions: Vec<Extension>,
     /// Bytes from the start of the file to the first extension.
     pub(crate) length: usize,
+}
+
+/// How an image says that the guest's data is encrypted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EncryptionKind {
+    /// As QEMU did before LUKS: AES-128-CBC, with the password as the key.
+    Aes,
+    /// With keys in a header of LUKS, in these whole clusters.
+    Luks(ByteRange),
 }
 
 /// Why a header is refused.
@@ -320,9 +330,12 @@ impl Header {
         let mut bytes = vec![0; self.length];
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[20..24].copy_from_slice(&self.geometry.cluster_bits.to_be_bytes());
-        if self.encryption.is_some() {
-            bytes[32..36].copy_from_slice(&CRYPT_LUKS.to_be_bytes());
-        }
+        let encryption = match self.encryption {
+            None => 0,
+            Some(EncryptionKind::Aes) => CRYPT_AES,
+            Some(EncryptionKind::Luks(_)) => CRYPT_LUKS,
+        };
+        bytes[32..36].copy_from_slice(&encryption.to_be_bytes());
         if self.length > LENGTH_3 {
             bytes[LENGTH_3] = self.compression as u8;
         }
@@ -417,19 +430,15 @@ fn data_file(
     Ok(Some(DataFile { name: name.to_vec(), raw }))
 }
 
-/// Where the encryption's header is, in whole clusters.
 fn encryption(
     bytes: &[u8],
     extensions: &[Extension],
     geometry: Geometry,
-) -> Result<Option<ByteRange>, HeaderError> {
+) -> Result<Option<EncryptionKind>, HeaderError> {
     match be32(bytes, 32) {
         0 => return Ok(None),
+        CRYPT_AES => return Ok(Some(EncryptionKind::Aes)),
         CRYPT_LUKS => {}
-        1 => {
-            let what = "the image is encrypted as QEMU did before LUKS (AES-CBC without a header)";
-            return Err(unsupported(32, what));
-        }
         other => return Err(unsupported(32, format!("an encryption of the unknown kind {other}"))),
     }
     let place =
@@ -445,7 +454,7 @@ fn encryption(
         return Err(corrupt(32, format!("an encryption's header of {length} bytes")));
     }
     let length = length.next_multiple_of(geometry.cluster_size());
-    Ok(Some(ByteRange::between(offset, offset + length)))
+    Ok(Some(EncryptionKind::Luks(ByteRange::between(offset, offset + length))))
 }
 
 fn backing(bytes: &[u8], extensions: &[Extension]) -> Result<Option<Backing>, HeaderError> {
@@ -514,6 +523,10 @@ mod tests {
     #[test]
     fn a_header_comes_back_as_it_was_stored() {
         assert_eq!(Header::parse(&bytes(), 1), Ok(header()));
+        let encrypted = Header { encryption: Some(EncryptionKind::Aes), ..header() };
+        let mut bytes = encrypted.to_bytes().expect("it fits");
+        bytes.resize(1 << 16, 0);
+        assert_eq!(Header::parse(&bytes, 1), Ok(encrypted));
     }
 
     #[test]
@@ -524,7 +537,7 @@ mod tests {
             (8, &u64::MAX.to_be_bytes()),
             (16, &1024u32.to_be_bytes()),
             (20, &22u32.to_be_bytes()),
-            (32, &1u32.to_be_bytes()),
+            (32, &3u32.to_be_bytes()),
             (36, &1u32.to_be_bytes()),
             (40, &512u64.to_be_bytes()),
             (48, &(MAX_OFFSET - (1 << 15)).to_be_bytes()),

@@ -70,7 +70,14 @@ impl<S: Storage> VmStates<'_, S> {
         self.image.cluster_size()
     }
 
-    /// The range, past the end of the disk and at a whole L1 entry, of the state in the snapshot
+    /// Where a machine's state begins: past the end of the disk, at a whole L1 entry.
+    pub fn start(&self) -> u64 {
+        let metadata = &self.image.metadata;
+        let geometry = metadata.geometry();
+        geometry.l1_entries_for(metadata.size()) * geometry.l1_entry_span()
+    }
+
+    /// The range, [from there on](Self::start), of the state in the snapshot
     /// that the image was opened on; empty for a snapshot without one.
     ///
     /// # Errors
@@ -84,7 +91,7 @@ impl<S: Storage> VmStates<'_, S> {
             let what = "was not opened on a snapshot";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(name));
         };
-        let start = geometry.l1_entries_for(metadata.size()) * geometry.l1_entry_span();
+        let start = self.start();
         let reach = metadata.lock().tables.l1().len() as u64 * geometry.l1_entry_span();
         let range = ByteRange::new(start, snapshot.vm_state_size);
         range.filter(|range| range.is_empty() || range.end() <= reach).ok_or_else(|| {

@@ -48,8 +48,8 @@ impl Rig {
             let disk = Disk::raw(storage.clone(), Options { access, ..Options::default() });
             let disk = Arc::new(disk.unwrap());
             let (name, description, bitmaps) = (name.into(), String::new(), Vec::new());
-            let access = Access::ReadWrite;
-            exports.add(Export { name, description, disk, bitmaps, access }).unwrap();
+            let (access, has_depth) = (Access::ReadWrite, true);
+            exports.add(Export { name, description, disk, bitmaps, access, has_depth }).unwrap();
         }
         let (sender, receiver) = mpsc::channel();
         let (running, offered) = (server.clone(), exports.clone());
