@@ -1,5 +1,6 @@
 //! A server that is upgraded while clients verify what it holds, for tests and for `upgrade_gaps`.
 
+mod fill;
 mod guest;
 
 use std::path::Path;
@@ -8,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+pub use fill::fill;
 pub use guest::verify_guest;
 use rustix::process::{Pid, Signal, kill_process};
 

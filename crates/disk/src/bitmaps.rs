@@ -16,7 +16,7 @@ use futures_util::future::join_all;
 use parking_lot::Mutex;
 
 use crate::dirty_map::DirtyMap;
-use crate::disk::{Disk, QuiescedDisk};
+use crate::disk::{Disk, QuiescedDisk, flush_ahead};
 use crate::durability::FlushTracker;
 use crate::snapshots::Pause;
 use crate::transient_bitmaps::{TransientBitmaps, is_there};
@@ -290,7 +290,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     async fn prepare_image(&self) -> Result<()> {
         self.disk.check_access(0)?;
         self.disk.format().bitmaps()?;
-        self.disk.begin_use().format().flush(SyncMode::Data).await
+        flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
     }
 
     /// The changes that the image's bitmaps get, and the bitmaps in memory as they are after all

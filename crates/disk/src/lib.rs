@@ -81,8 +81,9 @@ pub use blockhouse_format::{
 };
 pub use dirty_map::DirtyMap;
 pub use disk::{
-    Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, FurtherBase, Hold,
-    HoldChange, HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk, ReplacedImage,
+    Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, FlushedAhead,
+    FurtherBase, Hold, HoldChange, HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk,
+    ReplacedImage, flush_ahead,
 };
 pub use image::{Image, LayerInfo};
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};

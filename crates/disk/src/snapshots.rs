@@ -6,6 +6,7 @@
 //! long as the rest of the tables takes, and says how long that was. Reads go on. So it is when a
 //! snapshot is deleted. What else changes the snapshots does all of it while changes are held off.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant, SystemTime};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, StorageChange, SyncMode};
@@ -13,7 +14,7 @@ use blockhouse_format::{
     NewSnapshot, Preparation, Snapshot, SnapshotPlan, Snapshots, VmStateTables,
 };
 
-use crate::disk::Disk;
+use crate::disk::{Disk, flush_ahead, flush_in_rounds};
 use crate::durability::FlushTracker;
 use crate::image::Image;
 
@@ -136,12 +137,13 @@ impl<S: Storage> DiskSnapshots<'_, S> {
             return Ok(Prepared::AtOnce);
         };
         loop {
-            let prepared_now = prepared.update(is_cancelled).await?;
-            if prepared_now == Preparation::Cancelled || is_cancelled() {
-                return Ok(Prepared::Cancelled);
-            }
-            if prepared_now == Preparation::AtOnce {
-                return Ok(Prepared::AtOnce);
+            let round = async || match prepared.update(is_cancelled).await? {
+                Preparation::Ready if !is_cancelled() => Ok(ControlFlow::Continue(())),
+                Preparation::AtOnce if !is_cancelled() => Ok(ControlFlow::Break(Prepared::AtOnce)),
+                _ => Ok(ControlFlow::Break(Prepared::Cancelled)),
+            };
+            if let ControlFlow::Break(outcome) = flush_in_rounds(round).await? {
+                return Ok(outcome);
             }
             let take = async |_: &Snapshots<'_, _>| {
                 self.check_current(image)?;
@@ -252,7 +254,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
     ) -> Result<(T, Pause)> {
         self.check_possible()?;
-        self.disk.begin_use().format().flush(SyncMode::Data).await?;
+        flush_ahead(&[self.disk], SyncMode::Data).await?;
         self.run_quiesced(change).await
     }
 

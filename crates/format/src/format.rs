@@ -241,15 +241,15 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Writes what [`settle`](Self::settle) would, late refcounts among it, and flushes, while
-    /// requests go on.
+    /// As [`flush`](Self::flush), with all that a change of the whole image would have to write
+    /// first: late refcounts, too.
     ///
     /// # Errors
-    /// As there.
-    pub async fn settle_ahead(&self) -> Result<()> {
+    /// As [`settle`](Self::settle).
+    pub async fn flush_all(&self, sync: SyncMode) -> Result<()> {
         match self.qcow2() {
-            Some(qcow2) => qcow2.settle_ahead().await,
-            None => Ok(()),
+            Some(qcow2) => qcow2.flush_all(sync).await,
+            None => self.flush(sync).await,
         }
     }
 

@@ -40,8 +40,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
-use blockhouse_disk::{ChangeObserver, DirtyMap, Disk, MARK_BYTES, RangeCopy, mark_incomplete};
+use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage, SyncMode};
+use blockhouse_disk::{
+    ChangeObserver, DirtyMap, Disk, MARK_BYTES, RangeCopy, flush_ahead, mark_incomplete,
+};
 use futures_util::future::{Either, LocalBoxFuture, join3, ready, select};
 use schemars::JsonSchema;
 use serde::Deserialize;
@@ -413,7 +415,7 @@ impl<S: Storage> Mirror<S> {
         let left_dirty = || self.copier.remaining().saturating_sub(self.tracker.backlog());
         self.keep_up(MAX_LEFT, || is_little(left_dirty()).then_some(())).await?;
         // Little is left to flush then while changes are held off.
-        self.unless_ending(self.target.submit_unlimited(Request::Flush)).await??;
+        self.unless_ending(flush_ahead(&[&*self.target], SyncMode::Data)).await??;
         // Copies on their way then are waited for, too: they become fewer bit by bit, while the
         // guest goes on.
         self.keep_up(MAX_LEFT, || {

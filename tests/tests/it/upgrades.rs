@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blockhouse_engine::is_byte_locked;
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
-use blockhouse_tests::upgrade::{Load, REGION, Servers, upgrade, upgrade_under_load, verify};
+use blockhouse_tests::upgrade::{Load, REGION, Servers, fill, upgrade, upgrade_under_load, verify};
 use blockhouse_tests::{
     Engine, Scratch, Serve, Server, image_tool, on_every_engine, run, seeded, tool,
 };
@@ -106,6 +106,36 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
         }
         drop(server);
     }
+}
+
+#[test]
+fn a_disk_that_is_being_filled_is_flushed_before_the_pause_whose_parts_are_told() {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let image = scratch.path("filled.qcow2");
+    image_tool::command(&["create", image_tool::str(&image), "1T"]).success();
+    let control = scratch.socket("control");
+    let server = Serve::new(&scratch, &image).option("--control", &control).start();
+    let (client, load) = (Client::open_with(&server.address(), Framing::Extended), Load::default());
+    std::thread::scope(|scope| {
+        let load = &load;
+        let _end = load.stop_at_the_end();
+        let client = scope.spawn(move || fill(client, load));
+        std::thread::sleep(Duration::from_millis(50));
+        upgrade_under_load(&control);
+        servers.wait_for(1);
+        std::thread::sleep(Duration::from_millis(50));
+        load.stop();
+        assert!(client.join().expect("no error").replies > 16);
+    });
+    servers.stop();
+    let log = server.log();
+    let told = log.lines().find(|line| line.contains("serves now; requests waited for"));
+    let told = told.unwrap_or_else(|| panic!("{log}"));
+    for part in ["for those in flight", "flushes before it", "had left", "for the new process"] {
+        assert!(told.contains(part), "{part:?}: {told}");
+    }
+    image_tool::qemu_img(&["check", image_tool::str(&image)]).success();
 }
 
 /// The rest of the two processes when one dies at a step.

@@ -5,6 +5,7 @@
 //! nothing.
 
 use std::ffi::OsString;
+use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
@@ -14,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use blockhouse_config::offers::ExportRights;
-use blockhouse_disk::Access;
+use blockhouse_core::SyncMode;
+use blockhouse_disk::{Access, FlushedAhead, flush_ahead};
 use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
@@ -42,11 +44,8 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
 /// How long clients may take to receive their last replies, and requests to complete.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
-/// Data that is written during a flush that takes no longer is settled soon.
-const QUICK_FLUSH: Duration = Duration::from_millis(5);
-/// How often images are flushed at most before clients wait: a guest that writes all the time
-/// leaves no flush quick.
-const MAX_FLUSHES: usize = 4;
+/// How long images may take to be settled while clients wait.
+const SETTLE_TIME: Duration = Duration::from_secs(2);
 /// How long what was asked at the control socket may take.
 const CONTROL_TIME: Duration = Duration::from_secs(5);
 
@@ -64,7 +63,33 @@ pub struct HandedOver {
     /// The process that serves now.
     pub process: u32,
     /// How long nothing was served.
-    pub gap: Duration,
+    pub gap: Gap,
+}
+
+/// The time in which nothing is served, and its parts.
+#[derive(Clone, Copy, Debug)]
+pub struct Gap {
+    /// All of it.
+    pub length: Duration,
+    /// Until requests in flight had completed.
+    drained: Duration,
+    /// From then on, until the images were settled.
+    settled: Duration,
+    /// The flushes before it.
+    ahead: FlushedAhead,
+}
+
+impl fmt::Display for Gap {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { length, drained, settled, ahead } = *self;
+        let FlushedAhead { rounds, length: flushing, last } = ahead;
+        let rest = length.saturating_sub(drained + settled);
+        write!(
+            formatter,
+            "{length:?}: {drained:?} for those in flight, {settled:?} for what {rounds} flushes before it ({flushing:?}, \
+             the last {last:?}) had left to write, {rest:?} for the new process"
+        )
+    }
 }
 
 /// The destination and the channel to it. Dropped, the process is killed and its end awaited.
@@ -226,9 +251,8 @@ fn give(
     service: &Service,
     destination: &mut Destination<'_>,
     encrypted: EncryptedClients,
-) -> Result<Duration> {
+) -> Result<Gap> {
     let (workers, server) = (service.workers(), service.server().clone());
-    flush_ahead(service, 1);
     workers.run(move || async move {
         server.pause_accepting(HANDSHAKE_TIME).await;
         if encrypted == EncryptedClients::Disconnect {
@@ -238,22 +262,12 @@ fn give(
     });
     // A handshake may have ended since it was checked first.
     check_not_encrypted(service)?;
-    flush_ahead(service, MAX_FLUSHES);
+    let ahead = flush_disks_ahead(service);
     let begin = Instant::now();
     let (connections, frontends) = pause(service, begin + DRAIN_TIME)?;
-    // All at once: clients wait for the slowest.
-    let disks = service.disks();
-    let settled = workers.run(move || async move {
-        let settle = |disk: &Arc<RunningDisk>| {
-            let disk = Arc::clone(&disk.disk);
-            async move {
-                let settled = disk.image().settle().await;
-                settled.with_context(|| format!("{}: cannot be handed over", disk.name()))
-            }
-        };
-        join_all(disks.iter().map(settle)).await
-    });
-    settled.into_iter().collect::<Result<Vec<()>>>()?;
+    let drained = begin.elapsed();
+    settle(service)?;
+    let settled = begin.elapsed().saturating_sub(drained);
     reach(Step::SourceSettled);
     let mut descriptors: Vec<_> = connections.iter().map(|paused| paused.stream.as_fd()).collect();
     let sockets = service.sockets();
@@ -283,23 +297,39 @@ fn give(
     destination.send(&Message::Yours(yours), &descriptors, &bytes.concat())?;
     reach(Step::SourceGave);
     destination.expect(Message::Mine, "take over")?;
-    Ok(begin.elapsed())
+    Ok(Gap { length: begin.elapsed(), drained, settled, ahead })
 }
 
-/// Writes and flushes all images, at most `limit` times or until that is quick: the less there is
-/// to settle then.
-fn flush_ahead(service: &Service, limit: usize) {
-    for _ in 0..limit {
-        let begin = Instant::now();
-        let disks = service.disks();
-        service.workers().run(move || async move {
-            // The outcome is that of the next one.
-            let _ = join_all(disks.iter().map(|disk| disk.disk.image().settle_ahead())).await;
-        });
-        if begin.elapsed() <= QUICK_FLUSH {
-            break;
-        }
-    }
+/// Writes and flushes all images, so that little is left to settle.
+fn flush_disks_ahead(service: &Service) -> FlushedAhead {
+    let disks = service.disks();
+    service.workers().run(move || async move {
+        let disks: Vec<_> = disks.iter().map(|disk| &*disk.disk).collect();
+        // The images are settled all the same, with the same outcome.
+        flush_ahead(&disks, SyncMode::Data).await.unwrap_or_default()
+    })
+}
+
+/// Settles all images, all at once: clients wait for the slowest.
+fn settle(service: &Service) -> Result<()> {
+    let disks = service.disks();
+    let settled = service.workers().run(move || async move {
+        let settle = |disk: &Arc<RunningDisk>| {
+            let disk = Arc::clone(&disk.disk);
+            async move {
+                let settled = timeout(SETTLE_TIME, disk.image().settle()).await;
+                let settled = settled.with_context(|| {
+                    format!(
+                        "{}: what was left to write did not complete within {SETTLE_TIME:?}",
+                        disk.name()
+                    )
+                })?;
+                settled.with_context(|| format!("{}: cannot be handed over", disk.name()))
+            }
+        };
+        join_all(disks.iter().map(settle)).await
+    });
+    settled.into_iter().collect()
 }
 
 /// Pauses all connections, and all devices: those that have a front-end with what it goes on from.

@@ -403,8 +403,8 @@ fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -
         let answer = |text| drop(reply.map(|reply| reply.send(text)));
         match source::hand_over(service, launcher, binary, encrypted) {
             Ok(Outcome::HandedOver(HandedOver { process, gap })) => {
-                tracing::info!("process {process} serves now; requests waited for {gap:?}");
-                answer(Ok(UpgradeReply { process, gap_us: gap.as_micros() as u64 }));
+                tracing::info!("process {process} serves now; requests waited for {gap}");
+                answer(Ok(UpgradeReply { process, gap_us: gap.length.as_micros() as u64 }));
                 return Upgrade::Done;
             }
             Ok(Outcome::Lost(error)) => return Upgrade::Lost(error),

@@ -8,7 +8,7 @@
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
-use super::Disk;
+use super::{Disk, quiesce_flushed};
 use crate::options::Access;
 
 impl<S: Storage> Disk<S> {
@@ -36,9 +36,7 @@ impl<S: Storage> Disk<S> {
         if self.access() == Access::ReadOnly {
             return Ok(());
         }
-        // So that little is left to flush while changes are held off.
-        self.begin_use().layer().flush(SyncMode::Full).await?;
-        let _quiesced = self.quiesce().await?;
+        let _quiesced = quiesce_flushed(self, SyncMode::Full).await?;
         self.image().layer().flush(SyncMode::Full).await?;
         self.protection.set(true);
         Ok(())

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage, SyncMode};
 use blockhouse_format::Backing;
 
-use super::{Disk, DiskJobs};
+use super::{Disk, DiskJobs, flush_ahead, quiesce_flushed};
 use crate::layer::{BlockStatusCache, Layer};
 use crate::write::BackedRange;
 
@@ -175,7 +175,7 @@ impl<S: Storage> DiskJobs<'_, S> {
             let error = Error::new(ErrorKind::InvalidInput, what);
             return Err(error.on(self.disk.name()).at(part.range.offset()));
         }
-        self.disk.image().format().flush(SyncMode::Data).await
+        flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
     }
 
     /// Makes an image stand alone, durably, which [leaves nothing](Self::check_populated) to its
@@ -218,7 +218,7 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// `InvalidInput` for an image without a backing file, or a name for which its header has no
     /// room; `ReadOnly`; `Io` where changes in flight take too long; what the storage answers.
     pub async fn name_backing(self, name: &[u8]) -> Result<()> {
-        let _guard = self.disk.quiesce().await?;
+        let _guard = quiesce_flushed(self.disk, SyncMode::Data).await?;
         self.disk.check_access(0)?;
         let image = self.disk.image();
         let Some(backing) = image.backing_file() else {

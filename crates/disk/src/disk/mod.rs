@@ -11,6 +11,7 @@
 //! - `resize`: longer and shorter disks.
 //! - [`DiskStats`]: what it is measured by, and what was counted before this process had it.
 //! - `patience`: how long what holds changes off waits for requests in flight.
+//! - `flush_ahead`: flushes before changes are held off.
 //! - `failures`: the observer of requests that fail.
 //! - `hold`, `held_changes`: changes that wait until the host has room for them.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
@@ -26,6 +27,7 @@ mod copy_on_read;
 mod detach;
 mod earlier_counts;
 mod failures;
+mod flush_ahead;
 mod held_changes;
 mod hold;
 mod images;
@@ -58,6 +60,8 @@ use crate::transient_bitmaps::SharedBitmaps;
 pub use detach::{FurtherBase, PopulatingGuard};
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};
+pub use flush_ahead::{FlushedAhead, flush_ahead};
+pub(crate) use flush_ahead::{flush_in_rounds, quiesce_flushed};
 pub use held_changes::PartyHold;
 pub use hold::{Hold, HoldChange, HoldObserver};
 pub(crate) use images::ImageUse;

@@ -11,8 +11,8 @@ use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, Sy
 
 use futures_util::future::Either;
 
-use super::Disk;
 use super::quiesce::{QuiescedGuard, WriteGuard};
+use super::{Disk, quiesce_flushed};
 use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::write::ZeroOptions;
@@ -154,7 +154,7 @@ impl<'a, S: Storage> Resize<'a, S> {
                 return Ok(Either::Right(change));
             }
         }
-        Ok(Either::Left(self.0.quiesce().await?))
+        Ok(Either::Left(quiesce_flushed(self.0, SyncMode::Data).await?))
     }
 
     /// The new bytes of a disk that became longer which would not read as zeros by themselves:

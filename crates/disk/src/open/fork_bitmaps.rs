@@ -15,7 +15,7 @@ use blockhouse_storage::ImageStorage;
 
 use super::image_disk::{ImageDisk, StoredImage};
 use crate::dirty_map::DirtyMap;
-use crate::disk::ReplacedImage;
+use crate::disk::{ReplacedImage, quiesce_flushed};
 use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
 
 /// The most memory for what changes until the layer is settled: where it does not suffice, a bitmap
@@ -124,9 +124,7 @@ impl ForkedBitmaps {
         disk: &ImageDisk,
         layer: &ReplacedImage<'_, ImageStorage>,
     ) -> Result<()> {
-        // The less is left to the pause.
-        disk.format().flush(SyncMode::Data).await?;
-        let _quiesced = disk.quiesce().await?;
+        let _quiesced = quiesce_flushed(disk, SyncMode::Data).await?;
         disk.jobs().stop_observing(&self.observer());
         let theirs = layer.image().format().bitmaps()?;
         let next = |from| self.changes.0.next(from, u64::MAX);

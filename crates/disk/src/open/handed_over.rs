@@ -19,7 +19,7 @@ use super::allowed_paths::Folder;
 use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::{ImageOptions, StateUse};
 use super::qemu_name::plain_backing;
-use super::restore::FutureState;
+use super::restore::{FutureState, LogSession};
 use crate::disk::Disk;
 use crate::layer::Layer;
 use crate::options::Access;
@@ -193,17 +193,6 @@ impl StoredImage {
         }
     }
 
-    /// Writes what [`settle`](Self::settle) would, while requests go on: the less is left to it.
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn settle_ahead(&self) -> Result<()> {
-        match self.access() {
-            Access::ReadWrite => self.format().settle_ahead().await,
-            Access::ReadOnly => Ok(()),
-        }
-    }
-
     /// The failed flush that is remembered, of the image and of its data file: the errno.
     pub fn flush_failures(&self) -> [Option<i32>; 2] {
         let format = self.format();
@@ -235,7 +224,7 @@ fn not_handed_over(name: &str) -> Error {
 pub fn keep_state(disk: &ImageDisk, path: &Path, uses: &StateUse) {
     let image = disk.image();
     if let Some(state) = FutureState::of(image, path, uses) {
-        state.take(image, image.flush_failures());
+        state.take(image, LogSession::New, image.flush_failures());
     }
 }
 
@@ -279,7 +268,7 @@ impl HandedOverDisk {
             }
         }
         if let Some(state) = state {
-            state.take(&image, failures);
+            state.take(&image, LogSession::GoesOn, failures);
         }
         Disk::new(image)
     }
@@ -290,12 +279,12 @@ mod tests {
     use std::os::fd::{AsFd, BorrowedFd};
     use std::sync::atomic::AtomicU64;
 
-    use blockhouse_core::{Buffer, Durability, Request, StateMemory};
+    use blockhouse_core::{Buffer, ByteRange, Durability, Request, StateMemory};
     use blockhouse_engine::{EngineChoice, EventLoop, lock_byte_shared};
 
     use super::*;
     use crate::open::{create, open};
-    use crate::{ImageFormat, ImageOptions};
+    use crate::{BlockStatus, BlockStatusCache, ImageFormat, ImageOptions, StateDir};
 
     fn files_of(disk: &ImageDisk) -> Vec<HandedFile> {
         let copy = |file: BorrowedFd<'_>| file.try_clone_to_owned().unwrap();
@@ -348,6 +337,39 @@ mod tests {
                 assert_eq!(third.image().flush_failures()[0], Some(5));
                 assert_eq!(third.flush().await.unwrap_err().errno(), 5);
             }
+        });
+    }
+
+    /// Guests wait for their first change after a hand-over, so it writes and flushes no header.
+    #[test]
+    fn the_session_of_a_redo_log_goes_on_in_the_process_that_takes_over() {
+        // The state is on tmpfs.
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = folder.path().join("disk.qcow2");
+        let state = StateDir::create(&folder.path().join("state")).unwrap();
+        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
+            create(&path, 1 << 20, ImageFormat::Qcow2).await.unwrap();
+            let options = ImageOptions { state: StateUse::Keep(state), ..ImageOptions::default() };
+            let write = async |disk: &ImageDisk, offset| {
+                let from = Buffer::new(4096).lend();
+                let durability = Durability::None;
+                disk.submit(Request::Write { offset, from, durability }).await.unwrap();
+            };
+            let disk = open(&path, options.clone()).await.unwrap();
+            write(&disk, 0).await;
+            disk.image().settle().await.unwrap();
+            let other = HandedOverDisk::open(&path, options.clone(), files_of(&disk), None).await;
+            let other = other.unwrap().take_over([None, None]).await;
+            write(&other, 1 << 19).await;
+            assert_eq!(other.stats().counters().flushes_issued, 0, "no header is written");
+            drop(other);
+            // That process died: its log is the one that counts.
+            let disk = open(&path, options).await.unwrap();
+            let range = ByteRange::between(1 << 19, (1 << 19) + 4096);
+            let (status, _) =
+                disk.block_status(range, &mut BlockStatusCache::default()).await.unwrap();
+            assert_eq!(status, BlockStatus::Data, "the change was answered");
+            disk.close().await.unwrap();
         });
     }
 

@@ -53,8 +53,8 @@ use modification::Modification;
 use pending::{check_nothing_pending, refuse_pending, warn_of_pending};
 
 pub(super) use examine::{find_state, identity_of, status_of};
-pub(super) use keep::FutureState;
 pub use keep::NOT_KEPT;
+pub(super) use keep::{FutureState, LogSession};
 pub(super) use lost_session::refuse_lost_session;
 pub(super) use modification::{Clock, change_time, clock_of};
 pub use pending::PendingChanges;
@@ -255,7 +255,7 @@ impl Writer {
     fn keep(self, disk: StoredImage, failures: [Option<i32>; 2]) -> Result<StoredImage> {
         let vouched = self.found.as_ref().map_or(0, |found| found.page().last_data_write());
         let vouched = Duration::from_nanos(vouched);
-        match make_state(&disk, &self.dir, &self.owner, failures, vouched) {
+        match make_state(&disk, &self.dir, &self.owner, LogSession::New, failures, vouched) {
             Ok(()) => {}
             Err(error) if !matches!(self.uses, StateUse::Keep(_)) => {
                 // The old log is replayed, but not emptied: it must not be replayed again over

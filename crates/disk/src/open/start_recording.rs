@@ -27,6 +27,7 @@ use super::make_sidecar::{make_sidecar, remove_sidecar};
 use super::restore::Restore;
 use super::sidecar::{open_found, place_of};
 use super::volume::identity;
+use crate::disk::flush_ahead;
 use crate::image::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
@@ -83,7 +84,7 @@ async fn record_beside(
 ) -> Result<Pause> {
     let (recording, restore) = open_beside(disk, served, image, options).await?;
     let before = disk.format();
-    before.flush(SyncMode::Full).await?;
+    flush_ahead(&[disk], SyncMode::Full).await?;
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
     // It may have become read-only meanwhile.
@@ -131,7 +132,7 @@ pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptio
     let itself = served.share(image, options.open_mode())?;
     let (itself, restore) =
         disk_over(itself.into(), image, options, EarlierWrites::Unknown, None).await?;
-    before.flush(SyncMode::Full).await?;
+    flush_ahead(&[disk], SyncMode::Full).await?;
     let quiesced = disk.quiesced().await?;
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;

@@ -191,11 +191,15 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.settle().await
     }
 
-    /// As [`Format::settle_ahead`](crate::Format::settle_ahead).
-    pub async fn settle_ahead(&self) -> Result<()> {
+    /// As [`Format::flush_all`](crate::Format::flush_all).
+    pub async fn flush_all(&self, sync: SyncMode) -> Result<()> {
         // With the data of writes in flight, and without late refcounts, which follow.
-        self.metadata.flush(SyncMode::Data).await?;
-        self.metadata.write_back_all().await
+        self.metadata.flush(sync).await?;
+        let are_late = self.metadata.lock().tables.headers.disk().has_late_refcounts();
+        match are_late {
+            true => self.metadata.write_back_all().await,
+            false => Ok(()),
+        }
     }
 
     /// As [`Format::close`](crate::Format::close).

@@ -21,6 +21,15 @@ pub const NOT_KEPT: &str = "no state outlives the server: if its process is kill
 /// The files whose failures a state file has.
 pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Data];
 
+/// The session of a redo log, which the header of a qcow2 image names while it is changed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum LogSession {
+    /// A new one.
+    New,
+    /// That of the process that has handed the image over.
+    GoesOn,
+}
+
 /// Makes the state file of a disk whose log is empty, in the place of any other one, with failures
 /// of flushes. `vouched` is when an earlier process has written to the data file for the last time,
 /// as its state file says: what the file itself says may be another program's.
@@ -28,6 +37,7 @@ pub(crate) fn make_state(
     disk: &StoredImage,
     dir: &StateDir,
     owner: &Owner,
+    session: LogSession,
     failures: [Option<i32>; 2],
     vouched: Duration,
 ) -> Result<()> {
@@ -64,7 +74,12 @@ pub(crate) fn make_state(
     let state = StateFile::create(dir, owner, if has_log { words } else { 0 }, fill)?;
     tracing::debug!("{}: answers are kept in {}", disk.name(), state.path());
     if state.log().words() > 0 {
-        disk.attach_redo_log(state.log());
+        match session {
+            LogSession::New => disk.attach_redo_log(state.log()),
+            LogSession::GoesOn => {
+                disk.format().redo().into_iter().for_each(|redo| redo.take_over(state.log()));
+            }
+        }
     }
     disk.keep_state(state);
     Ok(())
@@ -108,8 +123,9 @@ impl FutureState {
     }
 
     /// Makes the file: it takes the name of the other process's.
-    pub(crate) fn take(self, disk: &StoredImage, failures: [Option<i32>; 2]) {
-        if let Err(error) = make_state(disk, &self.dir, &self.owner, failures, Duration::ZERO) {
+    pub(crate) fn take(self, disk: &StoredImage, session: LogSession, failures: [Option<i32>; 2]) {
+        let Self { dir, owner } = self;
+        if let Err(error) = make_state(disk, &dir, &owner, session, failures, Duration::ZERO) {
             tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name());
         }
     }

@@ -216,6 +216,11 @@ impl Header {
         Ok(())
     }
 
+    /// Whether refcounts are written late: when nothing may stay dirty.
+    pub(crate) fn has_late_refcounts(&self) -> bool {
+        self.compatible & LAZY_REFCOUNTS != 0
+    }
+
     /// The autoclear bits that stay true whatever is written, but for [`SESSION_BITS`].
     pub(crate) fn preserved_autoclear(&self) -> u64 {
         if self.geometry.has_data_file { RAW_DATA_FILE } else { 0 }

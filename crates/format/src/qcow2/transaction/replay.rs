@@ -100,7 +100,20 @@ impl<S: Storage> ImageRedo<'_, S> {
     /// next process can [`replay`](Self::replay) it if this one dies. To be called before
     /// anything is changed.
     pub fn attach(&self, log: Arc<dyn StateMemory>) {
-        self.image.metadata.attach_redo_log(log);
+        let Qcow2 { metadata, .. } = self.image;
+        metadata.attach_redo_log(RedoLog::new(log, metadata.geometry()));
+    }
+
+    /// As [`attach`](Self::attach), in the place of a process that has settled the image and
+    /// changes it no more: its session goes on, so that the header need not be written before
+    /// the first change. `log` takes the place of that process's, which nothing finds any more.
+    pub fn take_over(&self, log: Arc<dyn StateMemory>) {
+        let Qcow2 { metadata, .. } = self.image;
+        let found = metadata.lock().tables.headers.disk().autoclear & SESSION_BITS;
+        match found & SESSION {
+            0 => self.attach(log),
+            _ => metadata.attach_redo_log(RedoLog::of_session(log, metadata.geometry(), found)),
+        }
     }
 
     /// Whether a [`replay`](Self::replay) finds out that other programs have changed the image: not

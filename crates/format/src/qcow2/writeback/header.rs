@@ -8,11 +8,10 @@
 //! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while
 //!    it is open, if it is open for writing.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use async_lock::Semaphore;
-use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
 use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, LIVE_BITMAPS};
 use crate::qcow2::layout::header::{Header, Incompatible, SESSION, SESSION_BITS};
@@ -94,12 +93,9 @@ impl<S: Storage> Metadata<S> {
         .await
     }
 
-    /// Changes are noted in `memory` from now on, which is emptied.
-    pub(crate) fn attach_redo_log(&self, memory: Arc<dyn StateMemory>) {
-        let log = RedoLog::new(memory, self.geometry);
-        let mut state = self.state.lock();
-        state.tables.redo = log;
-        drop(state);
+    /// Changes are noted in this log from now on, which is empty.
+    pub(crate) fn attach_redo_log(&self, log: RedoLog) {
+        self.state.lock().tables.redo = log;
         self.look_at_autoclear();
     }
 

@@ -10,7 +10,7 @@
 
 use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
 
-use crate::qcow2::layout::header::{Incompatible, LAZY_REFCOUNTS};
+use crate::qcow2::layout::header::Incompatible;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::tables::{WritebackBatch, WritebackScope};
 
@@ -88,8 +88,7 @@ impl<S: Storage> Metadata<S> {
     /// written to them. Where refcounts are written late, the mark of an image whose refcounts
     /// may be wrong is durable instead.
     pub(crate) async fn flush_allocated(&self) -> Result<()> {
-        let is_lazy = self.state.lock().tables.headers.disk().compatible & LAZY_REFCOUNTS != 0;
-        if is_lazy {
+        if self.state.lock().tables.headers.disk().has_late_refcounts() {
             self.set_dirty_bit().await?;
         }
         self.flush(SyncMode::Data).await

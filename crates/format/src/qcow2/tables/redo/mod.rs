@@ -85,6 +85,15 @@ impl RedoLog {
     pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry) -> Self {
         // Images of version 2 have no autoclear bits.
         let session = if geometry.version >= 3 { new_session() } else { 0 };
+        Self::of_session(memory, geometry, session)
+    }
+
+    /// As [`new`](Self::new), of the session with these autoclear bits.
+    pub(crate) fn of_session(
+        memory: Arc<dyn StateMemory>,
+        geometry: Geometry,
+        session: u64,
+    ) -> Self {
         // Without the magic number it is empty, whatever the other words are meanwhile.
         memory.store(MAGIC_WORD, 0);
         memory.store(HEAD_WORD, 0);

@@ -1,0 +1,205 @@
+//! Flushes before changes are held off, so that little is left to write and to flush in the pause.
+//!
+//! One round writes and flushes all that was changed before it begins, while requests go on. The
+//! next one has what was changed meanwhile, so it takes less time, and the pause has what was
+//! changed during the last one. Rounds end:
+//!
+//! - with one that is quick, or takes less than all before it when [`ENOUGH_ROUNDS`] were made:
+//!   guests who write all the time leave none quick;
+//! - after [`MAX_ROUNDS`], and with the first one that ends after [`MAX_TIME`];
+//! - after one, outside of event loops, which have the time.
+//!
+//! Whatever is left, the pause makes durable: this changes only how long it takes.
+
+use std::convert::Infallible;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use blockhouse_core::{Result, Storage, SyncMode};
+use blockhouse_engine::has_timers;
+use futures_util::future::join_all;
+
+use super::{Disk, QuiescedGuard};
+use crate::options::Access;
+
+/// Data that is written during a flush that takes no longer is flushed soon.
+const QUICK_ROUND: Duration = Duration::from_millis(5);
+const ENOUGH_ROUNDS: u32 = 3;
+const MAX_ROUNDS: u32 = 12;
+const MAX_TIME: Duration = Duration::from_secs(1);
+
+/// The flushes before a pause.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct FlushedAhead {
+    /// How many rounds there were.
+    pub rounds: u32,
+    /// How long all of them took. Requests were carried out meanwhile.
+    pub length: Duration,
+    /// How long the last one took.
+    pub last: Duration,
+}
+
+/// Writes and flushes what these disks have, in rounds, until little is left. Requests go on.
+/// When it returns all is durable that had completed before, as by a flush.
+///
+/// # Errors
+/// The first error of a storage: the rounds end with it.
+pub async fn flush_ahead<S: Storage>(disks: &[&Disk<S>], sync: SyncMode) -> Result<FlushedAhead> {
+    let round = async || {
+        let outcomes = join_all(disks.iter().map(|disk| flush_round(disk, sync))).await;
+        outcomes.into_iter().collect::<Result<()>>()?;
+        Ok(ControlFlow::<Infallible>::Continue(()))
+    };
+    match flush_in_rounds(round).await? {
+        ControlFlow::Continue(ahead) => Ok(ahead),
+        ControlFlow::Break(never) => match never {},
+    }
+}
+
+/// As [`flush_ahead`], of what `round` writes and flushes; unless one of them breaks it off.
+///
+/// # Errors
+/// The first error of a round.
+pub(crate) async fn flush_in_rounds<B>(
+    mut round: impl AsyncFnMut() -> Result<ControlFlow<B>>,
+) -> Result<ControlFlow<B, FlushedAhead>> {
+    let began = Instant::now();
+    let mut rounds = Rounds::default();
+    loop {
+        let begin = Instant::now();
+        if let ControlFlow::Break(outcome) = round().await? {
+            return Ok(ControlFlow::Break(outcome));
+        }
+        let is_last = rounds.end(begin.elapsed(), began.elapsed());
+        if is_last || !has_timers() {
+            let FlushedAhead { rounds, length, last } = rounds.ahead;
+            tracing::debug!(
+                "flushed {rounds} times in {length:?} before a pause, last in {last:?}"
+            );
+            return Ok(ControlFlow::Continue(FlushedAhead { rounds, length, last }));
+        }
+    }
+}
+
+/// The rounds so far.
+#[derive(Default)]
+struct Rounds {
+    ahead: FlushedAhead,
+    shortest: Duration,
+}
+
+impl Rounds {
+    /// A round took `length`, and all `in_all`. Whether it was the last one.
+    fn end(&mut self, length: Duration, in_all: Duration) -> bool {
+        let rounds = self.ahead.rounds + 1;
+        let is_shortest = rounds > 1 && length < self.shortest;
+        self.shortest = if rounds == 1 { length } else { self.shortest.min(length) };
+        self.ahead = FlushedAhead { rounds, length: in_all, last: length };
+        length <= QUICK_ROUND
+            || is_shortest && rounds >= ENOUGH_ROUNDS
+            || rounds >= MAX_ROUNDS
+            || in_all >= MAX_TIME
+    }
+}
+
+async fn flush_round<S: Storage>(disk: &Disk<S>, sync: SyncMode) -> Result<()> {
+    let image = disk.begin_use();
+    match image.access() {
+        Access::ReadWrite => {
+            image.layer().flush_behind(sync).await?;
+            image.format().flush_all(sync).await
+        }
+        Access::ReadOnly => Ok(()),
+    }
+}
+
+/// As [`Disk::quiesce`], once the disk was flushed [ahead](flush_ahead): for changes that write and
+/// flush while the guest's are held off.
+///
+/// # Errors
+/// As there; errors of the storage.
+pub(crate) async fn quiesce_flushed<S: Storage>(
+    disk: &Disk<S>,
+    sync: SyncMode,
+) -> Result<QuiescedGuard<'_>> {
+    flush_ahead(&[disk], sync).await?;
+    disk.quiesce().await
+}
+
+#[cfg(test)]
+mod tests {
+    use blockhouse_core::{Buffer, Durability, Request};
+    use blockhouse_engine::{EngineChoice, EventLoop, sleep};
+    use blockhouse_format::ImageFormat;
+    use blockhouse_format::qcow2::{self, CreateOptions, Switch};
+    use blockhouse_sim::{Config, Sim, SimDisk};
+
+    use super::*;
+    use crate::options::Options;
+
+    fn rounds(lengths: &[u64]) -> u32 {
+        let (mut rounds, mut in_all) = (Rounds::default(), Duration::ZERO);
+        for &length in lengths {
+            let length = Duration::from_millis(length);
+            in_all += length;
+            if rounds.end(length, in_all) {
+                return rounds.ahead.rounds;
+            }
+        }
+        panic!("more rounds than {lengths:?}");
+    }
+
+    #[test]
+    fn rounds_end_with_a_quick_one_or_the_shortest_of_several() {
+        assert_eq!(rounds(&[5]), 1);
+        assert_eq!(rounds(&[40, 20, 4, 3]), 3);
+        assert_eq!(rounds(&[40, 20, 10, 3]), 3);
+        assert_eq!(rounds(&[20, 40, 30, 21, 19, 18]), 5);
+    }
+
+    #[test]
+    fn rounds_are_bounded_in_number_and_time() {
+        assert_eq!(rounds(&[20; 20]), MAX_ROUNDS);
+        assert_eq!(rounds(&[300; 20]), 4);
+        assert_eq!(rounds(&[5000, 1]), 1);
+    }
+
+    #[test]
+    fn a_slow_flush_is_followed_by_another_one_where_time_is_known() {
+        let mut event_loop = EventLoop::new(EngineChoice::Auto).unwrap();
+        let ahead = event_loop.block_on(async {
+            let mut lengths = [4 * QUICK_ROUND, 2 * QUICK_ROUND].into_iter();
+            let round = async || {
+                sleep(lengths.next().unwrap_or_default()).await;
+                Ok(ControlFlow::<Infallible>::Continue(()))
+            };
+            flush_in_rounds(round).await
+        });
+        let Ok(ControlFlow::Continue(ahead)) = ahead else { panic!("no round fails") };
+        assert!((3..=MAX_ROUNDS).contains(&ahead.rounds), "{ahead:?}");
+        assert!(ahead.length >= 6 * QUICK_ROUND, "{ahead:?}");
+    }
+
+    #[test]
+    fn nothing_is_left_to_a_pause_in_which_nothing_changes() {
+        for lazy_refcounts in [Switch::Off, Switch::On] {
+            let sim = Sim::new(1);
+            let storage = SimDisk::new(&sim, Config::default(), Vec::new());
+            let log = storage.clone();
+            sim.block_on(async move {
+                let create = CreateOptions { lazy_refcounts, ..CreateOptions::new(1 << 20) };
+                qcow2::create(&storage, &create).await.unwrap();
+                let disk =
+                    Disk::open(storage, ImageFormat::Qcow2, Options::default()).await.unwrap();
+                let from = Buffer::new(4096).lend();
+                let write = Request::Write { offset: 0, from, durability: Durability::None };
+                disk.submit(write).await.unwrap();
+                let quiesced = quiesce_flushed(&disk, SyncMode::Data).await.unwrap();
+                log.take_log();
+                disk.format().flush_all(SyncMode::Data).await.unwrap();
+                assert!(log.take_log().is_empty(), "nothing is written or flushed again");
+                drop(quiesced);
+            });
+        }
+    }
+}
