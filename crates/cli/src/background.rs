@@ -1,9 +1,10 @@
 //! A server in the background: a process that goes on when the command that started it has ended.
 //!
-//! Guarantees: what the server says until it listens is passed on, and its exit status where it
-//! never does. Afterwards it has neither standard output nor standard error, so that a program that
-//! reads those of the command does not wait for its end; a terminal's Ctrl-C is not for it. Where
-//! the command ends before, so does the server: it cannot say that it listens.
+//! Guarantees: the command passes on the server's output until the server listens, and its exit
+//! status if it ends before. A listening server has neither standard output nor standard error, so
+//! that a program that reads those of the command does not wait for the server. It is in a process
+//! group of its own, so that Ctrl-C does not end it. If the command ends before the server listens,
+//! the server ends, because it cannot report that it listens.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -17,24 +18,24 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{called_as, output};
 
-/// The option of a server that was started in the background: it ends the lines that say where it
-/// listens with an empty one.
+/// The option of a server in the background: it prints an empty line after the lines that say where
+/// it listens.
 pub const OPTION: &str = "--in-background";
 
-/// Bytes that are passed on together.
+/// Bytes of one read of the server's output.
 const CHUNK: usize = 4096;
 
 /// The outcome of starting a server.
 pub enum Started {
-    /// Everything listens. The lines that say where.
+    /// The server listens, at the addresses that these lines name.
     Listens(String),
-    /// It has ended before, and said why.
+    /// The server has ended before, and printed the reason.
     Ended(ExitCode),
 }
 
 /// Starts `blockhouse` with the words of a `serve` command, [`OPTION`] among them, and waits until
-/// it listens or has ended. It inherits standard input and descriptors only where a word names a
-/// file by one.
+/// it listens or has ended. It inherits standard input and descriptors only if a word names one
+/// (`/dev/stdin`, `/dev/fd/3`).
 ///
 /// # Errors
 /// It cannot be started, or was killed by a signal before it listened.
@@ -52,7 +53,7 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     if let (true, Some(name), [_, rest @ ..]) =
         (called_as::is_qemu_nbd(), std::env::args_os().next(), words)
     {
-        // The name stands for the command.
+        // The program name selects the command, so the word `serve` is left out.
         command.arg0(name);
         words = rest;
     }
@@ -60,7 +61,7 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     let mut server = command.spawn().context("cannot start the server")?;
     let outcome = until_it_listens(&mut server);
     if outcome.is_err() {
-        // Where it has not ended, it would run unknown to its user.
+        // The user would not know of a server that still runs.
         let _ = server.kill();
     }
     outcome
@@ -94,15 +95,15 @@ impl Output {
         Some(Self { stdout, stderr, lines: Vec::new() })
     }
 
-    /// Passes on what is said until everything listens: false where standard output ends before.
+    /// Passes on the output until the server listens; false if standard output ends before.
     fn pass_on_until_ready(&mut self) -> io::Result<bool> {
         loop {
-            let [says, complains] = self.wait(None)?;
-            if complains && !self.pass_on_some()? && !says {
-                // Closed: only the other one is worth waiting for.
+            let [has_output, has_errors] = self.wait(None)?;
+            if has_errors && !self.pass_on_some()? && !has_output {
+                // Standard error is closed: `poll` would return at once for it.
                 return self.read_lines_to_the_end();
             }
-            if says && self.read_lines()? == 0 {
+            if has_output && self.read_lines()? == 0 {
                 return Ok(false);
             }
             if self.is_ready() {
@@ -132,7 +133,7 @@ impl Output {
         Ok(length)
     }
 
-    /// Passes on what standard error has; false at its end.
+    /// Passes on the next bytes of standard error; false at its end.
     fn pass_on_some(&mut self) -> io::Result<bool> {
         let mut bytes = [0; CHUNK];
         let length = self.stderr.read(&mut bytes)?;
@@ -140,13 +141,13 @@ impl Output {
         Ok(length > 0)
     }
 
-    /// Passes on what standard error has now.
+    /// Passes on what standard error has, without waiting for more.
     fn pass_on(&mut self) -> io::Result<()> {
         while self.wait(Some(&Timespec::default()))?[1] && self.pass_on_some()? {}
         Ok(())
     }
 
-    /// Which of standard output and standard error has something to read, or has ended.
+    /// Waits for standard output and standard error: which has something to read, or has ended.
     fn wait(&self, limit: Option<&Timespec>) -> io::Result<[bool; 2]> {
         let mut both =
             [PollFd::new(&self.stdout, PollFlags::IN), PollFd::new(&self.stderr, PollFlags::IN)];

@@ -1,10 +1,10 @@
 //! `blockhouse backup`: a disk as a qcow2 file, all of it or the changes since a bitmap was begun.
 //!
 //! Guarantees: the target gets its name when it is complete and durable, never before; until then
-//! it is in `TARGET.part` beside it. A backup that was cut stays there, and `--resume` goes on with
-//! it: what is there is compared with the source, and what differs is copied, so that nothing of
-//! another moment stays. An increment has whole clusters and an ordinary link to its base: what it
-//! does not have is read from there, by any program.
+//! it is in `TARGET.part` beside it. An interrupted backup stays there, and `--resume` continues
+//! it: the copy is compared with the source, and ranges that differ are copied again, so that no
+//! older data stays. An increment consists of whole clusters, and its base is an ordinary backing
+//! file: any program reads the other clusters from there.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -29,11 +29,11 @@ use crate::phases::Phases;
 use crate::progress::{Progress, ProgressArgs};
 use crate::side_file_args::SideFileArgs;
 
-/// Requests in flight in all.
+/// Requests in flight.
 const MAX_IN_FLIGHT: usize = 16;
 /// Bytes of one request.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// The unit in which a copy is remembered, in bytes.
+/// Bytes of a block when a resumed increment is compared.
 const BLOCK: u64 = 64 << 10;
 /// The largest cluster of a target, in bytes.
 const MAX_CLUSTER: u64 = 64 << 10;
@@ -51,19 +51,19 @@ pub struct Arguments {
     /// the server of SOURCE offers (qemu:dirty-bitmap:SINCE).
     #[arg(long, value_name = "SINCE", requires = "base")]
     incremental: Option<String>,
-    /// The backup of the moment when the bitmap was begun, in the folder of TARGET, whose backing
-    /// file it becomes.
+    /// The backup that was made when the bitmap was begun. It becomes the backing file of TARGET,
+    /// and must be in the same folder.
     #[arg(long, short, value_name = "FILE", requires = "incremental")]
     base: Option<PathBuf>,
     /// The format of that backup; left out, its name decides (.qcow2, otherwise raw).
     #[arg(long, short = 'F', value_name = "FORMAT", requires = "base")]
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     base_format: Option<ImageFormat>,
-    /// Read all of it again in the end, and compare.
+    /// Compare the backup with the source at the end.
     #[arg(long)]
     verify: bool,
-    /// Go on with a backup that was cut: compare what is in TARGET.part with the source and copy
-    /// what differs. Say the same about increment and base as before.
+    /// Continue an interrupted backup: compare TARGET.part with the source, and copy the
+    /// differences. Give the same --incremental and --base as before.
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
@@ -72,8 +72,8 @@ pub struct Arguments {
     side_file: SideFileArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// The disk to copy: an image that no program changes, or an export of an NBD server, as 'ctl
-    /// backup begin' makes them.
+    /// The disk to copy: an image that no program changes, or an export of an NBD server, such as
+    /// one that 'ctl backup begin' makes.
     source: PathBuf,
     /// The new qcow2 image. One that exists is left alone.
     target: PathBuf,
@@ -169,11 +169,11 @@ impl Arguments {
             ..CreateOptions::new(source.size())
         };
         let target = self.part(part, options).await?;
-        // The base may have had something else there.
+        // Ranges that are not copied yet read as the base.
         let is_zero = false;
         let (from, to) = (Arc::clone(source), Arc::clone(&target));
         if self.resume {
-            // Of another moment, perhaps.
+            // The target may have clusters of an earlier state of the source.
             let own = RangeCopy::new(Arc::clone(&to), Arc::clone(&from), BLOCK, is_zero)?;
             own.mark_own(&changed, || true).await?;
         }
@@ -191,7 +191,7 @@ impl Arguments {
         kept(target, copied).await
     }
 
-    /// Copies what has changed, unless an earlier command has.
+    /// Copies a changed range, unless an earlier command has copied it.
     async fn copy_chunk(
         &self,
         copy: &RangeCopy<ImageStorage>,
@@ -205,8 +205,8 @@ impl Arguments {
         Ok(())
     }
 
-    /// The image that becomes the target: a new one, or what an earlier command has left, which has
-    /// to be like it.
+    /// The image that becomes the target: a new one, or the unfinished one of an earlier command,
+    /// which must have the same size and backing file.
     async fn part(&self, part: &Path, options: CreateOptions) -> Result<Arc<ImageDisk>> {
         if !self.resume {
             let progress = ToolProgress::default();
@@ -225,7 +225,7 @@ impl Arguments {
         Ok(Arc::new(target))
     }
 
-    /// The link to the base.
+    /// The base as the target's backing file.
     fn backing(&self) -> Result<Backing> {
         let base = self.base.as_deref().context("an increment has a base")?;
         let folder = |path: &Path| match path.parent() {
@@ -247,8 +247,8 @@ impl Arguments {
         Ok(Backing { name: name.into(), format: Some(format.as_str().to_owned()) })
     }
 
-    /// Around the page cache, which is left to those who read again what is in it; through it where
-    /// the host has no direct I/O, or where clusters are smaller than its blocks.
+    /// Opens the target for direct I/O, so that the backup does not evict other data from the page
+    /// cache. Uses the page cache if the host has no direct I/O, or its blocks exceed a cluster.
     async fn open_target(&self, part: &Path) -> Result<ImageDisk> {
         let options = ImageOptions {
             access: Access::ReadWrite,
@@ -266,7 +266,7 @@ impl Arguments {
         }
     }
 
-    /// Makes the target durable, once it is found to be right; closes it in any case.
+    /// Makes the target durable, verifies it if the user asked for that, and closes it.
     async fn finish(
         &self,
         source: &Arc<ImageDisk>,
@@ -294,9 +294,9 @@ impl Arguments {
         let Some(offset) = job.difference() else { return Ok(()) };
         let what = match &self.incremental {
             Some(since) => format!(
-                "does the base belong to the bitmap '{since}', and does nothing change the source?"
+                "check that the base belongs to the bitmap '{since}' and that nothing changes the source"
             ),
-            None => "does nothing change the source?".to_owned(),
+            None => "check that nothing changes the source".to_owned(),
         };
         Err(anyhow!(
             "{}: differs from the source at offset {offset}; {what}",
@@ -305,8 +305,8 @@ impl Arguments {
     }
 }
 
-/// The target where all was copied. Otherwise it is closed, so that what was copied can be found
-/// again.
+/// The target, if the copy succeeded. Otherwise closes it, so that `--resume` finds the copied
+/// data.
 async fn kept(
     target: Arc<ImageDisk>,
     copied: blockhouse_core::Result<()>,
@@ -314,14 +314,14 @@ async fn kept(
     match copied {
         Ok(()) => Ok(target),
         Err(error) => {
-            // The copy's error counts.
+            // The error of the copy is the cause.
             let _ = target.close().await;
             Err(error.into())
         }
     }
 }
 
-/// The largest clusters that have nothing but what has changed.
+/// The largest cluster size at whose borders all changed ranges begin and end, within the limits.
 fn cluster_size(changed: &DirtyMap) -> u64 {
     let mut borders = MAX_CLUSTER;
     let mut offset = 0;
@@ -336,7 +336,7 @@ fn cluster_size(changed: &DirtyMap) -> u64 {
     (1 << borders.trailing_zeros()).clamp(MIN_CLUSTER, MAX_CLUSTER)
 }
 
-/// The changed ranges, in parts of the length of a request.
+/// The changed ranges, split into requests.
 fn chunks(changed: &DirtyMap) -> impl Iterator<Item = ByteRange> + '_ {
     let mut offset = 0;
     std::iter::from_fn(move || {

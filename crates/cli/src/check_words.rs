@@ -4,8 +4,8 @@
 use blockhouse_disk::CheckReport;
 use blockhouse_format::qcow2::Finding;
 
-/// A line for each finding; where it was repaired, one for each repair behind them. Those of bad
-/// references to a cluster come first, as there.
+/// A line for each finding; after a repair, also one for each repair. As in `qemu-img check`, bad
+/// references to a cluster come first.
 pub fn lines(found: &CheckReport, is_repair: bool) -> Vec<String> {
     let is_late = |finding: &&Finding| {
         matches!(finding, Finding::Refcount { .. } | Finding::CopiedFlag { .. })

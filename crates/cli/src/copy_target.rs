@@ -73,16 +73,16 @@ pub enum IfThere {
     Fail,
     /// A file is replaced; what has a size of its own (a device, an export) is overwritten.
     Replace,
-    /// It has to be there, is made zeros and written.
+    /// It must exist; it is filled with zeros and written.
     Overwrite,
-    /// It has to be there and to read as zeros, and is written.
+    /// It must exist and read as zeros; it is written.
     OverwriteZeros,
     /// An earlier copy is continued.
     Resume,
 }
 
-/// The unfinished copy of an earlier command, to go on with: clusters that leaked when that command
-/// was killed are free again, and it was opened again by `open` then.
+/// Returns the unfinished copy of an earlier command. If clusters leaked because that was killed,
+/// frees them, and opens the copy again by `open`.
 ///
 /// # Errors
 /// Its metadata is damaged; what the storage answers.

@@ -1,10 +1,10 @@
 //! `blockhouse create`: new images.
 //!
 //! Guarantees: a file that exists is left alone, a new image is durable when the command ends, and
-//! a command that fails leaves none. A block device is overwritten, once it is known that nothing
-//! uses it and that the image's tables fit; no byte that was on it is ever a part of the new disk.
-//! Options that do not exist or contradict each other on the command line are wrong usage; nothing
-//! is touched then.
+//! a command that fails leaves no file. A qcow2 image overwrites a block device, once it is known
+//! that nothing uses the device and that the metadata fits; old bytes of the device are not visible
+//! in the new disk. A raw disk is the device itself, with its content. Options that do not exist or
+//! contradict each other are wrong usage, and have no effect.
 
 use std::path::{Path, PathBuf};
 
@@ -58,8 +58,7 @@ pub struct Arguments {
     /// The format of the backing file, which is never guessed: the same as -o backing_fmt=FORMAT.
     #[arg(long, short = 'F', value_name = "FORMAT", value_parser = create_options::parse_backing_format)]
     backing_format: Option<Setting>,
-    /// Make the overlay without a look at its backing file, which need not be there yet. The size
-    /// has to be given.
+    /// Do not open the backing file, which need not exist yet. The size must be given.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
     #[command(flatten)]
@@ -69,7 +68,7 @@ pub struct Arguments {
     #[command(flatten)]
     keys: KeyArgs,
     /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone. On a block device
-    /// it takes the place of all that is there; a raw disk is the device itself, and keeps it.
+    /// it replaces all data; a raw disk is the device itself, and keeps its data.
     image: Option<PathBuf>,
     /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that
     /// of the backing file.
@@ -168,7 +167,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
     }
 }
 
-/// Ends the program as for any other wrong usage, which under the name qemu-img names the image.
+/// As [`wrong_usage`]; under the name qemu-img the error names the image.
 fn wrong_usage_of(image: &Path, why: &str) -> ! {
     match called_as::is_qemu_img() {
         true => wrong_usage(&format!("{}: {why}", image.display())),
@@ -176,7 +175,7 @@ fn wrong_usage_of(image: &Path, why: &str) -> ! {
     }
 }
 
-/// An image that is there is overwritten under the name qemu-img, but not by an overlay of itself.
+/// Under the name qemu-img, which overwrites an image: refuses an image as its own backing file.
 fn refuse_own_name(image: &Path, settings: &[Setting]) -> Result<()> {
     let is_own = |setting: &Setting| matches!(setting, Setting::BackingFile(name) if Path::new(name) == image);
     if called_as::is_qemu_img() && settings.iter().any(is_own) {
@@ -192,7 +191,7 @@ fn refuse_own_name(image: &Path, settings: &[Setting]) -> Result<()> {
 const SIZE_IS_MISSING: &str = "the size is missing: 512, 64K, 20G";
 
 impl Arguments {
-    /// The options of a qcow2 image; a size of 0 is that of the backing file.
+    /// The options of a qcow2 image; the size is 0 if the backing file's size is used.
     fn qcow2_options(
         &self,
         named: &Path,
@@ -234,7 +233,7 @@ impl Arguments {
     }
 }
 
-/// The error for a new overlay whose backing file is not there. Only under the name qemu-img.
+/// The error for a missing backing file. Only under the name qemu-img.
 fn missing_backing(image: &Path, settings: &[Setting]) -> Option<String> {
     let name = settings.iter().rev().find_map(|setting| match setting {
         Setting::BackingFile(name) => Some(name),
@@ -274,13 +273,13 @@ fn missing_format(image: &Path, settings: &[Setting]) -> Option<String> {
     ))
 }
 
-/// How the file of a new image is made; under the name qemu-img in place of a file that is there.
+/// The options of a new image's file; under the name qemu-img a file that exists is overwritten.
 fn new_file(image: &Path, settings: &[Setting]) -> NewFile {
     let is_in_place = called_as::is_qemu_img() && image.is_file();
     NewFile { is_in_place, ..create_options::new_file(settings) }
 }
 
-/// A device is a raw disk as it is, where it is large enough.
+/// Checks that a device can be a raw disk of this size. Nothing is written to it.
 fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> {
     let name = image.display();
     let mut device = std::fs::File::open(image).with_context(|| format!("{name}: cannot open"))?;
@@ -326,7 +325,7 @@ pub fn chosen_encryption(settings: &[Setting]) -> Option<ChosenEncryption> {
     create_options::encryption(settings).unwrap_or_else(|why| wrong_usage(&why))
 }
 
-/// Ends the program as for any other wrong usage.
+/// Reports wrong usage and ends the program.
 pub fn wrong_usage(why: &str) -> ! {
     output::tell(&match qemu_refusals::of_usage(why) {
         Some(words) => format!("{}: {words}", called_as::own_name()),
@@ -346,7 +345,7 @@ pub fn luks_header(keys: &KeyArgs, settings: &[Setting]) -> Result<Vec<u8>> {
     keys.create_header(create_options::key_secret(settings), time)
 }
 
-/// The outcome of the work on a new file, which is removed where that has failed.
+/// Removes a new file if the work on it has failed. Returns the outcome of the work.
 async fn or_removed(file: &Path, made: blockhouse_core::Result<()>) -> blockhouse_core::Result<()> {
     if made.is_err() {
         remove_created(file).await;
@@ -354,7 +353,7 @@ async fn or_removed(file: &Path, made: blockhouse_core::Result<()>) -> blockhous
     made
 }
 
-/// Makes a new LUKS container with a disk of `size` bytes, which reads as anything.
+/// Makes a new LUKS container with a disk of `size` bytes, whose content is undefined.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
@@ -368,8 +367,8 @@ pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) 
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// As [`create_raw`], under a name of its own until its space is taken: a file that has the name of
-/// the image is whole.
+/// As [`create_raw`], under another name until the space is allocated: a file with the name of the
+/// image is complete.
 async fn create_whole_raw(
     image: &Path,
     size: u64,
@@ -381,19 +380,19 @@ async fn create_whole_raw(
         return create_raw(image, size, mode, file, progress).await;
     }
     let part = part_of(image);
-    // A file that an earlier command left begins anew.
+    // A file that an earlier command left is overwritten.
     let file = NewFile { is_in_place: part.is_file(), ..file };
     create_raw(&part, size, mode, file, progress).await?;
     Ok(rename_finished(&part, image, IfExists::Fail).await?)
 }
 
-/// Refuses to take space that the file system has not.
+/// Refuses an allocation that exceeds the free space of the file system.
 ///
 /// # Errors
 /// `NoSpace`.
 async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Result<()> {
     match storage.free_space().await {
-        // A file system without a size of its own says 0.
+        // 0 is the answer of a file system without a size.
         Ok(Some(free)) if 0 < free && free < bytes => {
             let (bytes, free) = (size::show(bytes), size::show(free));
             let what = format!("its space is {bytes}, and the file system has {free} left");
@@ -404,7 +403,7 @@ async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Resu
     }
 }
 
-/// Makes a new raw image with its space. `progress` counts space that is allocated.
+/// Makes a new raw image. `progress` counts the space that `mode` allocates.
 ///
 /// # Errors
 /// One that names the file; no file is left then.
@@ -428,9 +427,9 @@ pub async fn create_raw(
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// Under the name qemu-img the file of an image without data ends with its L1 table, as there, and
-/// not with a cluster.
-fn cut_behind_l1(image: &Path) -> std::io::Result<()> {
+/// Cuts the file of an image without data after its L1 table, instead of after the cluster, as
+/// qemu-img does.
+fn cut_after_l1(image: &Path) -> std::io::Result<()> {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(image)?;
     let mut header = [0; 48];
     std::os::unix::fs::FileExt::read_exact_at(&file, &mut header, 0)?;
@@ -443,8 +442,8 @@ fn cut_behind_l1(image: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Under the name qemu-img a new file has its first block, as there: programs find out by it what
-/// alignment O_DIRECT needs.
+/// Under the name qemu-img: writes the first block of a new file, as qemu-img does. Programs detect
+/// the alignment of O_DIRECT by it.
 fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
     const BLOCK: usize = 4096;
     if !called_as::is_qemu_img() || !image.is_file() {
@@ -456,7 +455,7 @@ fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
     written.with_context(|| format!("{}: cannot write its first block", image.display()))
 }
 
-/// Makes a new qcow2 image, and says so if it names what commands open only when they are told to.
+/// Makes a new qcow2 image, and reports each file it names that commands open only with an option.
 /// `progress` counts tables and space that is allocated.
 ///
 /// # Errors
@@ -474,7 +473,7 @@ pub async fn create_qcow2(
     make_qcow2(image, options, file, progress).await
 }
 
-/// Makes a new qcow2 image of the size of the image behind it.
+/// Makes a new qcow2 image with the size of its backing file.
 ///
 /// # Errors
 /// As [`create_qcow2`].
@@ -495,7 +494,7 @@ pub fn make_overlay(
     })
 }
 
-/// As [`create_qcow2`], without a look at the backing file.
+/// As [`create_qcow2`], but does not open the backing file.
 async fn make_qcow2(
     image: &Path,
     options: &qcow2::CreateOptions,
@@ -512,7 +511,7 @@ async fn make_qcow2(
     let filled = fill_qcow2(image, data_path.as_deref(), options, progress).await;
     or_removed(image, filled).await?;
     if called_as::is_qemu_img() && image.is_file() {
-        cut_behind_l1(image)
+        cut_after_l1(image)
             .with_context(|| format!("{}: cannot set its length", image.display()))?;
     }
     if let Some(backing) = &options.backing {
@@ -523,7 +522,7 @@ async fn make_qcow2(
         && !tell_if_not_free(image, name, "data file")
     {
         output::tell(&format!(
-            "blockhouse: {}: its data file '{}' is not called after it: commands write to it only with --allow-path",
+            "blockhouse: {}: its data file '{}' is not named after it, as disk.raw is after disk.qcow2: commands write to it only with --allow-path",
             image.display(),
             String::from_utf8_lossy(name)
         ));
@@ -531,9 +530,9 @@ async fn make_qcow2(
     Ok(())
 }
 
-/// Makes the empty `image` a qcow2 image with a new data file. A data file that could not be
-/// finished is removed. A device as the data file keeps its size, and as the raw disk what is on
-/// it.
+/// Makes the empty `image` a qcow2 image, with a new data file if `data` names one. A data file
+/// that could not be finished is removed. A device as the data file keeps its size, and its content
+/// if it is a raw data file.
 async fn fill_qcow2(
     image: &Path,
     data: Option<&Path>,
@@ -550,7 +549,7 @@ async fn fill_qcow2(
         qcow2::create_with(&storage, None, options, progress).await?;
         return storage.close().await;
     };
-    // qemu-img makes both files anew.
+    // qemu-img overwrites both files.
     let is_in_place = called_as::is_qemu_img() && path.is_file();
     create_as(path, 0, ImageFormat::Raw, NewFile { is_in_place, ..NewFile::default() }).await?;
     let finish = async {
@@ -562,8 +561,8 @@ async fn fill_qcow2(
     or_removed(path, finish.await).await
 }
 
-/// Opens the backing file of a new image: one that cannot be opened in its stated format would be
-/// of no use.
+/// Opens the backing file of a new image, in the stated format. Reason: an image whose backing file
+/// cannot be opened would be of no use.
 ///
 /// # Errors
 /// One that names the new image.
@@ -576,7 +575,7 @@ pub async fn open_backing(
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;
-    // A missing file there is reported when the new image is used.
+    // A file that is missing below the backing file is reported when the new image is used.
     let options =
         ImageOptions { locking: Locking::None, allowed_paths, ..read_only(format, StateUse::Off) };
     let options = options.in_part(part);

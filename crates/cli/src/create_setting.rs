@@ -28,39 +28,39 @@ pub enum Setting {
     ExtendedL2(Switch),
     /// How clusters will be compressed.
     CompressionType(Compression),
-    /// The space that is allocated at once.
+    /// The space that is allocated when the image is created.
     Preallocation(Preallocation),
-    /// The name of the file behind the image.
+    /// The name of the backing file.
     BackingFile(String),
-    /// Its format.
+    /// The format of the backing file.
     BackingFormat(String),
     /// The name of the file that holds the guest's data.
     DataFile(String),
-    /// Whether that reads as the guest's disk.
+    /// Whether the data file is a raw image of the guest's disk.
     RawDataFile(Switch),
     /// How the guest's data is encrypted.
     Encrypt(EncryptFormat),
-    /// Whether it is encrypted as QEMU did before LUKS: the old words for it.
+    /// Whether the data is encrypted as QEMU did before LUKS, by the older option.
     EncryptionSwitch(Switch),
-    /// How long it takes to derive the key, in milliseconds.
+    /// Milliseconds that the derivation of the key should take.
     EncryptIterTime(u32),
     /// The name of the secret that opens the image.
     KeySecret(String),
-    /// An algorithm of LUKS that every new image has.
+    /// An option of LUKS with the only value that new images have.
     UsualLuks,
-    /// Whether writes change the file in place on file systems that copy otherwise.
+    /// Whether a copy-on-write file system changes the file in place.
     NoCopyOnWrite(Switch),
-    /// In how many bytes at a time the file system is to give the file space.
+    /// The allocation unit, in bytes, that the file system is advised to use for the file.
     ExtentSize(u32),
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     Size(u64),
-    /// An option of a format of another program, with a sound value.
+    /// An option of a foreign format, with a valid value.
     Foreign(&'static str, String),
-    /// A value that qemu-img refuses when it makes the image, under its name.
+    /// Under the name qemu-img: a value that is refused when the image is made.
     Refused(Refusal),
 }
 
-/// An option as it is typed.
+/// The name and the value of an option, as on the command line; `None` if it is not shown.
 pub fn word_of(setting: &Setting) -> Option<(&'static str, String)> {
     let switch = |switch: &Switch| if *switch == Switch::On { "on" } else { "off" }.to_owned();
     Some(match setting {

@@ -25,7 +25,7 @@ pub struct ForeignTarget<'a> {
     pub kind: ForeignKind,
     /// Its properties.
     pub options: NewForeignOptions,
-    /// The disk behind it.
+    /// The parent image.
     pub parent: Option<Arc<ImageDisk>>,
     /// The file's properties for the file system.
     pub file: NewFile,

@@ -160,7 +160,7 @@ enum Command {
     Bitmap(Deferred<bitmap::Arguments>),
     /// Copy a disk, or what of it has changed, to a qcow2 image.
     Backup(Deferred<backup::Arguments>),
-    /// Make a disk of a backup, with all that it needs behind it, and compare the two.
+    /// Copy a backup, with its backing files, to a disk, and compare the two.
     Restore(Deferred<restore::Arguments>),
     /// Ask things of a running server: which disks and exports it has, and to change them.
     Ctl(Deferred<Box<ctl::Arguments>>),

@@ -147,7 +147,7 @@ fn qcow2(arguments: &Arguments, mut options: CreateOptions) -> Result<Figures> {
     options.size = size;
     let fully_allocated = options.full_length().unwrap_or_else(|why| wrong_usage(&why));
     let disk = size.next_multiple_of(cluster);
-    // How much an overlay will share with what is behind it is not known.
+    // The share of an overlay that its backing file will have is unknown.
     let is_full = matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full)
         || (options.backing.is_some() && arguments.size.is_none());
     let required = match options.data_file {

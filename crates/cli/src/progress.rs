@@ -19,7 +19,7 @@ use signal_hook::consts::SIGUSR1;
 
 use crate::{called_as, output};
 
-/// How often it is looked at how far the work is.
+/// The interval at which the progress is displayed.
 pub const INTERVAL: Duration = Duration::from_millis(100);
 /// Percent between two lines, as those of qemu-img.
 const STEP: f64 = 1.0;
@@ -59,7 +59,7 @@ impl Progress {
         Ok(Self { has_lines: arguments.progress, lines_to: LinesTo::Output, is_asked })
     }
 
-    /// Under the name qemu-img: prints lines as there, one for each chunk that is a percent or more
+    /// Under the name qemu-img: prints its lines, one for each chunk that is a percent or more
     /// after the line before. `None` where no lines are printed.
     pub fn lines_by_chunk(&self) -> Option<impl Fn(u64, u64) + Send + Sync + use<>> {
         let is_meant = self.prints_on_output() && called_as::is_qemu_img() && !output::is_quiet();

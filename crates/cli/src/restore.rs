@@ -1,4 +1,4 @@
-//! `blockhouse restore`: a backup, with all that it needs behind it, as a disk that can be used.
+//! `blockhouse restore`: copies a backup, with its backing files, to a disk that can be used.
 //!
 //! Guarantees: those of [`copy_target`](crate::copy_target), and that the disk was read again and
 //! compared with the backup before a new image gets its name. Nothing that exists is written to
@@ -38,8 +38,8 @@ pub struct Arguments {
     progress: ProgressArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// The backup of the moment to restore: an image that 'backup' made. It is only read, with all
-    /// files behind it.
+    /// The backup of the moment to restore: an image that 'backup' made. It and its backing files
+    /// are only read.
     source: PathBuf,
     /// The new image, or a block device. An image that exists is left alone.
     target: PathBuf,

@@ -182,10 +182,7 @@ fn once<T>(slot: &mut Option<T>, key: &str, value: T) -> Result<bool, String> {
     }
 }
 
-/// A name that is not empty.
-///
-/// # Errors
-/// It is.
+/// A name, which must not be empty.
 fn name(key: &str, value: &str) -> Result<String, String> {
     match value {
         "" => Err(format!("{key} has no value")),

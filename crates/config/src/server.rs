@@ -176,11 +176,11 @@ impl StateSetup {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TlsChoice {
-    /// They do not.
+    /// Clients do not use TLS.
     Off,
-    /// They may.
+    /// Clients may use TLS.
     Optional,
-    /// They must.
+    /// Clients must use TLS.
     Required,
 }
 

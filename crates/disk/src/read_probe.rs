@@ -1,33 +1,32 @@
-//! Finding out whether another disk is this one by another name: whether reads of that one arrive
-//! here.
+//! Detects that another disk is an export of this disk: reads of the other disk arrive here.
 //!
-//! Nothing is changed for it. A disk that is not probed pays one relaxed load for each read.
+//! A probe changes no data. A disk without a probe executes one relaxed load for each read.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockhouse_core::ByteRange;
 use parking_lot::Mutex;
 
-/// The ranges that are looked for.
+/// The ranges whose reads the probe watches for.
 #[derive(Default)]
 pub(crate) struct ReadProbes {
     is_any: AtomicBool,
     wanted: Mutex<Vec<(ByteRange, bool)>>,
 }
 
-/// Looks for reads of some ranges by the disk's exports, until it is dropped.
+/// Watches for reads of some ranges by the disk's exports, until it is dropped.
 pub struct ReadProbe<'a>(&'a ReadProbes);
 
 impl ReadProbes {
-    /// Looks for reads of exactly these ranges from now on. One probe at a time: another one takes
-    /// the place of this.
+    /// Starts a probe for reads of exactly these ranges. A second probe replaces the ranges, and
+    /// the drop of either one ends both.
     pub(crate) fn begin(&self, ranges: Vec<ByteRange>) -> ReadProbe<'_> {
         *self.wanted.lock() = ranges.into_iter().map(|range| (range, false)).collect();
         self.is_any.store(true, Ordering::SeqCst);
         ReadProbe(self)
     }
 
-    /// A read of `length` bytes from `offset` on has begun.
+    /// Records that a read of `length` bytes at `offset` has begun.
     pub(crate) fn note(&self, offset: u64, length: u64) {
         if !self.is_any.load(Ordering::Relaxed) {
             return;
@@ -39,7 +38,7 @@ impl ReadProbes {
 }
 
 impl ReadProbe<'_> {
-    /// Whether there was a read of each range.
+    /// Whether each range was read.
     pub fn has_seen_all(&self) -> bool {
         self.0.wanted.lock().iter().all(|(_, seen)| *seen)
     }

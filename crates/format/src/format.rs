@@ -1,8 +1,8 @@
-//! The questions of the I/O path to an image format.
+//! The interface between the I/O path and an image format.
 //!
-//! [`Format`] is the one place that knows the formats by name; the layers above only ask it. What
-//! they ask about an image (has it clusters, a header, snapshots) is in `describe`, `header`,
-//! `snapshots` and `bitmaps`.
+//! Only [`Format`] knows the formats by name; the layers above call it. The methods for properties
+//! of an image (clusters, the header, snapshots) are in `describe`, `header`, `snapshots` and
+//! `bitmaps`.
 //!
 //! Writing goes in three steps, so that no crash shows a mapping without its data: `map` prepares
 //! an extent, the path moves the data, `link` makes the extent visible (or `abort` gives it back).
@@ -16,12 +16,12 @@ use blockhouse_core::{
 use crate::qcow2::{DataWriteGuard, ImageRedo, ReadGuard};
 use crate::{Abort, Flat, Intent, MetadataSync, Qcow2};
 
-/// An image format over the storage that holds the image. Closed: the path has one arm for each
-/// state of an extent, not one for each format. The [crate's page](crate) has an example.
+/// An image format over the storage that holds the image. The I/O path has one arm for each state
+/// of an extent, not one for each format. The [crate's page](crate) has an example.
 pub enum Format<S: Storage> {
-    /// The disk has no metadata to write.
+    /// Host offsets never change, or the image is only read.
     Flat(Flat<S>),
-    /// Tables say where the guest's clusters are.
+    /// L1 and L2 tables map the guest's clusters.
     Qcow2(Box<Qcow2<S>>),
 }
 
@@ -34,13 +34,13 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Where the last byte that has a place ends: at least [`size`](Self::size), and beyond it
-    /// where the format allocates in larger units. Block-aligned operations stop here.
+    /// The end of the last allocation unit: [`size`](Self::size), rounded up to a multiple of the
+    /// unit. Block-aligned operations stop here.
     pub fn end(&self) -> u64 {
         self.qcow2().map_or_else(|| self.size(), Qcow2::end)
     }
 
-    /// The file that was opened: of a raw image with a side file, that one.
+    /// The file that was opened; the side file if a raw image has one.
     pub fn storage(&self) -> &S {
         match self {
             Self::Flat(flat) => flat.storage(),
@@ -48,7 +48,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Where the host offsets of extents point to: the image, or its data file.
+    /// The file that the host offsets of extents refer to: the image, or its data file.
     pub fn data(&self) -> &S {
         match self {
             Self::Flat(flat) => flat.data(),
@@ -76,8 +76,8 @@ impl<S: Storage> Format<S> {
     }
 
     /// Attaches a guard to the memory of a write that carries copy-on-write padding (an extent
-    /// whose `whole` is more than its `guest`): so the format learns when the write has ended,
-    /// also where its future was dropped.
+    /// whose `alloc_range` exceeds its `guest`). The drop of the guard tells the format that the
+    /// write has ended, even after its future was dropped.
     #[must_use]
     pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
@@ -86,7 +86,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The place of the first bytes of `range`: an extent that starts where `range` does, is not
+    /// Maps the first bytes of `range`: returns an extent that starts where `range` does, is not
     /// empty and does not reach beyond it. Its host offset is as well aligned as its guest offset,
     /// up to the storage's alignment.
     ///
@@ -102,8 +102,8 @@ impl<S: Storage> Format<S> {
         check_extent(self, range, intent, extent)
     }
 
-    /// As [`map`](Self::map), for a change after which the disk reads what it did before: bitmaps
-    /// do not record it.
+    /// As [`map`](Self::map), for a change that leaves the content of the disk the same: bitmaps do
+    /// not record it.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -116,8 +116,8 @@ impl<S: Storage> Format<S> {
     }
 
     /// As [`map`](Self::map) for a write, by a request that holds extents whose writes have not
-    /// begun. `None` where it would have to wait until others hand their extents back: they may
-    /// be waiting for those of this request.
+    /// begun. `None` if it would have to wait for extents of other requests. Reason: they may wait
+    /// for those of this request, which would be a deadlock.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -139,8 +139,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Waits until the reads that have [begun](Self::begin_read) are over, and for none that begins
-    /// later.
+    /// Waits for the reads that have [begun](Self::begin_read), and not for later ones.
     pub async fn reads_ended(&self) {
         match self {
             Self::Flat(_) => {}
@@ -170,7 +169,7 @@ impl<S: Storage> Format<S> {
 
     /// Gives the extent back: its data was not written. Never waits, so that `drop` can call it.
     pub fn abort(&self, extent: Extent, why: Abort) {
-        // The extents of others are never new.
+        // Extents of flat images are never new: there is nothing to undo.
         if let Self::Qcow2(qcow2) = self {
             qcow2.abort(extent, why);
         }
@@ -211,8 +210,8 @@ impl<S: Storage> Format<S> {
         self.qcow2().map_or(MetadataSync::Flush, Qcow2::metadata_sync_mode)
     }
 
-    /// The image's redo log; `None` where none is needed, because nothing that a request has
-    /// changed is in this process alone.
+    /// The image's redo log; `None` without metadata, because then no change is only in the memory
+    /// of this process.
     pub fn redo(&self) -> Option<ImageRedo<'_, S>> {
         self.qcow2().map(Qcow2::redo)
     }
@@ -241,8 +240,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// As [`flush`](Self::flush), with all that a change of the whole image would have to write
-    /// first: late refcounts, too.
+    /// Writes the metadata that [`settle`](Self::settle) would write, lazy refcounts included, and
+    /// flushes, while requests go on.
     ///
     /// # Errors
     /// As [`settle`](Self::settle).
@@ -263,8 +262,8 @@ impl<S: Storage> Format<S> {
     }
 }
 
-/// Refuses an extent that is not what was asked for. All that use it cut buffers by it: where an
-/// image leads the mapping astray, that one request fails.
+/// Refuses an extent that does not start with `range` or exceeds it. Reason: callers split buffers
+/// by extents, and a corrupt image must fail only this request.
 fn check_extent<S: Storage>(
     format: &Format<S>,
     range: ByteRange,

@@ -265,7 +265,7 @@ impl Tracker {
         id
     }
 
-    /// A forwarded change has ended at the source. Whether it was not released meanwhile.
+    /// Records that a forwarded change has ended at the source. Returns false if it was released.
     fn end_at_source(&self, change: ChangeId, range: ByteRange) -> bool {
         let ended =
             self.state.lock().end_live(change, range, |write| write.has_source_ended = true);

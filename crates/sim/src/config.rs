@@ -45,18 +45,18 @@ pub struct Config {
 pub enum Size {
     /// It is a file: writes past its end make it longer.
     Grows,
-    /// It is a device: writes past its end find no room, and it cannot be resized.
+    /// It is a device: writes past its end fail with ENOSPC, and it cannot be resized.
     Fixed,
 }
 
 /// Whether the disk has an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Support {
-    /// It has.
+    /// The operation works.
     Yes,
-    /// It has not, and says so.
+    /// The capabilities do not list the operation.
     No,
-    /// It says that it has until it is asked the first time.
+    /// The capabilities list the operation, but its first use fails.
     FailsOnFirstUse,
 }
 

@@ -1,7 +1,7 @@
-//! Storages of tests that are another one but for a few methods.
+//! Delegation of storage methods, for test storages that wrap another storage.
 
-/// Methods of [`Storage`](blockhouse_core::Storage) that the storage in a field answers, in the
-/// place where they would be written out: `forward_storage!(disk: name, size, resize);`.
+/// Implements methods of [`Storage`](blockhouse_core::Storage) by calls to the storage in a field:
+/// `forward_storage!(disk: name, size, resize);`.
 #[macro_export]
 macro_rules! forward_storage {
     ($field:ident: $($method:ident),+) => {

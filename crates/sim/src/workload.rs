@@ -22,36 +22,36 @@ pub struct Workload {
     pub sectors: usize,
     /// Whether the disk may grow.
     pub growth: Growth,
-    /// Whether it may be a device.
+    /// Whether the disk may be a device.
     pub devices: Devices,
-    /// Processes that come one after the other, at most, where they do.
+    /// Processes that serve the disk one after the other, at most, where they are restarted.
     pub processes: usize,
 }
 
-/// Whether the disk becomes longer meanwhile.
+/// Whether the disk grows during the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Growth {
-    /// It does not.
+    /// Not in any run.
     Never,
-    /// In a quarter of the runs it does.
+    /// In a quarter of the runs.
     Sometimes,
 }
 
 /// Whether operations of the disk fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Faults {
-    /// They do not.
+    /// Not in any run.
     Never,
-    /// In half of the runs some do.
+    /// Some operations, in half of the runs.
     Sometimes,
 }
 
 /// Whether futures of requests are dropped before they are ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cancellation {
-    /// They are not.
+    /// Not in any run.
     Never,
-    /// In half of the runs some are.
+    /// Some futures, in half of the runs.
     Sometimes,
 }
 
@@ -75,7 +75,8 @@ impl Default for Workload {
 pub enum Devices {
     /// It is a file.
     Never,
-    /// In a third of the runs it is a device, with little room after the image and anything in it.
+    /// In a third of the runs it is a device: the image is followed by little space, with random
+    /// content.
     Sometimes,
     /// It is such a device.
     Always,
@@ -84,11 +85,12 @@ pub enum Devices {
 impl Workload {
     /// A size for the disk, in bytes.
     pub(crate) fn any_size(&self, random: &mut Rng) -> usize {
-        let most_sectors = [self.sectors.div_ceil(5), self.sectors][random.usize(..2)];
-        random.usize(2..=most_sectors.max(2)) * 512
+        let max_sectors = [self.sectors.div_ceil(5), self.sectors][random.usize(..2)];
+        random.usize(2..=max_sectors.max(2)) * 512
     }
 
-    /// Sometimes makes a device of the file with this image.
+    /// Turns the file that holds `image` into a device in some runs: fixes its size and appends
+    /// random bytes. Returns whether it did.
     pub(crate) fn any_device(
         &self,
         config: &mut Config,
@@ -103,7 +105,7 @@ impl Workload {
         };
         if is_device {
             config.size = Size::Fixed;
-            // Room for some, all, or more than all of the disk once more.
+            // The space after the image is up to twice the size of the disk.
             let block = config.alignment.offset.max(4096) as usize;
             let length = (image.len() + random.usize(..2 * size)).next_multiple_of(block);
             image.resize_with(length, || random.u8(..));
@@ -120,7 +122,7 @@ impl Workload {
     }
 }
 
-/// Operations that fail without a word on what else is stable.
+/// Operations whose failure does not affect the durability of other data.
 pub(crate) const PLAIN_FAULTS: [OperationKind; 5] = [
     OperationKind::Read,
     OperationKind::Write,
@@ -129,7 +131,8 @@ pub(crate) const PLAIN_FAULTS: [OperationKind; 5] = [
     OperationKind::Discard,
 ];
 
-/// Operations of few systems: their failures are drawn apart, as what takes long.
+/// Operations that few systems use. Their faults have a generator of their own, as late operations
+/// have: see [`add_late_operations`].
 pub(crate) const RARE_FAULTS: [OperationKind; 4] = [
     OperationKind::Resize,
     OperationKind::Lengthen,
@@ -137,7 +140,7 @@ pub(crate) const RARE_FAULTS: [OperationKind; 4] = [
     OperationKind::Prefetch,
 ];
 
-/// Operations whose failure says that anything that was written before may be lost.
+/// Operations after whose failure any unflushed data may be lost.
 pub(crate) const SYNC_FAULTS: [OperationKind; 2] =
     [OperationKind::DurableWrite, OperationKind::Flush];
 
@@ -152,9 +155,9 @@ pub(crate) fn add_faults(disk: &SimDisk, kinds: &[OperationKind], random: &mut R
     }
 }
 
-/// In a quarter of the runs some operations of the disk take long, as those of a server that is
-/// stopped for a while: others that began later end before them. `random` is a generator of its
-/// own, so that the other runs are what they would be without them.
+/// Delays some operations of the disk in a quarter of the runs, as a stopped server does:
+/// operations that began later complete first. `random` is a separate generator, so that a seed
+/// keeps its other choices.
 pub(crate) fn add_late_operations(disk: &SimDisk, random: &mut Rng) {
     if random.u8(..4) != 0 {
         return;

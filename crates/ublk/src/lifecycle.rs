@@ -30,7 +30,7 @@ use crate::process_files;
 
 /// Asks for a device with any number.
 const ANY: u32 = u32::MAX;
-/// How often a device that is about to be released is looked at.
+/// The interval of the checks of a device that is about to be released.
 const PAUSE: Duration = Duration::from_millis(2);
 /// How many pauses a killed server may take to end: ten seconds, since its I/O in flight completes
 /// first.

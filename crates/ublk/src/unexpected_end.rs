@@ -7,24 +7,24 @@ use parking_lot::Mutex;
 
 type Call = Box<dyn FnOnce() + Send>;
 
-/// The receiver of the news, if any.
+/// The callback for an unexpected end, if one is set.
 #[derive(Default)]
 pub(crate) struct UnexpectedEnd {
     call: Mutex<Option<Call>>,
 }
 
 impl UnexpectedEnd {
-    /// Has it told by a call.
+    /// Sets the callback.
     pub(crate) fn call(&self, call: impl FnOnce() + Send + 'static) {
         *self.call.lock() = Some(Box::new(call));
     }
 
-    /// The end is asked for from now on.
+    /// Removes the callback: the server stops the device.
     pub(crate) fn expect(&self) {
         self.call.lock().take();
     }
 
-    /// A queue has ended.
+    /// Reports the end of a queue.
     pub(crate) fn queue_has_ended(&self) {
         // Called without the lock.
         let call = self.call.lock().take();

@@ -36,7 +36,7 @@ pub struct Export<S: Storage> {
     pub loops: Vec<Handle>,
     /// Whether guests' memory is registered with their rings.
     pub memory: RegisteredMemory,
-    /// Whether guests may change the disk, where that may be changed.
+    /// The access of guests; that of the disk may be less.
     pub access: Access,
 }
 

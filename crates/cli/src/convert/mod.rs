@@ -1,8 +1,8 @@
 //! `blockhouse convert`: a copy of an image in another format.
 //!
 //! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails stays in
-//! `TARGET.part`, and `--resume` goes on with it: what is there is compared with the source, and
-//! what differs is copied.
+//! `TARGET.part`, and `--resume` continues it: it is compared with the source, and differences are
+//! copied.
 //!
 //! Pipes: `-` as the source is a raw disk on standard input (`from_input`), `-` as the target one
 //! on standard output (`to_output`).
@@ -28,7 +28,7 @@ use crate::create_options::{self, Settings};
 use crate::output;
 use crate::progress::Progress;
 
-/// The name of standard input and output.
+/// The path that stands for standard input or output.
 const PIPE: &str = "-";
 
 /// Runs the command.
@@ -47,7 +47,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         (false, false) => run_between_images(&arguments),
         (true, false) => from_input::run(&arguments),
         (false, true) => to_output::run(&arguments),
-        (true, true) => wrong_usage("one of the two is an image: '-' is standard input or output"),
+        (true, true) => wrong_usage("source and target are both '-': one of them must be an image"),
     }
 }
 

@@ -19,7 +19,7 @@ pub struct DeviceSocket {
     pub bound: BoundSocket,
     /// The front-end that has paused in another process.
     pub frontend: Option<PreparedFrontend>,
-    /// Whether guests may change the disk, where that may be changed.
+    /// The access of guests; that of the disk may be less.
     pub access: Access,
 }
 

@@ -28,7 +28,7 @@ struct State {
     write_threshold: Option<u64>,
     /// Whether the first of them was crossed when this was looked at last.
     is_crossed: bool,
-    /// Whether a task looks.
+    /// Whether a task checks the space.
     is_watched: bool,
 }
 
@@ -42,7 +42,7 @@ impl RoomWatch {
         self.state.lock().threshold
     }
 
-    /// From now on. Whether a task has to begin to look.
+    /// Sets the threshold. Returns whether the caller must start the task that checks the space.
     pub(crate) fn set(&self, threshold: Option<Threshold>) -> bool {
         let mut state = self.state.lock();
         state.threshold = threshold;
@@ -61,14 +61,14 @@ impl RoomWatch {
         state.begins()
     }
 
-    /// Whether it is still looked.
+    /// Whether the task that checks the space must go on.
     pub(crate) fn goes_on(&self) -> bool {
         let mut state = self.state.lock();
         state.is_watched = state.has_any();
         state.is_watched
     }
 
-    /// The image's storage is used up to this byte.
+    /// Records that the image uses its storage up to this byte.
     pub(crate) fn note_end(&self, end: u64) {
         let crossed = self.state.lock().write_threshold.take_if(|threshold| end > *threshold);
         if let Some(threshold) = crossed {
@@ -107,7 +107,7 @@ impl State {
         self.threshold.is_some() || self.write_threshold.is_some()
     }
 
-    /// Whether a task has to begin to look.
+    /// Whether the caller must start the task that checks the space.
     fn begins(&mut self) -> bool {
         let begins = self.has_any() && !self.is_watched;
         self.is_watched |= begins;

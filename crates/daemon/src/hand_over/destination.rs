@@ -67,7 +67,7 @@ pub struct TakenOver {
     pub ublk: Vec<HandedOverUblk>,
     /// The control socket.
     pub control: Option<BoundSocket>,
-    /// Since when counters count.
+    /// The start of the counters.
     pub measured_since: StartTime,
     /// The process that served before, where its id can be known.
     pub source: Option<i32>,

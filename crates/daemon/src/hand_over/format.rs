@@ -84,7 +84,7 @@ pub struct Offer {
     pub ublk: Vec<Ublk>,
     /// The control socket.
     pub control: Option<Listening>,
-    /// Since when the disks' counters count, in seconds since 1970.
+    /// The start of the disks' counters, in seconds since 1970.
     pub measured_since: u64,
 }
 

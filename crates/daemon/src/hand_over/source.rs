@@ -246,7 +246,7 @@ fn check_backups(service: &Service) -> Result<()> {
     }
 }
 
-/// Stops serving, and has the destination take over. How long nothing was served until then.
+/// Stops serving, and has the destination take over. Returns how long nothing was served.
 fn give(
     service: &Service,
     destination: &mut Destination<'_>,
@@ -582,7 +582,7 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Ends the process. Whether it had taken over before.
+    /// Ends the process. Returns whether it had taken over before.
     fn end(&mut self) -> bool {
         self.launcher.kill();
         loop {

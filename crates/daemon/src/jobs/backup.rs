@@ -58,8 +58,8 @@ impl CopiedBitmap {
     }
 }
 
-/// Starts a job that copies a disk as it was to `target`, which is claimed like the disk and
-/// was checked.
+/// Starts a job that copies a disk as it was to `target`. The caller has claimed both disks, and
+/// checked `target`.
 ///
 /// # Errors
 /// The name of the job is taken, or the server ends.

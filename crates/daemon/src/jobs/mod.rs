@@ -179,10 +179,7 @@ impl Jobs {
         found.map(|job| job.name.clone())
     }
 
-    /// Refuses to change a disk that a job works on.
-    ///
-    /// # Errors
-    /// One does.
+    /// Fails if a job works on the disk: it must not be changed then.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
         match self.find_unended(|job| job.disk == disk || job.writes_to(disk)) {
             Some(name) => bail!(
@@ -192,10 +189,7 @@ impl Jobs {
         }
     }
 
-    /// Refuses a name that a job has.
-    ///
-    /// # Errors
-    /// One has.
+    /// Fails if a job has this name.
     pub(crate) fn check_new_name(&self, name: &str) -> Result<()> {
         if self.0.lock().jobs.iter().any(|job| job.name == name) {
             bail!("a job is called {name:?} already; choose another name, or dismiss that one");
@@ -203,10 +197,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Refuses to serve a disk that a job writes to.
-    ///
-    /// # Errors
-    /// One does.
+    /// Fails if a job writes to the disk: it must not be served then.
     pub(crate) fn check_not_written(&self, disk: &str) -> Result<()> {
         match self.find_unended(|job| job.writes_to(disk)) {
             Some(name) => bail!(
@@ -216,11 +207,8 @@ impl Jobs {
         }
     }
 
-    /// Refuses to make a disk read-only that a job fills from its backing file. Other jobs only
-    /// read it.
-    ///
-    /// # Errors
-    /// One does.
+    /// Fails if a job fills the disk from its backing file: it must not become read-only then.
+    /// Other jobs only read it.
     pub(crate) fn check_not_filled(&self, disk: &str) -> Result<()> {
         match self.find_unended(|job| job.disk == disk && job.kind == "stream") {
             Some(name) => bail!(

@@ -45,8 +45,7 @@ pub struct Samples {
     pub samples: Vec<Sample>,
 }
 
-/// Since when the counters count: this process, or the first of those that have handed over one to
-/// another.
+/// The start of the counters: that of this process, or of the first one in a row of hand-overs.
 #[derive(Clone, Copy, Debug)]
 pub struct StartTime(u64);
 

@@ -51,8 +51,8 @@ pub(crate) fn has_store() -> bool {
     size.is_some_and(|size| size > 0) && MANAGER.get().is_some_and(Option::is_some)
 }
 
-/// Has the manager keep a descriptor under a name, until it is to [forget](forget) it. One that it
-/// has already is not kept twice. Whether it was told.
+/// Asks the manager to keep a descriptor under a name until [`forget`]. One that it has already is
+/// not kept twice. Returns whether the message was sent.
 pub(crate) fn store(name: &str, descriptor: BorrowedFd<'_>) -> bool {
     send(&format!("FDSTORE=1\nFDNAME={name}\n"), &[descriptor])
 }

@@ -111,7 +111,7 @@ async fn end(context: &Context, job: &Job) -> Returned {
     Ok(json!({}))
 }
 
-/// How long the end of jobs is waited for before the server ends, and how often it is looked at.
+/// The longest wait for the end of jobs before the server ends, and the interval of its checks.
 const MAX_END: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(5);
 

@@ -1,7 +1,7 @@
-//! `query-named-block-nodes`: what there is.
+//! `query-named-block-nodes`: the list of nodes.
 //!
 //! A disk is two nodes: that of its format, with the disk's name, and its file; and two more for
-//! each image behind it that was a node before. Other backing files are told inside of the image
+//! each backing file that was a node before. Other backing files are listed inside of the image
 //! that names them, and are no nodes.
 
 use std::os::unix::fs::MetadataExt;
@@ -80,7 +80,7 @@ async fn add_nodes(
     Ok(())
 }
 
-/// The nodes of an image behind that of a disk.
+/// The nodes of a backing file of a disk.
 fn layer_nodes(
     (disk, running): (&Value, &RunningDisk),
     depth: usize,
@@ -162,7 +162,7 @@ async fn format_node(
     if let Some(Value::Array(bitmaps)) = bitmaps.ok().filter(|list| *list != json!([])) {
         node["dirty-bitmaps"] = bitmaps.iter().rev().map(bitmap).collect();
     }
-    // QEMU counts images behind this one only where it tells of them.
+    // QEMU counts backing files only if it lists them.
     let depth = (1..).take_while(|depth| running.layer_at(*depth).is_some()).count();
     node["backing_file_depth"] = if is_flat { 0 } else { depth }.into();
     if let Some(behind) = running.layer_at(1) {
@@ -189,7 +189,7 @@ fn bitmap(listed: &Value) -> Value {
     told
 }
 
-/// The image of a disk, without those behind it.
+/// The image of a disk, without its backing files.
 fn image(disk: &Value, running: &RunningDisk) -> Value {
     let format = running.disk.image().image_format_name();
     let features = running.disk.image().features();
@@ -241,7 +241,7 @@ fn add_space(image: &mut Value, running: &RunningDisk) {
     }
 }
 
-/// The image at a depth of the chain, with those behind it.
+/// The image at a depth of the chain, with its backing files.
 fn backing_image(running: &RunningDisk, depth: usize) -> Value {
     let Some(layer) = running.layer_at(depth) else { return Value::Null };
     let (path, features) = (Path::new(layer.name), layer.features.as_ref());

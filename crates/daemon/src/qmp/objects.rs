@@ -42,7 +42,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     }
     let object = match kind {
         "iothread" => {
-            // How long a loop looks for requests before it sleeps is said by --poll-max-us.
+            // Without effect: --poll-max-us sets the time that a loop polls before it sleeps.
             for name in ["poll-max-ns", "poll-grow", "poll-shrink", "aio-max-batch"]
                 .into_iter()
                 .chain(["thread-pool-min", "thread-pool-max"])

@@ -1,8 +1,8 @@
-//! Nodes of files and formats: disks that come and go.
+//! Nodes of files and formats, each of which opens or closes a disk.
 //!
-//! A node of a file (`file`, `host_device`) is a raw disk of its name until a node of a format is
-//! put on it: then the disk of that one takes its place, and it is listed as what it is, the file
-//! below. It is a disk again when the format's node goes.
+//! A node of a file (`file`, `host_device`) is a raw disk of the same name until a format node is
+//! added over it. The format node's disk then replaces the raw disk, and the file node is listed as
+//! the node below. The removal of the format node opens the raw disk again.
 
 use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
@@ -16,14 +16,15 @@ use super::errors::QmpError;
 use super::objects::key_file;
 use super::state::{FileNode, FormatNode};
 
-/// QEMU's drivers: those of files and of other servers' exports, those of formats that are opened
-/// here, and all others.
+/// QEMU's drivers of files and of other servers' exports.
 const FILES: [&str; 3] = ["file", "host_device", NBD];
 const NBD: &str = "nbd";
 const QCOW2: &str = "qcow2";
+/// QEMU's drivers of formats that Blockhouse opens.
 const FORMATS: [&str; 7] = ["raw", QCOW2, "luks", "vdi", "vhdx", "vmdk", "vpc"];
-/// A node that puts limits on a disk.
+/// QEMU's driver of a node that limits a disk.
 const THROTTLE: &str = "throttle";
+/// QEMU's other drivers, which are refused.
 const OTHERS: [&str; 28] = [
     "blkdebug",
     "blklogwrites",
@@ -58,21 +59,21 @@ const OTHERS: [&str; 28] = [
 /// Characters of a node's name, at most.
 const MAX_NAME: usize = 31;
 
-/// A node that is asked for.
+/// The options of a requested node.
 pub(super) struct Asked {
     driver: &'static str,
     pub(super) name: Option<String>,
     is_read_only: bool,
-    /// The host's cache, where it is said.
+    /// The mode of the host's page cache, if the client names one.
     cache: Option<&'static str>,
     discard: Option<&'static str>,
     detect_zeroes: &'static str,
-    /// Whether the backing file that the image names is left out.
+    /// Whether the backing file that the image names is not opened.
     is_without_backing: bool,
 }
 
 impl Asked {
-    /// Takes what all nodes may have.
+    /// Parses the options that all nodes have in common.
     pub(super) fn take(given: &mut Arguments) -> Result<Self, QmpError> {
         let all = FILES.iter().chain(&FORMATS).chain(&[THROTTLE]).chain(&OTHERS);
         let all: Vec<_> = all.copied().collect();
@@ -82,7 +83,7 @@ impl Asked {
         }
         let name = given.some_text("node-name")?;
         let is_read_only = given.flag("read-only", false)?;
-        // A hint, for a file that cannot be written to.
+        // Without effect: a file is opened as `read-only` says.
         given.flag("auto-read-only", false)?;
         given.only("active", &[json!(true)], "all nodes are active")?;
         given.only("force-share", &[json!(false)], "images are locked")?;
@@ -108,12 +109,13 @@ impl Asked {
         Ok(asked)
     }
 
-    /// Whether it is one that puts limits on a disk.
+    /// Whether the node limits a disk.
     pub(super) fn is_throttle(&self) -> bool {
         self.driver == THROTTLE
     }
 
-    /// Takes what nodes of files have, and nothing else. The file's name, or the URI of an export.
+    /// Parses the options of a file's node, and refuses others. Returns the file's name, or the URI
+    /// of an export.
     fn end_file(&self, mut given: Arguments) -> Result<String, QmpError> {
         if self.driver == NBD {
             let mut options = given.rest();
@@ -124,7 +126,7 @@ impl Asked {
             return Ok(named.path.to_string_lossy().into_owned());
         }
         let filename = given.text("filename")?;
-        // How operations are done is said by --engine.
+        // Without effect: --engine selects the kind of I/O.
         given.word("aio", &["threads", "native", "io_uring"])?;
         given.only("locking", &[json!("auto"), json!("on")], "images are locked")?;
         given.flag("drop-cache", true)?;
@@ -133,8 +135,8 @@ impl Asked {
         Ok(check_file_name(&filename).unwrap_or(filename))
     }
 
-    /// Refuses another way to open the disk of a node than it was opened. Returns whether it
-    /// becomes read-only.
+    /// Refuses options that differ from those of the open disk, except `read-only`. Returns whether
+    /// the disk becomes read-only.
     pub(super) fn check_same(&self, name: &str, opened: &Value) -> Result<bool, QmpError> {
         let asked = self.params(name, "", Some(self));
         let keys = ["discard", "detect-zeroes", "without-backing"];
@@ -151,7 +153,7 @@ impl Asked {
         }
     }
 
-    /// The parameters of `disk.open`. What this node leaves open is as the node below says.
+    /// The parameters of `disk.open`. The cache mode of the node below is the default.
     fn params(&self, name: &str, path: &str, below: Option<&Self>) -> Value {
         let format = if below.is_none() { "raw" } else { self.driver };
         let cache = self.cache.or(below.and_then(|below| below.cache));
@@ -168,7 +170,7 @@ impl Asked {
     }
 }
 
-/// Adds a node of a file or a format, with what is below it.
+/// Adds a node of a file or a format, with the nodes below it.
 pub(super) async fn open_node(
     context: &Rc<Context>,
     given: Arguments,
@@ -188,7 +190,7 @@ pub(super) async fn open_node(
     }
 }
 
-/// Opens the disk of a node of its name.
+/// Opens the disk of a node, under the node's name unless another disk has it.
 async fn open_disk(context: &Context, node: &str, mut params: Value) -> Result<(), QmpError> {
     let disk = context.disk_name(node);
     params["name"] = disk.as_str().into();
@@ -201,7 +203,7 @@ async fn open_disk(context: &Context, node: &str, mut params: Value) -> Result<(
     Ok(())
 }
 
-/// With what the image may name: as QEMU, a storage daemon opens whatever that is.
+/// Allows the image to name any file and server, if names are followed as in QEMU.
 fn open_params(context: &Context, mut params: Value) -> Value {
     if context.follows_names {
         params["allow-paths"] = json!(["/"]);
@@ -229,7 +231,7 @@ fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<V
     Ok(files.into_iter().map(|path| json!(path)).collect())
 }
 
-/// Adds a node of a format, over the one that it names as its backing file, if it does.
+/// Adds a node of a format. A backing node that the client names becomes the image's backing file.
 async fn add_format(
     context: &Context,
     mut given: Arguments,
@@ -253,7 +255,9 @@ async fn add_format(
     put
 }
 
-/// Has a disk that was opened without its backing file stand on another node's.
+/// Gives a disk that was opened without a backing file another node as the backing file. The disk
+/// is opened again for that, unless its image names no backing file or the other node is in use:
+/// then only the state records the relation.
 async fn stand_on(
     context: &Context,
     (disk, name): (&str, &str),
@@ -338,13 +342,13 @@ async fn open_format(
     let Some(node) = found.filter(|node| node.user.is_none()) else {
         context.disk(&below)?;
         return Err(QmpError::generic(format!(
-            "Node '{below}' is no file without another node on it, and is not possible below '{name}'"
+            "Node '{below}' is no file's node, or another node uses it: it is not possible below '{name}'"
         )));
     };
     put_on(context, (asked, keys), name, &below, node).await
 }
 
-/// Puts a format's node on a file's one.
+/// Replaces the raw disk of a file's node by the disk of a format node over it.
 async fn put_on(
     context: &Context,
     (asked, keys): (Asked, Value),
@@ -367,7 +371,7 @@ async fn put_on(
     Ok(())
 }
 
-/// Closes a disk: what it was, as `disk.open` has it, if a client has added it.
+/// Closes a disk. Returns its parameters of `disk.open`, if a client has added it.
 pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<Value>, QmpError> {
     context.call("disk.close", json!({ "disk": disk })).await?;
     let mut state = context.state.borrow_mut();
@@ -376,14 +380,14 @@ pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<V
     Ok(state.opened.remove(disk))
 }
 
-/// A file's node is a disk again.
+/// Opens the raw disk of a file's node again; removes the node if that fails.
 async fn reopen_file(context: &Context, name: &str, node: &FileNode) {
     if !reopen(context, name, node.params.clone()).await {
         context.state.borrow_mut().files.remove(name);
     }
 }
 
-/// Opens the disk of a node again. Whether that could be done.
+/// Opens the disk of a node again. Returns whether that succeeded.
 pub(super) async fn reopen(context: &Context, node: &str, params: Value) -> bool {
     let opened = open_disk(context, node, params).await;
     if let Err(error) = &opened {
@@ -405,7 +409,7 @@ pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> 
     }
 }
 
-/// The whole path of a file: an image is known by that.
+/// The absolute path of a file. Reason: disks are compared by it.
 pub(super) fn check_file_name(name: &str) -> Result<String, QmpError> {
     let path = std::path::absolute(name).ok().and_then(|path| path.to_str().map(str::to_owned));
     path.ok_or_else(|| QmpError::generic(format!("Could not open '{name}': it has no path")))
@@ -419,21 +423,21 @@ fn check_file(path: &str) -> Result<(), QmpError> {
     let why = match error {
         Some(rustix::io::Errno::NOENT) => "No such file or directory".to_owned(),
         Some(errno) => errno.to_string(),
-        None => "it cannot be looked at".to_owned(),
+        None => "its metadata cannot be read".to_owned(),
     };
     Err(QmpError::generic(format!("Could not open '{path}': {why}")))
 }
 
-/// Closes a disk, with its nodes down to the one at this depth. That of a file that has a name
-/// stays, and images behind are disks of their own again, for reading.
+/// Closes a disk and removes its nodes down to this depth. File nodes that a client added become
+/// raw disks again, and the next image that a client added becomes a disk of its own again.
 pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result<(), QmpError> {
     let nodes = context.state.borrow().nodes_of(disk);
     let path_of = |depth: usize| {
         let disk = context.running.disks().find(disk)?;
         disk.layer_at(depth).map(|layer| (layer.name.to_owned(), layer.format_name))
     };
-    let behind = (depth + 1..nodes.len()).find(|&depth| nodes[depth].is_owned);
-    let behind = behind.and_then(|depth| Some((depth, path_of(depth)?)));
+    let lower = (depth + 1..nodes.len()).find(|&depth| nodes[depth].is_owned);
+    let lower = lower.and_then(|depth| Some((depth, path_of(depth)?)));
     let params = close_disk(context, disk).await?;
     for node in &nodes[..=depth] {
         let below = {
@@ -445,8 +449,8 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
             reopen_file(context, &below, &file).await;
         }
     }
-    if let (Some((depth, (path, format))), Some(params)) = (behind, params) {
-        // What a fork has left is no longer changed.
+    if let (Some((depth, (path, format))), Some(params)) = (lower, params) {
+        // An image without parameters was left by a fork: it must not change any more.
         let params = nodes[depth].params.clone().unwrap_or_else(|| {
             let mut params = params;
             params["path"] = path.into();

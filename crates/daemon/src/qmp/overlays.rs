@@ -1,8 +1,8 @@
-//! Overlays (`blockdev-snapshot`, `blockdev-snapshot-sync`): disks go on in an image over the one
-//! that they had.
+//! Overlays (`blockdev-snapshot`, `blockdev-snapshot-sync`): the image of a disk becomes the
+//! backing file of its new image.
 //!
-//! All overlays of a transaction are one call (`disk.fork`), so disks have them at one moment or
-//! none has. The nodes of the images behind keep their names.
+//! All overlays of a transaction are one call (`disk.fork`): all disks get them at one moment, or
+//! none does. The nodes of the backing files keep their names.
 
 use std::path::PathBuf;
 use std::rc::Rc;

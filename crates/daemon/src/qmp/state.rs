@@ -33,22 +33,22 @@ pub(super) struct NamedExport {
 pub(super) struct FileNode {
     /// The file.
     pub(super) path: String,
-    /// How it is opened where it is a disk by itself.
+    /// The parameters of `disk.open` for the file as a raw disk.
     pub(super) params: Value,
     /// The node of the format that is on it.
     pub(super) user: Option<String>,
-    /// Whether it goes with that disk.
+    /// Whether the node is removed with that disk.
     pub(super) is_implicit: bool,
 }
 
-/// A node of a format: of the image of a disk, or of one behind it.
+/// A node of a format: of the image of a disk, or of a backing file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FormatNode {
     /// Its name.
     pub(super) name: String,
     /// Whether a client has added it, and may remove it.
     pub(super) is_owned: bool,
-    /// How its image was a disk by itself: the parameters of `disk.open`.
+    /// The parameters of `disk.open`, if its image was a disk of its own before.
     pub(super) params: Option<Value>,
 }
 
@@ -128,10 +128,10 @@ pub(super) struct State {
     pub(super) nbd_server: Option<NbdServer>,
     /// In the order in which they were added.
     pub(super) exports: Vec<NamedExport>,
-    /// The nodes of disks, by the disk: that of its image, then those behind it. A disk that is
-    /// not here has one node of its name.
+    /// The nodes of disks, by the disk: that of its image, then those of backing files. A disk that
+    /// is not here has one node of its name.
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
-    /// How disks were opened that clients have added: the parameters of `disk.open`.
+    /// The parameters of `disk.open` of the disks that clients have added.
     pub(super) opened: BTreeMap<String, Value>,
     /// Nodes that a mirror has left: their images are no disks.
     pub(super) left: BTreeSet<String>,
@@ -169,7 +169,7 @@ impl State {
         filter.map_or_else(|| self.top_of(disk), |export| &export.node)
     }
 
-    /// The nodes of a disk: that of its image, then those behind it that have names.
+    /// The nodes of a disk: that of its image, then those of backing files that have names.
     pub(super) fn nodes_of(&self, disk: &str) -> Vec<FormatNode> {
         let own = || vec![FormatNode::owned(disk)];
         self.chains.get(disk).cloned().unwrap_or_else(own)
@@ -189,21 +189,21 @@ impl State {
         named.or_else(|| (!self.chains.contains_key(node)).then_some((node, 0)))
     }
 
-    /// A disk goes on in an image of this node, over the one that it had.
+    /// Puts a node above the nodes of a disk, which has got an overlay.
     pub(super) fn push_top(&mut self, disk: &str, node: FormatNode) {
         let mut nodes = self.nodes_of(disk);
         nodes.insert(0, node);
         self.chains.insert(disk.to_owned(), nodes);
     }
 
-    /// A disk goes on in the image behind its own, if that has a node.
+    /// Removes the top node of a disk, which uses the backing file, if that has a node.
     pub(super) fn pop_top(&mut self, disk: &str) {
         if let Some(nodes) = self.chains.get_mut(disk).filter(|nodes| nodes.len() > 1) {
             nodes.remove(0);
         }
     }
 
-    /// A disk goes on in the image of another one, which is no disk.
+    /// Gives a disk the nodes of `target`, to whose image it has moved; `target` is a disk no more.
     pub(super) fn move_to(&mut self, disk: &str, target: &str) {
         let nodes = self.nodes_of(target);
         self.left.extend(self.nodes_of(disk).into_iter().map(|node| node.name));
@@ -214,7 +214,7 @@ impl State {
         }
     }
 
-    /// Forgets a node that a mirror has left. Whether there is one.
+    /// Forgets a node that a mirror has left. Returns whether there was one.
     pub(super) fn forget_left(&mut self, node: &str) -> bool {
         let is_left = self.left.remove(node);
         if is_left && let Some((file, _)) = self.take_back_file(node) {
@@ -229,7 +229,7 @@ impl State {
         self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
     }
 
-    /// Keeps the nodes of the last `behind` images behind a disk's own, and forgets the others.
+    /// Keeps the nodes of the last `behind` backing files of a disk, and forgets the others.
     pub(super) fn detach(&mut self, disk: &str, behind: usize) {
         if let Some(nodes) = self.chains.get_mut(disk) {
             let passed = nodes.len().saturating_sub(behind).max(1);
@@ -257,7 +257,7 @@ impl State {
         named.map_or_else(|| id.to_owned(), |export| export.address.clone())
     }
 
-    /// Forgets an export that is served no longer. Its id.
+    /// Forgets an export that is no longer served. Returns its id.
     pub(super) fn forget_export(&mut self, address: &str) -> String {
         let id = self.id_of(address);
         self.exports.retain(|export| export.address != address);
@@ -271,7 +271,7 @@ impl State {
         named.map_or_else(|| format!("{node}{PROTOCOL_SUFFIX}"), |(name, _)| name.clone())
     }
 
-    /// The node that another one is below of.
+    /// The format node above a file's node.
     pub(super) fn user_of<'a>(&'a self, node: &'a str) -> Option<&'a str> {
         match self.files.get(node) {
             Some(file) => file.user.as_deref(),
@@ -279,7 +279,7 @@ impl State {
         }
     }
 
-    /// A format's node is gone. The node of its file, if that stays.
+    /// Detaches the file's node from a format's node that is gone. Returns it, if it stays.
     pub(super) fn take_back_file(&mut self, node: &str) -> Option<(String, FileNode)> {
         let name = self.file_of(node);
         let file = self.files.get_mut(&name)?;

@@ -145,10 +145,7 @@ impl Backups {
         }
     }
 
-    /// Refuses a disk that a backup uses.
-    ///
-    /// # Errors
-    /// One does.
+    /// Fails if a backup uses the disk.
     pub(super) fn check_free(&self, disk: &str) -> Result<()> {
         let state = self.0.lock();
         let uses = |backup: &&Arc<RunningBackup>| {

@@ -105,7 +105,7 @@ impl ExportList {
         Ok(())
     }
 
-    /// Has the guests of a disk told that it has another size.
+    /// Notifies the guests of a disk that its size has changed.
     pub(crate) fn tell_guests_of_size(&self, disk: &str) {
         let mut devices = self.state.lock().devices.clone();
         devices.retain(|device| device.disk == disk);

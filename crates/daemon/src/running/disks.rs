@@ -226,7 +226,7 @@ impl Running {
         self.forget(&claimed.disk).await
     }
 
-    /// Closes a disk without exports, which is claimed.
+    /// Closes a disk without exports. The caller has claimed it.
     pub(super) async fn forget(&self, disk: &RunningDisk) -> Result<()> {
         let closed = disk.disk.close().await;
         self.disks.forget(disk.name());
@@ -237,7 +237,7 @@ impl Running {
 
     /// Serves a disk at an address, to clients with these rights; `bitmaps`: of a disk that
     /// a backup has frozen, those of the disk that goes on, or of another one, of which clients may
-    /// ask. The address, with the real port where port 0 was asked for.
+    /// ask. Returns the address, with the real port if port 0 was requested.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be had.
@@ -257,7 +257,7 @@ impl Running {
         self.serve(&served, address, rights).await
     }
 
-    /// Serves a disk, which is claimed like the socket.
+    /// Serves a disk. The caller has claimed the disk and the socket.
     pub(super) async fn serve(
         &self,
         disk: &Arc<RunningDisk>,
@@ -296,8 +296,8 @@ impl Running {
         self.exports.end(&export).await
     }
 
-    /// Listens at a socket of NBD clients, also while it has no exports, with a limit of
-    /// connections at once. The URI, with the real port where port 0 was asked for.
+    /// Listens at a socket of NBD clients even while it has no exports. Returns the URI, with the
+    /// real port if port 0 was requested.
     ///
     /// # Errors
     /// The address is in use or cannot be had.
@@ -312,7 +312,7 @@ impl Running {
         self.exports.add_socket(uri, max_connections).await
     }
 
-    /// Listens at a socket only as long as it has exports.
+    /// Undoes [`add_socket`](Self::add_socket): the socket is closed when it has no exports.
     ///
     /// # Errors
     /// No socket was added at this URI.

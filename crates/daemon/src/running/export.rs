@@ -38,7 +38,7 @@ pub(crate) struct ServedSocket {
     pub(super) security: Security,
     /// Of this socket alone: clients of others do not find them.
     pub(super) exports: Exports<ImageStorage>,
-    /// Whether it is listened at while it has none.
+    /// Whether the socket listens while it has no exports.
     pub(super) is_kept: AtomicBool,
 }
 
@@ -86,7 +86,7 @@ impl RunningDevice {
         &self.disk
     }
 
-    /// Whether its guests may change the disk, where that may be changed.
+    /// The access of guests; that of the disk may be less.
     pub(crate) fn access(&self) -> Access {
         self.access
     }

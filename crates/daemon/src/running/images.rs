@@ -10,10 +10,10 @@ use blockhouse_engine::NewFile;
 
 use super::Running;
 
-/// Has the image of a disk call its backing file so: see `DiskJobs::name_backing`.
+/// Changes the name of the backing file in a disk's image: see `DiskJobs::name_backing`.
 ///
 /// # Errors
-/// There is no such disk, a job works on it, or as there.
+/// There is no such disk, a job works on it, or as `DiskJobs::name_backing`.
 pub(crate) async fn name_backing(running: &Running, disk: &str, name: &str) -> Result<()> {
     let claimed = running.claim_disk(disk).await?;
     running.check_free(disk)?;

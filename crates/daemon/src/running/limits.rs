@@ -66,7 +66,7 @@ impl DiskList {
     }
 
     /// Gives a disk other limits, or none. The limits of a group hold for all its disks; without
-    /// any, the disk joins the group, and the group's stay. The disk is claimed, or not served yet.
+    /// any, the disk joins the group, and the group's stay. The caller has claimed a served disk.
     ///
     /// # Errors
     /// There is no group to join.

@@ -2,12 +2,12 @@
 //!
 //! Guarantees: names are unique. An export's disk is open as long as the export is served. Changes
 //! of different disks do not wait for each other ([`claims`](crate::running::claims)), and a change
-//! that fails leaves what runs as it was. What is listed is what runs: a thing is listed from when
-//! it is served until nothing of it is.
+//! that fails has no effect. A disk or an export is in its list from the start to the end of its
+//! service.
 //!
 //! - `disk_list` (with `limits`), `export_list` (with `nbd_sockets`, `devices`, `ublk_devices`),
 //!   `backup_list`, `configuration`: the lists, each with its own state
-//! - `disks`: opening, changing and closing one; the other files: what is done with several
+//! - `disks`: opening, changing and closing a disk; the other files: operations on several disks
 
 mod backup_list;
 pub(crate) mod backups;
@@ -61,11 +61,11 @@ pub(crate) use disks::Refreshed;
 pub(crate) use export::{RunningDevice, RunningExport, RunningUblk, ServedSocket};
 pub(crate) use nbd_sockets::SocketOffer;
 
-/// The parts that run.
+/// The server's disks and exports, and its other state.
 pub(crate) struct Running {
     loops: Vec<Handle>,
     state: StateSetup,
-    /// The user of the server after it gave up its own.
+    /// The user that the server becomes when everything is open; `None` if it keeps its own.
     user: Option<u32>,
     /// Whether completions must be polled for.
     io_poll: bool,
@@ -81,7 +81,7 @@ pub(crate) struct Running {
 }
 
 impl Running {
-    /// Nothing yet, to be served on these loops.
+    /// A server without disks and exports, on these loops.
     pub(crate) fn new(
         loops: Vec<Handle>,
         report: &EngineReport,
@@ -108,17 +108,14 @@ impl Running {
         }
     }
 
-    /// The disks that are open.
     pub(crate) fn disks(&self) -> &Arc<DiskList> {
         &self.disks
     }
 
-    /// The exports that run.
     pub(crate) fn exports(&self) -> &Arc<ExportList> {
         &self.exports
     }
 
-    /// The configuration.
     pub(crate) fn configuration(&self) -> &Configuration {
         &self.configuration
     }
@@ -128,7 +125,6 @@ impl Running {
         &self.sandbox
     }
 
-    /// The server's events.
     pub(crate) fn events(&self) -> &Events {
         &self.events
     }
@@ -143,21 +139,17 @@ impl Running {
         &self.jobs
     }
 
-    /// The backups.
     pub(crate) fn backups(&self) -> &Backups {
         &self.backups
     }
 
-    /// Refuses to change a disk that a job works on, or a backup.
-    ///
-    /// # Errors
-    /// One does.
+    /// Fails if a job or a backup uses the disk: it must not be changed then.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
         self.jobs.check_free(disk)?;
         self.backups.check_free(disk)
     }
 
-    /// The state that outlives the process, of a disk that is opened later.
+    /// The use of state files by a disk that is opened after the start.
     ///
     /// # Errors
     /// The directory that was asked for cannot be used.
@@ -165,7 +157,7 @@ impl Running {
         state_use(&self.state, slice::from_ref(setup), self.user)
     }
 
-    /// Since when the counters count.
+    /// The start of the counters.
     pub(crate) fn measured_since(&self) -> StartTime {
         self.measured_since
     }
@@ -179,12 +171,12 @@ impl Running {
         gather(self.measured_since, &measured.collect::<Vec<_>>())
     }
 
-    /// All metrics at this moment.
+    /// The values of all metrics at this moment, as JSON.
     pub(crate) fn metrics(&self) -> Value {
         to_json(&self.gathered())
     }
 
-    /// Notes that everything that runs now comes from the command line or the configuration.
+    /// Records all present disks and exports as those of the command line or the configuration.
     pub(crate) fn set_all_configured(&self) {
         let of = |disk: Arc<RunningDisk>| {
             let exports = self.exports.of_disk(disk.name()).into_iter();

@@ -1,5 +1,5 @@
-//! Listening sockets of NBD clients. A socket is listened at as long as there are exports at its
-//! address, or it was added by itself.
+//! Listening sockets of NBD clients. A socket listens as long as it has exports, or is kept because
+//! a request has added it without any.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -23,8 +23,7 @@ use crate::events::Event;
 use crate::process::blocking;
 use crate::process::kept_sockets;
 
-/// A disk under a name. It has no description: clients need not know where the image lies on the
-/// host.
+/// An export of a disk. It has no description: clients need not know the path of the image.
 fn export(name: String, disk: &RunningDisk, rights: ExportRights) -> Export<ImageStorage> {
     let ExportRights { access, has_depth } = rights;
     let (description, bitmaps) = (String::new(), disk.bitmaps.clone());
@@ -35,7 +34,6 @@ fn export(name: String, disk: &RunningDisk, rights: ExportRights) -> Export<Imag
 pub(crate) struct SocketOffer {
     /// The name of the export.
     pub(crate) name: String,
-    /// The disk.
     pub(crate) disk: Arc<RunningDisk>,
     /// What clients may do.
     pub(crate) rights: ExportRights,
@@ -70,13 +68,12 @@ impl ExportList {
         at_socket.collect()
     }
 
-    /// Serves disks under names at a socket, and goes on with connections of it that another
-    /// process has paused. With [`Security::Tls`] its clients must use TLS; otherwise they do
-    /// as the setup says.
+    /// Serves disks at a socket, and resumes its connections that another process has paused. With
+    /// [`Security::Tls`] its clients must use TLS; otherwise the setup decides.
     ///
     /// # Errors
-    /// Names that are there twice, or that the protocol cannot carry; a socket that cannot be used;
-    /// TLS that is not set up.
+    /// Duplicate names, or names that the protocol cannot carry; a socket that cannot be used; TLS
+    /// that is not set up.
     pub(crate) fn serve_socket(
         &self,
         bound: BoundSocket,
@@ -96,7 +93,7 @@ impl ExportList {
             exports.add(export(name.clone(), disk, *rights))?;
         }
         let listener = Listener::new(socket).context("cannot use the socket")?;
-        // Tasks begin in the order in which they are spawned, and sockets are counted so.
+        // The server numbers sockets in the order of its tasks. The lock keeps `number` the same.
         let mut list = self.state.lock();
         self.accept(listener.clone(), exports.clone(), connections);
         for SocketOffer { name, disk, rights } in offers {
@@ -115,17 +112,17 @@ impl ExportList {
         Ok(())
     }
 
-    /// The URI by which an export is known that is asked for by this one: it tells whether its
+    /// The URI under which an export is listed if `uri` is requested: its security says whether
     /// clients must use TLS.
     pub(super) fn known_as(&self, uri: NbdUri) -> NbdUri {
         match Tls::at(self.tls.as_ref(), &uri.address, uri.security) {
             Ok(tls) => NbdUri { security: security_of(tls.as_ref()), ..uri },
-            // It cannot be served.
+            // The attempt to serve it fails, and reports the error.
             Err(_) => uri,
         }
     }
 
-    /// Exports whose clients are told of.
+    /// An empty set of exports whose clients cause events.
     fn observed_exports(&self, address: &Address, security: Security) -> Exports<ImageStorage> {
         let (events, address) = (self.events.clone(), address.clone());
         let clients = self.clients.clone();
@@ -157,8 +154,8 @@ impl ExportList {
         }));
     }
 
-    /// Serves a disk to NBD clients, whose names are claimed. The URI, with the real port where
-    /// port 0 was asked for.
+    /// Serves a disk to NBD clients. The caller has claimed the names of disk and export. Returns
+    /// the URI, with the real port if port 0 was requested.
     pub(super) async fn add_nbd(
         &self,
         uri: NbdUri,
@@ -181,7 +178,7 @@ impl ExportList {
             }
         }
         let NbdUri { security, address, export } = uri;
-        // Before the socket is there.
+        // Checked before the socket exists.
         let tls = Tls::at(self.tls.as_ref(), &address, security)?;
         let permissions = self.permissions;
         let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
@@ -195,8 +192,8 @@ impl ExportList {
         Ok(uri)
     }
 
-    /// Serves it no longer: its clients end when they have what they asked for. Its socket is
-    /// closed with its last export.
+    /// Removes an export: its clients are disconnected when their requests have completed. The
+    /// socket is closed with its last export, unless it is kept.
     pub(super) async fn remove_nbd(&self, uri: &NbdUri) {
         let Some(socket) = self.state.lock().socket(&uri.address) else { return };
         let exports = socket.exports.clone();
@@ -210,7 +207,7 @@ impl ExportList {
         }
     }
 
-    /// Listens no longer at a socket, which has no exports.
+    /// Closes a socket that has no exports.
     fn close_socket(&self, list: &mut State, address: &Address, exports: &Exports<ImageStorage>) {
         if let Some(socket) = list.socket(address) {
             kept_sockets::give_up(&socket.address, socket.file.as_ref());
@@ -219,8 +216,8 @@ impl ExportList {
         self.server.close(exports);
     }
 
-    /// Listens at a socket, which is claimed, also while it has no exports, with a limit of
-    /// connections at once. The URI, with the real port where port 0 was asked for.
+    /// Listens at a socket even while it has no exports. The caller has claimed the address.
+    /// Returns the URI, with the real port if port 0 was requested.
     ///
     /// # Errors
     /// The address is in use or cannot be had.
@@ -246,7 +243,8 @@ impl ExportList {
         Ok(NbdUri { security, address, export })
     }
 
-    /// Listens at a socket, which is claimed, only as long as it has exports.
+    /// Undoes [`add_socket`](Self::add_socket): the socket is closed when it has no exports. The
+    /// caller has claimed the address.
     ///
     /// # Errors
     /// No socket was added at this URI.
@@ -265,20 +263,20 @@ impl ExportList {
         Ok(())
     }
 
-    /// Removes the files of all sockets; those who listen go on until the server ends.
+    /// Removes the files of all sockets. The tasks that accept clients run until the server ends.
     pub(crate) fn forget_sockets(&self) {
         let sockets = std::mem::take(&mut self.state.lock().sockets);
         drop(sockets);
     }
 
-    /// How many clients an export has.
+    /// The names of an export's clients.
     pub(super) fn nbd_peers(&self, uri: &NbdUri) -> Vec<String> {
         let socket = self.state.lock().socket(&uri.address);
         socket.map_or_else(Vec::new, |socket| self.server.peers(&socket.exports, &uri.export))
     }
 }
 
-/// Ends the server as SIGTERM does when the last client has left.
+/// Counts the clients, and ends the server by SIGTERM when the last one has left.
 fn end_with_the_last(clients: &AtomicUsize, what: ClientEvent) {
     let is_last = match what {
         ClientEvent::Came => {

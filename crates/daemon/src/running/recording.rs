@@ -1,5 +1,5 @@
-//! Raw disks that record their changes from the first bitmap on that they get while they are
-//! served.
+//! The sidecar of a raw disk, which holds its bitmaps: it is made with the first bitmap that is
+//! added while the disk is served.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,20 +15,19 @@ use super::Running;
 use super::disk::RunningDisk;
 use crate::running::open::image_options;
 
-/// Gives a disk, which is claimed, a place for bitmaps, if it is a raw file that has none: for how
-/// long its changes were held off. `None` for other disks, which stay as they are.
+/// Makes a sidecar for a raw disk that has none. Returns how long the disk's changes were held off;
+/// `None` for other disks, which stay as they are. The caller has claimed the disk.
 ///
 /// # Errors
-/// A job works on the disk; the sandbox does not let the server make files beside the image; as
-/// [`start_recording`].
-pub(crate) async fn make_room_for_bitmaps(
+/// A job works on the disk; the sandbox forbids files beside the image; as [`start_recording`].
+pub(crate) async fn ensure_sidecar(
     running: &Running,
     disk: &RunningDisk,
 ) -> Result<Option<Duration>> {
     if !disk.disk.image().lacks_sidecar() {
         return Ok(None);
     }
-    // A mirror is about to put another image in its place.
+    // A mirror will replace the image.
     running.jobs.check_free(disk.name())?;
     let (path, options) = opened_as_raw(running, disk)?;
     running.sandbox().check(&path)?;
@@ -44,19 +43,19 @@ pub(crate) async fn make_room_for_bitmaps(
     Ok(Some(pause.length))
 }
 
-/// Takes that place away again, because the first bitmap could not be added, or is removed with
-/// what it was for. A failure is logged: the disk goes on with the place.
-pub(crate) async fn take_room_back(running: &Running, disk: &RunningDisk) {
+/// Removes the sidecar of a disk without bitmaps, after the first bitmap could not be added or was
+/// removed. A failure is logged, and the disk keeps its sidecar.
+pub(crate) async fn remove_empty_sidecar(running: &Running, disk: &RunningDisk) {
     let taken = async {
         let (path, options) = opened_as_raw(running, disk)?;
         anyhow::Ok(stop_recording(&disk.disk, &path, &options).await?)
     };
     if let Err(error) = taken.await {
-        tracing::error!("{}: the place for its bitmaps stays: {error:#}", disk.name());
+        tracing::error!("{}: its sidecar stays: {error:#}", disk.name());
     }
 }
 
-/// Where the image of a raw disk is now, and how it is opened.
+/// The present path and options of a raw disk's image.
 fn opened_as_raw(running: &Running, disk: &RunningDisk) -> Result<(PathBuf, ImageOptions)> {
     let setup = &disk.setup;
     let (path, cache) = match disk.moved() {
@@ -67,14 +66,14 @@ fn opened_as_raw(running: &Running, disk: &RunningDisk) -> Result<(PathBuf, Imag
     Ok((path, ImageOptions { format: Some(ImageFormat::Raw), cache, ..usual }))
 }
 
-/// Renews what is vouched for of a raw disk with a sidecar, as long as it is open.
+/// Renews the voucher of a raw disk's sidecar periodically, as long as the disk is open.
 pub(crate) fn keep_vouching(running: &Running, disk: &Arc<ImageDisk>) {
     let Some(handle) = running.loops.first().filter(|_| disk.image().has_sidecar()) else { return };
     if disk.image().access() == Access::ReadOnly {
         return;
     }
     let disk = Arc::downgrade(disk);
-    // It ends with the disk, with the sidecar, or with the loop.
+    // The task ends with the disk, with the sidecar, or with the loop.
     drop(handle.spawn(move || async move {
         loop {
             sleep(VOUCHER_RENEWAL).await;

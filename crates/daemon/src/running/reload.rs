@@ -30,7 +30,7 @@ pub(crate) struct Reloaded {
 }
 
 impl Reloaded {
-    /// Tells the log.
+    /// Logs the result.
     pub(crate) fn log(&self) {
         let Self { opened, closed, added, removed, limited, failed } = self;
         let all = [
@@ -48,10 +48,9 @@ impl Reloaded {
     }
 }
 
-/// Reads the configuration again. Disks that are no longer in it are closed, and their clients
-/// end; disks with other options are closed and opened again; new ones are opened; exports
-/// and limits come and go. What the configuration neither had nor has is left alone:
-/// requests have opened that.
+/// Reads the configuration again. Disks that are no longer in it are closed with their exports;
+/// disks with other options are closed and opened again; new ones are opened; exports and limits
+/// are added, changed and removed. Disks and exports that requests have added stay as they are.
 ///
 /// # Errors
 /// The file cannot be read, or something in it is wrong: then nothing was done.
@@ -66,7 +65,7 @@ pub(crate) async fn reload(running: &Running, path: &Path) -> Result<Reloaded> {
             close_configured(running, old, new.is_some(), &mut done).await;
         }
     }
-    // Before others are added: what moves to another disk is free then.
+    // Before the additions, so that an export can move to another disk.
     for old in before.iter().filter(|old| is_open_as(running, old)) {
         let new = wanted.iter().find(|new| new.name() == old.name());
         remove_exports(running, old, new.map_or(&[], |new| &new.exports), &mut done).await;
@@ -90,7 +89,8 @@ fn known_by_address(running: &Running, mut disks: Vec<DiskConfig>) -> Vec<DiskCo
     disks
 }
 
-/// Whether a disk is open as this says: not closed by a request, nor another one of its name.
+/// Whether a disk is open with these options. A request may have closed it or opened another one of
+/// its name.
 fn is_open_as(running: &Running, setup: &DiskConfig) -> bool {
     running.disks.find(setup.name()).is_some_and(|open| open.setup.opens_like(setup))
 }
@@ -109,7 +109,7 @@ async fn close_configured(
     }
 }
 
-/// Opens a disk that is not open, and gives an open one the exports and limits that it has not.
+/// Opens a disk that is not open, and gives an open one its new exports and limits.
 async fn take_over(
     running: &Running,
     new: &DiskConfig,
@@ -126,7 +126,7 @@ async fn take_over(
         ));
     }
     add_exports(running, new, done).await;
-    // A change by a request stays, unless the file has changed, too.
+    // A limit that a request has set stays, unless the file has changed it, too.
     let before = old.map_or_else(|| open.limits(), |old| old.limits.clone());
     let before_threshold = old.map_or_else(|| open.room.threshold(), |old| old.threshold);
     if new.threshold != before_threshold {
@@ -148,7 +148,7 @@ async fn open_configured(running: &Running, new: &DiskConfig, done: &mut Reloade
     }
 }
 
-/// Removes exports of a disk that stays open, but those that are wanted.
+/// Removes the exports of a disk that stays open, except the wanted ones.
 async fn remove_exports(
     running: &Running,
     old: &DiskConfig,
@@ -167,7 +167,7 @@ async fn remove_exports(
     }
 }
 
-/// Adds the exports that a disk has not.
+/// Adds the missing exports of a disk.
 async fn add_exports(running: &Running, new: &DiskConfig, done: &mut Reloaded) {
     let name = new.name();
     let served = running.exports.of_disk(name);

@@ -1,4 +1,4 @@
-//! Looking how much room the hosts of disks have left.
+//! Thresholds of the free space that the hosts of disks have left.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use blockhouse_engine::sleep;
 use super::Running;
 use super::disk::RunningDisk;
 
-/// How often it is looked how much is left.
+/// The interval of the checks of free space.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Has it told from now on when a disk has less room than this, or never.
+/// Sets the free space below which a disk causes an event; `None`: no event.
 ///
 /// # Errors
 /// There is no such disk, or nothing tells how much room it has.
@@ -32,7 +32,7 @@ pub(crate) async fn set_threshold(
     Ok(())
 }
 
-/// Has it told once when a disk's image uses more of its storage than this, or never.
+/// Sets the space above which a disk's image causes one event; `None`: no event.
 ///
 /// # Errors
 /// There is no such disk, or nothing tells how much its image uses.

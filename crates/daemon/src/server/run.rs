@@ -175,7 +175,7 @@ struct Opened {
     ublk: Vec<UblkOfDisk>,
     control: Option<BoundSocket>,
     tls: Option<Tls>,
-    /// Since when counters count.
+    /// The start of the counters.
     since: StartTime,
     /// The rules about files that apply since before the disks were opened.
     rules_of_writing: Option<FileRules>,

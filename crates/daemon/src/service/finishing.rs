@@ -21,7 +21,7 @@ use crate::running::{Running, RunningDisk};
 
 /// For how long no request completes while some are in flight, before they are dropped.
 const MAX_STUCK: Duration = Duration::from_secs(10);
-/// How often it is looked at whether any has completed.
+/// The interval of the checks whether one has completed.
 const LOOK: Duration = Duration::from_millis(250);
 /// How long the last flush of a disk may take.
 const MAX_CLOSE: Duration = Duration::from_secs(60);
@@ -30,7 +30,7 @@ const MAX_FLUSH: Duration = Duration::from_secs(15);
 
 /// A part of the server that has requests in flight.
 pub(crate) struct Finishing {
-    /// The parts that run.
+    /// The server's disks and exports.
     pub(crate) running: Arc<Running>,
     /// The loop that clients are waited for on.
     pub(crate) handle: Handle,
@@ -125,7 +125,7 @@ impl Progress {
 }
 
 /// Makes all disks durable, one beside the other, and closes those that have nothing in flight.
-/// Whether that is all of them, and the first error.
+/// Returns whether that is all of them, and the first error.
 pub(crate) async fn close_all(
     disks: Vec<Arc<RunningDisk>>,
     is_finished: bool,

@@ -102,10 +102,10 @@ impl Hold {
         self.state.lock().held
     }
 
-    /// Has `observer` told when changes begin to be held, and when none is. Only the first observer
-    /// of a disk is.
+    /// Reports to `observer` when changes begin to be held, and when none is held any more. A disk
+    /// keeps its first observer.
     pub fn observe(&self, observer: HoldObserver) {
-        // There is one already: that one stays.
+        // The error of a second observer.
         let _ = self.observer.set(observer);
     }
 

@@ -38,7 +38,7 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
         self.disk
     }
 
-    /// Has `observer` told of all changes that are made from now on.
+    /// Reports all later changes to `observer`.
     ///
     /// # Errors
     /// As [`Disk::quiesced`].
@@ -48,13 +48,14 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
         Ok(())
     }
 
-    /// Has it told of no more. Of changes that are in flight it is still told.
+    /// Detaches `observer`. It still gets reports of changes in flight.
     pub fn stop_observing(self, observer: &Arc<dyn ChangeObserver>) {
         self.disk.observers.detach(observer);
     }
 
-    /// Looks for reads of exactly these ranges by the disk's exports: whether another disk is this
-    /// one by another name. One probe at a time: another one takes the place of this.
+    /// Starts a probe for reads of exactly these ranges by the disk's exports, to detect that
+    /// another disk is an export of this one. A second probe replaces the ranges, and the drop of
+    /// either one ends both.
     pub fn probe_reads(self, ranges: Vec<ByteRange>) -> ReadProbe<'a> {
         self.disk.read_probes.begin(ranges)
     }

@@ -10,7 +10,7 @@
 //! - Zero writes and discards that change only metadata need only a metadata sync. So do plain
 //!   writes into new space: the format flushes data before it writes an entry that refers to it.
 //! - In every other case the data is written without FUA and one flush follows. `Full` always ends
-//!   in a full sync: FUA does not cover all that it promises.
+//!   in a full sync, because FUA makes only data durable.
 //! - Where durability is ignored (`--cache unsafe`) nothing follows.
 //!
 //! [`WriteMethod::decide`] is asked for each write that reaches a storage: many durable writes in
@@ -41,8 +41,8 @@ pub(super) struct Facts {
 pub(super) enum Change {
     /// Only the format's metadata changes.
     Metadata,
-    /// Operations that cannot carry durability (the storage's zero writes and discards), or of
-    /// which many share one flush.
+    /// Operations without FUA (the storage's zero writes and discards), or many operations that
+    /// share one flush.
     SharedFlush,
     /// Data is written.
     Data { extents: Extents, writes: Writes },
@@ -83,24 +83,23 @@ pub(crate) enum Writes {
 /// How the writes of a request become durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DurabilityPlan {
-    /// They need not.
+    /// No durability is required.
     NoSync,
-    /// Each by FUA.
+    /// Each write by FUA.
     Fua,
-    /// Each by FUA, and a metadata sync follows.
+    /// Each write by FUA, and a metadata sync follows.
     FuaThenMetadata,
     /// No data is written; a metadata sync follows.
     ThenMetadata,
-    /// Plain writes into new space, and a sync follows of the metadata and of the data it refers
-    /// to.
+    /// Plain writes into new space, and a sync of the data and its metadata follows.
     ThenDataAndMetadata,
     /// Plain writes, and a flush follows.
     ThenFlush(SyncMode),
 }
 
 impl DurabilityPlan {
-    /// The plan. `metadata_sync` is the format's advice for metadata that follows data. It is asked
-    /// at most once, and only where the answer matters, because it takes the format's lock.
+    /// Chooses the plan. `metadata_sync` is the format's advice for metadata that follows data. It
+    /// is called at most once, and only if its result matters, because it takes the format's lock.
     pub(super) fn decide(facts: Facts, metadata_sync: impl FnOnce() -> MetadataSync) -> Self {
         match facts {
             Facts { asked: Durability::None, .. } | Facts { fua: Fua::Ignored, .. } => Self::NoSync,
@@ -151,16 +150,16 @@ impl DurabilityPlan {
         }
     }
 
-    /// Whether a write to `extent` is one that a metadata writeback of another request should wait
-    /// for, because it needs a writeback right after.
+    /// Whether a metadata writeback of another request should wait for a write to `extent`. Reason:
+    /// the write requires a writeback too, and one can serve both.
     pub(crate) fn joins_writeback(self, extent: &Extent) -> bool {
         let is_plain = matches!(self, Self::ThenDataAndMetadata | Self::ThenFlush(_));
         is_plain && !extent.is_pure_overwrite() && extent.guest.length() <= MAX_AWAITED
     }
 
-    /// Whether new space that reads as zeros may stay a hole of the host's file around the written
-    /// bytes. Not for durable writes: each later FUA write to a hole costs the host file
-    /// system's journal.
+    /// Whether the written bytes of new space, if that reads as zeros, may have holes of the host
+    /// file around them. Not for durable writes: each later FUA write to a hole costs a transaction
+    /// of the host file system's journal.
     pub(crate) fn may_leave_holes(self) -> bool {
         self == Self::NoSync
     }

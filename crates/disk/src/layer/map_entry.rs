@@ -12,7 +12,7 @@ use super::{BlockStatus, BlockStatusCache, Layer, within};
 pub struct MapEntry {
     /// The part.
     pub guest: ByteRange,
-    /// Which layer it comes from: 0 is the image itself, 1 the file behind it.
+    /// The layer that it comes from: 0 is the image itself, 1 its backing file.
     pub depth: usize,
     /// Its kind.
     pub kind: MapEntryKind,
@@ -38,7 +38,7 @@ pub enum MapEntryKind {
         /// The place that is kept for data.
         host: Option<u64>,
     },
-    /// The layer has nothing, nor does any behind it: reads as zeros.
+    /// Neither the layer nor a backing file has data: reads as zeros.
     Hole {
         /// The place that is kept for data.
         host: Option<u64>,

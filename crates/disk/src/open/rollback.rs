@@ -33,7 +33,7 @@ use crate::snapshots::Pause;
 /// How long reads of an overlay may take to end, until its space is given back.
 const MAX_WAIT: Duration = Duration::from_secs(2);
 
-/// How often that is looked at.
+/// The interval of the checks for the end of those reads.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// The result of a rollback.

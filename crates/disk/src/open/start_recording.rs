@@ -109,7 +109,7 @@ async fn record_beside(
 }
 
 /// Undoes [`start_recording`] of a disk that has no bitmap: its changes are not recorded from now
-/// on, and its sidecar is removed. `image` and `options` are as there. Other disks stay as they
+/// on, and its sidecar is removed. `image` and `options` as for that. Other disks stay as they
 /// are. Needs the loop of the current thread.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! Going through one image chunk by chunk, for tools that move much of it.
+//! Iteration over the chunks of an image, for tools that move much of it.
 
 use std::cell::Cell;
 use std::future::{Future, ready};
@@ -18,7 +18,7 @@ use crate::layer::{HostRuns, Layer};
 const CHUNK_SIZE: u64 = 1 << 20;
 /// How many chunks are in flight together.
 const MAX_CHUNKS: usize = 8;
-/// Holes of the host file that are shorter are read and written as data is, in bytes.
+/// Bytes of the shortest hole of the host file that counts as zeros; shorter ones count as data.
 const MIN_HOST_HOLE: u64 = 64 << 10;
 
 /// Where the bytes of a chunk come from.
@@ -45,8 +45,7 @@ pub(super) async fn for_each_in_flight<T, F: Future<Output = Result<()>>>(
     run_bounded(MAX_CHUNKS, &WorkBudget::new(), has_failed, done).await
 }
 
-/// Hands the disk to `work`, chunk by chunk, several at a time. Ends with the first error, once all
-/// that were begun have ended.
+/// Does `work` on all chunks of the disk, as [`for_each_in_flight`].
 pub(super) async fn for_each_chunk<S: Storage, F: Future<Output = Result<()>>>(
     disk: &Disk<S>,
     work: impl Fn(ByteRange, Source) -> F,
@@ -57,7 +56,7 @@ pub(super) async fn for_each_chunk<S: Storage, F: Future<Output = Result<()>>>(
             return None;
         }
         Some(match next_chunk(disk.image().layer(), rest, &mut runs).await {
-            Ok((chunk, source)) => (Ok((chunk, source)), (rest.skip(chunk.length()), runs)),
+            Ok(next @ (chunk, _)) => (Ok(next), (rest.skip(chunk.length()), runs)),
             Err(error) => (Err(error), (rest.skip(rest.length()), runs)),
         })
     });
@@ -103,7 +102,7 @@ async fn next_mapped<S: Storage>(
     Ok((guest.truncate(data.min(CHUNK_SIZE)), Source::Image))
 }
 
-/// Reads `range` of a disk, what lies past its end as zeros.
+/// Reads `range` of a disk. Bytes past the end are zeros.
 pub(super) async fn read_or_zeros<S: Storage>(
     disk: &Disk<S>,
     range: ByteRange,

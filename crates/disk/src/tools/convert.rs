@@ -408,7 +408,7 @@ fn scan_of<S: Storage>(
     StatusScan::new(scanned, chunk, part.end()).between(part.start, part.shift())
 }
 
-/// As [`read_from`], piece by piece: what cannot be read is zeros. How many bytes those are.
+/// As [`read_from`], piece by piece. Unreadable bytes become zeros. Returns their number.
 async fn salvage<S: Storage>(part: &Part<S>, chunk: &Chunk, buffer: &mut Buffer) -> u64 {
     let unit = u64::from(part.source.image().alignment().offset).max(SECTOR);
     let start = chunk.range.offset();

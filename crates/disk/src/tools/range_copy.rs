@@ -28,8 +28,8 @@ pub struct RangeCopy<S: Storage> {
 }
 
 impl<S: Storage> RangeCopy<S> {
-    /// Copies to a target that is as long as the source; all of it reads as zeros if `is_zero` says
-    /// so. `granularity` is the unit in which is remembered what the target holds.
+    /// Copies to a target that is as long as the source, and reads as zeros if `is_zero`. Where the
+    /// target has data is recorded in units of `granularity` bytes.
     ///
     /// # Errors
     /// As [`DirtyMap::new`].
@@ -47,10 +47,9 @@ impl<S: Storage> RangeCopy<S> {
         Ok(Self { source, target, writer, written })
     }
 
-    /// Makes dirty what has to be copied to make the target equal: where the source has data, or
-    /// the target may have something else than zeros. To be called while the source's changes
-    /// are marked in `dirty`. `go_on` is asked now and then; nothing more is looked at when it
-    /// says no.
+    /// Marks in `dirty` the ranges to be copied to make the target equal: those where the source
+    /// has data, or the target may have something else than zeros. To be called while the source's
+    /// changes are marked in `dirty`. Stops when `go_on` returns false.
     ///
     /// # Errors
     /// Errors of mapping.
@@ -71,8 +70,8 @@ impl<S: Storage> RangeCopy<S> {
         Ok(())
     }
 
-    /// Makes dirty what the source's image has itself, where the target is its backing file. To be
-    /// called while the source's changes are marked in `dirty`. `go_on` as in
+    /// Marks in `dirty` the ranges that the source's image has itself, for a target that is its
+    /// backing file. To be called while the source's changes are marked in `dirty`. `go_on` as in
     /// [`mark_needed`](Self::mark_needed).
     ///
     /// # Errors
@@ -91,8 +90,8 @@ impl<S: Storage> RangeCopy<S> {
         Ok(())
     }
 
-    /// Makes `range` of the target what it is in the source. Not durable before the target is
-    /// flushed. How many bytes were written.
+    /// Copies `range` from the source to the target. Not durable before the target is flushed.
+    /// Returns the number of written bytes.
     ///
     /// # Errors
     /// Errors of either storage; the message says which.

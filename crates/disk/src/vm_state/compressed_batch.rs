@@ -1,16 +1,16 @@
-//! Compressed clusters of a state, collected until they are worth a write.
+//! Compressed clusters of a state, collected for one large write.
 
 /// Compressed clusters that are written together.
 #[derive(Default)]
 pub(super) struct CompressedBatch {
     /// Cluster of the state and its compressed bytes.
     pub(super) clusters: Vec<(u64, Vec<u8>)>,
-    /// The windows of these clusters, each once.
+    /// The windows of these clusters. Each is there once, because windows are added one by one.
     pub(super) windows: Vec<u64>,
     length: u64,
 }
 
-/// The outcome for a cluster.
+/// The result of [`CompressedBatch::add`].
 pub(super) enum AddResult {
     /// It is in the batch.
     Added,
@@ -19,7 +19,7 @@ pub(super) enum AddResult {
 }
 
 impl CompressedBatch {
-    /// Takes the compressed form of a cluster, if there is one.
+    /// Adds a compressed cluster; `None` is a cluster that compression does not make smaller.
     pub(super) fn add(
         &mut self,
         window: u64,

@@ -14,7 +14,7 @@ use crate::buffers::ClusterBuffer;
 use crate::durability::DurabilityPlan;
 use crate::layer::{Layer, Reader};
 
-/// The bytes around an extent's own that become visible with it.
+/// The bytes of an extent's `alloc_range` before and after its `guest` range.
 struct CowRegions {
     head: ByteRange,
     tail: ByteRange,
@@ -38,14 +38,14 @@ impl CowRegions {
         (self.head.length() + self.tail.length()) as usize
     }
 
-    /// The memory of both in one buffer.
+    /// Lends memory for head and tail from one buffer.
     fn lend(&self, buffer: &mut ClusterBuffer<'_>) -> (IoVector, IoVector) {
         let mut head = buffer.lend_range(0, self.length());
         let tail = head.split_off(self.head.length() as usize);
         (head, tail)
     }
 
-    /// Reads both as the guest would.
+    /// Reads head and tail as the guest would.
     async fn read<S: Storage>(
         &self,
         layer: &Layer<S>,
@@ -59,8 +59,8 @@ impl CowRegions {
 }
 
 impl<S: Storage> Writer<S> {
-    /// Writes `from` to the extent's bytes and the old bytes around them, as one write. `host` is
-    /// the host offset of the extent's first byte.
+    /// Writes head, `from` and tail as one write. `host` is the host offset of the first byte of
+    /// `from`.
     pub(super) async fn write_with_cow(
         &self,
         extent: PreparedExtent<'_, S>,
@@ -79,7 +79,7 @@ impl<S: Storage> Writer<S> {
         self.store(extent, regions.place(host), all, plan).await
     }
 
-    /// Writes only the old bytes around the extent's own, without FUA.
+    /// Writes only the head and the tail, without FUA.
     pub(super) async fn copy_cow_regions(
         &self,
         extent: &mut PreparedExtent<'_, S>,

@@ -59,7 +59,7 @@ pub enum UblkCommand {
     GetParameters,
     /// Has a device whose server is gone take commands of this process.
     StartRecovery,
-    /// Has it go on. Waits and takes an argument like [`Start`](Self::Start).
+    /// Ends the recovery of a device. Waits and takes an argument like [`Start`](Self::Start).
     EndRecovery,
     /// Changes the size to the argument, in sectors of 512 bytes.
     UpdateSize,

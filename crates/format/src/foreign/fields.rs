@@ -39,7 +39,7 @@ pub(super) fn put<const N: usize>(bytes: &mut [u8], offset: usize, value: [u8; N
     bytes[offset..offset + N].copy_from_slice(&value);
 }
 
-/// The bytes with zeros behind them, up to a multiple of `unit`.
+/// Pads the bytes with zeros to a multiple of `unit`.
 pub(super) fn padded(mut bytes: Vec<u8>, unit: u64) -> Vec<u8> {
     let length = bytes.len().next_multiple_of(unit as usize);
     bytes.resize(length, 0);

@@ -24,7 +24,7 @@ pub enum Subformat {
     Stream,
 }
 
-/// The image behind a new one.
+/// The parent of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewParent {
     /// Its identifier, which changes with its content.

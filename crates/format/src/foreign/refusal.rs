@@ -11,16 +11,16 @@ pub(super) fn corrupt(what: impl Into<Cow<'static, str>>, offset: u64) -> Error 
     Error::new(ErrorKind::Corrupt, what).at(offset).hint(hint)
 }
 
-/// The file does not begin as `what` does.
+/// The signature of a `what` is missing at `offset`.
 pub(super) fn other_signature(what: &str, offset: u64) -> Error {
-    let hint = "say which format it has (--format, of a backing file -F), or restore it from a copy if it was one";
+    let hint = "say which format it has (--format, of a backing file -F), or restore it from a copy if that is its format";
     let what = format!("is no {what}: it has another signature");
     Error::new(ErrorKind::Corrupt, what).at(offset).hint(hint)
 }
 
-/// The field at `offset` asks for what is not supported.
+/// The field at `offset` requires an unsupported feature.
 pub(super) fn unsupported(what: impl Into<Cow<'static, str>>, offset: u64) -> Error {
-    let hint = "the program that made the image can make another one of it, without that";
+    let hint = "convert it, with the program that made it, to an image without this feature";
     Error::new(ErrorKind::Unsupported, what).at(offset).hint(hint)
 }
 

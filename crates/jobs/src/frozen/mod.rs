@@ -114,7 +114,7 @@ impl<S: Storage> FrozenDisk<S> {
         self.old.failure()
     }
 
-    /// Has the disk go on without copies. Nothing can be read of this one.
+    /// Ends the copies of old data: the disk goes on alone, and this one cannot be read any more.
     pub fn thaw(&self) {
         // First, so that nothing newer is read.
         self.old.end();

@@ -33,7 +33,7 @@ pub struct Export<S: Storage> {
     /// The bitmaps that clients may ask for: at most [`MAX_EXPORT_BITMAPS`], with names of at most
     /// 1023 bytes.
     pub bitmaps: Vec<ExportBitmap>,
-    /// Whether clients may change the disk, where that may be changed.
+    /// The access of clients; that of the disk may be less.
     pub access: Access,
     /// Whether clients may ask which image of the disk's chain has the data
     /// (`qemu:allocation-depth`).

@@ -42,7 +42,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         }
     }
 
-    /// Has the queues go on that a pause has ended.
+    /// Resumes the queues that a pause has ended.
     pub fn resume(&mut self) {
         for index in std::mem::take(&mut self.paused) {
             self.vrings[index].take_back_end();

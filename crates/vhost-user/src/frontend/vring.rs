@@ -245,8 +245,7 @@ impl Vring {
         true
     }
 
-    /// Has the queue go on where the end that was begun has not come. Where it has, the queue no
-    /// longer runs.
+    /// Resumes the queue if its requested end has not happened yet. Otherwise it no longer runs.
     pub fn take_back_end(&mut self) {
         let goes_on = self.post(QueueCommand::Continue).map(futures_executor::block_on);
         if !matches!(goes_on, Some(Ok(_)))

@@ -3,8 +3,8 @@
 //!
 //! The layout and the order of stores are those that the vhost-user specification proposes for
 //! split queues ("Inflight I/O tracking"): after each single store, the memory tells a new server
-//! what to resubmit. Requests are resubmitted in the order in which they came. After the queues
-//! this server keeps the state of the write cache, because the guest does not set it again.
+//! what to resubmit. Requests are resubmitted in the order in which they came. The memory past the
+//! queues holds the state of the write cache, because the guest does not set it again.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -28,12 +28,12 @@ const USED: usize = 14;
 const NEXT: usize = 6;
 const COUNTER: usize = 8;
 
-/// The layout that this is.
+/// The version of this layout.
 const OUR_VERSION: u16 = 1;
 
-/// Bytes after the queues, for the device.
+/// Bytes of the device's part, past the queues.
 const DEVICE_BYTES: usize = 64;
-/// The device's byte: the state of the write cache.
+/// The write cache's states, in the first byte of the device's part.
 const UNKNOWN: u8 = 0;
 const VOLATILE: u8 = 1;
 const DURABLE: u8 = 2;
@@ -48,8 +48,8 @@ pub fn size(queues: u16, entries: u16) -> usize {
     part(entries) * usize::from(queues) + DEVICE_BYTES
 }
 
-/// A memory file of `size` bytes. It can neither shrink nor grow: the server touches this memory,
-/// and a page that a front-end cuts off ends its connection.
+/// A memory file of `size` bytes that can neither shrink nor grow. Reason: the server maps it, and
+/// access to a page that the front-end has truncated ends the connection.
 ///
 /// # Errors
 /// The kernel's.
@@ -67,12 +67,12 @@ pub fn queue(memory: &Arc<SharedMemory>, index: u16, entries: u16) -> Option<Vol
     VolatileSlice::new(Arc::clone(memory), start, part(entries)).filter(|view| view.is_aligned(8))
 }
 
-/// Where the state of the write cache is kept; `None` in memory that another kind of server made.
+/// The device's part. `None` if the memory ends before it, because another program made the memory.
 pub fn device(memory: &Arc<SharedMemory>, queues: u16, entries: u16) -> Option<VolatileSlice> {
     VolatileSlice::new(Arc::clone(memory), part(entries) * usize::from(queues), DEVICE_BYTES)
 }
 
-/// The state of the write cache as an earlier server left it; `None` when none did.
+/// The state of the write cache that an earlier server stored; `None` if no server stored one.
 pub fn write_cache(device: &VolatileSlice) -> Option<WriteCache> {
     match device.load_u8(0) {
         VOLATILE => Some(WriteCache::Volatile),
@@ -81,7 +81,7 @@ pub fn write_cache(device: &VolatileSlice) -> Option<WriteCache> {
     }
 }
 
-/// Keeps the state of the write cache.
+/// Stores the state of the write cache.
 pub fn keep_write_cache(device: &VolatileSlice, cache: WriteCache) {
     let byte = match cache {
         WriteCache::Volatile => VOLATILE,
@@ -161,7 +161,7 @@ impl InflightQueue {
         begun.into_iter().map(|(_, head)| head).collect()
     }
 
-    /// A request is begun.
+    /// Marks a request as in flight.
     pub fn begin(&mut self, head: u16) {
         let entry = self.entry(head);
         self.view.store_u64(entry + COUNTER, self.counter);
@@ -169,7 +169,7 @@ impl InflightQueue {
         self.counter = self.counter.wrapping_add(1);
     }
 
-    /// A request is put into the used ring.
+    /// Adds a request to the batch: its entry in the used ring is written, but not published.
     pub fn end(&mut self, head: u16) {
         let last = self.view.load_u16(LAST_BATCH, Relaxed);
         self.view.store_u16(self.entry(head) + NEXT, last);
@@ -177,7 +177,7 @@ impl InflightQueue {
         self.batch.push(head);
     }
 
-    /// The used ring is published up to `used`.
+    /// Clears the batch: the used ring is published up to `used`.
     pub fn published(&mut self, used: u16) {
         while let Some(head) = self.batch.pop() {
             self.view.store_u8(self.entry(head), 0);
@@ -223,7 +223,7 @@ mod tests {
         drop(log);
         let (mut log, recovery) = open(&memory, 11);
         assert_eq!((recovery.resubmit, recovery.last_avail_idx), (vec![5, 7, 2], Some(14)));
-        // The order holds over another end.
+        // The second recovery continues the counter of the first.
         log.begin(0);
         assert_eq!(open(&memory, 11).1.resubmit, [5, 7, 2, 0]);
     }

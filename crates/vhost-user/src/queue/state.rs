@@ -145,7 +145,7 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Has the queue go on after all, unless its front-end is gone.
+    /// Cancels the stop of the queue, unless its front-end is gone.
     pub fn take_back_stop(&self) {
         if self.stop.get() == Some(StopMode::Graceful) {
             self.stop.set(None);

@@ -250,7 +250,7 @@ impl LiveBitmap {
         Error::new(ErrorKind::Io, what).at(self.table_offset)
     }
 
-    /// The bitmap has become coarser. Whether it was not before.
+    /// Records that the bitmap has become coarser. Returns false if it was already.
     pub(super) fn note_coarser(&self) -> bool {
         !self.is_coarser.swap(true, Ordering::AcqRel)
     }

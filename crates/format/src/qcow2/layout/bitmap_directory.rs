@@ -66,7 +66,7 @@ pub struct Bitmap {
     pub is_in_use: bool,
     /// Whether it was not saved and lacks changes: it can only be removed.
     pub is_inconsistent: bool,
-    /// Since when it lacks changes, where this process had to give it up; since the Unix epoch.
+    /// The time, since the Unix epoch, at which this process stopped recording changes in it.
     pub lacks_since: Option<Duration>,
 }
 

@@ -18,7 +18,7 @@ pub(crate) async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
         let error = Error::new(kind, refusal.what).on(storage.name()).at(refusal.offset);
         match refusal.offset {
             0 => error.hint(
-                "say which format it has (--format, of a backing file -F), or restore it from a copy if it was one",
+                "say which format it has (--format, of a backing file -F), or restore it from a copy if that is its format",
             ),
             _ => error,
         }

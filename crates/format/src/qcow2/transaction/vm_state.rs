@@ -37,7 +37,7 @@ enum ZeroEncoding {
     ZeroFlag,
     /// No entry: there is no backing file.
     Unallocated,
-    /// They are not.
+    /// Zeros are stored as data.
     None,
 }
 

@@ -14,11 +14,11 @@ use super::order::{Flushed, MAX_FUA_WRITES};
 
 /// The next step of a task that needs changes to be durable.
 enum WritebackStep {
-    /// They are.
+    /// None: the changes are durable.
     Durable,
-    /// A writeback runs.
+    /// Another task runs a writeback.
     Wait(EventListener),
-    /// To run one.
+    /// The task runs a writeback.
     Run,
 }
 
@@ -128,7 +128,7 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Waits until the changes made so far are durable, running writebacks where no other task
-    /// does. Whether a flush that began after the call was part of it.
+    /// does. Returns whether a flush that began after the call was part of it.
     async fn make_durable(&self, reason: WritebackReason) -> Result<Flushed> {
         let target = self.state.lock().tables.version();
         let mut flushed = Flushed::No;

@@ -86,7 +86,8 @@ impl Entry {
         matches!(self.phase, Phase::Transmission { .. })
     }
 
-    /// Since when it could have sent a request and did not; whether it has completed its handshake.
+    /// The time since which the client has sent no request, although it could, and whether its
+    /// handshake is complete.
     pub fn unused_since(&self) -> Option<(bool, Instant)> {
         match &self.phase {
             Phase::Handshake(since) => Some((false, *since)),
@@ -156,14 +157,14 @@ impl Entry {
         self.credential.as_deref()
     }
 
-    /// Has it pause.
+    /// Asks the session to pause.
     pub fn pause(&self) {
         if let Phase::Transmission { shutdown, .. } = &self.phase {
             shutdown.pause();
         }
     }
 
-    /// Has it go on, or not pause.
+    /// Resumes the session, or takes the request to pause back.
     pub fn resume(&self) {
         if let Phase::Transmission { shutdown, .. } = &self.phase {
             shutdown.resume();

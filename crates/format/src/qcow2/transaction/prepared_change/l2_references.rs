@@ -87,8 +87,8 @@ impl L2References {
         self.change_references(l2, clear).await
     }
 
-    /// Sets the COPIED flag of each cluster that has one reference left. Whether any changed.
-    /// `name` and `offset` are for messages.
+    /// Sets the COPIED flag of each cluster that has one reference left. Returns whether any
+    /// changed. `name` and `offset` are for messages.
     ///
     /// # Errors
     /// `Corrupt` where a cluster has none left.
