@@ -345,6 +345,7 @@ fn qcow2_images_of_qemu_convert_equal() {
     for (index, options) in [
         "",
         ",cluster_size=512",
+        ",compat=0.10",
         ",extended_l2=on,cluster_size=128k",
         ",encrypt.cipher-mode=cbc,encrypt.ivgen-alg=essiv,encrypt.ivgen-hash-alg=sha256",
     ]
@@ -372,9 +373,10 @@ fn qcow2_images_of_ours_open_in_qemu() {
     let fixture = Fixture::new();
     // QEMU looks for another name in the folder where it runs.
     let data_file = format!("data_file={}", str(&fixture.scratch.path("data.raw")));
-    for (index, options) in ["cluster_size=64K", "cluster_size=4K", "extended_l2=on", &data_file]
-        .into_iter()
-        .enumerate()
+    for (index, options) in
+        ["cluster_size=64K", "cluster_size=4K", "extended_l2=on", "compat=0.10", &data_file]
+            .into_iter()
+            .enumerate()
     {
         let image = fixture.scratch.path(&format!("{index}.qcow2"));
         let options = ["convert", "-f", "raw", "-o", options];
@@ -601,7 +603,7 @@ fn what_encryption_does_not_go_with_is_refused() {
     let fixture = Fixture::new();
     let (image, key) = (fixture.scratch.path("a.qcow2"), str(&fixture.key));
     for (option, why) in [
-        ("compat=0.10", "version 2"),
+        ("compat=0.10,preallocation=metadata", "version 2"),
         ("encrypt.key-secret=key", "there is no secret"),
         ("encrypt.format=serpent", "use luks"),
     ] {

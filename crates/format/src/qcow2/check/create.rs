@@ -151,9 +151,6 @@ impl CreateOptions {
         if self.encryption.is_none() {
             return Ok(());
         }
-        if self.version == Version::V2 && self.luks_header().is_some() {
-            return Err("version 2 (compat 0.10) is not encrypted with LUKS here".into());
-        }
         if self.version == Version::V2 && self.preallocation != Preallocation::Off {
             let why =
                 "an encrypted image of version 2 (compat 0.10) has no space ahead: no zero flag";
