@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, SyncMode, WriteCache};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_format::{Backing, ImageFormat, Intent};
@@ -30,7 +30,7 @@ use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
 use super::open_location::identity_of;
-use crate::disk::{Disk, ReplacedImage, flush_ahead};
+use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
@@ -146,16 +146,6 @@ pub async fn fork(forks: Vec<ForkOf<'_>>) -> Result<(Vec<Forked<'_>>, Pause)> {
 }
 
 async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pause)> {
-    prepare(all).await?;
-    // Changes in flight wait for flushes, and so do the first flushes after the moment: for those
-    // of the layers.
-    let disks = all.iter().filter(|steps| steps.overlay.is_some());
-    flush_ahead(&disks.map(|steps| steps.fork.disk).collect::<Vec<_>>(), SyncMode::Data).await?;
-    switch(all).await
-}
-
-/// All that comes before the moment.
-async fn prepare(all: &mut [Steps<'_>]) -> Result<()> {
     for steps in &mut *all {
         steps.make_overlay().await?;
         steps.give_bitmaps().await?;
@@ -169,14 +159,9 @@ async fn prepare(all: &mut [Steps<'_>]) -> Result<()> {
     for steps in &mut *all {
         steps.name_children().await?;
     }
-    Ok(())
-}
-
-/// The moment: the disks go on in their overlays.
-async fn switch<'a>(all: &[Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pause)> {
     let began = Instant::now();
     let mut quiesced = Vec::with_capacity(all.len());
-    for steps in all {
+    for steps in &*all {
         let disk = steps.fork.disk;
         let Some(overlay) = &steps.overlay else {
             quiesced.push(None);
@@ -188,7 +173,7 @@ async fn switch<'a>(all: &[Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pau
         disk.check_replacement(overlay)?;
     }
     // Nothing of it can fail: it was checked.
-    let switched = quiesced.into_iter().zip(all).map(|(one, steps)| {
+    let switched = quiesced.into_iter().zip(&*all).map(|(one, steps)| {
         let Some((quiesced, overlay)) = one else { return Ok(None) };
         if let Some(bitmaps) = &steps.bitmaps {
             quiesced.observe(bitmaps.observer());
@@ -602,20 +587,6 @@ mod tests {
     }
 
     #[test]
-    fn a_layer_is_flushed_before_the_moment() {
-        EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
-            let folder = tempfile::tempdir_in("/dev/shm").unwrap();
-            let folder = folder.path();
-            let (disk, options, _) = disk_in(folder, ImageFormat::Raw).await;
-            write(&disk, 0, 1).await;
-            let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
-            let before = disk.stats().counters().flushes_issued;
-            forked[0].settle().await.unwrap();
-            assert_eq!(disk.stats().counters().flushes_issued, before, "nothing was left");
-        });
-    }
-
-    #[test]
     fn a_flush_covers_the_layer_until_it_is_settled() {
         EventLoop::new(EngineChoice::Auto).unwrap().block_on(async {
             for format in [ImageFormat::Raw, ImageFormat::Qcow2] {
@@ -623,14 +594,8 @@ mod tests {
                 let folder = folder.path();
                 let (disk, options, _) = disk_in(folder, format).await;
                 disk.flush().await.unwrap();
-                let mut steps = vec![Steps::new(plan(&disk, &options, folder)).await.unwrap()];
-                prepare(&mut steps).await.unwrap();
-                // No flush comes between this write and the moment.
                 write(&disk, 0, 1).await;
-                let (replaced, _) = switch(&steps).await.unwrap();
-                let forked = steps.into_iter().zip(replaced);
-                let forked: Vec<_> =
-                    forked.map(|(steps, replaced)| steps.forked(replaced)).collect();
+                let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
                 let child = forked[0].children[0].1.as_ref().unwrap();
                 // Both count what the layer, which they share, is asked for.
                 write(&disk, 0, 2).await;
