@@ -53,6 +53,7 @@ async fn look_at(storage: SparseFile) {
     read_extents(&disk, LIMITS).await;
     let encryption =
         disk.image().read_encryption().await.expect("it was read").expect("it is encrypted");
+    let encryption = encryption.luks().expect("a header of LUKS");
     let areas = encryption.read_areas(&storage).await.expect("areas inside the file");
     for (slot, area) in encryption.header().slots.iter().zip(&areas) {
         if let Ok(key) = &slot.key {

@@ -47,7 +47,9 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
         (false, false) => run_between_images(&arguments),
         (true, false) => from_input::run(&arguments),
         (false, true) => to_output::run(&arguments),
-        (true, true) => wrong_usage("source and target are both '-': one of the two must be an image"),
+        (true, true) => {
+            wrong_usage("source and target are both '-': one of the two must be an image")
+        }
     }
 }
 
