@@ -8,6 +8,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Framing, Greeted};
 use blockhouse_tests::typed::{Folder, Serving, commands};
+use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
 use blockhouse_tests::{Scratch, Serve, Server, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
@@ -266,10 +267,8 @@ fn a_server_is_upgraded_after_a_fork() {
     let socket = scratch.socket("control");
     control.get("disk.close", json!({ "disk": "kid" }));
     drop(control);
-    beside(&mut writer, || {
-        let said = blockhouse_tests::upgrade::upgrade(&socket, &[]).success();
-        assert!(said.stdout.contains("process"), "{}", said.stdout);
-    });
+    let servers = Servers(&scratch);
+    beside(&mut writer, || upgrade_under_load(&socket));
     writer.check();
     let mut control = Control::connect(&socket);
     assert_eq!(path_of(&mut control, "disk.qcow2"), str(&scratch.path("disk.2.qcow2")));
@@ -278,6 +277,7 @@ fn a_server_is_upgraded_after_a_fork() {
     beside(&mut writer, || ());
     writer.check();
     drop((writer, control, server));
+    servers.stop();
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{json, qemu_img, str};
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
 use blockhouse_tests::{Scratch, Server, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
@@ -106,7 +106,7 @@ fn layers_behind_a_disk_become_one() {
         let Layered { scratch, mut writer, control, server, contents, .. } = disk;
         let servers = Servers(&scratch);
         drop(control);
-        beside(&mut writer, || upgrade(&scratch.socket("control"), &[]).success());
+        beside(&mut writer, || upgrade_under_load(&scratch.socket("control")));
         writer.check();
         drop(writer);
         ctl(&scratch, &["rollback", name, "--force"]).success();

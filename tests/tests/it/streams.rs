@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
 use blockhouse_tests::{Scratch, Serve, Server, need, require, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
@@ -131,7 +131,7 @@ fn a_streamed_disk_is_handed_over_without_its_base_and_counts_on() {
     assert!(before > 0 && reads(&mut control) >= before, "a counter goes backwards");
     drop(control);
     fs::remove_file(&chain.base).expect("nothing needs it");
-    upgrade(&socket, &[]).success();
+    upgrade_under_load(&socket);
     assert!(server.wait(LONG).success());
     writer.check();
 }
@@ -231,7 +231,7 @@ fn what_is_between_an_overlay_and_its_base_is_left_out() {
         // The chain goes on as any: handed over, committed into the base.
         let servers = Servers(&scratch);
         drop(control);
-        beside(&mut writer, || upgrade(&scratch.socket("control"), &[]).success());
+        beside(&mut writer, || upgrade_under_load(&scratch.socket("control")));
         ctl(&scratch, &["commit", name, "--job", "c"]).success();
         beside(&mut writer, || ctl(&scratch, &["job", "c", "complete"]).success());
         writer.check();
