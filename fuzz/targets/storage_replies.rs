@@ -13,8 +13,8 @@ use std::io::{self, Read};
 use std::mem::ManuallyDrop;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Storage, SyncMode, Unmap};
@@ -105,20 +105,24 @@ struct Taken {
     length: u64,
 }
 
-/// The bytes that the server has sent of the range that the client reads, by their places there.
-type Sent = Arc<Mutex<HashMap<usize, Vec<u8>>>>;
+/// The replies of the server so far.
+#[derive(Default)]
+struct Sent {
+    /// The bytes of the range that the client reads, by their places there.
+    bytes: Mutex<HashMap<usize, Vec<u8>>>,
+    /// Whether anything else was sent, which may be any chunk.
+    is_unknown: AtomicBool,
+}
 
 /// A connection of the server, after the greeting.
-struct Session {
+struct Session<'a> {
     client: UnixStream,
     framing: Framing,
     taken: Vec<Taken>,
-    sent: Sent,
-    /// Whether what was sent is known: bytes may be any chunk.
-    is_known: Arc<Mutex<bool>>,
+    sent: &'a Sent,
 }
 
-impl Session {
+impl Session<'_> {
     fn take(&mut self) -> io::Result<()> {
         let mut head = vec![0; self.framing.request_length()];
         self.client.read_exact(&mut head)?;
@@ -171,7 +175,7 @@ impl Session {
     /// Remembers what a read may have got.
     fn remember(&self, of: Taken, offset: u64, length: u64, byte: u8) {
         if of.kind == kind::READ {
-            let mut sent = self.sent.lock().expect("no panic");
+            let mut sent = self.sent.bytes.lock().expect("no panic");
             for place in offset..offset + length.min(1 << 16) {
                 if let Some(at) = place.checked_sub(READ.0) {
                     sent.entry(at as usize).or_default().push(byte);
@@ -202,7 +206,7 @@ impl Session {
                 self.remember(of, offset, length.into(), byte);
                 let data = [&offset.to_be_bytes()[..], &vec![byte; length as usize]].concat();
                 if lie.is_some() {
-                    *self.is_known.lock().expect("no panic") = false;
+                    self.sent.is_unknown.store(true, Relaxed);
                 }
                 self.chunk(of, chunk::OFFSET_DATA, last, lie.unwrap_or(length + 8).into(), &data)
             }
@@ -240,7 +244,7 @@ impl Session {
                 self.chunk(self.of(of), kind, last, data.len() as u64, &data)
             }
             Action::Bytes(ref bytes) => {
-                *self.is_known.lock().expect("no panic") = false;
+                self.sent.is_unknown.store(true, Relaxed);
                 self.send(bytes)
             }
         }
@@ -298,11 +302,11 @@ fn greet(client: &mut UnixStream, server: &Server) -> io::Result<Framing> {
 }
 
 /// Serves one client; it fails when the client has had enough.
-fn serve(mut client: UnixStream, server: &Server, sent: Sent, is_known: Arc<Mutex<bool>>) {
+fn serve(mut client: UnixStream, server: &Server, sent: &Sent) {
     let Ok(framing) = greet(&mut client, server) else { return };
     // The client sends nothing more where it waits for all of its answers.
     client.set_read_timeout(Some(TAKE_TIME)).expect("it is not zero");
-    let mut session = Session { client, framing, taken: Vec::new(), sent, is_known };
+    let mut session = Session { client, framing, taken: Vec::new(), sent };
     for action in &server.actions {
         if session.act(action).is_err() {
             return;
@@ -349,7 +353,6 @@ impl Fixture {
 
     fn run(&mut self, server: &Server) {
         let (sent, is_over) = (Sent::default(), AtomicBool::new(false));
-        let is_known = Arc::new(Mutex::new(true));
         let mut buffers = [Buffer::new(2 * BLOCK + READ.1), Buffer::new(BLOCK)];
         buffers[0].bytes_mut().fill(UNTOUCHED);
         let address = Address::Unix(self.path.clone());
@@ -361,7 +364,7 @@ impl Fixture {
                     if is_over.load(Relaxed) {
                         return;
                     }
-                    serve(client, server, Arc::clone(&sent), Arc::clone(&is_known));
+                    serve(client, server, &sent);
                 }
             });
             self.event_loop.block_on(async {
@@ -383,8 +386,8 @@ impl Fixture {
         let (read, behind) = rest.split_at(READ.1);
         let around = before.iter().chain(behind);
         assert!(around.copied().all(|byte| byte == UNTOUCHED), "bytes around the read changed");
-        if is_read && *is_known.lock().expect("no panic") {
-            let sent = sent.lock().expect("no panic");
+        if is_read && !sent.is_unknown.load(Relaxed) {
+            let sent = sent.bytes.lock().expect("no panic");
             for (at, byte) in read.iter().enumerate() {
                 let is_sent = sent.get(&at).is_some_and(|bytes| bytes.contains(byte));
                 assert!(is_sent, "byte {at} of the read was not sent: {byte}");

@@ -10,7 +10,7 @@ use blockhouse_disk::Access;
 use blockhouse_nbd::uri::{Address, NbdUri};
 use blockhouse_storage::Location;
 
-/// What clients of an export may do, beyond what its disk says.
+/// The rights of an export's clients; the disk may allow less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportRights {
     /// Whether they may change the disk, where it may be changed.
@@ -33,7 +33,7 @@ pub struct Offer {
     pub name: String,
     /// The place of the image on the command line, from 0.
     pub image: usize,
-    /// What clients may do.
+    /// The rights of clients.
     pub rights: ExportRights,
 }
 

@@ -101,7 +101,7 @@ impl NbdHabits {
         is_named || is_changed || self.allocation_depth || self.load_snapshot.is_some()
     }
 
-    /// What clients may do: as qemu-nbd's where the program is called so.
+    /// The rights of clients: those that qemu-nbd gives where the program is called so.
     pub(super) fn rights(&self) -> ExportRights {
         let usual = ExportRights::default();
         ExportRights { has_depth: self.allocation_depth || !called_as::is_qemu_nbd(), ..usual }

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
+use blockhouse_disk::ImageDisk;
 
 use crate::running::RunningDisk;
 
@@ -44,10 +45,22 @@ impl CommitSetup {
         };
         if let Some(base) = self.base.as_deref().filter(|base| !is_behind(base)) {
             bail!(
-                "{} is not the backing file of the disk's image, into which that is committed: commit the layers between                  the two first ('blockhouse ctl SOCKET commit DISK --top FILE --base FILE')",
+                "{} is not the backing file of the disk's image, into which that is committed: commit the layers between \
+                 the two first ('blockhouse ctl SOCKET commit DISK --top FILE --base FILE')",
                 base.display()
             );
         }
         Ok(())
     }
+}
+
+/// Refuses a disk whose backing file is open for writing since a commit that did not complete.
+pub(super) fn check_base_is_read(disk: &ImageDisk, name: &str) -> Result<()> {
+    if disk.jobs().base().is_some() {
+        bail!(
+            "the backing file of the disk {name:?} is open for writing since a commit that did not complete; commit it again \
+             and complete that, or close the disk and open it again"
+        );
+    }
+    Ok(())
 }

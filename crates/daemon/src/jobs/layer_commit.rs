@@ -15,7 +15,7 @@ use blockhouse_disk::{
 };
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 
-use super::commit_setup::CommitSetup;
+use super::commit_setup::{CommitSetup, check_base_is_read};
 use super::stream::release_detached;
 use super::{JobSetup, RunningJob, run_job};
 use crate::running::open::image_options;
@@ -41,13 +41,7 @@ pub(super) async fn start_layer_commit(
         bail!("writes never wait for a commit of layers: leave mode out");
     }
     let disk = Arc::clone(&source.disk);
-    if disk.jobs().base().is_some() {
-        bail!(
-            "the backing file of the disk {:?} is open for writing since a commit that did not complete; commit it again \
-             and complete that, or close the disk and open it again",
-            setup.disk
-        );
-    }
+    check_base_is_read(&disk, &setup.disk)?;
     let name = commit.backing_file.as_ref().map(String::as_bytes);
     let left_out = find_layers(&disk, top, commit.base.as_deref(), name)?;
     let (above, base) = (left_out.above(), left_out.above() + left_out.steps());

@@ -14,6 +14,7 @@ use blockhouse_disk::{ImageDisk, LeftFiles, find_further_base, note_passed_over}
 use blockhouse_engine::{spawn_detached, timeout};
 use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
 
+use super::commit_setup::check_base_is_read;
 use super::{JobSetup, MAX_TIDY_TIME, RunningJob, run_job};
 use crate::running::rollbacks::check_nobody_stands;
 use crate::running::{Running, RunningDisk};
@@ -50,7 +51,7 @@ pub(crate) async fn begin_prefetch(running: &Running, disk: &RunningDisk) {
 ///
 /// # Errors
 /// There is no such disk, it is read-only or has a job, or its image has no backing file, or not
-/// this base, or snapshots; others stand on layers whose files are to be removed.
+/// this base, or snapshots; other disks stand on layers whose files are to be removed.
 pub(crate) async fn start_stream(
     running: &Running,
     setup: JobSetup,
@@ -64,13 +65,7 @@ pub(crate) async fn start_stream(
     }
     running.check_free(&setup.disk)?;
     let disk = Arc::clone(&source.disk);
-    if disk.jobs().base().is_some() {
-        bail!(
-            "the backing file of the disk {:?} is open for writing since a commit that did not complete; commit it again \
-             and complete that, or close the disk and open it again",
-            setup.disk
-        );
-    }
+    check_base_is_read(&disk, &setup.disk)?;
     let base = base.map(|base| find_further_base(&disk, base)).transpose()?;
     let files = match base.as_ref().filter(|_| delete) {
         Some(base) => {

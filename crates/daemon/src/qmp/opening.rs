@@ -450,7 +450,8 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
         }
     }
     if let (Some((depth, (path, format))), Some(params)) = (lower, params) {
-        // An image without parameters was left by a fork: it must not change any more.
+        // An image without parameters was left by a fork. Other disks may stand on it, so it is
+        // opened for reading only.
         let params = nodes[depth].params.clone().unwrap_or_else(|| {
             let mut params = params;
             params["path"] = path.into();

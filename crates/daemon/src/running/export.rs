@@ -22,7 +22,7 @@ pub(crate) struct RunningExport {
     pub(crate) address: ExportAddress,
     /// The name of its disk.
     pub(crate) disk: String,
-    /// What its clients may do.
+    /// The rights of its clients.
     pub(crate) rights: ExportRights,
 }
 

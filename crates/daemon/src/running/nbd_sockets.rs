@@ -35,7 +35,7 @@ pub(crate) struct SocketOffer {
     /// The name of the export.
     pub(crate) name: String,
     pub(crate) disk: Arc<RunningDisk>,
-    /// What clients may do.
+    /// The rights of clients.
     pub(crate) rights: ExportRights,
 }
 

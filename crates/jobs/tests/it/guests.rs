@@ -10,9 +10,12 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Result, Unmap};
 use blockhouse_disk::{Disk, ExportKind};
+use blockhouse_jobs::JobEnd;
 use blockhouse_sim::{Rng, Sim, SimDisk, Task};
 
 pub const SECTOR: u64 = 512;
+/// No job takes as many steps of the simulation.
+const MAX_STEPS: u64 = 2_000_000;
 /// Guests. Sector n is written by guest n / 3 % 3, so that they share granules and blocks.
 const GUESTS: u64 = 3;
 /// Sectors of one guest that follow each other.
@@ -258,4 +261,39 @@ pub async fn read(disk: &Disk<SimDisk>) -> Result<Vec<u8>> {
     let mut buffer = Buffer::new(disk.size() as usize);
     disk.submit(Request::Read { offset: 0, into: buffer.lend() }).await?;
     Ok(buffer.bytes().to_vec())
+}
+
+/// Steps of the simulation until guests and a job have ended, with a look at what each leaves. The
+/// read disk, which is closed then.
+pub fn run_to_end(
+    sim: &Sim,
+    (disk, guests): (&Arc<Disk<SimDisk>>, &[Task<Result<()>>]),
+    job: &Task<JobEnd>,
+    mut look: impl FnMut() -> std::result::Result<(), String>,
+) -> std::result::Result<Vec<u8>, String> {
+    let (mut end, mut outcomes) = (None, vec![None; guests.len()]);
+    for _ in 0..MAX_STEPS {
+        end = end.or_else(|| job.output());
+        for (guest, outcome) in guests.iter().zip(&mut outcomes) {
+            let told = || guest.output().map(|end| end.map_err(|error| error.to_string()));
+            *outcome = outcome.take().or_else(told);
+        }
+        if end.is_some() && outcomes.iter().all(Option::is_some) {
+            outcomes.into_iter().flatten().collect::<std::result::Result<(), _>>()?;
+            if !matches!(end, Some(JobEnd::Completed { .. })) {
+                return Err(format!("{end:?}"));
+            }
+            let disk = Arc::clone(disk);
+            let read = sim.block_on(async move {
+                let read = read(&disk).await;
+                disk.close().await.and(read)
+            });
+            return read.map_err(|error| error.to_string());
+        }
+        if !sim.step() {
+            break;
+        }
+        look()?;
+    }
+    Err("it waits for ever".into())
 }

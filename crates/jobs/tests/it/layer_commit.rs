@@ -14,9 +14,6 @@ use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds,
 use crate::guests::{self, Model};
 use crate::scene::{self, Layers, backing_name, clock, named};
 
-/// No commit takes as many steps of the simulation.
-const MAX_STEPS: u64 = 2_000_000;
-
 /// The plan for a commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Plan {
@@ -139,39 +136,19 @@ fn commit_with(seed: u64, planted: Option<Plan>) -> Result<Report, String> {
     let told = |why: String| format!("{:?}, {} above: {why}", case.plan, case.layers.above());
     let guests = guests::start_durable(&case.sim, &case.layers.disk, &case.model, 60);
     let job = case.start();
-    let (mut crashes, mut steps, mut last) = (0, 0_u64, None);
-    let (mut end, mut outcomes) = (None, vec![None; guests.len()]);
-    loop {
-        end = end.or_else(|| job.output());
-        for (guest, outcome) in guests.iter().zip(&mut outcomes) {
-            let told = || guest.output().map(|end| end.map_err(|error| error.to_string()));
-            *outcome = outcome.take().or_else(told);
-        }
-        if end.is_some() && outcomes.iter().all(Option::is_some) {
-            break;
-        }
-        steps += 1;
-        if !case.sim.step() || steps > MAX_STEPS {
-            return Err(told("it waits for ever".into()));
-        }
+    let (mut crashes, mut last) = (0, None);
+    let look = || {
         let is_looked_at = is_looked_at(&mut case.random.borrow_mut(), 6);
         let now: Vec<_> = case.layers.storages.iter().map(SimDisk::counts).collect();
         if last.replace(now.clone()) != Some(now) && is_looked_at {
             crashes += 1;
-            case.check_crash().map_err(|why| told(format!("a crash: {why}")))?;
+            case.check_crash().map_err(|why| format!("a crash: {why}"))?;
         }
-    }
-    outcomes.into_iter().flatten().collect::<Result<(), _>>().map_err(told)?;
-    if !matches!(end, Some(JobEnd::Completed { .. })) {
-        return Err(told(format!("{end:?}")));
-    }
-    let disk = Arc::clone(&case.layers.disk);
-    let read = case.sim.block_on(async move {
-        let read = guests::read(&disk).await;
-        disk.close().await.and(read)
-    });
+        Ok(())
+    };
+    let read = guests::run_to_end(&case.sim, (&case.layers.disk, &guests), &job, look);
     let now = case.model.answered();
-    case.model.check(&now, &read.map_err(|error| told(error.to_string()))?).map_err(told)?;
+    case.model.check(&now, &read.map_err(told)?).map_err(told)?;
     let left: Vec<_> = case.layers.storages.iter().map(SimDisk::content).collect();
     let name = backing_name(&left[case.layers.above()]);
     if name != b"base" {

@@ -279,21 +279,8 @@ fn stream_to_base(seed: u64) -> Result<Report, String> {
         }
         begin(&disk, &Arc::default(), &clock).await.down_to(base).run().await
     });
-    let (mut crashes, mut steps, mut last) = (0, 0_u64, None);
-    let (mut end, mut outcomes) = (None, vec![None; guests.len()]);
-    loop {
-        end = end.or_else(|| job.output());
-        for (guest, outcome) in guests.iter().zip(&mut outcomes) {
-            let told = || guest.output().map(|end| end.map_err(|error| error.to_string()));
-            *outcome = outcome.take().or_else(told);
-        }
-        if end.is_some() && outcomes.iter().all(Option::is_some) {
-            break;
-        }
-        steps += 1;
-        if !sim.step() || steps > MAX_STEPS {
-            return Err("it waits for ever".into());
-        }
+    let (mut crashes, mut last) = (0, None);
+    let look = || {
         let is_looked_at = is_looked_at(&mut random, 6);
         let now = chain.storage.counts();
         if last.replace(now) != Some(now) && is_looked_at {
@@ -301,17 +288,9 @@ fn stream_to_base(seed: u64) -> Result<Report, String> {
             let left = chain.recover(chain.storage.crash(&mut random))?;
             model.check(&model.answered(), &left).map_err(|why| format!("a crash: {why}"))?;
         }
-    }
-    outcomes.into_iter().flatten().collect::<Result<(), _>>()?;
-    if !matches!(end, Some(JobEnd::Completed { .. })) {
-        return Err(format!("{end:?}"));
-    }
-    let disk = Arc::clone(&chain.disk);
-    let read = sim.block_on(async move {
-        let read = guests::read(&disk).await;
-        disk.close().await.and(read)
-    });
-    let read = read.map_err(|error| error.to_string())?;
+        Ok(())
+    };
+    let read = guests::run_to_end(&sim, (&chain.disk, &guests), &job, look)?;
     let left = chain.storage.content();
     if backing_name(&left) != b"base" {
         return Err(format!("it names {:?}", backing_name(&left)));
