@@ -52,6 +52,9 @@ struct Cli {
     /// How often it is upgraded, in turn with that
     #[arg(long, default_value_t = 10)]
     upgrades: u64,
+    /// Have `ublk-costs` measure a build as packages have it: it takes minutes to make
+    #[arg(long)]
+    optimized: bool,
     #[command(subcommand)]
     guest: Option<Hidden>,
 }
@@ -86,8 +89,8 @@ pub enum Scenario {
     Nbd,
     /// The kernel's ublk driver: counts, kills and upgrades of the server, recovery, removal
     Ublk,
-    /// What that costs in an optimized build, on two kernels: system calls for each request, the
-    /// time until the first read
+    /// What that costs, on two kernels: system calls for each request, the time until the first
+    /// read
     UblkCosts,
     /// A ublk device that the kernel serves by NVMe/TCP, on two kernels
     UblkNvme,
@@ -155,7 +158,10 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
             }
             Scenario::Nbd => scenarios::nbd(&base),
             Scenario::Ublk => scenarios::ublk(&base, changes),
-            Scenario::UblkCosts => scenarios::ublk_costs(&base, workspace),
+            Scenario::UblkCosts => {
+                let optimized = cli.optimized.then(|| base.optimized(workspace)).transpose();
+                optimized.and_then(|archive| scenarios::ublk_costs(&base, archive.as_deref()))
+            }
             Scenario::UblkNvme => scenarios::ublk_nvme(&base),
             Scenario::UblkHostile => scenarios::ublk_hostile(&base),
             Scenario::AttachNbd => scenarios::attach_nbd(&base),

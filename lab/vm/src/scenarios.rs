@@ -5,7 +5,6 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::Result;
-use lab_tools::workspace::Workspace;
 
 use super::base::{Base, Tools, must_have_everything};
 use super::debian;
@@ -90,15 +89,18 @@ pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
     Ok(())
 }
 
-/// The cost of a ublk device in an optimized build, on both kernels.
-pub fn ublk_costs(base: &Base, workspace: &Workspace) -> Result<()> {
-    let optimized = base.optimized(workspace)?;
+/// The cost of a ublk device, on both kernels; of the binary in the archive `optimized`, if there
+/// is one.
+pub fn ublk_costs(base: &Base, optimized: Option<&[u8]>) -> Result<()> {
     for kernel in base.kernels()? {
         println!("  {kernel:?} kernel:");
         for format in ["raw", "qcow2"] {
             let disks = Disks::new(base)?;
             let mut machine = Machine::new(base, 1536)?;
-            machine.kernel(kernel).tools(Tools::WithFio).archive(&optimized);
+            machine.kernel(kernel).tools(Tools::WithFio);
+            if let Some(archive) = optimized {
+                machine.archive(archive);
+            }
             machine.disk(Bus::Nvme, "disk", &disks.empty("disk", DISK)?);
             let command = format!("lab-vm in-guest ublk-costs disk {format}");
             passed(machine.run(&command, TIMEOUT)?)?;
