@@ -86,6 +86,11 @@ impl SimDisk {
         self.shared.state.lock().failed_syncs > 0
     }
 
+    /// Whether a close has failed.
+    pub(crate) fn has_failed_close(&self) -> bool {
+        self.shared.state.lock().failed_closes > 0
+    }
+
     /// How many operations started and how many ended.
     pub fn counts(&self) -> (u64, u64) {
         let state = self.shared.state.lock();
@@ -387,8 +392,12 @@ impl Storage for SimDisk {
     }
 
     async fn close(&self) -> Result<()> {
-        self.is_closed.store(self.needs_close(), Ordering::Release);
-        Ok(())
+        if !self.needs_close() || self.is_closed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let closed = self.operate(Operation::Close, None).await;
+        self.is_closed.store(true, Ordering::Release);
+        closed
     }
 }
 

@@ -8,12 +8,16 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
+use blockhouse_core::errno;
 use fastrand::Rng;
 
 use crate::guests::{Guests, Limits, Record};
 use crate::model::Model;
 use crate::workload::{PLAIN_FAULTS, RARE_FAULTS, SYNC_FAULTS, add_faults, add_late_operations};
-use crate::{Config, Faults, ImageState, Report, Sim, SimDisk, SystemUnderTest, Workload};
+use crate::{
+    Config, Fault, Faults, ImageState, OperationKind, Report, Sim, SimDisk, SystemUnderTest,
+    Workload,
+};
 
 /// Explores what `build` makes of a random disk, as `seed` decides.
 ///
@@ -71,10 +75,11 @@ pub fn explore_image<T: SystemUnderTest>(
     }
     let tasks = run.guests.spawn(workload, &mut random);
     let outcome = run.crash_everywhere(&disk, &mut random);
+    let may_close_fail = workload.faults == Faults::Sometimes;
     let stuck = tasks.iter().filter(|task| task.output().is_none()).count();
     let outcome = match outcome {
         Ok(()) if stuck > 0 => Err(format!("{stuck} tasks wait for ever; {config:?}")),
-        outcome => outcome.and_then(|()| run.close(&disk, &mut random)),
+        outcome => outcome.and_then(|()| run.close(&disk, &mut random, may_close_fail)),
     };
     match outcome {
         Ok(()) => Ok(run.record.borrow().report),
@@ -120,23 +125,31 @@ impl<T: SystemUnderTest> Run<T> {
         Ok(())
     }
 
-    /// Closes the system after a clean run, and checks the image that it leaves.
-    fn close(&self, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
+    /// Closes the system after a clean run, and checks the image that it leaves. A storage's own
+    /// close may fail, which is told, and takes nothing from the image.
+    fn close(&self, disk: &SimDisk, random: &mut Rng, may_fail: bool) -> Result<(), String> {
         if !self.record.borrow().is_clean_run {
             return Ok(());
         }
-        disk.clear_faults();
-        self.others().iter().for_each(SimDisk::clear_faults);
+        let others = self.others();
+        for disk in [disk].into_iter().chain(&others) {
+            disk.clear_faults();
+            if may_fail && random.u8(..4) == 0 {
+                disk.fail(Fault::nth(0, errno::EIO).of(OperationKind::Close));
+            }
+        }
         let guests = Rc::clone(&self.guests);
         let closed = self.sim.spawn(async move {
             guests.system.close().await.map_err(|error| format!("closing failed: {error:?}"))
         });
         self.crash_everywhere(disk, random)?;
-        let others = self.others();
+        let is_any = |has: fn(&SimDisk) -> bool| has(disk) || others.iter().any(has);
         match closed.output().ok_or("closing waits for ever")? {
             // Of work in the background, which no request was told of.
-            Err(_) if disk.has_failed_sync() || others.iter().any(SimDisk::has_failed_sync) => {
-                return Ok(());
+            Err(_) if is_any(SimDisk::has_failed_sync) => return Ok(()),
+            Err(_) if is_any(SimDisk::has_failed_close) => {}
+            Ok(()) if is_any(SimDisk::has_failed_close) => {
+                return Err("a close that failed was not told".into());
             }
             closed => closed?,
         }

@@ -55,4 +55,4 @@ pub use report::Report;
 pub use restarts::{Host, Service, explore_restarts};
 pub use seeds::{SeedSelection, for_seeds, is_looked_at};
 pub use system::{ImageState, SystemUnderTest};
-pub use workload::{Cancellation, Devices, Faults, Growth, Workload};
+pub use workload::{Cancellation, Devices, Faults, Growth, Workload, add_late_operations};

@@ -25,6 +25,8 @@ pub enum Operation {
     Status(ByteRange),
     /// A hint to read ahead.
     Prefetch(ByteRange),
+    /// The close of a handle that [gives something back](crate::Config::needs_close).
+    Close,
 }
 
 /// The kinds of operations, for faults.
@@ -52,6 +54,8 @@ pub enum OperationKind {
     Status,
     /// [`Operation::Prefetch`]
     Prefetch,
+    /// [`Operation::Close`]
+    Close,
 }
 
 impl Operation {
@@ -69,6 +73,7 @@ impl Operation {
             Self::Lengthen(_) => OperationKind::Lengthen,
             Self::Status(_) => OperationKind::Status,
             Self::Prefetch(_) => OperationKind::Prefetch,
+            Self::Close => OperationKind::Close,
         }
     }
 
@@ -82,14 +87,16 @@ impl Operation {
             | Self::Discard(range)
             | Self::Status(range)
             | Self::Prefetch(range) => Some(range),
-            Self::Flush(_) | Self::Resize(_) | Self::Lengthen(_) => None,
+            Self::Flush(_) | Self::Resize(_) | Self::Lengthen(_) | Self::Close => None,
         }
     }
 
     /// Whether it changes what the disk holds, or its size.
     pub(crate) fn is_change(&self) -> bool {
         match self {
-            Self::Read(_) | Self::Status(_) | Self::Prefetch(_) | Self::Flush(_) => false,
+            Self::Read(_) | Self::Status(_) | Self::Prefetch(_) | Self::Flush(_) | Self::Close => {
+                false
+            }
             Self::Write(..)
             | Self::WriteZeroes(..)
             | Self::PrepareZeroes(_)

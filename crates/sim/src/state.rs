@@ -25,6 +25,7 @@ pub(crate) struct State {
     pub(crate) failed: u64,
     /// How many flushes and durable writes failed.
     pub(crate) failed_syncs: u64,
+    pub(crate) failed_closes: u64,
     /// The error of a durable operation whose future was dropped; the next flush answers it.
     pub(crate) unreported_errno: Option<i32>,
     random: Rng,
@@ -65,6 +66,7 @@ impl State {
             changes: 0,
             failed: 0,
             failed_syncs: 0,
+            failed_closes: 0,
             unreported_errno: None,
             random,
             in_flight: BTreeMap::new(),
@@ -91,6 +93,7 @@ impl State {
         let is_refused = failure.is_some_and(|failure| failure.errno == errno::EOPNOTSUPP);
         let has_failed = failure.is_some() && !is_refused && operation.is_durable();
         self.failed_syncs += u64::from(has_failed);
+        self.failed_closes += u64::from(failure.is_some() && operation == Operation::Close);
         let outcome = Oneshot::new();
         let in_flight = InFlight {
             operation,
@@ -284,7 +287,10 @@ impl State {
             }
             Operation::Resize(size) => self.media.set_size(size),
             Operation::Lengthen(size) => self.media.set_size(size.max(self.media.size())),
-            Operation::Read(_) | Operation::Status(_) | Operation::Prefetch(_) => {}
+            Operation::Read(_)
+            | Operation::Status(_)
+            | Operation::Prefetch(_)
+            | Operation::Close => {}
         }
     }
 

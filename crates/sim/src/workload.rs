@@ -133,11 +133,12 @@ pub(crate) const PLAIN_FAULTS: [OperationKind; 5] = [
 
 /// Operations that few systems use. Their faults have a generator of their own, as late operations
 /// have: see [`add_late_operations`].
-pub(crate) const RARE_FAULTS: [OperationKind; 4] = [
+pub(crate) const RARE_FAULTS: [OperationKind; 5] = [
     OperationKind::Resize,
     OperationKind::Lengthen,
     OperationKind::Status,
     OperationKind::Prefetch,
+    OperationKind::Close,
 ];
 
 /// Operations after whose failure any unflushed data may be lost.
@@ -158,7 +159,7 @@ pub(crate) fn add_faults(disk: &SimDisk, kinds: &[OperationKind], random: &mut R
 /// Delays some operations of the disk in a quarter of the runs, as a stopped server does:
 /// operations that began later complete first. `random` is a separate generator, so that a seed
 /// keeps its other choices.
-pub(crate) fn add_late_operations(disk: &SimDisk, random: &mut Rng) {
+pub fn add_late_operations(disk: &SimDisk, random: &mut Rng) {
     if random.u8(..4) != 0 {
         return;
     }

@@ -10,7 +10,9 @@ use std::time::Duration;
 use blockhouse_core::{Error, ErrorKind, errno};
 use blockhouse_disk::{Disk, FlushPolicy, Options};
 use blockhouse_jobs::{Completion, CopyMode, JobControl, JobEnd, Mirror};
-use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds, is_looked_at};
+use blockhouse_sim::{
+    Fault, OperationKind, Report, Rng, Sim, SimDisk, add_late_operations, for_seeds, is_looked_at,
+};
 
 use crate::guests::{self, Model};
 use crate::scene::{self, Overlay, clock, recover, recover_overlay};
@@ -189,6 +191,10 @@ fn commit_with(seed: u64, planted: Planted) -> Result<Report, String> {
     let told = |why: String| format!("{:?}, {:?}: {why}", case.plan, case.mode);
     let control = Arc::new(JobControl::default());
     let guests = guests::start_durable(&case.sim, &case.overlay.disk, &case.model, 60);
+    let mut late = Rng::with_seed(!seed);
+    for storage in [&case.overlay.storage, &case.overlay.base] {
+        add_late_operations(storage, &mut late);
+    }
     let job = case.start(&control);
     case.steer(&control);
     let (mut crashes, mut steps, mut last) = (0, 0_u64, None);

@@ -9,7 +9,9 @@ use std::time::Duration;
 use blockhouse_core::errno;
 use blockhouse_disk::{Disk, FlushPolicy, FurtherBase, Image, ImageFormat, LayerCommit, Options};
 use blockhouse_jobs::{JobClock, JobControl, JobEnd, Stream};
-use blockhouse_sim::{Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds, is_looked_at};
+use blockhouse_sim::{
+    Fault, OperationKind, Report, Rng, Sim, SimDisk, add_late_operations, for_seeds, is_looked_at,
+};
 
 use crate::guests::{self, Model};
 use crate::scene::{self, Layers, backing_name, clock, named};
@@ -135,6 +137,10 @@ fn commit_with(seed: u64, planted: Option<Plan>) -> Result<Report, String> {
     let case = Case::new(seed, planted);
     let told = |why: String| format!("{:?}, {} above: {why}", case.plan, case.layers.above());
     let guests = guests::start_durable(&case.sim, &case.layers.disk, &case.model, 60);
+    let mut late = Rng::with_seed(!seed);
+    for storage in &case.layers.storages {
+        add_late_operations(storage, &mut late);
+    }
     let job = case.start();
     let (mut crashes, mut last) = (0, None);
     let look = || {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use blockhouse_core::errno;
 use blockhouse_jobs::{Completion, CopyMode, JobControl, JobEnd, JobStage, Mirror, MirrorOptions};
-use blockhouse_sim::{Fault, Report, Rng, Sim, for_seeds, is_looked_at};
+use blockhouse_sim::{Fault, Report, Rng, Sim, add_late_operations, for_seeds, is_looked_at};
 
 use crate::guests::{self, Model, SECTOR};
 use crate::scene::{self, Scene, clock, recover};
@@ -121,6 +121,10 @@ fn mirror(seed: u64) -> Result<Report, String> {
     if case.plan == Plan::Fail {
         let probability = [0.002, 0.02, 0.2][case.random.usize(..3)];
         case.target.storage.fail(Fault::chance(probability, errno::EIO));
+    }
+    let mut late = Rng::with_seed(!seed);
+    for storage in [&case.source.storage, &case.target.storage] {
+        add_late_operations(storage, &mut late);
     }
     steer(&case, &control, wait);
     let random = RefCell::new(case.random.fork());

@@ -8,7 +8,7 @@ use std::time::Duration;
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Unmap};
 use blockhouse_disk::{Disk, ExportKind};
 use blockhouse_jobs::{Completion, CopyMode, JobControl, JobEnd, Mirror, MirrorOptions};
-use blockhouse_sim::{Report, Rng, Sim, SimDisk, for_seeds};
+use blockhouse_sim::{Report, Rng, Sim, SimDisk, add_late_operations, for_seeds};
 
 use crate::guests;
 use crate::scene::{self, clock};
@@ -50,6 +50,10 @@ fn race(seed: u64) -> Result<Report, String> {
         let source = scene::disk(&own, &mut making, &content).await.expect("a source");
         (source, scene::disk(&own, &mut making, &vec![0; SIZE as usize]).await.expect("a target"))
     });
+    let mut late = Rng::with_seed(!seed);
+    for storage in [&source.storage, &target.storage] {
+        add_late_operations(storage, &mut late);
+    }
     let mode = [CopyMode::Auto, CopyMode::Background, CopyMode::WriteBlocking][random.usize(..3)];
     let granularity = [4096, 8192][random.usize(..2)];
     let backlog = [1, 16 << 10, 4 << 20][random.usize(..3)];

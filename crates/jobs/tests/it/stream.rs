@@ -11,7 +11,8 @@ use blockhouse_disk::{Access, Backing, Disk, FurtherBase, Image, ImageFormat, Op
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
 use blockhouse_sim::{
-    Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds, is_looked_at,
+    Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, add_late_operations, for_seeds,
+    is_looked_at,
 };
 
 use crate::guests::{self, Model};
@@ -150,6 +151,10 @@ fn stream(seed: u64) -> Result<Report, String> {
     let start = || guests::start_durable(&case.sim, &case.overlay.disk, &case.model, 60);
     let is_used = case.plan.fault(&case.overlay).is_none();
     let mut guests = if is_used { start() } else { Vec::new() };
+    let mut late = Rng::with_seed(!seed);
+    for storage in [&case.overlay.storage, &case.overlay.base] {
+        add_late_operations(storage, &mut late);
+    }
     let job = case.start();
     let mut outcomes: Vec<Option<Result<(), String>>> = vec![None; guests.len()];
     let (mut crashes, mut steps, mut last, mut ended) = (0, 0_u64, None, None);

@@ -2,18 +2,20 @@
 //! of making it wrong is caught.
 
 use std::cell::Cell;
+use std::time::Duration;
 
 use async_lock::Semaphore;
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, IoVector, Request, Result, Storage, SyncMode,
 };
 use blockhouse_sim::{
-    Cancellation, Faults, Growth, ImageState, SimDisk, SystemUnderTest, Workload, explore,
-    for_seeds,
+    Cancellation, Config, Faults, Growth, ImageState, Rng, Sim, SimDisk, SystemUnderTest, Workload,
+    explore_image, for_seeds,
 };
 
 /// One request at a time, whole blocks always, a flush after every durable write.
 struct Plain {
+    sim: Sim,
     disk: SimDisk,
     flaw: Flaw,
     /// A semaphore of one, because the mutex of the same crate looks at the real clock.
@@ -42,11 +44,16 @@ enum Flaw {
     Stuck,
     /// Errors are not passed on.
     Silent,
+    /// A flush that takes longer than any usual one is taken for done.
+    Impatient,
+    /// The storage's error is not passed on when it is closed.
+    SilentClose,
 }
 
 impl Plain {
-    fn new(disk: SimDisk, flaw: Flaw) -> Self {
+    fn new(sim: &Sim, disk: SimDisk, flaw: Flaw) -> Self {
         Self {
+            sim: sim.clone(),
             disk,
             flaw,
             one_at_a_time: Semaphore::new(1),
@@ -119,7 +126,15 @@ impl Plain {
         if self.flush_failed.get() && self.flaw != Flaw::Forgetful {
             return Err(Error::new(ErrorKind::Io, "an earlier flush failed"));
         }
-        let outcome = self.disk.flush(SyncMode::Data).await;
+        let outcome = match self.flaw {
+            Flaw::Impatient => {
+                let disk = self.disk.clone();
+                let flushing = self.sim.spawn(async move { disk.flush(SyncMode::Data).await });
+                self.sim.sleep(Duration::from_secs(60)).await;
+                flushing.output().unwrap_or(Ok(()))
+            }
+            _ => self.disk.flush(SyncMode::Data).await,
+        };
         self.flushing.set(false);
         if outcome.is_err() {
             self.flush_failed.set(true);
@@ -170,7 +185,9 @@ impl SystemUnderTest for Plain {
     }
 
     async fn close(&self) -> Result<()> {
-        self.flush().await
+        let flushed = self.flush().await;
+        let closed = self.disk.close().await;
+        if self.flaw == Flaw::SilentClose { flushed } else { flushed.and(closed) }
     }
 
     fn recover(&self, image: Vec<u8>, _: ImageState) -> std::result::Result<Vec<u8>, String> {
@@ -186,7 +203,8 @@ fn check(seed: u64, flaw: Flaw) -> std::result::Result<blockhouse_sim::Report, S
         growth: Growth::Never,
         ..Workload::default()
     };
-    explore(seed, &workload, |disk, _| Plain::new(disk, flaw))
+    let as_it_is = |_: &Config, content, _: &mut Rng| content;
+    explore_image(seed, &workload, as_it_is, |sim, disk, _| Plain::new(sim, disk, flaw))
 }
 
 #[test]
@@ -206,6 +224,8 @@ fn every_flaw_is_caught() {
         Flaw::Boastful,
         Flaw::Stuck,
         Flaw::Silent,
+        Flaw::Impatient,
+        Flaw::SilentClose,
     ] {
         let caught = (0..2_000).find(|&seed| check(seed, flaw).is_err());
         assert!(caught.is_some(), "{flaw:?} went unnoticed");
