@@ -21,6 +21,7 @@ mod matrix;
 pub mod metrics;
 pub mod need;
 pub mod pki;
+pub mod qemu_device;
 pub mod qmp;
 pub mod qmp_schema;
 pub mod schema;

@@ -116,6 +116,7 @@ mod upgrades_refused;
 mod upgrades_vhost_user;
 mod vhdx_logs;
 mod vhost_user;
+mod vhost_user_memory;
 mod vmdk_extents;
 mod vmstate;
 mod volume_bitmaps;
