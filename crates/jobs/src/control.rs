@@ -214,8 +214,8 @@ impl JobControl {
         self.changed.wait_until(outcome).await
     }
 
-    /// Waits until it is known that the job is going to end without its result, and how, or for its
-    /// end. What is left to do then may take as long as the target takes to answer. Nothing of
+    /// Waits until it is known how the job is going to end, or for its end. What is left to do then
+    /// may take as long as the target, or an image that was replaced, takes to answer. Nothing of
     /// the guest waits for it.
     pub async fn decided(&self) -> JobEnd {
         let decided = || {
@@ -270,7 +270,7 @@ impl JobControl {
         self.changed.notify_all();
     }
 
-    /// Whether it is going to end without its result.
+    /// Whether it is known how it is going to end.
     pub(crate) fn is_decided(&self) -> bool {
         self.state.lock().decided.is_some()
     }

@@ -149,6 +149,7 @@ pub struct Mirror<S: Storage> {
     before_completion: Box<dyn Fn() -> Result<()>>,
     before_switch: Action,
     source_kept: Box<dyn Fn()>,
+    switched: Box<dyn Fn()>,
     is_over: Cell<bool>,
     /// The only parts that are copied, if not all are.
     only: Option<DirtyMap>,
@@ -261,6 +262,7 @@ impl<S: Storage> Mirror<S> {
             before_completion,
             before_switch: Box::new(|| Box::pin(ready(Ok(())))),
             source_kept,
+            switched: Box::new(|| ()),
             is_over: Cell::new(false),
             only,
         })
@@ -308,6 +310,14 @@ impl<S: Storage> Mirror<S> {
     #[must_use]
     pub fn source_kept(mut self, action: impl Fn() + 'static) -> Self {
         self.source_kept = Box::new(action);
+        self
+    }
+
+    /// Has `action` done when the disk's requests go to the target, and before the image that it
+    /// had is closed, which may take as long as its storage takes to answer.
+    #[must_use]
+    pub fn switched(mut self, action: impl Fn() + 'static) -> Self {
+        self.switched = Box::new(action);
         self
     }
 

@@ -1,6 +1,7 @@
 //! Disks whose backing file is at a server that stops: requests that wait for it get an error, hold
 //! up nothing else, and keep no server from its end.
 
+use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -255,6 +256,53 @@ fn a_read_that_waits_at_the_source_keeps_no_mirror_from_its_end() {
     stopped.base.signal(Signal::CONT);
     assert_eq!(reader.receive().expect("an answer").1.error, 0);
     drop((reader, client));
+    server.stop();
+}
+
+#[test]
+fn an_old_image_at_a_stopped_server_keeps_no_mirror_from_its_end() {
+    let scratch = Scratch::new();
+    let (socket, file) = (scratch.socket("old"), scratch.path("old.qcow2"));
+    command(&["create", "-f", "qcow2", str(&file), &SIZE.to_string()]).success();
+    // The size of an export is fixed.
+    let longer = OpenOptions::new().write(true).open(&file);
+    longer.and_then(|file| file.set_len(2 * SIZE)).expect("room");
+    let old = Foreign::start("nbdkit", &["-f", "-U", str(&socket), "file", str(&file)], &socket);
+    let image = PathBuf::from(format!("nbd+unix:///?socket={}", str(&socket)));
+    let serve = Serve::new(&scratch, &image).option("--control", scratch.socket("control"));
+    let serve = serve.option("--sandbox-allow", scratch.path(""));
+    let server = serve.flag("--allow-remote").option("--format", "qcow2").start();
+    let mut control = Control::connect(&scratch.socket("control"));
+    let disks: Value = control.get("disk.list", json!({}));
+    let name = disks[0]["disk"].as_str().expect("a name").to_owned();
+    let target = scratch.path("target.qcow2");
+    ctl(&scratch, &["mirror", &name, str(&target), "--job", "m"]).success();
+    wait_for(&mut control, "m", "ready");
+    let mut client = Client::open(&server.address());
+    assert_eq!(client.write(CLUSTER, &[1; 4096], 0), 0);
+    // The first sector is known to be zeros, so that nothing is read for the end. The write may
+    // have to be copied first.
+    let mut slowest = Duration::ZERO;
+    let is_complete = || {
+        old.signal(Signal::CONT);
+        assert_eq!(client.read(CLUSTER, 4096), Ok(vec![1; 4096]));
+        wait_for(&mut control, "m", "ready");
+        old.stop();
+        let began = Instant::now();
+        let is_complete = control.call("job.complete", json!({ "job": "m" })).is_ok();
+        slowest = slowest.max(began.elapsed());
+        is_complete
+    };
+    assert!(eventually(Duration::from_secs(60), is_complete), "it is not copied");
+    // Closing waits for a server for 2 minutes.
+    assert!(slowest < Duration::from_secs(60), "{slowest:?}");
+    let log = server.log();
+    assert!(log.contains("the image that the disk had before does not answer"), "{log}");
+    assert_eq!(client.write(2 * CLUSTER, &[2; 4096], 0), 0);
+    assert_eq!(client.flush(), 0);
+    assert_eq!(client.read(CLUSTER, 4096), Ok(vec![1; 4096]));
+    old.signal(Signal::CONT);
+    drop(client);
     server.stop();
 }
 

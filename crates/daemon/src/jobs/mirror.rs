@@ -59,12 +59,8 @@ pub(crate) async fn start_mirror(
     job.control.set_speed(setup.speed);
     let mode = setup.mode;
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
-        let end = copy(job, &source, target, mode).await;
-        let is_switched = matches!(end, JobEnd::Completed { completion: Completion::Switch, .. });
-        if let Some((list, disk)) = taken.filter(|_| is_switched) {
-            list.forget(&disk);
-        }
-        end
+        let switched = move || taken.iter().for_each(|(list, disk)| list.forget(disk));
+        copy(job, &source, target, mode, switched).await
     });
     Ok(job)
 }
@@ -154,7 +150,13 @@ pub(crate) async fn complete_job(
 }
 
 /// Runs a mirror to its end, and brings its disks in order.
-async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: CopyMode) -> JobEnd {
+async fn copy(
+    job: &RunningJob,
+    source: &RunningDisk,
+    target: Target,
+    mode: CopyMode,
+    switched: impl Fn() + 'static,
+) -> JobEnd {
     let Target { disk: target, is_zero, created } = target;
     let disk = Arc::clone(&source.disk);
     let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
@@ -178,7 +180,7 @@ async fn copy(job: &RunningJob, source: &RunningDisk, target: Target, mode: Copy
     let end = match mirror {
         Ok(mirror) => {
             let mirror = mirror.marked(marked).before_completion(record).source_kept(forget);
-            mirror.run().await
+            mirror.switched(switched).run().await
         }
         Err(error) => JobEnd::Failed(error.to_string()),
     };

@@ -40,7 +40,7 @@ pub(crate) use target::TargetSetup;
 /// Jobs that have ended and are listed still, at most.
 const MAX_ENDED: usize = 64;
 
-/// How long a job that is going to end without its result waits for what it has in flight.
+/// How long a job whose end is decided waits for what it has in flight.
 const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
 
 /// How long the end of a server waits for its jobs.
@@ -355,7 +355,14 @@ async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
         let end = job.control.decided().await;
         sleep(MAX_TIDY_TIME).await;
         if !job.has_ended() {
-            tracing::warn!("{}: has not ended yet: {}", job.name, job.describe_wait());
+            let wait = match end {
+                JobEnd::Completed { .. } => {
+                    "the image that the disk had before does not answer, and is closed when it does"
+                        .to_owned()
+                }
+                JobEnd::Cancelled | JobEnd::Failed(_) => job.describe_wait(),
+            };
+            tracing::warn!("{}: has not ended yet: {wait}", job.name);
             job.control.end(end);
         }
     };

@@ -88,11 +88,14 @@ impl<S: Storage> Mirror<S> {
         let replaced = self.end_source(quiesced, completion)?;
         let pause = self.clock.now().saturating_sub(began);
         self.stop_observing();
-        if let Some(replaced) = replaced
-            && let Err(error) = replaced.close().await
-        {
-            // The guest no longer needs it.
-            tracing::warn!("after its mirror was complete: {error}");
+        if let Some(replaced) = replaced {
+            (self.switched)();
+            // Before the old image is closed: its storage may never answer.
+            self.control.decide(JobEnd::Completed { completion, pause });
+            if let Err(error) = replaced.close().await {
+                // The guest no longer needs it.
+                tracing::warn!("after its mirror was complete: {error}");
+            }
         }
         Ok(pause)
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use blockhouse_core::{Buffer, Durability, Request};
 use blockhouse_disk::{Disk, ExportKind, Options};
 use blockhouse_jobs::{Completion, CopyMode, JobControl, JobEnd, JobStage, Mirror, MirrorOptions};
-use blockhouse_sim::{Config, Latency, Sim, SimDisk, Task};
+use blockhouse_sim::{Config, Fault, Latency, OperationKind, Sim, SimDisk, Task};
 
 use crate::scene::{self, clock};
 
@@ -112,6 +112,44 @@ fn complete_late(seed: u64) -> bool {
 fn a_last_write_that_comes_too_late_is_undone_when_it_has_come() {
     let late = (0..20).filter(|seed| complete_late(*seed)).count();
     assert!(late > 10, "{late} of 20 were late");
+}
+
+/// The old image does not answer when it is closed. Nothing of the guest waits for it, and that the
+/// mirror is complete is known before.
+#[test]
+fn an_old_image_that_does_not_answer_keeps_no_mirror_from_its_end() {
+    for kind in [OperationKind::Flush, OperationKind::Close] {
+        let sim = Sim::new(1);
+        let config = Config { needs_close: true, ..Config::default() };
+        let [from, target] =
+            [7, 0].map(|byte| SimDisk::new(&sim, config.clone(), vec![byte; SIZE]));
+        let disk = |storage: &SimDisk| {
+            Arc::new(Disk::raw(storage.clone(), Options::default()).expect("a disk"))
+        };
+        let (source, to) = (disk(&from), disk(&target));
+        let control = Arc::new(JobControl::default());
+        let (options, asked) = (MirrorOptions::default(), Arc::clone(&control));
+        let mirror =
+            Mirror::new(Arc::clone(&source), to, options, Arc::clone(&control), clock(&sim));
+        let mirror = mirror.expect("they fit");
+        let job = sim.spawn(async move { mirror.run().await });
+        let hour = Duration::from_secs(3600);
+        let (own, disk) = (sim.clone(), Arc::clone(&source));
+        let end = sim.block_on(async move {
+            asked.next_stage(&JobStage::Running).await;
+            Slow::write(own.clone(), Arc::clone(&disk), 1).await;
+            from.fail(Fault::late(0, hour).of(kind));
+            assert!(asked.complete(Completion::Switch));
+            let end = asked.decided().await;
+            assert!(own.clock().now() < hour, "{kind:?}: known only when the old image is closed");
+            Slow::write(own, disk, 2).await;
+            end
+        });
+        assert!(matches!(end, JobEnd::Completed { .. }), "{kind:?}: {end:?}");
+        assert!(source.is_replaced() && job.output().is_none(), "{kind:?}: nothing was late");
+        assert_eq!([1, 2, 3].map(|block| target.content()[block * BLOCK as usize]), [9, 9, 7]);
+        assert_eq!(sim.block_on(async move { job.join().await }), end);
+    }
 }
 
 /// Cancels a mirror whose target is behind, a minute for each operation. Whether writes waited when
