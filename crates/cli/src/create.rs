@@ -12,8 +12,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_core::{ByteRange, ErrorKind, Storage, SyncMode, ToolProgress};
 use blockhouse_disk::{
     AllowedPaths, Backing, DataFile, IfExists, ImageDisk, ImageFormat, ImageOptions, Locking,
-    Purpose, QemuName, StateUse, behind_links, check_raw_backing, create_as, exists,
-    format_for_new, is_address, is_device, note_data_file, open, open_created, part_of,
+    Purpose, QemuName, StateUse, behind_links, check_new_apart, check_raw_backing, create_as,
+    exists, format_for_new, is_address, is_device, note_data_file, open, open_created, part_of,
     plain_backing, remove_created, rename_finished,
 };
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
@@ -565,7 +565,8 @@ async fn fill_qcow2(
 /// cannot be opened would be of no use.
 ///
 /// # Errors
-/// One that names the new image.
+/// One that names the new image, which would be written over the backing file, or a file behind it,
+/// by another name.
 pub async fn open_backing(
     image: &Path,
     backing: &Backing,
@@ -583,5 +584,14 @@ pub async fn open_backing(
     if options.format == Some(ImageFormat::Raw) && part.is_none() {
         check_raw_backing(&path).await.with_context(failed)?;
     }
-    open(&path, options.for_purpose(Purpose::Image)).await.with_context(failed)
+    let whole = options.clone().for_purpose(Purpose::Chain);
+    let opened = open(&path, options.for_purpose(Purpose::Image)).await.with_context(failed)?;
+    check_new_apart(image, &opened)?;
+    // Of files behind it that cannot be opened now, none is known.
+    if image.exists()
+        && let Ok(chain) = open(&path, whole).await
+    {
+        check_new_apart(image, &chain)?;
+    }
+    Ok(opened)
 }

@@ -1,5 +1,7 @@
 //! One disk by several names: a file, its loop devices, a partition of one, a mount.
 
+use std::fs::hard_link;
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -103,4 +105,37 @@ fn a_mounted_device_and_the_file_behind_it_are_no_targets() {
     run(tool("fsck.ext4").args(["-fn"]).arg(device.path())).success();
     // Once it is free, it is a target as any other.
     convert(&["-f", "raw"], source.path(), device.path()).success();
+}
+
+/// Under the name qemu-img, which overwrites what is there.
+#[test]
+fn an_image_is_not_made_over_its_own_backing_file() {
+    let scratch = Scratch::new();
+    let folder = scratch.path("");
+    let content = random_bytes(&mut seeded(), 1 << 20);
+    let image = scratch.image_of("base.img", &content);
+    let program = scratch.path("qemu-img");
+    symlink(blockhouse(), &program).expect("a link");
+    symlink(image.path(), scratch.path("link.img")).expect("a link");
+    hard_link(image.path(), scratch.path("hard.img")).expect("a link");
+    let make = |words: &[&str]| {
+        run(Command::new(&program)
+            .args(["create", "-q", "-f", "qcow2"])
+            .args(words)
+            .current_dir(&folder))
+    };
+    let base = image.str();
+    make(&["-F", "raw", "-b", "base.img", "top.qcow2"]).success();
+    let device = LoopDevice::over(&image, &[]);
+    let device = device.as_ref().ok().and_then(|device| device.path().to_str());
+    for target in ["./base.img", base, "link.img", "hard.img"].into_iter().chain(device) {
+        let top = scratch.path("top.qcow2");
+        for (format, backing) in [("raw", base), ("qcow2", top.to_str().expect("a name"))] {
+            let refused = make(&["-F", format, "-b", backing, target]);
+            assert!(!refused.status.success(), "{target} over {backing}");
+            assert!(image.content() == content, "{target} over {backing}");
+        }
+    }
+    // Another file is overwritten.
+    make(&["-F", "raw", "-b", "base.img", "top.qcow2"]).success();
 }

@@ -72,7 +72,7 @@ pub use qemu_name::{QemuName, SpaceOptions, escape as escape_uri, is_address, pl
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use rollback::{RolledBack, roll_back};
 pub use room::Room;
-pub use same_bytes::{check_apart, check_apart_from};
+pub use same_bytes::{check_apart, check_apart_from, check_new_apart};
 pub use start_recording::{start_recording, stop_recording};
 pub use tool_state::{IfCorrupt, replay_state};
 pub use unlock::{KeyFiles, Secrets};

@@ -251,6 +251,31 @@ pub fn check_apart(target: &ImageDisk, source: &ImageDisk) -> Result<()> {
     read.try_for_each(|file| check_apart_from(target, file.descriptor(), file.name()))
 }
 
+/// As [`check_apart`], of a file or device that a new image of this name would overwrite, and the
+/// backing file that the image would have.
+///
+/// # Errors
+/// As [`check_apart`].
+pub fn check_new_apart(image: &Path, backing: &ImageDisk) -> Result<()> {
+    let name = image.display().to_string();
+    let Ok(status) = rustix::fs::stat(image) else { return Ok(()) };
+    let mut places = Places::default();
+    places.add_status(&status, image);
+    for file in backing.image().layers().flat_map(files_of_layer) {
+        let read = Places::of_read(file.descriptor(), file.name()).map_err(failed(file.name()))?;
+        if places.overlaps(&read) {
+            let what = format!(
+                "has bytes of {}, which its backing file needs: nothing was written",
+                file.name()
+            );
+            return Err(Error::new(ErrorKind::InvalidInput, what)
+                .on(&name)
+                .hint("choose a name that is none of the backing file, nor of a file behind it"));
+        }
+    }
+    Ok(())
+}
+
 /// The files of one image of a chain, its data's included; none of one on another server.
 pub(super) fn files_of_layer(layer: &Layer<ImageStorage>) -> impl Iterator<Item = &HostFile> {
     let format = layer.format();
