@@ -222,8 +222,8 @@ impl<S: Storage> Qcow2<S> {
     async fn begin_changes(&self) -> Result<()> {
         self.metadata.check_writable()?;
         self.metadata.check_intact()?;
-        if self.metadata.needs_begin_changes() {
-            Box::pin(self.metadata.begin_changes()).await?;
+        if self.metadata.autoclear().needs_begin_changes() {
+            Box::pin(self.metadata.autoclear().begin_changes()).await?;
         }
         Ok(())
     }
@@ -236,7 +236,7 @@ impl<S: Storage> Qcow2<S> {
             return Err(self.error(ErrorKind::Unsupported, what));
         }
         self.metadata.check_intact()?;
-        self.metadata.begin_changes().await?;
+        self.metadata.autoclear().begin_changes().await?;
         self.bitmaps.record(&self.metadata, guest).await?;
         let block = u64::from(self.storage().capabilities().alignment.offset);
         let prepared = self

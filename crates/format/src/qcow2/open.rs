@@ -142,7 +142,7 @@ impl<S: Storage> Qcow2<S> {
             // is read counts as durable.
             metadata.sync(SyncMode::Data).await?;
             if is_dirty {
-                metadata.begin_changes_before_replay().await?;
+                metadata.autoclear().begin_changes_before_replay().await?;
                 recount(&metadata, &logged_hosts(geometry, log)).await?;
             }
         }

@@ -64,7 +64,7 @@ impl Allocator {
         check_not_active(tables, start..wanted.end)?;
         if layout.table > 0 {
             let old = tables.refcounts().move_table(table_start..table_start + layout.table);
-            self.defer_free(DeferredFree::of(old));
+            self.frees.defer(DeferredFree::of(old));
         }
         for (&index, cluster) in layout.blocks.iter().zip(start..) {
             let offset = tables.geometry().offset_of(cluster);

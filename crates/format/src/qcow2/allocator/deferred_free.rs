@@ -78,7 +78,7 @@ impl DeferredFree {
 }
 
 /// See the module's page.
-pub(super) struct DeferredFrees {
+pub(crate) struct DeferredFrees {
     pending: Vec<DeferredFree>,
     in_writeback: Vec<DeferredFree>,
     freeable: VecDeque<DeferredFree>,
@@ -105,33 +105,44 @@ impl DeferredFrees {
         }
     }
 
+    /// Clusters that no table refers to, and to which no write is in flight, are free soon.
+    pub(crate) fn defer_unlinked(&mut self, clusters: Range<u64>) {
+        self.defer_freeable(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
+    }
+
     /// Defers freeing these clusters, to which no entry on disk refers.
-    pub(super) fn defer_unlinked(&mut self, free: DeferredFree) {
+    pub(super) fn defer_freeable(&mut self, free: DeferredFree) {
         self.waiting += free.gain();
         self.freeable.push_back(free);
     }
 
-    /// No table ever referred to these clusters, and writes of tables to them may be in flight.
-    pub(super) fn abandon(&mut self, free: DeferredFree) {
+    /// Frees clusters that no table ever referred to, once the writes of tables that are in flight
+    /// now have completed: these may be writes to them.
+    pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
+        let free = DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) };
         self.waiting += free.gain();
         self.abandoned.push(free);
     }
 
-    /// The clusters that were abandoned up to now.
-    pub(super) fn take_abandoned(&mut self) -> Vec<DeferredFree> {
+    /// The clusters that were abandoned up to now. After the writes in flight have completed,
+    /// [`defer_unlinked`](Self::defer_unlinked) follows, or before that
+    /// [`abandon`](Self::abandon).
+    pub(crate) fn take_abandoned(&mut self) -> Vec<Range<u64>> {
         let abandoned = std::mem::take(&mut self.abandoned);
         abandoned.iter().for_each(|free| self.waiting -= free.gain());
-        abandoned
+        abandoned.into_iter().map(|free| free.clusters).collect()
     }
 
-    /// References to these clusters left the tables in memory.
-    pub(super) fn defer(&mut self, free: DeferredFree) {
+    /// References to these clusters left the tables in memory: once that is durable, the refcount
+    /// of each is lowered by one.
+    pub(crate) fn defer(&mut self, free: DeferredFree) {
         self.waiting += free.gain();
         free.join(&mut self.pending);
     }
 
-    /// Makes runs of what is pending.
-    pub(super) fn join_pending(&mut self) {
+    /// Makes runs of what is pending: tables lie among the data that they refer to, and the host is
+    /// told of each run.
+    pub(crate) fn join_pending(&mut self) {
         let mut all = std::mem::take(&mut self.pending);
         all.sort_by_key(|one| one.clusters.start);
         for one in all {
@@ -140,28 +151,34 @@ impl DeferredFrees {
     }
 
     /// A writeback begins: what is pending free becomes freeable when it has ended.
-    pub(super) fn begin_writeback(&mut self) {
+    pub(crate) fn begin_writeback(&mut self) {
         self.in_writeback = std::mem::take(&mut self.pending);
     }
 
     /// The writeback is durable.
-    pub(super) fn finish_writeback(&mut self) {
+    pub(crate) fn finish_writeback(&mut self) {
         self.freeable.extend(self.in_writeback.drain(..));
     }
 
-    /// The writeback failed.
-    pub(super) fn abort_writeback(&mut self) {
+    /// The writeback failed: what it was to make freeable is pending again.
+    pub(crate) fn abort_writeback(&mut self) {
         let later = std::mem::take(&mut self.pending);
         self.pending = std::mem::take(&mut self.in_writeback);
         self.pending.extend(later);
     }
 
-    pub(super) fn has_pending(&self) -> bool {
+    /// Whether anything waits to be freed.
+    pub(crate) fn has_any(&self) -> bool {
+        self.has_pending() || !self.freeable.is_empty()
+    }
+
+    /// Whether anything waits for a writeback to begin.
+    pub(crate) fn has_pending(&self) -> bool {
         !self.pending.is_empty() || !self.abandoned.is_empty()
     }
 
     /// How many entries of the list are freeable.
-    pub(super) fn freeable(&self) -> usize {
+    pub(crate) fn freeable(&self) -> usize {
         self.freeable.len()
     }
 
@@ -169,17 +186,27 @@ impl DeferredFrees {
     /// an eighth of the file, which is what the file may be longer than needed anyway. So each
     /// writeback frees a constant share of the file, and a guest that trims and writes makes
     /// the file longer by no more than that.
-    pub(super) fn has_many(&self, end: u64, cluster_bits: u32) -> bool {
+    pub(crate) fn has_many(&self, end: u64, cluster_bits: u32) -> bool {
         let share = (end / 8).min(MAX_WAITING >> cluster_bits);
         self.waiting > share.max(self.min_waiting >> cluster_bits)
     }
 
-    /// Takes the first freeable clusters.
-    pub(super) fn begin_freeing(&mut self) -> Option<DeferredFree> {
+    /// Takes the first freeable clusters; [`Allocator::free_next`](super::Allocator::free_next) or
+    /// [`stop_freeing`](Self::stop_freeing) follows for each of them.
+    pub(crate) fn begin_freeing(&mut self) -> Option<DeferredFree> {
         let free = self.freeable.pop_front()?;
         self.waiting -= free.gain();
         self.freeing += free.gain();
         Some(free)
+    }
+
+    /// Clusters that were being freed are freeable still, but for those that are being punched:
+    /// their hole may come at any time, so they stay allocated, a leak.
+    pub(crate) fn stop_freeing(&mut self, free: DeferredFree) {
+        self.end_freeing(&free);
+        if free.punch == Punch::No {
+            self.defer_freeable(free);
+        }
     }
 
     /// These clusters are free, or no longer being freed.

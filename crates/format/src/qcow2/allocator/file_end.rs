@@ -112,7 +112,7 @@ impl Allocator {
         }
         tables.refcounts().remove_block(index);
         if !counted.contains(&cluster) {
-            self.defer_free(DeferredFree::of(cluster..cluster + 1));
+            self.frees.defer(DeferredFree::of(cluster..cluster + 1));
         }
         Ok(true)
     }

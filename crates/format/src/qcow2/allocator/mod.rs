@@ -21,7 +21,7 @@
 //!    L2 tables, come from the *reserve*: space that the host has allocated already, so that a
 //!    writeback never fails with ENOSPC. Where the end has no space, it is clusters in a row
 //!    elsewhere (`rows`).
-//! 3. [`Allocator::defer_free`] takes clusters that no entry in memory refers to. They become free
+//! 3. [`DeferredFrees::defer`] takes clusters that no entry in memory refers to. They become free
 //!    when a writeback has made that durable (`deferred_free`).
 //! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while
 //!    the image is open, because the late write would corrupt the new owner.
@@ -34,7 +34,6 @@ mod compressed;
 mod deferred_free;
 mod file_end;
 mod free_space;
-mod frees;
 mod gaps;
 mod host_space;
 mod prepared;
@@ -83,7 +82,7 @@ pub(crate) struct Allocator {
     reserve: Reserve,
     prepared: Prepared,
     rows: RowSearch,
-    frees: DeferredFrees,
+    pub(crate) frees: DeferredFrees,
     quarantined: HashSet<u64>,
     /// Where compressed data goes next: after the last of it. Its cluster is in use.
     free_byte_offset: Option<u64>,
@@ -235,6 +234,16 @@ impl Allocator {
         Ok(())
     }
 
+    /// Lowers the refcount of the first cluster, which leaves the range.
+    pub(crate) fn free_next(&mut self, tables: &mut Tables, free: &mut DeferredFree) -> Step<()> {
+        let cluster = free.clusters.start;
+        self.decrement_refcount(tables, cluster)?;
+        free.clusters.start = cluster + 1;
+        let clusters = cluster..cluster + 1;
+        self.frees.end_freeing(&DeferredFree { clusters, ..*free });
+        Ok(())
+    }
+
     /// Sets a refcount to what was counted, with a refcount block if there must be one.
     pub(crate) fn correct_refcount(
         &mut self,
@@ -294,7 +303,7 @@ impl Allocator {
         }
         if !rest.is_empty() {
             // An error is returned to the next caller that processes frees.
-            self.frees.defer_unlinked(DeferredFree::of(rest));
+            self.frees.defer_freeable(DeferredFree::of(rest));
         }
     }
 

@@ -339,7 +339,7 @@ impl LiveBitmaps {
         let kept = if set.location.is_some() { BITMAPS_CONSISTENT | LIVE_BITMAPS } else { 0 };
         let has_live = set.count_live() > 0;
         *self.set.write() = Arc::new(set);
-        metadata.keep_autoclear(kept);
+        metadata.autoclear().keep_autoclear(kept);
         self.is_forgotten.store(false, Ordering::Release);
         self.has_live.store(has_live, Ordering::Release);
         Ok(())
@@ -522,7 +522,7 @@ impl LiveBitmaps {
         if self.has_live.load(Ordering::Acquire) && !self.has_begun.load(Ordering::Acquire) {
             self.begin(metadata).await?;
             // They may have been found to be damaged just now.
-            metadata.begin_changes().await?;
+            metadata.autoclear().begin_changes().await?;
         }
         Ok(())
     }

@@ -92,6 +92,16 @@ impl Geometry {
         cluster << self.cluster_bits
     }
 
+    /// Bytes from `offset` to the end of its cluster.
+    pub(crate) fn rest_of_cluster(self, offset: u64) -> u64 {
+        self.cluster_size() - offset % self.cluster_size()
+    }
+
+    /// The bytes of `range` before a cluster.
+    pub(crate) fn up_to_cluster(self, range: ByteRange, cluster: u64) -> ByteRange {
+        range.truncate(self.offset_of(cluster) - range.offset())
+    }
+
     pub(crate) fn is_cluster_aligned(self, offset: u64) -> bool {
         offset & (self.cluster_size() - 1) == 0
     }

@@ -45,7 +45,7 @@ impl Mapper<'_> {
             return self.map_write(range);
         }
         // One cluster: the next may have data.
-        let first = range.truncate(self.rest_of_cluster(range.offset()));
+        let first = range.truncate(self.tables.geometry().rest_of_cluster(range.offset()));
         self.map_zero_by_entries(first, Unmap::Forbidden)
     }
 

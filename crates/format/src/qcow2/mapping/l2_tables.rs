@@ -34,7 +34,7 @@ impl Mapper<'_> {
         if let Some(old) = old {
             let old = self.tables.geometry().cluster_of(old.offset);
             let (punch, users) = (Punch::No, Users::Others);
-            self.allocator.defer_free(DeferredFree { clusters: old..old + 1, punch, users });
+            self.allocator.frees.defer(DeferredFree { clusters: old..old + 1, punch, users });
         }
         Ok(table)
     }

@@ -17,7 +17,7 @@ impl Mapper<'_> {
         let count = geometry.clusters_for(entries * 8);
         let new = self.allocator.allocate_row(self.tables, count)?;
         if let Some(old) = self.tables.move_l1(entries, new) {
-            self.allocator.defer_free(DeferredFree::of(old));
+            self.allocator.frees.defer(DeferredFree::of(old));
         }
         Ok(())
     }
@@ -76,7 +76,7 @@ impl Mapper<'_> {
         self.tables.remove_l2_table(l1_index);
         let cluster = geometry.cluster_of(table.offset);
         let users = if table.is_copied() { Users::None } else { Users::Others };
-        self.allocator.defer_free(DeferredFree { clusters: cluster..cluster + 1, punch, users });
+        self.allocator.frees.defer(DeferredFree { clusters: cluster..cluster + 1, punch, users });
         Ok(())
     }
 
@@ -87,7 +87,7 @@ impl Mapper<'_> {
         let unused = self.tables.truncate_l1(entries.min(self.tables.l1().len() as u64));
         if !unused.is_empty() {
             let free = DeferredFree { punch: Punch::Yes, ..DeferredFree::of(unused) };
-            self.allocator.defer_free(free);
+            self.allocator.frees.defer(free);
         }
         self.tables.set_size(size);
         Ok(())
@@ -96,7 +96,7 @@ impl Mapper<'_> {
     fn defer_free_of(&mut self, old: Entry, new: Entry, punch: Punch) {
         let geometry = self.tables.geometry();
         if let Some(free) = self.allocator.dropped_clusters(geometry, old, new, punch) {
-            self.allocator.defer_free(free);
+            self.allocator.frees.defer(free);
         }
     }
 

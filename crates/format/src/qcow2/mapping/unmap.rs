@@ -35,7 +35,7 @@ impl Mapper<'_> {
         let has_zero_flag = self.tables.geometry().version >= 3;
         let is_backed = self.is_backed(clusters.start);
         let clusters = self.backed_alike(clusters);
-        let range = self.up_to_cluster(range, clusters.end);
+        let range = self.tables.geometry().up_to_cluster(range, clusters.end);
         let change = match unmap {
             _ if has_zero_flag => Change::Zero { keep: unmap == Unmap::Forbidden },
             Unmap::Allowed if !is_backed => Change::Discard,
@@ -60,7 +60,9 @@ impl Mapper<'_> {
         // Such an image has no zero flag: what the guest has written stays, or the backing file's
         // bytes would come back.
         if is_backed && geometry.version < 3 {
-            return Ok(noop_extent(range.truncate(self.rest_of_cluster(range.offset()))));
+            return Ok(noop_extent(
+                range.truncate(self.tables.geometry().rest_of_cluster(range.offset())),
+            ));
         }
         let Some(clusters) = self.whole_clusters(range) else {
             let first = self.first_subclusters(range);
@@ -72,7 +74,7 @@ impl Mapper<'_> {
             return self.discard_part(first);
         };
         let clusters = self.backed_alike(clusters);
-        let range = self.up_to_cluster(range, clusters.end);
+        let range = self.tables.geometry().up_to_cluster(range, clusters.end);
         let needs = |entry: Entry| match entry {
             Entry::Standard { host: None, subclusters } => {
                 subclusters != SubclusterBitmap::ZERO && is_backed
@@ -80,11 +82,6 @@ impl Mapper<'_> {
             Entry::Standard { .. } | Entry::Compressed(_) => true,
         };
         self.prepare_unmapping(range, clusters, Change::Discard, needs)
-    }
-
-    /// The bytes of `range` before a cluster.
-    fn up_to_cluster(&self, range: ByteRange, cluster: u64) -> ByteRange {
-        range.truncate(self.tables.geometry().offset_of(cluster) - range.offset())
     }
 
     /// Whether a cluster would show bytes of the backing file if it had no entry. An image with a
@@ -109,7 +106,7 @@ impl Mapper<'_> {
     /// The first bytes of `range` that lie in one cluster and are whole subclusters, or a part of
     /// one.
     fn first_subclusters(&self, range: ByteRange) -> ByteRange {
-        let first = range.truncate(self.rest_of_cluster(range.offset()));
+        let first = range.truncate(self.tables.geometry().rest_of_cluster(range.offset()));
         let size = self.tables.geometry().subcluster_size();
         let to_border = first.offset().next_multiple_of(size) - first.offset();
         if to_border > 0 {
@@ -177,11 +174,6 @@ impl Mapper<'_> {
         Ok(noop_extent(part))
     }
 
-    pub(super) fn rest_of_cluster(&self, offset: u64) -> u64 {
-        let cluster_size = self.tables.geometry().cluster_size();
-        cluster_size - offset % cluster_size
-    }
-
     /// The clusters from the start of `range` on that it covers, if that is at least one. What lies
     /// beyond the disk's end counts as covered.
     fn whole_clusters(&self, range: ByteRange) -> Option<Range<u64>> {
@@ -215,7 +207,7 @@ impl Mapper<'_> {
         let at = geometry.l2_index(first);
         if self.tables.l2_table(at.l1_index)?.is_none() && !needs(Entry::UNALLOCATED) {
             let next = (at.l1_index as u64 + 1) * geometry.l2_entries();
-            return Ok(noop_extent(self.up_to_cluster(range, end.min(next))));
+            return Ok(noop_extent(self.tables.geometry().up_to_cluster(range, end.min(next))));
         }
         let end = end.min(first + geometry.slice_l2_entries() - at.index as u64);
         let looked_up = self.tables.l2_slice(first)?;
@@ -239,7 +231,7 @@ impl Mapper<'_> {
             count += 1;
         }
         let clusters = first..first + count;
-        let guest = self.up_to_cluster(range, clusters.end);
+        let guest = self.tables.geometry().up_to_cluster(range, clusters.end);
         if !needed {
             return Ok(noop_extent(guest));
         }

@@ -37,7 +37,7 @@ pub(super) async fn remove_in_place<S: Storage>(
     metadata.check_writable()?;
     metadata.check_intact()?;
     live.end(metadata).await?;
-    metadata.begin_changes_beside_guest_data().await?;
+    metadata.autoclear().begin_changes_beside_guest_data().await?;
     let _alone = transactions.begin().await;
     let (storage, geometry) = (metadata.storage(), metadata.geometry());
     let header = metadata.lock().tables.headers.disk().clone();
@@ -64,7 +64,7 @@ pub(super) async fn remove_in_place<S: Storage>(
     switch(metadata, new).await?;
     let state = &mut *metadata.lock();
     freed.into_iter().filter(|run| !run.is_empty()).for_each(|run| {
-        state.allocator.defer_unlinked(run);
+        state.allocator.frees.defer_unlinked(run);
     });
     Ok(())
 }

@@ -92,7 +92,7 @@ impl Transactions {
         metadata.check_writable()?;
         check_no_data_file(metadata)?;
         metadata.check_intact()?;
-        metadata.begin_changes().await?;
+        metadata.autoclear().begin_changes().await?;
         self.run_begun(metadata, change).await
     }
 
@@ -105,7 +105,7 @@ impl Transactions {
     ) -> Result<T> {
         metadata.check_writable()?;
         metadata.check_intact()?;
-        metadata.begin_changes_beside_guest_data().await?;
+        metadata.autoclear().begin_changes_beside_guest_data().await?;
         self.run_begun(metadata, change).await
     }
 

@@ -101,7 +101,7 @@ impl<S: Storage> ImageRedo<'_, S> {
     /// anything is changed.
     pub fn attach(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
-        metadata.attach_redo_log(RedoLog::new(log, metadata.geometry()));
+        metadata.autoclear().attach_redo_log(RedoLog::new(log, metadata.geometry()));
     }
 
     /// As [`attach`](Self::attach), in the place of a process that has settled the image and
@@ -112,7 +112,11 @@ impl<S: Storage> ImageRedo<'_, S> {
         let found = metadata.lock().tables.headers.disk().autoclear & SESSION_BITS;
         match found & SESSION {
             0 => self.attach(log),
-            _ => metadata.attach_redo_log(RedoLog::of_session(log, metadata.geometry(), found)),
+            _ => metadata.autoclear().attach_redo_log(RedoLog::of_session(
+                log,
+                metadata.geometry(),
+                found,
+            )),
         }
     }
 

@@ -41,7 +41,7 @@ impl<S: Storage> Qcow2<S> {
         let metadata = &self.metadata;
         metadata.check_writable()?;
         metadata.check_intact()?;
-        metadata.begin_changes().await?;
+        metadata.autoclear().begin_changes().await?;
         let tables = metadata.geometry().l1_entries_for(metadata.size()) as usize;
         drop_l2_tables(metadata, 0..tables).await?;
         if let Some(data) = metadata.writer().data_file() {
@@ -70,7 +70,7 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
     pub async fn prepare(&self, from: u64, size: u64) -> Result<()> {
         let metadata = &self.image.metadata;
         check_size(metadata, size)?;
-        metadata.begin_changes().await?;
+        metadata.autoclear().begin_changes().await?;
         if from <= metadata.size() {
             // Nothing is prepared yet.
             drop_vm_state(metadata).await?;
@@ -88,7 +88,7 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
             let what = format!("cannot make a disk of {} bytes shorter: {size}", metadata.size());
             return Err(invalid(metadata, what));
         }
-        metadata.begin_changes().await?;
+        metadata.autoclear().begin_changes().await?;
         if live.has_any() {
             resize_with_bitmaps(self.image, size).await?;
             return live.note_resize(metadata).await;
@@ -110,7 +110,7 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
             let what = format!("cannot shrink a disk of {} bytes to {size}", metadata.size());
             return Err(invalid(metadata, what));
         }
-        metadata.begin_changes().await?;
+        metadata.autoclear().begin_changes().await?;
         let emptied = empty_last_table(metadata, size).await;
         metadata.marking(emptied).await?;
         let kept = metadata.geometry().l1_entries_for(size) as usize;
@@ -175,11 +175,11 @@ async fn drop_l2_tables<S: Storage>(metadata: &Metadata<S>, indexes: Range<usize
         let dropped = metadata.step(|state| state.thawed_mapper()?.drop_l2_table(index)).await;
         metadata.marking(dropped).await?;
         if count % together == together - 1 {
-            metadata.lock().allocator.join_pending_frees();
+            metadata.lock().allocator.frees.join_pending();
             metadata.flush(SyncMode::Data).await?;
         }
     }
-    metadata.lock().allocator.join_pending_frees();
+    metadata.lock().allocator.frees.join_pending();
     metadata.flush(SyncMode::Data).await
 }
 

@@ -15,24 +15,27 @@ use super::Metadata;
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 1 << 30;
 
-impl<S: Storage> Metadata<S> {
+/// Gets what steps lack.
+pub(super) struct ReserveFiller<'a, S: Storage>(pub(super) &'a Metadata<S>);
+
+impl<S: Storage> ReserveFiller<'_, S> {
     /// Gets what a step lacked.
     ///
     /// # Errors
     /// `NoSpace` when the host has no space; or what else the storage answers.
-    pub(super) async fn fill_reserve(&self, need: ReserveRequest) -> Result<()> {
+    pub(super) async fn fill(&self, need: ReserveRequest) -> Result<()> {
         match need {
-            ReserveRequest::AtEnd(count) => match self.fill_reserve_at_end(count).await {
+            ReserveRequest::AtEnd(count) => match self.fill_at_end(count).await {
                 Err(error) if error.kind() == ErrorKind::NoSpace && self.may_have_space() => {
-                    self.reclaim().await
+                    self.0.reclaim().await
                 }
                 outcome => outcome,
             },
-            ReserveRequest::Row { count, total } => match self.fill_reserve_at_end(total).await {
+            ReserveRequest::Row { count, total } => match self.fill_at_end(total).await {
                 Err(error) if error.kind() == ErrorKind::NoSpace => {
-                    match self.fill_reserve_in_row(count).await? {
+                    match self.fill_in_row(count).await? {
                         true => Ok(()),
-                        false if self.may_have_space() => self.reclaim().await,
+                        false if self.may_have_space() => self.0.reclaim().await,
                         false => Err(error),
                     }
                 }
@@ -44,23 +47,23 @@ impl<S: Storage> Metadata<S> {
             }
             ReserveRequest::WrittenZeros => self.prepare_zeros().await,
             ReserveRequest::Frees => self.reclaim_at_limit().await,
-            ReserveRequest::L2Table(l1_index) => self.fill_reserve_for_l2(l1_index).await,
+            ReserveRequest::L2Table(l1_index) => self.fill_for_l2(l1_index).await,
         }
     }
 
     /// Makes the file longer than it needs to be now: file systems let writes that make a file
     /// longer through one at a time.
     async fn extend_file(&self, needed: u64) {
-        let _alone = self.end_lock.acquire().await;
-        if !self.state.lock().allocator.is_file_short(needed) {
+        let _alone = self.0.end_lock.acquire().await;
+        if !self.0.state.lock().allocator.is_file_short(needed) {
             return;
         }
-        let limit = MAX_AHEAD >> self.geometry.cluster_bits;
+        let limit = MAX_AHEAD >> self.0.geometry.cluster_bits;
         let length = needed + (needed / 8).clamp(MIN_AHEAD, limit.max(MIN_AHEAD));
-        self.storage().extend_hint(self.geometry.offset_of(length)).await;
-        let size = self.storage().size();
-        let mut state = self.state.lock();
-        state.allocator.note_extended(self.geometry, length, needed, size);
+        self.0.storage().extend_hint(self.0.geometry.offset_of(length)).await;
+        let size = self.0.storage().size();
+        let mut state = self.0.state.lock();
+        state.allocator.note_extended(self.0.geometry, length, needed, size);
     }
 
     /// Prepares clusters at the end for durable writes, where the storage can, and the host has
@@ -69,23 +72,23 @@ impl<S: Storage> Metadata<S> {
     /// A host that cannot is no failure: space is taken as without it. A flush that fails is one
     /// for all requests, as any other.
     async fn prepare_zeros(&self) -> Result<()> {
-        let _alone = self.end_lock.acquire().await;
+        let _alone = self.0.end_lock.acquire().await;
         // As for the reserve: a transaction that freezes the tables later waits for the guard.
-        let free = self.storage().free_space().await.unwrap_or(Some(0));
-        let claim = self.step(|state| {
+        let free = self.0.storage().free_space().await.unwrap_or(Some(0));
+        let claim = self.0.step(|state| {
             state.tables.freeze.wait_thawed()?;
             let claimed = state.allocator.claim_to_prepare(&mut state.tables, free)?;
-            Ok(claimed.map(|claimed| (claimed, self.writer.writes().enter())))
+            Ok(claimed.map(|claimed| (claimed, self.0.writer.writes().enter())))
         });
         let Some((claimed, _writing)) = Box::pin(claim).await? else { return Ok(()) };
         // Dropped in the middle, the clusters stay unused: they may be zeroed at any time.
-        let range = self.geometry.bytes_of(claimed.clone());
-        let outcome = self.writer.prepare_zeros(range).await;
+        let range = self.0.geometry.bytes_of(claimed.clone());
+        let outcome = self.0.writer.prepare_zeros(range).await;
         let outcome = match outcome {
-            Ok(()) => self.sync(SyncMode::Full).await,
+            Ok(()) => self.0.sync(SyncMode::Full).await,
             Err(error) => Err(error),
         };
-        let mut state = self.state.lock();
+        let mut state = self.0.state.lock();
         let state = &mut *state;
         match outcome {
             // A transaction that waits for the guard may take them: this task no longer knows them.
@@ -102,31 +105,31 @@ impl<S: Storage> Metadata<S> {
     /// # Errors
     /// Why tables cannot be written, which keeps those clusters from being freed.
     async fn reclaim_at_limit(&self) -> Result<()> {
-        if self.state.lock().allocator.lift_limit(self.storage().size()) {
+        if self.0.state.lock().allocator.lift_limit(self.0.storage().size()) {
             return Ok(());
         }
-        self.reclaim().await
+        self.0.reclaim().await
     }
 
     fn may_have_space(&self) -> bool {
-        let mut state = self.state.lock();
+        let mut state = self.0.state.lock();
         let state = &mut *state;
-        state.allocator.may_have_space(&state.tables, self.storage().size())
+        state.allocator.may_have_space(&state.tables, self.0.storage().size())
     }
 
-    async fn fill_reserve_at_end(&self, count: u64) -> Result<()> {
-        let _alone = self.end_lock.acquire().await;
+    async fn fill_at_end(&self, count: u64) -> Result<()> {
+        let _alone = self.0.end_lock.acquire().await;
         // A transaction that freezes the tables later waits for the guard: nothing is reserved,
         // written or given back in space that it has taken.
-        let reserve = self.step(|state| {
+        let reserve = self.0.step(|state| {
             state.tables.freeze.wait_thawed()?;
             let reserved = state.allocator.begin_end_reserve(&mut state.tables, count);
-            Ok(reserved.map(|reserved| (reserved, self.writer.writes().enter())))
+            Ok(reserved.map(|reserved| (reserved, self.0.writer.writes().enter())))
         });
         let Some((reserved, _writing)) = Box::pin(reserve).await? else { return Ok(()) };
         // Dropped in the middle, the clusters stay unused: the write may still be in flight.
-        let outcome = self.writer.write_zeros(self.geometry.bytes_of(reserved.clone())).await;
-        let mut state = self.state.lock();
+        let outcome = self.0.writer.write_zeros(self.0.geometry.bytes_of(reserved.clone())).await;
+        let mut state = self.0.state.lock();
         match outcome {
             Ok(()) => state.allocator.put_end_reserve(reserved),
             Err(_) => state.tables.file.unreserve(reserved.end, reserved.start),
@@ -136,9 +139,9 @@ impl<S: Storage> Metadata<S> {
 
     /// Reserves clusters in a row elsewhere, where the end of the file has no space. Returns
     /// whether it is worth to try once more.
-    async fn fill_reserve_in_row(&self, count: u64) -> Result<bool> {
-        let _alone = self.end_lock.acquire().await;
-        let found = self.step(|state| {
+    async fn fill_in_row(&self, count: u64) -> Result<bool> {
+        let _alone = self.0.end_lock.acquire().await;
+        let found = self.0.step(|state| {
             state.tables.freeze.wait_thawed()?;
             state.tables.check_dirty_limit()?;
             let found = state.allocator.find_room(&mut state.tables, count)?;
@@ -154,8 +157,8 @@ impl<S: Storage> Metadata<S> {
         };
         // Dropped in the middle, they stay allocated: a leak, because the write may still be in
         // flight.
-        let outcome = self.writer.write_zeros(self.geometry.bytes_of(row.clone())).await;
-        let mut state = self.state.lock();
+        let outcome = self.0.writer.write_zeros(self.0.geometry.bytes_of(row.clone())).await;
+        let mut state = self.0.state.lock();
         let state = &mut *state;
         match outcome {
             Ok(()) => {
@@ -169,21 +172,21 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    async fn fill_reserve_for_l2(&self, l1_index: usize) -> Result<()> {
-        let _alone = self.l2_alloc_lock.acquire().await;
+    async fn fill_for_l2(&self, l1_index: usize) -> Result<()> {
+        let _alone = self.0.l2_alloc_lock.acquire().await;
         {
-            let state = self.state.lock();
+            let state = self.0.state.lock();
             if state.allocator.has_l2_table() || state.tables.has_writable_l2_table(l1_index) {
                 return Ok(());
             }
         }
-        let allocated = self.step(|state| {
+        let allocated = self.0.step(|state| {
             state.tables.freeze.wait_thawed()?;
             state.allocator.allocate(&mut state.tables, 1)
         });
         let allocated = allocated.await?;
-        let outcome = self.writer.write_zeros(self.geometry.bytes_of(allocated.clone())).await;
-        let mut state = self.state.lock();
+        let outcome = self.0.writer.write_zeros(self.0.geometry.bytes_of(allocated.clone())).await;
+        let mut state = self.0.state.lock();
         let state = &mut *state;
         match outcome {
             Ok(()) => state.allocator.put_l2_table(allocated.start),

@@ -21,7 +21,7 @@ use crate::qcow2::tables::RedoLog;
 use super::Metadata;
 
 /// The autoclear bits before the first change.
-pub(super) struct Autoclear {
+pub(super) struct AutoclearState {
     /// Whether they have to be changed.
     is_due: AtomicBool,
     /// The bits that stay set because they are kept true: those of bitmaps.
@@ -29,7 +29,7 @@ pub(super) struct Autoclear {
     lock: Semaphore,
 }
 
-impl Autoclear {
+impl AutoclearState {
     pub(super) fn new(header: &Header) -> Self {
         let is_due = header.autoclear != header.preserved_autoclear() & header.autoclear;
         Self { is_due: AtomicBool::new(is_due), kept: AtomicU64::new(0), lock: Semaphore::new(1) }
@@ -42,25 +42,29 @@ fn autoclear_bits(header: &Header, kept: u64, session: u64) -> u64 {
     header.autoclear & (header.preserved_autoclear() | kept) | session
 }
 
-impl<S: Storage> Metadata<S> {
+/// What changes owe the autoclear bits.
+pub(crate) struct Autoclear<'a, S: Storage>(&'a Metadata<S>);
+
+impl<S: Storage> Autoclear<'_, S> {
     /// Whether [`begin_changes`](Self::begin_changes) has anything to do.
     pub(crate) fn needs_begin_changes(&self) -> bool {
-        self.autoclear.is_due.load(Ordering::Acquire)
+        self.0.autoclear.is_due.load(Ordering::Acquire)
     }
 
     /// Before the first change: makes the autoclear bits true, durably.
     pub(crate) async fn begin_changes(&self) -> Result<()> {
         if self.needs_begin_changes() {
-            let _alone = self.autoclear.lock.acquire().await;
+            let _alone = self.0.autoclear.lock.acquire().await;
             if !self.needs_begin_changes() {
                 // Another change began meanwhile.
                 return Ok(());
             }
-            let session = self.state.lock().tables.redo.session();
+            let session = self.0.state.lock().tables.redo.session();
             let kept = self.kept_autoclear();
-            self.rewrite_header(|header| header.autoclear = autoclear_bits(header, kept, session))
+            self.0
+                .rewrite_header(|header| header.autoclear = autoclear_bits(header, kept, session))
                 .await?;
-            self.autoclear.is_due.store(false, Ordering::Release);
+            self.0.autoclear.is_due.store(false, Ordering::Release);
         }
         Ok(())
     }
@@ -71,14 +75,14 @@ impl<S: Storage> Metadata<S> {
         if !self.needs_begin_changes() {
             return Ok(());
         }
-        let _alone = self.autoclear.lock.acquire().await;
+        let _alone = self.0.autoclear.lock.acquire().await;
         let (session, header) = {
-            let state = self.state.lock();
+            let state = self.0.state.lock();
             (state.tables.redo.session(), state.tables.headers.disk().clone())
         };
         let wanted = autoclear_bits(&header, BITMAPS_CONSISTENT | LIVE_BITMAPS, session);
         if header.autoclear != wanted {
-            self.rewrite_header(|header| header.autoclear = wanted).await?;
+            self.0.rewrite_header(|header| header.autoclear = wanted).await?;
         }
         Ok(())
     }
@@ -87,36 +91,44 @@ impl<S: Storage> Metadata<S> {
     /// session bits stay as they are.
     pub(crate) async fn begin_changes_before_replay(&self) -> Result<()> {
         let kept = self.kept_autoclear() | SESSION_BITS;
-        self.rewrite_header(|header| {
-            header.autoclear &= header.preserved_autoclear() | kept;
-        })
-        .await
+        self.0
+            .rewrite_header(|header| {
+                header.autoclear &= header.preserved_autoclear() | kept;
+            })
+            .await
     }
 
     /// Changes are noted in this log from now on, which is empty.
     pub(crate) fn attach_redo_log(&self, log: RedoLog) {
-        self.state.lock().tables.redo = log;
+        self.0.state.lock().tables.redo = log;
         self.look_at_autoclear();
     }
 
     /// These autoclear bits stay as they are from now on: what they say is kept true, whatever is
     /// changed.
     pub(crate) fn keep_autoclear(&self, kept: u64) {
-        self.autoclear.kept.store(kept, Ordering::Release);
+        self.0.autoclear.kept.store(kept, Ordering::Release);
         self.look_at_autoclear();
     }
 
     fn kept_autoclear(&self) -> u64 {
-        self.autoclear.kept.load(Ordering::Acquire)
+        self.0.autoclear.kept.load(Ordering::Acquire)
     }
 
     /// Finds out whether autoclear bits have to be changed before the first change.
     fn look_at_autoclear(&self) {
         let kept = self.kept_autoclear();
-        let state = self.state.lock();
+        let state = self.0.state.lock();
         let header = state.tables.headers.disk();
         let wanted = autoclear_bits(header, kept, state.tables.redo.session());
-        self.autoclear.is_due.store(header.autoclear != wanted, Ordering::Release);
+        self.0.autoclear.is_due.store(header.autoclear != wanted, Ordering::Release);
+    }
+}
+
+impl<S: Storage> Metadata<S> {
+    /// The autoclear bits, which are to be true before the first change.
+    pub(crate) fn autoclear(&self) -> Autoclear<'_, S> {
+        Autoclear(self)
     }
 
     /// Changes the header on disk, durably.

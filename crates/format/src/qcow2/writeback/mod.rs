@@ -44,7 +44,7 @@ use crate::qcow2::tables::{Step, TableWriter, Tables};
 
 pub(crate) use run::WritebackBlock;
 
-use header::Autoclear;
+use header::AutoclearState;
 
 /// The state behind the image's one lock.
 pub(crate) struct State {
@@ -79,7 +79,7 @@ pub(crate) struct Metadata<S: Storage> {
     state: Mutex<State>,
     /// Bytes of the guest's disk: the truth is in the header, this is for asking without the lock.
     size: AtomicU64,
-    autoclear: Autoclear,
+    autoclear: AutoclearState,
     /// A writeback ended, or may run again.
     done: Event,
     reads: Epochs,
@@ -109,7 +109,7 @@ impl<S: Storage> Metadata<S> {
             is_encrypted: tables.header().encryption.is_some(),
             writer: TableWriter::new(storage),
             size: AtomicU64::new(tables.header().size),
-            autoclear: Autoclear::new(tables.header()),
+            autoclear: AutoclearState::new(tables.header()),
             state: Mutex::new(State { tables, allocator, mapping, is_running: false }),
             done: Event::new(),
             reads: Epochs::new(),

@@ -27,48 +27,52 @@ pub(super) enum Flushed {
     No,
 }
 
-impl<S: Storage> Metadata<S> {
+/// Writes batches durably.
+pub(super) struct BatchWriter<'a, S: Storage>(pub(super) &'a Metadata<S>);
+
+impl<S: Storage> BatchWriter<'_, S> {
     /// Writes a batch durably; whether that took a flush.
-    pub(super) async fn write_batch(&self, batch: &WritebackBatch) -> Result<Flushed> {
+    pub(super) async fn write(&self, batch: &WritebackBatch) -> Result<Flushed> {
         if batch.scope() == WritebackScope::SkipRefcounts {
-            self.set_dirty_bit().await?;
+            self.0.set_dirty_bit().await?;
         }
         if self.is_small(batch) {
             // In this order, each durable: refcounts, then what refers to the clusters.
-            self.writer.write(batch.unordered(), Durability::Data).await?;
+            self.0.writer.write(batch.unordered(), Durability::Data).await?;
             batch.note_new_tables_linked();
-            self.writer.write(batch.mappings(), Durability::Data).await?;
+            self.0.writer.write(batch.mappings(), Durability::Data).await?;
             return Ok(Flushed::No);
         }
-        self.writer.write(batch.unordered(), Durability::None).await?;
-        self.sync(SyncMode::Data).await?;
+        self.0.writer.write(batch.unordered(), Durability::None).await?;
+        self.0.sync(SyncMode::Data).await?;
         batch.note_new_tables_linked();
         if batch.has_header_write() {
             let update = batch.refcount_table_update();
-            self.change_header(|header| update.iter().for_each(|update| update.apply(header)))
+            self.0
+                .change_header(|header| update.iter().for_each(|update| update.apply(header)))
                 .await?;
         }
-        self.writer.write(batch.refcount_table(), Durability::None).await?;
+        self.0.writer.write(batch.refcount_table(), Durability::None).await?;
         if batch.has_header_write() || !batch.refcount_table().is_empty() {
-            self.sync(SyncMode::Data).await?;
+            self.0.sync(SyncMode::Data).await?;
         }
         if let Some(update) = batch.l1_update() {
-            self.change_header(|header| update.apply(header)).await?;
+            self.0.change_header(|header| update.apply(header)).await?;
         }
         if batch.l1_update().is_none() && self.goes_by_fua(batch.mappings()) {
-            self.writer.write(batch.mappings(), Durability::Data).await?;
+            self.0.writer.write(batch.mappings(), Durability::Data).await?;
             return Ok(Flushed::Yes);
         }
-        self.writer.write(batch.mappings(), Durability::None).await?;
+        self.0.writer.write(batch.mappings(), Durability::None).await?;
         if batch.l1_update().is_some() || !batch.mappings().is_empty() {
-            self.sync(SyncMode::Data).await?;
+            self.0.sync(SyncMode::Data).await?;
         }
         Ok(Flushed::Yes)
     }
 
     /// Whether these are written by FUA rather than with a flush after them.
     fn goes_by_fua(&self, writes: &[TableWrite]) -> bool {
-        let Capabilities { fua, fua_cost, .. } = self.storage().capabilities();
+        let Capabilities { fua, fua_cost, .. } = self.0.storage().capabilities();
         let limit = match fua_cost {
             FuaCost::NoFlush => MAX_FUA_WRITES,
             FuaCost::ExtraFlush => 1,
@@ -83,7 +87,9 @@ impl<S: Storage> Metadata<S> {
             && self.goes_by_fua(batch.unordered())
             && self.goes_by_fua(batch.mappings())
     }
+}
 
+impl<S: Storage> Metadata<S> {
     /// Makes the refcounts of clusters durable that were allocated before the call, and what was
     /// written to them. Where refcounts are written late, the mark of an image whose refcounts
     /// may be wrong is durable instead.

@@ -22,7 +22,7 @@ struct FreeingGuard<'a> {
 impl Drop for FreeingGuard<'_> {
     fn drop(&mut self) {
         if !self.free.clusters.is_empty() {
-            self.state.lock().allocator.stop_freeing(self.free.clone());
+            self.state.lock().allocator.frees.stop_freeing(self.free.clone());
         }
     }
 }
@@ -45,7 +45,7 @@ impl<S: Storage> Metadata<S> {
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
                 free.punch = Punch::No;
             }
-            self.state.lock().allocator.defer_free(free);
+            self.state.lock().allocator.frees.defer(free);
         }
         self.reclaim_if_much().await;
     }
@@ -55,7 +55,7 @@ impl<S: Storage> Metadata<S> {
     async fn reclaim_if_much(&self) {
         let has_many = {
             let state = self.state.lock();
-            state.allocator.has_many_frees(&state.tables)
+            state.allocator.frees.has_many(state.tables.file.end(), self.geometry.cluster_bits)
         };
         if has_many {
             // Boxed, so that the future of a link stays small.
@@ -78,7 +78,7 @@ impl<S: Storage> Metadata<S> {
             self.writer.check_failure()?;
             let is_due = {
                 let state = self.state.lock();
-                state.allocator.has_pending_frees() || state.is_running
+                state.allocator.frees.has_pending() || state.is_running
             };
             if !is_due {
                 break;
@@ -92,13 +92,13 @@ impl<S: Storage> Metadata<S> {
     /// Lowers the refcounts of what no table refers to, and gives space back to the host.
     pub(super) async fn process_frees(&self) -> Result<()> {
         let _alone = self.free_lock.acquire().await;
-        let count = self.state.lock().allocator.freeable();
+        let count = self.state.lock().allocator.frees.freeable();
         if count == 0 {
             return Ok(());
         }
         self.reads.synchronize().await;
         for _ in 0..count {
-            let Some(free) = self.state.lock().allocator.begin_freeing() else { break };
+            let Some(free) = self.state.lock().allocator.frees.begin_freeing() else { break };
             let mut freeing = FreeingGuard { state: &self.state, free };
             let free = &mut freeing.free;
             if free.punch == Punch::Yes && self.discard == Discard::Unmap {

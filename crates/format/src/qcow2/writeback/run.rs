@@ -10,7 +10,7 @@ use crate::MetadataSync;
 use crate::qcow2::tables::{WritebackBatch, WritebackReason};
 
 use super::Metadata;
-use super::order::{Flushed, MAX_FUA_WRITES};
+use super::order::{BatchWriter, Flushed, MAX_FUA_WRITES};
 
 /// The next step of a task that needs changes to be durable.
 enum WritebackStep {
@@ -36,10 +36,10 @@ impl<S: Storage> Drop for WritebackGuard<'_, S> {
         let mut state = self.metadata.state.lock();
         if let Some(batch) = self.batch.take() {
             state.tables.abort_writeback(batch);
-            state.allocator.abort_writeback();
+            state.allocator.frees.abort_writeback();
         }
         for clusters in self.abandoned.drain(..) {
-            state.allocator.abandon(clusters);
+            state.allocator.frees.abandon(clusters);
         }
         state.is_running = false;
         drop(state);
@@ -124,7 +124,7 @@ impl<S: Storage> Metadata<S> {
 
     fn has_changes(&self) -> bool {
         let state = self.state.lock();
-        state.tables.has_dirty() || state.allocator.has_frees()
+        state.tables.has_dirty() || state.allocator.frees.has_any()
     }
 
     /// Waits until the changes made so far are durable, running writebacks where no other task
@@ -169,7 +169,7 @@ impl<S: Storage> Metadata<S> {
                 let mut state = self.state.lock();
                 if state.is_running {
                     Some(self.done.listen())
-                } else if state.tables.has_dirty() || state.allocator.has_frees() {
+                } else if state.tables.has_dirty() || state.allocator.frees.has_any() {
                     None
                 } else {
                     state.is_running = true;
@@ -196,25 +196,25 @@ impl<S: Storage> Metadata<S> {
             return Ok(Flushed::No);
         }
         let mut running = WritebackGuard { metadata: self, batch: None, abandoned: Vec::new() };
-        running.abandoned = self.state.lock().allocator.take_abandoned();
+        running.abandoned = self.state.lock().allocator.frees.take_abandoned();
         if reason == WritebackReason::PendingData {
             self.data_writes.synchronize().await;
         }
         self.writer.drained().await;
         self.writer.check_failure()?;
         for clusters in running.abandoned.drain(..) {
-            self.state.lock().allocator.defer_unlinked(clusters);
+            self.state.lock().allocator.frees.defer_unlinked(clusters);
         }
         running.batch = self.begin_writeback(reason);
         let mut flushed = Flushed::No;
         if let Some(batch) = &running.batch {
-            let outcome = self.write_batch(batch).await;
+            let outcome = BatchWriter(self).write(batch).await;
             flushed = outcome.inspect_err(|error| self.writer.record(error))?;
         }
         if let Some(batch) = running.batch.take() {
             let mut state = self.state.lock();
             state.tables.finish_writeback(batch);
-            state.allocator.finish_writeback();
+            state.allocator.frees.finish_writeback();
         }
         drop(running);
         let freed = self.process_frees().await;
@@ -226,10 +226,10 @@ impl<S: Storage> Metadata<S> {
     /// freeable.
     fn begin_writeback(&self, reason: WritebackReason) -> Option<WritebackBatch> {
         let mut state = self.state.lock();
-        state.allocator.begin_writeback();
+        state.allocator.frees.begin_writeback();
         let batch = state.tables.begin_writeback(reason);
         if batch.is_none() {
-            state.allocator.finish_writeback();
+            state.allocator.frees.finish_writeback();
         }
         batch
     }

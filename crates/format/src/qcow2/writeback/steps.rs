@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use crate::qcow2::layout::table_io;
 use crate::qcow2::tables::{Blocked, Fetch, SliceId, Step};
 
+use super::fill_reserve::ReserveFiller;
 use super::{Metadata, State};
 
 impl<S: Storage> Metadata<S> {
@@ -40,7 +41,9 @@ impl<S: Storage> Metadata<S> {
                 Err(Blocked::CacheMiss(slice)) => self.load(slice).await?,
                 Err(Blocked::Wait(event) | Blocked::NoRoom(event)) => event.await,
                 // It runs steps itself.
-                Err(Blocked::NeedsReserve(need)) => Box::pin(self.fill_reserve(need)).await?,
+                Err(Blocked::NeedsReserve(need)) => {
+                    Box::pin(ReserveFiller(self).fill(need)).await?
+                }
                 Err(Blocked::DirtyLimit) => return Ok(None),
             }
         }

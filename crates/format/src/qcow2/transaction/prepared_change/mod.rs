@@ -104,7 +104,7 @@ impl<'a, S: Storage> InternalSnapshots<'a, S> {
         metadata.check_writable()?;
         check_no_data_file(metadata)?;
         metadata.check_intact()?;
-        metadata.begin_changes().await?;
+        metadata.autoclear().begin_changes().await?;
         let alone = transactions.begin_preparation().await;
         let (geometry, purpose) = (metadata.geometry(), plan.purpose());
         Ok(PreparedChange {

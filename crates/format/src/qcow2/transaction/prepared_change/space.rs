@@ -181,7 +181,7 @@ impl<S: Storage> Drop for Space<'_, S> {
         clusters.sort_unstable();
         let mut state = self.metadata.lock();
         for run in clusters.chunk_by(|&one, &next| one + 1 == next) {
-            state.allocator.abandon(run[0]..run[0] + run.len() as u64);
+            state.allocator.frees.abandon(run[0]..run[0] + run.len() as u64);
         }
     }
 }

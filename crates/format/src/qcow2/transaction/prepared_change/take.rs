@@ -45,7 +45,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         let metadata = self.metadata;
         metadata.check_writable()?;
         metadata.check_intact()?;
-        metadata.begin_changes().await?;
+        metadata.autoclear().begin_changes().await?;
         let _alone = self.transactions.begin().await;
         let mut freeze = FreezeGuard::freeze(metadata).await?;
         if !metadata.lock().tables.watch.is_active() {
@@ -80,10 +80,10 @@ impl<S: Storage> PreparedChange<'_, S> {
         let switched = {
             let mut state = metadata.lock();
             let switched = state.tables.switch(made.header, made.l1, made.refcount_table);
-            made.replaced.into_iter().for_each(|free| state.allocator.defer_free(free));
-            state.allocator.join_pending_frees();
+            made.replaced.into_iter().for_each(|free| state.allocator.frees.defer(free));
+            state.allocator.frees.join_pending();
             let left = left.into_iter().map(|cluster| cluster..cluster + 1);
-            left.for_each(|cluster| state.allocator.defer_unlinked(cluster));
+            left.for_each(|cluster| state.allocator.frees.defer_unlinked(cluster));
             switched
         };
         if self.purpose() == Purpose::Delete {

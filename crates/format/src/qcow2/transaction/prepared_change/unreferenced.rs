@@ -66,7 +66,7 @@ impl<'a, S: Storage> Unreferenced<'a, S> {
             let mut start = run.start;
             for cluster in kept.into_iter().chain([run.end]) {
                 if start < cluster {
-                    state.allocator.defer_unlinked(start..cluster);
+                    state.allocator.frees.defer_unlinked(start..cluster);
                 }
                 start = cluster + 1;
             }
