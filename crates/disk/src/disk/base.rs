@@ -36,7 +36,7 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
         }
         // From now on zeros past the old end of the backing file are stored, too: it is longer now.
         image.format().set_backing_size(u64::MAX);
-        image.layer().replace_backing(layer);
+        image.layer().opened().replace(layer);
         Ok(())
     }
 
@@ -46,7 +46,7 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
     /// # Errors
     /// `Io` where one takes too long. The base stays, and can be waited for again.
     pub async fn settle_base(self) -> Result<()> {
-        self.disk.patiently(self.disk.image().layer().backing_reads_ended()).await
+        self.disk.patiently(self.disk.image().layer().opened().reads_ended()).await
     }
 
     /// The disk of the image's backing file, if it is [open for writing](Self::attach_base).

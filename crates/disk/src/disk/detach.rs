@@ -92,7 +92,7 @@ impl FurtherBase {
         &self,
         disk: &'a Disk<S>,
     ) -> impl Iterator<Item = &'a Arc<Layer<S>>> {
-        disk.image().layer().layers_behind().skip(self.above).take(self.steps)
+        disk.image().layer().opened().now().skip(self.above).take(self.steps)
     }
 
     /// Has the image above stand on the base, which its header names.
@@ -100,7 +100,7 @@ impl FurtherBase {
         let Some(above) = disk.image().layer().layers().nth(self.above) else { return };
         // They may have looked up before that what lies past the end of the backing file.
         above.format().reads_ended().await;
-        above.pass_over(self.steps, self.name.clone());
+        above.opened().pass_over(self.steps, self.name.clone());
     }
 }
 
@@ -118,7 +118,7 @@ impl<S: Storage> DiskJobs<'_, S> {
         let guard = PopulatingGuard(Arc::clone(&self.disk.populating));
         let _quiesced = self.disk.quiesce().await?;
         self.check_detachable().await?;
-        self.disk.image().layer().set_claims_all(true);
+        self.disk.image().layer().claims().set_all(true);
         Ok(guard)
     }
 
@@ -199,14 +199,14 @@ impl<S: Storage> DiskJobs<'_, S> {
                 .header()
                 .set_backing(base.map(|base| base.name.clone()))
                 .await?;
-            self.disk.image().layer().set_claims_all(false);
+            self.disk.image().layer().claims().set_all(false);
         }
         if let Some(base) = base {
             base.pass_over(self.disk).await;
         } else {
             // They may have looked up before that what lies past the end of the backing file.
             self.disk.image().format().reads_ended().await;
-            self.disk.image().layer().detach_backing();
+            self.disk.image().layer().opened().detach();
         }
         Ok(())
     }

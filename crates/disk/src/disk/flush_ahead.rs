@@ -106,7 +106,7 @@ async fn flush_round<S: Storage>(disk: &Disk<S>, sync: SyncMode) -> Result<()> {
     let image = disk.begin_use();
     match image.access() {
         Access::ReadWrite => {
-            image.layer().flush_behind(sync).await?;
+            image.layer().opened().flush(sync).await?;
             image.format().flush_all(sync).await
         }
         Access::ReadOnly => Ok(()),

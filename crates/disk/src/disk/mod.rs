@@ -170,7 +170,7 @@ impl<S: Storage> Disk<S> {
         self.check_has_status(range)?;
         let image = self.begin_use();
         cache.begin(image.layer());
-        image.layer().block_status(range, cache, 0).await
+        image.layer().status().block_status(range, cache, 0).await
     }
 
     /// Which image of the chain has the first bytes of `range`, and for how many bytes that holds
@@ -182,7 +182,7 @@ impl<S: Storage> Disk<S> {
     pub async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
         self.check_has_status(range)?;
         let image = self.begin_use();
-        image.layer().allocation_depth(range).await
+        image.layer().status().allocation_depth(range).await
     }
 
     fn check_has_status(&self, range: ByteRange) -> Result<()> {
@@ -208,7 +208,7 @@ impl<S: Storage> Disk<S> {
         self.image().check_inside(range)?;
         let image = self.begin_use();
         cache.begin(image.layer());
-        image.layer().map_entry(range, cache).await
+        image.layer().status().map_entry(range, cache).await
     }
 
     /// Makes everything durable, and gives back what the image's storage holds on another host, as

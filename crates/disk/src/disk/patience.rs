@@ -42,7 +42,7 @@ impl<S: Storage> Disk<S> {
 
     /// The read of a backing file that a request in flight waits for, if there is such a request.
     pub fn backing_wait(&self) -> Option<BackingWait> {
-        self.image().layer().backing_wait()
+        self.image().layer().opened().longest_wait()
     }
 }
 

@@ -168,7 +168,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     pub async fn go_back_to(self, lower: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
         let disk = self.disk;
         let (replaced, guard) = self.switch(lower, false)?;
-        let reads = replaced.image().layer().backing_reads_ended();
+        let reads = replaced.image().layer().opened().reads_ended();
         if let Err(error) = disk.patiently(reads).await {
             tracing::warn!("{error}; they may read what is written from now on");
         }

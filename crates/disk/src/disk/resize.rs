@@ -47,7 +47,7 @@ impl<S: Storage> Disk<S> {
         // It may have become read-only meanwhile.
         self.check_access(size)?;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
-        let claim = self.patiently(self.image().layer().claim_end(self.size())).await?;
+        let claim = self.patiently(self.image().layer().claims().claim_end(self.size())).await?;
         let old = self.size();
         if size < old {
             let what = format!("cannot make a disk of {old} bytes shorter: {size}");
@@ -80,7 +80,7 @@ impl<S: Storage> Disk<S> {
         let _change = Resize(self).begin().await?;
         // It may have become read-only meanwhile.
         self.check_access(size)?;
-        let claim = self.patiently(self.image().layer().claim_end(size)).await?;
+        let claim = self.patiently(self.image().layer().claims().claim_end(size)).await?;
         if size > self.size() {
             let what = format!("cannot shrink a disk of {} bytes to {size}", self.size());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
@@ -112,7 +112,7 @@ impl<'a, S: Storage> Resize<'a, S> {
         while !rest.is_empty() {
             let _change = self.0.quiesce.begin_write().await;
             self.0.check_access(size)?;
-            let claim = self.0.image().layer().claim_end(old).await;
+            let claim = self.0.image().layer().claims().claim_end(old).await;
             if self.0.size() != old {
                 return Ok(None);
             }

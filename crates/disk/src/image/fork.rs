@@ -22,10 +22,10 @@ impl<S: Storage> Image<S> {
     #[must_use]
     pub fn over(mut self, lower: &Self) -> Self {
         if lower.access() == Access::ReadWrite {
-            lower.layer().set_unstable();
-            self.layer().set_unstable_behind();
+            lower.layer().stability().set_unstable();
+            self.layer().stability().set_unstable_behind();
         }
-        self.layer().set_backing(Arc::clone(lower.layer()), Access::ReadOnly);
+        self.layer().opened().set(Arc::clone(lower.layer()), Access::ReadOnly);
         self.sector_size = self.sector_size.max(lower.sector_size);
         self.uses = ImageUses::new(self.layer());
         self
@@ -35,9 +35,10 @@ impl<S: Storage> Image<S> {
     /// behind that.
     #[must_use]
     pub(crate) fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
-        self.layer().set_backing(Arc::clone(layer), Access::ReadOnly);
+        self.layer().opened().set(Arc::clone(layer), Access::ReadOnly);
         let sizes = layer
-            .layers_behind()
+            .opened()
+            .now()
             .chain([layer])
             .map(|one| one.format().header().logical_block_size());
         self.sector_size = sizes.fold(self.sector_size, u64::max);
@@ -48,15 +49,15 @@ impl<S: Storage> Image<S> {
     /// Whether a layer behind the image has writes of this process that are not known to be
     /// durable.
     pub fn has_unstable_layer(&self) -> bool {
-        self.layer().has_unstable_behind()
+        self.layer().opened().are_unstable()
     }
 
     /// Where the first image behind this one is that `other` reads as well: how many steps behind
     /// this image, and how many behind `other`.
     pub fn shared_with(&self, other: &Self) -> Option<(usize, usize)> {
         let theirs: Vec<_> =
-            [other.layer()].into_iter().chain(other.layer().layers_behind()).collect();
-        (1..).zip(self.layer().layers_behind()).find_map(|(depth, layer)| {
+            [other.layer()].into_iter().chain(other.layer().opened().now()).collect();
+        (1..).zip(self.layer().opened().now()).find_map(|(depth, layer)| {
             let is_it = |one: &&Arc<Layer<S>>| Arc::ptr_eq(one, layer);
             Some((depth, theirs.iter().position(is_it)?))
         })
@@ -80,6 +81,6 @@ pub(crate) async fn close_as_layer<S: Storage>(image: &Image<S>) -> Result<()> {
     if let Some(state) = image.state() {
         state.close();
     }
-    image.layer().set_stable();
+    image.layer().stability().set_stable();
     Ok(())
 }

@@ -268,7 +268,7 @@ impl<S: Storage> Image<S> {
     pub async fn close(&self) -> Result<()> {
         let format = self.format();
         let (image, data) = (format.storage(), format.data());
-        let layers = self.layer().flush_behind(SyncMode::Data).await;
+        let layers = self.layer().opened().flush(SyncMode::Data).await;
         image.begin_close();
         data.begin_close();
         let closed = format.close().await;

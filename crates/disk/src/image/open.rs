@@ -163,10 +163,10 @@ impl<S: Storage> Image<S> {
     /// there, and past its end as zeros.
     #[must_use]
     pub fn with_backing(mut self, backing: &Self) -> Self {
-        self.layer().set_backing(Arc::clone(backing.layer()), backing.access());
+        self.layer().opened().set(Arc::clone(backing.layer()), backing.access());
         self.sector_size = self.sector_size.max(backing.sector_size);
         // Nothing else uses it yet.
-        self.layer().set_claims_all(self.options.copy_on_read);
+        self.layer().claims().set_all(self.options.copy_on_read);
         self.uses = ImageUses::new(self.layer());
         self
     }

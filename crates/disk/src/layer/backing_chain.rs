@@ -5,8 +5,8 @@
 //! - Layers are only passed over where each of them, whole as it is, leaves the range to the ones
 //!   behind it. They are open for reading only, so what was found out once stays true
 //!   ([`SkipTable`]).
-//! - A chain with a layer that may be changed is not remembered ([`Layer::chain`]); neither is
-//!   anything from the moment on when another opening took a layer's place.
+//! - A chain with a layer that may be changed is not remembered ([`BackingChain::known`]); neither
+//!   is anything from the moment on when another opening took a layer's place.
 //! - An error that a layer answers while it is asked of more than the range is the error of no
 //!   request.
 
@@ -36,23 +36,21 @@ pub(super) struct BackingChain<S: Storage> {
     skips: SkipTable,
 }
 
-impl<S: Storage> Layer<S> {
+impl<S: Storage> BackingChain<S> {
     /// The image's chain, if what is found out about it can be remembered and is of use: not of a
     /// layer that is itself read through another one's chain.
-    pub(super) fn chain(&self) -> Option<&BackingChain<S>> {
-        if !self.remembers_chain.load(Ordering::Acquire) {
+    pub(super) fn known(image: &Layer<S>) -> Option<&Self> {
+        if !image.remembers_chain.load(Ordering::Acquire) {
             return None;
         }
-        self.chain.get_or_init(|| BackingChain::of(self)).as_ref()
+        image.chain.get_or_init(|| Self::of(image)).as_ref()
     }
-}
 
-impl<S: Storage> BackingChain<S> {
     /// `None` for one that is too short, or may change.
     fn of(image: &Layer<S>) -> Option<Self> {
         let mut layers: Vec<Arc<Layer<S>>> = Vec::new();
         let mut layer = image;
-        while let Some((backing, access)) = layer.backing_as_opened() {
+        while let Some((backing, access)) = layer.opened().first() {
             if access != Access::ReadOnly {
                 return None;
             }

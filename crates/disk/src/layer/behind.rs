@@ -13,59 +13,6 @@ use super::{Backing, Layer};
 use crate::options::Access;
 
 impl<S: Storage> Layer<S> {
-    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its
-    /// backing file, from now on. Once only.
-    pub(crate) fn set_backing(&self, layer: Arc<Self>, access: Access) {
-        self.format.set_backing_size(layer.size());
-        // Its chain is a part of this one's.
-        layer.remembers_chain.store(false, Ordering::Release);
-        layer.stands.fetch_add(1, Ordering::SeqCst);
-        let next = OnceLock::new();
-        // A second one would change what was read already.
-        let _ = self.behind.0.set(Backing { layer, access, name: None, is_counted: true, next });
-    }
-
-    /// Reads what the image leaves to its backing file through `backing` from now on, another
-    /// opening of the same file, which may change it. Reads that are in flight may use the
-    /// older one.
-    pub(crate) fn replace_backing(&self, backing: Arc<Self>) {
-        // A read that begins when those in flight have ended sees it. The base remembers its own
-        // chain.
-        self.remembers_chain.store(false, Ordering::Release);
-        match self.backing_layer() {
-            // The last one of its line has none.
-            Some(older) => drop(older.successor.set(backing)),
-            None => self.set_backing(backing, Access::ReadWrite),
-        }
-    }
-
-    /// Passes over the layers before `depth`, of which the image needs nothing: the one there is
-    /// its backing file from now on, by this name. No read may be in flight that looked something
-    /// up before it was the image's own.
-    pub(crate) fn pass_over(&self, depth: usize, name: BackingName) {
-        let mut above = self;
-        for _ in 1..depth {
-            let Some(layer) = above.backing_layer() else { return };
-            above = layer;
-        }
-        let Some(backing) = above.behind.now() else { return };
-        // A commit may have opened it anew.
-        let (layer, access) = (Arc::clone(last(&backing.layer)), backing.access);
-        self.format.set_backing_size(layer.size());
-        self.remembers_chain.store(false, Ordering::Release);
-        layer.remembers_chain.store(true, Ordering::Release);
-        // The layer above counts there, and stays open as long as this one.
-        let is_counted = false;
-        let next = OnceLock::new();
-        self.behind.leave(Some(Backing { layer, access, name: Some(name), is_counted, next }));
-    }
-
-    /// Has nothing behind this layer. No read may be in flight that looked something up before it
-    /// was the image's own.
-    pub(crate) fn detach_backing(&self) {
-        self.behind.leave(None);
-    }
-
     /// The name of the backing file in the image's header.
     pub(crate) fn backing_file(&self) -> Option<&BackingName> {
         let named = self.format.header().backing_file();
@@ -81,11 +28,6 @@ impl<S: Storage> Layer<S> {
         self.behind.now().map(|backing| last(&backing.layer))
     }
 
-    /// The layer behind this one as it was opened with it, and how.
-    pub(super) fn backing_as_opened(&self) -> Option<(&Arc<Self>, Access)> {
-        self.behind.now().map(|backing| (&backing.layer, backing.access))
-    }
-
     /// The layer that stands in for unallocated clusters, which the image has.
     pub(super) fn backing(&self) -> Result<&Arc<Self>> {
         self.backing_layer().ok_or_else(|| {
@@ -99,14 +41,14 @@ impl<S: Storage> Layer<S> {
         OpenedLayers(self)
     }
 
+    /// How many images are read through this one's layer in this process.
+    pub(crate) fn stands(&self) -> usize {
+        self.stands.load(Ordering::SeqCst)
+    }
+
     /// This layer and those behind it, the nearest first.
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |layer| layer.backing_layer().map(|layer| &**layer))
-    }
-
-    /// The layers behind this one, the nearest first.
-    pub(crate) fn layers_behind(&self) -> impl Iterator<Item = &Arc<Self>> {
-        std::iter::successors(self.backing_layer(), |layer| layer.backing_layer())
     }
 }
 
@@ -122,7 +64,83 @@ fn last<S: Storage>(opened: &Arc<Layer<S>>) -> &Arc<Layer<S>> {
 /// The layers that were opened behind one.
 pub(crate) struct OpenedLayers<'a, S: Storage>(&'a Layer<S>);
 
+impl<S: Storage> Clone for OpenedLayers<'_, S> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<S: Storage> Copy for OpenedLayers<'_, S> {}
+
 impl<'a, S: Storage> OpenedLayers<'a, S> {
+    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its
+    /// backing file, from now on. Once only.
+    pub(crate) fn set(self, layer: Arc<Layer<S>>, access: Access) {
+        self.0.format.set_backing_size(layer.size());
+        // Its chain is a part of this one's.
+        layer.remembers_chain.store(false, Ordering::Release);
+        layer.stands.fetch_add(1, Ordering::SeqCst);
+        let next = OnceLock::new();
+        // A second one would change what was read already.
+        let _ = self.0.behind.0.set(Backing { layer, access, name: None, is_counted: true, next });
+    }
+
+    /// Reads what the image leaves to its backing file through `backing` from now on, another
+    /// opening of the same file, which may change it. Reads that are in flight may use the
+    /// older one.
+    pub(crate) fn replace(self, backing: Arc<Layer<S>>) {
+        // A read that begins when those in flight have ended sees it. The base remembers its own
+        // chain.
+        self.0.remembers_chain.store(false, Ordering::Release);
+        match self.0.backing_layer() {
+            // The last one of its line has none.
+            Some(older) => drop(older.successor.set(backing)),
+            None => self.set(backing, Access::ReadWrite),
+        }
+    }
+
+    /// Passes over the layers before `depth`, of which the image needs nothing: the one there is
+    /// its backing file from now on, by this name. No read may be in flight that looked something
+    /// up before it was the image's own.
+    pub(crate) fn pass_over(self, depth: usize, name: BackingName) {
+        let mut above = self.0;
+        for _ in 1..depth {
+            let Some(layer) = above.backing_layer() else { return };
+            above = layer;
+        }
+        let Some(backing) = above.behind.now() else { return };
+        // A commit may have opened it anew.
+        let (layer, access) = (Arc::clone(last(&backing.layer)), backing.access);
+        self.0.format.set_backing_size(layer.size());
+        self.0.remembers_chain.store(false, Ordering::Release);
+        layer.remembers_chain.store(true, Ordering::Release);
+        // The layer above counts there, and stays open as long as this one.
+        let is_counted = false;
+        let next = OnceLock::new();
+        self.0.behind.leave(Some(Backing { layer, access, name: Some(name), is_counted, next }));
+    }
+
+    /// Has nothing behind this layer. No read may be in flight that looked something up before it
+    /// was the image's own.
+    pub(crate) fn detach(self) {
+        self.0.behind.leave(None);
+    }
+
+    /// The layer behind this one as it was opened with it, and how.
+    pub(super) fn first(self) -> Option<(&'a Arc<Layer<S>>, Access)> {
+        self.0.behind.now().map(|backing| (&backing.layer, backing.access))
+    }
+
+    /// The layer that they are behind.
+    pub(super) fn layer(self) -> &'a Layer<S> {
+        self.0
+    }
+
+    /// Those that are behind the layer now, the nearest first.
+    pub(crate) fn now(self) -> impl Iterator<Item = &'a Arc<Layer<S>>> {
+        std::iter::successors(self.0.backing_layer(), |layer| layer.backing_layer())
+    }
+
     /// The layer itself, and all of them.
     pub(crate) fn all(self) -> impl Iterator<Item = &'a Layer<S>> {
         std::iter::successors(Some(self.0), |layer| {

@@ -137,7 +137,17 @@ impl HostRuns {
     }
 }
 
+/// What and where the parts of a disk are, through all layers from one on.
+pub(crate) struct LayerStatus<'a, S: Storage>(pub(super) &'a Layer<S>);
+
 impl<S: Storage> Layer<S> {
+    /// What and where the parts of the disk are.
+    pub(crate) fn status(&self) -> LayerStatus<'_, S> {
+        LayerStatus(self)
+    }
+}
+
+impl<S: Storage> LayerStatus<'_, S> {
     /// The status of the first bytes of `range`, through all layers from this one on, and for how
     /// many bytes that holds (at least one, at most the length of `range`, which is not empty).
     /// This layer is at `depth` of the disk that `cache` belongs to.
@@ -148,16 +158,16 @@ impl<S: Storage> Layer<S> {
         depth: usize,
     ) -> Result<(BlockStatus, u64)> {
         // The place that is looked up keeps its owner until the host has been asked.
-        let guard = self.format.begin_read();
-        let extent = self.format.map(range, Intent::Read).await?;
+        let guard = self.0.format.begin_read();
+        let extent = self.0.format.map(range, Intent::Read).await?;
         let length = extent.guest.length();
         let status = match extent.state {
             ExtentState::Mapped { host } => {
                 let place = ByteRange::between(host, host + length);
-                let (status, asked) = self.host_status(cache.layer(depth), place).await?;
-                let is_identity = self.format.is_identity();
+                let (status, asked) = self.0.host_status(cache.layer(depth), place).await?;
+                let is_identity = self.0.format.is_identity();
                 // The last sector of such a disk is whole, also where the file ends inside it.
-                let is_end = is_identity && host + asked >= self.data().size();
+                let is_end = is_identity && host + asked >= self.0.data().size();
                 let length = if is_end { length } else { asked };
                 let status = match status {
                     Allocation::Data => BlockStatus::Data,
@@ -171,42 +181,39 @@ impl<S: Storage> Layer<S> {
             ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
                 // Before the guard goes: the backing file may be detached then.
-                let _read = self.backing_reads.begin(extent.guest, Reader::Read);
-                let backing = self.backing()?;
+                let _read = self.0.backing_reads.begin(extent.guest, Reader::Read);
+                let backing = self.0.backing()?;
                 drop(guard);
                 let inside = within(extent.guest, backing.size());
                 if inside.is_empty() {
                     return Ok((BlockStatus::Hole, length));
                 }
-                let behind: LocalBoxFuture<'_, _> =
-                    Box::pin(backing.block_status(inside, cache, depth + 1));
-                return behind.await;
+                let behind = backing.status();
+                let asked: LocalBoxFuture<'_, _> =
+                    Box::pin(behind.block_status(inside, cache, depth + 1));
+                return asked.await;
             }
         };
         Ok((status, length))
     }
-}
 
-impl<S: Storage> Layer<S> {
     /// As [`block_status`](Self::block_status) of the disk's first layer, of what is behind it:
     /// `range` begins before the end of the backing disk.
-    pub(crate) async fn backing_status(
+    pub(crate) async fn below(
         &self,
         range: ByteRange,
         cache: &mut BlockStatusCache,
     ) -> Result<(BlockStatus, u64)> {
-        let _read = self.backing_reads.begin(range, Reader::Read);
-        let backing = self.backing()?;
-        backing.block_status(within(range, backing.size()), cache, 1).await
+        let _read = self.0.backing_reads.begin(range, Reader::Read);
+        let backing = self.0.backing()?;
+        backing.status().block_status(within(range, backing.size()), cache, 1).await
     }
-}
 
-impl<S: Storage> Layer<S> {
     /// Which layer has the first bytes of `range`, and for how many bytes that holds (as for
     /// [`block_status`](Self::block_status)): 1 for this one, 2 for its backing file, and so on; 0
     /// where none has them.
     pub(crate) async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
-        let (mut layer, mut rest, mut depth) = (self, range, 1);
+        let (mut layer, mut rest, mut depth) = (self.0, range, 1);
         loop {
             // While it is held, the backing file is not detached.
             let _guard = layer.format.begin_read();

@@ -4,7 +4,7 @@
 use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::Intent;
 
-use super::block_status::HostRuns;
+use super::block_status::{HostRuns, LayerStatus};
 use super::{BlockStatus, BlockStatusCache, Layer, within};
 
 /// A part of a disk and its place.
@@ -45,7 +45,7 @@ pub enum MapEntryKind {
     },
 }
 
-impl<S: Storage> Layer<S> {
+impl<S: Storage> LayerStatus<'_, S> {
     /// Where the first bytes of `range`, which is not empty and lies inside the disk, are stored.
     /// `cache` belongs to this layer alone.
     pub(crate) async fn map_entry(
@@ -53,10 +53,11 @@ impl<S: Storage> Layer<S> {
         range: ByteRange,
         cache: &mut BlockStatusCache,
     ) -> Result<MapEntry> {
-        let (mut layer, mut rest, mut depth) = (self, range, 0);
+        let (mut layer, mut rest, mut depth) = (self.0, range, 0);
         loop {
             if layer.format.is_identity() {
-                let (guest, content) = layer.identity_content(rest, cache, depth).await?;
+                let (guest, content) =
+                    LayerStatus(layer).identity_content(rest, cache, depth).await?;
                 return Ok(MapEntry { guest, depth, kind: content });
             }
             // While it is held, the backing file is not detached.
@@ -72,7 +73,8 @@ impl<S: Storage> Layer<S> {
             }
             drop(guard);
             let runs = cache.layer(depth);
-            let (guest, content) = layer.mapped_content(extent.guest, extent.state, runs).await?;
+            let (guest, content) =
+                LayerStatus(layer).mapped_content(extent.guest, extent.state, runs).await?;
             return Ok(MapEntry { guest, depth, kind: content });
         }
     }
@@ -86,7 +88,7 @@ impl<S: Storage> Layer<S> {
     ) -> Result<(ByteRange, MapEntryKind)> {
         let host = range.offset();
         // A last sector that the file has only a part of.
-        let stored = self.data().size().saturating_sub(host);
+        let stored = self.0.data().size().saturating_sub(host);
         if stored == 0 {
             return Ok((range, MapEntryKind::Zero { host: Some(host) }));
         }
@@ -106,14 +108,14 @@ impl<S: Storage> Layer<S> {
         runs: &mut HostRuns,
     ) -> Result<(ByteRange, MapEntryKind)> {
         Ok(match state {
-            ExtentState::Mapped { host } => written(self, guest, host, runs).await?,
+            ExtentState::Mapped { host } => written(self.0, guest, host, runs).await?,
             ExtentState::Compressed { .. } => (guest, MapEntryKind::Compressed),
             ExtentState::Zero => {
-                let (host, length) = self.format.preallocated_offset(guest).await?;
+                let (host, length) = self.0.format.preallocated_offset(guest).await?;
                 (guest.truncate(length), MapEntryKind::Zero { host })
             }
             ExtentState::Hole | ExtentState::Backing => {
-                let (host, length) = self.format.preallocated_offset(guest).await?;
+                let (host, length) = self.0.format.preallocated_offset(guest).await?;
                 (guest.truncate(length), MapEntryKind::Hole { host })
             }
         })

@@ -9,7 +9,9 @@
 //! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what
 //!   is remembered of that.
 //! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
-//! - `unstable`: images behind this one with writes that no flush has covered.
+//! - `unstable`: images behind this one with writes that no flush has covered; `stability`: what is
+//!   known of them.
+//! - `claims`: the ranges that requests keep for themselves.
 //! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all
 //!   layers.
 
@@ -17,12 +19,14 @@ mod backing_chain;
 mod backing_reads;
 mod behind;
 mod block_status;
+mod claims;
 mod compressed;
 mod data_cipher;
 mod encrypted;
 mod map_entry;
 mod read;
 mod skip_table;
+mod stability;
 mod unaligned;
 mod unstable;
 mod waits;
@@ -34,13 +38,14 @@ use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, Extent, Result, St
 use blockhouse_format::{Backing as BackingName, Format};
 
 use crate::buffers::{BounceBuffers, ClusterBuffers, DecompressedCache};
-use crate::claims::{Claim, Tracker};
 use crate::durability::FlushTracker;
 use crate::options::Access;
 use crate::stats::Stats;
 
 use backing_chain::BackingChain;
 use backing_reads::BackingReads;
+use claims::LayerClaims;
+use stability::Stability;
 
 pub(crate) use backing_reads::Reader;
 pub(crate) use block_status::HostRuns;
@@ -110,12 +115,7 @@ pub(crate) struct Layer<S: Storage> {
     behind: Behind<S>,
     /// Another opening of the same image, which takes this one's place behind others.
     successor: OnceLock<Arc<Layer<S>>>,
-    /// Whether all changes claim their range.
-    claims_all: AtomicBool,
-    /// Whether nothing that was written to it here may be lost, if others stand on it.
-    is_stable: AtomicBool,
-    /// Whether all behind it are stable.
-    is_behind_stable: AtomicBool,
+    stability: Stability,
     /// How many layers have it as their backing file.
     stands: AtomicUsize,
     /// The image's backing files, if they are many.
@@ -123,9 +123,7 @@ pub(crate) struct Layer<S: Storage> {
     /// Whether the chain may be used: it is read from here, and as it was opened.
     remembers_chain: AtomicBool,
     backing_reads: BackingReads,
-    claims: Arc<Tracker>,
-    /// Of what is copied from the backing file, which no change waits for.
-    fetches: Arc<Tracker>,
+    claims: LayerClaims,
     bounce_buffers: BounceBuffers,
     cluster_buffers: ClusterBuffers,
     decompressed: DecompressedCache,
@@ -153,15 +151,12 @@ impl<S: Storage> Layer<S> {
             alignment,
             behind: Behind::default(),
             successor: OnceLock::new(),
-            claims_all: AtomicBool::new(false),
-            is_stable: AtomicBool::new(true),
-            is_behind_stable: AtomicBool::new(true),
+            stability: Stability::default(),
             stands: AtomicUsize::new(0),
             chain: OnceLock::new(),
             remembers_chain: AtomicBool::new(true),
             backing_reads: BackingReads::default(),
-            claims: Arc::default(),
-            fetches: Arc::default(),
+            claims: LayerClaims::new(u64::from(alignment.offset)),
             bounce_buffers: BounceBuffers::new(),
             cluster_buffers: ClusterBuffers::new(cluster_size),
             decompressed: DecompressedCache::new(cluster_size),
@@ -222,31 +217,9 @@ impl<S: Storage> Layer<S> {
         range.align_outward(self.block_size()).before(self.format.end())
     }
 
-    /// Whether all changes claim their range from now on, also where blocks are never changed in
-    /// part. No change may be in flight.
-    pub(crate) fn set_claims_all(&self, claims_all: bool) {
-        self.claims_all.store(claims_all, Ordering::SeqCst);
-    }
-
-    /// Whether a change claims its range.
-    pub(crate) fn is_claimed(&self) -> bool {
-        self.block_size() > 1 || self.claims_all.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn claims(&self) -> &Arc<Tracker> {
+    /// The ranges that requests keep for themselves.
+    pub(crate) fn claims(&self) -> &LayerClaims {
         &self.claims
-    }
-
-    /// The ranges that are being fetched from the backing file, each by one request.
-    pub(crate) fn fetches(&self) -> &Arc<Tracker> {
-        &self.fetches
-    }
-
-    /// Keeps requests away from the end of the disk from `offset` on, the block that it lies in
-    /// included.
-    pub(crate) async fn claim_end(&self, offset: u64) -> Claim<'static> {
-        let block = offset & !(self.block_size() - 1);
-        self.claims.claim_exclusive(ByteRange::between(block, u64::MAX)).await
     }
 
     pub(crate) fn bounce_buffers(&self) -> &BounceBuffers {

@@ -177,7 +177,7 @@ impl<S: Storage> Layer<S> {
     ) -> LocalBoxFuture<'a, Result<()>> {
         // First, so that it is waited for or sees what is behind the image now.
         let read = self.backing_reads.begin(range, reader);
-        let (nearest, chain) = (self.backing(), self.chain());
+        let (nearest, chain) = (self.backing(), BackingChain::known(self));
         drop(guard);
         Box::pin(async move {
             let nearest = nearest?;

@@ -8,12 +8,11 @@ use futures_util::future::join;
 
 use super::{Layer, Reader};
 use crate::buffers::CHUNK_SIZE;
-use crate::claims::Claim;
 
 impl<S: Storage> Layer<S> {
     /// Fills `into` with the bytes of `range`, by way of a buffer.
     pub(super) async fn read_unaligned(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
-        let _claim = self.claim_partial_end(range).await;
+        let _claim = self.claims.claim_partial_end(range, self.format.end()).await;
         let budget = WorkBudget::new();
         let mut rest = self.blocks_of(range);
         let mut buffer =
@@ -37,16 +36,6 @@ impl<S: Storage> Layer<S> {
             }
         }
         Ok(())
-    }
-
-    /// Keeps a disk that ends inside a block from growing while that block is read.
-    async fn claim_partial_end(&self, range: ByteRange) -> Option<Claim<'_>> {
-        let end = self.format.end();
-        let last = end & !(self.block_size() - 1);
-        if range.end() <= last || last == end {
-            return None;
-        }
-        Some(self.claims.claim_shared(ByteRange::between(last, end)).await)
     }
 
     /// Reads those blocks at the ends of `chunk` that `guest` covers only in part to where they

@@ -10,36 +10,13 @@ use std::sync::atomic::Ordering;
 use blockhouse_core::{Result, Storage, SyncMode};
 
 use super::Layer;
+use super::behind::OpenedLayers;
+use super::stability::Stability;
 
 impl<S: Storage> Layer<S> {
-    /// The image may have writes of this process that no flush has covered when others stand on it.
-    pub(crate) fn set_unstable(&self) {
-        self.is_stable.store(false, Ordering::SeqCst);
-    }
-
-    /// The image is durable, and is no longer changed.
-    pub(crate) fn set_stable(&self) {
-        self.is_stable.store(true, Ordering::SeqCst);
-    }
-
-    /// The image stands on one that may be unstable.
-    pub(crate) fn set_unstable_behind(&self) {
-        self.is_behind_stable.store(false, Ordering::SeqCst);
-    }
-
-    /// Every layer behind the image is stable: flushes of the image leave them out.
-    pub(crate) fn set_stable_behind(&self) {
-        self.is_behind_stable.store(true, Ordering::Release);
-    }
-
-    /// How many images are read through this one's layer in this process.
-    pub(crate) fn stands(&self) -> usize {
-        self.stands.load(Ordering::SeqCst)
-    }
-
-    /// Whether a layer behind this one is not known to be stable.
-    pub(crate) fn has_unstable_behind(&self) -> bool {
-        self.maybe_unstable().any(|layer| !layer.is_stable.load(Ordering::SeqCst))
+    /// Whether it, and those behind it, have writes that no flush has covered.
+    pub(crate) fn stability(&self) -> &Stability {
+        &self.stability
     }
 
     /// Makes everything durable that the image has, and what those behind it have that are not
@@ -48,41 +25,47 @@ impl<S: Storage> Layer<S> {
     /// # Errors
     /// Errors of a storage.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
-        if !self.is_behind_stable.load(Ordering::Acquire) {
+        if !self.stability.is_behind_stable.load(Ordering::Acquire) {
             // Boxed, so that the future of the common way stays small.
-            Box::pin(self.flush_behind(sync)).await?;
+            Box::pin(self.opened().flush(sync)).await?;
         }
         self.format.flush(sync).await
     }
+}
 
-    /// As [`flush`](Self::flush), of the layers behind this one alone.
+impl<'a, S: Storage> OpenedLayers<'a, S> {
+    /// Whether one of them is not known to be stable.
+    pub(crate) fn are_unstable(self) -> bool {
+        self.maybe_unstable().any(|layer| !layer.stability.is_stable())
+    }
+
+    /// As [`Layer::flush`], of the layers behind the image alone.
     ///
     /// # Errors
     /// Errors of a storage.
-    pub(crate) async fn flush_behind(&self, sync: SyncMode) -> Result<()> {
+    pub(crate) async fn flush(self, sync: SyncMode) -> Result<()> {
         let mut are_stable = true;
         for layer in self.maybe_unstable() {
-            if !layer.is_stable.load(Ordering::SeqCst) {
+            if !layer.stability.is_stable() {
                 are_stable = false;
                 layer.format.flush(sync).await?;
             }
         }
         if are_stable {
-            self.set_stable_behind();
+            self.layer().stability.set_stable_behind();
         }
         Ok(())
     }
 
-    /// The layers behind this one that a fork has left.
-    fn maybe_unstable(&self) -> impl Iterator<Item = &Self> {
-        std::iter::successors(self.layer_left(), |layer| layer.layer_left())
-    }
-
-    fn layer_left(&self) -> Option<&Self> {
-        if self.is_behind_stable.load(Ordering::SeqCst) {
-            None
-        } else {
-            self.backing_layer().map(|layer| &**layer)
-        }
+    /// Those that a fork has left.
+    fn maybe_unstable(self) -> impl Iterator<Item = &'a Layer<S>> {
+        let next = |layer: &'a Layer<S>| {
+            if layer.stability.is_behind_stable.load(Ordering::SeqCst) {
+                None
+            } else {
+                layer.backing_layer().map(|layer| &**layer)
+            }
+        };
+        std::iter::successors(next(self.layer()), move |layer| next(layer))
     }
 }

@@ -5,8 +5,8 @@ use std::fmt;
 use blockhouse_core::metrics::clock;
 use blockhouse_core::{ByteRange, Storage};
 
-use super::Layer;
 use super::backing_reads::{BackingRead, Reader};
+use super::behind::OpenedLayers;
 
 /// A read of a backing file that is in flight.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,18 +44,18 @@ impl fmt::Display for BackingWait {
     }
 }
 
-impl<S: Storage> Layer<S> {
-    /// Waits until no read is in flight that found the layer behind this one before.
-    pub(crate) async fn backing_reads_ended(&self) {
-        self.format.reads_ended().await;
-        self.backing_reads.ended().await;
+impl<S: Storage> OpenedLayers<'_, S> {
+    /// Waits until no read is in flight that found the layer behind the image before.
+    pub(crate) async fn reads_ended(self) {
+        self.layer().format.reads_ended().await;
+        self.layer().backing_reads.ended().await;
     }
 
     /// The read that waits for a backing file: of all such reads the oldest one, of a change if
     /// there is one.
-    pub(crate) fn backing_wait(&self) -> Option<BackingWait> {
-        let BackingRead { range, reader, since, depth } = self.backing_reads.oldest()?;
-        let mut layer = self.layers().nth(depth)?;
+    pub(crate) fn longest_wait(self) -> Option<BackingWait> {
+        let BackingRead { range, reader, since, depth } = self.layer().backing_reads.oldest()?;
+        let mut layer = self.layer().layers().nth(depth)?;
         while let Some(next) =
             layer.backing_reads.oldest().and_then(|one| layer.layers().nth(one.depth))
         {

@@ -364,7 +364,7 @@ impl<'a> Steps<'a> {
 /// As [`close`](StoredImage::close), of an image that nothing was written to. Failures of the
 /// layers behind it do not matter.
 async fn close_alone(image: &StoredImage) -> Result<()> {
-    image.layer().set_stable_behind();
+    image.layer().stability().set_stable_behind();
     image.close().await
 }
 

@@ -244,7 +244,7 @@ impl HandedOverDisk {
     /// The image `depth` steps behind the disk's own (0: that), for other disks that stand on it.
     pub fn layer_at(&self, depth: usize) -> Option<SharedLayer> {
         let own = self.image.layer();
-        let mut layers = [own].into_iter().chain(own.layers_behind());
+        let mut layers = [own].into_iter().chain(own.opened().now());
         layers.nth(depth).cloned().map(SharedLayer)
     }
 

@@ -55,7 +55,7 @@ impl DiskJobs<'_, ImageStorage> {
     /// Waits until no read is in flight at a backing file that was
     /// [detached](Self::detach_backing).
     pub async fn detached_reads_ended(self) {
-        self.disk().image().layer().backing_reads_ended().await;
+        self.disk().image().layer().opened().reads_ended().await;
     }
 
     /// Gives back what is held of backing files that were [detached](Self::detach_backing): locks,

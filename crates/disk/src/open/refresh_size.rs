@@ -40,7 +40,7 @@ impl ImageDisk {
             return Ok(None);
         }
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
-        let _claim = image.layer().claim_end(self.size()).await;
+        let _claim = image.layer().claims().claim_end(self.size()).await;
         storage.set_min_size(size);
         Ok(Some(new))
     }

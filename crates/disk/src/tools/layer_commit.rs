@@ -54,7 +54,7 @@ impl<S: Storage> LayerCommit<S> {
         };
         let copy = RangeCopy::new(Arc::clone(&top), Arc::clone(&base), GRANULARITY, false)?;
         disk.image().layer().opened().forget_chains();
-        lowest.replace_backing(Arc::clone(base.image().layer()));
+        lowest.opened().replace(Arc::clone(base.image().layer()));
         let before_naming = Box::new(|| Ok(()));
         Ok(Self { disk, left_out, above, top, base, copy, before_naming })
     }
@@ -73,7 +73,7 @@ impl<S: Storage> LayerCommit<S> {
     /// # Errors
     /// `Io` where a read takes too long; what the storage answers.
     pub async fn begin(&self) -> Result<()> {
-        let reads = self.disk.image().layer().backing_reads_ended();
+        let reads = self.disk.image().layer().opened().reads_ended();
         self.disk.patiently(reads).await?;
         if self.base.size() < self.top.size() {
             self.base.resize(self.top.size()).await?;
@@ -114,7 +114,7 @@ impl<S: Storage> LayerCommit<S> {
         let budget = WorkBudget::new();
         let mut rest = ByteRange::between(offset.min(self.size()), self.size());
         while !rest.is_empty() {
-            let (place, length) = self.top.image().layer().allocation_depth(rest).await?;
+            let (place, length) = self.top.image().layer().status().allocation_depth(rest).await?;
             let found = rest.truncate(length);
             // The highest layer is the first one.
             if (1..self.left_out.steps()).contains(&(place as usize)) {

@@ -95,7 +95,7 @@ impl<S: Storage> Writer<S> {
         failed: &dyn Fn(Error),
     ) -> Result<()> {
         let clusters = self.clusters_of(piece);
-        let fetch = self.layer.fetches().claim_exclusive(clusters).await;
+        let fetch = self.layer.claims().fetches().claim_exclusive(clusters).await;
         if self.find_backed(piece).await?.is_none() {
             // Another request has fetched it.
             drop(fetch);
@@ -107,7 +107,7 @@ impl<S: Storage> Writer<S> {
         let start = (piece.offset() - clusters.offset()) as usize;
         into.copy_from(&buffer.bytes()[start..start + piece.length() as usize]);
         into.check_intact()?;
-        let claim = self.layer.claims().claim_exclusive(clusters).await;
+        let claim = self.layer.claims().changes().claim_exclusive(clusters).await;
         let Some(_guard) = begin_change() else { return Ok(()) };
         let stored = self.store_backed(clusters, &mut buffer, &claim).await;
         stored.map_or_else(failed, drop);

@@ -64,15 +64,15 @@ impl<S: Storage> Writer<S> {
 
     /// The right to write to `range`: alone where blocks are changed in part, else with others.
     pub(crate) async fn claim(&self, range: ByteRange) -> Claim<'_> {
-        if !self.layer.is_claimed() {
+        if !self.layer.claims().is_needed() {
             return Claim::Untracked;
         }
         loop {
             let blocks = self.layer.blocks_of(range);
             let claim = if blocks == range {
-                self.layer.claims().claim_shared(range).await
+                self.layer.claims().changes().claim_shared(range).await
             } else {
-                self.layer.claims().claim_exclusive(blocks).await
+                self.layer.claims().changes().claim_exclusive(blocks).await
             };
             // The disk may have grown meanwhile, and with it its last block.
             if self.layer.blocks_of(range) == blocks {

@@ -47,7 +47,7 @@ impl<S: Storage> Writer<S> {
             None => self.find_backed(range).await?,
         };
         let Some(found) = found else { return Ok(None) };
-        let (status, length) = self.layer.backing_status(found, cache).await?;
+        let (status, length) = self.layer.status().below(found, cache).await?;
         let unit = self.populate_unit();
         let zeros = found.truncate(length.min(MAX_ZEROS));
         if status != BlockStatus::Data
@@ -82,7 +82,7 @@ impl<S: Storage> Writer<S> {
         let budget = WorkBudget::new();
         let mut rest = range;
         while let Some(found) = self.find_backed(rest).await? {
-            let (place, length) = self.layer.allocation_depth(found).await?;
+            let (place, length) = self.layer.status().allocation_depth(found).await?;
             // This layer is the first one.
             if (1..=base).contains(&(place as usize)) {
                 return Ok(Some(found.truncate(length)));
@@ -120,13 +120,13 @@ impl<S: Storage> Writer<S> {
         part: BackedRange,
         begin_change: &dyn Fn() -> Option<G>,
     ) -> Result<Option<u64>> {
-        let claim = || self.layer.claims().claim_exclusive(part.range);
+        let claim = || self.layer.claims().changes().claim_exclusive(part.range);
         if part.is_zero {
             let claim = claim().await;
             let Some(_guard) = begin_change() else { return Ok(None) };
             return self.populate_zeros(part.range, &claim).await.map(Some);
         }
-        let fetch = self.layer.fetches().claim_exclusive(part.range).await;
+        let fetch = self.layer.claims().fetches().claim_exclusive(part.range).await;
         if self.find_backed(part.range).await?.is_none() {
             return Ok(Some(0));
         }
