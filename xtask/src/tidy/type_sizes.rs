@@ -1,7 +1,5 @@
 //! Rule: a type has [`MAX_METHODS`] inherent methods at most, in all files of its crate. A larger
 //! one is several types.
-//!
-//! Types that had more when the rule began are listed with their number, which may only go down.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -14,14 +12,6 @@ use super::source_file::SourceFile;
 
 /// Inherent methods of a type.
 const MAX_METHODS: usize = 50;
-
-/// Types with more: the file that declares them, their name, and how many they have.
-const LARGER: &[(&str, &str, usize)] = &[
-    ("crates/disk/src/layer/mod.rs", "Layer", 76),
-    ("crates/format/src/qcow2/allocator/mod.rs", "Allocator", 64),
-    ("crates/format/src/qcow2/mapping/mod.rs", "Mapper", 52),
-    ("crates/format/src/qcow2/writeback/mod.rs", "Metadata", 65),
-];
 
 /// A type: the file that declares it, and its name.
 type Type<'a> = (&'a Path, String);
@@ -38,15 +28,10 @@ pub(super) fn check(files: &[SourceFile]) -> Result<Vec<String>> {
         crates.entry(folder).or_default().push((file, declared));
     }
     let mut violations = Vec::new();
-    let mut unseen = LARGER.to_vec();
     for files in crates.values() {
         let counts = count(files);
-        violations.extend(counts.iter().filter_map(|(of, methods)| judge(of, *methods)));
-        unseen.retain(|(file, name, _)| !counts.contains_key(&(Path::new(file), (*name).into())));
+        violations.extend(counts.into_iter().filter_map(|(of, methods)| judge(&of, methods)));
     }
-    violations.extend(unseen.into_iter().map(|(file, name, _)| {
-        format!("{file}: {name} is listed in tidy/type_sizes and has no methods")
-    }));
     Ok(violations)
 }
 
@@ -58,21 +43,12 @@ fn crate_of(path: &Path) -> Option<PathBuf> {
 }
 
 fn judge((file, name): &Type<'_>, methods: usize) -> Option<String> {
-    let listed = LARGER.iter().find(|(of, other, _)| Path::new(of) == *file && other == name);
     let file = file.display();
-    match listed {
-        Some((.., limit)) if methods == *limit && methods > MAX_METHODS => None,
-        Some((.., limit)) if methods > *limit => Some(format!(
-            "{file}: {name} has {methods} inherent methods, and had {limit}: give a part of them a type of its own"
-        )),
-        Some(_) => Some(format!(
-            "{file}: {name} has {methods} inherent methods: say so in tidy/type_sizes, or take it off the list at {MAX_METHODS}"
-        )),
-        None if methods > MAX_METHODS => Some(format!(
+    (methods > MAX_METHODS).then(|| {
+        format!(
             "{file}: {name} has {methods} inherent methods, more than {MAX_METHODS}: make it several types"
-        )),
-        None => None,
-    }
+        )
+    })
 }
 
 /// The methods of each type of a crate.
