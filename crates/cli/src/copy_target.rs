@@ -329,6 +329,30 @@ pub fn tell_of_sectors(source: &ImageDisk) {
     }
 }
 
+impl<'a> TargetSpec<'a> {
+    /// A new image without options of its own, which no other call goes on with.
+    pub fn new(
+        path: &'a Path,
+        format: ImageFormat,
+        size: u64,
+        open: &'a OpenArgs,
+        sources: Vec<&'a ImageDisk>,
+    ) -> Self {
+        Self {
+            path,
+            format,
+            settings: Vec::new(),
+            size,
+            if_there: IfThere::Fail,
+            can_resume: false,
+            compress: false,
+            cache: None,
+            open,
+            sources,
+        }
+    }
+}
+
 impl TargetSpec<'_> {
     /// Makes or opens the target. Needs the loop of the current thread.
     ///

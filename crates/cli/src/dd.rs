@@ -160,18 +160,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let target = ForeignTarget { path, kind, options, parent, file, if_there, is_flushed };
         return target.copy(&mut event_loop, &progress, parts, How::default());
     }
-    let spec = TargetSpec {
-        path,
-        format,
-        settings: Vec::new(),
-        size,
-        if_there,
-        can_resume: false,
-        compress: false,
-        cache: None,
-        open: &arguments.open,
-        sources: vec![&source],
-    };
+    let spec = TargetSpec::new(path, format, size, &arguments.open, vec![&source]);
+    let spec = TargetSpec { if_there, ..spec };
     let target = event_loop.block_on(spec.build())?;
     let parts = vec![(Arc::new(source), part)];
     let copied = copy(&mut event_loop, &progress, parts, &target, How::default());

@@ -54,22 +54,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let progress = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let source = Arc::new(event_loop.block_on(open(&arguments.source, arguments.source()?))?);
-    let spec = TargetSpec {
-        path: &arguments.target,
-        format,
-        settings: Vec::new(),
-        size: source.size(),
-        if_there: match (arguments.force, arguments.resume) {
-            (true, _) => IfThere::Replace,
-            (false, true) => IfThere::Resume,
-            (false, false) => IfThere::Fail,
-        },
-        can_resume: true,
-        compress: false,
-        cache: None,
-        open: &arguments.open,
-        sources: vec![&source],
+    let if_there = match (arguments.force, arguments.resume) {
+        (true, _) => IfThere::Replace,
+        (false, true) => IfThere::Resume,
+        (false, false) => IfThere::Fail,
     };
+    let (path, size) = (&*arguments.target, source.size());
+    let spec = TargetSpec::new(path, format, size, &arguments.open, vec![&source]);
+    let spec = TargetSpec { if_there, can_resume: true, ..spec };
     let target = event_loop.block_on(spec.build())?;
     let range = ByteRange::between(0, source.size());
     let parts = vec![(Arc::clone(&source), range)];

@@ -45,18 +45,9 @@ impl VmdkFiles {
                 continue;
             }
             let sources: Vec<_> = parts.iter().map(|(source, _)| Arc::clone(source)).collect();
-            let spec = TargetSpec {
-                path,
-                format: ImageFormat::Raw,
-                settings: Vec::new(),
-                size,
-                if_there,
-                can_resume: false,
-                compress: false,
-                cache: None,
-                open,
-                sources: sources.iter().map(Arc::as_ref).collect(),
-            };
+            let disks = sources.iter().map(Arc::as_ref).collect();
+            let spec = TargetSpec::new(path, ImageFormat::Raw, size, open, disks);
+            let spec = TargetSpec { if_there, ..spec };
             let target = event_loop.block_on(spec.build())?;
             let copied = copy(event_loop, progress, parts, &target, how);
             event_loop.block_on(target.finish(copied))?;
