@@ -7,7 +7,7 @@ use anyhow::Result;
 use blockhouse_core::{Error, ErrorKind};
 use blockhouse_disk::{
     Access, Bitmap, BitmapAction, ImageDisk, ImageFormat, ImageOptions, Locking, NewBitmap,
-    Purpose, make_sidecar, remove_unused_sidecar,
+    Purpose, make_side_file, remove_unused_side_file,
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use clap::{Arg, ArgAction, ArgGroup, ArgMatches, Command, FromArgMatches};
@@ -265,12 +265,12 @@ async fn run_action(action: Action) -> Result<()> {
             if text.is_empty() { Ok(()) } else { output::print(&text) }
         }
         Action::Add { image, new: NewBitmapArgs { name, granularity, disabled } } => {
-            let is_new = image.make_sidecar().await?;
+            let is_new = image.make_side_file().await?;
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
             let new = NewBitmap { name, granularity, is_enabled: !disabled };
             let added = disk.bitmaps().add(&new).await;
             if added.is_err() && is_new {
-                image.remove_unused_sidecar(&disk).await?;
+                image.remove_unused_side_file(&disk).await?;
             }
             added?;
             Ok(disk.close().await?)
@@ -318,7 +318,7 @@ impl Image {
     }
 
     /// A place for the bitmaps of a raw image, if it has none yet: whether there was none.
-    async fn make_sidecar(&self) -> Result<bool> {
+    async fn make_side_file(&self) -> Result<bool> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
         if called_as::is_qemu_img() {
@@ -326,15 +326,15 @@ impl Image {
             return Ok(false);
         }
         let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
-        Ok(make_sidecar(&named.path, &options).await.map_err(told)?)
+        Ok(make_side_file(&named.path, &options).await.map_err(told)?)
     }
 
     /// Takes that place away again.
-    async fn remove_unused_sidecar(&self, disk: &ImageDisk) -> Result<()> {
+    async fn remove_unused_side_file(&self, disk: &ImageDisk) -> Result<()> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
         let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
-        Ok(remove_unused_sidecar(disk, &named.path, &options).await?)
+        Ok(remove_unused_side_file(disk, &named.path, &options).await?)
     }
 
     fn options(

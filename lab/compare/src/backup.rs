@@ -155,10 +155,10 @@ impl Config {
             ctl(&["bitmap", "remove", disk, NAME])?;
         }
         server.stop()?;
-        // The sidecar of a raw image would go on recording nothing.
-        let mut sidecar = storage.path().as_os_str().to_owned();
-        sidecar.push(".bitmaps");
-        let _ = std::fs::remove_file(PathBuf::from(sidecar));
+        // The side file of a raw image would go on recording nothing.
+        let mut side_file = storage.path().as_os_str().to_owned();
+        side_file.push(".bitmaps");
+        let _ = std::fs::remove_file(PathBuf::from(side_file));
         Ok(measured)
     }
 }

@@ -402,8 +402,8 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
     let raw = bench.scratch.image("raw.img", MIB);
     control.get("disk.open", json!({ "path": raw.path() }));
     // Where its bitmaps would be is something else.
-    let sidecar = raw.path().with_extension("img.bitmaps");
-    std::fs::create_dir(&sidecar).expect("a folder");
+    let side_file = raw.path().with_extension("img.bitmaps");
+    std::fs::create_dir(&side_file).expect("a folder");
     let export = bench.export();
     let begin = |extra: Value| {
         let mut params = json!({ "disks": ["disk.qcow2", "raw.img"], "export": export });
@@ -437,7 +437,7 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
             before.as_array().map(Vec::len)
         );
     }
-    std::fs::remove_dir(&sidecar).expect("it is empty");
+    std::fs::remove_dir(&side_file).expect("it is empty");
     bench.write(20);
     let began = control.get("backup.begin", begin(json!({ "backup": "b" })));
     assert_eq!(began["disks"].as_array().map(Vec::len), Some(2));

@@ -1,5 +1,5 @@
-//! Bitmaps of raw images, in the sidecar beside them: recorded while they are served, kept through
-//! kills and upgrades, and refused where the image was changed without them.
+//! Bitmaps of raw images, in the side file beside them: recorded while they are served, kept
+//! through kills and upgrades, and refused where the image was changed without them.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,7 +26,7 @@ fn image(scratch: &Scratch) -> PathBuf {
     path
 }
 
-fn sidecar(image: &Path) -> PathBuf {
+fn side_file(image: &Path) -> PathBuf {
     image.with_extension("img.bitmaps")
 }
 
@@ -52,7 +52,7 @@ fn served_dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> 
     dirty_extents(&told)
 }
 
-/// The same, as QEMU reads it from the sidecar. It looks for the data file in the folder that it
+/// The same, as QEMU reads it from the side file. It looks for the data file in the folder that it
 /// runs in.
 fn qemu_dirty(image: &Path, name: &str) -> Vec<(u64, u64)> {
     let map = format!("--map=qemu:dirty-bitmap:{name}");
@@ -80,7 +80,7 @@ fn changes_of_a_raw_image_are_recorded_and_survive_a_kill() {
     server.stop();
     let changed = [(5 * MIB, 65_536)];
     assert_eq!(served_dirty(&scratch, &image, "changes"), changed);
-    assert_eq!(qemu_dirty(&image, "changes"), changed, "QEMU reads the sidecar");
+    assert_eq!(qemu_dirty(&image, "changes"), changed, "QEMU reads the side file");
     let mut server = serve(&scratch, &image);
     let mut control = Control::connect(&scratch.socket("control"));
     control.get("bitmap.add", json!({ "disk": "disk.img", "name": "second" }));
@@ -107,7 +107,7 @@ fn changes_of_a_raw_image_are_recorded_and_survive_a_kill() {
 }
 
 #[test]
-fn a_sidecar_is_refused_where_the_image_was_changed_without_it() {
+fn a_side_file_is_refused_where_the_image_was_changed_without_it() {
     let scratch = Scratch::new();
     let change = |image: &Path| {
         let mut bytes = std::fs::read(image).expect("it is there");
@@ -138,17 +138,17 @@ fn a_sidecar_is_refused_where_the_image_was_changed_without_it() {
         server.stop();
         command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
         // As the hint says.
-        std::fs::remove_file(sidecar(&image)).expect("it is there");
+        std::fs::remove_file(side_file(&image)).expect("it is there");
         command(&["bitmap", "add", str(&image), "new"]).success();
         assert_eq!(list(&image)[0]["name"], "new");
-        for left in [sidecar(&image), image] {
+        for left in [side_file(&image), image] {
             std::fs::remove_file(left).expect("it is there");
         }
     }
 }
 
 #[test]
-fn a_killed_servers_sidecar_is_refused_where_another_program_wrote_since() {
+fn a_killed_servers_side_file_is_refused_where_another_program_wrote_since() {
     let scratch = Scratch::new();
     let image = image(&scratch);
     let mut server = serve(&scratch, &image);
@@ -218,7 +218,7 @@ fn kill_one(scratch: &Scratch, image: &Path) {
 }
 
 #[test]
-fn a_refused_sidecar_stays_refused() {
+fn a_refused_side_file_stays_refused() {
     let scratch = Scratch::new();
     let image = image(&scratch);
     kill_one(&scratch, &image);
@@ -226,7 +226,7 @@ fn a_refused_sidecar_stays_refused() {
     write_beside(&image);
     refuse(&image, &[]);
     // Attempts that fail vouch for nothing.
-    let itself = sidecar(&image);
+    let itself = side_file(&image);
     let resize = ["resize", "--format", "qcow2", str(&itself), "96M"];
     command(&resize).failure("name the raw image instead");
     let serve_itself = Serve::new(&scratch, &itself).option("--format", "qcow2");
@@ -241,7 +241,7 @@ fn a_refused_sidecar_stays_refused() {
 
 /// As after a restart of the host: the state file is gone, and with it all that tells.
 #[test]
-fn a_killed_servers_sidecar_without_its_state_file_is_refused() {
+fn a_killed_servers_side_file_without_its_state_file_is_refused() {
     let scratch = Scratch::new();
     let image = image(&scratch);
     kill_one(&scratch, &image);
@@ -260,22 +260,22 @@ fn what_is_changed_beside_an_idle_server_is_not_hidden() {
 }
 
 #[test]
-fn a_sidecar_of_another_user_is_refused() {
+fn a_side_file_of_another_user_is_refused() {
     require!(need::root());
     let scratch = Scratch::new();
     let image = image(&scratch);
-    std::os::unix::fs::chown(sidecar(&image), Some(65_534), None).expect("root may");
+    std::os::unix::fs::chown(side_file(&image), Some(65_534), None).expect("root may");
     let refused = command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
     assert!(refused.stderr.contains("owned by another user"), "{}", refused.stderr);
-    // A link is not taken for a sidecar.
+    // A link is not taken for a side file.
     let kept = scratch.path("kept");
-    std::fs::rename(sidecar(&image), &kept).expect("the same folder");
-    std::os::unix::fs::symlink(&kept, sidecar(&image)).expect("a link");
+    std::fs::rename(side_file(&image), &kept).expect("the same folder");
+    std::os::unix::fs::symlink(&kept, side_file(&image)).expect("a link");
     command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
 }
 
 #[test]
-fn sizes_change_with_the_sidecar() {
+fn sizes_change_with_the_side_file() {
     let scratch = Scratch::new();
     let image = image(&scratch);
     for size in ["96M", "128M"] {
@@ -414,7 +414,7 @@ fn the_first_backup_of_a_served_raw_image_begins_its_bitmap() {
 }
 
 #[test]
-fn a_served_image_that_cannot_have_a_sidecar_goes_on_without() {
+fn a_served_image_that_cannot_have_a_side_file_goes_on_without() {
     let scratch = Scratch::new();
     let image = plain(&scratch);
     let link = scratch.path("link.img");
@@ -431,7 +431,7 @@ fn a_served_image_that_cannot_have_a_sidecar_goes_on_without() {
         control.refused("bitmap.add", add, -32_000, words);
         write(&server, MIB);
         server.stop();
-        assert!(!sidecar(&image).exists());
+        assert!(!side_file(&image).exists());
     };
     refuse(&link, &["named by its own path"]);
     refuse(&image, &["another file"]);
@@ -442,19 +442,19 @@ fn a_served_image_that_cannot_have_a_sidecar_goes_on_without() {
     let beside = other.join("disk.img");
     command(&["create", str(&beside), "64M"]).success();
     command(&["bitmap", "add", str(&beside), "strange"]).success();
-    std::fs::rename(sidecar(&beside), sidecar(&image)).expect("the same file system");
+    std::fs::rename(side_file(&beside), side_file(&image)).expect("the same file system");
     let add = json!({ "disk": "disk.img", "name": "first" });
     let mut control = Control::connect(&scratch.socket("control"));
     control.refused("bitmap.add", add.clone(), -32_000, &["belongs to another file"]);
-    std::fs::remove_file(sidecar(&image)).expect("it is there");
+    std::fs::remove_file(side_file(&image)).expect("it is there");
     control.get("bitmap.add", add);
     server.stop();
     assert_eq!(list(&image)[0]["name"], "first");
 }
 
-/// The user has named the image, and the sidecar leads to nothing else.
+/// The user has named the image, and the side file leads to nothing else.
 #[test]
-fn a_sidecar_needs_no_permission_to_lead_to_its_image() {
+fn a_side_file_needs_no_permission_to_lead_to_its_image() {
     let scratch = Scratch::new();
     let image = scratch.path(".disk.img");
     command(&["create", str(&image), "1M"]).success();
@@ -465,13 +465,13 @@ fn a_sidecar_needs_no_permission_to_lead_to_its_image() {
 }
 
 #[test]
-fn a_first_bitmap_that_cannot_be_had_leaves_no_sidecar() {
+fn a_first_bitmap_that_cannot_be_had_leaves_no_side_file() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.img");
     command(&["create", str(&image), "64M"]).success();
     let long = "n".repeat(2000);
     command(&["bitmap", "add", str(&image), &long]).failure("name");
-    assert!(!sidecar(&image).exists());
+    assert!(!side_file(&image).exists());
     let server = serve(&scratch, &image);
     let mut control = Control::connect(&scratch.socket("control"));
     let taken = format!("nbd+unix:///disk.img?socket={}", scratch.socket("nbd").display());
@@ -479,11 +479,11 @@ fn a_first_bitmap_that_cannot_be_had_leaves_no_sidecar() {
     for at in 0..3 {
         let begin = json!({ "disks": ["disk.img"], "bitmap": "monday", "export": taken });
         control.refused("backup.begin", begin, FAILED, &["exists"]);
-        assert!(!sidecar(&image).exists(), "a backup that did not begin left it");
+        assert!(!side_file(&image).exists(), "a backup that did not begin left it");
         write(&server, at * MIB);
         let add = json!({ "disk": "disk.img", "name": long });
         control.refused("bitmap.add", add, FAILED, &["name"]);
-        assert!(!sidecar(&image).exists(), "a bitmap that was not added left it");
+        assert!(!side_file(&image).exists(), "a bitmap that was not added left it");
         write(&server, at * MIB + 65_536);
     }
     // The disk is locked as before, and the next bitmap records.
@@ -552,7 +552,7 @@ fn clients_go_on_while_a_raw_image_with_a_bitmap_becomes_much_longer() {
     });
     assert!(longest < resized, "held off for {longest:?} of {resized:?}");
     server.stop();
-    command(&["check", "-f", "qcow2", str(&sidecar(&image))]).success();
+    command(&["check", "-f", "qcow2", str(&side_file(&image))]).success();
     let list = list(&image);
     assert_eq!(list[0]["name"], "changes", "{list}");
 }

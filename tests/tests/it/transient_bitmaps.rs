@@ -80,11 +80,11 @@ fn they_record_changes_and_end_with_the_process() {
     rig.write(3 * MIB);
     assert_eq!(rig.list(), told(&[("two", GRANULE, false)]));
     // A raw disk has a place for those of images only when it gets one.
-    let sidecar = rig.scratch.path("disk.img.bitmaps");
-    assert!(!sidecar.exists());
+    let side_file = rig.scratch.path("disk.img.bitmaps");
+    assert!(!side_file.exists());
     let Rig { scratch, server, .. } = rig;
     server.stop();
-    assert!(!sidecar.exists());
+    assert!(!side_file.exists());
     let socket = scratch.socket("control");
     let _server =
         Serve::new(&scratch, &scratch.path("disk.img")).option("--control", &socket).start();

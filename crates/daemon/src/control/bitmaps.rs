@@ -7,8 +7,8 @@ use super::bitmap_methods::{BitmapAddParams, BitmapInfo, BitmapMergeParams, Bitm
 use super::methods::{DiskParams, PauseResult};
 use super::outcome::{Outcome, params, result, unknown};
 use super::pause_log::log;
-use crate::running::recording::ensure_sidecar;
-use crate::running::recording::remove_empty_sidecar;
+use crate::running::recording::ensure_side_file;
+use crate::running::recording::remove_empty_side_file;
 use crate::running::transactions::{PartChange, transact};
 use crate::running::{Running, RunningDisk};
 
@@ -27,14 +27,14 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             let bitmaps = claimed.disk.disk.bitmaps();
             let before = match transient {
                 true => None,
-                false => ensure_sidecar(running, &claimed.disk).await?,
+                false => ensure_side_file(running, &claimed.disk).await?,
             };
             let added = match transient {
                 true => bitmaps.add_transient(&new).await,
                 false => bitmaps.add(&new).await,
             };
             if added.is_err() && before.is_some() {
-                remove_empty_sidecar(running, &claimed.disk).await;
+                remove_empty_side_file(running, &claimed.disk).await;
             }
             let mut pause = added.map_err(anyhow::Error::from)?;
             pause.length += before.unwrap_or_default();

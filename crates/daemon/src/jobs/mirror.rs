@@ -161,8 +161,8 @@ async fn copy(
     let disk = Arc::clone(&source.disk);
     let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
     let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
-    // Of the image that the disk has now: it may have been moved before. A sidecar is not what is
-    // opened later.
+    // Of the image that the disk has now: it may have been moved before. A side file is not what
+    // is opened later.
     let image = disk.image().file().map(|_| PathBuf::from(disk.image().image_name()));
     let (recorded, name) = (image.clone(), job.target.clone());
     let record = move || recorded.iter().try_for_each(|image| record_moved(image, &name));

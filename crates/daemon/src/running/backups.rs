@@ -33,7 +33,7 @@ use parking_lot::Mutex;
 use super::Running;
 use super::backup_list::{BackupDisk, RunningBackup};
 use super::disk::RunningDisk;
-use super::recording::{ensure_sidecar, remove_empty_sidecar};
+use super::recording::{ensure_side_file, remove_empty_side_file};
 use crate::events::{Event, Events};
 use crate::running::claims::Name;
 use crate::running::scratch::open_scratch;
@@ -151,7 +151,7 @@ async fn begin_claimed(
         for Source { disk: source, .. } in &sources {
             let granularity = Some(granularity(source.disk.size()));
             let new = NewBitmap { name: bitmap.clone(), granularity, is_enabled: true };
-            if ensure_sidecar(running, source).await?.is_some() {
+            if ensure_side_file(running, source).await?.is_some() {
                 begun.recorded.push(Arc::clone(source));
             }
             source.disk.bitmaps().add(&new).await?;
@@ -373,7 +373,7 @@ async fn undo(running: &Running, begun: Begun) {
         }
     }
     for source in begun.recorded {
-        remove_empty_sidecar(running, &source).await;
+        remove_empty_side_file(running, &source).await;
     }
 }
 

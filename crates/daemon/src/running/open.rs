@@ -9,7 +9,7 @@ use blockhouse_config::server::StateSetup;
 use blockhouse_core::{ByteRange, Error, ErrorKind};
 use blockhouse_disk::{
     Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, Purpose, StateDir, StateUse,
-    create, exists, format_for_new, make_missing_sidecar, open,
+    create, exists, format_for_new, make_missing_side_file, open,
 };
 use futures_util::stream::{self, StreamExt};
 
@@ -111,7 +111,7 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
         create(path, size, format).await?;
     }
     if options.side_file.is_some() && !setup.is_read_only() {
-        match make_missing_sidecar(path, &options).await {
+        match make_missing_side_file(path, &options).await {
             // The guest does not pay for a bitmap.
             Err(error) if matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io) => {
                 tracing::warn!(

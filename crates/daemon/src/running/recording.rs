@@ -1,4 +1,4 @@
-//! The sidecar of a raw disk, which holds its bitmaps: it is made with the first bitmap that is
+//! The side file of a raw disk, which holds its bitmaps: it is made with the first bitmap that is
 //! added while the disk is served.
 
 use std::path::PathBuf;
@@ -15,16 +15,16 @@ use super::Running;
 use super::disk::RunningDisk;
 use crate::running::open::image_options;
 
-/// Makes a sidecar for a raw disk that has none. Returns how long the disk's changes were held off;
-/// `None` for other disks, which stay as they are. The caller has claimed the disk.
+/// Makes a side file for a raw disk that has none. Returns how long the disk's changes were held
+/// off; `None` for other disks, which stay as they are. The caller has claimed the disk.
 ///
 /// # Errors
 /// A job works on the disk; the sandbox forbids files beside the image; as [`start_recording`].
-pub(crate) async fn ensure_sidecar(
+pub(crate) async fn ensure_side_file(
     running: &Running,
     disk: &RunningDisk,
 ) -> Result<Option<Duration>> {
-    if !disk.disk.image().lacks_sidecar() {
+    if !disk.disk.image().lacks_side_file() {
         return Ok(None);
     }
     // A mirror will replace the image.
@@ -43,15 +43,15 @@ pub(crate) async fn ensure_sidecar(
     Ok(Some(pause.length))
 }
 
-/// Removes the sidecar of a disk without bitmaps, after the first bitmap could not be added or was
-/// removed. A failure is logged, and the disk keeps its sidecar.
-pub(crate) async fn remove_empty_sidecar(running: &Running, disk: &RunningDisk) {
+/// Removes the side file of a disk without bitmaps, after the first bitmap could not be added or
+/// was removed. A failure is logged, and the disk keeps its side file.
+pub(crate) async fn remove_empty_side_file(running: &Running, disk: &RunningDisk) {
     let taken = async {
         let (path, options) = opened_as_raw(running, disk)?;
         anyhow::Ok(stop_recording(&disk.disk, &path, &options).await?)
     };
     if let Err(error) = taken.await {
-        tracing::error!("{}: its sidecar stays: {error:#}", disk.name());
+        tracing::error!("{}: its side file stays: {error:#}", disk.name());
     }
 }
 
@@ -66,18 +66,20 @@ fn opened_as_raw(running: &Running, disk: &RunningDisk) -> Result<(PathBuf, Imag
     Ok((path, ImageOptions { format: Some(ImageFormat::Raw), cache, ..usual }))
 }
 
-/// Renews the voucher of a raw disk's sidecar periodically, as long as the disk is open.
+/// Renews the voucher of a raw disk's side file periodically, as long as the disk is open.
 pub(crate) fn keep_vouching(running: &Running, disk: &Arc<ImageDisk>) {
-    let Some(handle) = running.loops.first().filter(|_| disk.image().has_sidecar()) else { return };
+    let Some(handle) = running.loops.first().filter(|_| disk.image().has_side_file()) else {
+        return;
+    };
     if disk.image().access() == Access::ReadOnly {
         return;
     }
     let disk = Arc::downgrade(disk);
-    // The task ends with the disk, with the sidecar, or with the loop.
+    // The task ends with the disk, with the side file, or with the loop.
     drop(handle.spawn(move || async move {
         loop {
             sleep(VOUCHER_RENEWAL).await;
-            let Some(disk) = disk.upgrade().filter(|disk| disk.image().has_sidecar()) else {
+            let Some(disk) = disk.upgrade().filter(|disk| disk.image().has_side_file()) else {
                 return;
             };
             disk.image().renew_voucher().await;

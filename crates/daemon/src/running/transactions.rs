@@ -162,7 +162,7 @@ pub(crate) async fn transact(
     match outcome {
         Err(error) => {
             for disk in recorded {
-                recording::remove_empty_sidecar(running, disk).await;
+                recording::remove_empty_side_file(running, disk).await;
             }
             Err(error)
         }
@@ -251,7 +251,7 @@ async fn reach_moment<'a>(
     let own: Vec<Vec<_>> = parts.iter().map(|(_, changes)| own_changes(changes)).collect();
     for ((disk, _), changes) in parts.iter().zip(&own) {
         let is_added = changes.iter().any(|change| matches!(change, BitmapChange::Add(_)));
-        if is_added && recording::ensure_sidecar(running, disk).await?.is_some() {
+        if is_added && recording::ensure_side_file(running, disk).await?.is_some() {
             recorded.push(disk);
         }
         disk.disk.bitmaps().prepare(changes).await?;

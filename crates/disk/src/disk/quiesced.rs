@@ -77,7 +77,7 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Whether another image has taken the place of the one that it was opened with. A
-    /// [sidecar](QuiescedDisk::record_in) of it does not count.
+    /// [side file](QuiescedDisk::record_in) of it does not count.
     pub fn is_replaced(&self) -> bool {
         self.images.is_replaced()
     }

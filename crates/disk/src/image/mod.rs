@@ -137,7 +137,7 @@ impl<S: Storage> Image<S> {
         self.format().name()
     }
 
-    /// As [`format_name`](Self::format_name), but raw for a raw image with a sidecar.
+    /// As [`format_name`](Self::format_name), but raw for a raw image with a side file.
     pub fn image_format_name(&self) -> &'static str {
         if self.format().side_file().is_some() {
             ImageFormat::Raw.as_str()
@@ -172,7 +172,7 @@ impl<S: Storage> Image<S> {
         self.layer().name()
     }
 
-    /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
+    /// As [`name`](Self::name), but of a raw image with a side file that of the raw image.
     pub fn image_name(&self) -> &str {
         self.layer().image_name()
     }

@@ -193,7 +193,7 @@ impl<S: Storage> Layer<S> {
         self.format.storage().name()
     }
 
-    /// As [`name`](Self::name), but of a raw image with a sidecar that of the raw image.
+    /// As [`name`](Self::name), but of a raw image with a side file that of the raw image.
     pub(crate) fn image_name(&self) -> &str {
         if self.format.side_file().is_some() { self.format.data().name() } else { self.name() }
     }

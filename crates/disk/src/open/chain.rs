@@ -29,7 +29,7 @@ use super::open_location::{
     Identity, identity_of, is_foreign_address, open_file, open_location, part_of_file,
 };
 use super::qemu_name::{is_address, plain_backing};
-use super::sidecar::{RawImage, RawVolume};
+use super::side_file::{RawImage, RawVolume};
 use super::unlock::{WithoutKey, unlocked};
 use crate::image::EarlierWrites;
 use crate::options::Access;
@@ -68,9 +68,9 @@ pub(super) struct Chain {
     files: Vec<(PathBuf, Option<Identity>)>,
     /// The files that hold the images' data.
     data_files: Vec<Identity>,
-    /// The raw image that the user named, if the first image is its sidecar: the one data file
+    /// The raw image that the user named, if the first image is its side file: the one data file
     /// that no name leads to.
-    pub(super) sidecars_image: Option<RawImage>,
+    pub(super) side_files_image: Option<RawImage>,
     /// The folder of the last image, from which its names are looked up.
     pub(super) folder: Folder,
     /// Where they come from.
@@ -104,9 +104,9 @@ impl Chain {
     /// A chain that begins with a file that another image named.
     pub(super) fn from_named(path: PathBuf, identity: Option<Identity>, folder: Folder) -> Self {
         let files = vec![(path, identity)];
-        let (data_files, sidecars_image) = (Vec::new(), None);
+        let (data_files, side_files_image) = (Vec::new(), None);
         let (source, without_key) = (Files::Host, WithoutKey::Refuse);
-        Self { files, data_files, sidecars_image, folder, source, without_key }
+        Self { files, data_files, side_files_image, folder, source, without_key }
     }
 
     /// The options that the next file is opened by.
@@ -194,7 +194,7 @@ impl Chain {
             let (storage, identity) = part_of_file(file, options)?;
             return Ok(Named { path, storage, identity, folder });
         }
-        let (descriptor, folder) = match self.sidecars_image.take() {
+        let (descriptor, folder) = match self.side_files_image.take() {
             Some(RawImage::Named(image)) => (image, Folder::of_handed_over(&path)),
             Some(RawImage::Volume(..)) | None => {
                 let last = self.last();
@@ -218,11 +218,11 @@ impl Chain {
         if !disk.extent_files().is_empty() {
             return self.with_extents(disk, options).await;
         }
-        match self.sidecars_image.take() {
+        match self.side_files_image.take() {
             Some(RawImage::Volume(path, volume)) => {
                 return self.with_volume(disk, &path, volume, options);
             }
-            image => self.sidecars_image = image,
+            image => self.side_files_image = image,
         }
         let Some(DataFile { name, .. }) = disk.data_file() else { return Ok(disk) };
         let file = disk.format().storage().storage().as_file();
@@ -233,7 +233,7 @@ impl Chain {
         disk.with_data(storage)
     }
 
-    /// A sidecar with the volume that it belongs to, which is locked as the sidecar is.
+    /// A side file with the volume that it belongs to, which is locked as the side file is.
     fn with_volume(
         &mut self,
         disk: StoredImage,

@@ -24,7 +24,7 @@ pub async fn changed_since(name: &Path, disk: &ImageDisk, bitmap: &str) -> Resul
     let Location::Nbd { uri, reconnect } = Location::of(name)? else {
         return disk.bitmaps().copy(bitmap, least).await;
     };
-    if disk.image().has_sidecar() {
+    if disk.image().has_side_file() {
         return disk.bitmaps().copy(bitmap, least).await;
     }
     let told = NbdStorage::connect_for_bitmap(uri, reconnect, bitmap).await?;

@@ -441,7 +441,7 @@ fn check_goes_on(disk: &ImageDisk) -> Result<()> {
     };
     disk.check_access(0)?;
     disk.check_stays()?;
-    if disk.image().data_file().is_some() && !disk.image().has_sidecar() {
+    if disk.image().data_file().is_some() && !disk.image().has_side_file() {
         let what = "keeps its data in another file, and is not forked";
         return refuse(what, "mirror the disk to an image that stands alone");
     }
@@ -467,9 +467,12 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         let what = "is open for writing, and would change what others are over";
         return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
     }
-    // Of a raw image with a sidecar the one that has the data.
-    let file =
-        if image.has_sidecar() { image.format().data().storage().as_file() } else { image.file() };
+    // Of a raw image with a side file the one that has the data.
+    let file = if image.has_side_file() {
+        image.format().data().storage().as_file()
+    } else {
+        image.file()
+    };
     let Some(file) = file else {
         let what = "is no file or device of this host, and is not forked";
         return refuse(ErrorKind::Unsupported, what, "mirror the disk to a file first");

@@ -29,7 +29,7 @@ use super::qemu_name::whole_backing;
 use super::reader_locks::{lock_readers, take_from_readers};
 use super::restore::Restore;
 use super::same_bytes::{check_apart_from, files_of_layer};
-use super::sidecar::{Route, is_file, place_of, route};
+use super::side_file::{Route, is_file, place_of, route};
 use super::unlock::{WithoutKey, unlocked};
 use crate::disk::Disk;
 use crate::image::EarlierWrites;
@@ -131,7 +131,7 @@ async fn open_from(
     let path = chain.last_path().to_owned();
     let earlier = if is_handed_over { EarlierWrites::Stable } else { EarlierWrites::Unknown };
     let (image, restore) = disk_over(storage, &path, options, earlier, snapshot).await?;
-    chain.sidecars_image = route.raw_image(&image)?;
+    chain.side_files_image = route.raw_image(&image)?;
     let image = chain.with_data(image, options).await?;
     let mut image = unlocked(image, &options.secrets, chain.without_key).await?;
     if options.purpose != Purpose::Image {
@@ -176,7 +176,7 @@ async fn over_backing(
     Ok(above.into_iter().rfold(image, |behind, image| image.with_backing(&behind)))
 }
 
-/// Ends what a process that died has begun: a raw image with a sidecar is as long as its image.
+/// Ends what a process that died has begun: a raw image with a side file is as long as its image.
 async fn end_resize(image: &StoredImage, restore: &Restore) -> Result<()> {
     // A device has its length from elsewhere.
     let is_file = image.format().data().storage().as_file();
@@ -343,7 +343,7 @@ pub(super) async fn open_behind(
         let names = above.iter().map(|image| Path::new(image.image_name()));
         check_not_moved_but_to(&path, names.chain([chain.last_path()]))?;
         if format == Some(ImageFormat::Raw) && is_file(&place_of(&path, &behind)) {
-            return open_with_sidecar(layer, &path, &behind).await;
+            return open_with_side_file(layer, &path, &behind).await;
         }
         if behind.locking == Locking::Held {
             lock_in_place_of(file, reader)?;
@@ -362,7 +362,7 @@ pub(super) async fn open_behind(
 }
 
 /// As [`open_behind`], of a raw backing file: by the file of its bitmaps, if that belongs to it.
-async fn open_with_sidecar(
+async fn open_with_side_file(
     layer: &Layer<ImageStorage>,
     path: &Path,
     options: &ImageOptions,

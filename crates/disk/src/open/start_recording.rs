@@ -1,12 +1,13 @@
-//! Recording the changes of a raw disk while it is used, in a sidecar (`sidecar`) that is made for
-//! it.
+//! Recording the changes of a raw disk while it is used, in a side file (`side_file`) that is made
+//! for it.
 //!
-//! Guarantees: when it returns, every change that begins later goes through the sidecar, and so is
-//! in the bitmaps that are added then. The disk's file is used by the same open files as before, so
-//! that its locks are given back at no moment, and a failure to write back is reported to the same
-//! flushes. A crash at any moment leaves the image as it was, with no sidecar or with one that has
-//! no bitmaps. Where it fails, the disk goes on as before. Where the first bitmap cannot be added
-//! after it, [`stop_recording`] undoes it in the same way, and nothing is left of the sidecar.
+//! Guarantees: when it returns, every change that begins later goes through the side file, and so
+//! is in the bitmaps that are added then. The disk's file is used by the same open files as
+//! before, so that its locks are given back at no moment, and a failure to write back is reported
+//! to the same flushes. A crash at any moment leaves the image as it was, with no side file or
+//! with one that has no bitmaps. Where it fails, the disk goes on as before. Where the first
+//! bitmap cannot be added after it, [`stop_recording`] undoes it in the same way, and nothing is
+//! left of the side file.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -23,9 +24,9 @@ use super::create::remove_created;
 use super::disk_over::disk_over;
 use super::image_disk::{ImageDisk, StoredImage};
 use super::image_options::{ImageOptions, Locking};
-use super::make_sidecar::{make_sidecar, remove_sidecar};
+use super::make_side_file::{make_side_file, remove_side_file};
 use super::restore::Restore;
-use super::sidecar::{open_found, place_of};
+use super::side_file::{open_found, place_of};
 use super::volume::identity;
 use crate::disk::flush_ahead;
 use crate::image::EarlierWrites;
@@ -39,20 +40,20 @@ const MAX_REPLACED: usize = 32;
 impl StoredImage {
     /// Whether it is a raw file, open for writing, whose changes are not recorded:
     /// [`start_recording`] begins that.
-    pub fn lacks_sidecar(&self) -> bool {
+    pub fn lacks_side_file(&self) -> bool {
         let is_file = self.file().is_some_and(|file| file.kind() == FileKind::Regular);
         is_file && self.format().is_raw() && self.access() == Access::ReadWrite
     }
 }
 
-/// Makes a sidecar for a disk that is used and [lacks one](StoredImage::lacks_sidecar), and has its
-/// changes go through it from now on. They are held off for a few flushes. `image` is the path by
-/// which the disk was opened, `options` are those that it was opened with. Needs the loop of the
-/// current thread.
+/// Makes a side file for a disk that is used and [lacks one](StoredImage::lacks_side_file), and
+/// has its changes go through it from now on. They are held off for a few flushes. `image` is the
+/// path by which the disk was opened, `options` are those that it was opened with. Needs the loop
+/// of the current thread.
 ///
 /// # Errors
-/// As [`make_sidecar`]; `InvalidInput` where another file has the path by now; a flush that failed
-/// earlier.
+/// As [`make_side_file`]; `InvalidInput` where another file has the path by now; a flush that
+/// failed earlier.
 pub async fn start_recording(
     disk: &ImageDisk,
     image: &Path,
@@ -68,7 +69,7 @@ pub async fn start_recording(
     }
     // It is locked already.
     let unlocked = ImageOptions { locking: Locking::None, ..options.clone() };
-    let is_new = make_sidecar(image, &unlocked).await?;
+    let is_new = make_side_file(image, &unlocked).await?;
     let recorded = record_beside(disk, served, image, options).await;
     if recorded.is_err() && is_new {
         remove_created(&place_of(image, options)).await;
@@ -90,8 +91,8 @@ async fn record_beside(
     // It may have become read-only meanwhile.
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;
-    // The sidecar notes when the image was changed for the last time: by the disk's own changes, up
-    // to here.
+    // The side file notes when the image was changed for the last time: by the disk's own changes,
+    // up to here.
     recording.settle().await?;
     disk.check_replacement(&recording)?;
     let recording = restore.finish(recording).await?;
@@ -109,23 +110,23 @@ async fn record_beside(
 }
 
 /// Undoes [`start_recording`] of a disk that has no bitmap: its changes are not recorded from now
-/// on, and its sidecar is removed. `image` and `options` as for that. Other disks stay as they
+/// on, and its side file is removed. `image` and `options` as for that. Other disks stay as they
 /// are. Needs the loop of the current thread.
 ///
 /// # Errors
 /// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with
-/// its sidecar then.
+/// its side file then.
 pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptions) -> Result<()> {
     let (image_used, before) = (disk.image(), disk.format());
-    let (Some(sidecar), Some(served)) = (image_used.file(), before.data().storage().as_file())
+    let (Some(side_file), Some(served)) = (image_used.file(), before.data().storage().as_file())
     else {
         return Ok(());
     };
-    if !disk.image().has_sidecar() || !disk.format().bitmaps()?.list().await?.is_empty() {
+    if !disk.image().has_side_file() || !disk.format().bitmaps()?.list().await?.is_empty() {
         return Ok(());
     }
     if disk.images().count_replaced() >= MAX_REPLACED {
-        let what = "was replaced too often to give up its sidecar";
+        let what = "was replaced too often to give up its side file";
         let error = Error::new(ErrorKind::Unsupported, what).on(disk.image().image_name());
         return Err(error.hint("it has no bitmap: remove it when the disk is closed"));
     }
@@ -145,14 +146,14 @@ pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptio
     if let Err(error) = replaced.close().await {
         tracing::warn!("{error}");
     }
-    remove_sidecar(&place_of(image, options), sidecar)
+    remove_side_file(&place_of(image, options), side_file)
 }
 
 fn identity_at(image: &Path) -> Result<[u8; 16]> {
     identity(&HostFile::open(image, OpenMode::ReadOnly, PageCache::Used)?)
 }
 
-/// Another disk over the file of a raw disk, by its sidecar, which has no bitmaps yet.
+/// Another disk over the file of a raw disk, by its side file, which has no bitmaps yet.
 async fn open_beside(
     disk: &ImageDisk,
     served: &HostFile,
@@ -164,8 +165,8 @@ async fn open_beside(
     let options = ImageOptions { format: Some(ImageFormat::Qcow2), ..options.clone() };
     let (found, _) = open_found(&path)?;
     let (mode, cache) = (options.open_mode(), options.cache.page_cache());
-    let sidecar = HostFile::open_found(found.as_fd(), &path, mode, cache)?;
-    let opened = disk_over(sidecar.into(), &path, &options, EarlierWrites::Unknown, None).await;
+    let side_file = HostFile::open_found(found.as_fd(), &path, mode, cache)?;
+    let opened = disk_over(side_file.into(), &path, &options, EarlierWrites::Unknown, None).await;
     let (opened, restore) = opened?;
     let refuse = |what: &str, hint: &'static str| {
         Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(opened.name()).hint(hint))
@@ -182,7 +183,7 @@ async fn open_beside(
             "remove that file, and make a full backup",
         );
     }
-    // As the sidecar names it: so does the process that goes on with the image after an upgrade.
+    // As the side file names it: so does the process that goes on with the image after an upgrade.
     let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
     let name = if is_beside {
         path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))

@@ -1,5 +1,5 @@
-//! A raw disk wherever it is, for the file that has its bitmaps (`sidecar`): its identity, and the
-//! evidence of changes.
+//! A raw disk wherever it is, for the file that has its bitmaps (`side_file`): its identity, and
+//! the evidence of changes.
 //!
 //! | disk | identity, besides its size | evidence of changes without its bitmaps |
 //! | --- | --- | --- |
@@ -67,7 +67,7 @@ impl Volume {
     }
 }
 
-/// How a sidecar of this disk says that the disk is unchanged, and what is so now.
+/// How a side file of this disk says that the disk is unchanged, and what is so now.
 pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
     match seen {
         Seen::Time(now) => Told::of(now == noted),
@@ -116,8 +116,8 @@ fn seen_of_file(file: &HostFile) -> Result<Seen> {
     })
 }
 
-/// Which file an image is, for its sidecar. Numbers of devices may be others after a restart of the
-/// host.
+/// Which file an image is, for its side file. Numbers of devices may be others after a restart of
+/// the host.
 ///
 /// # Errors
 /// The host's.

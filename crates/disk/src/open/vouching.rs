@@ -1,7 +1,7 @@
 //! The author of changes of a raw image that were made before the host died, where no state file
 //! tells.
 //!
-//! A server that records the changes of a raw image has it locked. It notes in the sidecar,
+//! A server that records the changes of a raw image has it locked. It notes in the side file,
 //! durably, up to when it vouches for all changes (`Voucher`): before the first one, and again each
 //! [`RENEWAL`] as long as it records any. After the host has died, the image is as that server left
 //! it where it was changed
@@ -35,7 +35,7 @@ const TERM: Duration = Duration::from_secs(15);
 static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
 
 impl StoredImage {
-    /// Has the changes of a raw image be vouched for that are recorded in its sidecar, where its
+    /// Has the changes of a raw image be vouched for that are recorded in its side file, where its
     /// files are locked for a disk. No effect on other images. Needs
     /// [`renew_voucher`](Self::renew_voucher) each [`RENEWAL`].
     pub(super) fn begin_vouching(&self, options: &ImageOptions) {
@@ -52,13 +52,13 @@ impl StoredImage {
         }
     }
 
-    /// Whether it is a raw image whose changes are recorded in a sidecar.
-    pub fn has_sidecar(&self) -> bool {
+    /// Whether it is a raw image whose changes are recorded in a side file.
+    pub fn has_side_file(&self) -> bool {
         self.format().side_file().is_some()
     }
 
     /// Vouches for the changes that are recorded for some time more. What fails is reported by the
-    /// next change of the bitmaps, if that fails, too: otherwise the sidecar is refused after a
+    /// next change of the bitmaps, if that fails, too: otherwise the side file is refused after a
     /// death of the host.
     pub async fn renew_voucher(&self) {
         if let Some(side_file) = self.format().side_file()
@@ -102,12 +102,12 @@ fn holds(changed: Duration, voucher: Voucher, boot: [u8; 16], booted: Duration) 
 mod tests {
     use blockhouse_core::{Buffer, Durability, Request};
     use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
-    use blockhouse_format::qcow2::Sidecar;
+    use blockhouse_format::qcow2::SideFileHeader;
     use blockhouse_format::{ImageFormat, NewBitmap};
 
     use super::*;
-    use crate::open::sidecar::sidecar_of;
-    use crate::open::{ImageOptions, create, make_sidecar, open};
+    use crate::open::side_file::side_file_of;
+    use crate::open::{ImageOptions, create, make_side_file, open};
 
     /// A change is vouched for before it is made, and none is after the session's end.
     #[test]
@@ -118,11 +118,11 @@ mod tests {
             create(&path, 1 << 20, ImageFormat::Raw).await.unwrap();
             for (cache, vouches) in [(CacheMode::Writeback, true), (CacheMode::Unsafe, false)] {
                 let options = ImageOptions { cache, ..ImageOptions::default() };
-                make_sidecar(&path, &options).await.unwrap();
+                make_side_file(&path, &options).await.unwrap();
                 let found = async || {
-                    let path = sidecar_of(&path);
+                    let path = side_file_of(&path);
                     let file = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used).unwrap();
-                    Sidecar::read(&file).await.unwrap().expect("a sidecar").voucher
+                    SideFileHeader::read(&file).await.unwrap().expect("a side file").voucher
                 };
                 let disk = open(&path, options).await.unwrap();
                 let (name, granularity) = (cache.as_str().to_owned(), None);
@@ -147,7 +147,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     /// A host that dies and starts again, a server on it that renews its voucher, and a stranger
-    /// that changes the image when it is not locked: whatever happens when, the sidecar is
+    /// that changes the image when it is not locked: whatever happens when, the side file is
     /// taken only where all changes are the server's.
     #[test]
     fn what_a_stranger_has_changed_is_not_vouched_for() {

@@ -3,7 +3,7 @@
 //! - When the image was written to for the last time. A file that was modified later was changed by
 //!   another program, and the redo log no longer fits it. The same of its data file, apart: the
 //!   redo log is of the image alone, and the bitmaps of a raw disk are of the data file
-//!   (`open/sidecar`).
+//!   (`open/side_file`).
 //! - How many sectors were sent to the block device that is the data file, before they are sent:
 //!   what the kernel counts beyond is another program's.
 //! - The first failed flush. The kernel reports it once, so the next process would not hear of it.

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, Storage, ToolProgress};
 use blockhouse_disk::{Disk, NewBitmap, Options};
 use blockhouse_format::qcow2::{
-    self, Backing, CreateOptions, DataFile, Qcow2, Sidecar, Switch, Version,
+    self, Backing, CreateOptions, DataFile, Qcow2, SideFileHeader, Switch, Version,
 };
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
@@ -94,7 +94,7 @@ fn any_options(block: u32, random: &mut Rng) -> CreateOptions {
         extended_l2: switch(!is_v2 && cluster_size == 16_384 && random.bool()),
         backing: (!is_raw && random.bool()).then_some(backing),
         data_file,
-        // Then it is a sidecar.
+        // Then it is a side file.
         identity: (is_raw && random.bool()).then_some([7; 16]),
         ..CreateOptions::new(any_size(random))
     }
@@ -123,17 +123,18 @@ fn recover(files: Files<Vec<u8>>) -> Result<Vec<u8>, String> {
     })
 }
 
-/// A raw disk has the size that its sidecar says, or the other one that it says, and is cut then.
+/// A raw disk has the size that its side file says, or the other one that it says, and is cut
+/// then.
 async fn as_opening_does(image: &SimDisk, data: &SimDisk) -> Result<(), String> {
-    let sidecar = Sidecar::read(image).await.map_err(|error| error.to_string())?;
-    let Some(Sidecar { size, other_size, .. }) = sidecar else { return Ok(()) };
+    let side_file = SideFileHeader::read(image).await.map_err(|error| error.to_string())?;
+    let Some(SideFileHeader { size, other_size, .. }) = side_file else { return Ok(()) };
     let has = data.size();
     let is_of = |size: u64| (size..size + 65_536).contains(&has);
     match (is_of(size), other_size.is_some_and(is_of)) {
         (true, _) => Ok(()),
         (false, true) => data.resize(size).await.map_err(|error| error.to_string()),
         (false, false) => {
-            Err(format!("a raw disk of {has} bytes, and {size} or {other_size:?} in its sidecar"))
+            Err(format!("a raw disk of {has} bytes, and {size} or {other_size:?} in its side file"))
         }
     }
 }
@@ -155,7 +156,7 @@ fn explore(seed: u64) -> Result<Report, String> {
     let config = Config::random(&mut random);
     let options = any_options(config.alignment.offset, &mut random);
     let is_raw = options.data_file.as_ref().is_some_and(|file| file.raw == Switch::On);
-    let is_sidecar = options.identity.is_some();
+    let is_side_file = options.identity.is_some();
     // The name of a backing file leaves no room for them in a header of 512 bytes.
     let has_room = options.cluster_size > 512 || options.backing.is_none();
     let has_bitmap = has_room && options.version == Version::V3 && random.u8(..3) == 0;
@@ -177,7 +178,7 @@ fn explore(seed: u64) -> Result<Report, String> {
             let length = length.min((disk.size() - offset) as usize);
             write(&disk, offset, &vec![byte; length]).await?;
         }
-        if has_bitmap || is_sidecar {
+        if has_bitmap || is_side_file {
             let new = NewBitmap { name: "changes".into(), granularity: None, is_enabled: true };
             disk.bitmaps().add(&new).await?;
         }

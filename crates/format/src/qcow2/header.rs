@@ -78,7 +78,8 @@ impl<S: Storage> Qcow2Header<'_, S> {
         }
     }
 
-    /// The mark of the data file; `None` of an image that is no [`Sidecar`](super::Sidecar).
+    /// The mark of the data file; `None` of an image that is no
+    /// [`SideFileHeader`](super::SideFileHeader).
     pub fn data_file_mark(&self) -> Option<DataFileMark> {
         DataFileMark::of(self.image.metadata.lock().tables.headers.disk())
     }

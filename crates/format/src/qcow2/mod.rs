@@ -10,7 +10,7 @@
 //!
 //! | floor | folder | owns |
 //! | --- | --- | --- |
-//! | 8 | `sidecar` | nothing: images that hold the bitmaps of a raw disk |
+//! | 8 | `side_file` | nothing: images that hold the bitmaps of a raw disk |
 //! | 7 | `transaction` | changes of the whole image: snapshots, machine state, size, backing file |
 //! | 6 | `bitmaps` | bits of enabled bitmaps, and what of them is on disk |
 //! | 5 | `writeback` | the image's lock; running steps; the order in which changes reach the disk |
@@ -31,7 +31,7 @@ mod layout;
 mod mapping;
 mod open;
 mod room;
-mod sidecar;
+mod side_file_header;
 mod tables;
 mod transaction;
 mod writeback;
@@ -57,7 +57,7 @@ pub(crate) use layout::limits::MAX_FILE_NAME;
 pub use layout::options::{Access, Backing, BitmapActivity, DataFile, Discard, Switch, Version};
 pub use layout::snapshot_table::Snapshot;
 pub use open::OpenOptions;
-pub use sidecar::Sidecar;
+pub use side_file_header::SideFileHeader;
 use tables::{Blocked, RedoLog};
 pub use transaction::{
     Amendments, BitmapAction, BitmapChange, Bitmaps, ImageRedo, InheritedBits, InternalSnapshots,

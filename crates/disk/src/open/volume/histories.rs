@@ -44,7 +44,7 @@ impl Device {
     }
 }
 
-/// The records of the last session in the sidecar and the state file.
+/// The records of the last session in the side file and the state file.
 struct Left {
     closed_at: std::time::Duration,
     sent: Option<u64>,

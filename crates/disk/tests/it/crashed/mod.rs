@@ -14,7 +14,7 @@ use blockhouse_crypt::SectorCipher;
 use blockhouse_disk::{Access, BitmapActivity, Disk, Image, ImageFormat, Options};
 use blockhouse_format::NewLuks;
 use blockhouse_format::qcow2::{
-    self, Backing, CreateOptions, DataFile, NewEncryption, Qcow2, Sidecar, Switch, Version,
+    self, Backing, CreateOptions, DataFile, NewEncryption, Qcow2, SideFileHeader, Switch, Version,
 };
 use blockhouse_sim::{
     Config, Devices, ImageState, Report, Rng, Sim, SimDisk, SystemUnderTest, Workload,
@@ -46,7 +46,7 @@ pub enum Kind {
     LazyBitmaps,
     /// The guest's data is encrypted.
     Encrypted,
-    /// A raw image with a sidecar: bitmaps, and a data file that is the raw disk.
+    /// A raw image with a side file: bitmaps, and a data file that is the raw disk.
     RawBitmaps,
 }
 
@@ -259,7 +259,7 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
             let beside = beside.or(data.as_deref().map(|data| ("data", data)));
             self.jury.ask(&image, beside, state, &found)?;
         }
-        // A sidecar that is refused after a crash takes nothing with it.
+        // A side file that is refused after a crash takes nothing with it.
         if self.kind.is_raw()
             && (was_closed || self.kind == Kind::RawBitmaps)
             && data.is_none_or(|data| data[..found.len()] != found)
@@ -270,10 +270,10 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
     }
 }
 
-/// A sidecar that was closed has no session.
-async fn check_mark(sidecar: &SimDisk) -> std::result::Result<(), String> {
-    let found = Sidecar::read(sidecar).await.map_err(|error| error.to_string())?;
-    match found.ok_or("the sidecar is none any more")? {
+/// A side file that was closed has no session.
+async fn check_mark(side_file: &SimDisk) -> std::result::Result<(), String> {
+    let found = SideFileHeader::read(side_file).await.map_err(|error| error.to_string())?;
+    match found.ok_or("the side file is none any more")? {
         found if found.is_live => Err(format!("the session goes on: {found:?}")),
         _ => Ok(()),
     }

@@ -17,8 +17,8 @@
 //! is made, it is disabled and stays in use, durably, so it is one that lacks changes for every
 //! program. Neither needs space. The guest does not pay for a bitmap.
 //!
-//! The header of a sidecar says with its end when the raw disk was changed for the last time
-//! (`sidecar`).
+//! The header of a side file says with its end when the raw disk was changed for the last time
+//! (`side_file`).
 //!
 //! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours
 //! say.
@@ -48,7 +48,7 @@ use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::writeback::Metadata;
 
 use super::reader::BitsReader;
-use super::sidecar;
+use super::side_file;
 use super::tracker::LiveBitmap;
 
 /// How many bitmaps are enabled at most: each costs an operation more where changes begin.
@@ -74,7 +74,7 @@ pub(crate) struct LiveBitmaps {
     /// Whether a write of flags has failed or was dropped: what is read of them may not be
     /// durable.
     is_flags_write_unknown: AtomicBool,
-    /// Of a sidecar: what gives vouchers.
+    /// Of a side file: what gives vouchers.
     vouch: OnceLock<fn() -> Option<Voucher>>,
     /// The observer of bitmaps that become coarser or are lost.
     loss_observer: OnceLock<BitmapLossObserver>,
@@ -550,7 +550,8 @@ impl LiveBitmaps {
                 .hint("disable some of them (bitmap disable)"));
         }
         self.disable_lost(metadata).await?;
-        // Of a sidecar also where the session is that of a process that died: it is this one's now.
+        // Of a side file also where the session is that of a process that died: it is this one's
+        // now.
         let voucher = self.voucher();
         if !self.is_marked.load(Ordering::Acquire) || voucher.is_some() {
             metadata
@@ -609,19 +610,19 @@ impl LiveBitmaps {
         else {
             return Ok(());
         };
-        // Of the sidecar alone: the guest's data need not be stable.
+        // Of the side file alone: the guest's data need not be stable.
         metadata.write_header(|header| DataFileMark::set_voucher(header, voucher)).await
     }
 
-    /// The size of the disk was changed, and that of the data file of a sidecar: this is no change
-    /// by another program.
+    /// The size of the disk was changed, and that of the data file of a side file: this is no
+    /// change by another program.
     ///
     /// # Errors
-    /// Errors of the storage: the sidecar is refused later.
+    /// Errors of the storage: the side file is refused later.
     pub(crate) async fn note_resize<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let autoclear = metadata.lock().tables.headers.disk().autoclear;
         match autoclear & LIVE_BITMAPS {
-            0 => sidecar::renew_mark(metadata).await,
+            0 => side_file::renew_mark(metadata).await,
             _ => Ok(()),
         }
     }
@@ -642,7 +643,7 @@ impl LiveBitmaps {
             // Outside of a session nothing is recorded, so what enabled bitmaps lack must stay to
             // be found out.
             let is_free = !self.is_forgotten.load(Ordering::Acquire) && set.count_live() == 0;
-            return if is_free { sidecar::renew_mark(metadata).await } else { Ok(()) };
+            return if is_free { side_file::renew_mark(metadata).await } else { Ok(()) };
         }
         metadata.check_writable()?;
         let _alone = self.begin_lock.acquire().await;
@@ -659,7 +660,7 @@ impl LiveBitmaps {
             Role::Idle => flags,
         })
         .await?;
-        let changed = sidecar::stable_change(metadata).await?;
+        let changed = side_file::stable_change(metadata).await?;
         self.is_marked.store(false, Ordering::Release);
         metadata
             .rewrite_header(|header| {

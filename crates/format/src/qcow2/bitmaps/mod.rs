@@ -14,7 +14,7 @@ mod live;
 mod number_map;
 mod page;
 mod reader;
-mod sidecar;
+mod side_file;
 mod status;
 mod tracker;
 

@@ -61,7 +61,8 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
     /// How the guest's data is encrypted, if it is.
     pub encryption: Option<NewEncryption>,
-    /// Of a sidecar: which file the data file is, see [`Sidecar`](crate::qcow2::Sidecar).
+    /// Of a side file: which file the data file is, see
+    /// [`SideFileHeader`](crate::qcow2::SideFileHeader).
     pub identity: Option<[u8; 16]>,
 }
 
@@ -424,9 +425,9 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
     let identity = options.identity.map(|identity| {
         let mark =
             DataFileMark { identity, changed: Duration::ZERO, other_size: None, voucher: None };
-        (extensions::SIDECAR, mark.to_bytes())
+        (extensions::SIDE_FILE, mark.to_bytes())
     });
-    // A sidecar holds bitmaps and no disk.
+    // A side file holds bitmaps and no disk.
     let names = geometry.version >= 3 && identity.is_none();
     let extensions = [format, named, encryption, identity].into_iter().flatten();
     let extensions = extensions.map(|(kind, data)| Extension { kind, data });

@@ -1,9 +1,9 @@
-//! The sidecar's description of its data file, the raw disk: a header extension of Blockhouse's
+//! The side file's description of its data file, the raw disk: a header extension of Blockhouse's
 //! own, which other programs keep and may ignore.
 
 use std::time::Duration;
 
-use super::extensions::{self, Extension, SIDECAR};
+use super::extensions::{self, Extension, SIDE_FILE};
 use super::header::{Header, SECTOR};
 use super::words::be64;
 
@@ -26,10 +26,10 @@ pub struct Voucher {
     pub until: u64,
 }
 
-/// The sidecar's description of its data file.
+/// The side file's description of its data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataFileMark {
-    /// Which file it is, in the bytes that the sidecar was made with.
+    /// Which file it is, in the bytes that the side file was made with.
     pub identity: [u8; 16],
     /// When it had been changed for the last time when enabled bitmaps had all of its changes and
     /// nothing recorded more, since the Unix epoch.
@@ -43,9 +43,9 @@ pub struct DataFileMark {
 }
 
 impl DataFileMark {
-    /// Of an image; `None` where it is no sidecar.
+    /// Of an image; `None` where it is no side file.
     pub(crate) fn of(header: &Header) -> Option<Self> {
-        Self::parse(extensions::find(&header.extensions, SIDECAR)?)
+        Self::parse(extensions::find(&header.extensions, SIDE_FILE)?)
     }
 
     fn parse(data: &[u8]) -> Option<Self> {
@@ -76,8 +76,8 @@ impl DataFileMark {
         parts.into_iter().flatten().flatten().collect()
     }
 
-    /// Notes when the data file was changed, in the header of a sidecar whose session ends. Where
-    /// another program left no room in the first sector, the old time stays.
+    /// Notes when the data file was changed, in the header of a side file whose session ends.
+    /// Where another program left no room in the first sector, the old time stays.
     pub(crate) fn set_changed(header: &mut Header, changed: Duration) {
         if let Some(mark) = Self::of(header) {
             Self { changed, other_size: None, voucher: None, ..mark }.store(header);
@@ -92,7 +92,7 @@ impl DataFileMark {
         }
     }
 
-    /// Notes a voucher, in the header of a sidecar. Where there is no room for it in the first
+    /// Notes a voucher, in the header of a side file. Where there is no room for it in the first
     /// sector, it is not noted.
     pub(crate) fn set_voucher(header: &mut Header, voucher: Voucher) {
         if let Some(mark) = Self::of(header) {
@@ -110,8 +110,8 @@ impl DataFileMark {
     fn store(self, header: &mut Header) {
         let data = self.to_bytes();
         let mut new = header.clone();
-        new.extensions.retain(|extension| extension.kind != SIDECAR);
-        new.extensions.push(Extension { kind: SIDECAR, data });
+        new.extensions.retain(|extension| extension.kind != SIDE_FILE);
+        new.extensions.push(Extension { kind: SIDE_FILE, data });
         // Of an image without a backing file: its name takes nothing of the sector.
         if new.fit_extensions(&[0; SECTOR]) {
             *header = new;

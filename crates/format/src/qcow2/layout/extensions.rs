@@ -15,8 +15,8 @@ pub(crate) const BITMAPS: u32 = 0x2385_2875;
 pub(crate) const DATA_FILE: u32 = 0x4441_5441;
 /// Where the header of the encryption is, and its length in bytes: two 64-bit numbers.
 pub(crate) const ENCRYPTION: u32 = 0x0537_be77;
-/// Which file a sidecar belongs to (`data_file_mark`).
-pub(crate) const SIDECAR: u32 = 0x424c_4b48;
+/// Which file a side file belongs to (`data_file_mark`).
+pub(crate) const SIDE_FILE: u32 = 0x424c_4b48;
 /// Names of feature bits, for messages about unknown ones.
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 

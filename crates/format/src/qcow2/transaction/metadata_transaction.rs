@@ -235,8 +235,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.header.size = size;
     }
 
-    /// Changes the size that the data file of a sidecar may have beside the disk's, one of which is
-    /// `larger`. Its bitmaps are marked as those of a session, of which the changes are this
+    /// Changes the size that the data file of a side file may have beside the disk's, one of which
+    /// is `larger`. Its bitmaps are marked as those of a session, of which the changes are this
     /// process's also where it dies.
     pub(super) fn set_data_size(&mut self, size: u64, larger: u64, voucher: Option<Voucher>) {
         self.data_length = size;

@@ -2,7 +2,7 @@
 //!
 //! A longer one gets its L1 entries first and its size last, so that the caller can make what would
 //! become visible read as zeros in between. What may find no room comes before its data file
-//! becomes longer. A sidecar says in its header which size its data file may have beside the
+//! becomes longer. A side file says in its header which size its data file may have beside the
 //! disk's: after a crash in between it is cut to the disk. A shorter one loses the clusters beyond
 //! its new end first: what a crash leaves has the old size, and nothing can come back when the disk
 //! grows again. Its size and the number of L1 entries change with one write of the header. Where

@@ -1,8 +1,8 @@
 //! Images that hold the bitmaps of a raw disk: the evidence that they still belong to it, read
 //! without opening them.
 //!
-//! Such an image is a *sidecar*: its data file is the raw disk, and a header extension says which
-//! file that was. Other programs keep the extension, and may ignore it.
+//! Such an image is a *side file*: its data file is the raw disk, and a header extension says
+//! which file that was. Other programs keep the extension, and may ignore it.
 
 use std::time::Duration;
 
@@ -14,15 +14,15 @@ use super::layout::data_file_mark::{DataFileMark, Voucher};
 use super::layout::options::{DataFile, Switch};
 use super::layout::table_io::read_header;
 
-/// The largest disk whose sidecar has small clusters, in bytes.
+/// The largest disk whose side file has small clusters, in bytes.
 const MAX_FINE: u64 = 64 << 30;
 /// Bytes of a cluster.
 const FINE: u64 = 64 << 10;
 const COARSE: u64 = 1 << 20;
 
-/// The sidecar's own description.
+/// The side file's own description.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sidecar {
+pub struct SideFileHeader {
     /// The name of the file that is the raw disk.
     pub name: Vec<u8>,
     /// Bytes of the disk.
@@ -43,8 +43,8 @@ pub struct Sidecar {
     pub voucher: Option<Voucher>,
 }
 
-impl Sidecar {
-    /// Reads what the image in `storage` says; `None` where it is no sidecar.
+impl SideFileHeader {
+    /// Reads what the image in `storage` says; `None` where it is no side file.
     ///
     /// # Errors
     /// Errors of the storage; `Corrupt` or `Unsupported` where it is no image that can be opened.
@@ -72,8 +72,8 @@ impl Sidecar {
         }))
     }
 
-    /// How the sidecar of a disk of `size` bytes, in the file `name` of the same folder, is made.
-    /// `identity` says which file that is.
+    /// How the side file of a disk of `size` bytes, in the file `name` of the same folder, is
+    /// made. `identity` says which file that is.
     pub fn create_options(size: u64, name: Vec<u8>, identity: [u8; 16]) -> CreateOptions {
         // Its tables have an entry for each cluster.
         let cluster_size = if size > MAX_FINE { COARSE } else { FINE };

@@ -1,9 +1,9 @@
-//! The mark of a sidecar, by which it is found out later whether another program has changed the
+//! The mark of a side file, by which it is found out later whether another program has changed the
 //! raw disk since.
 //!
 //! Guarantee: outside of a session the mark has the time of a change of the data file which is
 //! stable, and before which all changes are in the enabled bitmaps. Where that cannot be told, it
-//! keeps an older time, and the sidecar is refused.
+//! keeps an older time, and the side file is refused.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use blockhouse_core::{Result, Storage, SyncMode};
 use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::writeback::Metadata;
 
-/// When the data file of a sidecar was changed for the last time: what it holds now is stable, and
-/// its time of change, too. `None` of other images. No change may be in flight.
+/// When the data file of a side file was changed for the last time: what it holds now is stable,
+/// and its time of change, too. `None` of other images. No change may be in flight.
 pub(super) async fn stable_change<S: Storage>(metadata: &Metadata<S>) -> Result<Option<Duration>> {
     let mark = DataFileMark::of(metadata.lock().tables.headers.disk());
     let (Some(_), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(None) };

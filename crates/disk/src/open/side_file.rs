@@ -1,34 +1,35 @@
-//! The sidecar of a raw image: the file that has its persistent bitmaps, `IMAGE.bitmaps` beside it
-//! or where the user says (`ImageOptions::side_file`).
+//! The side file of a raw image: the file that has its persistent bitmaps, `IMAGE.bitmaps` beside
+//! it or where the user says (`ImageOptions::side_file`).
 //!
-//! A raw image has no room for them. Its sidecar is a qcow2 image without data, whose data file is
-//! the raw image. A raw image that has one is opened through it, so all that holds for the bitmaps
-//! of qcow2 images holds for those of raw ones. The raw image is a file, or where the user says
-//! where the sidecar is, also a block device, an image in Ceph or an export of another server: a
-//! *volume* (`volume`).
+//! A raw image has no room for them. Its side file is a qcow2 image without data, whose data file
+//! is the raw image. A raw image that has one is opened through it, so all that holds for the
+//! bitmaps of qcow2 images holds for those of raw ones. The raw image is a file, or where the user
+//! says where the side file is, also a block device, an image in Ceph or an export of another
+//! server: a *volume* (`volume`).
 //!
-//! Guarantee: a sidecar is used for the volume that it was made for alone, and only if nothing has
-//! changed that without it. It *belongs* to a volume where
+//! Guarantee: a side file is used for the volume that it was made for alone, and only if nothing
+//! has changed that without it. It *belongs* to a volume where
 //!
-//! - the volume is the one that the sidecar was made for, with the size that it had, or the one
+//! - the volume is the one that the side file was made for, with the size that it had, or the one
 //!   that a process which died was giving it, or had given it before (`DataFileMark::other_size`);
-//! - none of its bitmaps is enabled, or the volume is as the sidecar noted when it was closed: by
-//!   its time of change (`ctime`, which no program can set), a device by the kernel's count of what
-//!   was written to it;
-//! - or the sidecar was not closed, because its server died: then the volume was not changed after
-//!   the last write that this server noted in its state file, a device by no more than that server
-//!   has sent; or the host has died with it, and what the server vouched for tells (`vouching`);
+//! - none of its bitmaps is enabled, or the volume is as the side file noted when it was closed:
+//!   by its time of change (`ctime`, which no program can set), a device by the kernel's count of
+//!   what was written to it;
+//! - or the side file was not closed, because its server died: then the volume was not changed
+//!   after the last write that this server noted in its state file, a device by no more than that
+//!   server has sent; or the host has died with it, and what the server vouched for tells
+//!   (`vouching`);
 //! - or nothing shows whether the volume was changed, and the user says that it has no other
 //!   writer;
-//! - the sidecar is owned by the image's owner, by this user or by root, and its file system has
+//! - the side file is owned by the image's owner, by this user or by root, and its file system has
 //!   this host's clock.
 //!
-//! A sidecar in doubt does not belong. Then the image is opened without bitmaps, and a warning says
-//! why. The volume is looked at before the image is locked, and once more after, before anything
-//! tells later processes that the sidecar belongs ([`Route::confirm`]). The sidecar that was found
-//! is the one that is opened, whatever its path leads to by then. So is the image: the name of it
-//! in the sidecar was compared with the one that the user gave, and leads to no other file; or what
-//! the user named is opened, whatever the sidecar names.
+//! A side file in doubt does not belong. Then the image is opened without bitmaps, and a warning
+//! says why. The volume is looked at before the image is locked, and once more after, before
+//! anything tells later processes that the side file belongs ([`Route::confirm`]). The side file
+//! that was found is the one that is opened, whatever its path leads to by then. So is the image:
+//! the name of it in the side file was compared with the one that the user gave, and leads to no
+//! other file; or what the user named is opened, whatever the side file names.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -40,7 +41,7 @@ use std::time::Duration;
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_engine::{HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
-use blockhouse_format::qcow2::Sidecar;
+use blockhouse_format::qcow2::SideFileHeader;
 use blockhouse_storage::{ImageStorage, Location};
 use parking_lot::Mutex;
 use rustix::fs::{Mode, OFlags};
@@ -62,27 +63,27 @@ use crate::state::StateDir;
 /// Changes that another program makes within this time after a kill are not noticed.
 const MAX_DELAY: Duration = Duration::from_millis(100);
 
-/// The suffix of a sidecar's name.
+/// The suffix of a side file's name.
 const SUFFIX: &str = ".bitmaps";
 
-/// The path of an image's sidecar that is beside it.
-pub(super) fn sidecar_of(image: &Path) -> PathBuf {
+/// The path of an image's side file that is beside it.
+pub(super) fn side_file_of(image: &Path) -> PathBuf {
     let mut name = image.as_os_str().to_owned();
     name.push(SUFFIX);
     name.into()
 }
 
-/// The path of the sidecar of an image that is opened so.
+/// The path of the side file of an image that is opened so.
 pub(super) fn place_of(image: &Path, options: &ImageOptions) -> PathBuf {
     match &options.side_file {
-        None => sidecar_of(image),
+        None => side_file_of(image),
         Some(side) if side.path.is_dir() => side.path.join(name_in_folder(image)),
         Some(side) => side.path.clone(),
     }
 }
 
-/// How the sidecar of an image is called in a folder of sidecars: by its whole name, with `!` in
-/// place of `/`.
+/// How the side file of an image is called in a folder of side files: by its whole name, with `!`
+/// in place of `/`.
 fn name_in_folder(image: &Path) -> PathBuf {
     let whole = match Location::of(image) {
         Ok(Location::File(path)) => std::path::absolute(&path).unwrap_or(path),
@@ -96,11 +97,11 @@ fn name_in_folder(image: &Path) -> PathBuf {
     OsStr::from_bytes(&name).into()
 }
 
-/// A raw image that was found, by which it is opened as the data of its sidecar.
+/// A raw image that was found, by which it is opened as the data of its side file.
 pub(super) enum RawImage {
-    /// The file that the sidecar names.
+    /// The file that the side file names.
     Named(OwnedFd),
-    /// The volume that the user named, whatever the sidecar names: by this name in messages.
+    /// The volume that the user named, whatever the side file names: by this name in messages.
     Volume(PathBuf, RawVolume),
 }
 
@@ -114,17 +115,17 @@ pub(super) enum RawVolume {
     HandedOver,
 }
 
-/// Whether an image is opened through a sidecar.
+/// Whether an image is opened through a side file.
 pub(super) enum Found {
     /// It is not raw, or has none.
     Nothing,
     /// Through this one, which is `file`. The image itself is `image`, and was as in `seen`.
-    Belongs { sidecar: PathBuf, file: OwnedFd, image: RawImage, seen: Seen },
+    Belongs { side_file: PathBuf, file: OwnedFd, image: RawImage, seen: Seen },
     /// It has one that is not used: why.
     Strange(Error),
 }
 
-/// The sidecar of an image to be opened.
+/// The side file of an image to be opened.
 ///
 /// # Errors
 /// The host's, or those of the server or cluster that has the image.
@@ -169,7 +170,7 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
                 raw => RawImage::Volume(image.to_owned(), raw),
             };
             return Ok(Found::Belongs {
-                sidecar: path,
+                side_file: path,
                 file: found,
                 image: raw,
                 seen: volume.seen,
@@ -193,7 +194,7 @@ async fn open_volume(
 ) -> Result<(RawVolume, Volume, Option<u32>)> {
     match location {
         Location::File(path) => {
-            // Where the sidecar is beside it, no link leads to it.
+            // Where the side file is beside it, no link leads to it.
             let path = match options.side_file {
                 None => Cow::Borrowed(path),
                 Some(_) => Cow::Owned(path.canonicalize().map_err(|error| {
@@ -221,7 +222,7 @@ pub(super) async fn close_volume(volume: RawVolume) -> Result<()> {
     }
 }
 
-/// Opens an image or its sidecar, which no symbolic link leads to: to be opened again, and for
+/// Opens an image or its side file, which no symbolic link leads to: to be opened again, and for
 /// reading.
 pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -238,22 +239,22 @@ pub(super) fn is_file(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|found| found.is_file())
 }
 
-/// Why no sidecar is used, if the path leads by a symbolic link to an image that has one: of two
+/// Why no side file is used, if the path leads by a symbolic link to an image that has one: of two
 /// names, each could have its own.
 fn behind_link(image: &Path) -> Option<Error> {
     if !std::fs::symlink_metadata(image).ok()?.is_symlink() {
         return None;
     }
     let target = std::fs::canonicalize(image).ok()?;
-    let sidecar = sidecar_of(&target);
-    is_file(&sidecar).then(|| {
-        let (sidecar, image) = (sidecar.display(), image.display());
-        unused(&format!("{sidecar}: {image} is a symbolic link to its image"))
+    let side_file = side_file_of(&target);
+    is_file(&side_file).then(|| {
+        let (side_file, image) = (side_file.display(), image.display());
+        unused(&format!("{side_file}: {image} is a symbolic link to its image"))
             .hint(format!("name the image itself: {}", target.display()))
     })
 }
 
-/// The file by which an image is opened: its own, or its sidecar.
+/// The file by which an image is opened: its own, or its side file.
 pub(super) struct Route<'a> {
     pub(super) path: Cow<'a, Path>,
     pub(super) options: Cow<'a, ImageOptions>,
@@ -263,10 +264,10 @@ pub(super) struct Route<'a> {
 enum Through {
     /// The image's own file.
     Itself,
-    /// A sidecar that was found to belong to an image, which was as in `seen`.
-    Sidecar { file: OwnedFd, image: Mutex<Option<RawImage>>, seen: Seen },
-    /// One that another process has found to belong, and has open: by this name, if the sidecar is
-    /// not beside its image.
+    /// A side file that was found to belong to an image, which was as in `seen`.
+    SideFile { file: OwnedFd, image: Mutex<Option<RawImage>>, seen: Seen },
+    /// One that another process has found to belong, and has open: by this name, if the side file
+    /// is not beside its image.
     HandedOver(Option<PathBuf>),
 }
 
@@ -277,11 +278,11 @@ pub(super) async fn route<'a>(
     image: &'a Path,
     options: &'a ImageOptions,
 ) -> Result<Route<'a>> {
-    let (sidecar, through) = match files {
+    let (side_file, through) = match files {
         Files::Host => match find(image, options).await? {
-            Found::Belongs { sidecar, file, image, seen } => {
+            Found::Belongs { side_file, file, image, seen } => {
                 let image = Mutex::new(Some(image));
-                (Some(sidecar), Through::Sidecar { file, image, seen })
+                (Some(side_file), Through::SideFile { file, image, seen })
             }
             Found::Strange(why) => {
                 tracing::warn!("{why}");
@@ -299,7 +300,7 @@ pub(super) async fn route<'a>(
             }
         }
     };
-    Ok(match sidecar {
+    Ok(match side_file {
         Some(path) => {
             let options = ImageOptions { format: Some(ImageFormat::Qcow2), ..options.clone() };
             Route { path: path.into(), options: Cow::Owned(options), through }
@@ -319,7 +320,7 @@ impl<'a> Route<'a> {
     /// # Errors
     /// As [`open_location`].
     pub(super) async fn open(&self, files: &mut Files) -> Result<(ImageStorage, Option<Identity>)> {
-        let Through::Sidecar { file, .. } = &self.through else {
+        let Through::SideFile { file, .. } = &self.through else {
             return open_location(files, &self.path, &self.options).await;
         };
         let (mode, cache) = (self.options.open_mode(), self.options.cache.page_cache());
@@ -328,15 +329,15 @@ impl<'a> Route<'a> {
         Ok((file.into(), Some(identity)))
     }
 
-    /// The raw image that the user named, where a sidecar was found to belong to it, once. `disk`
-    /// is what was opened, without a data file.
+    /// The raw image that the user named, where a side file was found to belong to it, once.
+    /// `disk` is what was opened, without a data file.
     ///
     /// # Errors
-    /// `InvalidInput` where a sidecar is opened for writing by its own name: nothing has found out
-    /// whether it belongs to its image.
+    /// `InvalidInput` where a side file is opened for writing by its own name: nothing has found
+    /// out whether it belongs to its image.
     pub(super) fn raw_image(&self, disk: &StoredImage) -> Result<Option<RawImage>> {
         match &self.through {
-            Through::Sidecar { image, .. } => Ok(image.lock().take()),
+            Through::SideFile { image, .. } => Ok(image.lock().take()),
             Through::HandedOver(name) => {
                 Ok(name.as_ref().map(|name| RawImage::Volume(name.clone(), RawVolume::HandedOver)))
             }
@@ -361,7 +362,7 @@ impl<'a> Route<'a> {
     /// `InvalidInput` where another program has changed or replaced the image meanwhile. The
     /// host's.
     pub(super) async fn confirm(&self, disk: &StoredImage) -> Result<()> {
-        let Through::Sidecar { seen, .. } = &self.through else { return Ok(()) };
+        let Through::SideFile { seen, .. } = &self.through else { return Ok(()) };
         let refuse = |what: &str| {
             let error = Error::new(ErrorKind::InvalidInput, what.to_owned());
             Err(error.on(disk.name()).hint("try again"))
@@ -382,15 +383,16 @@ impl<'a> Route<'a> {
     }
 }
 
-/// Why a sidecar does not belong to a volume of this owner, whose file it names if it has a `name`.
+/// Why a side file does not belong to a volume of this owner, whose file it names if it has a
+/// `name`.
 async fn check(
     named: Option<&Path>,
     (volume, owned_by): (&Volume, Option<u32>),
     file: &HostFile,
     options: &ImageOptions,
 ) -> Result<Option<String>> {
-    let sidecar = match Sidecar::read(file).await {
-        Ok(Some(sidecar)) => sidecar,
+    let side_file = match SideFileHeader::read(file).await {
+        Ok(Some(side_file)) => side_file,
         Ok(None) => return Ok(Some("is no image with the bitmaps of a raw one".into())),
         Err(error) if matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Unsupported) => {
             return Ok(Some(format!("cannot be used: {error}")));
@@ -403,20 +405,20 @@ async fn check(
         return Ok(Some("is owned by another user than the image".into()));
     }
     let has_name =
-        named.is_none_or(|image| image.file_name().map(OsStr::as_bytes) == Some(&sidecar.name));
-    if !has_name || volume.identity != sidecar.identity {
+        named.is_none_or(|image| image.file_name().map(OsStr::as_bytes) == Some(&side_file.name));
+    if !has_name || volume.identity != side_file.identity {
         let what = match named {
             Some(_) => "belongs to another file, or to one that was replaced",
             None => "belongs to another volume, or to one that was replaced",
         };
         return Ok(Some(what.into()));
     }
-    if volume.size != sidecar.size && Some(volume.size) != sidecar.other_size {
-        let (size, wanted) = (volume.size, sidecar.size);
+    if volume.size != side_file.size && Some(volume.size) != side_file.other_size {
+        let (size, wanted) = (volume.size, side_file.size);
         return Ok(Some(format!("is of a disk of {wanted} bytes, and the image has {size}")));
     }
     let is_alone = options.side_file.as_ref().is_some_and(|side| side.is_alone);
-    Ok(match told(&sidecar, volume.seen, file, options)? {
+    Ok(match told(&side_file, volume.seen, file, options)? {
         Told::Unchanged => None,
         Told::Nothing if is_alone => None,
         Told::Nothing if named.is_none() => Some(
@@ -431,13 +433,18 @@ async fn check(
     })
 }
 
-/// The changes of a volume, which is as in `seen`, that its sidecar may lack.
-fn told(sidecar: &Sidecar, seen: Seen, file: &HostFile, options: &ImageOptions) -> Result<Told> {
-    if !sidecar.has_enabled {
+/// The changes of a volume, which is as in `seen`, that its side file may lack.
+fn told(
+    side_file: &SideFileHeader,
+    seen: Seen,
+    file: &HostFile,
+    options: &ImageOptions,
+) -> Result<Told> {
+    if !side_file.has_enabled {
         return Ok(Told::Unchanged);
     }
-    if !sidecar.is_live {
-        return Ok(told_by_close(sidecar.changed, seen));
+    if !side_file.is_live {
+        return Ok(told_by_close(side_file.changed, seen));
     }
     // A server that has the image open changes it, and records that.
     if options.locking == Locking::None && is_being_written(file) {
@@ -446,7 +453,7 @@ fn told(sidecar: &Sidecar, seen: Seen, file: &HostFile, options: &ImageOptions) 
     let dir = options.state.directory();
     Ok(match seen {
         Seen::Time(changed) => {
-            Told::of(is_as_left(changed, file, dir)? || is_vouched_for(changed, sidecar.voucher))
+            Told::of(is_as_left(changed, file, dir)? || is_vouched_for(changed, side_file.voucher))
         }
         Seen::Writes(writes) => told_by_state(writes.as_secs(), file, dir)?,
         Seen::Unknown => Told::Nothing,

@@ -1,4 +1,4 @@
-//! Making the sidecar of a raw image (`sidecar`).
+//! Making the side file of a raw image (`side_file`).
 //!
 //! Guarantee: a crash leaves the whole of it or none. What it is made of has a name of its own
 //! until it is durable; what an earlier attempt left under that name is removed, while the image is
@@ -10,7 +10,7 @@ use std::path::Path;
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
 use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
-use blockhouse_format::qcow2::{self, Sidecar};
+use blockhouse_format::qcow2::{self, SideFileHeader};
 use blockhouse_storage::{ImageStorage, Location};
 
 use super::create::{create, part_of, remove_created, rename_finished};
@@ -22,19 +22,19 @@ use super::lock::lock;
 use super::open_location::open_location;
 use super::probe_check::format_by_name;
 use super::restore::{Clock, clock_of};
-use super::sidecar::{Found, RawImage, close_volume, find, is_file, open_found, place_of};
+use super::side_file::{Found, RawImage, close_volume, find, is_file, open_found, place_of};
 use super::volume::{Volume, identity};
 use crate::options::Access;
 
-/// Makes the sidecar of a raw image, without bitmaps, durably, unless it has one that belongs to
+/// Makes the side file of a raw image, without bitmaps, durably, unless it has one that belongs to
 /// it: whether it made one. Images of other formats, which have bitmaps of their own or none, stay
 /// as they are. Needs the loop of the current thread.
 ///
 /// # Errors
-/// `InvalidInput` for a sidecar that does not belong to the image, and for an image that is not in
-/// whole sectors; `Unsupported` for one that is no file, where the user does not say where the
-/// sidecar is; `Locked`; the host's.
-pub async fn make_sidecar(image: &Path, options: &ImageOptions) -> Result<bool> {
+/// `InvalidInput` for a side file that does not belong to the image, and for an image that is not
+/// in whole sectors; `Unsupported` for one that is no file, where the user does not say where the
+/// side file is; `Locked`; the host's.
+pub async fn make_side_file(image: &Path, options: &ImageOptions) -> Result<bool> {
     if !is_raw(image, options) {
         return match &options.side_file {
             // A folder is for those of several images that have none of their own.
@@ -65,15 +65,15 @@ pub async fn make_sidecar(image: &Path, options: &ImageOptions) -> Result<bool> 
     made.map(|()| true)
 }
 
-/// As [`make_sidecar`], but only where there is no file in its place: of one that is there, opening
-/// the image says whether it is used.
+/// As [`make_side_file`], but only where there is no file in its place: of one that is there,
+/// opening the image says whether it is used.
 ///
 /// # Errors
 /// As there.
-pub async fn make_missing_sidecar(image: &Path, options: &ImageOptions) -> Result<()> {
+pub async fn make_missing_side_file(image: &Path, options: &ImageOptions) -> Result<()> {
     let is_there = is_raw(image, options) && place_of(image, options).symlink_metadata().is_ok();
     if !is_there {
-        make_sidecar(image, options).await?;
+        make_side_file(image, options).await?;
     }
     Ok(())
 }
@@ -105,52 +105,52 @@ async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions
         let error = Error::new(ErrorKind::Unsupported, what).on(file.name());
         return Err(error.hint("bitmaps of a raw image need that; use a qcow2 image"));
     }
-    let sidecar = place_of(image, options);
-    let part = part_of(&sidecar);
+    let side_file = place_of(image, options);
+    let part = part_of(&side_file);
     if is_file(&part) {
         remove_created(&part).await;
     }
     create(&part, 0, ImageFormat::Raw).await?;
-    let finished = fill(volume, image, &part, &sidecar, options).await;
+    let finished = fill(volume, image, &part, &side_file, options).await;
     if finished.is_err() {
         remove_created(&part).await;
     }
     finished
 }
 
-/// Removes the sidecar by which a raw image is open for writing and locked, if it has no bitmap:
+/// Removes the side file by which a raw image is open for writing and locked, if it has no bitmap:
 /// what it was made for has failed. The disk is closed next.
 ///
 /// # Errors
 /// The host's.
-pub async fn remove_unused_sidecar(
+pub async fn remove_unused_side_file(
     disk: &ImageDisk,
     image: &Path,
     options: &ImageOptions,
 ) -> Result<()> {
-    match disk.image().file().filter(|_| disk.image().has_sidecar()) {
+    match disk.image().file().filter(|_| disk.image().has_side_file()) {
         Some(file) if disk.format().bitmaps()?.list().await?.is_empty() => {
-            remove_sidecar(&place_of(image, options), file)
+            remove_side_file(&place_of(image, options), file)
         }
         _ => Ok(()),
     }
 }
 
-/// Removes the sidecar at this path, durably, which `file` is. Another file in its place stays.
+/// Removes the side file at this path, durably, which `file` is. Another file in its place stays.
 ///
 /// # Errors
 /// The host's.
-pub(super) fn remove_sidecar(sidecar: &Path, file: &HostFile) -> Result<()> {
-    let (_, found) = open_found(sidecar)?;
+pub(super) fn remove_side_file(side_file: &Path, file: &HostFile) -> Result<()> {
+    let (_, found) = open_found(side_file)?;
     if identity(&found)? != identity(file)? {
         return Ok(());
     }
-    std::fs::remove_file(sidecar)
+    std::fs::remove_file(side_file)
         .map_err(|error| Error::host("cannot remove it", error).on(file.name()))?;
-    sync_folder(sidecar)
+    sync_folder(side_file)
 }
 
-/// How a sidecar names its image: beside it by the file's name, elsewhere by all that other
+/// How a side file names its image: beside it by the file's name, elsewhere by all that other
 /// programs need.
 fn name_of(image: &Path, options: &ImageOptions) -> Vec<u8> {
     if options.side_file.is_none() {
@@ -167,11 +167,11 @@ async fn fill(
     volume: &ImageStorage,
     image: &Path,
     part: &Path,
-    sidecar: &Path,
+    side_file: &Path,
     options: &ImageOptions,
 ) -> Result<()> {
     let Volume { identity, size, .. } = Volume::of(volume).await?;
-    let made = Sidecar::create_options(size, name_of(image, options), identity);
+    let made = SideFileHeader::create_options(size, name_of(image, options), identity);
     let storage = HostFile::open(part, OpenMode::ReadWrite, PageCache::Used)?;
     let storage = ImageStorage::from(storage);
     qcow2::create_with(&storage, Some(volume), &made, &ToolProgress::default()).await?;
@@ -180,5 +180,5 @@ async fn fill(
         .map_err(|error| Error::host("cannot set its mode", error).on(storage.name()))?;
     storage.flush(SyncMode::Full).await?;
     storage.close().await?;
-    rename_finished(part, sidecar, IfExists::Fail).await
+    rename_finished(part, side_file, IfExists::Fail).await
 }
