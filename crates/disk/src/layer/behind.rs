@@ -136,7 +136,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         self.0
     }
 
-    /// Those that are behind the layer now, the nearest first.
+    /// The layers that are behind the layer now, the nearest first.
     pub(crate) fn now(self) -> impl Iterator<Item = &'a Arc<Layer<S>>> {
         std::iter::successors(self.0.backing_layer(), |layer| layer.backing_layer())
     }

@@ -137,11 +137,11 @@ impl HostRuns {
     }
 }
 
-/// What and where the parts of a disk are, through all layers from one on.
+/// The kinds and places of the parts of a disk, through all layers from one on.
 pub(crate) struct LayerStatus<'a, S: Storage>(pub(super) &'a Layer<S>);
 
 impl<S: Storage> Layer<S> {
-    /// What and where the parts of the disk are.
+    /// The kinds and places of the parts of the disk.
     pub(crate) fn status(&self) -> LayerStatus<'_, S> {
         LayerStatus(self)
     }

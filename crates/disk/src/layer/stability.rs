@@ -1,4 +1,4 @@
-//! What is known of the writes that a layer has, for flushes of the images on it (`unstable`).
+//! Marks of a layer that has unflushed writes, for flushes of the images on it (`unstable`).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -57,7 +57,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         Ok(())
     }
 
-    /// Those that a fork has left.
+    /// The layers that a fork has left.
     fn maybe_unstable(self) -> impl Iterator<Item = &'a Layer<S>> {
         let next = |layer: &'a Layer<S>| {
             if layer.stability.is_behind_stable.load(Ordering::SeqCst) {

@@ -42,7 +42,7 @@ fn autoclear_bits(header: &Header, kept: u64, session: u64) -> u64 {
     header.autoclear & (header.preserved_autoclear() | kept) | session
 }
 
-/// What changes owe the autoclear bits.
+/// Keeps the autoclear bits true when changes begin.
 pub(crate) struct Autoclear<'a, S: Storage>(&'a Metadata<S>);
 
 impl<S: Storage> Autoclear<'_, S> {
