@@ -27,6 +27,11 @@ pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
         tests.arg("--workspace");
     }
     tests.args(args).current_dir(workspace.root()).env("BLOCKHOUSE_BIN", binary);
+    if std::env::var_os("RUST_TEST_THREADS").is_none() {
+        // Black-box tests wait for other processes for more than half of their time.
+        let processors = std::thread::available_parallelism()?.get();
+        tests.env("RUST_TEST_THREADS", (2 * processors).to_string());
+    }
     let tools = workspace.root().join("target/tools");
     match apt::unpack("prometheus", "usr/bin/promtool", &tools) {
         Ok(promtool) => drop(tests.env("BLOCKHOUSE_PROMTOOL", promtool)),
