@@ -3,12 +3,12 @@
 use blockhouse_core::{Result, Storage};
 
 use crate::luks::LuksEncryption;
-use crate::qcow2::{DataFileMark, EncryptionKind};
+use crate::qcow2::{DataFileMark, EncryptionKind, Qcow2};
 use crate::{
     Amendments, Backing, Compression, DataFile, Encryption, Features, Flat, Format, VmdkFacts,
 };
 
-/// The header of an open image. Of a raw image with a side file it is that file's.
+/// The header of an open image.
 pub struct ImageHeader<'a, S: Storage> {
     format: &'a Format<S>,
 }
@@ -21,16 +21,31 @@ impl<S: Storage> Format<S> {
 }
 
 impl<'a, S: Storage> ImageHeader<'a, S> {
+    /// The qcow2 image. The side file of a raw one has a header, too, which is not this image's.
+    fn qcow2(&self) -> Option<&'a Qcow2<S>> {
+        match self.format {
+            Format::Flat(_) => None,
+            Format::Qcow2(qcow2) => Some(qcow2),
+        }
+    }
+
+    fn qcow2_with(&self, what: &str) -> Result<&'a Qcow2<S>> {
+        match self.format {
+            Format::Flat(flat) => Err(flat.lacks(what)),
+            Format::Qcow2(qcow2) => Ok(qcow2),
+        }
+    }
+
     /// How clusters are compressed; `None` where the format has no compressed clusters.
     pub fn compression(&self) -> Option<Compression> {
-        self.format.qcow2().map(|qcow2| qcow2.facts().compression)
+        self.qcow2().map(|qcow2| qcow2.facts().compression)
     }
 
     /// The backing file that the image names.
     pub fn backing_file(&self) -> Option<&'a Backing> {
         match self.format {
             Format::Flat(Flat::Foreign(foreign)) => foreign.backing(),
-            format => format.qcow2()?.facts().backing.as_ref(),
+            _ => self.qcow2()?.facts().backing.as_ref(),
         }
     }
 
@@ -56,7 +71,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
     /// # Errors
     /// As there; `Unsupported` where the format has no backing files.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
-        self.format.qcow2_with("backing file")?.header().set_backing(backing).await
+        self.qcow2_with("backing file")?.header().set_backing(backing).await
     }
 
     /// Changes options of the image: see
@@ -65,7 +80,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
     /// # Errors
     /// As there; `Unsupported` where the format has none.
     pub async fn amend(&self, amendments: Amendments) -> Result<()> {
-        let qcow2 = self.format.qcow2_with("options that could be changed")?;
+        let qcow2 = self.qcow2_with("options that could be changed")?;
         qcow2.header().amend(amendments).await
     }
 
@@ -99,7 +114,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
 
     /// The properties of a qcow2 image.
     pub fn features(&self) -> Option<Features> {
-        self.format.qcow2().map(|qcow2| qcow2.header().features())
+        self.qcow2().map(|qcow2| qcow2.header().features())
     }
 
     /// Bytes of the sectors that the image says its disk has, a power of two; 512 where it does not

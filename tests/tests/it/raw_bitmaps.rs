@@ -8,6 +8,7 @@ use std::time::Duration;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, str};
 use blockhouse_tests::nbd::Client;
+use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::upgrade::Servers;
 use blockhouse_tests::{
     FileSystem, Scratch, Serve, Server, SmallHost, need, require, run, seeded, tool,
@@ -104,6 +105,20 @@ fn changes_of_a_raw_image_are_recorded_and_survive_a_kill() {
     let bytes = std::fs::read(&image).expect("a raw image");
     assert!(bytes[9 * MIB as usize..][..65_536].iter().all(|byte| *byte == 7));
     assert_eq!(bytes.len() as u64, 64 * MIB);
+}
+
+#[test]
+fn the_header_of_a_side_file_is_not_the_images() {
+    let scratch = Scratch::new();
+    let image = image(&scratch);
+    let socket = scratch.socket("qmp");
+    let server = Serve::new(&scratch, &image).option("--qmp", &socket).start();
+    let nodes = Qmp::connect(&socket).get("query-named-block-nodes", json!({}));
+    let of_format = |node: &&Value| node["drv"] == "raw";
+    let node = nodes.as_array().and_then(|nodes| nodes.iter().find(of_format)).expect("a node");
+    assert_eq!(node["dirty-bitmaps"][0]["name"], "changes");
+    assert_eq!(node["image"].get("format-specific"), None, "{node}");
+    server.stop();
 }
 
 #[test]
