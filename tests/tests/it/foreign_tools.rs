@@ -154,8 +154,9 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // nbdfuse ends with its mount; nothing is mounted where it has ended.
-        run(tool("umount").arg(&self.folder));
+        // nbdfuse ends with its mount; nothing is mounted where it has ended. A process that
+        // another test starts has a copy of the open file until it runs its program.
+        run(tool("umount").arg("-l").arg(&self.folder));
         if wait_for_exit(&mut self.process, Duration::from_secs(30)).is_none() {
             let _ = self.process.kill();
             let _ = self.process.wait();
