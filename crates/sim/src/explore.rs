@@ -126,7 +126,7 @@ impl<T: SystemUnderTest> Run<T> {
     }
 
     /// Closes the system after a clean run, and checks the image that it leaves. A storage's own
-    /// close may fail, which is told, and takes nothing from the image.
+    /// close may fail: the system reports the failure, and the image is whole.
     fn close(&self, disk: &SimDisk, random: &mut Rng, may_fail: bool) -> Result<(), String> {
         if !self.record.borrow().is_clean_run {
             return Ok(());

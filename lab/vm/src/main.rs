@@ -89,8 +89,8 @@ pub enum Scenario {
     Nbd,
     /// The kernel's ublk driver: counts, kills and upgrades of the server, recovery, removal
     Ublk,
-    /// What that costs, on two kernels: system calls for each request, the time until the first
-    /// read
+    /// The cost of the ublk driver, on two kernels: system calls for each request, the time until
+    /// the first read
     UblkCosts,
     /// A ublk device that the kernel serves by NVMe/TCP, on two kernels
     UblkNvme,

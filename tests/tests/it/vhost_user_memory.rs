@@ -25,7 +25,7 @@ struct HugePages {
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
 impl HugePages {
-    /// Has as many pages free. `Err` says why there are not so many.
+    /// Makes `count` pages free. `Err` says why fewer are.
     fn reserve(count: u64) -> Result<Self, String> {
         need::root()?;
         let number = |path: &str| std::fs::read_to_string(path).map_err(|error| error.to_string());

@@ -270,7 +270,7 @@ pub fn check_new_apart(image: &Path, backing: &ImageDisk) -> Result<()> {
             );
             return Err(Error::new(ErrorKind::InvalidInput, what)
                 .on(&name)
-                .hint("choose a name that is none of the backing file, nor of a file behind it"));
+                .hint("choose a name that neither the backing file nor a file behind it has"));
         }
     }
     Ok(())

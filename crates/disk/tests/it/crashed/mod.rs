@@ -273,7 +273,7 @@ impl<S: Storage + 'static> SystemUnderTest for Served<'static, S> {
 /// A side file that was closed has no session.
 async fn check_mark(side_file: &SimDisk) -> std::result::Result<(), String> {
     let found = SideFileHeader::read(side_file).await.map_err(|error| error.to_string())?;
-    match found.ok_or("the side file is none any more")? {
+    match found.ok_or("the side file has no header")? {
         found if found.is_live => Err(format!("the session goes on: {found:?}")),
         _ => Ok(()),
     }

@@ -126,7 +126,7 @@ impl<S: Storage> Autoclear<'_, S> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// The autoclear bits, which are to be true before the first change.
+    /// The autoclear bits: the first change waits until they are true.
     pub(crate) fn autoclear(&self) -> Autoclear<'_, S> {
         Autoclear(self)
     }
