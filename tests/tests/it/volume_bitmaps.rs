@@ -200,6 +200,28 @@ fn who_writes_to_a_device_without_its_bitmaps_makes_them_void() {
     command(&[&words[..], &["--trust-bitmaps"]].concat()).success();
 }
 
+/// The kernel counts what the page cache holds when it writes that out: that of a server that
+/// flushes nothing is its own, and that of another program is noticed.
+#[test]
+fn writes_to_a_device_count_also_in_the_page_cache() {
+    let (volume, device) = require!(Volume::on_loop());
+    volume.bitmap(&["add"], &["b"]).success();
+    // Another program has the device open: its pages are not written out when the server ends.
+    let other = OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
+    let side = volume.side_file();
+    let server = Serve::new(&volume.scratch, device.path())
+        .option("--bitmaps", &side)
+        .option("--cache", "unsafe")
+        .start();
+    write(&server, 5 * MIB, 1);
+    server.stop();
+    assert_eq!(volume.listed(), ["b"]);
+    other.sync_all().expect("it can");
+    assert_eq!(volume.listed(), ["b"]);
+    other.write_all_at(&[9; 4096], 48 * MIB).expect("it takes that");
+    volume.bitmap(&["list"], &[]).failure("may lack changes");
+}
+
 #[test]
 fn bitmaps_belong_to_one_volume_of_one_size() {
     let (volume, device) = require!(Volume::on_loop());

@@ -177,7 +177,7 @@ async fn commit(
             overlay.iter().try_for_each(|image| record_moved(image, base.image().image_name()))?;
             // Before a guest changes it: what is answered from then on outlives the process as
             // before.
-            keep_state(&base, &PathBuf::from(base.name()), &state);
+            keep_state(&base, &PathBuf::from(base.name()), &state).await;
             Ok(())
         }) as _
     };

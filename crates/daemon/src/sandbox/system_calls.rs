@@ -43,6 +43,7 @@ const ALWAYS: &[c_long] = &[
     SYS_lseek,
     SYS_fsync,
     SYS_fdatasync,
+    SYS_sync_file_range,
     SYS_fallocate,
     SYS_ftruncate,
     SYS_fadvise64,

@@ -176,6 +176,14 @@ impl<S: Storage> FlushTracker<S> {
         self.begin_operation()
     }
 
+    /// Begins to zero a range without sending the zeros.
+    fn begin_zeroing(&self, range: ByteRange) -> OperationGuard<'_> {
+        if let Some(record) = self.record.get() {
+            record.count_zeroing(range, self.storage.capabilities().alignment.offset.into());
+        }
+        self.begin_operation()
+    }
+
     fn begin_operation(&self) -> OperationGuard<'_> {
         let record = self.stamp();
         OperationGuard { detached_operations: &self.detached_operations, record }
@@ -392,10 +400,13 @@ impl<S: Storage> FlushTracker<S> {
     }
 
     async fn zero_content(&self, content: Content, range: ByteRange, unmap: Unmap) -> Result<()> {
-        let operation = self.begin_change(range);
+        let operation = self.begin_zeroing(range);
         let timer = self.stats.begin(HostOperation::WriteZeroes, content, range.length());
         let outcome = self.storage.write_zeroes(range, unmap).await;
         timer.end(&outcome);
+        if let Some(record) = operation.record {
+            record.note_zeroed();
+        }
         self.complete_unstable(operation);
         outcome
     }

@@ -221,10 +221,10 @@ fn not_handed_over(name: &str) -> Error {
 /// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a
 /// failure is reported. Nothing may be in flight on the disk, which is
 /// [settled](StoredImage::settle), and keeps no state yet. `path` is its image's.
-pub fn keep_state(disk: &ImageDisk, path: &Path, uses: &StateUse) {
+pub async fn keep_state(disk: &ImageDisk, path: &Path, uses: &StateUse) {
     let image = disk.image();
     if let Some(state) = FutureState::of(image, path, uses) {
-        state.take(image, LogSession::New, image.flush_failures());
+        state.take(image, LogSession::New, image.flush_failures()).await;
     }
 }
 
@@ -268,7 +268,7 @@ impl HandedOverDisk {
             }
         }
         if let Some(state) = state {
-            state.take(&image, LogSession::GoesOn, failures);
+            state.take(&image, LogSession::GoesOn, failures).await;
         }
         Disk::new(image)
     }

@@ -202,7 +202,7 @@ impl Writer {
                 }
                 StateUse::Keep(_) | StateUse::TryKeep(_) => {
                     warn_of_lost_session(&disk, &self.uses);
-                    self.keep(disk, [None, None])
+                    self.keep(disk, [None, None]).await
                 }
             };
         };
@@ -219,7 +219,7 @@ impl Writer {
         if is_tool && is_refused {
             return Ok(disk);
         }
-        self.keep(disk, failures)
+        self.keep(disk, failures).await
     }
 
     /// Replays the redo log. Says why where it no longer fits the image.
@@ -252,10 +252,10 @@ impl Writer {
     }
 
     /// Makes the new state file, in the place of the old one.
-    fn keep(self, disk: StoredImage, failures: [Option<i32>; 2]) -> Result<StoredImage> {
+    async fn keep(self, disk: StoredImage, failures: [Option<i32>; 2]) -> Result<StoredImage> {
         let vouched = self.found.as_ref().map_or(0, |found| found.page().last_data_write());
         let vouched = Duration::from_nanos(vouched);
-        match make_state(&disk, &self.dir, &self.owner, LogSession::New, failures, vouched) {
+        match make_state(&disk, &self.dir, &self.owner, LogSession::New, failures, vouched).await {
             Ok(()) => {}
             Err(error) if !matches!(self.uses, StateUse::Keep(_)) => {
                 // The old log is replayed, but not emptied: it must not be replayed again over

@@ -203,7 +203,7 @@ async fn open_volume(
             };
             let (found, file) = open_found(&path)?;
             let owner = status_of(&file)?.st_uid;
-            let volume = Volume::of_file(&file)?;
+            let volume = Volume::of_file(&file).await?;
             Ok((RawVolume::Found(found), volume, Some(owner)))
         }
         Location::Nbd { .. } | Location::Rbd(_) => {

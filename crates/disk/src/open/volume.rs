@@ -49,7 +49,7 @@ impl Volume {
     pub(super) async fn of(storage: &ImageStorage) -> Result<Self> {
         let size = storage.size();
         let (identity, seen) = match storage {
-            ImageStorage::File(file) => (identity_of_file(file)?, seen_of_file(file)?),
+            ImageStorage::File(file) => (identity_of_file(file)?, seen_of_file(file).await?),
             ImageStorage::Nbd(nbd) => (hash(&["nbd", nbd.export_name()]), Seen::Unknown),
             ImageStorage::Rbd(rbd) => (hash(&["rbd", &rbd.id().await?]), Seen::Unknown),
             ImageStorage::Concat(_) | ImageStorage::View(_) => {
@@ -61,8 +61,8 @@ impl Volume {
     }
 
     /// As [`of`](Self::of), of a file or block device.
-    pub(super) fn of_file(file: &HostFile) -> Result<Self> {
-        let (identity, seen) = (identity_of_file(file)?, seen_of_file(file)?);
+    pub(super) async fn of_file(file: &HostFile) -> Result<Self> {
+        let (identity, seen) = (identity_of_file(file)?, seen_of_file(file).await?);
         Ok(Self { identity, size: file.size(), seen })
     }
 }
@@ -104,14 +104,15 @@ impl Told {
     }
 }
 
-fn seen_of_file(file: &HostFile) -> Result<Seen> {
+async fn seen_of_file(file: &HostFile) -> Result<Seen> {
     Ok(match file.kind() {
         FileKind::Regular if clock_of(file)? == Clock::ThisHost => {
             Seen::Time(change_time(&status_of(file)?))
         }
         FileKind::Regular => Seen::Unknown,
         FileKind::BlockDevice => {
-            file.device_writes().map_or(Seen::Unknown, |writes| Seen::Writes(writes.to_time()))
+            let writes = file.device_writes().await?;
+            writes.map_or(Seen::Unknown, |writes| Seen::Writes(writes.to_time()))
         }
     })
 }

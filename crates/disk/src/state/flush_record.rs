@@ -5,7 +5,9 @@
 //!   redo log is of the image alone, and the bitmaps of a raw disk are of the data file
 //!   (`open/side_file`).
 //! - How many sectors were sent to the block device that is the data file, before they are sent:
-//!   what the kernel counts beyond is another program's.
+//!   what the kernel counts beyond is another program's. The kernel counts a zeroing that the device
+//!   refuses, too, and then the zeros that it sends instead, until it knows that: so the first one
+//!   counts twice.
 //! - The first failed flush. The kernel reports it once, so the next process would not hear of it.
 //!
 //! A write costs two reads of the coarse clock, which are no system calls, and a store for each
@@ -29,12 +31,15 @@ pub(crate) struct FlushRecord {
     stamped: AtomicU64,
     /// Whether sectors are counted.
     is_counting: AtomicBool,
+    /// Whether a zeroing has ended: the kernel knows whether the device refuses them.
+    has_zeroed: AtomicBool,
 }
 
 impl FlushRecord {
     pub(crate) fn new(page: StatePage, file: TrackedFile) -> Self {
         let is_counting = AtomicBool::new(Self::counts(&page, file));
-        Self { page: Mutex::new(page), file, stamped: AtomicU64::new(0), is_counting }
+        let (stamped, has_zeroed) = (AtomicU64::new(0), AtomicBool::new(false));
+        Self { page: Mutex::new(page), file, stamped, is_counting, has_zeroed }
     }
 
     fn counts(page: &StatePage, file: TrackedFile) -> bool {
@@ -60,10 +65,25 @@ impl FlushRecord {
 
     /// These bytes are about to be sent to the file, whose blocks have `block` bytes.
     pub(crate) fn count(&self, range: ByteRange, block: u64) {
-        if !self.is_counting.load(Ordering::Relaxed) {
-            return;
+        if self.is_counting.load(Ordering::Relaxed) {
+            self.add(sectors_of(range, block));
         }
-        let sectors = sectors_of(range, block);
+    }
+
+    /// These bytes are about to be zeroed without being sent.
+    pub(crate) fn count_zeroing(&self, range: ByteRange, block: u64) {
+        self.count(range, block);
+        if !self.has_zeroed.load(Ordering::Acquire) {
+            self.count(range, block);
+        }
+    }
+
+    /// A zeroing has ended, by whatever outcome.
+    pub(crate) fn note_zeroed(&self) {
+        self.has_zeroed.store(true, Ordering::Release);
+    }
+
+    fn add(&self, sectors: u64) {
         let page = self.page.lock();
         page.set_device_writes(page.device_writes().wrapping_add(sectors));
     }
@@ -85,8 +105,7 @@ impl FlushRecord {
 /// of one byte) it writes whole pages.
 fn sectors_of(range: ByteRange, block: u64) -> u64 {
     const SECTOR: u64 = 512;
-    const PAGE: u64 = 4096;
-    let block = if block < SECTOR { PAGE } else { block };
+    let block = if block < SECTOR { rustix::param::page_size() as u64 } else { block };
     let (start, end) = (range.offset() / block, range.end().div_ceil(block));
     (end - start) * block / SECTOR
 }
@@ -131,7 +150,8 @@ mod tests {
             .map(|file| FlushRecord::new(page.clone(), file));
         image.count(range, 512);
         assert_eq!(page.device_writes(), 7 << 40, "the other file");
-        for (block, sectors) in [(512, 1), (1, 8), (4096, 8)] {
+        let page_sectors = rustix::param::page_size() as u64 / 512;
+        for (block, sectors) in [(512, 1), (1, page_sectors), (4096, 8)] {
             let before = page.device_writes();
             data.count(range, block);
             assert_eq!(page.device_writes() - before, sectors, "{block}");

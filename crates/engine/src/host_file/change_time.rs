@@ -24,7 +24,7 @@ const MAX_PAUSES: usize = 50;
 
 pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {
     if file.kind == FileKind::BlockDevice {
-        return Ok(file.device_writes().map(DeviceWrites::to_time));
+        return Ok(file.device_writes().await?.map(DeviceWrites::to_time));
     }
     let status = fstat(&*file.file)
         .map_err(|error| Error::host("cannot examine", error.into()).on(&file.name))?;

@@ -14,6 +14,7 @@ mod new_file;
 mod open;
 mod open_files;
 pub(crate) mod probe;
+mod write_out;
 mod written_zeros;
 
 use std::fmt;
@@ -37,6 +38,7 @@ use crate::event_loop::local;
 use crate::event_loop::submit::submit;
 use crate::host_file::probe::FileKind;
 use device_writes::WriteCounter;
+use write_out::write_out;
 
 pub use device_writes::DeviceWrites;
 pub use new_file::NewFile;
@@ -110,9 +112,33 @@ impl HostFile {
     }
 
     /// The bytes that all processes of this host have written to the block device; `None` of a
-    /// file, and where the kernel does not tell. Every write that has completed is in it.
-    pub fn device_writes(&self) -> Option<DeviceWrites> {
-        self.writes.as_ref()?.read()
+    /// file, and where the kernel does not tell. Every write that has completed is in it: what the
+    /// page cache holds is written out first.
+    ///
+    /// # Errors
+    /// The host's.
+    pub async fn device_writes(&self) -> Result<Option<DeviceWrites>> {
+        let Some(counter) = &self.writes else { return Ok(None) };
+        self.write_out(ByteRange::between(0, self.size())).await?;
+        Ok(counter.read())
+    }
+
+    /// Writes out what the page cache holds of a range of the device.
+    async fn write_out(&self, range: ByteRange) -> Result<()> {
+        let outcome = write_out(&self.file, range).await;
+        outcome.map_err(|error| {
+            let what = "cannot write out what the page cache holds";
+            Error::host(what, error).on(&self.name).at(range.offset())
+        })
+    }
+
+    /// Comes before a range is zeroed or discarded: what was answered is not only in pages that the
+    /// kernel drops for that.
+    async fn keep_answered(&self, range: ByteRange) -> Result<()> {
+        match (self.kind, self.file.caching) {
+            (FileKind::BlockDevice, Caching::PageCache) => self.write_out(range).await,
+            _ => Ok(()),
+        }
     }
 
     /// The open file, for locks and the like; not for data.
@@ -287,6 +313,7 @@ impl HostFile {
         if refused.load(Relaxed) {
             return Err(self.unsupported(texts.unsupported));
         }
+        self.keep_answered(range).await?;
         let mode = (mode | FallocateFlags::KEEP_SIZE).bits() as i32;
         loop {
             let operation =
@@ -378,6 +405,7 @@ impl HostFile {
     }
 
     async fn discard_on_device(&self, range: ByteRange) -> Result<()> {
+        self.keep_answered(range).await?;
         let file = Arc::clone(&self.file);
         let result = blocking(move || {
             let range = [range.offset(), range.length()];
@@ -518,6 +546,7 @@ impl Storage for HostFile {
         if self.kind == FileKind::BlockDevice && range.end() > self.size() {
             return Err(failed(Errno::NOSPC));
         }
+        self.keep_answered(range).await?;
         match written_zeros::write(&self.file, range, held).await {
             Ok(()) => {
                 self.size.fetch_max(range.end(), Relaxed);

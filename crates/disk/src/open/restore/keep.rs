@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use blockhouse_core::Result;
-use blockhouse_engine::{DeviceWrites, FileKind, HostFile};
+use blockhouse_engine::{DeviceWrites, FileKind};
 use rustix::fs::FileType;
 
 use super::examine::{owner_of, status_of};
@@ -33,7 +33,7 @@ pub(crate) enum LogSession {
 /// Makes the state file of a disk whose log is empty, in the place of any other one, with failures
 /// of flushes. `vouched` is when an earlier process has written to the data file for the last time,
 /// as its state file says: what the file itself says may be another program's.
-pub(crate) fn make_state(
+pub(crate) async fn make_state(
     disk: &StoredImage,
     dir: &StateDir,
     owner: &Owner,
@@ -49,7 +49,10 @@ pub(crate) fn make_state(
     let mark = disk.format().header().data_file_mark();
     let data = disk.format().data().storage().as_file();
     // Of a device the mark has no time, but says how much was written to it.
-    let writes = data.filter(|_| mark.is_some()).and_then(HostFile::device_writes);
+    let writes = match data.filter(|_| mark.is_some()) {
+        Some(device) => device.device_writes().await?,
+        None => None,
+    };
     let is_file = data.is_some_and(|file| file.kind() == FileKind::Regular);
     let marked = mark.filter(|_| is_file).map(|mark| mark.changed).unwrap_or_default();
     let fill = |page: &StatePage| {
@@ -123,9 +126,15 @@ impl FutureState {
     }
 
     /// Makes the file: it takes the name of the other process's.
-    pub(crate) fn take(self, disk: &StoredImage, session: LogSession, failures: [Option<i32>; 2]) {
+    pub(crate) async fn take(
+        self,
+        disk: &StoredImage,
+        session: LogSession,
+        failures: [Option<i32>; 2],
+    ) {
         let Self { dir, owner } = self;
-        if let Err(error) = make_state(disk, &dir, &owner, session, failures, Duration::ZERO) {
+        if let Err(error) = make_state(disk, &dir, &owner, session, failures, Duration::ZERO).await
+        {
             tracing::warn!("{}: {NOT_KEPT}: {error}", disk.name());
         }
     }

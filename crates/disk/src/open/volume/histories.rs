@@ -24,23 +24,48 @@ enum Rule {
     MixesEras,
     /// A note at the end of an earlier session is compared after a kill.
     ForgetsKills,
+    /// The kernel's count is read while the page cache holds what it will count.
+    LooksPastCache,
+    /// A zeroing counts once, also where the device refuses it.
+    CountsZeroesOnce,
 }
 
 /// A block device, and what its kernel counts.
 struct Device {
     era: u64,
     sectors: u64,
+    /// Sectors in the page cache alone.
+    dirty: u64,
+    /// Whether it refuses to zero, and the kernel does not know that.
+    refuses_zeroes: bool,
     /// Sectors that only a server has written, without recording them.
     strange: u64,
 }
 
 impl Device {
-    fn writes(&self) -> DeviceWrites {
+    fn writes(&mut self, rule: Rule) -> DeviceWrites {
+        if rule != Rule::LooksPastCache {
+            self.write_out();
+        }
         DeviceWrites::of(self.era, self.sectors)
     }
 
+    fn write(&mut self, sectors: u64, is_cached: bool) {
+        *(if is_cached { &mut self.dirty } else { &mut self.sectors }) += sectors;
+    }
+
+    fn write_out(&mut self) {
+        self.sectors += std::mem::take(&mut self.dirty);
+    }
+
+    /// A zeroing; where the device refuses it, the kernel sends zeros.
+    fn zero(&mut self, sectors: u64) {
+        let is_refused = std::mem::take(&mut self.refuses_zeroes);
+        self.sectors += if is_refused { 2 * sectors } else { sectors };
+    }
+
     fn attach_anew(&mut self) {
-        (self.era, self.sectors) = (self.era + 0x1_2345_6789_abcd, 0);
+        (self.era, self.sectors, self.dirty) = (self.era + 0x1_2345_6789_abcd, 0, 0);
     }
 }
 
@@ -52,48 +77,54 @@ struct Left {
     slack: u64,
 }
 
-fn page(device: &Device) -> StatePage {
+fn page(device: &mut Device, rule: Rule) -> StatePage {
     let memory = std::iter::repeat_with(AtomicU64::default).take(512).collect::<Vec<_>>();
     let image = ImageIdentity { device: 1, inode: 2, birth: 3 };
     let boot = BootId::current().expect("a host with /proc");
     let owner = Owner { boot, image, path: "/side".into(), process: 1 };
     let page = StatePage::create(Arc::new(memory) as Arc<dyn StateMemory>, &owner);
-    page.set_device_writes(device.writes().to_word());
+    page.set_device_writes(device.writes(rule).to_word());
     page
 }
 
 /// A session of a server, which ends in order or is killed.
 fn serve(device: &mut Device, random: &mut fastrand::Rng, rule: Rule, old: Left) -> Left {
-    let page = page(device);
+    let page = page(device, rule);
     let record = FlushRecord::new(page.clone(), TrackedFile::Data);
-    let mut slack = 0;
+    let (is_cached, mut slack) = (random.bool(), 0);
     for _ in 0..random.usize(0..20) {
         let range = ByteRange::between(0, random.u64(1..9) * 512);
-        let sectors = range.length() / 512;
-        if !matches!(rule, Rule::CountsLate | Rule::CountsNothing) {
-            record.count(range, 512);
+        let (sectors, is_zeroing) = (range.length() / 512, random.u8(..8) == 0);
+        let before = page.device_writes();
+        match (rule, is_zeroing) {
+            (Rule::CountsLate | Rule::CountsNothing, _) => {}
+            (Rule::CountsZeroesOnce, _) | (_, false) => record.count(range, 512),
+            (_, true) => record.count_zeroing(range, 512),
         }
-        match random.u8(..20) {
-            // Killed before the write reached the device, and after.
-            0 => {
-                slack += if rule == Rule::CountsLate { 0 } else { sectors };
-                return Left { sent: Some(page.device_writes()), slack, ..old };
+        let (counted, had) = (page.device_writes() - before, device.sectors + device.dirty);
+        let end = random.u8(..20);
+        match is_zeroing {
+            // Killed before it reached the device.
+            _ if end == 0 => {}
+            false => device.write(sectors, is_cached),
+            true => {
+                device.zero(sectors);
+                record.note_zeroed();
             }
-            1 => {
-                device.sectors += sectors;
-                return Left { sent: Some(page.device_writes()), slack, ..old };
-            }
-            _ => device.sectors += sectors,
+        }
+        slack += counted.saturating_sub(device.sectors + device.dirty - had);
+        if end <= 1 {
+            return Left { sent: Some(page.device_writes()), slack, ..old };
         }
         if rule == Rule::CountsLate {
             record.count(range, 512);
         }
     }
-    Left { closed_at: device.writes().to_time(), sent: None, slack: 0 }
+    Left { closed_at: device.writes(rule).to_time(), sent: None, slack: 0 }
 }
 
-fn told(device: &Device, left: &Left, rule: Rule) -> Told {
-    let now = device.writes();
+fn told(device: &mut Device, left: &Left, rule: Rule) -> Told {
+    let now = device.writes(rule);
     match (left.sent, rule) {
         (Some(_), Rule::ForgetsKills) | (None, _) if rule != Rule::MixesEras => {
             told_by_close(left.closed_at, Seen::Writes(now.to_time()))
@@ -110,8 +141,14 @@ fn told(device: &Device, left: &Left, rule: Rule) -> Told {
 /// The fault in the verdicts of one history.
 fn judge(seed: u64, rule: Rule) -> Result<Option<Told>, String> {
     let mut random = fastrand::Rng::with_seed(seed);
-    let mut device = Device { era: random.u64(1..), sectors: random.u64(..1 << 30), strange: 0 };
-    let closed_at = device.writes().to_time();
+    let mut device = Device {
+        era: random.u64(1..),
+        sectors: random.u64(..1 << 30),
+        dirty: 0,
+        refuses_zeroes: random.bool(),
+        strange: 0,
+    };
+    let closed_at = device.writes(rule).to_time();
     let mut left = Left { closed_at, sent: None, slack: 0 };
     for _ in 0..random.usize(1..4) {
         left = serve(&mut device, &mut random, rule, left);
@@ -128,13 +165,13 @@ fn judge(seed: u64, rule: Rule) -> Result<Option<Told>, String> {
             }
             1 => {
                 let sectors = random.u64(1..9);
-                device.sectors += sectors;
+                device.write(sectors, random.bool());
                 device.strange += sectors;
             }
-            _ => {}
+            _ => device.write_out(),
         }
     }
-    let told = told(&device, &left, rule);
+    let told = told(&mut device, &left, rule);
     match told {
         Told::Unchanged if device.strange > left.slack => {
             Err(format!("{} sectors went unnoticed", device.strange))
@@ -165,7 +202,14 @@ fn what_is_told_of_strangers_is_never_wrong() {
 
 #[test]
 fn wrong_rules_are_found_out() {
-    let rules = [Rule::CountsLate, Rule::CountsNothing, Rule::MixesEras, Rule::ForgetsKills];
+    let rules = [
+        Rule::CountsLate,
+        Rule::CountsNothing,
+        Rule::MixesEras,
+        Rule::ForgetsKills,
+        Rule::LooksPastCache,
+        Rule::CountsZeroesOnce,
+    ];
     for rule in rules {
         let found = (0..2_000).find_map(|seed| judge(seed, rule).err());
         assert!(found.is_some(), "{rule:?} went unnoticed");
