@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::json;
 
 use crate::jobs::{
-    BLOCK, FAILED, Foreign, SIZE, Writer, beside, content, ctl, job, serve, wait_for,
+    BLOCK, FAILED, Foreign, SIZE, Writer, beside, bytes_of, ctl, job, serve, wait_for,
 };
 
 /// An overlay over a base, made by QEMU, and what its blocks hold.
@@ -31,7 +31,7 @@ impl Chain {
         let mut blocks = vec![0; (SIZE / BLOCK) as usize];
         let data = (size / BLOCK) as usize * 3 / 4;
         blocks[..data].iter_mut().zip(1..).for_each(|(block, number)| *block = number);
-        let bytes: Vec<u8> = blocks[..data].iter().flat_map(|number| content(*number)).collect();
+        let bytes = bytes_of(&blocks[..data]);
         let plain = scratch.image_of("plain", &bytes);
         let compress: &[&str] = if base.starts_with("small") { &["-c"] } else { &[] };
         let convert = ["convert", "-f", "raw", "-O", format, plain.str(), str(&path)];
@@ -72,7 +72,7 @@ impl Chain {
         let convert = ["convert", "-f", "qcow2", "-l", "older", "-O", "raw"];
         qemu_img(&[&convert[..], &[str(&self.base), str(&older)]].concat()).success();
         let older = std::fs::read(older).expect("a file");
-        let all: Vec<u8> = self.blocks.iter().flat_map(|number| content(*number)).collect();
+        let all = bytes_of(&self.blocks);
         assert!(older == all[..older.len()], "the base's snapshot is what it was");
     }
 }
@@ -322,6 +322,6 @@ fn what_cannot_be_committed_is_refused_with_a_reason() {
     ctl(&scratch, &["job", "c", "complete"]).success();
     drop(control);
     server.stop();
-    let bytes: Vec<u8> = chain.blocks.iter().flat_map(|number| content(*number)).collect();
+    let bytes = bytes_of(&chain.blocks);
     chain.check_base(&scratch, &bytes);
 }

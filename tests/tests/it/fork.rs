@@ -14,7 +14,7 @@ use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::jobs::{BLOCK, FAILED, SIZE, Writer, beside, content, ctl, serve, wait_for};
+use crate::jobs::{BLOCK, FAILED, SIZE, Writer, beside, bytes_of, content, ctl, serve, wait_for};
 
 const JOBS: &str = include_str!("../../../docs/jobs.md");
 
@@ -23,10 +23,6 @@ pub(crate) fn image(scratch: &Scratch, name: &str) -> PathBuf {
     let path = scratch.path(name);
     command(&["create", str(&path), &SIZE.to_string()]).success();
     path
-}
-
-pub(crate) fn bytes_of(blocks: &[u64]) -> Vec<u8> {
-    blocks.iter().flat_map(|number| content(*number)).collect()
 }
 
 /// Whether the disk of an image is this, as QEMU reads it, and QEMU finds the image in order.

@@ -15,9 +15,9 @@ use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::fork::{bytes_of, image};
+use crate::fork::image;
 use crate::forks_bitmaps::dirty;
-use crate::jobs::{BLOCK, LONG, SIZE, Writer};
+use crate::jobs::{BLOCK, LONG, SIZE, Writer, bytes_of};
 
 const KILLS: usize = 8;
 const NAME: &str = "disk";

@@ -14,8 +14,8 @@ use blockhouse_tests::{Scratch, Serve, seeded};
 use rustix::process::Pid;
 use serde_json::json;
 
-use crate::fork::{bytes_of, check_file, image, path_of, written};
-use crate::jobs::{Writer, beside, ctl, serve};
+use crate::fork::{check_file, image, path_of, written};
+use crate::jobs::{Writer, beside, bytes_of, ctl, serve};
 
 /// The byte that readers of an image hold that allow no writer (QEMU, `block/file-posix.c`).
 const NO_WRITERS: u64 = 201;

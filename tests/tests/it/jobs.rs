@@ -18,6 +18,8 @@ use serde_json::{Value, json};
 const MIB: u64 = 1 << 20;
 pub(crate) const SIZE: u64 = 32 * MIB;
 pub(crate) const BLOCK: u64 = 4096;
+/// How many blocks of a new disk one request writes.
+const AT_ONCE: usize = 256;
 pub(crate) const FAILED: i64 = -32000;
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
@@ -46,12 +48,17 @@ pub(crate) fn content(number: u64) -> Vec<u8> {
     number.to_be_bytes().repeat(BLOCK as usize / 8)
 }
 
+/// The bytes of blocks with these numbers.
+pub(crate) fn bytes_of(numbers: &[u64]) -> Vec<u8> {
+    numbers.iter().map(|number| content(*number)).collect::<Vec<_>>().concat()
+}
+
 impl Writer {
     /// On a disk of zeros, half of which is written first.
     pub(crate) fn new(address: &Address, random: Rng) -> Self {
         let mut writer = Self::on(address, vec![0; (SIZE / BLOCK) as usize], random);
-        for index in 0..writer.blocks.len() / 2 {
-            writer.write(index);
+        for first in (0..writer.blocks.len() / 2).step_by(AT_ONCE) {
+            writer.write_several(first, AT_ONCE);
         }
         writer
     }
@@ -74,11 +81,19 @@ impl Writer {
     }
 
     pub(crate) fn write(&mut self, index: usize) {
-        let error = self.client.write(index as u64 * BLOCK, &content(self.next), 0);
+        self.write_several(index, 1);
+    }
+
+    /// Writes so many blocks from this one on by one request.
+    fn write_several(&mut self, first: usize, count: usize) {
+        let numbers: Vec<u64> = (self.next..).take(count).collect();
+        let error = self.client.write(first as u64 * BLOCK, &bytes_of(&numbers), 0);
         assert_eq!(error, 0, "a write must not fail");
-        self.blocks[index] = self.next;
-        self.history.push((index, self.next));
-        self.next += 1;
+        for (index, number) in (first..).zip(numbers) {
+            self.blocks[index] = number;
+            self.history.push((index, number));
+        }
+        self.next += count as u64;
     }
 
     /// Writes and reads until `stop` is set; counts.
@@ -94,7 +109,7 @@ impl Writer {
     }
 
     pub(crate) fn bytes(&self) -> Vec<u8> {
-        self.blocks.iter().flat_map(|number| content(*number)).collect()
+        bytes_of(&self.blocks)
     }
 
     /// Which number was written to which block, in this order.

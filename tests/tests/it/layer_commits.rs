@@ -14,8 +14,8 @@ use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::fork::{bytes_of, image, written};
-use crate::jobs::{FAILED, Writer, beside, ctl, serve, wait_for};
+use crate::fork::{image, written};
+use crate::jobs::{FAILED, Writer, beside, bytes_of, ctl, serve, wait_for};
 use crate::streams::assert_holds;
 
 /// A served disk over three layers, and what each of them is.

@@ -9,7 +9,7 @@ use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd, need, require, seeded};
 use serde_json::json;
 
-use crate::jobs::{BLOCK, Foreign, LONG, SIZE, Writer, content, ctl, wait_for};
+use crate::jobs::{BLOCK, Foreign, LONG, SIZE, Writer, bytes_of, content, ctl, wait_for};
 
 /// A base behind nbdkit, and an overlay over it.
 struct Remote {
@@ -27,7 +27,7 @@ impl Remote {
     fn with_patience(seconds: u32) -> Self {
         let scratch = Scratch::new();
         let blocks: Vec<u64> = (0..SIZE / BLOCK).map(|block| block % 3 * (block + 1)).collect();
-        let bytes: Vec<u8> = blocks.iter().flat_map(|number| content(*number)).collect();
+        let bytes = bytes_of(&blocks);
         fs::write(scratch.path("base.img"), bytes).expect("a base");
         let mut remote = Self { scratch, base: None, blocks };
         remote.start_base();
@@ -240,7 +240,7 @@ fn without_space_reads_go_on() {
     let wrapper = require!(need::private_tmpfs(&folder, ROOM));
     let (base, template) = (scratch.path("base.img"), scratch.path("over.qcow2"));
     let blocks: Vec<u64> = (1..=SIZE / BLOCK).collect();
-    let bytes: Vec<u8> = blocks.iter().flat_map(|number| content(*number)).collect();
+    let bytes = bytes_of(&blocks);
     fs::write(&base, bytes).expect("a base");
     let options = format!("backing_file={},backing_fmt=raw", base.display());
     let size = SIZE.to_string();

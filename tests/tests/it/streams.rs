@@ -14,8 +14,8 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 
 use crate::commits::Chain;
-use crate::fork::{bytes_of, image, written};
-use crate::jobs::{BLOCK, FAILED, LONG, SIZE, Writer, beside, content, ctl, serve, wait_for};
+use crate::fork::{image, written};
+use crate::jobs::{BLOCK, FAILED, LONG, SIZE, Writer, beside, bytes_of, ctl, serve, wait_for};
 
 /// A client of a server of the overlay, which has some clusters then and leaves most to its base.
 fn writer_of(chain: &Chain, server: &Server, random: Rng) -> Writer {
@@ -145,7 +145,7 @@ fn a_stream_without_space_fails_and_the_client_goes_on() {
     let wrapper = require!(need::private_tmpfs(&folder, ROOM));
     let base = scratch.path("base.img");
     let blocks: Vec<u64> = (1..=SIZE / BLOCK).collect();
-    let bytes: Vec<u8> = blocks.iter().flat_map(|number| content(*number)).collect();
+    let bytes = bytes_of(&blocks);
     fs::write(&base, bytes).expect("a base");
     // The folder is empty before the server's own file system is there.
     let template = scratch.path("over.qcow2");
