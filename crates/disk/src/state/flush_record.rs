@@ -5,7 +5,7 @@
 //!   redo log is of the image alone, and the bitmaps of a raw disk are of the data file
 //!   (`open/side_file`).
 //! - How many sectors were sent to the block device that is the data file, before they are sent:
-//!   what the kernel counts beyond is another program's. The kernel counts a zeroing that the device
+//!   what the kernel counts beyond is another program's. It counts a zeroing that the device
 //!   refuses, too, and then the zeros that it sends instead, until it knows that: so the first one
 //!   counts twice.
 //! - The first failed flush. The kernel reports it once, so the next process would not hear of it.
