@@ -46,7 +46,7 @@ mod write_protection;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 
-use blockhouse_core::{ByteRange, Capabilities, Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Capabilities, Error, ErrorKind, Result, Storage, rare};
 use blockhouse_format::{Format, ImageFormat};
 
 use crate::durability::FlushTracker;
@@ -225,7 +225,7 @@ impl<S: Storage> Disk<S> {
     async fn close_image(&self, link: &Link<S, Arc<Self>>) -> Result<()> {
         let closed = link.image().close().await;
         match link.base.get().filter(|base| !self.images.contains(base.image())) {
-            Some(base) => closed.and(Box::pin(base.close()).await),
+            Some(base) => closed.and(rare(base.close()).await),
             None => closed,
         }
     }

@@ -18,7 +18,7 @@ use std::pin::pin;
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Fallback, IoVector, Offload, Request, Result, Storage,
-    SyncMode, Unmap, WorkBudget,
+    SyncMode, Unmap, WorkBudget, rare,
 };
 use blockhouse_format::SpaceMode;
 
@@ -97,7 +97,7 @@ impl<S: Storage> Disk<S> {
             Request::Read { offset, into } => {
                 self.read_probes.note(offset, into.len() as u64);
                 if self.copies_on_read() {
-                    Box::pin(in_flight.copy_on_read(offset, into)).await
+                    rare(in_flight.copy_on_read(offset, into)).await
                 } else {
                     in_flight.read(offset, into).await
                 }
@@ -105,7 +105,7 @@ impl<S: Storage> Disk<S> {
             request => {
                 let (request, kept) = KeptChange::of(self, request);
                 match (in_flight.carry_out(request).await, kept) {
-                    (Err(error), Some(kept)) => Box::pin(kept.retry(in_flight, error)).await,
+                    (Err(error), Some(kept)) => rare(kept.retry(in_flight, error)).await,
                     (outcome, _) => outcome,
                 }
             }
@@ -204,7 +204,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
             Request::Prefetch { range } => {
                 self.image().check_inside(range)?;
                 if self.disk.copies_on_read() {
-                    Box::pin(self.copy_ahead(range)).await?;
+                    rare(self.copy_ahead(range)).await?;
                 }
                 return self.disk.begin_use().layer().prefetch(range).await;
             }
@@ -289,7 +289,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
             // Zeros in the place of a guest's lost memory are not to be stored.
             from.check_intact()?;
             if is_zero {
-                return Box::pin(self.write_zeroes(range, how, sync)).await;
+                return rare(self.write_zeroes(range, how, sync)).await;
             }
         }
         let claim = self.begin_claim(range).await;
@@ -325,7 +325,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
             how.unmap = Unmap::Forbidden;
         }
         let claim = self.begin_claim(range).await;
-        Box::pin(self.image().writer().write_zeroes(range, how, sync, &claim)).await
+        rare(self.image().writer().write_zeroes(range, how, sync, &claim)).await
     }
 
     async fn discard(self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
@@ -341,7 +341,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         }
         let whole = ByteRange::between(start, end);
         let _claim = self.begin_claim(whole).await;
-        Box::pin(self.image().writer().discard(whole, sync)).await
+        rare(self.image().writer().discard(whole, sync)).await
     }
 }
 
@@ -385,7 +385,7 @@ async fn is_zero(memory: &IoVector) -> bool {
     if memory.len() <= STEP {
         return memory.is_zero();
     }
-    Box::pin(async {
+    rare(async {
         let budget = WorkBudget::new();
         for start in (0..memory.len()).step_by(STEP) {
             if !memory.is_zero_at(start, STEP) {

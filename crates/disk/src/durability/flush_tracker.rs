@@ -41,7 +41,7 @@ use std::time::Duration;
 use blockhouse_core::sync::{Coalescer, Epochs, ErrorLatch, RunGuard, Turn};
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, Fua, IoVector, Result,
-    SnapshotChange, Storage, StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache,
+    SnapshotChange, Storage, StorageChange, StorageSnapshot, SyncMode, Unmap, WriteCache, rare,
 };
 
 use super::decide::WriteMethod;
@@ -390,7 +390,7 @@ impl<S: Storage> FlushTracker<S> {
                 self.write_fua(content, offset, from).await
             }
             // Boxed, so that the future of the common way stays small.
-            WriteMethod::Fua => Box::pin(self.try_fua(content, offset, from, write_cache)).await,
+            WriteMethod::Fua => rare(self.try_fua(content, offset, from, write_cache)).await,
             WriteMethod::PlainThenFlush(sync) => {
                 self.check_failure()?;
                 self.write_plain(content, offset, from, write_cache).await?;

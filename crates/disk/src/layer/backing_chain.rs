@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockhouse_core::{ByteRange, ExtentState, Storage, WorkBudget};
+use blockhouse_core::{ByteRange, ExtentState, Storage, WorkBudget, rare};
 use blockhouse_format::Intent;
 
 use super::Layer;
@@ -79,7 +79,7 @@ impl<S: Storage> BackingChain<S> {
         let (depth, mut next) = match self.skips.get(first) {
             Some(depth) => (depth, first + 1),
             // Boxed, so that the future of the common way stays small.
-            None => Box::pin(self.find_out(first..end, budget)).await,
+            None => rare(self.find_out(first..end, budget)).await,
         };
         while next < end && self.skips.get(next) == Some(depth) {
             next += 1;

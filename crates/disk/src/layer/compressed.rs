@@ -1,7 +1,9 @@
 //! Reads other than those of aligned data: compressed clusters, and host ranges that are less well
 //! aligned than the storage demands.
 
-use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage};
+use blockhouse_core::{
+    Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage, rare,
+};
 use blockhouse_format::DataPlace;
 
 use super::Layer;
@@ -19,7 +21,7 @@ impl<S: Storage> Layer<S> {
         if is_aligned || self.format.is_identity() || self.is_encrypted() {
             return self.read_data(place, into).await;
         }
-        Box::pin(self.read_misaligned(host, into)).await
+        rare(self.read_misaligned(host, into)).await
     }
 
     async fn read_misaligned(&self, host: u64, mut into: IoVector) -> Result<()> {

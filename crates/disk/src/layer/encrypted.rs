@@ -15,7 +15,7 @@ use std::sync::Mutex;
 
 use blockhouse_core::{
     Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector, Offload,
-    ReadAfterDiscard, Result, Storage, WorkBudget,
+    ReadAfterDiscard, Result, Storage, WorkBudget, rare,
 };
 use blockhouse_format::DataPlace;
 
@@ -70,9 +70,7 @@ impl<S: Storage> Layer<S> {
         match &self.encryption {
             DataEncryption::None => self.data().read_data(place.host, into).await,
             DataEncryption::Locked => Err(self.locked(place.host)),
-            DataEncryption::Unlocked(cipher) => {
-                Box::pin(cipher.read(self.data(), place, into)).await
-            }
+            DataEncryption::Unlocked(cipher) => rare(cipher.read(self.data(), place, into)).await,
         }
     }
 
@@ -87,7 +85,7 @@ impl<S: Storage> Layer<S> {
             DataEncryption::None => self.data().write_data(place.host, from, durability).await,
             DataEncryption::Locked => Err(self.locked(place.host)),
             DataEncryption::Unlocked(cipher) => {
-                Box::pin(cipher.write(self.data(), place, from, durability)).await
+                rare(cipher.write(self.data(), place, from, durability)).await
             }
         }
     }

@@ -15,7 +15,9 @@
 use std::cell::Cell;
 
 use blockhouse_core::sync::run_bounded;
-use blockhouse_core::{ByteRange, Extent, ExtentState, IoVector, Result, Storage, WorkBudget};
+use blockhouse_core::{
+    ByteRange, Extent, ExtentState, IoVector, Result, Storage, WorkBudget, rare,
+};
 use blockhouse_format::{DataPlace, Intent, ReadGuard};
 use futures_util::future::LocalBoxFuture;
 use futures_util::stream::{self, Stream, StreamExt};
@@ -36,7 +38,7 @@ impl<S: Storage> Layer<S> {
             return self.read_aligned(range, into, Reader::Read).await;
         }
         // Boxed, so that the future of the common way stays small.
-        Box::pin(self.read_unaligned(range, into)).await
+        rare(self.read_unaligned(range, into)).await
     }
 
     /// As [`read`](Self::read), of whole blocks into memory that suits the storage.
@@ -53,7 +55,7 @@ impl<S: Storage> Layer<S> {
             return self.read_extent(&first, guard, into, reader).await;
         }
         // Boxed, so that the future of the common way stays small.
-        Box::pin(self.read_parts((first, guard), range, into, reader)).await
+        rare(self.read_parts((first, guard), range, into, reader)).await
     }
 
     /// Fills `into` with those bytes of `range` that the image has itself; what it leaves to its
@@ -152,14 +154,14 @@ impl<S: Storage> Layer<S> {
                 self.read_place(place, into).await
             }
             ExtentState::Zero | ExtentState::Hole if into.len() as u64 > WorkBudget::QUANTUM => {
-                Box::pin(fill_with_zeros(into)).await
+                rare(fill_with_zeros(into)).await
             }
             ExtentState::Zero | ExtentState::Hole => {
                 into.fill(0);
                 into.check_intact()
             }
             ExtentState::Compressed { host, length } => {
-                Box::pin(self.read_compressed(extent, host, length, into)).await
+                rare(self.read_compressed(extent, host, length, into)).await
             }
             ExtentState::Backing => self.read_backing(extent.guest, guard, into, reader).await,
         }
@@ -187,7 +189,7 @@ impl<S: Storage> Layer<S> {
                 read.set_depth(index + 1);
                 return chain.layer(index).read_from(range, into, reader).await;
             }
-            Box::pin(read_along(chain, range, into, reader)).await
+            rare(read_along(chain, range, into, reader)).await
         })
     }
 
@@ -219,11 +221,11 @@ impl<S: Storage> Layer<S> {
             } else if !layer.alignment.admits(inside.offset(), &into) {
                 // It waits for other things than reads.
                 drop(guard);
-                return Box::pin(layer.read_unaligned(inside, into)).await;
+                return rare(layer.read_unaligned(inside, into)).await;
             } else if is_whole {
                 return layer.read_extent(&first, guard, into, reader).await;
             } else {
-                return Box::pin(layer.read_parts((first, guard), inside, into, reader)).await;
+                return rare(layer.read_parts((first, guard), inside, into, reader)).await;
             }
         }
     }

@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use blockhouse_core::{Result, Storage, SyncMode};
+use blockhouse_core::{Result, Storage, SyncMode, rare};
 
 use super::Layer;
 use super::behind::OpenedLayers;
@@ -27,7 +27,7 @@ impl<S: Storage> Layer<S> {
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         if !self.stability.is_behind_stable.load(Ordering::Acquire) {
             // Boxed, so that the future of the common way stays small.
-            Box::pin(self.opened().flush(sync)).await?;
+            rare(self.opened().flush(sync)).await?;
         }
         self.format.flush(sync).await
     }

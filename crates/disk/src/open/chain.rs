@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
 use blockhouse_engine::HostFile;
 use blockhouse_format::{Backing, DataFile, ImageFormat, probe};
 use blockhouse_storage::{Concat, ImageStorage, Location};
@@ -159,7 +159,7 @@ impl Chain {
         // Before it is locked: in a loop the lock would be held by ourselves.
         self.enter(path.clone(), identity, folder)?;
         if matches!(self.source, Files::Host) && options.access == Access::ReadWrite {
-            Box::pin(restore_layer(&storage, &path, &behind)).await?;
+            rare(restore_layer(&storage, &path, &behind)).await?;
         }
         let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
         let (next, left) = next.map_err(|error| self.failed(error.into()))?;

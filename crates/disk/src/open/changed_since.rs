@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use blockhouse_core::{ByteRange, Result};
+use blockhouse_core::{ByteRange, Rare, Result, rare};
 use blockhouse_storage::{Location, NbdStorage};
 
 use super::image_disk::ImageDisk;
@@ -19,23 +19,29 @@ const MIN_GRANULARITY: u64 = 4096;
 ///
 /// # Errors
 /// There is no such bitmap, it lacks changes, or the server does not offer it.
-pub async fn changed_since(name: &Path, disk: &ImageDisk, bitmap: &str) -> Result<DirtyMap> {
-    let least = DirtyMap::min_granularity(disk.size(), MAX_BYTES);
-    let Location::Nbd { uri, reconnect } = Location::of(name)? else {
-        return disk.bitmaps().copy(bitmap, least).await;
-    };
-    if disk.image().has_side_file() {
-        return disk.bitmaps().copy(bitmap, least).await;
-    }
-    let told = NbdStorage::connect_for_bitmap(uri, reconnect, bitmap).await?;
-    let map = DirtyMap::new(disk.size(), least.max(MIN_GRANULARITY))?;
-    let mut rest = ByteRange::between(0, disk.size());
-    while !rest.is_empty() {
-        let (is_dirty, length) = told.dirty_extent(rest).await?;
-        if is_dirty {
-            map.mark(rest.truncate(length));
+pub fn changed_since<'a>(
+    name: &'a Path,
+    disk: &'a ImageDisk,
+    bitmap: &'a str,
+) -> Rare<'a, Result<DirtyMap>> {
+    rare(async move {
+        let least = DirtyMap::min_granularity(disk.size(), MAX_BYTES);
+        let Location::Nbd { uri, reconnect } = Location::of(name)? else {
+            return disk.bitmaps().copy(bitmap, least).await;
+        };
+        if disk.image().has_side_file() {
+            return disk.bitmaps().copy(bitmap, least).await;
         }
-        rest = rest.skip(length);
-    }
-    Ok(map)
+        let told = NbdStorage::connect_for_bitmap(uri, reconnect, bitmap).await?;
+        let map = DirtyMap::new(disk.size(), least.max(MIN_GRANULARITY))?;
+        let mut rest = ByteRange::between(0, disk.size());
+        while !rest.is_empty() {
+            let (is_dirty, length) = told.dirty_extent(rest).await?;
+            if is_dirty {
+                map.mark(rest.truncate(length));
+            }
+            rest = rest.skip(length);
+        }
+        Ok(map)
+    })
 }

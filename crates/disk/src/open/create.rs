@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
+use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, SyncMode, ToolProgress, rare};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_format::{ImageFormat, initial_file_size};
@@ -35,37 +35,44 @@ const ENOENT: i32 = 2;
 /// One that names the image: the size is no multiple of 512, there is one of this name, or the host
 /// or cluster refuses. A device is too small or in use. An image that could not be finished is
 /// removed.
-pub async fn create(name: &Path, size: u64, format: ImageFormat) -> Result<()> {
-    create_as(name, size, format, NewFile::default()).await
+pub fn create<'a>(name: &'a Path, size: u64, format: ImageFormat) -> Rare<'a, Result<()>> {
+    rare(async move { create_as(name, size, format, NewFile::default()).await })
 }
 
 /// As [`create`], with what the file system is to know of the file, or in place of what a file has.
 ///
 /// # Errors
 /// As [`create`]; `Locked` where another program uses the file that is there.
-pub async fn create_as(name: &Path, size: u64, format: ImageFormat, how: NewFile) -> Result<()> {
-    if !size.is_multiple_of(512) {
-        let what = format!("a disk of {size} bytes is no multiple of 512");
-        return Err(Error::new(ErrorKind::InvalidInput, what).on(&name.display().to_string()));
-    }
-    let storage = create_storage(name, initial_file_size(format, size), how).await?;
-    let is_device = is_device(name);
-    let finished = async {
-        if !is_device || format != ImageFormat::Raw {
-            blockhouse_format::create(&storage, format, size).await?;
+pub fn create_as<'a>(
+    name: &'a Path,
+    size: u64,
+    format: ImageFormat,
+    how: NewFile,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        if !size.is_multiple_of(512) {
+            let what = format!("a disk of {size} bytes is no multiple of 512");
+            return Err(Error::new(ErrorKind::InvalidInput, what).on(&name.display().to_string()));
         }
-        if let (Location::File(path), false) = (Location::of(name)?, is_device) {
-            sync_folder(&path)?;
+        let storage = create_storage(name, initial_file_size(format, size), how).await?;
+        let is_device = is_device(name);
+        let finished = async {
+            if !is_device || format != ImageFormat::Raw {
+                blockhouse_format::create(&storage, format, size).await?;
+            }
+            if let (Location::File(path), false) = (Location::of(name)?, is_device) {
+                sync_folder(&path)?;
+            }
+            storage.close().await
+        };
+        let finished = finished.await;
+        // An image in Ceph that is open cannot be removed.
+        drop(storage);
+        if finished.is_err() {
+            remove_created(name).await;
         }
-        storage.close().await
-    };
-    let finished = finished.await;
-    // An image in Ceph that is open cannot be removed.
-    drop(storage);
-    if finished.is_err() {
-        remove_created(name).await;
-    }
-    finished
+        finished
+    })
 }
 
 /// As [`create_as`], of a qcow2 image like this, without a look at its backing file. A data file is
@@ -73,33 +80,39 @@ pub async fn create_as(name: &Path, size: u64, format: ImageFormat, how: NewFile
 ///
 /// # Errors
 /// As there; `InvalidInput` for options that no image has.
-pub async fn create_qcow2(name: &Path, options: &CreateOptions, how: NewFile) -> Result<()> {
-    // Until its header is written the file is empty, which no program takes for an image.
-    create_as(name, 0, ImageFormat::Raw, how).await?;
-    let filled = async {
-        let storage = open_created(name).await?;
-        let data = match &options.data_file {
-            Some(file) => {
-                note_data_file(name, &file.name);
-                let data = lock_for_writing(Path::new(OsStr::from_bytes(&file.name)))?;
-                Some(ImageStorage::from(data))
+pub fn create_qcow2<'a>(
+    name: &'a Path,
+    options: &'a CreateOptions,
+    how: NewFile,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        // Until its header is written the file is empty, which no program takes for an image.
+        create_as(name, 0, ImageFormat::Raw, how).await?;
+        let filled = async {
+            let storage = open_created(name).await?;
+            let data = match &options.data_file {
+                Some(file) => {
+                    note_data_file(name, &file.name);
+                    let data = lock_for_writing(Path::new(OsStr::from_bytes(&file.name)))?;
+                    Some(ImageStorage::from(data))
+                }
+                None => None,
+            };
+            let progress = ToolProgress::default();
+            qcow2::create_with(&storage, data.as_ref(), options, &progress).await?;
+            storage.flush(SyncMode::Full).await?;
+            if let Some(data) = data {
+                data.close().await?;
             }
-            None => None,
+            storage.close().await
         };
-        let progress = ToolProgress::default();
-        qcow2::create_with(&storage, data.as_ref(), options, &progress).await?;
-        storage.flush(SyncMode::Full).await?;
-        if let Some(data) = data {
-            data.close().await?;
+        let filled = filled.await;
+        // A file that was there is not ours to remove.
+        if filled.is_err() && !how.is_in_place {
+            remove_created(name).await;
         }
-        storage.close().await
-    };
-    let filled = filled.await;
-    // A file that was there is not ours to remove.
-    if filled.is_err() && !how.is_in_place {
-        remove_created(name).await;
-    }
-    filled
+        filled
+    })
 }
 
 /// Makes what an image is stored in, open for writing.
@@ -152,17 +165,19 @@ pub fn is_device(name: &Path) -> bool {
 ///
 /// # Errors
 /// One that names the image.
-pub async fn open_created(name: &Path) -> Result<ImageStorage> {
-    match Location::of(name)? {
-        Location::Rbd(location) => {
-            let rbd = RbdStorage::open(location, RbdAccess::Write).await?;
-            Ok(ImageStorage::Rbd(Box::new(rbd)))
+pub fn open_created<'a>(name: &'a Path) -> Rare<'a, Result<ImageStorage>> {
+    rare(async move {
+        match Location::of(name)? {
+            Location::Rbd(location) => {
+                let rbd = RbdStorage::open(location, RbdAccess::Write).await?;
+                Ok(ImageStorage::Rbd(Box::new(rbd)))
+            }
+            Location::File(path) if is_device(&path) => Ok(lock_for_writing(&path)?.into()),
+            Location::File(_) | Location::Nbd { .. } => {
+                Ok(HostFile::open(name, OpenMode::ReadWrite, PageCache::Used)?.into())
+            }
         }
-        Location::File(path) if is_device(&path) => Ok(lock_for_writing(&path)?.into()),
-        Location::File(_) | Location::Nbd { .. } => {
-            Ok(HostFile::open(name, OpenMode::ReadWrite, PageCache::Used)?.into())
-        }
-    }
+    })
 }
 
 /// Removes what [`create`] has made and could not be finished; a device stays. It must not be open.
@@ -180,14 +195,20 @@ pub async fn remove_created(name: &Path) {
 ///
 /// # Errors
 /// One that names the image: as [`rename_durable`]. An image in Ceph is never replaced.
-pub async fn rename_finished(from: &Path, to: &Path, if_exists: IfExists) -> Result<()> {
-    match (Location::of(from)?, Location::of(to)?) {
-        (Location::Rbd(old), Location::Rbd(new)) => {
-            let renamed = rename_rbd_image(&old, &new).await;
-            renamed.map_err(|error| error.hint(format!("the image is complete: {old}")))
+pub fn rename_finished<'a>(
+    from: &'a Path,
+    to: &'a Path,
+    if_exists: IfExists,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        match (Location::of(from)?, Location::of(to)?) {
+            (Location::Rbd(old), Location::Rbd(new)) => {
+                let renamed = rename_rbd_image(&old, &new).await;
+                renamed.map_err(|error| error.hint(format!("the image is complete: {old}")))
+            }
+            _ => rename_durable(from, to, if_exists),
         }
-        _ => rename_durable(from, to, if_exists),
-    }
+    })
 }
 
 /// Whether there is an image of this name.

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Rare, Result, WriteCache, rare};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_format::{Backing, ImageFormat, Intent};
@@ -126,23 +126,25 @@ struct Steps<'a> {
 /// One that names the disk or file: it cannot be forked, has another size than its guest's, exists
 /// already; `Io` where changes in flight take too long; the host's. All disks go on as before then,
 /// and no file is left.
-pub async fn fork(forks: Vec<ForkOf<'_>>) -> Result<(Vec<Forked<'_>>, Pause)> {
-    let mut steps = Vec::with_capacity(forks.len());
-    for fork in forks {
-        steps.push(Steps::new(fork).await?);
-    }
-    match take(&mut steps).await {
-        Ok((replaced, pause)) => {
-            let forked = steps.into_iter().zip(replaced);
-            Ok((forked.map(|(steps, replaced)| steps.forked(replaced)).collect(), pause))
+pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> Rare<'a, Result<(Vec<Forked<'a>>, Pause)>> {
+    rare(async move {
+        let mut steps = Vec::with_capacity(forks.len());
+        for fork in forks {
+            steps.push(Steps::new(fork).await?);
         }
-        Err(error) => {
-            for steps in steps {
-                steps.undo().await;
+        match take(&mut steps).await {
+            Ok((replaced, pause)) => {
+                let forked = steps.into_iter().zip(replaced);
+                Ok((forked.map(|(steps, replaced)| steps.forked(replaced)).collect(), pause))
             }
-            Err(error)
+            Err(error) => {
+                for steps in steps {
+                    steps.undo().await;
+                }
+                Err(error)
+            }
         }
-    }
+    })
 }
 
 async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, Pause)> {
@@ -381,27 +383,33 @@ async fn close_unused(image: Option<&StoredImage>) {
 ///
 /// # Errors
 /// As [`fork`], and those of opening it for writing.
-pub async fn fork_image(image: &Path, options: ImageOptions, overlay: &Path) -> Result<()> {
-    let disk = open(image, options.clone()).await?;
-    let overlay = Some(overlay.to_owned());
-    let fork =
-        ForkOf { disk: &disk, options, overlay, is_overlay_made: false, children: Vec::new() };
-    let mut steps = Steps::new(fork).await?;
-    let made = async {
-        steps.make_overlay().await?;
-        if let Some(overlay) = &steps.overlay {
-            copy_bitmaps(&disk, overlay).await?;
+pub fn fork_image<'a>(
+    image: &'a Path,
+    options: ImageOptions,
+    overlay: &'a Path,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        let disk = open(image, options.clone()).await?;
+        let overlay = Some(overlay.to_owned());
+        let fork =
+            ForkOf { disk: &disk, options, overlay, is_overlay_made: false, children: Vec::new() };
+        let mut steps = Steps::new(fork).await?;
+        let made = async {
+            steps.make_overlay().await?;
+            if let Some(overlay) = &steps.overlay {
+                copy_bitmaps(&disk, overlay).await?;
+            }
+            steps.record()
+        };
+        if let Err(error) = made.await {
+            steps.undo().await;
+            return Err(error);
         }
-        steps.record()
-    };
-    if let Err(error) = made.await {
-        steps.undo().await;
-        return Err(error);
-    }
-    if let Some(overlay) = steps.overlay.take() {
-        close_alone(&overlay).await?;
-    }
-    disk.close().await
+        if let Some(overlay) = steps.overlay.take() {
+            close_alone(&overlay).await?;
+        }
+        disk.close().await
+    })
 }
 
 /// How an overlay is opened of a disk that was opened so.

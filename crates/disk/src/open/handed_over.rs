@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
 use blockhouse_engine::{HostFile, OpenFiles};
 use blockhouse_storage::{ImageStorage, Location};
 
@@ -221,11 +221,13 @@ fn not_handed_over(name: &str) -> Error {
 /// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a
 /// failure is reported. Nothing may be in flight on the disk, which is
 /// [settled](StoredImage::settle), and keeps no state yet. `path` is its image's.
-pub async fn keep_state(disk: &ImageDisk, path: &Path, uses: &StateUse) {
-    let image = disk.image();
-    if let Some(state) = FutureState::of(image, path, uses) {
-        state.take(image, LogSession::New, image.flush_failures()).await;
-    }
+pub fn keep_state<'a>(disk: &'a ImageDisk, path: &'a Path, uses: &'a StateUse) -> Rare<'a, ()> {
+    rare(async move {
+        let image = disk.image();
+        if let Some(state) = FutureState::of(image, path, uses) {
+            state.take(image, LogSession::New, image.flush_failures()).await;
+        }
+    })
 }
 
 /// An image that another process still owns.

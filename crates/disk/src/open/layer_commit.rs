@@ -8,7 +8,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockhouse_core::Result;
+use blockhouse_core::{Rare, Result, rare};
 use blockhouse_engine::HostFile;
 use blockhouse_storage::ImageStorage;
 
@@ -31,56 +31,58 @@ use crate::tools::LayerCommit;
 /// As [`open_base`](super::open_base), of the base and of the image above the layers;
 /// `InvalidInput` where an image in their folders stands on one of them; `Io` where reads in flight
 /// take too long; the base's, where it cannot be made longer. The disk goes on as before.
-pub async fn begin_layer_commit(
-    disk: &Arc<ImageDisk>,
+pub fn begin_layer_commit<'a>(
+    disk: &'a Arc<ImageDisk>,
     left_out: FurtherBase,
-    path: &Path,
-    options: &ImageOptions,
-) -> Result<LayerCommit<ImageStorage>> {
-    let layers: Vec<_> = disk.image().layers().collect();
-    let (above, base) = (left_out.above(), left_out.above() + left_out.steps());
-    check_layers(&layers[above..=base])?;
-    let options = ImageOptions { copy_on_read: false, ..options.clone() };
-    let opener = Opener { layers: &layers, path, options: &options };
-    let upper = match above {
-        0 => None,
-        _ => Some(opener.open(above, Purpose::Image).await?),
-    };
-    let lower = match opener.open(base, Purpose::Disk).await {
-        Ok(lower) => lower,
-        Err(error) => {
-            opener.give_back(upper.as_deref(), above).await;
+    path: &'a Path,
+    options: &'a ImageOptions,
+) -> Rare<'a, Result<LayerCommit<ImageStorage>>> {
+    rare(async move {
+        let layers: Vec<_> = disk.image().layers().collect();
+        let (above, base) = (left_out.above(), left_out.above() + left_out.steps());
+        check_layers(&layers[above..=base])?;
+        let options = ImageOptions { copy_on_read: false, ..options.clone() };
+        let opener = Opener { layers: &layers, path, options: &options };
+        let upper = match above {
+            0 => None,
+            _ => Some(opener.open(above, Purpose::Image).await?),
+        };
+        let lower = match opener.open(base, Purpose::Disk).await {
+            Ok(lower) => lower,
+            Err(error) => {
+                opener.give_back(upper.as_deref(), above).await;
+                return Err(error);
+            }
+        };
+        let (file, name) = (lower.image().file().is_some(), lower.image().image_name().to_owned());
+        let made = LayerCommit::new(Arc::clone(disk), left_out, upper.clone(), Arc::clone(&lower));
+        let commit = match made {
+            Ok(commit) => commit,
+            Err(error) => {
+                opener.give_back(Some(&lower), base).await;
+                opener.give_back(upper.as_deref(), above).await;
+                return Err(error);
+            }
+        };
+        let base = Some(PathBuf::from(name)).filter(|base| file && is_forked(base));
+        let begin = async {
+            if let Some(base) = &base {
+                record_committed(base, opener.path_of(left_below(&commit)))?;
+            }
+            commit.begin().await
+        };
+        if let Err(error) = begin.await {
+            end_layer_commit(&commit, &options).await;
             return Err(error);
         }
-    };
-    let (file, name) = (lower.image().file().is_some(), lower.image().image_name().to_owned());
-    let made = LayerCommit::new(Arc::clone(disk), left_out, upper.clone(), Arc::clone(&lower));
-    let commit = match made {
-        Ok(commit) => commit,
-        Err(error) => {
-            opener.give_back(Some(&lower), base).await;
-            opener.give_back(upper.as_deref(), above).await;
-            return Err(error);
-        }
-    };
-    let base = Some(PathBuf::from(name)).filter(|base| file && is_forked(base));
-    let begin = async {
-        if let Some(base) = &base {
-            record_committed(base, opener.path_of(left_below(&commit)))?;
-        }
-        commit.begin().await
-    };
-    if let Err(error) = begin.await {
-        end_layer_commit(&commit, &options).await;
-        return Err(error);
-    }
-    let [above, top] = [above, above + 1].map(|depth| opener.path_of(depth).to_owned());
-    Ok(commit.before_naming(move || match &base {
-        // What a commit of the image above has begun to change goes into the base as well.
-        Some(base) if has_commit_begun(&top)? => record_committed(base, &above),
-        Some(base) => record_forked(base, &above),
-        None => Ok(()),
-    }))
+        let [above, top] = [above, above + 1].map(|depth| opener.path_of(depth).to_owned());
+        Ok(commit.before_naming(move || match &base {
+            // What a commit of the image above has begun to change goes into the base as well.
+            Some(base) if has_commit_begun(&top)? => record_committed(base, &above),
+            Some(base) => record_forked(base, &above),
+            None => Ok(()),
+        }))
+    })
 }
 
 /// The depth of the image that stands on the base until the commit is complete.

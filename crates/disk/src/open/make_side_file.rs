@@ -7,7 +7,7 @@
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
+use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, SyncMode, ToolProgress, rare};
 use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::{self, SideFileHeader};
@@ -34,35 +34,37 @@ use crate::options::Access;
 /// `InvalidInput` for a side file that does not belong to the image, and for an image that is not
 /// in whole sectors; `Unsupported` for one that is no file, where the user does not say where the
 /// side file is; `Locked`; the host's.
-pub async fn make_side_file(image: &Path, options: &ImageOptions) -> Result<bool> {
-    if !is_raw(image, options) {
-        return match &options.side_file {
-            // A folder is for those of several images that have none of their own.
-            Some(side) if !side.path.is_dir() => {
-                let what = "has no use for a file of bitmaps: only raw images have";
-                let error = Error::new(ErrorKind::InvalidInput, what);
-                Err(error.on(&image.display().to_string()).hint("leave --bitmaps out"))
-            }
-            _ => Ok(false),
-        };
-    }
-    match find(image, options).await? {
-        Found::Belongs { image: RawImage::Volume(_, volume), .. } => {
-            close_volume(volume).await?;
-            return Ok(false);
+pub fn make_side_file<'a>(image: &'a Path, options: &'a ImageOptions) -> Rare<'a, Result<bool>> {
+    rare(async move {
+        if !is_raw(image, options) {
+            return match &options.side_file {
+                // A folder is for those of several images that have none of their own.
+                Some(side) if !side.path.is_dir() => {
+                    let what = "has no use for a file of bitmaps: only raw images have";
+                    let error = Error::new(ErrorKind::InvalidInput, what);
+                    Err(error.on(&image.display().to_string()).hint("leave --bitmaps out"))
+                }
+                _ => Ok(false),
+            };
         }
-        Found::Belongs { .. } => return Ok(false),
-        Found::Strange(why) => return Err(why),
-        Found::Nothing => {}
-    }
-    let volume = match Location::of(image)? {
-        Location::File(path) => open_to_lock(&path, options)?.into(),
-        _ if options.side_file.is_none() => return Ok(false),
-        _ => open_location(&mut Files::Host, image, options).await?.0,
-    };
-    let made = make_beside(image, &volume, options).await;
-    volume.close().await?;
-    made.map(|()| true)
+        match find(image, options).await? {
+            Found::Belongs { image: RawImage::Volume(_, volume), .. } => {
+                close_volume(volume).await?;
+                return Ok(false);
+            }
+            Found::Belongs { .. } => return Ok(false),
+            Found::Strange(why) => return Err(why),
+            Found::Nothing => {}
+        }
+        let volume = match Location::of(image)? {
+            Location::File(path) => open_to_lock(&path, options)?.into(),
+            _ if options.side_file.is_none() => return Ok(false),
+            _ => open_location(&mut Files::Host, image, options).await?.0,
+        };
+        let made = make_beside(image, &volume, options).await;
+        volume.close().await?;
+        made.map(|()| true)
+    })
 }
 
 /// As [`make_side_file`], but only where there is no file in its place: of one that is there,
@@ -70,12 +72,18 @@ pub async fn make_side_file(image: &Path, options: &ImageOptions) -> Result<bool
 ///
 /// # Errors
 /// As there.
-pub async fn make_missing_side_file(image: &Path, options: &ImageOptions) -> Result<()> {
-    let is_there = is_raw(image, options) && place_of(image, options).symlink_metadata().is_ok();
-    if !is_there {
-        make_side_file(image, options).await?;
-    }
-    Ok(())
+pub fn make_missing_side_file<'a>(
+    image: &'a Path,
+    options: &'a ImageOptions,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        let is_there =
+            is_raw(image, options) && place_of(image, options).symlink_metadata().is_ok();
+        if !is_there {
+            make_side_file(image, options).await?;
+        }
+        Ok(())
+    })
 }
 
 fn is_raw(image: &Path, options: &ImageOptions) -> bool {
@@ -123,17 +131,19 @@ async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions
 ///
 /// # Errors
 /// The host's.
-pub async fn remove_unused_side_file(
-    disk: &ImageDisk,
-    image: &Path,
-    options: &ImageOptions,
-) -> Result<()> {
-    match disk.image().file().filter(|_| disk.image().has_side_file()) {
-        Some(file) if disk.format().bitmaps()?.list().await?.is_empty() => {
-            remove_side_file(&place_of(image, options), file)
+pub fn remove_unused_side_file<'a>(
+    disk: &'a ImageDisk,
+    image: &'a Path,
+    options: &'a ImageOptions,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        match disk.image().file().filter(|_| disk.image().has_side_file()) {
+            Some(file) if disk.format().bitmaps()?.list().await?.is_empty() => {
+                remove_side_file(&place_of(image, options), file)
+            }
+            _ => Ok(()),
         }
-        _ => Ok(()),
-    }
+    })
 }
 
 /// Removes the side file at this path, durably, which `file` is. Another file in its place stays.

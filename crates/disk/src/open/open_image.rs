@@ -9,7 +9,7 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
 use blockhouse_engine::{FileKind, HostFile};
 use blockhouse_format::ImageFormat;
 use blockhouse_storage::{ImageStorage, Location};
@@ -45,16 +45,18 @@ use crate::tools::check_not_marked;
 /// another format, is a mirror that was not completed, or the host refuses; for a backing file also
 /// the chain that leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one
 /// of a raw image.
-pub async fn open(path: &Path, options: ImageOptions) -> Result<ImageDisk> {
-    let is_view = at_snapshot(path, &options)?.1.is_some();
-    let disk = Disk::new(match options.purpose {
-        Purpose::Metadata => open_metadata(path, options.clone()).await?,
-        _ => open_image(path, &options, Files::Host).await?,
-    });
-    if options.purpose == Purpose::Disk && !is_view {
-        check_not_marked(&disk).await?;
-    }
-    Ok(disk)
+pub fn open<'a>(path: &'a Path, options: ImageOptions) -> Rare<'a, Result<ImageDisk>> {
+    rare(async move {
+        let is_view = at_snapshot(path, &options)?.1.is_some();
+        let disk = Disk::new(match options.purpose {
+            Purpose::Metadata => open_metadata(path, options.clone()).await?,
+            _ => open_image(path, &options, Files::Host).await?,
+        });
+        if options.purpose == Purpose::Disk && !is_view {
+            check_not_marked(&disk).await?;
+        }
+        Ok(disk)
+    })
 }
 
 impl HandedOverDisk {
@@ -291,13 +293,15 @@ impl CommitChain {
 /// # Errors
 /// As [`open`]; `InvalidInput` where there is no backing file, another file has its name now, or
 /// its disk was moved; `Locked` where others use it; `Unsupported` for one with a data file.
-pub async fn open_base(
-    disk: &ImageDisk,
-    path: &Path,
+pub fn open_base<'a>(
+    disk: &'a ImageDisk,
+    path: &'a Path,
     options: ImageOptions,
-) -> Result<Arc<ImageDisk>> {
-    let above = [&**disk.image().layer()];
-    Ok(Arc::new(Disk::new(open_behind(&above, path, options).await?)))
+) -> Rare<'a, Result<Arc<ImageDisk>>> {
+    rare(async move {
+        let above = [&**disk.image().layer()];
+        Ok(Arc::new(Disk::new(open_behind(&above, path, options).await?)))
+    })
 }
 
 /// As [`open_base`], the backing file of the last one of the images `above`, which is at `path`;
@@ -400,10 +404,12 @@ pub(super) async fn open_layer_again(
 ///
 /// # Errors
 /// One that names the image: it is missing or locked, or the host, server or cluster refuses.
-pub async fn open_storage(path: &Path, options: ImageOptions) -> Result<ImageStorage> {
-    let storage = open_location(&mut Files::Host, path, &options).await?.0;
-    if let Some(file) = storage.as_file().filter(|_| options.locking == Locking::Held) {
-        lock(file, options.access)?;
-    }
-    Ok(storage)
+pub fn open_storage<'a>(path: &'a Path, options: ImageOptions) -> Rare<'a, Result<ImageStorage>> {
+    rare(async move {
+        let storage = open_location(&mut Files::Host, path, &options).await?.0;
+        if let Some(file) = storage.as_file().filter(|_| options.locking == Locking::Held) {
+            lock(file, options.access)?;
+        }
+        Ok(storage)
+    })
 }

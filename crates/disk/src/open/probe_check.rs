@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
 use blockhouse_format::{ImageFormat, probe};
 use blockhouse_storage::Location;
 
@@ -139,24 +139,26 @@ fn is_of_no_format(suffix: &OsStr) -> bool {
 /// # Errors
 /// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current
 /// thread.
-pub async fn check_raw_backing(path: &Path) -> Result<()> {
-    let options = ImageOptions {
-        access: Access::ReadOnly,
-        cache: CacheMode::Writeback,
-        ..ImageOptions::default()
-    };
-    let file = open_location(&mut Files::Host, path, &options).await?.0;
-    let Some(name) = probe::probe(&file).await? else { return Ok(()) };
-    let what = format!("is named as a raw backing file but looks like {name}");
-    let hint = match name.parse::<ImageFormat>() {
-        Ok(_) => format!(
-            "the guest would see the tables of that image instead of its disk: name the format {name}; if \
+pub fn check_raw_backing<'a>(path: &'a Path) -> Rare<'a, Result<()>> {
+    rare(async move {
+        let options = ImageOptions {
+            access: Access::ReadOnly,
+            cache: CacheMode::Writeback,
+            ..ImageOptions::default()
+        };
+        let file = open_location(&mut Files::Host, path, &options).await?.0;
+        let Some(name) = probe::probe(&file).await? else { return Ok(()) };
+        let what = format!("is named as a raw backing file but looks like {name}");
+        let hint = match name.parse::<ImageFormat>() {
+            Ok(_) => format!(
+                "the guest would see the tables of that image instead of its disk: name the format {name}; if \
              it is a raw disk whose guest wrote these bytes, 'rebase -u -F raw' stores that"
-        ),
-        Err(_) => format!(
-            "the format {name} is not supported behind an image; if it is a raw disk whose guest wrote \
+            ),
+            Err(_) => format!(
+                "the format {name} is not supported behind an image; if it is a raw disk whose guest wrote \
              these bytes, 'rebase -u -F raw' stores that"
-        ),
-    };
-    Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
+            ),
+        };
+        Err(Error::new(ErrorKind::InvalidInput, what).on(file.name()).hint(hint))
+    })
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockhouse_core::{Error, ErrorKind, Result, Storage};
+use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
 use blockhouse_engine::{HostFile, OpenMode, PageCache, sleep};
 use blockhouse_storage::ImageStorage;
 
@@ -81,27 +81,32 @@ fn identity_of_layer(layer: &Layer<ImageStorage>) -> Option<super::open_location
 /// One that names the disk or file: no fork has made its overlay, others stand on the layer, it has
 /// another size than the disk, or the host refuses. The disk goes on as before then; or, where it
 /// is not known whether the host would find the overlay after a loss of power, it can only be read.
-pub async fn roll_back(disk: &ImageDisk, options: &ImageOptions) -> Result<RolledBack> {
-    let (layer, overlay) = check_rollback(disk)?;
-    let lower = Arc::new(open_lower(disk, &layer, options).await?);
-    match go_back(disk, &lower, &layer, &overlay).await {
-        Ok(pause) => Ok(RolledBack { layer, overlay, pause }),
-        Err(Failed::Unchanged(error)) => {
-            if let Err(error) = end_rollback(&layer) {
-                tracing::warn!("{error}");
+pub fn roll_back<'a>(
+    disk: &'a ImageDisk,
+    options: &'a ImageOptions,
+) -> Rare<'a, Result<RolledBack>> {
+    rare(async move {
+        let (layer, overlay) = check_rollback(disk)?;
+        let lower = Arc::new(open_lower(disk, &layer, options).await?);
+        match go_back(disk, &lower, &layer, &overlay).await {
+            Ok(pause) => Ok(RolledBack { layer, overlay, pause }),
+            Err(Failed::Unchanged(error)) => {
+                if let Err(error) = end_rollback(&layer) {
+                    tracing::warn!("{error}");
+                }
+                if let Err(error) = lower.close().await {
+                    tracing::warn!("{error}");
+                }
+                drop(lower);
+                disk.image()
+                    .layer()
+                    .backing_layer()
+                    .map_or(Ok(()), |layer| lock_readers(layer, options))?;
+                Err(error)
             }
-            if let Err(error) = lower.close().await {
-                tracing::warn!("{error}");
-            }
-            drop(lower);
-            disk.image()
-                .layer()
-                .backing_layer()
-                .map_or(Ok(()), |layer| lock_readers(layer, options))?;
-            Err(error)
+            Err(Failed::Unknown(error)) => Err(error),
         }
-        Err(Failed::Unknown(error)) => Err(error),
-    }
+    })
 }
 
 /// The canonical paths of the layer and of the overlay.

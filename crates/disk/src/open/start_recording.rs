@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{Error, ErrorKind, Result, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Rare, Result, SyncMode, rare};
 use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 
@@ -54,27 +54,32 @@ impl StoredImage {
 /// # Errors
 /// As [`make_side_file`]; `InvalidInput` where another file has the path by now; a flush that
 /// failed earlier.
-pub async fn start_recording(
-    disk: &ImageDisk,
-    image: &Path,
-    options: &ImageOptions,
-) -> Result<Pause> {
-    disk.check_access(0)?;
-    let refuse = |what: &str| {
-        Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(&image.display().to_string()))
-    };
-    let Some(served) = disk.image().file() else { return refuse("is no file, and has no bitmaps") };
-    if identity_at(image)? != identity(served)? {
-        return refuse("is another file than the one that is in use, which had its path");
-    }
-    // It is locked already.
-    let unlocked = ImageOptions { locking: Locking::None, ..options.clone() };
-    let is_new = make_side_file(image, &unlocked).await?;
-    let recorded = record_beside(disk, served, image, options).await;
-    if recorded.is_err() && is_new {
-        remove_created(&place_of(image, options)).await;
-    }
-    recorded
+pub fn start_recording<'a>(
+    disk: &'a ImageDisk,
+    image: &'a Path,
+    options: &'a ImageOptions,
+) -> Rare<'a, Result<Pause>> {
+    rare(async move {
+        disk.check_access(0)?;
+        let refuse = |what: &str| {
+            Err(Error::new(ErrorKind::InvalidInput, what.to_owned())
+                .on(&image.display().to_string()))
+        };
+        let Some(served) = disk.image().file() else {
+            return refuse("is no file, and has no bitmaps");
+        };
+        if identity_at(image)? != identity(served)? {
+            return refuse("is another file than the one that is in use, which had its path");
+        }
+        // It is locked already.
+        let unlocked = ImageOptions { locking: Locking::None, ..options.clone() };
+        let is_new = make_side_file(image, &unlocked).await?;
+        let recorded = record_beside(disk, served, image, options).await;
+        if recorded.is_err() && is_new {
+            remove_created(&place_of(image, options)).await;
+        }
+        recorded
+    })
 }
 
 async fn record_beside(
@@ -116,37 +121,44 @@ async fn record_beside(
 /// # Errors
 /// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with
 /// its side file then.
-pub async fn stop_recording(disk: &ImageDisk, image: &Path, options: &ImageOptions) -> Result<()> {
-    let (image_used, before) = (disk.image(), disk.format());
-    let (Some(side_file), Some(served)) = (image_used.file(), before.data().storage().as_file())
-    else {
-        return Ok(());
-    };
-    if !disk.image().has_side_file() || !disk.format().bitmaps()?.list().await?.is_empty() {
-        return Ok(());
-    }
-    if disk.images().count_replaced() >= MAX_REPLACED {
-        let what = "was replaced too often to give up its side file";
-        let error = Error::new(ErrorKind::Unsupported, what).on(disk.image().image_name());
-        return Err(error.hint("it has no bitmap: remove it when the disk is closed"));
-    }
-    let itself = served.share(image, options.open_mode())?;
-    let (itself, restore) =
-        disk_over(itself.into(), image, options, EarlierWrites::Unknown, None).await?;
-    flush_ahead(&[disk], SyncMode::Full).await?;
-    let quiesced = disk.quiesced().await?;
-    disk.check_access(0)?;
-    before.flush(SyncMode::Full).await?;
-    disk.check_replacement(&itself)?;
-    let itself = restore.finish(itself).await?;
-    if let Some(file) = itself.file() {
-        served.move_locks_to(file);
-    }
-    let replaced = quiesced.record_in(Arc::new(itself))?;
-    if let Err(error) = replaced.close().await {
-        tracing::warn!("{error}");
-    }
-    remove_side_file(&place_of(image, options), side_file)
+pub fn stop_recording<'a>(
+    disk: &'a ImageDisk,
+    image: &'a Path,
+    options: &'a ImageOptions,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        let (image_used, before) = (disk.image(), disk.format());
+        let (Some(side_file), Some(served)) =
+            (image_used.file(), before.data().storage().as_file())
+        else {
+            return Ok(());
+        };
+        if !disk.image().has_side_file() || !disk.format().bitmaps()?.list().await?.is_empty() {
+            return Ok(());
+        }
+        if disk.images().count_replaced() >= MAX_REPLACED {
+            let what = "was replaced too often to give up its side file";
+            let error = Error::new(ErrorKind::Unsupported, what).on(disk.image().image_name());
+            return Err(error.hint("it has no bitmap: remove it when the disk is closed"));
+        }
+        let itself = served.share(image, options.open_mode())?;
+        let (itself, restore) =
+            disk_over(itself.into(), image, options, EarlierWrites::Unknown, None).await?;
+        flush_ahead(&[disk], SyncMode::Full).await?;
+        let quiesced = disk.quiesced().await?;
+        disk.check_access(0)?;
+        before.flush(SyncMode::Full).await?;
+        disk.check_replacement(&itself)?;
+        let itself = restore.finish(itself).await?;
+        if let Some(file) = itself.file() {
+            served.move_locks_to(file);
+        }
+        let replaced = quiesced.record_in(Arc::new(itself))?;
+        if let Err(error) = replaced.close().await {
+            tracing::warn!("{error}");
+        }
+        remove_side_file(&place_of(image, options), side_file)
+    })
 }
 
 fn identity_at(image: &Path) -> Result<[u8; 16]> {

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use blockhouse_core::{ErrorKind, Result};
+use blockhouse_core::{ErrorKind, Rare, Result, rare};
 use blockhouse_storage::Location;
 
 use super::image_options::{ImageOptions, Locking, Purpose, StateUse};
@@ -29,32 +29,40 @@ pub enum IfCorrupt {
 ///
 /// # Errors
 /// As [`open`](super::open); `Corrupt` with [`IfCorrupt::Fail`] only.
-pub async fn replay_state(path: &Path, options: ImageOptions, if_corrupt: IfCorrupt) -> Result<()> {
-    // An image on another server has no state here.
-    let is_file = matches!(Location::of(path)?, Location::File(_));
-    if matches!(options.state, StateUse::Off) || !is_file {
-        return Ok(());
-    }
-    // Locked: a server that has the image open has a state file, too.
-    let storage = open_storage(path, options.clone()).await?;
-    let dir = options.state.directory();
-    let found = storage.as_file().map_or(Ok(None), |file| find_state(file, dir))?;
-    drop(storage);
-    let Some(found) = found else {
-        return check_lost_session(path, options).await;
-    };
-    if found.is_empty() {
-        return Ok(());
-    }
-    match open(path, options.clone().for_purpose(Purpose::Image)).await {
-        Ok(disk) => disk.close().await,
-        Err(error) if error.kind() == ErrorKind::Corrupt && if_corrupt == IfCorrupt::SetAside => {
-            let storage = open_storage(path, options.clone()).await?;
-            let aside = |file| set_state_aside(file, dir, "the image is corrupt");
-            storage.as_file().map_or(Ok(()), aside)
+pub fn replay_state<'a>(
+    path: &'a Path,
+    options: ImageOptions,
+    if_corrupt: IfCorrupt,
+) -> Rare<'a, Result<()>> {
+    rare(async move {
+        // An image on another server has no state here.
+        let is_file = matches!(Location::of(path)?, Location::File(_));
+        if matches!(options.state, StateUse::Off) || !is_file {
+            return Ok(());
         }
-        Err(error) => Err(error),
-    }
+        // Locked: a server that has the image open has a state file, too.
+        let storage = open_storage(path, options.clone()).await?;
+        let dir = options.state.directory();
+        let found = storage.as_file().map_or(Ok(None), |file| find_state(file, dir))?;
+        drop(storage);
+        let Some(found) = found else {
+            return check_lost_session(path, options).await;
+        };
+        if found.is_empty() {
+            return Ok(());
+        }
+        match open(path, options.clone().for_purpose(Purpose::Image)).await {
+            Ok(disk) => disk.close().await,
+            Err(error)
+                if error.kind() == ErrorKind::Corrupt && if_corrupt == IfCorrupt::SetAside =>
+            {
+                let storage = open_storage(path, options.clone()).await?;
+                let aside = |file| set_state_aside(file, dir, "the image is corrupt");
+                storage.as_file().map_or(Ok(()), aside)
+            }
+            Err(error) => Err(error),
+        }
+    })
 }
 
 /// Fails for an image whose state may be elsewhere. What is wrong with one that cannot be opened,

@@ -29,7 +29,7 @@ use std::sync::Arc;
 
 use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{
-    ByteRange, Extent, ExtentFlags, ExtentState, IoVector, Result, Storage, WorkBudget,
+    ByteRange, Extent, ExtentFlags, ExtentState, IoVector, Result, Storage, WorkBudget, rare,
 };
 use blockhouse_format::{DataPlace, Intent};
 use futures_util::stream::{self, StreamExt};
@@ -94,7 +94,7 @@ impl<S: Storage> Writer<S> {
             return self.write_aligned(range, from, sync).await;
         }
         // Boxed, so that the future of the common way stays small.
-        Box::pin(self.write_unaligned(range, from, sync, claim)).await
+        rare(self.write_unaligned(range, from, sync, claim)).await
     }
 
     /// As [`write`](Self::write), of whole blocks in memory that suits the storage.
@@ -109,7 +109,7 @@ impl<S: Storage> Writer<S> {
             let plan = sync.plan_data([&*first].into_iter(), Writes::Counted(1));
             return self.write_extent(first, from, plan).await;
         }
-        Box::pin(self.write_parts(first, range, from, sync)).await
+        rare(self.write_parts(first, range, from, sync)).await
     }
 
     /// Writes a range of several extents, the first of which is prepared.
@@ -186,7 +186,7 @@ impl<S: Storage> Writer<S> {
         let is_prepared = extent.flags.contains(ExtentFlags::PREPARED);
         let can_leave_rest = reads_as_zeros && (is_prepared || plan.may_leave_holes());
         if extent.alloc_range != extent.guest && !can_leave_rest {
-            return Box::pin(self.write_with_cow(extent, host, from, plan)).await;
+            return rare(self.write_with_cow(extent, host, from, plan)).await;
         }
         let place = DataPlace { guest: extent.guest.offset(), host };
         self.store(extent, place, from, plan).await

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, ExtentState, Result, Storage, rare};
 
 use super::overlap::Survey;
 use super::piece::Piece;
@@ -222,7 +222,7 @@ impl<S: Storage> Foreign<S> {
         }
         let found = async {
             if !self.is_surveyed.load(Ordering::Relaxed) {
-                Box::pin(self.check_apart()).await?;
+                rare(self.check_apart()).await?;
             }
             self.find(range).await
         };

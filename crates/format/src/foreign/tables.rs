@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use blockhouse_core::{Result, Storage};
+use blockhouse_core::{Result, Storage, rare};
 use parking_lot::Mutex;
 
 use super::patches::Patches;
@@ -103,7 +103,7 @@ impl<'a, S: Storage> Tables<'a, S> {
         self.cache.misses.fetch_add(1, Relaxed);
         // Boxed, so that the future of a hit stays small.
         let start = number * PAGE_SIZE;
-        let mut bytes = Box::pin(read(self.storage, start, PAGE_SIZE as usize)).await?;
+        let mut bytes = rare(read(self.storage, start, PAGE_SIZE as usize)).await?;
         if let Some(patches) = self.patches {
             patches.apply(start, &mut bytes);
         }

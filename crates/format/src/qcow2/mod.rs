@@ -38,7 +38,7 @@ mod writeback;
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, ExtentState, IoVector, Result, StateMemory,
-    Storage, SyncMode, ToolProgress,
+    Storage, SyncMode, ToolProgress, rare,
 };
 
 use crate::{Abort, Intent, MetadataSync};
@@ -208,7 +208,7 @@ impl<S: Storage> Qcow2<S> {
         self.begin_changes().await?;
         match self.bitmaps.try_record(range) {
             Some(range) => Ok(range),
-            None => Box::pin(self.bitmaps.record(&self.metadata, range)).await,
+            None => rare(self.bitmaps.record(&self.metadata, range)).await,
         }
     }
 
@@ -223,7 +223,7 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.check_writable()?;
         self.metadata.check_intact()?;
         if self.metadata.autoclear().needs_begin_changes() {
-            Box::pin(self.metadata.autoclear().begin_changes()).await?;
+            rare(self.metadata.autoclear().begin_changes()).await?;
         }
         Ok(())
     }

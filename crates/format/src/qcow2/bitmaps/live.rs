@@ -31,7 +31,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_lock::Semaphore;
 use blockhouse_core::sync::run_all;
-use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, rare};
 use parking_lot::{Mutex, RwLock};
 
 use crate::qcow2::layout::bitmap_directory::{
@@ -414,7 +414,7 @@ impl LiveBitmaps {
         loop {
             let range = first_recorded(range);
             self.begin_session(metadata).await?;
-            if self.record_in_all(metadata, range).await? {
+            if rare(self.record_in_all(metadata, range)).await? {
                 return Ok(range);
             }
             // A bitmap becomes coarser: until then its changes wait.
@@ -520,7 +520,7 @@ impl LiveBitmaps {
     /// As [`record`](Self::record).
     pub(crate) async fn begin_session<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.has_live.load(Ordering::Acquire) && !self.has_begun.load(Ordering::Acquire) {
-            self.begin(metadata).await?;
+            rare(self.begin(metadata)).await?;
             // They may have been found to be damaged just now.
             metadata.autoclear().begin_changes().await?;
         }

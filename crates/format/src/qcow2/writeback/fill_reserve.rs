@@ -3,7 +3,7 @@
 //!
 //! Where the host has no space the request that needs it fails, and nothing has changed.
 
-use blockhouse_core::{ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{ErrorKind, Result, Storage, SyncMode, rare};
 
 use crate::qcow2::allocator::Room;
 use crate::qcow2::tables::ReserveRequest;
@@ -80,7 +80,7 @@ impl<S: Storage> ReserveFiller<'_, S> {
             let claimed = state.allocator.claim_to_prepare(&mut state.tables, free)?;
             Ok(claimed.map(|claimed| (claimed, self.0.writer.writes().enter())))
         });
-        let Some((claimed, _writing)) = Box::pin(claim).await? else { return Ok(()) };
+        let Some((claimed, _writing)) = rare(claim).await? else { return Ok(()) };
         // Dropped in the middle, the clusters stay unused: they may be zeroed at any time.
         let range = self.0.geometry.bytes_of(claimed.clone());
         let outcome = self.0.writer.prepare_zeros(range).await;
@@ -126,7 +126,7 @@ impl<S: Storage> ReserveFiller<'_, S> {
             let reserved = state.allocator.begin_end_reserve(&mut state.tables, count);
             Ok(reserved.map(|reserved| (reserved, self.0.writer.writes().enter())))
         });
-        let Some((reserved, _writing)) = Box::pin(reserve).await? else { return Ok(()) };
+        let Some((reserved, _writing)) = rare(reserve).await? else { return Ok(()) };
         // Dropped in the middle, the clusters stay unused: the write may still be in flight.
         let outcome = self.0.writer.write_zeros(self.0.geometry.bytes_of(reserved.clone())).await;
         let mut state = self.0.state.lock();
@@ -150,7 +150,7 @@ impl<S: Storage> ReserveFiller<'_, S> {
             }
             Ok(found)
         });
-        let row = match Box::pin(found).await? {
+        let row = match rare(found).await? {
             Room::Row(row) => row,
             Room::End => return Ok(true),
             Room::None => return Ok(false),

@@ -11,7 +11,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use async_lock::Semaphore;
-use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, rare};
 
 use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, LIVE_BITMAPS};
 use crate::qcow2::layout::header::{Header, Incompatible, SESSION, SESSION_BITS};
@@ -207,7 +207,7 @@ impl<S: Storage> Metadata<S> {
             self.writer.record(error);
             if self.geometry.version >= 3 {
                 // The error that counts is the one that led here.
-                let _ = self.mark_as_corrupt().await;
+                let _ = rare(self.mark_as_corrupt()).await;
             }
         }
         outcome

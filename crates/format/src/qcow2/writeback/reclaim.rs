@@ -2,7 +2,7 @@
 //!
 //! `allocator/deferred_free` describes the life of a cluster on its way.
 
-use blockhouse_core::{ReadAfterDiscard, Result, Storage};
+use blockhouse_core::{ReadAfterDiscard, Result, Storage, rare};
 use parking_lot::Mutex;
 
 use crate::qcow2::allocator::{DeferredFree, Punch};
@@ -59,7 +59,7 @@ impl<S: Storage> Metadata<S> {
         };
         if has_many {
             // Boxed, so that the future of a link stays small.
-            let _ = Box::pin(self.reclaim()).await;
+            let _ = rare(self.reclaim()).await;
         }
     }
 
@@ -83,7 +83,7 @@ impl<S: Storage> Metadata<S> {
             if !is_due {
                 break;
             }
-            self.write_back(WritebackReason::StableData).await?;
+            rare(self.write_back(WritebackReason::StableData)).await?;
         }
         let freed = self.process_frees().await;
         self.marking(freed).await

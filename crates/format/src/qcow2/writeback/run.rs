@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use async_lock::SemaphoreGuard;
-use blockhouse_core::{Capabilities, Fua, FuaCost, Offload, Result, Storage, SyncMode};
+use blockhouse_core::{Capabilities, Fua, FuaCost, Offload, Result, Storage, SyncMode, rare};
 use event_listener::EventListener;
 
 use crate::MetadataSync;
@@ -115,7 +115,7 @@ impl<S: Storage> Metadata<S> {
         }
         // Each writeback frees clusters, which changes refcounts, which takes a writeback.
         while self.has_changes() {
-            self.write_back(WritebackReason::Full).await?;
+            rare(self.write_back(WritebackReason::Full)).await?;
         }
         // One that was dropped may still be in flight.
         self.writer.drained().await;
@@ -137,7 +137,7 @@ impl<S: Storage> Metadata<S> {
             match self.next_step(target) {
                 WritebackStep::Durable => return Ok(flushed),
                 WritebackStep::Wait(event) => event.await,
-                WritebackStep::Run => flushed = self.write_back(reason).await?,
+                WritebackStep::Run => flushed = rare(self.write_back(reason)).await?,
             }
         }
     }
@@ -156,7 +156,7 @@ impl<S: Storage> Metadata<S> {
     /// Writes all that is dirty now, so that the cache has clean slices.
     pub(crate) async fn write_back_all(&self) -> Result<()> {
         self.writer.check_failure()?;
-        self.write_back(WritebackReason::Full).await.map(drop)
+        rare(self.write_back(WritebackReason::Full)).await.map(drop)
     }
 
     /// Writes everything that is dirty, and keeps writebacks from running. While the result is held
@@ -179,7 +179,7 @@ impl<S: Storage> Metadata<S> {
             drop(no_frees);
             match waiting {
                 Some(event) => event.await,
-                None => drop(self.write_back(WritebackReason::Full).await?),
+                None => drop(rare(self.write_back(WritebackReason::Full)).await?),
             }
         }
     }

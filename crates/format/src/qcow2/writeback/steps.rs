@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{Result, Storage};
+use blockhouse_core::{Result, Storage, rare};
 use event_listener::Event;
 use parking_lot::Mutex;
 
@@ -19,7 +19,7 @@ impl<S: Storage> Metadata<S> {
         loop {
             match self.try_step(&mut step).await? {
                 Some(value) => return Ok(value),
-                None => self.write_back_all().await?,
+                None => rare(self.write_back_all()).await?,
             }
         }
     }
@@ -38,12 +38,10 @@ impl<S: Storage> Metadata<S> {
             match outcome {
                 Ok(value) => return Ok(Some(value)),
                 Err(Blocked::Failed(error)) => return Err(error),
-                Err(Blocked::CacheMiss(slice)) => self.load(slice).await?,
+                Err(Blocked::CacheMiss(slice)) => rare(self.load(slice)).await?,
                 Err(Blocked::Wait(event) | Blocked::NoRoom(event)) => event.await,
                 // It runs steps itself.
-                Err(Blocked::NeedsReserve(need)) => {
-                    Box::pin(ReserveFiller(self).fill(need)).await?
-                }
+                Err(Blocked::NeedsReserve(need)) => rare(ReserveFiller(self).fill(need)).await?,
                 Err(Blocked::DirtyLimit) => return Ok(None),
             }
         }
