@@ -370,6 +370,7 @@ impl TargetSpec<'_> {
         match Location::of(path)? {
             Location::File(_) => {}
             Location::Nbd { .. } => return self.replace("an export of another server").await,
+            Location::Null(_) => return self.replace("a disk that keeps nothing").await,
             Location::Rbd(_) if exists(path).await? => {
                 return self.replace("an image in Ceph").await;
             }

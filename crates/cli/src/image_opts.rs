@@ -15,8 +15,8 @@ use blockhouse_disk::{BackingUse, ImageFormat, QemuName, SpaceOptions};
 #[derive(clap::Args, Clone, Copy)]
 pub struct ImageOptsArgs {
     /// The image is no path but QEMU's options: driver=qcow2,file.filename=disk.qcow2. The drivers
-    /// are raw, qcow2, those of docs/formats.md, and below them file, host_device, nbd and
-    /// rbd.
+    /// are raw, qcow2, those of docs/formats.md, and below them file, host_device, nbd,
+    /// null-co and rbd.
     #[arg(long)]
     image_opts: bool,
 }

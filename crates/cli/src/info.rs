@@ -166,8 +166,7 @@ fn facts_of(
     let actual_size = if is_file {
         Some(blocks_of(&image)? * 512 + disk.image().query_extents_allocated()?)
     } else {
-        // Another server has it.
-        None
+        disk.image().allocated_bytes()?
     };
     Ok(Facts {
         said_name: None,

@@ -8,7 +8,7 @@ use blockhouse_core::{
 };
 use blockhouse_engine::HostFile;
 
-use crate::{Concat, NbdStorage, RbdStorage, ViewStorage};
+use crate::{Concat, NbdStorage, NullStorage, RbdStorage, ViewStorage};
 
 /// A file, or what another server or a cluster has.
 ///
@@ -25,6 +25,8 @@ pub enum ImageStorage {
     Concat(Box<Concat<HostFile>>),
     /// Something that another layer has, for reading.
     View(Box<ViewStorage>),
+    /// Nothing.
+    Null(NullStorage),
 }
 
 impl ImageStorage {
@@ -48,7 +50,7 @@ impl ImageStorage {
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {
             Self::File(file) => Some(file),
-            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => None,
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => None,
         }
     }
 
@@ -57,7 +59,7 @@ impl ImageStorage {
         match self {
             Self::File(file) => vec![file],
             Self::Concat(files) => files.files().collect(),
-            Self::Nbd(_) | Self::Rbd(_) | Self::View(_) => Vec::new(),
+            Self::Nbd(_) | Self::Rbd(_) | Self::View(_) | Self::Null(_) => Vec::new(),
         }
     }
 
@@ -77,7 +79,7 @@ impl ImageStorage {
     pub async fn query_size(&self) -> Result<Option<u64>> {
         match self {
             Self::File(file) => file.query_size().map(Some),
-            Self::Nbd(_) | Self::Concat(_) | Self::View(_) => Ok(None),
+            Self::Nbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => Ok(None),
             Self::Rbd(rbd) => rbd.query_size().await.map(Some),
         }
     }
@@ -86,7 +88,7 @@ impl ImageStorage {
     pub fn set_min_size(&self, size: u64) {
         match self {
             Self::File(file) => file.set_min_size(size),
-            Self::Nbd(_) | Self::Concat(_) | Self::View(_) => {}
+            Self::Nbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => {}
             Self::Rbd(rbd) => rbd.set_min_size(size),
         }
     }
@@ -107,6 +109,7 @@ macro_rules! ask {
             Self::Rbd(rbd) => rbd.$method($($argument),*),
             Self::Concat(files) => files.$method($($argument),*),
             Self::View(view) => view.$method($($argument),*),
+            Self::Null(null) => null.$method($($argument),*),
         }
     };
 }
@@ -120,6 +123,7 @@ macro_rules! carry_out {
             Self::Rbd(rbd) => Box::pin(rbd.$method($($argument),*)).await,
             Self::Concat(files) => Box::pin(files.$method($($argument),*)).await,
             Self::View(view) => Box::pin(view.$method($($argument),*)).await,
+            Self::Null(null) => null.$method($($argument),*).await,
         }
     };
 }
@@ -142,7 +146,7 @@ impl Storage for ImageStorage {
             Self::File(file) => file.grows_with_zeros(),
             // A storage of fixed size never becomes longer; new objects of an image in Ceph are
             // empty.
-            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => true,
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => true,
         }
     }
 
@@ -173,7 +177,9 @@ impl Storage for ImageStorage {
     async fn last_change(&self) -> Result<Option<Duration>> {
         match self {
             Self::File(file) => file.last_change().await,
-            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => Ok(None),
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => {
+                Ok(None)
+            }
         }
     }
 
@@ -184,14 +190,16 @@ impl Storage for ImageStorage {
     async fn free_space(&self) -> Result<Option<u64>> {
         match self {
             Self::File(file) => file.free_space().await,
-            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => Ok(None),
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => {
+                Ok(None)
+            }
         }
     }
 
     fn check_size(&self, size: u64) -> Result<()> {
         match self {
             Self::File(file) => file.check_size(size),
-            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) => Ok(()),
+            Self::Nbd(_) | Self::Rbd(_) | Self::Concat(_) | Self::View(_) | Self::Null(_) => Ok(()),
         }
     }
 

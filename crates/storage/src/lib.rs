@@ -1,7 +1,7 @@
 //! Storage (layer 2): where images live beside local files.
 //!
 //! A [`Location`] is what a person writes; [`ImageStorage`] is what it leads to. [`NbdStorage`] is
-//! an export of an NBD server, [`RbdStorage`] an image in Ceph. Each implements
+//! an export of an NBD server, [`RbdStorage`] an image in Ceph, [`NullStorage`] nothing. Each is a
 //! [`Storage`](blockhouse_core::Storage), so a disk, a format and every tool can stand on it.
 //!
 //! ```no_run
@@ -29,6 +29,7 @@ mod detached;
 mod image_storage;
 mod location;
 mod nbd;
+mod null;
 mod rbd;
 mod view_storage;
 
@@ -36,6 +37,7 @@ pub use concat::Concat;
 pub use image_storage::ImageStorage;
 pub use location::Location;
 pub use nbd::{ListedExport, NbdStorage, list_exports};
+pub use null::{NullLocation, NullStorage};
 pub use rbd::{
     RbdAccess, RbdLocation, RbdStorage, create_rbd_image, remove_rbd_image, rename_rbd_image,
 };

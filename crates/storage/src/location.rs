@@ -1,5 +1,5 @@
-//! Where an image is, as a person writes it: a path, the URI of an NBD server's export, or the name
-//! of an image in Ceph.
+//! Where an image is, as a person writes it: a path, the URI of an NBD server's export, the name of
+//! an image in Ceph, or that of nothing.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -9,6 +9,7 @@ use std::time::Duration;
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_nbd_protocol::uri::ClientUri;
 
+use crate::null::NullLocation;
 use crate::rbd::{RbdLocation, SCHEME};
 
 /// How long requests may wait for a server that is gone, at most.
@@ -29,13 +30,15 @@ pub enum Location {
     },
     /// An image in Ceph.
     Rbd(RbdLocation),
+    /// Nothing: zeros, and writes that go nowhere.
+    Null(NullLocation),
 }
 
 impl Location {
     /// The meaning of a name: `nbd://`, `nbd+unix://`, `nbds://` and `nbds+unix://` begin the URI
     /// of an export, to whose parameters `reconnect=SECONDS` may belong; `rbd:` begins the name
-    /// of an image in Ceph; everything else is a path. A file of such a name is reached by
-    /// a path that begins with `./`.
+    /// of an image in Ceph; `null-co://` and `null-aio://` that of nothing; everything else is a
+    /// path. A file of such a name is reached by a path that begins with `./`.
     ///
     /// # Errors
     /// `InvalidInput` where a URI or a name cannot be used.
@@ -44,6 +47,10 @@ impl Location {
         if bytes.starts_with(SCHEME.as_bytes()) {
             let text = name.to_str().ok_or_else(|| invalid(name, "it is not UTF-8".into()))?;
             return Ok(Self::Rbd(text.parse().map_err(|why| invalid(name, why))?));
+        }
+        if NullLocation::driver_of(bytes).is_some() {
+            let text = name.to_string_lossy();
+            return Ok(Self::Null(text.parse().map_err(|why| invalid(name, why))?));
         }
         let is_uri =
             [&b"nbd://"[..], b"nbd+unix://", b"nbds://", b"nbds+unix://"].iter().any(|scheme| {
@@ -67,6 +74,7 @@ impl Location {
                 Path::new(&uri.export.export).file_name().map(OsStr::to_owned)
             }
             Ok(Self::Rbd(rbd)) => Some(rbd.image().into()),
+            Ok(Self::Null(null)) => Some(null.driver().into()),
             _ => name.file_name().map(OsStr::to_owned),
         }
     }
@@ -83,7 +91,7 @@ impl Location {
         match self {
             Self::File(path) => Some(path),
             Self::Nbd { uri, .. } => uri.tls.local_path(),
-            Self::Rbd(_) => None,
+            Self::Rbd(_) | Self::Null(_) => None,
         }
     }
 
@@ -145,6 +153,15 @@ mod tests {
         for path in ["disk.img", "./nbd://x", "nbd:localhost:10809", "/a/nbd://b", "file:x"] {
             assert_eq!(Location::of(Path::new(path)).unwrap(), Location::File(path.into()));
         }
+    }
+
+    #[test]
+    fn nothing_has_a_name_by_its_driver() {
+        let null = "null-aio://?size=1M";
+        let location = Location::of(Path::new(null)).unwrap();
+        assert_eq!(location, Location::Null(null.parse().unwrap()));
+        assert_eq!(Location::label(Path::new(null)).as_deref(), Some("null-aio"));
+        assert!(Location::of(Path::new("null-co://?size=-1")).is_err());
     }
 
     #[test]

@@ -110,9 +110,18 @@ const SESSION: &[Step] = &[
     ),
     Same("{'execute':'blockdev-del','arguments':{'node-name':'zz'}}"),
     Same("{'execute':'blockdev-del','arguments':{'node-name':'f'}}"),
+    Same("{'execute':'blockdev-add','arguments':{'driver':'null-co','node-name':'n','size':'x'}}"),
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'null-co','node-name':'n','size':1048576,'latency-ns':7}}",
+    ),
+    Same(
+        "{'execute':'blockdev-add','arguments':{'driver':'raw','node-name':'m','file':{'driver':'null-aio','read-zeroes':true}}}",
+    ),
+    Same("{'execute':'blockdev-del','arguments':{'node-name':'n'}}"),
+    Same("{'execute':'blockdev-del','arguments':{'node-name':'m'}}"),
     Differs(
-        "{'execute':'blockdev-add','arguments':{'driver':'null-co','node-name':'n'}}",
-        "Driver 'null-co' is not possible here",
+        "{'execute':'blockdev-add','arguments':{'driver':'ssh','node-name':'n','path':'x','server':{'host':'x','port':'1'}}}",
+        "Driver 'ssh' is not possible here",
         "no such images",
     ),
     Same("{'execute':'query-block'}"),

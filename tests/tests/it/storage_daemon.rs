@@ -128,7 +128,9 @@ fn wrong_options_are_refused_with_the_words_of_qemu() {
             &["--blockdev", disk, "--export", "fuse,id=e,node-name=f,mountpoint=/m"],
             "'fuse' are not possible",
         ),
-        (&["--blockdev", "null-co,node-name=n"], "Driver 'null-co' is not possible here"),
+        (&["--blockdev", "ssh,node-name=n"], "Driver 'ssh' is not possible here"),
+        (&["--blockdev", "null-co,node-name=n,size=-1"], "'size' does not accept value '-1'"),
+        (&["--blockdev", "null-co,node-name=n,size=x"], "type for 'size', expected: integer"),
         (&["--chardev", "stdio,id=c", "--monitor", "c", "--daemonize"], "--daemonize"),
     ] {
         let (status, line) = told(ours(&scratch), &words(line, &folder));

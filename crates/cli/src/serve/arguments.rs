@@ -95,7 +95,8 @@ const OTHER_OPTIONS: [&str; 52] = [
 #[derive(clap::Args)]
 pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side,
-    /// each named after its file unless --name says otherwise.
+    /// each named after its file unless --name says otherwise. null-co://?size=SIZE is zeros, and
+    /// drops writes: it measures all but a disk.
     #[arg(required_unless_present_any = ["config", "list"], value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// Whether the backing file is read: options of the image say it.

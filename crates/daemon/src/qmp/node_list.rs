@@ -9,6 +9,7 @@ use std::path::Path;
 use std::rc::Rc;
 
 use blockhouse_disk::{CacheMode, Features, LayerInfo, is_address};
+use blockhouse_storage::Location;
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
@@ -265,7 +266,10 @@ fn filter_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
 fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let found = running.path().metadata().ok();
     let driver = match (running.disk.image().file(), &found) {
-        (None, _) => "nbd",
+        (None, _) => match Location::of(&running.path()) {
+            Ok(Location::Null(null)) => null.driver(),
+            _ => "nbd",
+        },
         (Some(_), Some(found)) if !found.is_file() => "host_device",
         (Some(_), _) => "file",
     };
@@ -275,7 +279,7 @@ fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     let length = found.filter(|_| driver == "file").map(|found| found.len().next_multiple_of(512));
     let size = length.unwrap_or(running.disk.size());
     let mut image = image_of(&running.path(), driver, size, None);
-    if driver != "nbd" {
+    if running.disk.image().file().is_some() {
         // As QEMU calls it for devices, too.
         image["format-specific"] = json!({ "type": "file", "data": {} });
     }

@@ -16,8 +16,8 @@ use super::errors::QmpError;
 use super::objects::key_file;
 use super::state::{FileNode, FormatNode};
 
-/// QEMU's drivers of files and of other servers' exports.
-const FILES: [&str; 3] = ["file", "host_device", NBD];
+/// QEMU's drivers of files, of other servers' exports, and of nothing.
+const FILES: [&str; 5] = ["file", "host_device", NBD, "null-aio", "null-co"];
 const NBD: &str = "nbd";
 const QCOW2: &str = "qcow2";
 /// QEMU's drivers of formats that Blockhouse opens.
@@ -25,7 +25,7 @@ const FORMATS: [&str; 7] = ["raw", QCOW2, "luks", "vdi", "vhdx", "vmdk", "vpc"];
 /// QEMU's driver of a node that limits a disk.
 const THROTTLE: &str = "throttle";
 /// QEMU's other drivers, which are refused.
-const OTHERS: [&str; 28] = [
+const OTHERS: [&str; 26] = [
     "blkdebug",
     "blklogwrites",
     "blkreplay",
@@ -44,8 +44,6 @@ const OTHERS: [&str; 28] = [
     "https",
     "iscsi",
     "nfs",
-    "null-aio",
-    "null-co",
     "nvme",
     "parallels",
     "preallocate",
@@ -115,8 +113,16 @@ impl Asked {
     }
 
     /// Parses the options of a file's node, and refuses others. Returns the file's name, or the URI
-    /// of an export.
+    /// of an export or of nothing.
     fn end_file(&self, mut given: Arguments) -> Result<String, QmpError> {
+        if self.driver.starts_with("null-") {
+            let size = given.some_unsigned("size")?.unwrap_or(1 << 30);
+            let latency = given.some_unsigned("latency-ns")?.unwrap_or(0);
+            let zeroes = if given.flag("read-zeroes", false)? { "on" } else { "off" };
+            given.end()?;
+            let options = format!("size={size}&latency-ns={latency}&read-zeroes={zeroes}");
+            return Ok(format!("{}://?{options}", self.driver));
+        }
         if self.driver == NBD {
             let mut options = given.rest();
             options.insert("driver".into(), NBD.into());

@@ -57,11 +57,12 @@ object BlockStats node-name?:str stats:BlockDeviceStats parent?:BlockStats
 object BlockDeviceStats rd_bytes:int wr_bytes:int zone_append_bytes:int unmap_bytes:int rd_operations:int wr_operations:int zone_append_operations:int flush_operations:int unmap_operations:int rd_total_time_ns:int wr_total_time_ns:int zone_append_total_time_ns:int flush_total_time_ns:int unmap_total_time_ns:int wr_highest_offset:int rd_merged:int wr_merged:int zone_append_merged:int unmap_merged:int failed_rd_operations:int failed_wr_operations:int failed_zone_append_operations:int failed_flush_operations:int failed_unmap_operations:int invalid_rd_operations:int invalid_wr_operations:int invalid_zone_append_operations:int invalid_flush_operations:int invalid_unmap_operations:int account_invalid:bool account_failed:bool timed_stats:[TimedStats]
 object TimedStats interval_length:int min_rd_latency_ns:int max_rd_latency_ns:int avg_rd_latency_ns:int min_wr_latency_ns:int max_wr_latency_ns:int avg_wr_latency_ns:int min_zone_append_latency_ns:int max_zone_append_latency_ns:int avg_zone_append_latency_ns:int min_flush_latency_ns:int max_flush_latency_ns:int avg_flush_latency_ns:int avg_rd_queue_depth:number avg_wr_queue_depth:number avg_zone_append_queue_depth:number
 command blockdev-add *BlockdevOptions
-object BlockdevOptions driver:BlockdevDriver node-name?:str discard?:Discard active?:bool cache?:BlockdevCacheOptions read-only?:bool auto-read-only?:bool force-share?:bool detect-zeroes?:DetectZeroes | driver file=BlockdevFile host_device=BlockdevFile nbd=BlockdevNbd raw=BlockdevFormat qcow2=BlockdevQcow2 luks=BlockdevLuks vdi=BlockdevFormat vhdx=BlockdevFormat vmdk=BlockdevFormat vpc=BlockdevFormat throttle=BlockdevThrottle
-enum BlockdevDriver file host_device nbd raw qcow2 luks vdi vhdx vmdk vpc throttle
+object BlockdevOptions driver:BlockdevDriver node-name?:str discard?:Discard active?:bool cache?:BlockdevCacheOptions read-only?:bool auto-read-only?:bool force-share?:bool detect-zeroes?:DetectZeroes | driver file=BlockdevFile host_device=BlockdevFile nbd=BlockdevNbd null-aio=BlockdevNull null-co=BlockdevNull raw=BlockdevFormat qcow2=BlockdevQcow2 luks=BlockdevLuks vdi=BlockdevFormat vhdx=BlockdevFormat vmdk=BlockdevFormat vpc=BlockdevFormat throttle=BlockdevThrottle
+enum BlockdevDriver file host_device nbd null-aio null-co raw qcow2 luks vdi vhdx vmdk vpc throttle
 enum Discard ignore unmap
 object BlockdevCacheOptions direct?:bool no-flush?:bool
 object BlockdevFile filename:str locking?:OnOffAuto aio?:Aio drop-cache?:bool
+object BlockdevNull size?:int latency-ns?:int read-zeroes?:bool
 object BlockdevNbd server:ServerAddress export?:str
 object ServerAddress type:SocketType | type inet=InetAddress unix=UnixAddress
 enum OnOffAuto auto on

@@ -342,7 +342,7 @@ fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
     let mut ports = Vec::new();
     for disk in &setup.disks {
         match Location::of(&disk.path) {
-            Ok(Location::File(_)) => {}
+            Ok(Location::File(_) | Location::Null(_)) => {}
             Ok(Location::Nbd { uri, .. }) => match uri.export.address {
                 Address::Tcp { port, .. } => ports.extend([port, DNS]),
                 Address::Unix(_) => {}

@@ -80,5 +80,6 @@ impl Needs {
 
 /// Whether a part of the disk may be at another server.
 fn is_remote(disk: &DiskConfig) -> bool {
-    disk.allow_remote || !matches!(Location::of(&disk.path), Ok(Location::File(_)))
+    let is_here = matches!(Location::of(&disk.path), Ok(Location::File(_) | Location::Null(_)));
+    disk.allow_remote || !is_here
 }

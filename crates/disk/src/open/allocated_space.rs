@@ -1,6 +1,7 @@
 //! The space that a disk takes on the host.
 
 use blockhouse_core::Result;
+use blockhouse_storage::ImageStorage;
 
 use super::image_disk::StoredImage;
 
@@ -13,7 +14,9 @@ impl StoredImage {
     /// The host's.
     pub fn allocated_bytes(&self) -> Result<Option<u64>> {
         let (image, data) = (self.format().storage().storage(), self.format().data().storage());
-        let Some(file) = image.as_file() else { return Ok(None) };
+        let Some(file) = image.as_file() else {
+            return Ok(matches!(image, ImageStorage::Null(_)).then_some(0));
+        };
         let mut allocated = file.query_allocated()?;
         if let Some(data) = data.as_file().filter(|_| !std::ptr::eq(image, data)) {
             allocated += data.query_allocated()?;

@@ -132,6 +132,10 @@ async fn create_storage(name: &Path, size: u64, how: NewFile) -> Result<ImageSto
             let error = Error::new(ErrorKind::Unsupported, what).on(&name.to_string_lossy());
             Err(error.hint("make the image where its server is"))
         }
+        Location::Null(null) => {
+            let what = format!("{} keeps nothing, so no image is made there", null.driver());
+            Err(Error::new(ErrorKind::Unsupported, what).on(&name.to_string_lossy()))
+        }
         Location::Rbd(location) => {
             create_rbd_image(&location, size).await?;
             open_created(name).await
@@ -173,7 +177,7 @@ pub fn open_created<'a>(name: &'a Path) -> Rare<'a, Result<ImageStorage>> {
                 Ok(ImageStorage::Rbd(Box::new(rbd)))
             }
             Location::File(path) if is_device(&path) => Ok(lock_for_writing(&path)?.into()),
-            Location::File(_) | Location::Nbd { .. } => {
+            Location::File(_) | Location::Nbd { .. } | Location::Null(_) => {
                 Ok(HostFile::open(name, OpenMode::ReadWrite, PageCache::Used)?.into())
             }
         }
@@ -186,7 +190,7 @@ pub async fn remove_created(name: &Path) {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => drop(remove_rbd_image(&location).await),
         Ok(Location::File(path)) if !is_device(&path) => drop(std::fs::remove_file(path)),
-        Ok(Location::File(_) | Location::Nbd { .. }) | Err(_) => {}
+        Ok(Location::File(_) | Location::Nbd { .. } | Location::Null(_)) | Err(_) => {}
     }
 }
 
@@ -218,6 +222,7 @@ pub fn rename_finished<'a>(
 pub async fn exists(name: &Path) -> Result<bool> {
     match Location::of(name)? {
         Location::File(path) => Ok(std::fs::symlink_metadata(path).is_ok()),
+        Location::Null(_) => Ok(true),
         Location::Nbd { .. } => {
             let what = "cannot determine whether the export exists";
             Err(Error::new(ErrorKind::Unsupported, what).on(&name.to_string_lossy()))
@@ -301,7 +306,7 @@ fn is_mounted(file: &Path, folder: &Path) -> bool {
 pub fn format_for_new(name: &Path) -> Result<ImageFormat, String> {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => ImageFormat::for_new(Path::new(location.image())),
-        Ok(Location::Nbd { .. }) => Ok(ImageFormat::Raw),
+        Ok(Location::Nbd { .. } | Location::Null(_)) => Ok(ImageFormat::Raw),
         Ok(Location::File(_)) | Err(_) => ImageFormat::for_new(name),
     }
 }

@@ -4,7 +4,9 @@ use std::path::Path;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 use blockhouse_engine::HostFile;
-use blockhouse_storage::{Concat, ImageStorage, Location, NbdStorage, RbdAccess, RbdStorage};
+use blockhouse_storage::{
+    Concat, ImageStorage, Location, NbdStorage, NullStorage, RbdAccess, RbdStorage,
+};
 
 use super::handed_over::Files;
 use super::image_options::{ImageOptions, Locking};
@@ -73,6 +75,7 @@ pub(super) async fn open_location(
             let rbd = RbdStorage::open(location, access).await?;
             Ok((ImageStorage::Rbd(Box::new(rbd)), None))
         }
+        Location::Null(location) => Ok((ImageStorage::Null(NullStorage::new(location)), None)),
     }
 }
 

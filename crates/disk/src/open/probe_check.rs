@@ -66,7 +66,7 @@ fn advice_for(name: &str, path: &str) -> String {
 pub fn format_by_name(name: &Path) -> ImageFormat {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => ImageFormat::by_name(Path::new(location.image())),
-        Ok(Location::Nbd { .. }) => ImageFormat::Raw,
+        Ok(Location::Nbd { .. } | Location::Null(_)) => ImageFormat::Raw,
         Ok(Location::File(_)) | Err(_) => match ImageFormat::by_name(name) {
             ImageFormat::Raw => format_before_suffix(name).unwrap_or(ImageFormat::Raw),
             said => said,

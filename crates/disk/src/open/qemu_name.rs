@@ -6,8 +6,6 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::fd::IntoRawFd;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
@@ -219,7 +217,7 @@ impl Options {
         }
         let (format, prefix) = match driver.as_deref() {
             // The bytes of the file or export themselves.
-            Some("file" | "host_device" | "nbd" | "rbd" | "null-co") => {
+            Some("file" | "host_device" | "nbd" | "rbd" | "null-co" | "null-aio") => {
                 (Some(ImageFormat::Raw), "")
             }
             Some(name) => (Some(name.parse::<ImageFormat>()?), "file."),
@@ -361,13 +359,13 @@ impl Options {
             }
             (Some("nbd"), _) => self.nbd(prefix),
             (Some("rbd"), _) => self.rbd(prefix),
-            (Some("null-co"), None) => self.null(prefix),
+            (Some(driver @ ("null-co" | "null-aio")), None) => Ok(self.null(driver, prefix)),
             (Some(other @ ("file" | "host_device")), None) => {
                 Err(format!("the driver {other} needs {prefix}filename=PATH"))
             }
             (None, None) => Err(format!("which file is missing: {prefix}filename=PATH")),
             (Some(other), _) => Err(format!(
-                "there is no driver '{other}' below a format; use file, host_device, nbd or rbd"
+                "there is no driver '{other}' below a format; use file, host_device, nbd, null-co or rbd"
             )),
         }
     }
@@ -396,24 +394,13 @@ impl Options {
         }
     }
 
-    /// `size=SIZE,read-zeroes=on`: a disk of zeros, which is a file in memory that takes no space.
-    fn null(&mut self, prefix: &str) -> Result<PathBuf, String> {
-        const USUAL_SIZE: u64 = 1 << 30;
-        let size = match self.take(&format!("{prefix}size")) {
-            Some(text) => {
-                text.parse().map_err(|_| format!("'size={text}' is no number of bytes"))?
-            }
-            None => USUAL_SIZE,
-        };
-        if self.take(&format!("{prefix}read-zeroes")).as_deref() != Some("on") {
-            return Err("what is read of the driver null-co is not told; say read-zeroes=on".into());
-        }
-        let failed = |error: std::io::Error| format!("no memory for the driver null-co: {error}");
-        let file = rustix::fs::memfd_create("null-co", rustix::fs::MemfdFlags::CLOEXEC);
-        let file = File::from(file.map_err(|error| failed(error.into()))?);
-        file.set_len(size).map_err(failed)?;
-        // Open for as long as the process runs.
-        Ok(format!("/proc/self/fd/{}", file.into_raw_fd()).into())
+    /// `size=SIZE,latency-ns=NUMBER,read-zeroes=on`.
+    fn null(&mut self, driver: &str, prefix: &str) -> PathBuf {
+        let keys = ["size", "latency-ns", "read-zeroes"];
+        let options = keys.into_iter().filter_map(|key| {
+            self.take(&format!("{prefix}{key}")).map(|value| format!("{key}={}", escape(&value)))
+        });
+        format!("{driver}://?{}", options.collect::<Vec<_>>().join("&")).into()
     }
 
     /// `pool=POOL,image=IMAGE[,snapshot=NAME][,conf=FILE][,user=ID]`.
@@ -543,6 +530,20 @@ mod tests {
         }
         for name in ["a.img", "./file:x", "nbd://host/x", "c:x", "rbd:pool/image"] {
             assert_eq!(QemuName::of(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_an_image_by_its_driver() {
+        for (name, path) in [
+            (r#"json:{"driver":"null-co","read-zeroes":true}"#, "null-co://?read-zeroes=on"),
+            (
+                "json:{'driver':'raw','file':{'driver':'null-aio','size':512,'latency-ns':7}}",
+                "null-aio://?size=512&latency-ns=7",
+            ),
+        ] {
+            let named = QemuName::of(name).expect("JSON").expect(name);
+            assert_eq!((named.path, named.format), (path.into(), Some(ImageFormat::Raw)), "{name}");
         }
     }
 

@@ -206,7 +206,7 @@ async fn open_volume(
             let volume = Volume::of_file(&file).await?;
             Ok((RawVolume::Found(found), volume, Some(owner)))
         }
-        Location::Nbd { .. } | Location::Rbd(_) => {
+        Location::Nbd { .. } | Location::Rbd(_) | Location::Null(_) => {
             let (storage, _) = open_location(&mut Files::Host, image, options).await?;
             let volume = Volume::of(&storage).await?;
             Ok((RawVolume::Open(Box::new(storage)), volume, None))

@@ -52,7 +52,7 @@ impl Volume {
             ImageStorage::File(file) => (identity_of_file(file)?, seen_of_file(file).await?),
             ImageStorage::Nbd(nbd) => (hash(&["nbd", nbd.export_name()]), Seen::Unknown),
             ImageStorage::Rbd(rbd) => (hash(&["rbd", &rbd.id().await?]), Seen::Unknown),
-            ImageStorage::Concat(_) | ImageStorage::View(_) => {
+            ImageStorage::Concat(_) | ImageStorage::View(_) | ImageStorage::Null(_) => {
                 let what = "is no volume that can have bitmaps beside it";
                 return Err(Error::new(ErrorKind::Unsupported, what).on(storage.name()));
             }
