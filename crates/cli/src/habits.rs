@@ -26,7 +26,7 @@ const COMMANDS: &[(&str, &str)] = &[
 /// Options that are not there.
 const OPTIONS: &[Habit] = &[
     ("serve", &["-c", "--connect"], "serve without it, then 'nbd-client -unix SOCKET /dev/nbd0'"),
-    ("serve", &["--tls-creds", "--tls-authz"], "--tls-certificates DIR or --tls-psk FILE"),
+    ("serve", &["--tls-authz"], "--tls-allow EXPORT=NAME"),
 ];
 
 /// Adds the right spelling to an error of usage.
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn habits_are_answered_with_the_right_spelling() {
         for (line, tip) in [
-            ("blockhouse serve --tls-creds tls0 disk.img", "--tls-certificates"),
+            ("blockhouse serve --tls-authz a disk.img", "--tls-allow"),
             ("blockhouse connect disk.img", "nbd-client"),
             ("blockhouse start disk.img", "blockhouse serve IMAGE"),
             (

@@ -11,6 +11,8 @@ use anyhow::{Result, anyhow, bail};
 pub use blockhouse_disk::escape_uri as escape;
 use blockhouse_disk::{BackingUse, ImageFormat, QemuName, SpaceOptions};
 
+use crate::tls_object::with_tls;
+
 /// The option that all commands have that open one image.
 #[derive(clap::Args, Clone, Copy)]
 pub struct ImageOptsArgs {
@@ -179,7 +181,7 @@ impl ImageOptsArgs {
                 let (part, is_shared, is_read_only) = (None, false, false);
                 let backing_use = BackingUse::Followed;
                 let (is_compressed, space) = (false, SpaceOptions::default());
-                let (backing, context) = (None, None);
+                let (backing, context, tls) = (None, None, None);
                 return Ok(Named {
                     path,
                     format,
@@ -191,10 +193,14 @@ impl ImageOptsArgs {
                     space,
                     backing,
                     context,
+                    tls,
                 });
             }
         };
-        let named = named.map_err(|why| anyhow!("{}: {why}", image.display()))?;
+        let mut named = named.map_err(|why| anyhow!("{}: {why}", image.display()))?;
+        if let Some(tls) = named.tls.take() {
+            named.path = with_tls(&named.path.to_string_lossy(), &tls)?.into();
+        }
         match (format, named.format) {
             (Some(said), Some(found)) if said != found => bail!(
                 "{}: its driver is {}, and the option says {}",

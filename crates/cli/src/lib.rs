@@ -67,6 +67,7 @@ mod side_file_args;
 mod snapshot;
 mod snapshot_list;
 mod storage_daemon;
+mod tls_object;
 mod top;
 mod upgrade;
 mod version;

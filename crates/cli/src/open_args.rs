@@ -13,7 +13,7 @@ use blockhouse_disk::{
 use blockhouse_format::qcow2::NewEncryption;
 
 use crate::create_options::ChosenEncryption;
-use crate::secret_object::{self, SecretObject};
+use crate::secret_object::{self, Object, SecretObject};
 use crate::{called_as, output};
 
 /// The files that images may name (docs/security.md).
@@ -71,7 +71,7 @@ pub struct KeyArgs {
     pub passphrase_file: Vec<PathBuf>,
     /// A key file as QEMU's users name it: secret,id=ID,file=FILE. May be repeated.
     #[arg(long, hide = true, value_name = "secret,id=ID,file=FILE", value_parser = secret_object::parse)]
-    object: Vec<SecretObject>,
+    object: Vec<Object>,
     /// The secrets in it: a pipe can be read only once.
     #[arg(skip)]
     secrets: Arc<OnceLock<Secrets>>,
@@ -80,9 +80,16 @@ pub struct KeyArgs {
 impl KeyArgs {
     /// The files.
     pub fn files(&self) -> KeyFiles {
-        let named = self.object.iter().map(|object| object.file.clone());
+        let named = self.named().map(|object| object.file.clone());
         let keys = self.key_file.iter().cloned().chain(named).collect();
         KeyFiles { keys, passphrases: self.passphrase_file.clone() }
+    }
+
+    fn named(&self) -> impl Iterator<Item = &SecretObject> {
+        self.object.iter().filter_map(|object| match object {
+            Object::Secret(secret) => Some(secret),
+            Object::Tls => None,
+        })
     }
 
     /// The header of LUKS for a new image, which takes about `time` to open with the key of this
@@ -120,7 +127,7 @@ impl KeyArgs {
     /// # Errors
     /// No key has this name.
     pub fn index_of(&self, name: &str) -> Result<usize> {
-        let index = self.object.iter().position(|object| object.id == name);
+        let index = self.named().position(|object| object.id == name);
         let missing = || {
             if called_as::is_qemu_img() {
                 format!("No secret with id '{name}'")

@@ -1,4 +1,5 @@
-//! Secrets as QEMU's users name them: `--object secret,id=ID,file=FILE`.
+//! Objects as QEMU's users name them: secrets (`--object secret,id=ID,file=FILE`), and TLS
+//! ([`tls_object`]).
 //!
 //! Guarantee: a key never has to stand on the command line, where every user of the host can read
 //! it. Under the names of QEMU's tools `data=KEY` is taken as there: the caller has shown the key
@@ -11,8 +12,17 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use blockhouse_daemon::key_memory;
 
-use crate::called_as;
 use crate::create_options::split;
+use crate::{called_as, tls_object};
+
+/// An object of a command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Object {
+    /// A key.
+    Secret(SecretObject),
+    /// Credentials, which [`tls_object`] keeps.
+    Tls,
+}
 
 /// A secret with a name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,20 +33,27 @@ pub struct SecretObject {
     pub file: PathBuf,
 }
 
-/// Parses `secret,id=ID,file=FILE[,format=raw]`; a comma in a value is written twice.
+/// Parses `secret,id=ID,file=FILE[,format=raw]`, or the credentials of TLS; a comma in a value is
+/// written twice.
 ///
 /// # Errors
 /// The text to type instead.
-pub fn parse(text: &str) -> Result<SecretObject, String> {
+pub fn parse(text: &str) -> Result<Object, String> {
     let mut parts = split(text).into_iter();
-    match parts.next().as_deref() {
-        Some("secret" | "qom-type=secret") => {}
-        Some("tls-creds-x509") => {
-            return Err("certificates are named by --tls-certificates DIR".into());
+    let kind = parts.next().unwrap_or_default();
+    match kind.strip_prefix("qom-type=").unwrap_or(&kind) {
+        "secret" => secret(parts).map(Object::Secret),
+        kind @ ("tls-creds-x509" | "tls-creds-psk") => {
+            tls_object::keep(kind, parts).map(|()| Object::Tls)
         }
-        Some("tls-creds-psk") => return Err("shared keys are named by --tls-psk FILE".into()),
-        _ => return Err("objects are secrets here: secret,id=ID,file=FILE".into()),
+        _ => {
+            Err("objects are secrets (secret,id=ID,file=FILE), tls-creds-x509 and tls-creds-psk"
+                .into())
+        }
     }
+}
+
+fn secret(parts: impl Iterator<Item = String>) -> Result<SecretObject, String> {
     let (mut id, mut file, mut data, mut is_base64) = (None, None, None, false);
     for part in parts {
         match part.split_once('=') {
@@ -98,15 +115,15 @@ mod tests {
     #[test]
     fn secrets_are_files_with_names() {
         let secret = parse("secret,id=key,file=a,,b,format=raw").unwrap();
-        assert_eq!(secret, SecretObject { id: "key".into(), file: "a,b".into() });
+        let expected = SecretObject { id: "key".into(), file: "a,b".into() };
+        assert_eq!(secret, Object::Secret(expected));
         for (text, said) in [
             ("secret,id=key,data=word", "every user"),
             ("secret,id=key,file=f,format=base64", "base64 -d"),
             ("secret,file=f", "id=ID"),
             ("secret,id=key", "file=FILE"),
             ("secret,id=key,file=f,keyid=master", "keyid"),
-            ("tls-creds-x509,id=t,dir=/d", "--tls-certificates"),
-            ("tls-creds-psk,id=t,dir=/d", "--tls-psk"),
+            ("tls-creds-x509,id=t", "dir=DIR"),
             ("iothread,id=t", "secrets"),
         ] {
             let error = parse(text).unwrap_err();

@@ -13,8 +13,8 @@ use blockhouse_tests::pki::{Pki, Validity, psk_file};
 use blockhouse_tests::tls12::Tls12;
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
-    Outcome, Scratch, Serve, Server, eventually, image_tool::str, need, random_bytes, require, run,
-    run_within, seeded, tool,
+    Outcome, Scratch, Serve, Server, blockhouse, eventually, image_tool::str, need, random_bytes,
+    require, run, run_within, seeded, tool,
 };
 use rustix::process::Signal;
 
@@ -118,6 +118,46 @@ fn libnbd_and_qemu_read_and_write_by_certificates() {
     server.stop();
     let served = fs::read(host.scratch.path("disk.img")).unwrap();
     assert!(served == content, "nbdcopy wrote other bytes");
+}
+
+#[test]
+fn credentials_are_objects_as_qemu_names_them() {
+    require!(need::tools(&TOOLS));
+    let host = Host::new();
+    let disk = host.scratch.path("disk.img");
+    let keys = |endpoint: &str| {
+        let folder = str(host.keys.parent().expect("a folder"));
+        format!("tls-creds-psk,id=t,dir={folder},endpoint={endpoint},username=alice")
+    };
+    let by_keys = host.serve().option("--object", keys("server")).option("--tls-creds", "t");
+    let by_keys = by_keys.export("nbd://localhost:0/disk").start();
+    let certificates = |name: &str| {
+        let folder = str(&host.client);
+        format!("tls-creds-x509,id={name},dir={folder},endpoint=client")
+    };
+    let image = |server: &Server, more: &str| {
+        format!("driver=nbd,host=localhost,port={},export=disk,tls-creds=t{more}", port(server))
+    };
+    let compare = |object: &str, image: &str| {
+        let raw = format!("driver=raw,file.filename={},file.locking=off", str(&disk));
+        run(Command::new(blockhouse()).args([
+            "compare",
+            "--object",
+            object,
+            "--image-opts",
+            image,
+            &raw,
+        ]))
+    };
+    compare(&keys("client"), &image(&by_keys, "")).success();
+    compare(&keys("server"), &image(&by_keys, "")).failure("client endpoint");
+    by_keys.stop();
+    let by_certificates = host.x509("required");
+    compare(&certificates("t"), &image(&by_certificates, "")).success();
+    compare(&certificates("t"), &image(&by_certificates, ",tls-hostname=other"))
+        .failure("hostname mismatch");
+    compare(&certificates("u"), &image(&by_certificates, ""))
+        .failure("No TLS credentials with id 't'");
 }
 
 #[test]

@@ -393,6 +393,9 @@ impl Arguments {
         if self.habits.nocache {
             self.cache = CacheMode::None;
         }
+        if let Some(id) = &self.habits.tls_creds {
+            self.tls.use_object(id).unwrap_or_else(|why| refuse(&why.to_string()));
+        }
         self.engine = self.habits.aio.unwrap_or(self.engine);
         if let Some(seconds) = self.habits.handshake_limit {
             // As QEMU has it, 0 is no limit.
@@ -437,8 +440,7 @@ impl Arguments {
         if self.format.is_some() || self.habits.is_of_export() {
             wrong_usage("List mode is incompatible with per-device settings");
         }
-        let uri = self.habits.uri().unwrap_or_else(|why| refuse(&why));
-        Some(uri.map_or_else(|| "nbd://localhost".to_owned(), |uri| uri.to_string()))
+        Some(self.habits.listed_uri().unwrap_or_else(|why| refuse(&why)))
     }
 
     /// Whether the server goes when its last client has gone: qemu-nbd without -t.

@@ -7,10 +7,12 @@ use std::path::PathBuf;
 use blockhouse_config::offers::ExportRights;
 use blockhouse_nbd::uri::NbdUri;
 
+use blockhouse_disk::QemuTls;
 use blockhouse_engine::{Engine, EngineChoice};
 
 use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, escape};
+use crate::tls_object::with_tls;
 
 /// The options of qemu-nbd's users.
 #[derive(clap::Args)]
@@ -57,6 +59,12 @@ pub struct NbdHabits {
     /// How long a client may take to choose an export, in seconds; 0 for ever.
     #[arg(long, hide = true, value_name = "SECONDS")]
     pub(super) handshake_limit: Option<u32>,
+    /// The object whose credentials are used, of --object tls-creds-x509 or tls-creds-psk.
+    #[arg(long, hide = true, value_name = "ID")]
+    pub(super) tls_creds: Option<String>,
+    /// The name in the certificate of the server whose exports are listed.
+    #[arg(long, hide = true, value_name = "NAME")]
+    tls_hostname: Option<String>,
     #[command(flatten)]
     pub(super) image_opts: ImageOptsArgs,
     /// Serve this snapshot.
@@ -92,6 +100,17 @@ impl NbdHabits {
         let export = escape(self.export.as_deref().unwrap_or_default());
         let uri = format!("nbd+unix:///{export}?socket={}", escape(socket));
         uri.parse().map(Some).map_err(|error| format!("--socket: {error}"))
+    }
+
+    /// The URI of the server whose exports are listed.
+    ///
+    /// # Errors
+    /// Why there is none, in words.
+    pub(super) fn listed_uri(&self) -> Result<String, String> {
+        let uri = self.uri()?.map_or_else(|| "nbd://localhost".to_owned(), |uri| uri.to_string());
+        let Some(credentials) = self.tls_creds.clone() else { return Ok(uri) };
+        let tls = QemuTls { credentials, hostname: self.tls_hostname.clone() };
+        with_tls(&uri, &tls).map_err(|error| error.to_string())
     }
 
     /// Whether an option describes an export.
@@ -141,6 +160,8 @@ mod tests {
             allocation_depth: true,
             list: false,
             handshake_limit: None,
+            tls_creds: None,
+            tls_hostname: None,
             image_opts: ImageOptsArgs::if_used(false),
             load_snapshot: None,
         };

@@ -2,7 +2,10 @@
 
 use std::path::PathBuf;
 
+use anyhow::Result;
 use blockhouse_config::server::{ServerConfig, TlsChoice, parse_allowed};
+
+use crate::tls_object;
 
 /// TLS for NBD clients (docs/security.md).
 #[derive(clap::Args)]
@@ -37,6 +40,17 @@ enum Mode {
 }
 
 impl TlsArgs {
+    /// Requires TLS by the object of this name.
+    ///
+    /// # Errors
+    /// As [`tls_object::of_server`].
+    pub fn use_object(&mut self, id: &str) -> Result<()> {
+        let (certificates, keys) = tls_object::of_server(id)?;
+        self.tls_certificates = certificates.map(Into::into);
+        self.tls_psk = keys.map(Into::into);
+        Ok(())
+    }
+
     /// The server with these options.
     pub fn add_to(&self, server: ServerConfig) -> ServerConfig {
         ServerConfig {

@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
 use blockhouse_disk::QemuName;
+use blockhouse_storage::Location;
 use serde_json::{Value, json};
 
 use super::arguments::{Arguments, is_well_formed};
@@ -129,6 +130,9 @@ impl Asked {
             let named = QemuName::of(&format!("json:{}", Value::from(options)));
             let wrong = |why| QmpError::generic(format!("Could not open the export: {why}"));
             let named = named.unwrap_or_else(|| Err("it has no name".into())).map_err(wrong)?;
+            if named.tls.is_some() {
+                return Err(wrong("TLS with it is in no object here".into()));
+            }
             return Ok(named.path.to_string_lossy().into_owned());
         }
         let filename = given.text("filename")?;
@@ -261,6 +265,10 @@ async fn add_format(
     put
 }
 
+fn is_null(path: &std::path::Path) -> bool {
+    matches!(Location::of(path), Ok(Location::Null(_)))
+}
+
 /// Gives a disk that was opened without a backing file another node as the backing file. The disk
 /// is opened again for that, unless its image names no backing file or the other node is in use:
 /// then only the state records the relation.
@@ -275,12 +283,18 @@ async fn stand_on(
     };
     let named = upper.disk.image().backing_file().map(|named| named.name.clone());
     let path = named.as_ref().map(|named| {
+        let named = std::path::Path::new(std::ffi::OsStr::from_bytes(named));
+        if Location::is_remote(named.as_os_str().as_bytes()) {
+            return named.to_owned();
+        }
         let folder = upper.path().parent().map(std::path::Path::to_owned).unwrap_or_default();
-        folder.join(std::ffi::OsStr::from_bytes(named)).canonicalize().unwrap_or_default()
+        folder.join(named).canonicalize().unwrap_or_default()
     });
     let is_named = match path {
         None => false,
         Some(path) if path == below.path() => true,
+        // Its options are those of the node.
+        Some(path) if is_null(&path) && is_null(&below.path()) => false,
         Some(path) => {
             return Err(QmpError::generic(format!(
                 "Node '{name}' names '{}' as its backing file, and '{backing}' is another one",

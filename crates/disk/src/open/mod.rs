@@ -68,7 +68,9 @@ pub use moved_record::{forget_moved, is_forked, record_committed, record_forked,
 pub use open_image::{CommitChain, open, open_base, open_storage};
 pub use open_location::is_foreign_address;
 pub use probe_check::{check_raw_backing, format_by_name, probe_nameless};
-pub use qemu_name::{QemuName, SpaceOptions, escape as escape_uri, is_address, plain_backing};
+pub use qemu_name::{
+    QemuName, QemuTls, SpaceOptions, escape as escape_uri, is_address, plain_backing,
+};
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use rollback::{RolledBack, roll_back};
 pub use room::Room;

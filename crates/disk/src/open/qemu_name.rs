@@ -60,6 +60,17 @@ pub struct QemuName {
     pub backing: Option<PathBuf>,
     /// The context of block status that a server is asked for (`x-dirty-bitmap`).
     pub context: Option<String>,
+    /// TLS with the server, of which the path does not say anything yet.
+    pub tls: Option<QemuTls>,
+}
+
+/// TLS with a server by an object of QEMU's command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QemuTls {
+    /// The object's name (`tls-creds`).
+    pub credentials: String,
+    /// The name in the server's certificate, where that is not the host's (`tls-hostname`).
+    pub hostname: Option<String>,
 }
 
 /// The treatment of discards and of zeros.
@@ -98,6 +109,7 @@ impl QemuName {
             space: SpaceOptions::default(),
             backing: None,
             context: None,
+            tls: None,
         }))
     }
 
@@ -185,6 +197,7 @@ impl Options {
         }
         let backing = self.backing()?;
         let context = self.take("x-dirty-bitmap");
+        let tls = self.tls();
         let (mut locking, mut read_only) = (Vec::new(), Vec::new());
         for prefix in ["", "file.", "file.file."] {
             locking.extend(self.take(&format!("{prefix}locking")));
@@ -257,6 +270,15 @@ impl Options {
             space,
             backing,
             context,
+            tls,
+        })
+    }
+
+    /// `tls-creds=ID[,tls-hostname=NAME]` of a server.
+    fn tls(&mut self) -> Option<QemuTls> {
+        ["", "file.", "file.file."].iter().find_map(|prefix| {
+            let credentials = self.take(&format!("{prefix}tls-creds"))?;
+            Some(QemuTls { credentials, hostname: self.take(&format!("{prefix}tls-hostname")) })
         })
     }
 
@@ -299,7 +321,10 @@ impl Options {
         if options.is_empty() {
             Ok(None)
         } else {
-            Self(options).named().map(|named| Some(named.path))
+            match Self(options).named()? {
+                QemuName { tls: Some(_), .. } => Err("a backing file has no tls-creds".into()),
+                named => Ok(Some(named.path)),
+            }
         }
     }
 
@@ -459,7 +484,10 @@ pub fn plain_backing<'a>(
         let what = format!("cannot open its backing file: {what}");
         Error::new(ErrorKind::Unsupported, what).on(image)
     };
-    let QemuName { path, format, part, .. } = named.map_err(refuse)?;
+    let QemuName { path, format, part, tls, .. } = named.map_err(refuse)?;
+    if tls.is_some() {
+        return Err(refuse("tls-creds is of a command line; write a URI: nbds://HOST/NAME".into()));
+    }
     let (said, found) = (backing.format.as_deref(), format);
     let said_format = said.and_then(|said| said.parse::<ImageFormat>().ok());
     let format = match (said, found) {
@@ -608,6 +636,8 @@ mod tests {
         assert_eq!(part, Some(FilePart { offset: 512, size: Some(1024) }));
         assert!(whole_backing(&backing(name, None), "i").is_err());
         assert!(plain_backing(&backing(name, Some("raw")), "i").is_err());
+        let by_object = r#"json:{"driver":"nbd","host":"h","port":"1","tls-creds":"t"}"#;
+        assert!(plain_backing(&backing(by_object, None), "i").is_err());
         let remote = backing("nbd:h:1", Some("nbd"));
         let (plain, _) = plain_backing(&remote, "i").expect("an export");
         assert_eq!((&*plain.name, plain.format.as_deref()), (&b"nbd://h:1/"[..], Some("nbd")));

@@ -1,0 +1,189 @@
+//! TLS as QEMU's users name it: `--object tls-creds-x509,id=ID,dir=DIR` or `tls-creds-psk,...`, and
+//! `tls-creds=ID` where it is used.
+//!
+//! The objects of a command line are kept for the whole process: an image's options name them, and
+//! these are read in many places.
+
+use std::sync::Mutex;
+
+use anyhow::{Result, anyhow, bail};
+use blockhouse_disk::{QemuTls, escape_uri as escape};
+
+/// The user of QEMU's clients whose object names none.
+const USUAL_USER: &str = "qemu";
+
+static OBJECTS: Mutex<Vec<TlsObject>> = Mutex::new(Vec::new());
+
+/// The credentials of a client or a server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsObject {
+    id: String,
+    folder: String,
+    is_of_client: bool,
+    kind: Kind,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    Certificates { verifies_peer: bool },
+    Keys { user: String },
+}
+
+/// Parses what follows the object's type, and keeps the object.
+///
+/// # Errors
+/// The option that is not understood or missing.
+pub fn keep(kind: &str, options: impl Iterator<Item = String>) -> Result<(), String> {
+    let object = parse(kind, options)?;
+    OBJECTS.lock().expect("no thread panics with it").push(object);
+    Ok(())
+}
+
+fn parse(kind: &str, options: impl Iterator<Item = String>) -> Result<TlsObject, String> {
+    let is_psk = kind == "tls-creds-psk";
+    let (mut id, mut folder, mut user) = (None, None, USUAL_USER.to_owned());
+    let (mut is_of_client, mut verifies_peer) = (true, true);
+    for option in options {
+        match option.split_once('=') {
+            Some(("id", value)) => id = Some(value.to_owned()),
+            Some(("dir", value)) => folder = Some(value.to_owned()),
+            Some(("endpoint", "client")) => is_of_client = true,
+            Some(("endpoint", "server")) => is_of_client = false,
+            Some(("username", value)) if is_psk => value.clone_into(&mut user),
+            Some(("verify-peer", "on" | "yes" | "true")) => verifies_peer = true,
+            Some(("verify-peer", "off" | "no" | "false")) if !is_psk => verifies_peer = false,
+            Some(("sanity-check", _)) => {}
+            _ => {
+                return Err(format!(
+                    "'{option}' is not understood; use {kind},id=ID,dir=DIR,endpoint=client"
+                ));
+            }
+        }
+    }
+    let kind = if is_psk { Kind::Keys { user } } else { Kind::Certificates { verifies_peer } };
+    match (id, folder) {
+        (Some(id), Some(folder)) => Ok(TlsObject { id, folder, is_of_client, kind }),
+        _ => Err("credentials have a name and a folder: id=ID,dir=DIR".into()),
+    }
+}
+
+/// The object of this name, of a client or of a server.
+fn find(id: &str, is_of_client: bool) -> Result<TlsObject> {
+    let objects = OBJECTS.lock().expect("no thread panics with it");
+    let object = objects.iter().rfind(|object| object.id == id);
+    let object = object.ok_or_else(|| anyhow!("No TLS credentials with id '{id}'"))?;
+    if object.is_of_client != is_of_client {
+        let endpoint = if is_of_client { "client" } else { "server" };
+        bail!("Expecting TLS credentials with a {endpoint} endpoint");
+    }
+    Ok(object.clone())
+}
+
+/// The folder with a server's certificates, or its file of keys, by the object of this name.
+///
+/// # Errors
+/// There is no such object of a server, or what it says cannot be done.
+pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
+    let object = find(id, false)?;
+    match object.kind {
+        Kind::Certificates { verifies_peer: true } => Ok((Some(object.folder), None)),
+        Kind::Certificates { verifies_peer: false } => bail!(
+            "clients are asked for a certificate where the folder has ca-cert.pem: leave verify-peer out, and that file"
+        ),
+        Kind::Keys { .. } => Ok((None, Some(format!("{}/keys.psk", object.folder)))),
+    }
+}
+
+/// The URI of an export with the TLS that an image's options name.
+///
+/// # Errors
+/// There is no such object of a client, or the image is no export.
+pub fn with_tls(uri: &str, tls: &QemuTls) -> Result<String> {
+    let Some(rest) = uri.strip_prefix("nbd").filter(|rest| rest.starts_with([':', '+'])) else {
+        bail!("{uri}: TLS is of exports");
+    };
+    let object = find(&tls.credentials, true)?;
+    Ok(object.uri_of(rest, tls.hostname.as_deref()))
+}
+
+impl TlsObject {
+    /// The URI of which a plain one has `rest` after its first letters.
+    fn uri_of(&self, rest: &str, hostname: Option<&str>) -> String {
+        let mark = if rest.contains('?') { '&' } else { '?' };
+        match &self.kind {
+            Kind::Keys { user } => {
+                let (scheme, place) = rest.split_once("://").unwrap_or((rest, ""));
+                let (user, file) = (escape(user).replace('/', "%2F"), escape(&self.folder));
+                format!("nbds{scheme}://{user}@{place}{mark}tls-psk-file={file}/keys.psk")
+            }
+            Kind::Certificates { verifies_peer } => {
+                let mut uri = format!("nbds{rest}{mark}tls-certificates={}", escape(&self.folder));
+                if let Some(name) = hostname {
+                    uri.push_str(&format!("&tls-hostname={}", escape(name)));
+                }
+                uri + if *verifies_peer { "" } else { "&tls-verify-peer=false" }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn object(kind: &str, options: &str) -> Result<TlsObject, String> {
+        parse(kind, options.split(',').map(str::to_owned))
+    }
+
+    #[test]
+    fn credentials_become_parameters_of_a_uri() {
+        for (kind, options, rest, hostname, uri) in [
+            (
+                "tls-creds-x509",
+                "id=t,dir=/etc/pki,endpoint=client",
+                "://h:1/a",
+                Some("store"),
+                "nbds://h:1/a?tls-certificates=/etc/pki&tls-hostname=store",
+            ),
+            (
+                "tls-creds-x509",
+                "id=t,dir=/p,verify-peer=no",
+                "+unix:///a?socket=/s",
+                None,
+                "nbds+unix:///a?socket=/s&tls-certificates=/p&tls-verify-peer=false",
+            ),
+            (
+                "tls-creds-psk",
+                "id=t,dir=/p,username=u",
+                "+unix:///?socket=/s",
+                None,
+                "nbds+unix://u@/?socket=/s&tls-psk-file=/p/keys.psk",
+            ),
+            (
+                "tls-creds-psk",
+                "id=t,dir=/p",
+                "://h/",
+                None,
+                "nbds://qemu@h/?tls-psk-file=/p/keys.psk",
+            ),
+        ] {
+            let made = object(kind, options).expect(options).uri_of(rest, hostname);
+            assert_eq!(made, uri);
+            made.parse::<blockhouse_nbd::uri::ClientUri>().expect("a URI");
+        }
+    }
+
+    #[test]
+    fn credentials_that_say_what_cannot_be_are_refused() {
+        for (kind, options, said) in [
+            ("tls-creds-x509", "id=t", "dir=DIR"),
+            ("tls-creds-x509", "dir=/p", "id=ID"),
+            ("tls-creds-x509", "id=t,dir=/p,priority=NORMAL", "priority"),
+            ("tls-creds-x509", "id=t,dir=/p,username=u", "username"),
+            ("tls-creds-psk", "id=t,dir=/p,verify-peer=off", "verify-peer"),
+        ] {
+            let error = object(kind, options).expect_err(options);
+            assert!(error.contains(said), "{options}: {error}");
+        }
+    }
+}
