@@ -113,13 +113,18 @@ pub fn own_name() -> &'static str {
     }
 }
 
-/// The words of the command line as if under our own name: qemu-nbd is `serve`.
+/// The words of the command line as if under our own name: qemu-nbd is `serve`, and the `bench` of
+/// qemu-img measures an image, not this machine.
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {
         // Its -v keeps it in the foreground, where it is anyway, and says nothing.
         words.retain(|word| word != "-v" && word != "--verbose");
         words.insert(1, "serve".into());
+    }
+    if is_qemu_img() && command_of(&words) == "bench" {
+        let bench = words.iter_mut().find(|word| *word == "bench");
+        bench.into_iter().for_each(|word| *word = "qemu-bench".into());
     }
     if tool() == Some(Tool::StorageDaemon) && !words.is_empty() {
         words.insert(1, STORAGE_DAEMON.into());

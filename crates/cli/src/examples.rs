@@ -49,6 +49,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
         ],
     ),
     (
+        "qemu-bench",
+        &[example(
+            "Requests without a disk",
+            "blockhouse qemu-bench -c 10000 'null-co://?size=1G'",
+        )],
+    ),
+    (
         "attach",
         &[
             example(

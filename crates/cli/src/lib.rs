@@ -52,6 +52,7 @@ mod parallel;
 mod phases;
 mod pipe;
 mod progress;
+mod qemu_bench;
 mod qemu_help;
 mod qemu_info;
 mod qemu_refusals;
@@ -172,6 +173,9 @@ enum Command {
     Upgrade(Deferred<upgrade::Arguments>),
     /// Store a machine's state in a snapshot, or get it out again.
     Vmstate(Deferred<vmstate::Arguments>),
+    /// Send requests to an image, and tell how long they take: 'qemu-img bench'.
+    #[command(hide = true)]
+    QemuBench(Deferred<qemu_bench::Arguments>),
     /// Serve what options and commands of QEMU's storage daemon ask for.
     QemuStorageDaemon(Deferred<storage_daemon::Arguments>),
 }
@@ -250,6 +254,7 @@ pub fn run() -> ExitCode {
         Command::Backup(Deferred(backup)) => backup::run(backup).map(done),
         Command::Bitmap(Deferred(bitmap)) => bitmap::run(bitmap).map(done),
         Command::Bench(Deferred(bench)) => bench::run(&bench).map(done),
+        Command::QemuBench(Deferred(bench)) => qemu_bench::run(&bench).map(done),
         Command::Check(Deferred(check)) => check::run(&check),
         Command::Compare(Deferred(compare)) => compare::run(&compare),
         Command::Convert(Deferred(convert)) => convert::run(convert).map(done),

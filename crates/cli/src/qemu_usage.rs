@@ -44,7 +44,7 @@ fn of(tool: Tool, error: &clap::Error, typed: &[&str]) -> Option<String> {
     };
     let last = |index: usize| typed.iter().rev().nth(index).copied().unwrap_or_default();
     let mistake = Mistake {
-        command: called_as::command_of(typed),
+        command: typed_command(typed),
         argument: text(ContextKind::InvalidArg),
         value: text(ContextKind::InvalidValue),
         missing: match error.get(ContextKind::InvalidArg) {
@@ -71,6 +71,13 @@ fn of(tool: Tool, error: &clap::Error, typed: &[&str]) -> Option<String> {
         ErrorKind::ValueValidation | ErrorKind::InvalidValue => mistake.of_value(),
         _ => None,
     }
+}
+
+/// The command as it was typed: the `bench` of qemu-img is a command of another name here.
+fn typed_command<'a>(words: &[&'a str]) -> &'a str {
+    let command = called_as::command_of(words);
+    let typed = words.iter().find(|word| **word == command).copied().unwrap_or_default();
+    typed.strip_prefix("qemu-").filter(|name| *name == "bench").unwrap_or(typed)
 }
 
 impl Mistake<'_> {
@@ -127,7 +134,7 @@ impl Mistake<'_> {
     /// The images that a command needs.
     fn of_images(&self) -> Option<String> {
         Some(match self.command {
-            "info" | "map" | "check" | "snapshot" | "rebase" | "amend" | "commit" => {
+            "info" | "map" | "check" | "snapshot" | "rebase" | "amend" | "commit" | "bench" => {
                 self.with_try("Expecting one image file name")
             }
             "compare" => self.with_try("Expecting two image file names"),
@@ -281,6 +288,8 @@ mod tests {
             ("qemu-img info --nope a", "qemu-img info: unrecognized option '--nope'"),
             ("qemu-img convert -s x a b", "qemu-img convert: invalid option -- 's'"),
             ("qemu-img nope", "Command not found: nope"),
+            ("qemu-img qemu-bench -z a", "qemu-img bench: invalid option -- 'z'"),
+            ("qemu-img qemu-bench", "Expecting one image file name"),
             ("qemu-img create -f nope a.img 1M", "a.img: Unknown file format 'nope'"),
             ("qemu-img info -f nope a.img", "Could not open 'a.img': Unknown driver 'nope'"),
             ("qemu-img convert -f nope a b", "Could not open 'a': Unknown driver 'nope'"),
