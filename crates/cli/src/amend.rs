@@ -1,14 +1,18 @@
 //! `blockhouse amend`: other options for an image, in place.
 //!
 //! Guarantees: what one write of the header can change is changed at once or not at all (`compat`,
-//! `lazy_refcounts`), and a larger `size`. An option that has the value already is fine. For all
-//! else a line names the command that does it, and nothing is changed.
+//! `lazy_refcounts`), and so is the name of a data file (`data_file`); and a larger `size`. An
+//! option that has the value already is fine. For all else a line names the command that does it,
+//! and nothing is changed.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use blockhouse_config::size;
-use blockhouse_disk::{Amendments, Features, ImageDisk, ImageFormat, Purpose, amend, open};
+use blockhouse_disk::{
+    Amendments, Features, ImageDisk, ImageFormat, Purpose, amend, note_data_file, open,
+    rename_data_file,
+};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{Preallocation, Switch};
 
@@ -26,7 +30,7 @@ use crate::progress::{Progress, ProgressArgs};
 /// Arguments of `amend`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Options as NAME=VALUE,...: compat, lazy_refcounts, size. 'help' explains them.
+    /// Options as NAME=VALUE,...: compat, lazy_refcounts, size, data_file. 'help' explains them.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...", required = true, value_parser = parse)]
     options: Vec<Changes>,
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
@@ -56,6 +60,7 @@ Options that change in place:
                                       which become unallocated, or are written where there is a backing file
   lazy_refcounts=on|off               write refcounts late; after a crash they are counted anew
   size=SIZE                           a larger disk, as 'blockhouse resize' makes it
+  data_file=FILE                      another name of the image's data file, which you give it then ('mv')
 Key slots of encrypted images, in LUKS containers as well (there without 'encrypt.'); keys are named by --object:
   encrypt.state=active                add a key: encrypt.new-secret=ID[,encrypt.keyslot=N][,encrypt.iter-time=MS]
   encrypt.state=inactive              erase it: encrypt.keyslot=N, or encrypt.old-secret=ID in all slots
@@ -121,16 +126,16 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 Some(change) => {
                     key_slots::run(&disk, arguments.open.keys(), change, arguments.force).await
                 }
-                None => change(&disk, changes).await,
+                None => change(&disk, &path, changes).await,
             }
         })
     };
     progress.beside(|| (0, 1), work)
 }
 
-/// Makes all changes, or none but a larger size.
-async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
-    let (mut amendments, mut size) = (Amendments::default(), None);
+/// Makes all changes, or none but a larger size; another name of the data file comes last.
+async fn change(disk: &ImageDisk, path: &Path, changes: Vec<Change>) -> Result<()> {
+    let (mut amendments, mut size, mut data_file) = (Amendments::default(), None, None);
     let Some(features) = disk.image().features().filter(|_| disk.image().format_name() == "qcow2")
     else {
         bail!(
@@ -146,6 +151,9 @@ async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
             Change::Setting(Setting::LazyRefcounts(switch)) => {
                 amendments.lazy_refcounts = Some(switch);
             }
+            Change::Setting(Setting::DataFile(name)) if disk.image().data_file().is_some() => {
+                data_file = Some(name);
+            }
             Change::Setting(other) => check_same(disk, &features, &other)?,
             Change::KeySlot(..) => bail!("{}: say encrypt.state=active or inactive", disk.name()),
         }
@@ -160,6 +168,10 @@ async fn change(disk: &ImageDisk, changes: Vec<Change>) -> Result<()> {
         disk.resize(size).await?;
     }
     amend(disk, amendments).await?;
+    if let Some(name) = data_file {
+        rename_data_file(disk, name.as_bytes()).await?;
+        note_data_file(path, name.as_bytes());
+    }
     Ok(disk.close().await?)
 }
 
@@ -173,9 +185,7 @@ fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Resul
         Setting::ExtendedL2(switch) => ("extended_l2", features.extended_l2 == *switch),
         Setting::CompressionType(kind) => ("compression_type", features.compression == *kind),
         Setting::Preallocation(mode) => ("preallocation", *mode == Preallocation::Off),
-        Setting::DataFile(name) => {
-            ("data_file", data_file.is_some_and(|file| file.name == name.as_bytes()))
-        }
+        Setting::DataFile(_) => ("data_file", false),
         Setting::RawDataFile(switch) => {
             ("data_file_raw", data_file.map_or(Switch::Off, |file| file.raw) == *switch)
         }

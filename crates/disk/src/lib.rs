@@ -121,7 +121,7 @@ pub use tools::{
     AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, LayerCommit, MARK_BYTES,
     NewImage, RangeCopy, STREAM_PIECE, StreamOptions, TargetContent, amend, check_not_marked,
     commit_overlay, copy_stream, first_status_difference, mark_incomplete, prepare_rebase,
-    set_backing_file, take_space,
+    rename_data_file, set_backing_file, take_space,
 };
 pub use vm_state::{VmStateReader, VmStateWriter};
 pub use write::{BackedRange, CompressResult};

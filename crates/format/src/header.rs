@@ -84,6 +84,15 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
         qcow2.header().amend(amendments).await
     }
 
+    /// Gives the image's data file another name: see
+    /// [`Qcow2Header::rename_data_file`](crate::qcow2::Qcow2Header::rename_data_file).
+    ///
+    /// # Errors
+    /// As there; `Unsupported` where the format has no data files.
+    pub async fn rename_data_file(&self, name: &[u8]) -> Result<()> {
+        self.qcow2_with("data file")?.header().rename_data_file(name).await
+    }
+
     /// The file that the image names as the one with the guest's data, if that is another one.
     pub fn data_file(&self) -> Option<&'a DataFile> {
         self.format.qcow2()?.facts().data_file.as_ref()

@@ -178,6 +178,32 @@ fn a_data_file_is_found_beside_its_image() {
 }
 
 #[test]
+fn a_data_file_gets_another_name_and_both_programs_find_it() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let folder = scratch.path("");
+    let create = ["create", "-f", "qcow2", "-o", "data_file=first.raw,data_file_raw=on"];
+    command(&folder, &[&create[..], &["disk.qcow2", "1M"]].concat()).success();
+    qemu_io(&folder, "disk.qcow2", &["write -P 7 0 64k"]);
+    let long = "l".repeat(600);
+    for (name, said) in [(&*long, "no room"), ("", "1 to 1023")] {
+        let option = format!("data_file={name}");
+        command(&folder, &["amend", "-o", &option, "disk.qcow2"]).failure(said);
+    }
+    // A file that does not carry the name of the image, either, is written to.
+    command(&folder, &["amend", "-o", "data_file=second.raw", "disk.qcow2"]).success();
+    fs::rename(folder.join("first.raw"), folder.join("second.raw")).expect("it is there");
+    qemu_io(&folder, "disk.qcow2", &["read -P 7 0 64k", "write -P 8 64k 64k"]);
+    let told = qemu_img(&folder, &["info", "disk.qcow2"]).success().stdout;
+    assert!(told.contains("data file: second.raw"), "{told}");
+    command(&folder, &["resize", "disk.qcow2", "2M"]).success();
+    fs::copy(folder.join("second.raw"), folder.join("source.raw")).expect("a copy");
+    both_find_it_good(&folder, "after another name");
+    command(&folder, &["create", "-f", "qcow2", "plain.qcow2", "1M"]).success();
+    command(&folder, &["amend", "-o", "data_file=x.raw", "plain.qcow2"]).failure("cannot change");
+}
+
+#[test]
 fn what_cannot_be_a_data_file_is_refused() {
     let scratch = Scratch::new();
     let path = scratch.path("disk.qcow2");

@@ -15,3 +15,14 @@ pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result
     disk.check_access(0)?;
     disk.format().header().amend(amendments).await
 }
+
+/// Gives the image's data file another name, durably: see
+/// [`ImageHeader::rename_data_file`](blockhouse_format::ImageHeader::rename_data_file). As after
+/// [`amend`] the disk is closed.
+///
+/// # Errors
+/// As there; `ReadOnly`.
+pub async fn rename_data_file<S: Storage>(disk: &Disk<S>, name: &[u8]) -> Result<()> {
+    disk.check_access(0)?;
+    disk.format().header().rename_data_file(name).await
+}

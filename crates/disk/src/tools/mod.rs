@@ -19,7 +19,7 @@ mod stream_copy;
 mod take_space;
 mod zeros;
 
-pub use amend::amend;
+pub use amend::{amend, rename_data_file};
 pub use commit_overlay::{AfterCommit, commit_overlay};
 pub use compare::{CompareJob, first_status_difference};
 pub use convert::{CopyJob, CopyOptions, CopyProgress, TargetContent};

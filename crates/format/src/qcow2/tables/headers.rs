@@ -44,10 +44,11 @@ impl Headers {
         self.wanted = header;
     }
 
-    /// The image has another backing file: the disk says so already.
-    pub(crate) fn set_backing(&mut self, new: &Header) {
+    /// The image names another backing file or data file: the disk says so already.
+    pub(crate) fn set_names(&mut self, new: &Header) {
         for header in [&mut self.wanted, &mut self.disk] {
             header.backing.clone_from(&new.backing);
+            header.data_file.clone_from(&new.data_file);
             header.extensions.clone_from(&new.extensions);
         }
     }

@@ -91,7 +91,7 @@ async fn change_backing<S: Storage>(
     metadata.writer().write_header(patch).await?;
     metadata.sync(SyncMode::Data).await?;
     let mut state = metadata.lock();
-    state.tables.headers.set_backing(&new);
+    state.tables.headers.set_names(&new);
     state.mapping.set_backing_end(if new.backing.is_some() { u64::MAX } else { 0 });
     Ok(())
 }

@@ -24,6 +24,7 @@ mod backing;
 mod bitmap_removal;
 mod bitmaps;
 mod data_file;
+mod data_file_name;
 mod freeze;
 mod inherited_bitmaps;
 mod metadata_transaction;
