@@ -1,4 +1,4 @@
-//! `qemu-img bench`: requests to an image, so many in flight, and how long all of them take.
+//! `qemu-img bench`: requests to an image, several of them in flight, and the time that all take.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -42,14 +42,14 @@ pub struct Arguments {
     /// The byte that is written.
     #[arg(long, default_value_t = 0, value_name = "BYTE")]
     pattern: u8,
-    /// Flush after so many writes.
+    /// Flush after this number of writes.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     flush_interval: Option<u32>,
     /// Do not wait for the writes in flight before a flush.
     #[arg(long)]
     no_drain: bool,
     /// How file operations are done: threads, native or io_uring.
-    #[arg(long, short = 'i', value_name = "MODE", value_parser = parse_aio)]
+    #[arg(long, short = 'i', value_name = "MODE", value_parser = crate::serve::parse_aio)]
     aio: Option<EngineChoice>,
     /// As --aio native.
     #[arg(long, short)]
@@ -71,15 +71,6 @@ fn parse_buffer_size(text: &str) -> Result<u64, String> {
     let bytes = size::parse(text)?;
     let is_possible = bytes > 0 && bytes <= 64 << 20;
     is_possible.then_some(bytes).ok_or_else(|| "a request has 1 byte to 64 MiB".into())
-}
-
-fn parse_aio(name: &str) -> Result<EngineChoice, String> {
-    match name {
-        "native" => Ok(EngineChoice::Only(Engine::LinuxAio)),
-        "threads" => Ok(EngineChoice::Only(Engine::Threads)),
-        "io_uring" => Ok(EngineChoice::Only(Engine::IoUring)),
-        _ => Err("use threads, native or io_uring".into()),
-    }
 }
 
 /// The requests that are left.

@@ -5,16 +5,13 @@
 //! call through a pointer ends that. An allocation is nothing beside a rare thing, which waits for
 //! a device.
 
-use std::pin::Pin;
-
-/// A future on the heap.
-pub type Rare<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
+use futures_util::future::LocalBoxFuture;
 
 /// A future on the heap, whose body is compiled where its type is known first.
 ///
 /// The compiler uses the copy of an upstream crate, also where it optimizes, because this function
 /// is never inlined.
 #[inline(never)]
-pub fn rare<'a, T>(future: impl Future<Output = T> + 'a) -> Rare<'a, T> {
+pub fn rare<'a, T>(future: impl Future<Output = T> + 'a) -> LocalBoxFuture<'a, T> {
     Box::pin(future)
 }

@@ -84,7 +84,7 @@ impl Writer {
         self.write_several(index, 1);
     }
 
-    /// Writes so many blocks from this one on by one request.
+    /// Writes `count` blocks from this one on by one request.
     fn write_several(&mut self, first: usize, count: usize) {
         let numbers: Vec<u64> = (self.next..).take(count).collect();
         let error = self.client.write(first as u64 * BLOCK, &bytes_of(&numbers), 0);

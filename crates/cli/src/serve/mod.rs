@@ -16,6 +16,7 @@ pub use arguments::Arguments;
 use arguments::refuse;
 use blockhouse_config::setup::WrongUsage;
 use blockhouse_daemon::Service;
+pub use nbd_habits::parse_aio;
 use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
 

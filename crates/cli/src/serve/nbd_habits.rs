@@ -73,7 +73,11 @@ pub struct NbdHabits {
     pub(super) load_snapshot: Option<String>,
 }
 
-fn parse_aio(name: &str) -> Result<EngineChoice, String> {
+/// The engine that QEMU's `--aio` names.
+///
+/// # Errors
+/// A text that names the modes.
+pub fn parse_aio(name: &str) -> Result<EngineChoice, String> {
     match name {
         "native" => Ok(EngineChoice::Only(Engine::LinuxAio)),
         "threads" => Ok(EngineChoice::Only(Engine::Threads)),
@@ -105,7 +109,7 @@ impl NbdHabits {
     /// The URI of the server whose exports are listed.
     ///
     /// # Errors
-    /// Why there is none, in words.
+    /// A text that says why there is none.
     pub(super) fn listed_uri(&self) -> Result<String, String> {
         let uri = self.uri()?.map_or_else(|| "nbd://localhost".to_owned(), |uri| uri.to_string());
         let Some(credentials) = self.tls_creds.clone() else { return Ok(uri) };

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use blockhouse_core::{ByteRange, Rare, Result, rare};
+use blockhouse_core::{ByteRange, Result, rare};
 use blockhouse_storage::{Location, NbdStorage};
+use futures_util::future::LocalBoxFuture;
 
 use super::image_disk::ImageDisk;
 use crate::dirty_map::DirtyMap;
@@ -23,7 +24,7 @@ pub fn changed_since<'a>(
     name: &'a Path,
     disk: &'a ImageDisk,
     bitmap: &'a str,
-) -> Rare<'a, Result<DirtyMap>> {
+) -> LocalBoxFuture<'a, Result<DirtyMap>> {
     rare(async move {
         let least = DirtyMap::min_granularity(disk.size(), MAX_BYTES);
         let Location::Nbd { uri, reconnect } = Location::of(name)? else {

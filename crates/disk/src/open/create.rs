@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, SyncMode, ToolProgress, rare};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress, rare};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::{self, CreateOptions};
 use blockhouse_format::{ImageFormat, initial_file_size};
@@ -13,6 +13,7 @@ use blockhouse_storage::{
     ImageStorage, Location, RbdAccess, RbdStorage, create_rbd_image, remove_rbd_image,
     rename_rbd_image,
 };
+use futures_util::future::LocalBoxFuture;
 use rustix::fs::{Access, AtFlags, CWD, StatxFlags, accessat, statx};
 
 use super::allowed_paths::note_data_file;
@@ -35,7 +36,7 @@ const ENOENT: i32 = 2;
 /// One that names the image: the size is no multiple of 512, there is one of this name, or the host
 /// or cluster refuses. A device is too small or in use. An image that could not be finished is
 /// removed.
-pub fn create<'a>(name: &'a Path, size: u64, format: ImageFormat) -> Rare<'a, Result<()>> {
+pub fn create(name: &Path, size: u64, format: ImageFormat) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move { create_as(name, size, format, NewFile::default()).await })
 }
 
@@ -43,12 +44,12 @@ pub fn create<'a>(name: &'a Path, size: u64, format: ImageFormat) -> Rare<'a, Re
 ///
 /// # Errors
 /// As [`create`]; `Locked` where another program uses the file that is there.
-pub fn create_as<'a>(
-    name: &'a Path,
+pub fn create_as(
+    name: &Path,
     size: u64,
     format: ImageFormat,
     how: NewFile,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move {
         if !size.is_multiple_of(512) {
             let what = format!("a disk of {size} bytes is no multiple of 512");
@@ -84,7 +85,7 @@ pub fn create_qcow2<'a>(
     name: &'a Path,
     options: &'a CreateOptions,
     how: NewFile,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         // Until its header is written the file is empty, which no program takes for an image.
         create_as(name, 0, ImageFormat::Raw, how).await?;
@@ -169,7 +170,7 @@ pub fn is_device(name: &Path) -> bool {
 ///
 /// # Errors
 /// One that names the image.
-pub fn open_created<'a>(name: &'a Path) -> Rare<'a, Result<ImageStorage>> {
+pub fn open_created(name: &Path) -> LocalBoxFuture<'_, Result<ImageStorage>> {
     rare(async move {
         match Location::of(name)? {
             Location::Rbd(location) => {
@@ -203,7 +204,7 @@ pub fn rename_finished<'a>(
     from: &'a Path,
     to: &'a Path,
     if_exists: IfExists,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         match (Location::of(from)?, Location::of(to)?) {
             (Location::Rbd(old), Location::Rbd(new)) => {

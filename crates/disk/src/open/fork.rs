@@ -11,11 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Rare, Result, WriteCache, rare};
+use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache, rare};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::CreateOptions;
 use blockhouse_format::{Backing, ImageFormat, Intent};
 use blockhouse_storage::ImageStorage;
+use futures_util::future::LocalBoxFuture;
 
 use super::allowed_paths::AllowedPaths;
 use super::chain::MAX_FILES;
@@ -126,7 +127,7 @@ struct Steps<'a> {
 /// One that names the disk or file: it cannot be forked, has another size than its guest's, exists
 /// already; `Io` where changes in flight take too long; the host's. All disks go on as before then,
 /// and no file is left.
-pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> Rare<'a, Result<(Vec<Forked<'a>>, Pause)>> {
+pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> LocalBoxFuture<'a, Result<(Vec<Forked<'a>>, Pause)>> {
     rare(async move {
         let mut steps = Vec::with_capacity(forks.len());
         for fork in forks {
@@ -387,7 +388,7 @@ pub fn fork_image<'a>(
     image: &'a Path,
     options: ImageOptions,
     overlay: &'a Path,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         let disk = open(image, options.clone()).await?;
         let overlay = Some(overlay.to_owned());

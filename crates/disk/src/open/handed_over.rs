@@ -11,9 +11,10 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
 use blockhouse_engine::{HostFile, OpenFiles};
 use blockhouse_storage::{ImageStorage, Location};
+use futures_util::future::LocalBoxFuture;
 
 use super::allowed_paths::Folder;
 use super::image_disk::{ImageDisk, StoredImage};
@@ -221,7 +222,11 @@ fn not_handed_over(name: &str) -> Error {
 /// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a
 /// failure is reported. Nothing may be in flight on the disk, which is
 /// [settled](StoredImage::settle), and keeps no state yet. `path` is its image's.
-pub fn keep_state<'a>(disk: &'a ImageDisk, path: &'a Path, uses: &'a StateUse) -> Rare<'a, ()> {
+pub fn keep_state<'a>(
+    disk: &'a ImageDisk,
+    path: &'a Path,
+    uses: &'a StateUse,
+) -> LocalBoxFuture<'a, ()> {
     rare(async move {
         let image = disk.image();
         if let Some(state) = FutureState::of(image, path, uses) {

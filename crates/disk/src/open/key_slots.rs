@@ -3,8 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, rare};
+use blockhouse_core::{Error, ErrorKind, Result, rare};
 use blockhouse_crypt::{Secret, new_slot, slot_wipe, slots_of};
+use futures_util::future::LocalBoxFuture;
 
 use super::image_disk::ImageDisk;
 use super::unlock::Secrets;
@@ -48,7 +49,7 @@ pub fn change_key_slots<'a>(
     secrets: &'a Secrets,
     change: KeySlotChange,
     last_key: LastKey,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         let refuse = |what: String| Error::new(ErrorKind::InvalidInput, what).on(disk.name());
         disk.check_access(0)?;

@@ -8,9 +8,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockhouse_core::{Rare, Result, rare};
+use blockhouse_core::{Result, rare};
 use blockhouse_engine::HostFile;
 use blockhouse_storage::ImageStorage;
+use futures_util::future::LocalBoxFuture;
 
 use super::image_disk::ImageDisk;
 use super::image_options::{ImageOptions, Purpose};
@@ -36,7 +37,7 @@ pub fn begin_layer_commit<'a>(
     left_out: FurtherBase,
     path: &'a Path,
     options: &'a ImageOptions,
-) -> Rare<'a, Result<LayerCommit<ImageStorage>>> {
+) -> LocalBoxFuture<'a, Result<LayerCommit<ImageStorage>>> {
     rare(async move {
         let layers: Vec<_> = disk.image().layers().collect();
         let (above, base) = (left_out.above(), left_out.above() + left_out.steps());
@@ -77,7 +78,7 @@ pub fn begin_layer_commit<'a>(
         }
         let [above, top] = [above, above + 1].map(|depth| opener.path_of(depth).to_owned());
         Ok(commit.before_naming(move || match &base {
-            // What a commit of the image above has begun to change goes into the base as well.
+            // Changes that a commit of the image above has begun go into the base as well.
             Some(base) if has_commit_begun(&top)? => record_committed(base, &above),
             Some(base) => record_forked(base, &above),
             None => Ok(()),

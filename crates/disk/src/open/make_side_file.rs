@@ -7,11 +7,12 @@
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, SyncMode, ToolProgress, rare};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress, rare};
 use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
 use blockhouse_format::qcow2::{self, SideFileHeader};
 use blockhouse_storage::{ImageStorage, Location};
+use futures_util::future::LocalBoxFuture;
 
 use super::create::{create, part_of, remove_created, rename_finished};
 use super::durable_rename::{IfExists, keep_rights, sync_folder};
@@ -34,7 +35,10 @@ use crate::options::Access;
 /// `InvalidInput` for a side file that does not belong to the image, and for an image that is not
 /// in whole sectors; `Unsupported` for one that is no file, where the user does not say where the
 /// side file is; `Locked`; the host's.
-pub fn make_side_file<'a>(image: &'a Path, options: &'a ImageOptions) -> Rare<'a, Result<bool>> {
+pub fn make_side_file<'a>(
+    image: &'a Path,
+    options: &'a ImageOptions,
+) -> LocalBoxFuture<'a, Result<bool>> {
     rare(async move {
         if !is_raw(image, options) {
             return match &options.side_file {
@@ -75,7 +79,7 @@ pub fn make_side_file<'a>(image: &'a Path, options: &'a ImageOptions) -> Rare<'a
 pub fn make_missing_side_file<'a>(
     image: &'a Path,
     options: &'a ImageOptions,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         let is_there =
             is_raw(image, options) && place_of(image, options).symlink_metadata().is_ok();
@@ -135,7 +139,7 @@ pub fn remove_unused_side_file<'a>(
     disk: &'a ImageDisk,
     image: &'a Path,
     options: &'a ImageOptions,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         match disk.image().file().filter(|_| disk.image().has_side_file()) {
             Some(file) if disk.format().bitmaps()?.list().await?.is_empty() => {

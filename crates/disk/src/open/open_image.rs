@@ -9,10 +9,11 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
 use blockhouse_engine::{FileKind, HostFile};
 use blockhouse_format::ImageFormat;
 use blockhouse_storage::{ImageStorage, Location};
+use futures_util::future::LocalBoxFuture;
 
 use super::allowed_paths::NameUse;
 use super::chain::{BACKING_FILE, Chain, Named, warn_of_disguise};
@@ -45,7 +46,7 @@ use crate::tools::check_not_marked;
 /// another format, is a mirror that was not completed, or the host refuses; for a backing file also
 /// the chain that leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one
 /// of a raw image.
-pub fn open<'a>(path: &'a Path, options: ImageOptions) -> Rare<'a, Result<ImageDisk>> {
+pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<ImageDisk>> {
     rare(async move {
         let is_view = at_snapshot(path, &options)?.1.is_some();
         let disk = Disk::new(match options.purpose {
@@ -297,7 +298,7 @@ pub fn open_base<'a>(
     disk: &'a ImageDisk,
     path: &'a Path,
     options: ImageOptions,
-) -> Rare<'a, Result<Arc<ImageDisk>>> {
+) -> LocalBoxFuture<'a, Result<Arc<ImageDisk>>> {
     rare(async move {
         let above = [&**disk.image().layer()];
         Ok(Arc::new(Disk::new(open_behind(&above, path, options).await?)))
@@ -404,7 +405,10 @@ pub(super) async fn open_layer_again(
 ///
 /// # Errors
 /// One that names the image: it is missing or locked, or the host, server or cluster refuses.
-pub fn open_storage<'a>(path: &'a Path, options: ImageOptions) -> Rare<'a, Result<ImageStorage>> {
+pub fn open_storage(
+    path: &Path,
+    options: ImageOptions,
+) -> LocalBoxFuture<'_, Result<ImageStorage>> {
     rare(async move {
         let storage = open_location(&mut Files::Host, path, &options).await?.0;
         if let Some(file) = storage.as_file().filter(|_| options.locking == Locking::Held) {

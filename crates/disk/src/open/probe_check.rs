@@ -4,9 +4,10 @@ use std::ffi::OsStr;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
 use blockhouse_format::{ImageFormat, probe};
 use blockhouse_storage::Location;
+use futures_util::future::LocalBoxFuture;
 
 use super::handed_over::Files;
 use super::image_options::{CacheMode, FilePart, ImageOptions};
@@ -139,7 +140,7 @@ fn is_of_no_format(suffix: &OsStr) -> bool {
 /// # Errors
 /// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current
 /// thread.
-pub fn check_raw_backing<'a>(path: &'a Path) -> Rare<'a, Result<()>> {
+pub fn check_raw_backing(path: &Path) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move {
         let options = ImageOptions {
             access: Access::ReadOnly,

@@ -11,9 +11,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, Storage, rare};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, rare};
 use blockhouse_engine::{HostFile, OpenMode, PageCache, sleep};
 use blockhouse_storage::ImageStorage;
+use futures_util::future::LocalBoxFuture;
 
 use super::durable_rename::sync_folder;
 use super::image_disk::{ImageDisk, StoredImage};
@@ -84,7 +85,7 @@ fn identity_of_layer(layer: &Layer<ImageStorage>) -> Option<super::open_location
 pub fn roll_back<'a>(
     disk: &'a ImageDisk,
     options: &'a ImageOptions,
-) -> Rare<'a, Result<RolledBack>> {
+) -> LocalBoxFuture<'a, Result<RolledBack>> {
     rare(async move {
         let (layer, overlay) = check_rollback(disk)?;
         let lower = Arc::new(open_lower(disk, &layer, options).await?);

@@ -16,9 +16,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockhouse_core::{Error, ErrorKind, Rare, Result, SyncMode, rare};
+use blockhouse_core::{Error, ErrorKind, Result, SyncMode, rare};
 use blockhouse_engine::{FileKind, HostFile, OpenMode, PageCache};
 use blockhouse_format::ImageFormat;
+use futures_util::future::LocalBoxFuture;
 
 use super::create::remove_created;
 use super::disk_over::disk_over;
@@ -58,7 +59,7 @@ pub fn start_recording<'a>(
     disk: &'a ImageDisk,
     image: &'a Path,
     options: &'a ImageOptions,
-) -> Rare<'a, Result<Pause>> {
+) -> LocalBoxFuture<'a, Result<Pause>> {
     rare(async move {
         disk.check_access(0)?;
         let refuse = |what: &str| {
@@ -125,7 +126,7 @@ pub fn stop_recording<'a>(
     disk: &'a ImageDisk,
     image: &'a Path,
     options: &'a ImageOptions,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
         let (image_used, before) = (disk.image(), disk.format());
         let (Some(side_file), Some(served)) =

@@ -5,8 +5,9 @@
 
 use std::path::Path;
 
-use blockhouse_core::{ErrorKind, Rare, Result, rare};
+use blockhouse_core::{ErrorKind, Result, rare};
 use blockhouse_storage::Location;
+use futures_util::future::LocalBoxFuture;
 
 use super::image_options::{ImageOptions, Locking, Purpose, StateUse};
 use super::open_image::{open, open_storage};
@@ -29,11 +30,11 @@ pub enum IfCorrupt {
 ///
 /// # Errors
 /// As [`open`](super::open); `Corrupt` with [`IfCorrupt::Fail`] only.
-pub fn replay_state<'a>(
-    path: &'a Path,
+pub fn replay_state(
+    path: &Path,
     options: ImageOptions,
     if_corrupt: IfCorrupt,
-) -> Rare<'a, Result<()>> {
+) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move {
         // An image on another server has no state here.
         let is_file = matches!(Location::of(path)?, Location::File(_));
