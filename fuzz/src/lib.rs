@@ -7,7 +7,6 @@ pub mod foreign;
 pub mod front_end;
 pub mod images;
 pub mod memory;
-pub mod null;
 pub mod sparse_file;
 pub mod walk;
 

@@ -17,7 +17,7 @@ use blockhouse_disk::{Access, Disk, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, Handle};
 use blockhouse_fuzz::front_end::{FileKind, Message};
 use blockhouse_fuzz::in_bounded_memory;
-use blockhouse_fuzz::null::Null;
+use blockhouse_storage::NullStorage;
 use blockhouse_vhost_user::{Device, Export, RegisteredMemory, serve_frontend};
 use libfuzzer_sys::fuzz_target;
 use rustix::event::{EventfdFlags, eventfd};
@@ -35,7 +35,7 @@ const MAX_DESCRIPTORS: usize = 253;
 
 /// A disk, the handle of a loop that has ended, and the files of front-ends.
 struct Fixture {
-    disk: Arc<Disk<Null>>,
+    disk: Arc<Disk<NullStorage>>,
     ended_loop: Handle,
     memory: OwnedFd,
     event: OwnedFd,
@@ -54,8 +54,9 @@ impl Fixture {
         };
         let memory = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).expect("memory");
         rustix::fs::ftruncate(&memory, FILE_BYTES).expect("memory");
+        let storage = NullStorage::new("null-co://?size=1M&read-zeroes=on".parse().expect("a name"));
         Self {
-            disk: Arc::new(Disk::raw(Null(1 << 20), Options::default()).expect("whole sectors")),
+            disk: Arc::new(Disk::raw(storage, Options::default()).expect("whole sectors")),
             ended_loop,
             memory,
             event: eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd"),
@@ -63,7 +64,7 @@ impl Fixture {
         }
     }
 
-    fn device(&self) -> Arc<Device<Null>> {
+    fn device(&self) -> Arc<Device<NullStorage>> {
         Arc::new(Device::new(Export {
             disk: Arc::clone(&self.disk),
             name: "fuzzed".into(),

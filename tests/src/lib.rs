@@ -3,7 +3,8 @@
 //!
 //! Guarantees: every process that is started here is ended here, also when a test panics; every
 //! wait ends; what a test cannot show on this machine is skipped with a reason on standard error.
-//! Of Blockhouse's own crates only a guest's driver is used: the tests see what users see.
+//! Of Blockhouse's own crates only a guest's driver and the names of engines are used: the tests
+//! see what users see.
 #![forbid(unsafe_code)]
 
 mod binary;
@@ -36,11 +37,12 @@ pub mod typed;
 pub mod upgrade;
 
 pub use binary::blockhouse;
+pub use blockhouse_engine::Engine;
 pub use data::{model_of_zeros, random_bytes, seeded};
 pub use deadline::{eventually, wait_for_exit};
 pub use lab_nbd as nbd;
 pub use loop_device::LoopDevice;
-pub use matrix::{Cache, Engine};
+pub use matrix::Cache;
 pub use scratch::{Image, Scratch};
 pub use server::{Refusal, Serve, Server};
 pub use small_host::{FileSystem, SmallHost};

@@ -1,30 +1,5 @@
 //! The combinations in which the same must hold.
 
-/// The engines, as the command line calls them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Engine {
-    /// io_uring.
-    IoUring,
-    /// Linux AIO.
-    LinuxAio,
-    /// Worker threads.
-    Threads,
-}
-
-impl Engine {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::IoUring, Self::LinuxAio, Self::Threads];
-
-    /// The name on the command line.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::IoUring => "io_uring",
-            Self::LinuxAio => "linux-aio",
-            Self::Threads => "threads",
-        }
-    }
-}
-
 /// The cache modes that differ in what the kernel is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cache {

@@ -403,6 +403,21 @@ impl Both {
         Ok(Self { scratch, _server: server, _peer: peer, ours, theirs, folders })
     }
 
+    /// With the nodes o, mid over it and top over that.
+    fn start_with_chain() -> Result<Self, String> {
+        let mut both = Self::start()?;
+        both.ask_same(&add("o"));
+        for (over, below) in [("mid", "o"), ("top", "mid")] {
+            for folder in &both.folders {
+                let path = Path::new(folder).join(over);
+                let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", below, str(&path)];
+                qemu_img(&words).success();
+            }
+            both.ask_same(&add(over).replace("'file':", &format!("'backing':'{below}','file':")));
+        }
+        Ok(both)
+    }
+
     /// The answers of both to a message.
     fn ask(&mut self, message: &str) -> [Value; 2] {
         let sockets = ["ours", "theirs"].map(|name| self.scratch.socket(name));
@@ -443,6 +458,30 @@ impl Both {
     fn events_until(&mut self, job: &str, status: &str) -> [Vec<Value>; 2] {
         [&mut self.ours, &mut self.theirs]
             .map(|qmp| qmp.events_until(job, status).into_iter().map(without_moments).collect())
+    }
+
+    /// Waits for the end of a job. Its events and statuses are the same at both, but for those
+    /// that QEMU tells only of a slow job.
+    fn same_statuses_until_end(&mut self, job: &str) {
+        let [ours, theirs] = self.events_until(job, "null").map(|mut events| {
+            events.retain(is_sure);
+            let statuses = events.iter();
+            let statuses =
+                statuses.map(|event| (event["event"].clone(), event["data"]["status"].clone()));
+            statuses.collect::<Vec<_>>()
+        });
+        assert_eq!(ours, theirs);
+    }
+
+    /// The backing file of the node top, which is the same at both, as is its depth.
+    fn same_backing_of_top(&mut self) -> Value {
+        let [ours, theirs] = self.ask("{'execute':'query-named-block-nodes'}").map(|answer| {
+            let nodes = answer["return"].as_array().cloned().unwrap_or_default();
+            let top = nodes.into_iter().find(|node| node["node-name"] == "top").expect("a node");
+            (top["backing_file"].clone(), top["backing_file_depth"].clone())
+        });
+        assert_eq!(ours, theirs);
+        ours.0
     }
 }
 
@@ -552,18 +591,7 @@ fn add(node: &str) -> String {
 
 #[test]
 fn a_stream_ends_at_a_base() {
-    let mut both = require!(Both::start());
-    for folder in &both.folders {
-        for (over, below) in [("mid", "o"), ("top", "mid")] {
-            let path = Path::new(folder).join(over);
-            let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", below, str(&path)];
-            qemu_img(&words).success();
-        }
-    }
-    both.ask_same(&add("o"));
-    for (over, below) in [("mid", "o"), ("top", "mid")] {
-        both.ask_same(&add(over).replace("'file':", &format!("'backing':'{below}','file':")));
-    }
+    let mut both = require!(Both::start_with_chain());
     let stream = |base: &str| {
         format!("{{'execute':'block-stream','arguments':{{'job-id':'j','device':'top',{base}}}}}")
     };
@@ -572,39 +600,13 @@ fn a_stream_ends_at_a_base() {
     }
     both.ask_same(&stream("'base-node':'o'"));
     // QEMU counts what it looks at, and this program what it copies: nothing here.
-    let [ours, theirs] = both.events_until("j", "null").map(|mut events| {
-        events.retain(is_sure);
-        events
-            .iter()
-            .map(|event| (event["event"].clone(), event["data"]["status"].clone()))
-            .collect::<Vec<_>>()
-    });
-    assert_eq!(ours, theirs);
-    let named = |both: &mut Both| {
-        both.ask("{'execute':'query-named-block-nodes'}").map(|answer| {
-            let nodes = answer["return"].as_array().cloned().unwrap_or_default();
-            let top = nodes.into_iter().find(|node| node["node-name"] == "top").expect("a node");
-            [top["backing_file"].clone(), top["backing_file_depth"].clone()]
-        })
-    };
-    let [ours, theirs] = named(&mut both);
-    assert_eq!((&ours[0], &ours), (&json!("DIR/o"), &theirs));
+    both.same_statuses_until_end("j");
+    assert_eq!(both.same_backing_of_top(), "DIR/o");
 }
 
 #[test]
 fn a_commit_of_an_image_behind_the_disk_completes_by_itself() {
-    let mut both = require!(Both::start());
-    for folder in &both.folders {
-        for (over, below) in [("mid", "o"), ("top", "mid")] {
-            let path = Path::new(folder).join(over);
-            let words = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b", below, str(&path)];
-            qemu_img(&words).success();
-        }
-    }
-    both.ask_same(&add("o"));
-    for (over, below) in [("mid", "o"), ("top", "mid")] {
-        both.ask_same(&add(over).replace("'file':", &format!("'backing':'{below}','file':")));
-    }
+    let mut both = require!(Both::start_with_chain());
     let commit = |given: &str| {
         format!("{{'execute':'block-commit','arguments':{{'job-id':'j','device':'top',{given}}}}}")
     };
@@ -621,20 +623,8 @@ fn a_commit_of_an_image_behind_the_disk_completes_by_itself() {
         both.ask_same(&commit(given));
     }
     both.ask_same(&commit("'top-node':'mid','base-node':'o','backing-file':'./o'"));
-    let [ours, theirs] = both.events_until("j", "null").map(|mut events| {
-        events.retain(is_sure);
-        events
-            .iter()
-            .map(|event| (event["event"].clone(), event["data"]["status"].clone()))
-            .collect::<Vec<_>>()
-    });
-    assert_eq!(ours, theirs);
-    let [ours, theirs] = both.ask("{'execute':'query-named-block-nodes'}").map(|answer| {
-        let nodes = answer["return"].as_array().cloned().unwrap_or_default();
-        let top = nodes.into_iter().find(|node| node["node-name"] == "top").expect("a node");
-        [top["backing_file"].clone(), top["backing_file_depth"].clone()]
-    });
-    assert_eq!(ours, theirs);
+    both.same_statuses_until_end("j");
+    both.same_backing_of_top();
 }
 
 #[test]

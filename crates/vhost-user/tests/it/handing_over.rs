@@ -1,17 +1,13 @@
 //! A device that another server goes on with, while its front-end stays connected; and one that
 //! takes back what it paused.
 
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use blockhouse_engine::{FaultDomain, SharedMemory};
 use blockhouse_vhost_user::driver::{GUEST, Options, TestDriver};
 use blockhouse_vhost_user::{PauseError, PausedFrontend, PreparedFrontend, RegisteredMemory};
-use rustix::fs::MemfdFlags;
 use vhost::vhost_user::{FrontendReqHandler, VhostUserFrontend};
-use vhost::{VhostBackend, VhostUserDirtyLogRegion};
 
 use crate::common::*;
 
@@ -82,26 +78,11 @@ fn a_device_without_a_front_end_is_handed_over() {
     assert_eq!(waiting.join().unwrap(), OK);
 }
 
-/// A file of `size` bytes and a mapping of it.
-fn memory(size: usize) -> (std::os::fd::OwnedFd, SharedMemory) {
-    let file = rustix::fs::memfd_create("more", MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&file, size as u64).unwrap();
-    let memory = SharedMemory::map(&file, 0, size, &FaultDomain::unconnected()).unwrap();
-    (file, memory)
-}
-
 #[test]
 fn what_a_front_end_has_set_stays_set() {
     let mut served = Served::start(1, 1);
     let mut guest = served.connect(Options { without: 0, ..Options::default() });
-    let pages = (GUEST as usize + guest.driver.memory.len()) / 4096;
-    let (file, log) = memory(pages / 8 + 1);
-    let region = VhostUserDirtyLogRegion {
-        mmap_size: log.len() as u64,
-        mmap_offset: 0,
-        mmap_handle: file.as_raw_fd(),
-    };
-    guest.driver.frontend().set_log_base(0, Some(region)).unwrap();
+    let log = guest.log_changes();
     let listener = Arc::new(Listener::default());
     let mut handler = FrontendReqHandler::new(Arc::clone(&listener)).unwrap();
     guest.driver.frontend().set_backend_request_fd(&handler.get_tx_raw_fd()).unwrap();

@@ -6,24 +6,14 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockhouse_engine::{FaultDomain, SharedMemory};
 use blockhouse_vhost_user::driver::{DescriptorSpec, GUEST, Options};
 use blockhouse_vhost_user::ring::WRITE;
-use rustix::fs::MemfdFlags;
 use vhost::vhost_user::message::VhostUserInflight;
 use vhost::vhost_user::{Frontend, FrontendReqHandler, VhostUserFrontend};
-use vhost::{VhostBackend, VhostUserDirtyLogRegion, VhostUserMemoryRegionInfo};
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::common::*;
-
-/// A file of `size` bytes and a mapping of it.
-fn memory(size: usize) -> (std::os::fd::OwnedFd, SharedMemory) {
-    let file = rustix::fs::memfd_create("more", MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&file, size as u64).unwrap();
-    let memory = SharedMemory::map(&file, 0, size, &FaultDomain::unconnected()).unwrap();
-    (file, memory)
-}
 
 #[test]
 fn memory_is_added_and_removed_while_the_queue_runs() {
@@ -55,14 +45,7 @@ fn memory_is_added_and_removed_while_the_queue_runs() {
 fn changed_pages_are_logged_and_no_others() {
     let served = Served::start(1, 1);
     let mut guest = served.connect(Options { without: 0, ..Options::default() });
-    let pages = (GUEST as usize + guest.driver.memory.len()) / 4096;
-    let (file, log) = memory(pages / 8 + 1);
-    let region = VhostUserDirtyLogRegion {
-        mmap_size: log.len() as u64,
-        mmap_offset: 0,
-        mmap_handle: file.as_raw_fd(),
-    };
-    guest.driver.frontend().set_log_base(0, Some(region)).unwrap();
+    let log = guest.log_changes();
     let dirty = |offset: usize| {
         let page = (GUEST as usize + offset) / 4096;
         let mut byte = [0];
@@ -346,14 +329,8 @@ fn a_configuration_that_is_not_there_has_a_length_of_0() {
 fn changes_of_the_log_are_told_if_the_front_end_wants() {
     let served = Served::start(1, 1);
     let mut guest = served.connect(Options { without: 0, ..Options::default() });
-    let (file, log) = memory((GUEST as usize + guest.driver.memory.len()) / 4096 / 8 + 1);
-    let region = VhostUserDirtyLogRegion {
-        mmap_size: log.len() as u64,
-        mmap_offset: 0,
-        mmap_handle: file.as_raw_fd(),
-    };
     let event = EventFd::new(EFD_NONBLOCK).unwrap();
-    guest.driver.frontend().set_log_base(0, Some(region)).unwrap();
+    let _log = guest.log_changes();
     guest.driver.frontend().set_log_fd(event.as_raw_fd()).unwrap();
     assert_eq!(guest.request(0, FLUSH, 0, &[]), OK);
     // The answer is seen before the device has told of the log; the next message comes after.

@@ -1,7 +1,7 @@
 //! A server in this process and a driver for it.
 
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,13 +9,17 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use blockhouse_disk::{Access, Disk, ImageDisk, Options as DiskOptions};
-use blockhouse_engine::{EngineChoice, EventLoop, Handle, HostFile, OpenMode, PageCache};
+use blockhouse_engine::{
+    EngineChoice, EventLoop, FaultDomain, Handle, HostFile, OpenMode, PageCache, SharedMemory,
+};
 use blockhouse_storage::ImageStorage;
-use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, Options, TestDriver};
+use blockhouse_vhost_user::driver::{DescriptorSpec, DriverQueue, GUEST, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 use blockhouse_vhost_user::{Device, Export, PreparedFrontend, RegisteredMemory, Server};
+use rustix::fs::MemfdFlags;
 use tempfile::TempDir;
 use vhost::vhost_user::VhostUserFrontendReqHandler;
+use vhost::{VhostBackend, VhostUserDirtyLogRegion};
 
 /// Longer than anything takes on a busy machine.
 pub const LONG: Duration = Duration::from_secs(20);
@@ -201,9 +205,30 @@ const HEADER: usize = 0;
 const STATUS: usize = 16;
 pub const DATA: usize = 4096;
 
+/// A file of `size` bytes and a mapping of it.
+pub fn memory(size: usize) -> (OwnedFd, SharedMemory) {
+    let file = rustix::fs::memfd_create("more", MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, size as u64).unwrap();
+    let memory = SharedMemory::map(&file, 0, size, &FaultDomain::unconnected()).unwrap();
+    (file, memory)
+}
+
 impl Guest {
     pub fn new(driver: TestDriver) -> Self {
         Self { driver }
+    }
+
+    /// Has the device log the pages that it changes: a bit for each.
+    pub fn log_changes(&mut self) -> SharedMemory {
+        let pages = (GUEST as usize + self.driver.memory.len()) / 4096;
+        let (file, log) = memory(pages / 8 + 1);
+        let region = VhostUserDirtyLogRegion {
+            mmap_size: log.len() as u64,
+            mmap_offset: 0,
+            mmap_handle: file.as_raw_fd(),
+        };
+        self.driver.frontend().set_log_base(0, Some(region)).unwrap();
+        log
     }
 
     pub fn base(&self) -> usize {
