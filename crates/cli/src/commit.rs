@@ -14,7 +14,7 @@ use blockhouse_disk::{
     AfterCommit, CommitChain, CopyJob, CopyOptions, ImageDisk, ImageFormat, TargetContent,
     commit_overlay,
 };
-use blockhouse_engine::{EngineChoice, EventLoop};
+use blockhouse_engine::{EngineChoice, EventLoop, is_same_file};
 
 use crate::called_as;
 use crate::image_args::resolve_relative;
@@ -67,7 +67,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
     let is_base = |behind: &Path| {
         let base = arguments.base.as_deref().or(backing.as_deref());
-        base.is_none_or(|base| is_same_file(&image, base, behind))
+        base.is_none_or(|base| is_named(&image, base, behind))
     };
     let CommitChain { overlay, base, between } =
         event_loop.block_on(CommitChain::open(&image, options, is_base))?;
@@ -126,12 +126,9 @@ fn commit_chain(
 
 /// Whether a base as it was typed is the file of this path: found from here, or as `image` would
 /// name it.
-fn is_same_file(image: &Path, typed: &Path, path: &Path) -> bool {
-    let named = [typed.to_owned(), resolve_relative(image, typed.as_os_str().as_encoded_bytes())];
-    named.iter().any(|named| match (named.canonicalize(), path.canonicalize()) {
-        (Ok(named), Ok(path)) => named == path,
-        _ => *named == *path,
-    })
+fn is_named(image: &Path, typed: &Path, path: &Path) -> bool {
+    let from_image = resolve_relative(image, typed.as_os_str().as_encoded_bytes());
+    is_same_file(typed, path) || is_same_file(&from_image, path)
 }
 
 /// Refuses to store in the clear what is encrypted in one of the images above the base.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use blockhouse_disk::ImageDisk;
+use blockhouse_engine::is_same_file;
 
 use crate::running::RunningDisk;
 
@@ -25,10 +26,7 @@ pub(crate) struct CommitSetup {
 impl CommitSetup {
     /// The highest one, if it is not the image of the disk.
     pub(super) fn layer(&self, source: &RunningDisk) -> Option<&Path> {
-        let is_image = |top: &Path| {
-            top == source.path() || top.canonicalize().is_ok_and(|top| top == source.path())
-        };
-        self.top.as_deref().filter(|top| !is_image(top))
+        self.top.as_deref().filter(|top| !is_same_file(top, &source.path()))
     }
 
     /// Refuses what is possible for layers alone.
@@ -40,8 +38,7 @@ impl CommitSetup {
         }
         let is_behind = |base: &Path| {
             let behind = source.disk.image().layer_at(1);
-            let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
-            behind.is_some_and(|behind| whole(Path::new(behind.name)) == whole(base))
+            behind.is_some_and(|behind| is_same_file(Path::new(behind.name), base))
         };
         if let Some(base) = self.base.as_deref().filter(|base| !is_behind(base)) {
             bail!(

@@ -1,7 +1,9 @@
 //! Jobs that begin: streams, commits and mirrors, and what all of them are given.
 
+use std::path::Path;
 use std::rc::Rc;
 
+use blockhouse_engine::is_same_file;
 use serde_json::{Value, json};
 
 use super::arguments::{Arguments, is_well_formed};
@@ -122,7 +124,8 @@ impl ChainOf {
 
     /// How many steps behind the disk's image the image of this path is, at least `from`.
     fn depth_of_file(&self, path: &str, from: usize) -> Option<usize> {
-        self.files.iter().skip(from).position(|file| file == path).map(|found| from + found)
+        let is_it = |file: &String| is_same_file(Path::new(file), Path::new(path));
+        self.files.iter().skip(from).position(is_it).map(|found| from + found)
     }
 
     /// The same of a node.

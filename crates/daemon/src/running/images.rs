@@ -6,7 +6,7 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use blockhouse_disk::{CreateOptions, ImageFormat, check_new_name, create_as, create_qcow2};
-use blockhouse_engine::NewFile;
+use blockhouse_engine::{NewFile, is_same_file};
 
 use super::Running;
 
@@ -37,8 +37,7 @@ pub(crate) async fn create_image(
     if let Some(file) = options.and_then(|options| options.data_file.as_ref()) {
         let data = Path::new(OsStr::from_bytes(&file.name));
         running.sandbox().check(data)?;
-        if path.canonicalize().is_ok_and(|path| data.canonicalize().is_ok_and(|data| data == path))
-        {
+        if is_same_file(path, data) {
             bail!("{}: an image and its data file are two files", path.display());
         }
     }

@@ -4,6 +4,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use blockhouse_core::{Error, ErrorKind, Result};
+use blockhouse_engine::is_same_file;
 use blockhouse_format::Backing;
 use blockhouse_storage::ImageStorage;
 
@@ -59,11 +60,7 @@ pub fn find_layers(
 /// name, `wanted`.
 fn depth_of(disk: &ImageDisk, wanted: &Path) -> Result<usize> {
     let image = disk.image();
-    let canonical_wanted = wanted.canonicalize().ok();
-    let is_it = |name: &str| {
-        Path::new(name) == wanted
-            || canonical_wanted.is_some() && Path::new(name).canonicalize().ok() == canonical_wanted
-    };
+    let is_it = |name: &str| is_same_file(Path::new(name), wanted);
     let layers: Vec<_> = image.layers().collect();
     let is_layer = |layer: &&Layer<ImageStorage>| is_it(layer.image_name()) || is_it(layer.name());
     if let Some(found) = layers[1..].iter().position(is_layer) {

@@ -14,6 +14,7 @@ mod new_file;
 mod open;
 mod open_files;
 pub(crate) mod probe;
+pub(crate) mod same_file;
 mod write_out;
 mod written_zeros;
 
