@@ -27,6 +27,30 @@ pub fn random_bytes(random: &mut Rng, length: usize) -> Vec<u8> {
     bytes
 }
 
+/// Refuses bytes that differ from others, without printing them.
+///
+/// # Panics
+/// With the offset of the first one that does.
+#[track_caller]
+pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let at = found.iter().zip(expected).position(|(one, other)| one != other);
+    assert_eq!(at, None, "{what}");
+}
+
+/// A disk with data of all lengths up to `longest`, and holes; the last sector has data.
+pub fn random_disk(random: &mut Rng, size: usize, pieces: usize, longest: usize) -> Vec<u8> {
+    let mut content = vec![0; size];
+    for _ in 0..pieces {
+        let start = random.usize(..size / 512) * 512;
+        let longest = [512, 70_000, longest][random.usize(..3)];
+        let length = random.usize(1..=longest).min(size - start);
+        content[start..start + length].copy_from_slice(&random_bytes(random, length));
+    }
+    content[size - 512..].fill(7);
+    content
+}
+
 /// The content of a new image as the flat model sees it: every byte is known to be zero.
 pub fn model_of_zeros(length: usize) -> Vec<Option<u8>> {
     vec![Some(0); length]

@@ -31,6 +31,15 @@ impl TestLimit {
     }
 }
 
+/// The seconds in this environment variable, or so many.
+///
+/// # Panics
+/// It is no number.
+pub fn seconds_in(variable: &str, usual: u64) -> Duration {
+    let seconds = std::env::var(variable);
+    Duration::from_secs(seconds.map_or(usual, |text| text.parse().expect("a number of seconds")))
+}
+
 /// Waits until the process has ended; `None` when it has not after `limit`.
 ///
 /// # Panics

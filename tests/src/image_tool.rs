@@ -20,8 +20,14 @@ pub fn qemu_img(words: &[&str]) -> Outcome {
 /// Does these steps with qemu-io; each must work.
 #[track_caller]
 pub fn qemu_io(format: &str, image: &Path, steps: &[&str]) {
+    qemu_io_in(Path::new("."), format, image, steps);
+}
+
+/// As [`qemu_io`], in this working folder.
+#[track_caller]
+pub fn qemu_io_in(folder: &Path, format: &str, image: &Path, steps: &[&str]) {
     let mut command = tool("qemu-io");
-    command.args(["-f", format]);
+    command.current_dir(folder).args(["-f", format]);
     for step in steps {
         command.args(["-c", step]);
     }

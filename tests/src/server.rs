@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
 use crate::nbd::{Address, Client, Framing};
-use crate::{Cache, Engine, Scratch, blockhouse, wait_for_exit};
+use crate::{Cache, Engine, Scratch, blockhouse, nbd_uri, wait_for_exit};
 
 /// A debug build under strace on a busy machine needs a while.
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -42,7 +42,7 @@ impl Serve {
     /// Serves `image` under the empty name on the socket `nbd` of the scratch folder.
     pub fn new(scratch: &Scratch, image: &Path) -> Self {
         let socket = scratch.socket("nbd");
-        Self::bare(scratch, image).export(&format!("nbd+unix:///?socket={}", socket.display()))
+        Self::bare(scratch, image).export(&nbd_uri("", &socket))
     }
 
     /// Serves what its options say.

@@ -2,6 +2,7 @@
 //! the protocol.
 
 use std::io::{Read, Write};
+use std::path::Path;
 
 use socket2::Socket;
 
@@ -96,6 +97,11 @@ impl<S: Read + Write> Greeted<S> {
 }
 
 impl Client {
+    /// Opens the export of this name at a Unix socket, with simple replies.
+    pub fn at(socket: impl AsRef<Path>, export: &str) -> Self {
+        Greeted::new(&Address::Unix(socket.as_ref().to_owned())).go(export, Framing::Simple)
+    }
+
     /// Opens the default export with simple replies.
     pub fn open(address: &Address) -> Self {
         Self::open_with(address, Framing::Simple)

@@ -5,10 +5,10 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blockhouse_engine::wait_readable;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
 /// A server that listens; killed when it is dropped.
@@ -155,9 +155,8 @@ impl Server {
 
 /// Waits until a process that is no child has ended.
 fn wait_for_end(process: &OwnedFd) -> Result<()> {
-    let end = &mut [PollFd::new(process, PollFlags::IN)];
-    let limit = Timespec::try_from(END_LIMIT).context("a limit")?;
-    ensure!(poll(end, Some(&limit))? > 0, "the server has not ended in {END_LIMIT:?}");
+    let has_ended = wait_readable(process, Instant::now() + END_LIMIT)?;
+    ensure!(has_ended, "the server has not ended in {END_LIMIT:?}");
     Ok(())
 }
 

@@ -7,20 +7,8 @@
 
 use std::time::Duration;
 
-use blockhouse_tests::Scratch;
 use blockhouse_tests::shared_limit::FourDisks;
-
-/// Of all threads of a process.
-fn processor_time(pid: rustix::process::Pid) -> Duration {
-    let path = format!("/proc/{}/task", pid.as_raw_nonzero());
-    let tasks = std::fs::read_dir(path).expect("the process runs");
-    let nanoseconds = tasks.map(|task| {
-        let path = task.expect("a folder").path().join("schedstat");
-        let line = std::fs::read_to_string(path).expect("a kernel that counts");
-        line.split(' ').next().and_then(|word| word.parse::<u64>().ok()).expect("nanoseconds")
-    });
-    Duration::from_nanos(nanoseconds.sum())
-}
+use blockhouse_tests::{Scratch, processor_time};
 
 #[expect(clippy::print_stdout, reason = "it is what the program is for")]
 fn main() {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use blockhouse_tests::image_tool::{command, str};
-use blockhouse_tests::{Scratch, blockhouse, eventually, need, require, run, tool};
+use blockhouse_tests::{Scratch, blockhouse, eventually, nbd_uri, need, require, run, tool};
 use rustix::process::{Pid, Signal, kill_process};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -50,7 +50,7 @@ fn a_server_goes_on_when_the_command_has_ended() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 1 << 20);
     let (pid_file, socket) = (scratch.path("pid"), scratch.socket("s"));
-    let uri = format!("nbd+unix:///?socket={}", str(&socket));
+    let uri = nbd_uri("", &socket);
     let words = ["serve", image.str(), "--fork", "--nbd", &uri, "--pid-file", str(&pid_file)];
     let started = command(&words).success();
     let server = Behind::of(&pid_file);
@@ -82,7 +82,7 @@ fn what_is_not_wrong_is_said_as_well() {
     let image = scratch.path("--fork");
     command(&["create", "-f", "qcow2", str(&image), "1M"]).success();
     let pid_file = scratch.path("pid");
-    let uri = format!("nbd+unix:///?socket={}", str(&scratch.socket("s")));
+    let uri = nbd_uri("", scratch.socket("s"));
     let mut serve = std::process::Command::new(blockhouse());
     serve.args(["serve", "--fork", "--nbd", &uri, "--pid-file", str(&pid_file)]);
     serve.args(["-f", "qcow2", "--cache", "unsafe", "--", "--fork"]);
@@ -99,7 +99,7 @@ fn another_process_goes_on_in_the_background() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 1 << 20);
     let (pid_file, control) = (scratch.path("pid"), scratch.socket("c"));
-    let uri = format!("nbd+unix:///?socket={}", str(&scratch.socket("s")));
+    let uri = nbd_uri("", scratch.socket("s"));
     let words = ["serve", image.str(), "--fork", "--nbd", &uri, "--pid-file", str(&pid_file)];
     command(&[&words[..], &["--control", str(&control)]].concat()).success();
     let first = Behind::of(&pid_file);
@@ -115,7 +115,7 @@ fn it_inherits_no_locks_of_the_command() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 1 << 20);
     let (pid_file, lock) = (scratch.path("pid"), scratch.path("lock"));
-    let uri = format!("nbd+unix:///?socket={}", str(&scratch.socket("s")));
+    let uri = nbd_uri("", scratch.socket("s"));
     let script = r#"exec 9>"$0"; flock 9; exec "$@""#;
     let mut shell = std::process::Command::new("sh");
     shell.args(["-c", script, str(&lock), str(blockhouse()), "serve", image.str(), "--fork"]);

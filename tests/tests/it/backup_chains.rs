@@ -11,7 +11,8 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::guest::Guest;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::{
-    Scratch, Serve, Server, blockhouse, eventually, need, require, run, seeded, tool, wait_for_exit,
+    Scratch, Serve, Server, blockhouse, eventually, nbd_uri, need, require, run, seeded, tool,
+    wait_for_exit,
 };
 use blockhouse_vhost_user::driver::Options;
 use fastrand::Rng;
@@ -89,7 +90,7 @@ impl Bench {
     }
 
     fn begin(&self, bitmap: &str, since: Option<&str>) -> String {
-        let export = format!("nbd+unix:///?socket={}", self.scratch.socket("backup").display());
+        let export = nbd_uri("", self.scratch.socket("backup"));
         let begin = json!({ "disks": [DISK], "backup": "b", "bitmap": bitmap, "since": since, "export": export });
         let began = self.control().get("backup.begin", begin);
         began["disks"][0]["exports"][0].as_str().expect("an export").to_owned()

@@ -10,7 +10,7 @@ use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{
-    Outcome, Scratch, Serve, Server, eventually, need, require, run, seeded, tool,
+    Outcome, Scratch, Serve, Server, eventually, nbd_uri, need, require, run, seeded, tool,
 };
 use fastrand::Rng;
 use rustix::process::Signal;
@@ -131,7 +131,7 @@ impl Bench {
 
     /// Where backups are served.
     fn export(&self) -> String {
-        format!("nbd+unix:///?socket={}", self.scratch.socket("backup").display())
+        nbd_uri("", self.scratch.socket("backup"))
     }
 
     /// Freezes the disk; what it holds, and where that is served.
@@ -317,16 +317,16 @@ fn two_disks_are_cut_at_the_same_point() {
     let (nbd, control) = (scratch.socket("nbd"), scratch.socket("control"));
     let server = Serve::bare(&scratch, &raw)
         .also(&qcow2)
-        .export(&format!("nbd+unix:///?socket={}", nbd.display()))
+        .export(&nbd_uri("", &nbd))
         .option("--control", &control)
         .start();
     let mut control = Control::connect(&control);
     let backup = scratch.socket("backup");
-    let uri = format!("nbd+unix:///?socket={}", backup.display());
+    let uri = nbd_uri("", &backup);
     let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| {
-            let mut clients = ["a.img", "b.qcow2"].map(|name| client(&nbd, name));
+            let mut clients = ["a.img", "b.qcow2"].map(|name| Client::at(&nbd, name));
             for number in 1_u64.. {
                 if stop.load(Ordering::SeqCst) {
                     break;
@@ -343,7 +343,7 @@ fn two_disks_are_cut_at_the_same_point() {
             let begin = json!({ "disks": ["a.img", "b.qcow2"], "export": uri, "backup": "both" });
             let began = control.get("backup.begin", begin);
             let read = |name: &str| {
-                let bytes = client(&backup, name).read(0, 512).expect("a read");
+                let bytes = Client::at(&backup, name).read(0, 512).expect("a read");
                 u64::from_be_bytes(bytes[..8].try_into().expect("8 bytes"))
             };
             let (first, second) = (read("a.img"), read("b.qcow2"));
@@ -358,11 +358,6 @@ fn two_disks_are_cut_at_the_same_point() {
         writing.join().expect("no error");
     });
     server.stop();
-}
-
-fn client(socket: &Path, name: &str) -> Client {
-    blockhouse_tests::nbd::Greeted::new(&Address::Unix(socket.to_owned()))
-        .go(name, blockhouse_tests::nbd::Framing::Structured)
 }
 
 #[test]
@@ -385,7 +380,7 @@ fn a_full_scratch_file_fails_the_backup_and_not_the_client() {
     let list = control.get("backup.list", json!({}));
     let error = list[0]["disks"][0]["error"].as_str().expect("it failed");
     assert!(error.contains("131072") && error.contains("scratch-size"), "{error}");
-    let mut reader = client(&bench.scratch.socket("backup"), "disk.qcow2");
+    let mut reader = Client::at(bench.scratch.socket("backup"), "disk.qcow2");
     assert!(reader.read(0, 4096).is_err(), "nothing newer is read");
     control.get("backup.end", json!({ "backup": "small" }));
     bench.write(20);
@@ -426,7 +421,7 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
     ] {
         if extra["export"].is_string() {
             // Its own socket has the disk's name already.
-            let own = json!({ "disk": "disk.qcow2", "export": format!("nbd+unix:///disk.qcow2?socket={}", bench.scratch.socket("nbd").display()) });
+            let own = json!({ "disk": "disk.qcow2", "export": nbd_uri("disk.qcow2", bench.scratch.socket("nbd")) });
             control.get("export.add", own);
         }
         control.refused("backup.begin", begin(extra), FAILED, words);
@@ -497,7 +492,7 @@ fn a_new_disk_comes_in_full_beside_increments() {
     let serve = Serve::new(&scratch, &images[0]).option("--control", scratch.socket("control"));
     let server = serve.start();
     let mut control = Control::connect(&scratch.socket("control"));
-    let export = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let export = nbd_uri("", scratch.socket("backup"));
     let first =
         json!({ "disks": ["a.qcow2"], "export": export, "bitmap": "day1", "backup": "one" });
     control.get("backup.begin", first);

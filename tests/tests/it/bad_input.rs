@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
 
 use blockhouse_tests::nbd::Client;
-use blockhouse_tests::{Scratch, Serve, blockhouse, need, require};
+use blockhouse_tests::{Scratch, Serve, blockhouse, nbd_uri, need, require};
 
 #[test]
 fn a_missing_image() {
@@ -134,7 +134,7 @@ fn a_socket_path_that_is_too_long() {
     let scratch = Scratch::new();
     let image = scratch.image_of("disk.img", &[1; 512]);
     let socket = scratch.socket(&"x".repeat(100));
-    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let uri = nbd_uri("", &socket);
     let serve = Serve::bare(&scratch, image.path()).export(&uri);
     serve.refused().failed(&["xxxx", "107", "shorter"]);
 }

@@ -11,7 +11,7 @@ use blockhouse_tests::nbd::{
     Address, Client, Framing, Greeted, command, errno, flag, option, reply,
 };
 use blockhouse_tests::{
-    Engine, Scratch, Serve, eventually, need, on_every_engine, require, run, tool,
+    Engine, Scratch, Serve, eventually, nbd_uri, need, on_every_engine, require, run, tool,
 };
 
 const MIB: u64 = 1 << 20;
@@ -23,7 +23,7 @@ fn nbdinfo(uri: &str) -> Command {
 }
 
 fn unix_uri(scratch: &Scratch, socket: &str, name: &str) -> String {
-    format!("nbd+unix:///{name}?socket={}", scratch.socket(socket).display())
+    nbd_uri(name, scratch.socket(socket))
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use blockhouse_tests::{
-    Scratch, Serve,
+    Scratch, Serve, assert_same,
     image_tool::{command, qemu_img, qemu_io, str},
     need, require,
 };
@@ -19,13 +19,6 @@ fn content(scratch: &Scratch, image: &Path) -> Vec<u8> {
     let flat = scratch.path("flat.raw");
     qemu_img(&["convert", "-f", "qcow2", "-O", "raw", str(image), str(&flat)]).success();
     std::fs::read(flat).expect("a file")
-}
-
-#[track_caller]
-fn assert_same(found: &[u8], expected: &[u8], what: &str) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    let at = found.iter().zip(expected).position(|(one, other)| one != other);
-    assert_eq!(at, None, "{what}");
 }
 
 fn check(image: &Path) {

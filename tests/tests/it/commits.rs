@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
-use blockhouse_tests::{Scratch, Serve, Server, need, require, seeded};
+use blockhouse_tests::{Scratch, Serve, Server, nbd_uri, need, require, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::json;
@@ -275,7 +275,7 @@ fn errors_of_a_remote_base_end_the_commit_and_not_the_client() {
     drop(writer);
     server.stop();
     let expected = scratch.image_of("expected", &bytes);
-    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let uri = nbd_uri("", &socket);
     qemu_img(&["compare", "-f", "raw", "-F", "raw", &uri, expected.str()]).success();
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::pki::psk_file;
 use blockhouse_tests::{
     Scratch, Serve, Server, eventually,
@@ -39,7 +39,7 @@ fn start(scratch: &Scratch, config: &Path, exports: usize) -> Server {
 }
 
 fn open(scratch: &Scratch, name: &str) -> Client {
-    Greeted::new(&Address::Unix(scratch.socket("nbd"))).go(name, Framing::Simple)
+    Client::at(scratch.socket("nbd"), name)
 }
 
 fn names(control: &mut Control) -> Vec<String> {

@@ -2,18 +2,18 @@
 //! what else is served notices nothing, what fails leaves all as it was, and what is listed is what
 //! there is.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::generated::control_schema;
 use blockhouse_tests::guest::{Guest, LONG, content};
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::schema::Schema;
 use blockhouse_tests::{
     Outcome, Scratch, Serve, Server, eventually,
     image_tool::{command, qemu_img, str},
+    nbd_uri,
 };
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
@@ -32,14 +32,6 @@ fn serve(scratch: &Scratch) -> (Server, Control) {
 
 fn ctl(scratch: &Scratch, words: &[&str]) -> Outcome {
     command(&[&["ctl", str(&scratch.socket("control"))], words].concat())
-}
-
-fn uri(name: &str, socket: &Path) -> String {
-    format!("nbd+unix:///{name}?socket={}", socket.display())
-}
-
-fn open(socket: &Path, name: &str) -> Client {
-    Greeted::new(&Address::Unix(socket.into())).go(name, Framing::Simple)
 }
 
 fn names(list: &Value, key: &str) -> Vec<String> {
@@ -72,10 +64,10 @@ fn disks_and_exports_come_and_go_beside_one_that_notices_nothing() {
     std::thread::scope(|scope| {
         let first = scope.spawn(|| go_on(&address, &stop));
         for round in 1..=5 {
-            let exports = [uri("b", &nbd), str(&vu).to_owned()];
+            let exports = [nbd_uri("b", &nbd), str(&vu).to_owned()];
             let opened = control.get("disk.open", json!({ "path": path, "exports": exports }));
             assert_eq!(opened["disk"], "second.qcow2");
-            let mut client = open(&nbd, "b");
+            let mut client = Client::at(&nbd, "b");
             let mut guest = Guest::connect(&vu, Options::default());
             guest.write(0, 1, round);
             assert_eq!(client.read(4096, 4096), Ok(content(round)));
@@ -106,11 +98,11 @@ fn an_export_of_another_disk_keeps_a_socket_open() {
     let scratch = Scratch::new();
     let (server, mut control) = serve(&scratch);
     let (socket, second) = (scratch.socket("nbd"), scratch.image("second", MIB));
-    let export = uri("second", &socket);
+    let export = nbd_uri("second", &socket);
     control.get("disk.open", json!({ "path": second.path(), "exports": [&export] }));
-    let mut client = open(&socket, "second");
+    let mut client = Client::at(&socket, "second");
     assert_eq!(client.write(0, &[7; 512], 0), 0);
-    control.get("export.remove", json!({ "export": uri("", &socket) }));
+    control.get("export.remove", json!({ "export": nbd_uri("", &socket) }));
     assert_eq!(client.read(0, 512), Ok(vec![7; 512]), "only the clients of one export end");
     assert!(socket.exists());
     control.get("disk.close", json!({ "disk": "first" }));
@@ -146,14 +138,14 @@ fn what_fails_leaves_all_as_it_was() {
     control.refused("disk.open", json!({ "path": "second" }), INVALID_PARAMS, &["whole path"]);
     control.refused("disk.open", open(json!({ "cache": "x" })), INVALID_PARAMS, &["no cache mode"]);
     // The first of its exports can be had, the second cannot.
-    let exports = json!({ "exports": [uri("a", &free), str(&taken)] });
+    let exports = json!({ "exports": [nbd_uri("a", &free), str(&taken)] });
     control.refused("disk.open", open(exports), FAILED, &["running server listens there"]);
     assert!(!free.exists() && taken.exists());
-    let same = json!({ "disk": "first", "export": uri("", &taken) });
+    let same = json!({ "disk": "first", "export": nbd_uri("", &taken) });
     control.refused("export.add", same, FAILED, &["exists already"]);
     control.refused(
         "export.remove",
-        json!({ "export": uri("x", &taken) }),
+        json!({ "export": nbd_uri("x", &taken) }),
         FAILED,
         &["export.list"],
     );
@@ -174,7 +166,7 @@ fn what_fails_leaves_all_as_it_was() {
     assert_eq!(without_room(after), without_room(before));
     server.assert_serves();
     // A disk that was opened and closed again is free.
-    control.get("disk.open", open(json!({ "exports": [uri("a", &free)] })));
+    control.get("disk.open", open(json!({ "exports": [nbd_uri("a", &free)] })));
     server.stop();
     assert!(!free.exists() && !taken.exists());
 }
@@ -186,7 +178,7 @@ fn guests_and_new_clients_see_another_size() {
     let (nbd, vu) = (scratch.socket("second"), scratch.socket("vu"));
     for (format, name) in [("raw", "grow.img"), ("qcow2", "grow.qcow2")] {
         let path = scratch.path(name);
-        let exports = [uri("", &nbd), str(&vu).to_owned()];
+        let exports = [nbd_uri("", &nbd), str(&vu).to_owned()];
         let new = json!({ "path": path, "create": "1M", "exports": exports });
         assert_eq!(control.get("disk.open", new)["size"], MIB, "{format}");
         let mut guest = Guest::connect(&vu, Options::default());
@@ -195,7 +187,7 @@ fn guests_and_new_clients_see_another_size() {
         assert_eq!(grown, json!({ "old-size": MIB, "size": 4 * MIB }));
         assert_eq!(guest.driver.capacity().expect("a size"), 4 * MIB);
         guest.write(0, 1023, 2);
-        let mut client = open(&nbd, "");
+        let mut client = Client::at(&nbd, "");
         assert_eq!(client.read(255 * 4096, 4096), Ok(content(1)));
         assert_eq!(client.read(1023 * 4096, 4096), Ok(content(2)));
         client.disconnect();
@@ -224,9 +216,9 @@ fn who_subscribes_is_told_in_order() {
     let wrong = json!({ "events": ["disk.melted"] });
     control.refused("event.subscribe", wrong, INVALID_PARAMS, &["disk.melted", "disk.closed"]);
     let (socket, second) = (scratch.socket("second"), scratch.image("second", MIB));
-    let export = uri("b", &socket);
+    let export = nbd_uri("b", &socket);
     control.get("disk.open", json!({ "path": second.path(), "exports": [&export] }));
-    let client = open(&socket, "b");
+    let client = Client::at(&socket, "b");
     assert_eq!(all.event(), json!({ "event": "disk.opened", "disk": "second" }));
     let added = json!({ "event": "export.added", "disk": "second", "export": export });
     assert_eq!(all.event(), added);
@@ -290,7 +282,7 @@ fn the_schema_is_what_the_server_speaks() {
     let disk = json!({ "disk": "d" });
     let snapshot = json!({ "disk": "d", "name": "s" });
     let rename = json!({ "disk": "d", "name": "s", "new-name": "t" });
-    let add = json!({ "disk": "d", "export": uri("d", &scratch.socket("d")) });
+    let add = json!({ "disk": "d", "export": nbd_uri("d", scratch.socket("d")) });
     check("server.version", json!({}));
     check("disk.open", json!({ "path": path, "name": "d", "create": 1 << 20 }));
     check("export.add", add.clone());
@@ -314,7 +306,7 @@ fn the_schema_is_what_the_server_speaks() {
     check("backup.end", json!({ "backup": "then" }));
     let image = json!({ "path": scratch.path("new.qcow2"), "format": "qcow2", "size": 1 << 20, "cluster-size": "4K" });
     check("image.create", image);
-    let socket = uri("", &scratch.socket("own"));
+    let socket = nbd_uri("", scratch.socket("own"));
     check("socket.add", json!({ "address": socket }));
     check("socket.remove", json!({ "address": socket }));
     check("disk.fork", json!({ "disks": [{ "disk": "d" }] }));
@@ -329,7 +321,7 @@ fn a_person_asks_in_short_commands() {
     let scratch = Scratch::new();
     let (server, _control) = serve(&scratch);
     let (socket, path) = (scratch.socket("second"), scratch.path("second.qcow2"));
-    let export = uri("b", &socket);
+    let export = nbd_uri("b", &socket);
     let said = ctl(&scratch, &["open", str(&path), "--create", "1M", "--export", &export]);
     assert_eq!(said.success().stdout.trim(), format!("ready {export}"));
     let disks = ctl(&scratch, &["disks"]).success().stdout;

@@ -13,7 +13,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::generated::control_schema;
 use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::schema::Schema;
-use blockhouse_tests::{Scratch, Serve, Server, eventually, seeded};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri, seconds_in, seeded};
 use fastrand::Rng;
 use serde_json::{Value, json};
 
@@ -31,8 +31,7 @@ impl World {
             (0..3).map(|index| scratch.image(&format!("{index}.img"), MIB).path().into()).collect();
         images.extend((0..3).map(|index| scratch.path(&format!("{index}.qcow2"))));
         let sockets = ["one", "two"].map(|name| scratch.socket(name));
-        let uri =
-            |name: &str, socket: &Path| format!("nbd+unix:///{name}?socket={}", socket.display());
+        let uri = |name: &str, socket: &Path| nbd_uri(name, socket);
         let mut exports: Vec<_> = sockets
             .iter()
             .flat_map(|socket| ["a", "b", ""].map(|name| uri(name, socket)))
@@ -62,11 +61,6 @@ impl World {
             _ => return None,
         })
     }
-}
-
-fn seconds() -> Duration {
-    let seconds = std::env::var("BLOCKHOUSE_CONTROL_SECONDS");
-    Duration::from_secs(seconds.map_or(6, |text| text.parse().expect("a number of seconds")))
 }
 
 /// Writes and reads back until `stop`. Any error is a failure.
@@ -190,7 +184,7 @@ fn random_requests_disturb_nobody_and_leave_nothing_behind() {
                 })
             })
             .collect();
-        let deadline = Instant::now() + seconds();
+        let deadline = Instant::now() + seconds_in("BLOCKHOUSE_CONTROL_SECONDS", 6);
         while Instant::now() < deadline && fuzzers.iter().all(|fuzzer| !fuzzer.is_finished()) {
             std::thread::sleep(Duration::from_millis(50));
         }

@@ -6,7 +6,8 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 
-use blockhouse_tests::{Outcome, Scratch, blockhouse, image_tool::json, need, require, run, tool};
+use blockhouse_tests::image_tool::{json, qemu_io_in};
+use blockhouse_tests::{Outcome, Scratch, blockhouse, need, require, run, tool};
 use serde_json::Value;
 
 /// QEMU looks for a data file in its working folder, we do in the image's: so all run there.
@@ -20,13 +21,7 @@ fn qemu_img(folder: &Path, words: &[&str]) -> Outcome {
 
 #[track_caller]
 fn qemu_io(folder: &Path, image: &str, steps: &[&str]) {
-    let mut command = tool("qemu-io");
-    command.current_dir(folder).args(["-f", "qcow2"]);
-    for step in steps {
-        command.args(["-c", step]);
-    }
-    let outcome = run(command.arg(image)).success();
-    assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
+    qemu_io_in(folder, "qcow2", Path::new(image), steps);
 }
 
 const SIZE: u64 = (3 << 20) + 512 * 5;

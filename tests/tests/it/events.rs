@@ -12,7 +12,7 @@ use blockhouse_tests::image_tool::{command, str};
 use blockhouse_tests::nbd::{Client, Framing, Greeted};
 use blockhouse_tests::schema::Schema;
 use blockhouse_tests::{
-    FileSystem, Scratch, Serve, Server, SmallHost, eventually, need, require, tool,
+    FileSystem, Scratch, Serve, Server, SmallHost, eventually, nbd_uri, need, require, tool,
 };
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
@@ -62,9 +62,9 @@ impl<'a> Failing<'a> {
     /// A server of its disk, and a subscriber.
     fn serve(&self) -> (Server, Control) {
         let control = self.scratch.socket("control");
-        let uri = format!("nbd+unix:///?socket={}", self.scratch.socket("failing").display());
+        let uri = nbd_uri("", self.scratch.socket("failing"));
         let serve = Serve::bare(self.scratch, uri.as_ref()).option("--name", "disk");
-        let export = format!("nbd+unix:///disk?socket={}", self.scratch.socket("nbd").display());
+        let export = nbd_uri("disk", self.scratch.socket("nbd"));
         let server = serve.export(&export).option("--control", &control).start();
         let mut control = Control::connect(&control);
         control.get("event.subscribe", json!({}));

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::{
-    Cache, Engine, Image, Scratch, Serve, need, random_bytes, require, run, seeded, tool,
+    Cache, Engine, Image, Scratch, Serve, need, random_disk, require, run, seeded, tool,
 };
 use fastrand::Rng;
 use serde_json::Value;
@@ -44,15 +44,7 @@ const SIZE: usize = (9 << 20) + 512 * 7;
 
 /// A disk with data of all lengths, and holes.
 fn disk(scratch: &Scratch, random: &mut Rng) -> Image {
-    let mut content = vec![0; SIZE];
-    for _ in 0..24 {
-        let start = random.usize(..SIZE / 512) * 512;
-        let longest = [512, 70_000, 1_200_000][random.usize(..3)];
-        let length = random.usize(1..=longest).min(SIZE - start);
-        content[start..start + length].copy_from_slice(&random_bytes(random, length));
-    }
-    content[SIZE - 512..].fill(7);
-    scratch.image_of("disk.raw", &content)
+    scratch.image_of("disk.raw", &random_disk(random, SIZE, 24, 1_200_000))
 }
 
 /// An image of the kind with that disk; and what qemu-img reads from it, which may be longer.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
-use blockhouse_tests::{Outcome, Scratch, blockhouse, need, random_bytes, require, run, seeded};
+use blockhouse_tests::{Outcome, Scratch, blockhouse, need, random_disk, require, run, seeded};
 
 /// A kind of image that is made.
 struct Kind {
@@ -40,15 +40,7 @@ const SIZE: usize = (41 << 20) + 512 * 7;
 
 /// A disk with data of all lengths, and holes; the last sector has data.
 fn disk(scratch: &Scratch) -> PathBuf {
-    let mut random = seeded();
-    let mut content = vec![0; SIZE];
-    for _ in 0..30 {
-        let start = random.usize(..SIZE / 512) * 512;
-        let longest = [512, 70_000, 3_000_000][random.usize(..3)];
-        let length = random.usize(1..=longest).min(SIZE - start);
-        content[start..start + length].copy_from_slice(&random_bytes(&mut random, length));
-    }
-    content[SIZE - 512..].fill(7);
+    let content = random_disk(&mut seeded(), SIZE, 30, 3_000_000);
     scratch.image_of("disk.raw", &content).path().to_owned()
 }
 

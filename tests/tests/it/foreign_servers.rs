@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::nbd::{Client, command as kind, flag};
-use blockhouse_tests::{Scratch, Serve, eventually, need, require, run, tool};
+use blockhouse_tests::{Scratch, Serve, eventually, nbd_uri, need, require, run, tool};
 
 use crate::jobs::Foreign;
 
@@ -77,7 +77,7 @@ impl Rig {
     }
 
     fn uri(&self) -> String {
-        format!("nbd+unix:///?socket={}", self.socket().display())
+        nbd_uri("", self.socket())
     }
 
     /// Over a file with the content.
@@ -158,7 +158,7 @@ fn servers_of_every_kind_are_read_written_and_compared() {
 fn what_a_server_does_not_have_or_forbids_is_told_in_a_line() {
     require!(need::tools(&["nbdkit", "python3"]));
     let rig = Rig::new();
-    let named = format!("nbd+unix:///other?socket={}", rig.socket().display());
+    let named = nbd_uri("other", rig.socket());
     for (words, said) in [
         ("python3 @P plain @S @F", "no export named \"other\""),
         ("python3 @P polite @S @F", "no export named \"other\""),

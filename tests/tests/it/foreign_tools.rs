@@ -6,8 +6,8 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use blockhouse_tests::{
-    Cache, Engine, Image, Scratch, Serve, Server, eventually, need, on_every_engine_and_cache,
-    random_bytes, require, run, seeded, tool, wait_for_exit,
+    Cache, Engine, Image, Scratch, Serve, Server, eventually, nbd_uri, need,
+    on_every_engine_and_cache, random_bytes, require, run, seeded, tool, wait_for_exit,
 };
 use rustix::fs::FallocateFlags;
 use rustix::process::Signal;
@@ -61,7 +61,7 @@ fn nbdinfo_lists_the_export_under_its_name() {
     require!(need::tools(&["nbdinfo"]));
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", MIB);
-    let uri = format!("nbd+unix:///a%20disk?socket={}", scratch.socket("nbd").display());
+    let uri = nbd_uri("a%20disk", scratch.socket("nbd"));
     let server = Serve::bare(&scratch, image.path()).export(&uri).start();
     let answer = nbdinfo(&["--list"], server.uri());
     let exports = answer["exports"].as_array().expect("a list");

@@ -9,7 +9,7 @@ use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Framing, Greeted};
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
-use blockhouse_tests::{Scratch, Serve, Server, seeded};
+use blockhouse_tests::{Scratch, Serve, Server, nbd_uri, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -74,7 +74,7 @@ fn a_disk_goes_on_in_an_overlay_and_children_are_what_it_was() {
         // QEMU has the child that is a file while the disk goes on.
         beside(&mut writer, || check_file(&scratch, &file, &before));
         // The other one is a disk of this server, which has its own changes.
-        let uri = format!("nbd+unix:///kid?socket={}", scratch.socket("kid").display());
+        let uri = nbd_uri("kid", scratch.socket("kid"));
         ctl(&scratch, &["export", "kid", &uri]).success();
         let address = Address::Unix(scratch.socket("kid"));
         let mut other = Writer::on_export(&address, "kid", before.clone(), random.fork());
@@ -149,10 +149,7 @@ fn several_disks_are_forked_at_one_moment() {
     let control = scratch.socket("control");
     let socket = scratch.socket("all");
     let serve = Serve::bare(&scratch, &paths[0]).also(&paths[1]);
-    let server = serve
-        .export(&format!("nbd+unix:///?socket={}", socket.display()))
-        .option("--control", &control)
-        .start();
+    let server = serve.export(&nbd_uri("", &socket)).option("--control", &control).start();
     let address = Address::Unix(socket);
     let mut control = Control::connect(&control);
     let disks: Vec<_> = control
@@ -369,7 +366,7 @@ fn many_disks_are_over_one_read_only_image_that_is_open_once() {
     assert!(more <= 3 * CHILDREN + 8, "{more} descriptors");
     for number in [0, CHILDREN - 1] {
         let (name, place) = (format!("k{number}"), scratch.socket(&format!("k{number}")));
-        let uri = format!("nbd+unix:///{name}?socket={}", place.display());
+        let uri = nbd_uri(&name, &place);
         control.get("export.add", json!({ "disk": name, "export": uri }));
         let mut writer = Writer::on_export(&Address::Unix(place), &name, blocks.clone(), seeded());
         writer.check();

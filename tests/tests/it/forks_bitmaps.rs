@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted, command as nbd};
+use blockhouse_tests::nbd::{Client, command as nbd};
 use blockhouse_tests::upgrade::upgrade_under_load;
-use blockhouse_tests::{Scratch, Serve, Server, need, require, run, seeded, tool};
+use blockhouse_tests::{Scratch, Serve, Server, nbd_uri, need, require, run, seeded, tool};
 use fastrand::Rng;
 use serde_json::json;
 
@@ -23,7 +23,7 @@ const BITMAPS: [(&str, &str); 3] = [("fine", "512"), ("usual", "64K"), ("coarse"
 pub(crate) fn dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> {
     let serve = Serve::bare(scratch, image).flag("--read-only").option("--bitmap", name);
     let socket = scratch.socket("look");
-    let server = serve.export(&format!("nbd+unix:///?socket={}", socket.display())).start();
+    let server = serve.export(&nbd_uri("", &socket)).start();
     let map = format!("--map=qemu:dirty-bitmap:{name}");
     let told = json(&run(tool("nbdinfo").args(["--json", &map, server.uri()])).success());
     server.stop();
@@ -81,11 +81,9 @@ fn an_increment_after_forks_is_that_of_a_disk_that_was_not_forked() {
         let (path, twin) = (image(&scratch, name), image(&scratch, &format!("twin-{name}")));
         let (control, socket) = (scratch.socket("control"), scratch.socket("nbd"));
         let serve = Serve::bare(&scratch, &path).also(&twin).option("--control", &control);
-        let server = serve.export(&format!("nbd+unix:///?socket={}", socket.display())).start();
+        let server = serve.export(&nbd_uri("", &socket)).start();
         let disks = [name.to_owned(), format!("twin-{name}")];
-        let clients = disks
-            .each_ref()
-            .map(|disk| Greeted::new(&Address::Unix(socket.clone())).go(disk, Framing::Simple));
+        let clients = disks.each_ref().map(|disk| Client::at(&socket, disk));
         let mut twins = Twins { clients, random: random.fork() };
         (0..50).for_each(|_| twins.change());
         for disk in &disks {

@@ -10,7 +10,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, str};
 use blockhouse_tests::nbd::Address;
 use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
-use blockhouse_tests::{Scratch, Serve, seeded};
+use blockhouse_tests::{Scratch, Serve, nbd_uri, seeded};
 use rustix::process::Pid;
 use serde_json::json;
 
@@ -44,7 +44,7 @@ fn process(servers: &Servers<'_>) -> Pid {
 /// Has a disk served at a socket of its name.
 fn export(scratch: &Scratch, disk: &str) -> Address {
     let socket = scratch.socket(disk);
-    let uri = format!("nbd+unix:///{disk}?socket={}", socket.display());
+    let uri = nbd_uri(disk, &socket);
     ctl(scratch, &["export", disk, &uri]).success();
     Address::Unix(socket)
 }

@@ -9,8 +9,8 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command as command_line, json as printed, qemu_img, str};
 use blockhouse_tests::nbd::{Client, command, errno, flag};
 use blockhouse_tests::{
-    Cache, Engine, FileSystem, Scratch, Serve, SmallHost, blockhouse, need, on_every_engine,
-    require, run, tool,
+    Cache, Engine, FileSystem, Scratch, Serve, SmallHost, blockhouse, nbd_uri, need,
+    on_every_engine, require, run, tool,
 };
 use rustix::process::Signal;
 use serde_json::json;
@@ -238,7 +238,7 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     assert_eq!(list[0]["recording"], true, "{list}");
     assert_eq!(list[1]["inconsistent"], true, "{list}");
     assert!(list[1]["lacks-changes-since"].as_u64().is_some_and(|since| since > 0), "{list}");
-    let uri = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let uri = nbd_uri("", scratch.socket("backup"));
     let begin = json!({ "disks": ["disk.qcow2"], "export": uri, "since": "fine" });
     control.refused("backup.begin", begin, -32001, &["lacks changes", "full backup"]);
     client.disconnect();

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use blockhouse_tests::need::skip;
-use blockhouse_tests::{Scratch, blockhouse, eventually, image_tool};
+use blockhouse_tests::{Scratch, blockhouse, eventually, image_tool, nbd_uri};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
@@ -179,7 +179,7 @@ fn a_location_in_an_offer_is_a_name() {
     std::fs::write(&secret, [7; 4096]).expect("a file");
     for name in [
         format!("nbd://127.0.0.1:{port}/x"),
-        format!("nbd+unix:///x?socket={}", unix.display()),
+        nbd_uri("x", &unix),
         format!("nbds://127.0.0.1:{port}/x?tls-certificates={}", other.path("").display()),
         format!("rbd:pool/x?conf={}&id=admin", secret.display()),
         secret.display().to_string(),

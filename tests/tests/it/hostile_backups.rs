@@ -9,7 +9,7 @@ use std::time::Duration;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, str};
 use blockhouse_tests::nbd::Client;
-use blockhouse_tests::{Scratch, Serve, Server};
+use blockhouse_tests::{Scratch, Serve, Server, nbd_uri};
 use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
@@ -24,19 +24,14 @@ fn serve(scratch: &Scratch, names: &[&str]) -> (Server, Control) {
     for name in &names[1..] {
         serve = serve.also(&scratch.path(name));
     }
-    let uri = format!("nbd+unix:///?socket={}", nbd.display());
+    let uri = nbd_uri("", &nbd);
     let server = serve.export(&uri).option("--control", &control).start();
     let control = Control::connect(&control);
     (server, control)
 }
 
-fn client(socket: &Path, name: &str) -> Client {
-    blockhouse_tests::nbd::Greeted::new(&blockhouse_tests::nbd::Address::Unix(socket.to_owned()))
-        .go(name, blockhouse_tests::nbd::Framing::Structured)
-}
-
 fn begin(scratch: &Scratch, disk: &str, socket: &str, extra: &Value) -> Value {
-    let export = format!("nbd+unix:///?socket={}", scratch.socket(socket).display());
+    let export = nbd_uri("", scratch.socket(socket));
     let mut params = json!({ "disks": [disk], "export": export });
     params.as_object_mut().expect("an object").extend(extra.as_object().expect("too").clone());
     params
@@ -85,9 +80,9 @@ fn a_killed_servers_scratch_files_are_in_nobodys_way() {
         std::fs::write(left, "of another one").expect("a file");
     }
     control.get("backup.begin", begin(&scratch, "a.img", "one", &json!({ "backup": "b" })));
-    let mut guest = client(&scratch.socket("nbd"), "");
+    let mut guest = Client::at(scratch.socket("nbd"), "");
     assert_eq!(guest.write(0, &[1; 4096], 0), 0);
-    let mut reader = client(&scratch.socket("one"), "a.img");
+    let mut reader = Client::at(scratch.socket("one"), "a.img");
     assert_eq!(reader.read(0, 4096).expect("the old bytes"), [0; 4096]);
     let left = std::fs::read(scratch.path(&format!(".blockhouse-{}-3.scratch", server.pid())));
     assert_eq!(left.expect("it is left alone"), b"of another one");
@@ -125,7 +120,7 @@ fn stalled(socket: &Path, name: &str) -> UnixStream {
 fn a_client_that_receives_nothing_holds_up_neither_the_guest_nor_the_end() {
     let scratch = Scratch::new();
     let (server, mut control) = serve(&scratch, &["a.img"]);
-    let mut guest = client(&scratch.socket("nbd"), "");
+    let mut guest = Client::at(scratch.socket("nbd"), "");
     for at in 0..64 {
         assert_eq!(guest.write(at * MIB, &[1; MIB as usize], 0), 0);
     }
@@ -134,7 +129,7 @@ fn a_client_that_receives_nothing_holds_up_neither_the_guest_nor_the_end() {
     for at in 0..64 {
         assert_eq!(guest.write(at * MIB, &[2; MIB as usize], 0), 0);
     }
-    let mut reader = client(&scratch.socket("one"), "a.img");
+    let mut reader = Client::at(scratch.socket("one"), "a.img");
     for at in 0..64 {
         assert_eq!(reader.read(at * MIB, MIB).expect("the old bytes"), vec![1; MIB as usize]);
     }

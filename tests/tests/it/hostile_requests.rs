@@ -8,7 +8,8 @@ use blockhouse_tests::nbd::{
     Address, Client, Framing, Reply, Request, command, errno, flag, reset,
 };
 use blockhouse_tests::{
-    Engine, Image, Scratch, Serve, Server, eventually, need, on_every_engine, require, run, tool,
+    Engine, Image, Scratch, Serve, Server, eventually, nbd_uri, need, on_every_engine, require,
+    run, tool,
 };
 
 const SIZE: u64 = 64 << 20;
@@ -61,7 +62,7 @@ fn those_who_hold_many_connections_make_room_for_those_who_hold_few() {
     require!(need::tools(&["nbdinfo"]));
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", SIZE);
-    let uri = |name: &str| format!("nbd+unix:///?socket={}", scratch.socket(name).display());
+    let uri = |name: &str| nbd_uri("", scratch.socket(name));
     let serve = Serve::bare(&scratch, image.path()).option("--limit", "clients=4");
     let server = serve.export(&uri("one")).export(&uri("two")).start();
     let [one, two] = ["one", "two"].map(|name| Address::Unix(scratch.socket(name)));
@@ -335,7 +336,7 @@ fn requests_for_nothing_are_answered() {
 fn sixty_four_requests_and_a_reset(engine: Engine) {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", SIZE);
-    let unix = format!("nbd+unix:///?socket={}", scratch.socket("nbd").display());
+    let unix = nbd_uri("", scratch.socket("nbd"));
     let serve = Serve::bare(&scratch, image.path()).engine(engine);
     let server = serve.export("nbd://127.0.0.1:0/").export(&unix).start();
     let unix = blockhouse_tests::nbd::Address::Unix(scratch.socket("nbd"));

@@ -8,7 +8,7 @@ use std::time::Duration;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, str};
 use blockhouse_tests::nbd::Client;
-use blockhouse_tests::{Scratch, Serve, Server, eventually, tool};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri, tool};
 use serde_json::{Value, json};
 
 use crate::jobs::listens;
@@ -90,7 +90,7 @@ impl Standing {
         let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let child = child.expect("it is installed");
         assert!(eventually(LONG, || listens(&socket) && listens(&pause)), "it does not listen");
-        Self { child, uri: format!("nbd+unix:///?socket={}", socket.display()) }
+        Self { child, uri: nbd_uri("", &socket) }
     }
 
     /// Holds all later requests off, once those in flight have ended.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
-use blockhouse_tests::{Outcome, Scratch, Serve, Server, eventually, seeded, tool};
+use blockhouse_tests::{Outcome, Scratch, Serve, Server, eventually, nbd_uri, seeded, tool};
 use fastrand::Rng;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde_json::{Value, json};
@@ -267,7 +267,7 @@ fn errors_of_the_target_end_the_job_and_not_the_client() {
         let _foreign = Foreign::start("nbdkit", &words.concat(), &socket);
         let (server, mut control) = serve(&scratch, &source);
         let mut writer = Writer::new(&server.address(), random.fork());
-        let target = format!("nbd+unix:///?socket={}", socket.display());
+        let target = nbd_uri("", &socket);
         let start = json!({ "kind": "mirror", "disk": "a.img", "target": target, "overwrite": true,
             "job": "m", "mode": "write-blocking" });
         beside(&mut writer, || {
@@ -293,7 +293,7 @@ fn a_server_whose_disk_has_moved_to_another_one_ends_in_order() {
     let _foreign = Foreign::start("nbdkit", &words, &socket);
     let (server, mut control) = serve(&scratch, &source);
     let mut writer = Writer::new(&server.address(), seeded());
-    let target = format!("nbd+unix:///?socket={}", socket.display());
+    let target = nbd_uri("", &socket);
     beside(&mut writer, || {
         ctl(&scratch, &["mirror", "a.img", &target, "--overwrite", "--job", "m"]).success();
         wait_for(&mut control, "m", "ready");
@@ -312,7 +312,7 @@ fn a_slow_target_delays_its_job_and_a_cancelled_one_leaves_nothing() {
     let _foreign = Foreign::start("nbdkit", &words, &socket);
     let (server, mut control) = serve(&scratch, &source);
     let mut writer = Writer::new(&server.address(), seeded());
-    let target = format!("nbd+unix:///?socket={}", socket.display());
+    let target = nbd_uri("", &socket);
     beside(&mut writer, || {
         let start = json!({ "kind": "mirror", "disk": "a.qcow2", "target": target });
         control.refused("job.start", start, FAILED, &["overwrite"]);

@@ -14,7 +14,7 @@ use blockhouse_tests::image_tool::str;
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::upgrade::{Servers, upgrade};
-use blockhouse_tests::{Scratch, Serve, Server, eventually, need, require};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri, need, require};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
@@ -110,10 +110,6 @@ impl Manager {
 /// A request at the control socket.
 const VERSION: &str = r#"{"jsonrpc":"2.0","id":7,"method":"server.version","params":{}}"#;
 
-fn uri(socket: &Path) -> String {
-    format!("nbd+unix:///?socket={}", socket.display())
-}
-
 #[test]
 fn clients_that_come_between_two_servers_are_served_by_the_second() {
     require!(need::tools(&["python3"]));
@@ -121,7 +117,7 @@ fn clients_that_come_between_two_servers_are_served_by_the_second() {
     let mut manager = Manager::new(&scratch);
     let image = scratch.image("disk", 1 << 20);
     let (nbd, vu) = (scratch.socket("kept"), scratch.socket("vu"));
-    let serve = || Serve::bare(&scratch, image.path()).export(&uri(&nbd));
+    let serve = || Serve::bare(&scratch, image.path()).export(&nbd_uri("", &nbd));
     let mut server = manager.starts(serve().option("--vhost-user-blk", &vu).ready_lines(2));
     manager.hear("READY=1");
     assert_eq!(manager.kept.len(), 2, "{:?}", manager.kept);
@@ -216,7 +212,7 @@ fn sockets_that_are_not_listened_at_any_more_are_given_up() {
     let mut manager = Manager::new(&scratch);
     let image = scratch.image("disk", 1 << 20);
     let (first, second) = (scratch.socket("first"), scratch.socket("second"));
-    let serve = |socket: &Path| Serve::bare(&scratch, image.path()).export(&uri(socket));
+    let serve = |socket: &Path| Serve::bare(&scratch, image.path()).export(&nbd_uri("", socket));
     let server = manager.starts(serve(&first));
     manager.hear("READY=1");
     server.stop();
@@ -247,7 +243,7 @@ fn exports_that_come_and_go_are_kept_and_given_up() {
     let server = manager.starts(serve);
     manager.hear("READY=1");
     let mut control = Control::connect(&scratch.socket("control"));
-    for (export, socket) in [(uri(&more), &more), (str(&vu).to_owned(), &vu)] {
+    for (export, socket) in [(nbd_uri("", &more), &more), (str(&vu).to_owned(), &vu)] {
         control.get("export.add", json!({ "disk": "disk", "export": export }));
         manager.hear("FDSTORE=1");
         assert!(manager.name_of(socket).is_some(), "{export}");

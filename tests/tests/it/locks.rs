@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{
-    Engine, Image, Scratch, Serve, blockhouse, eventually, need, on_every_engine, require, run,
-    tool,
+    Engine, Image, Scratch, Serve, blockhouse, eventually, nbd_uri, need, on_every_engine, require,
+    run, tool,
 };
 
 const MIB: u64 = 1 << 20;
@@ -100,7 +100,7 @@ fn two_servers_do_not_write_to_one_image() {
     let server = Serve::new(&scratch, image.path()).start();
     let pid = server.pid().as_raw_nonzero().to_string();
     let second = || {
-        let uri = format!("nbd+unix:///?socket={}", scratch.socket("second").display());
+        let uri = nbd_uri("", scratch.socket("second"));
         Serve::bare(&scratch, image.path()).export(&uri)
     };
     second().refused().failed(&["disk.img", "locked", &pid, "a copy made while it runs"]);
@@ -133,7 +133,7 @@ fn a_reader_keeps_writers_away_and_lets_readers_in() {
     let image = scratch.image("disk.img", MIB);
     let reader = Serve::new(&scratch, image.path()).flag("--read-only").start();
     let second = || {
-        let uri = format!("nbd+unix:///?socket={}", scratch.socket("second").display());
+        let uri = nbd_uri("", scratch.socket("second"));
         Serve::bare(&scratch, image.path()).export(&uri)
     };
     second().refused().failed(&["disk.img", "locked"]);

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
 use blockhouse_tests::image_tool::{command, qemu_img, qemu_io, str};
-use blockhouse_tests::{Scratch, Server, need, require, run, seeded, tool};
+use blockhouse_tests::{Scratch, Server, assert_same, need, require, run, seeded, tool};
 use fastrand::Rng;
 use serde_json::json;
 
@@ -70,13 +70,6 @@ fn served(scratch: &Scratch, server: &Server) -> Vec<u8> {
     let copy = scratch.path("copy");
     run(tool("nbdcopy").args([server.uri(), str(&copy)])).success();
     std::fs::read(copy).expect("a file")
-}
-
-#[track_caller]
-fn assert_same(found: &[u8], expected: &[u8], what: &str) {
-    assert_eq!(found.len(), expected.len(), "{what}");
-    let at = found.iter().zip(expected).position(|(one, other)| one != other);
-    assert_eq!(at, None, "{what}");
 }
 
 #[test]

@@ -14,7 +14,7 @@ use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
     Scratch, Serve, Trace, blockhouse, eventually,
     image_tool::{command, str},
-    need, require, run, run_within, tool, wait_for_exit,
+    nbd_uri, need, require, run, run_within, tool, wait_for_exit,
 };
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
@@ -166,7 +166,7 @@ fn the_units_allow_what_a_server_and_its_sandbox_call() {
     let sandbox = requests.get("server.version", json!({}))["sandbox"].to_string();
     assert!(sandbox.contains("landlock") && sandbox.contains("seccomp"), "{sandbox}");
     requests.get("disk.open", json!({ "path": second }));
-    let more = format!("nbd+unix:///?socket={}", scratch.socket("more").display());
+    let more = nbd_uri("", scratch.socket("more"));
     requests.get("export.add", json!({ "disk": "second.qcow2", "export": more }));
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[7; 65536], 0), 0);
@@ -239,7 +239,7 @@ fn the_command_of_the_service_serves_at_the_socket_of_the_service_manager() {
     assert!(eventually(LONG, || socket.exists()));
     // Until now it is systemd that listens. The first client starts the server.
     assert!(!folder.join("state").exists());
-    let uri = format!("nbd+unix:///?socket={}", socket.display());
+    let uri = nbd_uri("", &socket);
     let info = run_within(LONG, tool("qemu-img").args(["info", "--output=json", &uri])).success();
     assert!(info.stdout.contains("67108864"), "{}", info.stdout);
     assert!(folder.join("state").is_dir() && !folder.join("control").exists());
@@ -281,7 +281,7 @@ fn the_user_of_one_instance_reaches_nothing_of_another() {
     assert!(run_as(USERS[0], &format!("umask {umask} && truncate -s 1M {}", image.display())));
     let mut words = exec_start(str(&runtime), "disk", str(&image));
     words[0] = str(&binary).to_owned();
-    let export = format!("nbd+unix:///?socket={}", socket.display());
+    let export = nbd_uri("", &socket);
     let script = format!("umask {umask} && exec {} --nbd '{export}'", words.join(" "));
     let shell = as_user(USERS[0]);
     let mut server = Command::new(&shell[0]);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::qmp_schema::QmpSchema;
-use blockhouse_tests::{Scratch, Serve, eventually, seeded};
+use blockhouse_tests::{Scratch, Serve, eventually, seconds_in, seeded};
 use fastrand::Rng;
 use serde_json::{Value, json};
 
@@ -61,11 +61,6 @@ impl World {
             _ => return None,
         })
     }
-}
-
-fn seconds() -> Duration {
-    let seconds = std::env::var("BLOCKHOUSE_QMP_SECONDS");
-    Duration::from_secs(seconds.map_or(8, |text| text.parse().expect("a number of seconds")))
 }
 
 /// One command that fits the schema. Whether it was carried out.
@@ -192,7 +187,7 @@ fn random_commands_disturb_nobody_and_leave_nothing_behind() {
                 }
             }));
         }
-        let deadline = Instant::now() + seconds();
+        let deadline = Instant::now() + seconds_in("BLOCKHOUSE_QMP_SECONDS", 8);
         while Instant::now() < deadline && threads.iter().all(|thread| !thread.is_finished()) {
             std::thread::sleep(Duration::from_millis(50));
         }

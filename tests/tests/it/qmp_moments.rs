@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use blockhouse_tests::image_tool::{json as json_of, qemu_img, qemu_io, str};
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::nbd::{Address, Client, Greeted};
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::{Scratch, Serve, Server, need, require};
 use serde_json::{Value, json};
@@ -75,7 +75,7 @@ impl Rig {
     }
 
     fn connect(&self, name: &str) -> Client {
-        Greeted::new(&Address::Unix(self.nbd.clone())).go(name, Framing::Simple)
+        Client::at(&self.nbd, name)
     }
 
     fn transact(&mut self, actions: &[Value]) {

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use blockhouse_tests::guest::{BLOCK, Guest};
 use blockhouse_tests::image_tool::{json as json_of, qemu_img, qemu_io, str};
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
-use blockhouse_tests::{Scratch, blockhouse, eventually, need, require, tool};
+use blockhouse_tests::{Scratch, blockhouse, eventually, nbd_uri, need, require, tool};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
 
@@ -111,10 +111,6 @@ fn nodes(number: u32) -> [String; 2] {
     ["storage", "format"].map(|kind| format!("libvirt-{number}-{kind}"))
 }
 
-fn connect(socket: &Path, name: &str) -> Client {
-    Greeted::new(&Address::Unix(socket.to_owned())).go(name, Framing::Simple)
-}
-
 /// What an export says to have changed: offsets and lengths.
 fn changed(socket: &Path, name: &str, bitmap: &str) -> Vec<(u64, u64)> {
     let image = format!(
@@ -144,7 +140,7 @@ fn bitmaps_have_the_bits_of_qemu() {
         }
         daemon.serve(&socket);
         daemon.export(&node, "x", json!({ "writable": true }));
-        let uri = format!("nbd+unix:///x?socket={}", str(&socket));
+        let uri = nbd_uri("x", &socket);
         let steps = ["write 0 4k", "write 1M 100k", "discard 2M 64k", "write -z 3M 1M"];
         qemu_io("raw", Path::new(&uri), &steps);
         qemu_io("raw", Path::new(&uri), &["write 8389120 512"]);
@@ -288,7 +284,7 @@ fn libvirt_has_clients_pull_a_backup_and_an_increment() {
         daemon.export(&target, "vda", bitmaps);
         let at = u64::from(number) * MIB;
         guest.write(0, at / BLOCK as u64, u64::from_ne_bytes([number as u8; 8]));
-        let mut pulled = connect(&socket, "vda");
+        let mut pulled = Client::at(&socket, "vda");
         assert_eq!(pulled.read(at, 512), Ok(vec![7; 512]), "as it was");
         if since.is_some() {
             assert_eq!(pulled.read(2 * MIB, 512), Ok(vec![2; 512]));
@@ -351,7 +347,7 @@ fn incus_moves_a_disk_through_an_overlay() {
     assert!(why.contains("'addr.data.abstract' is not possible here"), "{why}");
     daemon.serve(&socket);
     daemon.export("root", "root", json!({ "writable": true }));
-    let mut guest = connect(&socket, "root");
+    let mut guest = Client::at(&socket, "root");
     // Bitmaps go on in the overlay, and come back with the disk.
     for (name, persistent) in [("kept", true), ("brief", false)] {
         let bitmap = json!({ "node": "root", "name": name, "persistent": persistent });

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::str;
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::{Scratch, Serve};
 use serde_json::{Value, json};
@@ -48,14 +48,14 @@ fn what_qmp_adds_is_served_and_the_control_socket_knows_it() {
     let exports = control.get("export.list", json!({}));
     assert_eq!(exports.as_array().map(Vec::len), Some(3));
     assert_eq!(exports[1]["read-only"], Value::Null);
-    let mut client = Greeted::new(&Address::Unix(nbd.clone())).go("x", Framing::Simple);
+    let mut client = Client::at(&nbd, "x");
     assert_eq!(client.write(0, &[7; 512], 0), 0);
     let why = qmp.refused("block-export-del", json!({ "id": "e" }));
     assert_eq!(why, "export 'e' still in use");
     assert_eq!(qmp.refused("blockdev-del", json!({ "node-name": "s" })), "Node s is in use");
     let export = json!({ "type": "nbd", "id": "r", "node-name": "s", "name": "r" });
     qmp.get("block-export-add", export);
-    let mut reader = Greeted::new(&Address::Unix(nbd.clone())).go("r", Framing::Simple);
+    let mut reader = Client::at(&nbd, "r");
     assert_eq!(reader.write(0, &[8; 512], 0), EPERM);
     reader.disconnect();
     let stats = qmp.get("query-blockstats", json!({ "query-nodes": true }));

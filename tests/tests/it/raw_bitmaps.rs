@@ -11,7 +11,7 @@ use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::upgrade::Servers;
 use blockhouse_tests::{
-    FileSystem, Scratch, Serve, Server, SmallHost, need, require, run, seeded, tool,
+    FileSystem, Scratch, Serve, Server, SmallHost, nbd_uri, need, require, run, seeded, tool,
 };
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -190,7 +190,7 @@ fn a_raw_disk_is_backed_up_in_increments_and_upgraded() {
     let control = scratch.socket("control");
     command(&["upgrade", "--control", str(&control)]).success();
     write(&server, 3 * MIB);
-    let export = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let export = nbd_uri("", scratch.socket("backup"));
     let mut control = Control::connect(&control);
     let mut back_up = |bitmap: &str, since: Option<&str>, target: &Path, base: &Path| {
         let begin = json!({ "disks": ["disk.img"], "backup": "b", "bitmap": bitmap, "since": since, "export": export });
@@ -411,7 +411,7 @@ fn the_first_backup_of_a_served_raw_image_begins_its_bitmap() {
     let server = serve(&scratch, &image);
     write(&server, MIB);
     let mut control = Control::connect(&scratch.socket("control"));
-    let export = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let export = nbd_uri("", scratch.socket("backup"));
     let begin = json!({ "disks": ["disk.img"], "backup": "b", "bitmap": "one", "export": export });
     let began = control.get("backup.begin", begin);
     write(&server, 3 * MIB);
@@ -489,7 +489,7 @@ fn a_first_bitmap_that_cannot_be_had_leaves_no_side_file() {
     assert!(!side_file(&image).exists());
     let server = serve(&scratch, &image);
     let mut control = Control::connect(&scratch.socket("control"));
-    let taken = format!("nbd+unix:///disk.img?socket={}", scratch.socket("nbd").display());
+    let taken = nbd_uri("disk.img", scratch.socket("nbd"));
     control.get("export.add", json!({ "disk": "disk.img", "export": taken }));
     for at in 0..3 {
         let begin = json!({ "disks": ["disk.img"], "bitmap": "monday", "export": taken });
@@ -503,7 +503,7 @@ fn a_first_bitmap_that_cannot_be_had_leaves_no_side_file() {
     }
     // The disk is locked as before, and the next bitmap records.
     command(&["bitmap", "add", str(&image), "x"]).failure("locked");
-    let export = format!("nbd+unix:///?socket={}", scratch.socket("backup").display());
+    let export = nbd_uri("", scratch.socket("backup"));
     let begin = json!({ "disks": ["disk.img"], "bitmap": "monday", "export": export });
     control.get("backup.begin", begin);
     write(&server, 50 * MIB);

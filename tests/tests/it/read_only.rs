@@ -7,7 +7,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::guest::{Guest, LONG, OUT};
 use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
-use blockhouse_tests::{Scratch, Serve, Server, eventually};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
 use vhost::VhostBackend;
@@ -75,7 +75,7 @@ fn an_export_is_read_only_beside_one_that_is_not() {
     let scratch = Scratch::new();
     let (server, mut control) = serve(&scratch, "disk.img");
     let (vu, nbd) = (scratch.socket("vu"), scratch.socket("nbd"));
-    let uri = format!("nbd+unix:///ro?socket={}", str(&nbd));
+    let uri = nbd_uri("ro", &nbd);
     for export in [uri.as_str(), str(&vu)] {
         let socket = scratch.socket("control");
         let added = ["ctl", str(&socket), "export", "--read-only", "disk.img"];

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
-use blockhouse_tests::{Scratch, Serve, Server, eventually};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri};
 use rustix::process::Signal;
 use serde_json::json as value;
 
@@ -43,7 +43,7 @@ impl Base {
     }
 
     fn uri(&self) -> String {
-        format!("nbd+unix:///base?socket={}", self.socket().display())
+        nbd_uri("base", self.socket())
     }
 
     fn serve(&self) -> Server {
@@ -98,7 +98,7 @@ fn an_export_is_served_again() {
     let base = Base::new();
     let origin = base.serve();
     let uri = base.uri();
-    let again = format!("nbd+unix:///?socket={}", base.scratch.socket("again.sock").display());
+    let again = nbd_uri("", base.scratch.socket("again.sock"));
     let control = base.scratch.socket("control");
     let server = Serve::bare(&base.scratch, Path::new(&uri)).export(&again);
     let server = server.option("--control", &control).start();
@@ -126,7 +126,7 @@ fn an_image_names_another_server_only_if_that_is_allowed() {
     assert_eq!(info["virtual-size"], SIZE);
     command(&["convert", str(&overlay), str(&base.path("no.raw"))]).failure("--allow-remote");
     Serve::bare(&base.scratch, &overlay).refused().failed(&["--allow-remote"]);
-    let front = format!("nbd+unix:///?socket={}", base.scratch.socket("front.sock").display());
+    let front = nbd_uri("", base.scratch.socket("front.sock"));
     let server = Serve::bare(&base.scratch, &overlay).export(&front).flag("--allow-remote").start();
     let steps = ["read -P 1 1M 1M", "write -P 7 1M 4k", "read -P 1 1028k 1020k", "flush"];
     qemu_io("raw", Path::new(&front), &steps);
@@ -147,7 +147,7 @@ fn requests_wait_for_a_base_that_comes_back() {
     let uri = format!("{}&reconnect=60", base.uri());
     let overlay = base.path("overlay.qcow2");
     command(&["create", "-b", &uri, "-F", "raw", str(&overlay)]).success();
-    let front = format!("nbd+unix:///?socket={}", base.scratch.socket("front.sock").display());
+    let front = nbd_uri("", base.scratch.socket("front.sock"));
     let server = Serve::bare(&base.scratch, &overlay).export(&front).flag("--allow-remote").start();
     origin.signal(Signal::KILL);
     drop(origin);
@@ -169,7 +169,7 @@ fn an_export_is_opened_as_a_disk_of_a_server_that_runs() {
     let control = base.scratch.socket("control");
     let other = base.scratch.image_of("other.raw", &[0; 4096]);
     let server = Serve::new(&base.scratch, other.path()).option("--control", &control).start();
-    let again = format!("nbd+unix:///?socket={}", base.scratch.socket("again").display());
+    let again = nbd_uri("", base.scratch.socket("again"));
     command(&["ctl", str(&control), "open", &base.uri(), "--export", &again]).success();
     qemu_io("raw", Path::new(&again), &["read -P 1 1M 1M"]);
     server.stop();

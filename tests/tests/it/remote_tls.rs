@@ -9,7 +9,7 @@ use std::process::Command;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_io, str};
 use blockhouse_tests::pki::{Pki, Validity, psk_file};
-use blockhouse_tests::{Outcome, Scratch, Serve, Server, blockhouse, need, require, run};
+use blockhouse_tests::{Outcome, Scratch, Serve, Server, blockhouse, nbd_uri, need, require, run};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -354,7 +354,7 @@ fn an_overlay_has_its_base_on_a_server_with_tls_that_comes_back() {
     // The maker of the image has not the right to use this host's keys.
     let outcome = command(&["map", "--allow-remote", str(&overlay)]).failure("--allow-path");
     assert!(outcome.stderr.contains("files of TLS"), "{}", outcome.stderr);
-    let front = format!("nbd+unix:///?socket={}", str(&scratch.socket("front")));
+    let front = nbd_uri("", scratch.socket("front"));
     let server = Serve::bare(&scratch, &overlay)
         .export(&front)
         .flag("--allow-remote")

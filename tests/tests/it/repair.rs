@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use blockhouse_tests::nbd::{Client, command as nbd_command};
 use blockhouse_tests::{
     Outcome, Scratch, Serve,
-    image_tool::{command, json, qemu_img, str},
+    image_tool::{command, json, qemu_img, qemu_io, str},
     need, require, run, tool,
 };
 use serde_json::Value;
@@ -32,13 +32,7 @@ impl Patient {
     }
 
     fn qemu_io(&self, steps: &[&str]) {
-        let mut command = tool("qemu-io");
-        command.args(["-f", "qcow2"]);
-        for step in steps {
-            command.args(["-c", step]);
-        }
-        let outcome = run(command.arg(&self.path)).success();
-        assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
+        qemu_io("qcow2", &self.path, steps);
     }
 
     fn word(&self, offset: u64) -> u64 {

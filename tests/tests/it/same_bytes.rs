@@ -6,7 +6,8 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_tests::{
-    LoopDevice, Outcome, Scratch, Serve, blockhouse, need, random_bytes, require, run, seeded, tool,
+    LoopDevice, Outcome, Scratch, Serve, blockhouse, nbd_uri, need, random_bytes, require, run,
+    seeded, tool,
 };
 
 const SIZE: u64 = 8 << 20;
@@ -71,7 +72,7 @@ fn a_disk_is_served_for_writing_by_one_of_its_names() {
     for name in names {
         let server = Serve::new(&scratch, name).start();
         for second in names {
-            let uri = format!("nbd+unix:///?socket={}", scratch.socket("second").display());
+            let uri = nbd_uri("", scratch.socket("second"));
             let refused = Serve::bare(&scratch, second).export(&uri).refused();
             refused.failed(&[second.to_str().expect("a plain name")]);
         }

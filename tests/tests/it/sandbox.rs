@@ -8,7 +8,9 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::need::skip;
 use blockhouse_tests::upgrade::{Servers, upgrade};
-use blockhouse_tests::{Engine, Scratch, Serve, Server, blockhouse, image_tool, on_every_engine};
+use blockhouse_tests::{
+    Engine, Scratch, Serve, Server, blockhouse, image_tool, nbd_uri, on_every_engine,
+};
 use rustix::process::{Pid, Signal};
 use serde_json::json;
 
@@ -104,8 +106,7 @@ fn requests_open_what_is_beside_the_disks_and_what_is_allowed() {
     let beside = scratch.path("beside.img");
     std::fs::write(&beside, [3; 8192]).expect("a file");
     let control = scratch.socket("control");
-    let socket =
-        |folder: &Scratch| format!("nbd+unix:///?socket={}", folder.socket("more").display());
+    let socket = |folder: &Scratch| nbd_uri("", folder.socket("more"));
     let serve = || Serve::new(&scratch, &image).option("--control", &control).flag("-v");
     let server = serve().start();
     if !has_landlock(&server) {
@@ -248,7 +249,7 @@ fn a_configuration_reaches_its_folders_and_no_others() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
     let (image, secret) = (image(&scratch), secret(&other));
     let file = scratch.path("blockhouse.toml");
-    let export = format!("nbd+unix:///?socket={}", scratch.socket("nbd").display());
+    let export = nbd_uri("", scratch.socket("nbd"));
     let disk = format!("[[disk]]\npath = {image:?}\nexports = [{export:?}]\n");
     std::fs::write(&file, disk).expect("room");
     let refused = [

@@ -9,7 +9,8 @@ use blockhouse_tests::nbd::{
     Address, Client, Framing, Greeted, Request, command, connect, go_data, option, reply,
 };
 use blockhouse_tests::{
-    Cache, Engine, Scratch, Serve, Trace, eventually, need, on_every_engine_and_cache, require,
+    Cache, Engine, Scratch, Serve, Trace, eventually, nbd_uri, need, on_every_engine_and_cache,
+    require,
 };
 use rustix::process::Signal;
 
@@ -276,7 +277,7 @@ fn a_closed_standard_output_is_no_end() {
     let socket = scratch.socket("nbd");
     let mut command = std::process::Command::new(blockhouse_tests::blockhouse());
     command.arg("serve").arg(image.path());
-    command.arg("--nbd").arg(format!("nbd+unix:///?socket={}", socket.display()));
+    command.arg("--nbd").arg(nbd_uri("", &socket));
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
     let mut child =

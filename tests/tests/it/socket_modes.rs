@@ -9,7 +9,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::{
     Scratch, Serve, Server, Trace,
     image_tool::{command, str},
-    need, require, run, tool,
+    nbd_uri, need, require, run, tool,
 };
 use serde_json::json;
 
@@ -30,7 +30,7 @@ fn serve(
 ) -> (Server, Vec<PathBuf>) {
     let image = scratch.image("disk", MIB);
     let sockets: Vec<_> = NAMES.iter().map(|name| scratch.socket(name)).collect();
-    let uri = |index: usize| format!("nbd+unix:///?socket={}", str(&sockets[index]));
+    let uri = |index: usize| nbd_uri("", &sockets[index]);
     let mut serve = Serve::bare(scratch, image.path()).export(&uri(0)).ready_lines(2);
     serve = serve
         .option("--vhost-user-blk", &sockets[1])

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use blockhouse_tests::guest::{Guest, LONG, OUT};
 use blockhouse_tests::image_tool::{qemu_img, qemu_io, str};
-use blockhouse_tests::nbd::{Address, Framing, Greeted};
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
-use blockhouse_tests::{Scratch, blockhouse, eventually, need, require, run, tool};
+use blockhouse_tests::{Scratch, blockhouse, eventually, nbd_uri, need, require, run, tool};
 use blockhouse_vhost_user::driver::Options;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -173,7 +173,7 @@ fn an_image_is_served_in_the_background_until_a_signal() {
     assert!(output.status.success() && output.stdout.is_empty(), "{output:?}");
     let id: i32 =
         std::fs::read_to_string(&pid).expect("it is written").trim().parse().expect("a number");
-    let connect = |name: &str| Greeted::new(&Address::Unix(nbd.clone())).go(name, Framing::Simple);
+    let connect = |name: &str| Client::at(&nbd, name);
     let (mut reader, mut writer) = (connect("x"), connect("d"));
     assert_eq!(
         [reader.flags(), writer.flags()].map(|flags| flags & READ_ONLY_FLAG),
@@ -339,7 +339,7 @@ fn images_name_others_and_have_keys_by_objects() {
         "nbd,id=l,node-name=l",
     ];
     let daemon = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid"));
-    let connect = |name: &str| Greeted::new(&Address::Unix(nbd.clone())).go(name, Framing::Simple);
+    let connect = |name: &str| Client::at(&nbd, name);
     assert_eq!(connect("o").read(0, 512), Ok(vec![5; 512]));
     assert_eq!(connect("alone").read(0, 512), Ok(vec![0; 512]));
     assert_eq!(connect("l").size(), MIB);
@@ -359,7 +359,7 @@ fn images_name_others_and_have_keys_by_objects() {
         "nbd,id=r,node-name=r",
     ];
     let second = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid2"));
-    let mut client = Greeted::new(&Address::Unix(more)).go("r", Framing::Simple);
+    let mut client = Client::at(&more, "r");
     assert_eq!(client.read(0, 512), Ok(vec![5; 512]));
     client.disconnect();
     second.stop();
@@ -442,7 +442,7 @@ fn clients_are_told_the_depth_of_allocation_where_the_export_says_so() {
     for (name, contexts) in
         [("r", &["base:allocation"][..]), ("deep", &["base:allocation", "qemu:allocation-depth"])]
     {
-        let uri = format!("nbd+unix:///{name}?socket={}", str(&nbd));
+        let uri = nbd_uri(name, &nbd);
         let told = run(tool("nbdinfo").args(["--json", &uri])).success().stdout;
         let told: Value = serde_json::from_str(&told).expect("JSON");
         assert_eq!(told["exports"][0]["contexts"], json!(contexts), "{name}");

@@ -13,8 +13,8 @@ use blockhouse_tests::pki::{Pki, Validity, psk_file};
 use blockhouse_tests::tls12::Tls12;
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
-    Outcome, Scratch, Serve, Server, blockhouse, eventually, image_tool::str, need, random_bytes,
-    require, run, run_within, seeded, tool,
+    Outcome, Scratch, Serve, Server, blockhouse, eventually, image_tool::str, nbd_uri, need,
+    random_bytes, require, run, run_within, seeded, tool,
 };
 use rustix::process::Signal;
 
@@ -274,9 +274,9 @@ fn optional_tls_hides_the_exports_that_are_for_certain_clients() {
         .option("--tls-certificates", host.pki.folder())
         .option("--tls", "optional")
         .option("--tls-allow", "disk.img=alice")
-        .export(&format!("nbd+unix:///?socket={}", str(&socket)))
+        .export(&nbd_uri("", &socket))
         .start();
-    let plain = |name: &str| format!("nbd+unix:///{name}?socket={}", str(&socket));
+    let plain = |name: &str| nbd_uri(name, &socket);
     let by = |name: &str, folder: &Path| {
         let socket = str(&socket);
         format!("nbds+unix://localhost/{name}?socket={socket}&tls-certificates={}", str(folder))
@@ -304,12 +304,12 @@ fn an_nbds_socket_requires_tls_beside_a_plain_one() {
     let (open, closed) = (host.scratch.socket("open"), host.scratch.socket("closed"));
     let serve = host.serve().option("--tls-psk", &host.keys).option("--tls", "optional");
     let server = serve
-        .export(&format!("nbd+unix:///?socket={}", str(&open)))
+        .export(&nbd_uri("", &open))
         .export(&format!("nbds+unix:///?socket={}", str(&closed)))
         .start();
     assert!(server.uris()[1].starts_with("nbds+unix:"), "{:?}", server.uris());
-    nbdinfo(&format!("nbd+unix:///?socket={}", str(&open))).success();
-    assert!(!nbdinfo(&format!("nbd+unix:///?socket={}", str(&closed))).status.success());
+    nbdinfo(&nbd_uri("", &open)).success();
+    assert!(!nbdinfo(&nbd_uri("", &closed)).status.success());
     let query = format!("socket={}&tls-psk-file={}", str(&closed), str(&host.keys));
     nbdinfo(&format!("nbds+unix://alice@/?{query}")).success();
     server.stop();
@@ -599,7 +599,7 @@ fn an_upgrade_disconnects_clients_with_tls_only_where_it_is_asked_to() {
         .option("--tls-psk", &host.keys)
         .option("--tls", "optional")
         .option("--control", &control)
-        .export(&format!("nbd+unix:///?socket={}", str(&socket)))
+        .export(&nbd_uri("", &socket))
         .start();
     let python = "import nbd, sys, subprocess\n\
         def connect():\n\

@@ -11,7 +11,7 @@ use blockhouse_engine::is_byte_locked;
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
 use blockhouse_tests::upgrade::{Load, REGION, Servers, fill, upgrade, upgrade_under_load, verify};
 use blockhouse_tests::{
-    Engine, Scratch, Serve, Server, image_tool, on_every_engine, run, seeded, tool,
+    Engine, Scratch, Serve, Server, image_tool, nbd_uri, on_every_engine, run, seeded, tool,
 };
 use rustix::process::Signal;
 
@@ -193,7 +193,7 @@ fn dies_at(step: &str, format: &str, remains: Remains) {
         let socket = scratch.socket("nbd");
         let again = Serve::bare(&scratch, &image)
             .option("--format", format)
-            .export(&format!("nbd+unix:///?socket={}", socket.display()))
+            .export(&nbd_uri("", &socket))
             .start();
         let mut client = Client::open(&again.address());
         assert!(client.read(12345, 100_000) == Ok(text(1)), "{step}, {format}");

@@ -1,16 +1,15 @@
 //! Upgrades of servers whose disks, exports and limits were changed while they ran: the new server
 //! has what the old one had.
 
-use std::path::Path;
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::guest::Guest;
 use blockhouse_tests::image_tool::{command, qemu_img, str};
 use blockhouse_tests::metrics::Metrics;
-use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
+use blockhouse_tests::nbd::Client;
 use blockhouse_tests::upgrade::{Servers, upgrade};
-use blockhouse_tests::{Scratch, Serve, eventually};
+use blockhouse_tests::{Scratch, Serve, eventually, nbd_uri};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
 
@@ -18,14 +17,6 @@ const MIB: u64 = 1 << 20;
 const EPERM: u32 = 1;
 const VIRTIO_BLK_RO: u64 = 1 << 5;
 const LONG: Duration = Duration::from_secs(60);
-
-fn uri(name: &str, socket: &Path) -> String {
-    format!("nbd+unix:///{name}?socket={}", socket.display())
-}
-
-fn open(socket: &Path, name: &str) -> Client {
-    Greeted::new(&Address::Unix(socket.into())).go(name, Framing::Simple)
-}
 
 /// All that is listed of disks, exports and limits, but for counts of clients, and room that others
 /// take.
@@ -69,8 +60,8 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
         let limits = json!({ "group": "g", "iops": 1_000_000, "burst": 2.5 });
         control.get("disk.open", json!({ "path": scratch.path(name), "limits": limits }));
     }
-    control.get("export.add", json!({ "disk": "second.qcow2", "export": uri("s", &nbd) }));
-    let (vu_ro, only) = (scratch.socket("vu-ro"), uri("ro", &nbd));
+    control.get("export.add", json!({ "disk": "second.qcow2", "export": nbd_uri("s", &nbd) }));
+    let (vu_ro, only) = (scratch.socket("vu-ro"), nbd_uri("ro", &nbd));
     let add_read_only = |control: &mut Control, export: &str| {
         let params = json!({ "disk": "second.qcow2", "export": export, "read-only": true });
         control.get("export.add", params);
@@ -79,10 +70,10 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     control.get("export.add", json!({ "disk": "third.qcow2", "export": tcp }));
     control.get("export.add", json!({ "disk": "second.qcow2", "export": str(&vu) }));
     add_read_only(&mut control, str(&vu_ro));
-    let mut reader = open(&nbd, "ro");
+    let mut reader = Client::at(&nbd, "ro");
     // The disk of the command line is gone.
     control.get("disk.close", json!({ "disk": "first", "force": true }));
-    let mut client = open(&nbd, "s");
+    let mut client = Client::at(&nbd, "s");
     assert_eq!(client.write(0, &[7; 4096], 0), 0);
     let mut guest = Guest::connect(&vu, Options::default());
     guest.write(0, 8, 3);
@@ -95,10 +86,10 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
         assert_eq!(client.read(0, 4096), Ok(vec![7; 4096]), "the same connection");
         guest.write(0, 16, 4 + round);
         assert_eq!(reader.write(0, &[1; 512], 0), EPERM, "upgrade {round}");
-        assert_eq!(open(&nbd, "ro").write(0, &[1; 512], 0), EPERM, "upgrade {round}");
+        assert_eq!(Client::at(&nbd, "ro").write(0, &[1; 512], 0), EPERM, "upgrade {round}");
         let later = Guest::connect(&vu_ro, Options::default());
         assert_ne!(later.driver.features() & VIRTIO_BLK_RO, 0);
-        assert_eq!(open(&nbd, "s").read(0, 4096), Ok(vec![7; 4096]), "a new one");
+        assert_eq!(Client::at(&nbd, "s").read(0, 4096), Ok(vec![7; 4096]), "a new one");
     }
     // A read-only disk can be made writable, and a group has all its members.
     control.get("disk.set", json!({ "disk": "third.qcow2", "read-only": false }));
@@ -109,7 +100,7 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     // A closed disk can be opened again, and an opened one closed.
     control.get("disk.open", json!({ "path": first.path() }));
     drop((client, reader));
-    for export in [uri("s", &nbd), only] {
+    for export in [nbd_uri("s", &nbd), only] {
         control.get("export.remove", json!({ "export": export }));
     }
     assert!(!nbd.exists());
@@ -238,7 +229,7 @@ fn a_reload_after_an_upgrade_changes_what_the_file_has_changed() {
     let file = scratch.socket("server.toml");
     let disk = |index: usize| {
         let name = ["a", "b", "c", "d"][index];
-        let export = uri(name, &scratch.socket("disks"));
+        let export = nbd_uri(name, scratch.socket("disks"));
         format!("[[disk]]\npath = {:?}\nexports = [{export:?}]\n", images[index].str())
     };
     let write = |disks: &[usize]| {

@@ -11,7 +11,7 @@ use blockhouse_engine::VolatileSlice;
 use blockhouse_tests::guest::{BLOCK, Guest, IN, LONG, OUT, content};
 use blockhouse_tests::image_tool::command;
 use blockhouse_tests::nbd::{Client, flag};
-use blockhouse_tests::{Scratch, Serve, Server, eventually};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, processor_time};
 use blockhouse_vhost_user::driver::{DescriptorSpec, Options, write_chain};
 use blockhouse_vhost_user::ring::{INDIRECT, WRITE};
 use rustix::process::Signal;
@@ -64,18 +64,6 @@ fn a_guest_and_an_nbd_client_see_one_disk() {
     server.stop();
 }
 
-/// The processor time of all threads of a process.
-fn processor_time(pid: u32) -> Duration {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("the process runs");
-    let nanoseconds = tasks.map(|task| {
-        let path = task.expect("a folder").path().join("schedstat");
-        let line = std::fs::read_to_string(path).expect("a kernel that counts");
-        let (first, _) = line.split_once(' ').expect("three numbers");
-        first.parse::<u64>().expect("nanoseconds")
-    });
-    Duration::from_nanos(nanoseconds.sum())
-}
-
 #[test]
 fn a_device_that_nobody_uses_costs_no_processor_time() {
     let scratch = Scratch::new();
@@ -86,10 +74,9 @@ fn a_device_that_nobody_uses_costs_no_processor_time() {
         client.read(0, BLOCK as u64).expect("the data");
     }
     std::thread::sleep(Duration::from_millis(100));
-    let pid = server.pid().as_raw_nonzero().get().unsigned_abs();
-    let before = processor_time(pid);
+    let before = processor_time(server.pid());
     std::thread::sleep(Duration::from_secs(1));
-    let used = processor_time(pid) - before;
+    let used = processor_time(server.pid()) - before;
     assert!(used < Duration::from_millis(5), "{used:?} in one second without a request");
     guest.write(0, 1, 1);
     server.stop();

@@ -14,8 +14,8 @@ use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::nbd::{Client, Request, command::WRITE, flag};
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
-    FileSystem, Image, LoopDevice, Scratch, Serve, Server, SmallHost, blockhouse, need, require,
-    run, seeded, tool,
+    FileSystem, Image, LoopDevice, Scratch, Serve, Server, SmallHost, blockhouse, nbd_uri, need,
+    require, run, seeded, tool,
 };
 use fastrand::Rng;
 use rustix::process::Signal;
@@ -261,8 +261,7 @@ fn a_folder_has_the_bitmaps_of_several_images() {
     let serve = Serve::new(&volume.scratch, device.path()).also(raw.path()).also(&own);
     let serve =
         serve.option("--bitmaps", &folder).option("--control", volume.scratch.socket("control"));
-    let server =
-        serve.export(&format!("nbd+unix:///?socket={}", volume.scratch.socket("all").display()));
+    let server = serve.export(&nbd_uri("", volume.scratch.socket("all")));
     let server = server.start();
     let mut control = volume.control();
     for disk in control.get("disk.list", json!({})).as_array().expect("a list") {

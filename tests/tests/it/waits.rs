@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, str};
 use blockhouse_tests::nbd::{Client, Request, command as nbd};
-use blockhouse_tests::{Scratch, Serve, Server, eventually};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -36,7 +36,7 @@ impl Stopped {
             &["-f", "-r", "-U", str(&socket), "file", str(&file)],
             &socket,
         );
-        let backing = format!("nbd+unix:///?socket={}", str(&socket));
+        let backing = nbd_uri("", &socket);
         let made = Self { scratch, base };
         let overlay = made.overlay();
         let words = ["create", "-b", &backing, "-F", "raw", "--allow-remote", str(&overlay)];
@@ -156,7 +156,7 @@ fn what_would_wait_for_a_stopped_backing_file_is_refused_and_says_so() {
         control.refused("bitmap.add", json!({ "disk": disk, "name": "b" }), FAILED, &told);
         control.refused("disk.set", json!({ "disk": disk, "read-only": true }), FAILED, &told);
         control.refused("job.start", json!({ "kind": "stream", "disk": disk }), FAILED, &told);
-        let export = format!("nbd+unix:///?socket={}", str(&stopped.scratch.socket("backup")));
+        let export = nbd_uri("", stopped.scratch.socket("backup"));
         let backup = json!({ "disks": [disk], "export": export });
         control.refused("backup.begin", backup, FAILED, &told);
         let target = stopped.scratch.path("target.qcow2");
@@ -268,7 +268,7 @@ fn an_old_image_at_a_stopped_server_keeps_no_mirror_from_its_end() {
     let longer = OpenOptions::new().write(true).open(&file);
     longer.and_then(|file| file.set_len(2 * SIZE)).expect("room");
     let old = Foreign::start("nbdkit", &["-f", "-U", str(&socket), "file", str(&file)], &socket);
-    let image = PathBuf::from(format!("nbd+unix:///?socket={}", str(&socket)));
+    let image = PathBuf::from(nbd_uri("", &socket));
     let serve = Serve::new(&scratch, &image).option("--control", scratch.socket("control"));
     let serve = serve.option("--sandbox-allow", scratch.path(""));
     let server = serve.flag("--allow-remote").option("--format", "qcow2").start();

@@ -1,0 +1,8 @@
+//! Where clients find an export.
+
+use std::path::Path;
+
+/// The URI of an export at a Unix socket.
+pub fn nbd_uri(export: &str, socket: impl AsRef<Path>) -> String {
+    format!("nbd+unix:///{export}?socket={}", socket.as_ref().display())
+}
