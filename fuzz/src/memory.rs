@@ -6,9 +6,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, FuaCost, GroupCommit,
-    IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache, errno,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, IoVector, Offload,
+    Result, Storage, SyncMode, Unmap, errno,
 };
+use blockhouse_sim::PLAIN_CAPABILITIES;
 use blockhouse_sim::{Rng, Sim};
 
 /// No file of a host is longer here: writes beyond fail for want of room.
@@ -98,14 +99,10 @@ impl Storage for Memory {
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             fua: self.0.fua,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
             alignment: self.0.alignment,
             write_zeroes: Offload::Available,
-            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
-            read_after_discard: ReadAfterDiscard::Undefined,
+            ..PLAIN_CAPABILITIES
         }
     }
 

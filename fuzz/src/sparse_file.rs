@@ -10,9 +10,10 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
-    IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, IoVector, Offload, Result, Storage,
+    SyncMode, Unmap,
 };
+use blockhouse_sim::PLAIN_CAPABILITIES;
 
 /// So many reads are more than any case needs.
 const MAX_READS: u64 = 1 << 16;
@@ -56,15 +57,10 @@ impl Storage for SparseFile {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            fua: Fua::Native,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
             alignment: Alignment { offset: self.0.block, memory: self.0.block.min(512) },
             write_zeroes: Offload::Available,
-            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
-            read_after_discard: ReadAfterDiscard::Undefined,
+            ..PLAIN_CAPABILITIES
         }
     }
 

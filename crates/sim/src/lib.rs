@@ -21,6 +21,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod capabilities;
 mod clock;
 mod config;
 mod disk;
@@ -42,6 +43,7 @@ mod state;
 mod system;
 mod workload;
 
+pub use capabilities::PLAIN_CAPABILITIES;
 pub use clock::Clock;
 pub use config::{Config, Latency, Size, Support};
 pub use disk::SimDisk;

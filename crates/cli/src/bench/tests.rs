@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
-    IoVector, Offload, ReadAfterDiscard, Storage, SyncMode, Unmap, WriteCache,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, IoVector, Storage, SyncMode, Unmap,
 };
 use blockhouse_disk::{Disk, ImageFormat, Options};
 use blockhouse_engine::{Engine, EngineChoice, EventLoop, sleep};
 use blockhouse_format::qcow2;
+use blockhouse_sim::PLAIN_CAPABILITIES;
 
 use super::load::{Limits, Load, LoopSetup, Pattern, Work, measure};
 use super::questions::vmstate::{self, Storing};
@@ -62,17 +62,7 @@ impl Storage for Slow {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            fua: Fua::Native,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
-            alignment: self.alignment,
-            write_zeroes: Offload::Unavailable,
-            prepare_zeroes: Offload::Unavailable,
-            discard: Offload::Unavailable,
-            read_after_discard: ReadAfterDiscard::Undefined,
-        }
+        Capabilities { alignment: self.alignment, ..PLAIN_CAPABILITIES }
     }
 
     fn size(&self) -> u64 {

@@ -1,9 +1,10 @@
 //! A storage that is always done at once.
 
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
-    IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, IoVector, Offload, Result, Storage,
+    SyncMode, Unmap,
 };
+use blockhouse_sim::PLAIN_CAPABILITIES;
 
 /// A storage that is always done at once.
 pub struct Immediate(pub Alignment);
@@ -15,15 +16,10 @@ impl Storage for Immediate {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            fua: Fua::Native,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
             alignment: self.0,
             write_zeroes: Offload::Available,
-            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
-            read_after_discard: ReadAfterDiscard::Undefined,
+            ..PLAIN_CAPABILITIES
         }
     }
 

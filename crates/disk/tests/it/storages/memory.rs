@@ -5,9 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Fua, FuaCost, GroupCommit,
-    IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
+    Alignment, Allocation, ByteRange, Capabilities, Durability, Fua, IoVector, Result, Storage,
+    SyncMode, Unmap,
 };
+use blockhouse_sim::PLAIN_CAPABILITIES;
 
 /// Bytes in memory, and the bytes that flushes made stable. Clones are the same memory.
 #[derive(Clone)]
@@ -50,14 +51,8 @@ impl Storage for Memory {
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             fua: Fua::Emulated,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
             alignment: Alignment { offset: self.0.block, memory: 1 },
-            write_zeroes: Offload::Unavailable,
-            prepare_zeroes: Offload::Unavailable,
-            discard: Offload::Unavailable,
-            read_after_discard: ReadAfterDiscard::Undefined,
+            ..PLAIN_CAPABILITIES
         }
     }
 

@@ -8,12 +8,12 @@ use std::path::Path;
 use std::process::Command;
 
 use blockhouse_core::{
-    Alignment, Allocation, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Extent,
-    ExtentState, Fua, FuaCost, GroupCommit, IoVector, Offload, ReadAfterDiscard, Result, Storage,
-    SyncMode, Unmap, WriteCache,
+    Allocation, Buffer, ByteRange, Capabilities, Durability, Error, ErrorKind, Extent, ExtentState,
+    IoVector, Result, Storage, SyncMode, Unmap,
 };
 use blockhouse_format::qcow2::{self, Qcow2};
 use blockhouse_format::{Abort, Intent, qcow2::Access};
+use blockhouse_sim::PLAIN_CAPABILITIES;
 
 /// A host file, used at once.
 pub struct FileStorage {
@@ -40,17 +40,7 @@ impl Storage for FileStorage {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            fua: Fua::Native,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
-            alignment: Alignment::BYTE,
-            write_zeroes: Offload::Unavailable,
-            prepare_zeroes: Offload::Unavailable,
-            discard: Offload::Unavailable,
-            read_after_discard: ReadAfterDiscard::Undefined,
-        }
+        PLAIN_CAPABILITIES
     }
 
     fn size(&self) -> u64 {

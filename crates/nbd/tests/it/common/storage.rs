@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockhouse_core::{
-    Alignment, Allocation, ByteRange, Capabilities, Durability, Error, Fua, FuaCost, GroupCommit,
-    IoVector, Offload, ReadAfterDiscard, Result, Storage, SyncMode, Unmap, WriteCache,
+    Allocation, ByteRange, Capabilities, Durability, Error, IoVector, Offload, Result, Storage,
+    SyncMode, Unmap,
 };
 use blockhouse_engine::sleep;
+use blockhouse_sim::PLAIN_CAPABILITIES;
 
 /// Blocks of this many zero bytes are holes.
 pub const HOLE: usize = 4096;
@@ -132,15 +133,9 @@ impl Storage for Memory {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            fua: Fua::Native,
-            write_cache: WriteCache::Volatile,
-            fua_cost: FuaCost::NoFlush,
-            group_commit: GroupCommit::Never,
-            alignment: Alignment::BYTE,
             write_zeroes: Offload::Available,
-            prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
-            read_after_discard: ReadAfterDiscard::Undefined,
+            ..PLAIN_CAPABILITIES
         }
     }
 
