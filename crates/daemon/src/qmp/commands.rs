@@ -54,6 +54,12 @@ macro_rules! command {
     ($name:literal, [$($call:expr),*], $run:path) => {
         Command { name: $name, calls: &[$($call),*], run: |context, arguments| $run(context, arguments).boxed_local() }
     };
+    // Of the job that the arguments name.
+    ($name:literal, [$($call:expr),*], $run:path, $find_job:path) => {
+        Command { name: $name, calls: &[$($call),*], run: |context, arguments| {
+            async { $run(context, &$find_job(context, arguments).await?).await }.boxed_local()
+        } }
+    };
 }
 
 #[rustfmt::skip]
@@ -100,18 +106,18 @@ const COMMANDS: &[Command] = &[
     command!("block-commit", ["job.list", "job.start"], starting::commit),
     command!("blockdev-mirror", ["job.list", "job.start"], starting::mirror),
     command!("blockdev-backup", ["job.list", "bitmap.list", "disk.transaction", "backup.end"], backups::start),
-    command!("job-cancel", ["job.list", "job.cancel"], jobs::cancel),
-    command!("job-complete", ["job.list", "job.complete"], jobs::complete),
-    command!("job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss),
-    command!("job-finalize", ["job.list"], jobs::finalize),
-    command!("job-pause", ["job.list", "job.pause"], jobs::pause),
-    command!("job-resume", ["job.list", "job.resume"], jobs::resume),
+    command!("job-cancel", ["job.list", "job.cancel"], jobs::cancel, jobs::of_id),
+    command!("job-complete", ["job.list", "job.complete"], jobs::complete, jobs::of_id),
+    command!("job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss, jobs::of_id),
+    command!("job-finalize", ["job.list"], jobs::finalize, jobs::of_id),
+    command!("job-pause", ["job.list", "job.pause"], jobs::pause, jobs::of_id),
+    command!("job-resume", ["job.list", "job.resume"], jobs::resume, jobs::of_id),
     command!("block-job-cancel", ["job.list", "job.cancel"], jobs::cancel_block_job),
-    command!("block-job-complete", ["job.list", "job.complete"], jobs::complete_block_job),
-    command!("block-job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss_block_job),
-    command!("block-job-finalize", ["job.list"], jobs::finalize_block_job),
-    command!("block-job-pause", ["job.list", "job.pause"], jobs::pause_block_job),
-    command!("block-job-resume", ["job.list", "job.resume"], jobs::resume_block_job),
+    command!("block-job-complete", ["job.list", "job.complete"], jobs::complete, jobs::of_device),
+    command!("block-job-dismiss", ["job.list", "job.dismiss"], jobs::dismiss, jobs::of_block_id),
+    command!("block-job-finalize", ["job.list"], jobs::finalize, jobs::of_block_id),
+    command!("block-job-pause", ["job.list", "job.pause"], jobs::pause, jobs::of_device),
+    command!("block-job-resume", ["job.list", "job.resume"], jobs::resume, jobs::of_device),
     command!("block-job-set-speed", ["job.list", "job.set-speed"], jobs::set_speed),
     command!("transaction", ["bitmap.list", "bitmap.add", "bitmap.remove", "bitmap.clear", "bitmap.enable", "bitmap.disable", "bitmap.merge", "disk.transaction", "job.list", "backup.end", "disk.fork", "disk.open", "disk.close", "snapshot.list", "snapshot.create"], transaction::run),
 ];

@@ -14,14 +14,23 @@ use super::events::forget;
 use super::job_list::{ACTIVE, Job, find, list};
 
 /// The job of the argument `id`.
-async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError> {
+pub(super) async fn of_id(context: &Context, mut given: Arguments) -> Result<Job, QmpError> {
     let id = given.text("id")?;
     given.end()?;
     find(context, &id).await?.ok_or_else(|| QmpError::generic("Job not found"))
 }
 
-/// The block job of the argument `device`, or of another one.
-async fn of_device(context: &Context, given: &mut Arguments, key: &str) -> Result<Job, QmpError> {
+/// The block job of the argument `device`.
+pub(super) async fn of_device(context: &Context, given: Arguments) -> Result<Job, QmpError> {
+    block_job(context, given, "device").await
+}
+
+/// The block job of the argument `id`.
+pub(super) async fn of_block_id(context: &Context, given: Arguments) -> Result<Job, QmpError> {
+    block_job(context, given, "id").await
+}
+
+async fn block_job(context: &Context, mut given: Arguments, key: &str) -> Result<Job, QmpError> {
     let device = given.text(key)?;
     given.end()?;
     let found = find(context, &device).await?.filter(Job::is_of_disk);
@@ -79,17 +88,11 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
     Ok(told.collect())
 }
 
-/// `job-cancel`.
-pub(super) async fn cancel(context: &Rc<Context>, given: Arguments) -> Returned {
-    let job = of_id(context, given).await?;
-    end(context, &job).await
-}
-
 /// `block-job-cancel`: a mirror that is ready is a copy of the disk then, with which the guest goes
 /// on.
 pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_forced = given.flag("force", false)?;
-    let job = of_device(context, &mut given, "device").await?;
+    let job = of_device(context, given).await?;
     if job.status() == "ready" && !is_forced {
         if job.0["kind"] == "mirror" {
             return begin_completion(context, &job, json!({ "job": job.name(), "copy": true }));
@@ -99,10 +102,11 @@ pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments
             job.name()
         )));
     }
-    end(context, &job).await
+    cancel(context, &job).await
 }
 
-async fn end(context: &Context, job: &Job) -> Returned {
+/// `job-cancel`.
+pub(super) async fn cancel(context: &Context, job: &Job) -> Returned {
     job.check("cancel", ACTIVE)?;
     if backups::end(context, job.name()).await? {
         return Ok(json!({}));
@@ -119,7 +123,7 @@ const LOOK: Duration = Duration::from_millis(5);
 pub(super) async fn cancel_all(context: &Context) {
     for job in list(context).await.unwrap_or_default() {
         // It may have ended.
-        let _ = end(context, &job).await;
+        let _ = cancel(context, &job).await;
     }
     let begin = Instant::now();
     let is_running = |job: &Job| job.status() != "concluded";
@@ -131,18 +135,7 @@ pub(super) async fn cancel_all(context: &Context) {
 }
 
 /// `job-complete`.
-pub(super) async fn complete(context: &Rc<Context>, given: Arguments) -> Returned {
-    let job = of_id(context, given).await?;
-    complete_ready(context, &job)
-}
-
-/// `block-job-complete`.
-pub(super) async fn complete_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let job = of_device(context, &mut given, "device").await?;
-    complete_ready(context, &job)
-}
-
-fn complete_ready(context: &Rc<Context>, job: &Job) -> Returned {
+pub(super) async fn complete(context: &Rc<Context>, job: &Job) -> Returned {
     job.check("complete", &["ready"])?;
     begin_completion(context, job, json!({ "job": job.name() }))
 }
@@ -160,18 +153,7 @@ fn begin_completion(context: &Rc<Context>, job: &Job, params: Value) -> Returned
 }
 
 /// `job-dismiss`.
-pub(super) async fn dismiss(context: &Rc<Context>, given: Arguments) -> Returned {
-    let job = of_id(context, given).await?;
-    let_go(context, &job).await
-}
-
-/// `block-job-dismiss`.
-pub(super) async fn dismiss_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let job = of_device(context, &mut given, "id").await?;
-    let_go(context, &job).await
-}
-
-async fn let_go(context: &Context, job: &Job) -> Returned {
+pub(super) async fn dismiss(context: &Context, job: &Job) -> Returned {
     job.check("dismiss", &["concluded"])?;
     let is_own = {
         let mut state = context.state.borrow_mut();
@@ -187,30 +169,13 @@ async fn let_go(context: &Context, job: &Job) -> Returned {
 }
 
 /// `job-finalize`: no job waits for it.
-pub(super) async fn finalize(context: &Rc<Context>, given: Arguments) -> Returned {
-    of_id(context, given).await?.check("finalize", &[])?;
-    Ok(json!({}))
-}
-
-/// `block-job-finalize`: no job waits for it.
-pub(super) async fn finalize_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    of_device(context, &mut given, "id").await?.check("finalize", &[])?;
+pub(super) async fn finalize(_: &Context, job: &Job) -> Returned {
+    job.check("finalize", &[])?;
     Ok(json!({}))
 }
 
 /// `job-pause`.
-pub(super) async fn pause(context: &Rc<Context>, given: Arguments) -> Returned {
-    let job = of_id(context, given).await?;
-    hold(context, &job).await
-}
-
-/// `block-job-pause`.
-pub(super) async fn pause_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let job = of_device(context, &mut given, "device").await?;
-    hold(context, &job).await
-}
-
-async fn hold(context: &Context, job: &Job) -> Returned {
+pub(super) async fn pause(context: &Context, job: &Job) -> Returned {
     job.check("pause", ACTIVE)?;
     if job.is_paused() {
         return Err(QmpError::generic("Job is already paused"));
@@ -222,18 +187,7 @@ async fn hold(context: &Context, job: &Job) -> Returned {
 }
 
 /// `job-resume`.
-pub(super) async fn resume(context: &Rc<Context>, given: Arguments) -> Returned {
-    let job = of_id(context, given).await?;
-    go_on(context, &job).await
-}
-
-/// `block-job-resume`.
-pub(super) async fn resume_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
-    let job = of_device(context, &mut given, "device").await?;
-    go_on(context, &job).await
-}
-
-async fn go_on(context: &Context, job: &Job) -> Returned {
+pub(super) async fn resume(context: &Context, job: &Job) -> Returned {
     job.check("resume", ACTIVE)?;
     if !job.is_paused() {
         return Err(QmpError::generic("Can't resume a job that was not paused"));
@@ -247,7 +201,7 @@ async fn go_on(context: &Context, job: &Job) -> Returned {
 /// `block-job-set-speed`.
 pub(super) async fn set_speed(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let speed = given.integer("speed")?;
-    let job = of_device(context, &mut given, "device").await?;
+    let job = of_device(context, given).await?;
     job.check("set-speed", ACTIVE)?;
     if speed < 0 {
         return Err(QmpError::generic("Parameter 'speed' expects a non-negative value"));
