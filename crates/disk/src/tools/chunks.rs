@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::future::{Future, ready};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockhouse_core::sync::run_bounded;
 use blockhouse_core::{
@@ -9,6 +10,7 @@ use blockhouse_core::{
     Storage, Unmap, WorkBudget,
 };
 use blockhouse_format::Intent;
+use futures_util::future::join_all;
 use futures_util::stream::{self, Stream, StreamExt};
 
 use crate::disk::Disk;
@@ -43,6 +45,17 @@ pub(super) async fn for_each_in_flight<T, F: Future<Output = Result<()>>>(
     let chunks = chunks.take_while(|_| ready(!has_failed.get()));
     let done = chunks.map(|chunk| async move { work(chunk?).await });
     run_bounded(MAX_CHUNKS, &WorkBudget::new(), has_failed, done).await
+}
+
+/// Runs `count` loops together, at least one. One that fails says so in `has_failed`, so that the
+/// others of this thread and of others end.
+pub(super) async fn run_loops<F: Future<Output = Result<()>>>(
+    count: usize,
+    has_failed: &AtomicBool,
+    run: impl Fn() -> F,
+) -> Result<()> {
+    let run_one = async || run().await.inspect_err(|_| has_failed.store(true, Ordering::Relaxed));
+    join_all((0..count.max(1)).map(|_| run_one())).await.into_iter().collect()
 }
 
 /// Does `work` on all chunks of the disk, as [`for_each_in_flight`].

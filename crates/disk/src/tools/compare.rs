@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
-use futures_util::future::{join, join_all};
+use futures_util::future::join;
 use futures_util::lock::Mutex;
 
+use super::chunks::run_loops;
 use super::convert::read;
 use super::scan::{Chunk, StatusScan};
 use crate::disk::Disk;
@@ -74,21 +75,12 @@ impl<S: Storage> CompareJob<S> {
     /// # Errors
     /// The first error of this thread. The others stop soon after, without an error.
     pub async fn work(&self) -> Result<()> {
-        let loops = (0..self.max_in_flight.max(1)).map(|_| self.run_loop());
-        join_all(loops).await.into_iter().collect()
+        run_loops(self.max_in_flight, &self.has_failed, || self.compare_loop()).await
     }
 
     /// The offset of the first byte that differs, once all that worked have ended without an error.
     pub fn difference(&self) -> Option<u64> {
         Some(self.difference.load(Ordering::Acquire)).filter(|&offset| offset != NONE)
-    }
-
-    async fn run_loop(&self) -> Result<()> {
-        let outcome = self.compare_loop().await;
-        if outcome.is_err() {
-            self.has_failed.store(true, Ordering::Relaxed);
-        }
-        outcome
     }
 
     async fn compare_loop(&self) -> Result<()> {

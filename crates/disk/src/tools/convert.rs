@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use blockhouse_core::sync::run_all;
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
-use futures_util::future::join_all;
 use futures_util::lock::Mutex;
 
+use super::chunks::run_loops;
 use super::new_image::NewImage;
 use super::range_writer::RangeWriter;
 use super::scan::{Chunk, StatusScan};
@@ -301,16 +301,7 @@ impl<S: Storage> CopyJob<S> {
     /// The first error of this thread, which names the file and the offset. The others stop soon
     /// after, without an error. What was written until then stays.
     pub async fn work(&self) -> Result<()> {
-        let loops = (0..self.options.max_in_flight.max(1)).map(|_| self.run_loop());
-        join_all(loops).await.into_iter().collect()
-    }
-
-    async fn run_loop(&self) -> Result<()> {
-        let outcome = self.copy_loop().await;
-        if outcome.is_err() {
-            self.has_failed.store(true, Ordering::Relaxed);
-        }
-        outcome
+        run_loops(self.options.max_in_flight, &self.has_failed, || self.copy_loop()).await
     }
 
     async fn copy_loop(&self) -> Result<()> {
