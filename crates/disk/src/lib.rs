@@ -114,8 +114,7 @@ pub use stats::{
     HostOperation, Operation, RequestMetrics, RequestTimer, Stage, StageMetrics,
 };
 pub use throttle::{
-    Burst, LiftGuard, MAX_RATE, RateLimits, Throttle, ThrottleClock, ThrottleGroup, ThrottleSleep,
-    ThrottleStats,
+    Burst, LiftGuard, MAX_RATE, RateLimits, Throttle, ThrottleGroup, ThrottleStats,
 };
 pub use tools::{
     AfterCommit, CompareJob, Compress, CopyJob, CopyOptions, CopyProgress, LayerCommit, MARK_BYTES,

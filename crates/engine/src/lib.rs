@@ -54,6 +54,7 @@ pub use driver::engine::{Engine, EngineChoice, EngineReport};
 pub use driver::fixed_files::FixedFiles;
 pub use driver::io_poll::{IoPoll, check_io_poll};
 pub use driver::ring_restrictions::DeviceCommands;
+pub use event_loop::clock::{Clock, ClockSleep, LoopClock};
 pub use event_loop::event_signal::{EventSignal, is_eventfd};
 pub use event_loop::loop_thread::LoopThread;
 pub use event_loop::signal_rings::reserve_signal_rings;
@@ -75,7 +76,7 @@ pub use process::descriptors::{
     DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage,
     keep_descriptors_from_children, raise_descriptor_limit,
 };
-pub use process::device_user::{device_folder, device_user, is_in_use};
+pub use process::device_user::{device_folder, device_user, hold_unused, is_in_use};
 pub use process::local_time::{DateTime, local_time};
 pub use socket::socket_option::{peer_process, unsent_bytes};
 pub use socket::{Listener, Stream, is_stopped};
@@ -90,3 +91,4 @@ pub use event_loop::watch::Watch;
 pub use process::attempts;
 pub use process::confinement::{Confinement, confine};
 pub use process::user::become_user;
+pub use process::wait_readable::wait_readable;

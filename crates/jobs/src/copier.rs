@@ -17,10 +17,10 @@ use std::time::Duration;
 
 use blockhouse_core::{ByteRange, Result, Storage};
 use blockhouse_disk::{Disk, RangeCopy};
+use blockhouse_engine::Clock;
 use futures_util::future::{FutureExt, select};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
-use crate::clock::JobClock;
 use crate::control::{JobControl, JobEnd};
 use crate::meter::Meter;
 use crate::next_event::next_event;
@@ -63,7 +63,7 @@ pub(crate) struct Copier<S: Storage> {
     copy: RangeCopy<S>,
     tracker: Arc<Tracker>,
     control: Arc<JobControl>,
-    clock: Rc<dyn JobClock>,
+    clock: Rc<dyn Clock>,
     /// The ranges of all copies, in the background and urgent ones.
     in_flight: RefCell<Vec<ByteRange>>,
     /// Copies in the background, and their bytes.
@@ -115,7 +115,7 @@ impl<S: Storage> Copier<S> {
         (copy, rule): (RangeCopy<S>, CopyRule),
         tracker: Arc<Tracker>,
         control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        clock: Rc<dyn Clock>,
     ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), source.stats().export_load()));
         Self {

@@ -4,7 +4,7 @@
 //! the guest goes on with the copy, or the disk is held for another host. [`Mirror::commit`] copies
 //! an overlay into its backing file, with which the guest goes on. A [`JobControl`] is what others
 //! have of a running job: how far it is, and what they want of it. A job is one future, on any
-//! executor: a [`JobClock`] is all that it needs beside the disks.
+//! executor: a [`Clock`](blockhouse_engine::Clock) is all that it needs beside the disks.
 //!
 //! A [`Stream`] fills an overlay from its backing file, and detaches it.
 //!
@@ -13,7 +13,6 @@
 //!
 //! From the bottom up, each uses only what is above it in this list:
 //!
-//! - `clock`: time
 //! - `control`: what is wanted of a job, and what it tells
 //! - `next_event`: what a job waits for
 //! - `meter`: how a copy gets on
@@ -22,10 +21,9 @@
 //! - `copier`: copies what is dirty, for as long as the job goes on
 //! - `mirror`: the steps of a mirror, and its end
 //! - `stream`: the steps of a stream (with `control`, `next_event`, `meter` and `pace`)
-//! - `frozen`: disks as they were (with `clock` alone)
+//! - `frozen`: disks as they were (alone)
 #![forbid(unsafe_code)]
 
-mod clock;
 mod control;
 mod copier;
 mod frozen;
@@ -37,7 +35,6 @@ mod retry;
 mod stream;
 mod tracker;
 
-pub use clock::{ClockSleep, JobClock, LoopClock};
 pub use control::{Completion, JobControl, JobEnd, JobProgress, JobStage};
 pub use frozen::{CopyTimer, FailureTeller, FreezeOptions, FrozenDisk, freeze};
 pub use mirror::{CopyMode, Mirror, MirrorOptions};

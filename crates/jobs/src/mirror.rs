@@ -44,11 +44,11 @@ use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Stor
 use blockhouse_disk::{
     ChangeObserver, DirtyMap, Disk, MARK_BYTES, RangeCopy, flush_ahead, mark_incomplete,
 };
+use blockhouse_engine::Clock;
 use futures_util::future::{Either, LocalBoxFuture, join3, ready, select};
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use crate::clock::JobClock;
 use crate::control::{Completion, JobControl, JobEnd, JobStage};
 use crate::copier::{Copier, CopyRule};
 use crate::tracker::Tracker;
@@ -144,7 +144,7 @@ pub struct Mirror<S: Storage> {
     control: Arc<JobControl>,
     tracker: Arc<Tracker>,
     copier: Copier<S>,
-    clock: Rc<dyn JobClock>,
+    clock: Rc<dyn Clock>,
     marked: Box<dyn Fn() -> Result<()>>,
     before_completion: Box<dyn Fn() -> Result<()>>,
     before_switch: Action,
@@ -182,7 +182,7 @@ impl<S: Storage> Mirror<S> {
         target: Arc<Disk<S>>,
         options: MirrorOptions,
         control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        clock: Rc<dyn Clock>,
     ) -> Result<Self> {
         let size = source.size();
         if size < MARK_BYTES {
@@ -203,7 +203,7 @@ impl<S: Storage> Mirror<S> {
         target: Arc<Disk<S>>,
         only: Option<DirtyMap>,
         control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        clock: Rc<dyn Clock>,
     ) -> Result<Self> {
         if source.size() != target.size() {
             let what = format!("has {} bytes, and the disk has {}", target.size(), source.size());
@@ -221,7 +221,7 @@ impl<S: Storage> Mirror<S> {
         source: Arc<Disk<S>>,
         mode: CopyMode,
         control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        clock: Rc<dyn Clock>,
     ) -> Result<Self> {
         let Some(base) = source.jobs().base().cloned() else {
             let what = "its backing file is not open for writing";
@@ -237,7 +237,7 @@ impl<S: Storage> Mirror<S> {
         kind: TargetKind,
         (source, target): (Arc<Disk<S>>, Arc<Disk<S>>),
         options: MirrorOptions,
-        (control, clock): (Arc<JobControl>, Rc<dyn JobClock>),
+        (control, clock): (Arc<JobControl>, Rc<dyn Clock>),
         only: Option<DirtyMap>,
     ) -> Result<Self> {
         let size = source.size();

@@ -4,10 +4,9 @@ use std::future::{Future, pending};
 use std::pin::pin;
 
 use blockhouse_core::Result;
+use blockhouse_engine::ClockSleep;
 use futures_util::future::{Either, select};
 use futures_util::stream::{FuturesUnordered, StreamExt};
-
-use crate::clock::ClockSleep;
 
 /// Waits for the end of an operation, for news, or for a time. The outcome of the operation, if it
 /// was one.

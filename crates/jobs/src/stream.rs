@@ -31,10 +31,10 @@ use blockhouse_core::{Error, Result, Storage};
 use blockhouse_disk::{
     BackedRange, BlockStatusCache, Disk, FurtherBase, LayerCommit, PopulatingGuard,
 };
+use blockhouse_engine::Clock;
 use futures_util::future::{Either, select};
 use futures_util::stream::FuturesUnordered;
 
-use crate::clock::JobClock;
 use crate::control::{Completion, JobControl, JobEnd, JobStage};
 use crate::meter::Meter;
 use crate::next_event::next_event;
@@ -54,7 +54,7 @@ const SKIPPED: u64 = 1 << 20;
 pub struct Stream<S: Storage> {
     disk: Arc<Disk<S>>,
     control: Arc<JobControl>,
-    clock: Rc<dyn JobClock>,
+    clock: Rc<dyn Clock>,
     pace: RefCell<Pace>,
     meter: RefCell<Meter>,
     /// The end of the part that is filled, being filled, or left to the next pass.
@@ -104,7 +104,7 @@ impl<S: Storage> Stream<S> {
         disk: Arc<Disk<S>>,
         guard: PopulatingGuard,
         control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        clock: Rc<dyn Clock>,
     ) -> Self {
         Self::of(disk, Work::Fill { base: None, _guard: guard }, control, clock)
     }
@@ -114,7 +114,7 @@ impl<S: Storage> Stream<S> {
     pub fn commit(
         layers: Rc<LayerCommit<S>>,
         control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        clock: Rc<dyn Clock>,
     ) -> Self {
         Self::of(Arc::clone(layers.disk()), Work::Commit(layers), control, clock)
     }
@@ -123,7 +123,7 @@ impl<S: Storage> Stream<S> {
         disk: Arc<Disk<S>>,
         work: Work<S>,
         control: Arc<JobControl>,
-        clock: Rc<dyn JobClock>,
+        clock: Rc<dyn Clock>,
     ) -> Self {
         let pace = RefCell::new(Pace::new(clock.now(), disk.stats().export_load()));
         let (meter, cursor, pass, schedule, retry) = Default::default();

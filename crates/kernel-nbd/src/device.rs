@@ -5,6 +5,7 @@
 //! was detached, its server has ended, and what it had is in the image.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::ops::RangeInclusive;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -12,8 +13,6 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use rustix::fd::OwnedFd;
-use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
 
 use crate::driver::{Driver, Wanted};
 use crate::error::Error;
@@ -110,7 +109,7 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     // The disconnect fails requests in flight. So the device is held, that nothing takes it
     // meanwhile, and flushed, for programs that have it open. By force it is not waited for.
     let _held = match how {
-        Detach::Unused if is_served => hold_unused(&node(number), number)?,
+        Detach::Unused if is_served => hold_unused(number)?,
         _ => None,
     };
     let disconnected = driver.disconnect(number);
@@ -118,33 +117,10 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     server::end(Path::new(socket))
 }
 
-/// Holds a block device exclusively until the descriptor is closed, and writes back what the page
-/// cache has of it. Refuses one that is mounted, or held by another device. What merely has it open
-/// does not count: so do programs that look at every device. `None` without a node.
-fn hold_unused(device: &Path, number: u32) -> Result<Option<OwnedFd>, Error> {
-    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
-    let held = match rustix::fs::open(device, flags, Mode::empty()) {
-        Ok(held) => held,
-        Err(Errno::BUSY) => return Err(Error::Used(number)),
-        Err(_) => return Ok(None),
-    };
-    let flushed = rustix::fs::fsync(&held);
-    flushed.map_err(|error| Error::refused(format!("flush /dev/nbd{number}"), error.into()))?;
-    Ok(Some(held))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_held_is_refused_and_what_is_unused_is_held() {
-        let folder = std::env::temp_dir();
-        let held = hold_unused(&folder.join("no-such-device"), 3).expect("there is no node");
-        assert!(held.is_none());
-        let file = folder.join(format!("blockhouse-detach-{}", std::process::id()));
-        fs::write(&file, b"data").unwrap();
-        assert!(hold_unused(&file, 3).expect("a file is never held").is_some());
-        fs::remove_file(&file).unwrap();
-    }
+/// Holds the block device, as [`blockhouse_engine::hold_unused`].
+fn hold_unused(number: u32) -> Result<Option<OwnedFd>, Error> {
+    blockhouse_engine::hold_unused(&node(number)).map_err(|error| match error.kind() {
+        ErrorKind::ResourceBusy => Error::Used(number),
+        _ => Error::refused(format!("flush /dev/nbd{number}"), error),
+    })
 }

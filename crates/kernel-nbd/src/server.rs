@@ -9,8 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fd::OwnedFd;
+use blockhouse_engine::wait_readable;
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -57,21 +56,10 @@ pub fn end(socket: &Path) -> Result<(), Error> {
         Err(Errno::SRCH) => return Ok(()),
         outcome => outcome.map_err(refused)?,
     }
-    if has_ended(&server) {
+    if wait_readable(&server, Instant::now() + END_LIMIT).unwrap_or(false) {
         Ok(())
     } else {
         Err(Error::NotEnded { process, socket: socket.to_owned() })
-    }
-}
-
-fn has_ended(process: &OwnedFd) -> bool {
-    let end = Instant::now() + END_LIMIT;
-    loop {
-        let left = Timespec::try_from(end.saturating_duration_since(Instant::now())).ok();
-        match poll(&mut [PollFd::new(process, PollFlags::IN)], left.as_ref()) {
-            Err(Errno::INTR) => {}
-            outcome => return outcome.is_ok_and(|ready| ready > 0),
-        }
     }
 }
 

@@ -5,14 +5,13 @@
 //! else. When a device that was served is removed, its server has ended: what it had is in the
 //! image, and nothing holds that.
 
+use std::io::ErrorKind;
+use std::path::Path;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use blockhouse_engine::{UblkControl, UblkInfo, ublk_state};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blockhouse_engine::{UblkControl, UblkInfo, ublk_state, wait_readable};
 use rustix::fd::OwnedFd;
-use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
 use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::error::Error;
@@ -55,7 +54,7 @@ pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
     }
     let asked = pidfd_send_signal(&server.process, Signal::TERM);
     asked.map_err(|error| Error::refused("end the server of", id)(error.into()))?;
-    if !server.has_ended(END_LIMIT) {
+    if !wait_readable(&server.process, Instant::now() + END_LIMIT).unwrap_or(false) {
         return Err(Error::NotReleased { id, server: info.server });
     }
     drop(held);
@@ -91,34 +90,16 @@ impl Server {
             Err(Error::ServesMore { id: info.id, server: info.server })
         }
     }
-
-    /// Waits for its end.
-    fn has_ended(&self, limit: Duration) -> bool {
-        let end = Instant::now() + limit;
-        loop {
-            let left = end.saturating_duration_since(Instant::now());
-            let limit = Timespec::try_from(left).ok();
-            match poll(&mut [PollFd::new(&self.process, PollFlags::IN)], limit.as_ref()) {
-                Err(Errno::INTR) => {}
-                outcome => return outcome.is_ok_and(|ready| ready > 0),
-            }
-        }
-    }
 }
 
-/// Holds a block device exclusively until the descriptor is closed, and writes back what the page
-/// cache has of it. Refuses one that is mounted, or held by another device. What merely has it open
-/// does not count: so do programs that look at every device.
+/// Holds the block device, as [`blockhouse_engine::hold_unused`]. A device without a node can be
+/// removed, too.
 fn hold_unused(id: u32) -> Result<Option<OwnedFd>, Error> {
-    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
-    let held = match rustix::fs::open(format!("/dev/ublkb{id}"), flags, Mode::empty()) {
-        Ok(held) => held,
-        Err(Errno::BUSY) => return Err(Error::Used { id }),
-        // A device without a node can be removed, too.
-        Err(_) => return Ok(None),
-    };
-    rustix::fs::fsync(&held).map_err(|error| Error::refused("flush", id)(error.into()))?;
-    Ok(Some(held))
+    let held = blockhouse_engine::hold_unused(Path::new(&format!("/dev/ublkb{id}")));
+    held.map_err(|error| match error.kind() {
+        ErrorKind::ResourceBusy => Error::Used { id },
+        _ => Error::refused("flush", id)(error),
+    })
 }
 
 /// The server has ended: in order, and the device is gone, or otherwise, and it waits.

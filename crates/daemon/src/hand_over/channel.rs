@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blockhouse_engine::wait_readable;
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -198,15 +198,10 @@ impl Channel {
 
     fn wait_until(&self, deadline: Option<Instant>) -> io::Result<()> {
         let Some(deadline) = deadline else { return Ok(()) };
-        loop {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            let rest = Timespec::try_from(rest).map_err(io::Error::other)?;
-            match poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&rest)) {
-                Ok(0) => return Err(ErrorKind::TimedOut.into()),
-                Ok(_) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
+        if wait_readable(&self.socket, deadline)? {
+            Ok(())
+        } else {
+            Err(ErrorKind::TimedOut.into())
         }
     }
 }

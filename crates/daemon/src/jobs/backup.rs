@@ -14,7 +14,8 @@ use blockhouse_core::ErrorKind;
 use blockhouse_disk::{
     Access, BitmapAction, BitmapChange, DirtyMap, Disk, ImageDisk, Options, change_bitmaps,
 };
-use blockhouse_jobs::{Completion, FrozenDisk, JobControl, JobEnd, JobStage, LoopClock, Mirror};
+use blockhouse_engine::LoopClock;
+use blockhouse_jobs::{Completion, FrozenDisk, JobControl, JobEnd, JobStage, Mirror};
 use blockhouse_storage::{ImageStorage, ViewStorage};
 use futures_util::future::{Either, select};
 

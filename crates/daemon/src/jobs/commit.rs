@@ -17,7 +17,8 @@ use blockhouse_disk::{
     ImageDisk, LeftFiles, StateUse, forget_moved, is_forked, keep_state, open_base,
     record_committed, record_moved,
 };
-use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Mirror};
+use blockhouse_engine::LoopClock;
+use blockhouse_jobs::{CopyMode, JobEnd, Mirror};
 
 use super::commit_setup::CommitSetup;
 use super::layer_commit::start_layer_commit;
@@ -55,12 +56,11 @@ pub(crate) async fn start_commit(
     if !images.decrypt {
         check_encryption(&source)?;
     }
-    let files = match images.delete {
-        true => {
-            check_nobody_stands(running, &source, 0..=0)?;
-            Some(LeftFiles::of_image(&source.disk).await?)
-        }
-        false => None,
+    let files = if images.delete {
+        check_nobody_stands(running, &source, 0..=0)?;
+        Some(LeftFiles::of_image(&source.disk).await?)
+    } else {
+        None
     };
     let state = running.state_use(&source.setup)?;
     let base = base_of(running, &source).await?;

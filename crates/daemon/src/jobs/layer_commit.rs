@@ -13,7 +13,8 @@ use anyhow::{Result, bail};
 use blockhouse_disk::{
     FurtherBase, LeftFiles, StateUse, begin_layer_commit, end_layer_commit, find_layers,
 };
-use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
+use blockhouse_engine::LoopClock;
+use blockhouse_jobs::{CopyMode, JobEnd, Stream};
 
 use super::commit_setup::{CommitSetup, check_base_is_read};
 use super::stream::release_detached;
@@ -49,10 +50,7 @@ pub(super) async fn start_layer_commit(
     if !commit.decrypt {
         check_encryption(&source, &left_out)?;
     }
-    let files = match commit.delete {
-        true => Some(LeftFiles::of(&disk, &left_out).await?),
-        false => None,
-    };
+    let files = if commit.delete { Some(LeftFiles::of(&disk, &left_out).await?) } else { None };
     for depth in [above, base] {
         if let Some(layer) = disk.image().layer_at(depth).filter(|_| depth > 0) {
             running.sandbox().check_image(Path::new(layer.name))?;

@@ -13,7 +13,8 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use blockhouse_disk::{check_apart, forget_moved, record_moved};
-use blockhouse_jobs::{Completion, CopyMode, JobEnd, LoopClock, Mirror, MirrorOptions};
+use blockhouse_engine::LoopClock;
+use blockhouse_jobs::{Completion, CopyMode, JobEnd, Mirror, MirrorOptions};
 
 use super::target::{Target, TargetSetup, check, remove};
 use super::{JobSetup, RunningJob, run_job};

@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_disk::{ImageDisk, LeftFiles, find_further_base, note_passed_over};
-use blockhouse_engine::{spawn_detached, timeout};
-use blockhouse_jobs::{CopyMode, JobEnd, LoopClock, Stream};
+use blockhouse_engine::{LoopClock, spawn_detached, timeout};
+use blockhouse_jobs::{CopyMode, JobEnd, Stream};
 
 use super::commit_setup::check_base_is_read;
 use super::{JobSetup, MAX_TIDY_TIME, RunningJob, run_job};

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use blockhouse_engine::ClockSleep;
+
 use super::bucket::Nanos;
-use super::clock::ThrottleSleep;
 use super::group::{ThrottleGroup, time_until};
 use super::queue::{self, Outcome, QUANTUM, Ticket};
 
@@ -16,7 +17,7 @@ pub(super) struct Admission {
     group: Arc<ThrottleGroup>,
     ticket: Option<Ticket>,
     /// Of a timekeeper: its timer, and when that is due.
-    timer: Option<(Nanos, ThrottleSleep)>,
+    timer: Option<(Nanos, ClockSleep)>,
 }
 
 impl Admission {

@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
+use blockhouse_engine::{Clock, LoopClock};
 use parking_lot::Mutex;
 
 use super::bucket::Nanos;
 use super::buckets::Cost;
-use super::clock::{LoopClock, ThrottleClock};
 use super::limits::RateLimits;
 use super::queue::{Class, MemberKey, PartyKey, Poll, Queue, Ticket, WaitCounts, Wakers};
 
@@ -19,7 +19,7 @@ use super::queue::{Class, MemberKey, PartyKey, Poll, Queue, Ticket, WaitCounts, 
 pub struct ThrottleGroup {
     is_unlimited: AtomicBool,
     queue: Mutex<Queue>,
-    clock: Arc<dyn ThrottleClock>,
+    clock: Arc<dyn Clock + Send + Sync>,
 }
 
 /// How a request begins.
@@ -35,7 +35,7 @@ impl ThrottleGroup {
     }
 
     /// As [`new`](Self::new), by another clock: for other executors.
-    pub fn with_clock(limits: RateLimits, clock: Arc<dyn ThrottleClock>) -> Arc<Self> {
+    pub fn with_clock(limits: RateLimits, clock: Arc<dyn Clock + Send + Sync>) -> Arc<Self> {
         Arc::new(Self {
             is_unlimited: AtomicBool::new(limits.is_unlimited()),
             queue: Mutex::new(Queue::new(limits, now(&*clock))),
@@ -66,7 +66,7 @@ impl ThrottleGroup {
         now(&*self.clock)
     }
 
-    pub(super) fn clock(&self) -> &dyn ThrottleClock {
+    pub(super) fn clock(&self) -> &dyn Clock {
         &*self.clock
     }
 
@@ -137,7 +137,7 @@ impl ThrottleGroup {
     }
 }
 
-fn now(clock: &dyn ThrottleClock) -> Nanos {
+fn now(clock: &dyn Clock) -> Nanos {
     u64::try_from(clock.now().as_nanos()).unwrap_or(u64::MAX)
 }
 

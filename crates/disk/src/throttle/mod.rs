@@ -24,7 +24,6 @@
 mod admission;
 mod bucket;
 mod buckets;
-mod clock;
 mod fair_queue;
 mod group;
 mod limits;
@@ -33,7 +32,6 @@ mod queue;
 #[cfg(test)]
 mod tests;
 
-pub use clock::{ThrottleClock, ThrottleSleep};
 pub use group::ThrottleGroup;
 pub use limits::{Burst, MAX_RATE, RateLimits};
 pub(crate) use membership::RequestCost;

@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
+use blockhouse_engine::Clock;
 use futures_util::future::{Either, select};
 
 use super::queue::{Class, Outcome};

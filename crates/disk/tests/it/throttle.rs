@@ -13,8 +13,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Fallback, Request, Result, Unmap};
-use blockhouse_disk::{Disk, Options, RateLimits, ThrottleClock, ThrottleGroup};
-use blockhouse_engine::{EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
+use blockhouse_disk::{Disk, Options, RateLimits, ThrottleGroup};
+use blockhouse_engine::{Clock, EngineChoice, EventLoop, HostFile, OpenMode, PageCache};
 use blockhouse_format::qcow2::CreateOptions;
 
 use crate::common::{Rig, steady};
@@ -23,7 +23,7 @@ use crate::storages::AnyStorage;
 /// A clock that stands still: what waits, waits until something else lets it go.
 struct StoppedClock;
 
-impl ThrottleClock for StoppedClock {
+impl Clock for StoppedClock {
     fn now(&self) -> Duration {
         Duration::ZERO
     }

@@ -4,6 +4,7 @@
 //! asked for and reap everything that completed, with one system call where the engine can. Other
 //! threads reach a loop through its [`Handle`]; `mailbox` says what it guarantees to them.
 
+pub(crate) mod clock;
 pub(crate) mod event_signal;
 pub(crate) mod local;
 pub(crate) mod loop_thread;

@@ -1,7 +1,9 @@
 //! Other users of a block device: a mounted file system, or devices built on it.
 
 use std::fs;
-use std::path::PathBuf;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{Dev, Mode, OFlags, major, minor};
 use rustix::io::Errno;
@@ -41,5 +43,36 @@ pub fn is_in_use(device: Dev) -> bool {
     match rustix::fs::open(format!("/dev/{name}"), flags, Mode::empty()) {
         Err(error) => error == Errno::BUSY,
         Ok(_) => false,
+    }
+}
+
+/// Holds a block device exclusively until the descriptor is closed, and writes back what the page
+/// cache has of it. What merely has it open does not count: so do programs that look at every
+/// device. `None` where it cannot be opened, such as without a node.
+///
+/// # Errors
+/// `ResourceBusy` where it is mounted, or held by another device; the flush fails.
+pub fn hold_unused(device: &Path) -> io::Result<Option<OwnedFd>> {
+    let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
+    let held = match rustix::fs::open(device, flags, Mode::empty()) {
+        Err(Errno::BUSY) => return Err(Errno::BUSY.into()),
+        Err(_) => return Ok(None),
+        Ok(held) => held,
+    };
+    rustix::fs::fsync(&held)?;
+    Ok(Some(held))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_or_unused_can_be_held() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("device");
+        assert!(hold_unused(&file).unwrap().is_none());
+        fs::write(&file, b"data").unwrap();
+        assert!(hold_unused(&file).unwrap().is_some());
     }
 }

@@ -7,3 +7,4 @@ pub(crate) mod descriptors;
 pub(crate) mod device_user;
 pub(crate) mod local_time;
 pub(crate) mod user;
+pub(crate) mod wait_readable;

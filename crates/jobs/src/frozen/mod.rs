@@ -25,9 +25,9 @@ use std::time::{Duration, Instant};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_disk::{ChangeObserver, Disk, QuiescedDisk};
+use blockhouse_engine::ClockSleep;
 use futures_util::future::try_join_all;
 
-use crate::clock::ClockSleep;
 use old_bytes::{OldBytes, Watch};
 use region::BLOCK;
 

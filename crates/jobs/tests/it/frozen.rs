@@ -11,7 +11,8 @@ use blockhouse_core::{
     Allocation, Buffer, ByteRange, Durability, Fallback, Request, Result, Unmap, errno,
 };
 use blockhouse_disk::{Disk, Options};
-use blockhouse_jobs::{ClockSleep, FreezeOptions, FrozenDisk, freeze};
+use blockhouse_engine::ClockSleep;
+use blockhouse_jobs::{FreezeOptions, FrozenDisk, freeze};
 use blockhouse_sim::{Config, Fault, Latency, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::guests::{self, Model, SECTOR};

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use blockhouse_core::errno;
 use blockhouse_disk::{Disk, FlushPolicy, FurtherBase, Image, ImageFormat, LayerCommit, Options};
-use blockhouse_jobs::{JobClock, JobControl, JobEnd, Stream};
+use blockhouse_engine::Clock;
+use blockhouse_jobs::{JobControl, JobEnd, Stream};
 use blockhouse_sim::{
     Fault, OperationKind, Report, Rng, Sim, SimDisk, add_late_operations, for_seeds, is_looked_at,
 };
@@ -95,7 +96,7 @@ async fn commit(
     layers: &Layers,
     plan: Plan,
     control: &Arc<JobControl>,
-    clock: &Rc<dyn JobClock>,
+    clock: &Rc<dyn Clock>,
 ) -> JobEnd {
     let (disk, above) = (Arc::clone(&layers.disk), layers.above());
     let name = named("base", layers.base_format);

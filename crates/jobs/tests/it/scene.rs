@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use blockhouse_core::{Alignment, Buffer, Durability, Fua, Request, Result, WriteCache};
 use blockhouse_disk::{Access, Backing, Disk, Image, ImageFormat, Options};
+use blockhouse_engine::{Clock, ClockSleep};
 use blockhouse_format::qcow2::{self, CreateOptions, Version};
-use blockhouse_jobs::{ClockSleep, Completion, JobClock, JobControl, JobStage};
+use blockhouse_jobs::{Completion, JobControl, JobStage};
 use blockhouse_sim::{Config, Rng, Sim, SimDisk};
 
 /// Bytes of an image that are data, or a hole.
@@ -16,7 +17,7 @@ const PART: usize = 16 << 10;
 /// The clock of a simulation.
 pub struct SimClock(pub Sim);
 
-impl JobClock for SimClock {
+impl Clock for SimClock {
     fn now(&self) -> Duration {
         self.0.clock().now()
     }
@@ -41,7 +42,7 @@ pub async fn complete(control: &JobControl, completion: Completion) {
 }
 
 /// As one of those for a job.
-pub fn clock(sim: &Sim) -> Rc<dyn JobClock> {
+pub fn clock(sim: &Sim) -> Rc<dyn Clock> {
     Rc::new(SimClock(sim.clone()))
 }
 

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use blockhouse_core::errno;
 use blockhouse_disk::{Access, Backing, Disk, FurtherBase, Image, ImageFormat, Options};
+use blockhouse_engine::Clock;
 use blockhouse_format::qcow2::{self, CreateOptions};
-use blockhouse_jobs::{Completion, JobClock, JobControl, JobEnd, Stream};
+use blockhouse_jobs::{Completion, JobControl, JobEnd, Stream};
 use blockhouse_sim::{
     Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, add_late_operations, for_seeds,
     is_looked_at,
@@ -139,7 +140,7 @@ impl Case {
 async fn begin(
     disk: &Arc<Disk<SimDisk>>,
     control: &Arc<JobControl>,
-    clock: &Rc<dyn JobClock>,
+    clock: &Rc<dyn Clock>,
 ) -> Stream<SimDisk> {
     let guard = disk.jobs().begin_populating().await.expect("an overlay without snapshots");
     Stream::new(Arc::clone(disk), guard, Arc::clone(control), Rc::clone(clock))

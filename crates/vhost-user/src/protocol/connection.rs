@@ -15,7 +15,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blockhouse_engine::wait_readable;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -216,19 +217,11 @@ impl Connection {
     /// Waits for bytes, or the end, until the deadline if there is one.
     fn wait_until(&self, deadline: Option<Instant>) -> io::Result<()> {
         let Some(deadline) = deadline else { return Ok(()) };
-        loop {
-            let rest = deadline.saturating_duration_since(Instant::now());
-            let rest = Timespec::try_from(rest).map_err(io::Error::other)?;
-            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], Some(&rest)) {
-                Ok(0) => {
-                    let what = format!("a message is incomplete after {:?}", self.message_time);
-                    return Err(io::Error::new(ErrorKind::TimedOut, what));
-                }
-                Ok(_) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
+        if wait_readable(&self.stream, deadline)? {
+            return Ok(());
         }
+        let what = format!("a message is incomplete after {:?}", self.message_time);
+        Err(io::Error::new(ErrorKind::TimedOut, what))
     }
 
     /// Replies to a request.

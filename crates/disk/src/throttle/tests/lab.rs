@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use blockhouse_engine::Clock;
 use futures_executor::{LocalPool, LocalSpawner};
 use futures_util::task::LocalSpawnExt;
 use parking_lot::Mutex;
@@ -17,7 +18,7 @@ use super::super::admission::Admission;
 use super::super::buckets::{Cost, Direction};
 use super::super::group::Begin;
 use super::super::queue::{Class, MemberKey, Outcome, PartyKey};
-use super::super::{RateLimits, ThrottleClock, ThrottleGroup};
+use super::super::{RateLimits, ThrottleGroup};
 
 /// A clock that stands still while tasks run. Its timers are late by a random time.
 #[derive(Clone)]
@@ -78,7 +79,7 @@ impl Drop for TestSleep {
     }
 }
 
-impl ThrottleClock for TestClock {
+impl Clock for TestClock {
     fn now(&self) -> Duration {
         self.0.lock().now
     }

@@ -3,11 +3,12 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
+use blockhouse_engine::Clock;
 use proptest::prelude::*;
 
 use super::super::buckets::Direction;
 use super::super::queue::Class;
-use super::super::{Burst, RateLimits, ThrottleClock};
+use super::super::{Burst, RateLimits};
 use super::lab::{Gone, Lab, direction};
 
 /// A client of a random run.

@@ -1,21 +1,21 @@
-//! Where jobs have their time from.
+//! Where what waits for a time has it from.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
 
-use blockhouse_engine::sleep;
+use super::sleep::sleep;
 
 /// A future that completes when a time has passed.
 pub type ClockSleep = Pin<Box<dyn Future<Output = ()>>>;
 
 /// A clock, and waiting for it. That of event loops is the usual one; tests and other executors
 /// bring their own.
-pub trait JobClock {
+pub trait Clock {
     /// Time since any moment that stays the same. Never goes back.
     fn now(&self) -> Duration;
 
-    /// Completes when so much time has passed, or later.
+    /// Completes when so much time has passed, or later. Polled by the task that called it.
     fn sleep(&self, time: Duration) -> ClockSleep;
 }
 
@@ -24,18 +24,13 @@ pub struct LoopClock(Instant);
 
 impl LoopClock {
     /// The clock.
+    #[expect(clippy::new_without_default, reason = "no two clocks are the same")]
     pub fn new() -> Self {
         Self(Instant::now())
     }
 }
 
-impl Default for LoopClock {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl JobClock for LoopClock {
+impl Clock for LoopClock {
     fn now(&self) -> Duration {
         self.0.elapsed()
     }
