@@ -178,9 +178,10 @@ fn by_ours(kind: &str) -> Vec<u8> {
             add_bitmaps(&disk).await;
         }
         fill(&disk).await;
-        match is_killed {
-            true => disk.flush().await.expect("room"),
-            false => disk.close().await.expect("room"),
+        if is_killed {
+            disk.flush().await.expect("room")
+        } else {
+            disk.close().await.expect("room")
         }
     });
     storage.content()

@@ -71,9 +71,10 @@ impl Message {
     /// The bytes on the socket.
     pub fn to_bytes(&self) -> Vec<u8> {
         let is_raw = self.flags & 2 != 0;
-        let flags = match is_raw {
-            true => self.flags.into(),
-            false => VERSION | if self.flags & 1 != 0 { NEED_REPLY } else { 0 },
+        let flags = if is_raw {
+            self.flags.into()
+        } else {
+            VERSION | if self.flags & 1 != 0 { NEED_REPLY } else { 0 }
         };
         let too_long = if is_raw { u32::from(self.flags >> 2) } else { 0 };
         let length = self.payload.len() as u32 + too_long;

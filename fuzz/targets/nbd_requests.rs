@@ -16,9 +16,10 @@ fn options(choice: u8) -> NegotiatedOptions {
         1 => Framing::Structured,
         _ => Framing::Extended,
     };
-    let contexts = match framing.has_chunks() && choice >= 128 {
-        true => vec![(1, MetaContext::Allocation), (2, MetaContext::DirtyBitmap("b".into()))],
-        false => Vec::new(),
+    let contexts = if framing.has_chunks() && choice >= 128 {
+        vec![(1, MetaContext::Allocation), (2, MetaContext::DirtyBitmap("b".into()))]
+    } else {
+        Vec::new()
     };
     NegotiatedOptions { export: "disk".into(), framing, contexts }
 }

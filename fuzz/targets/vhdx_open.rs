@@ -32,9 +32,10 @@ static ZEROS: [u8; MAX_SEALED] = [0; MAX_SEALED];
 
 fuzz_target!(|data: &[u8]| {
     let Some((mode, bytes)) = Mode::split(data) else { return };
-    let file = match bytes.starts_with(FILE_SIGNATURE) {
-        true => mode.file(bytes, &[], FILE),
-        false => structures(mode, bytes),
+    let file = if bytes.starts_with(FILE_SIGNATURE) {
+        mode.file(bytes, &[], FILE)
+    } else {
+        structures(mode, bytes)
     };
     look_at(ForeignKind::Vhdx, file.clone(), file);
 });

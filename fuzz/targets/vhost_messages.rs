@@ -54,7 +54,8 @@ impl Fixture {
         };
         let memory = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).expect("memory");
         rustix::fs::ftruncate(&memory, FILE_BYTES).expect("memory");
-        let storage = NullStorage::new("null-co://?size=1M&read-zeroes=on".parse().expect("a name"));
+        let storage =
+            NullStorage::new("null-co://?size=1M&read-zeroes=on".parse().expect("a name"));
         Self {
             disk: Arc::new(Disk::raw(storage, Options::default()).expect("whole sectors")),
             ended_loop,

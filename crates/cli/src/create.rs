@@ -169,9 +169,10 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
 
 /// As [`wrong_usage`]; under the name qemu-img the error names the image.
 fn wrong_usage_of(image: &Path, why: &str) -> ! {
-    match called_as::is_qemu_img() {
-        true => wrong_usage(&format!("{}: {why}", image.display())),
-        false => wrong_usage(why),
+    if called_as::is_qemu_img() {
+        wrong_usage(&format!("{}: {why}", image.display()))
+    } else {
+        wrong_usage(why)
     }
 }
 
@@ -436,10 +437,7 @@ fn cut_after_l1(image: &Path) -> std::io::Result<()> {
     let field = |at: usize| u64::from_be_bytes(header[at..at + 8].try_into().unwrap_or_default());
     let (cluster, entries) = (1_u64 << (field(16) & 31), field(36) >> 32);
     let end = field(40) + entries * 8;
-    match file.metadata()?.len() == end.next_multiple_of(cluster) {
-        true => file.set_len(end),
-        false => Ok(()),
-    }
+    if file.metadata()?.len() == end.next_multiple_of(cluster) { file.set_len(end) } else { Ok(()) }
 }
 
 /// Under the name qemu-img: writes the first block of a new file, as qemu-img does. Programs detect

@@ -136,21 +136,17 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let source = event_loop.block_on(open(&source, options))?;
     let part = operands.part_of(source.size()).unwrap_or_else(|| {
         let name = source.name();
-        output::tell(&match called_as::is_qemu_img() {
-            true => format!("qemu-img: {name}: cannot skip to specified offset"),
-            false => format!(
-                "blockhouse: {name}: has {} bytes, and all of them are skipped",
-                source.size()
-            ),
+        output::tell(&if called_as::is_qemu_img() {
+            format!("qemu-img: {name}: cannot skip to specified offset")
+        } else {
+            format!("blockhouse: {name}: has {} bytes, and all of them are skipped", source.size())
         });
         ByteRange::between(0, 0)
     });
     let format = arguments.formats.of_target(path);
     let size = whole_sectors(path, part.length());
-    let if_there = match arguments.force || called_as::is_qemu_img() {
-        true => IfThere::Replace,
-        false => IfThere::Fail,
-    };
+    let if_there =
+        if arguments.force || called_as::is_qemu_img() { IfThere::Replace } else { IfThere::Fail };
     if let ImageFormat::Foreign(kind) = format {
         let parts = vec![(Arc::new(source), part)];
         let sources: Vec<_> = parts.iter().map(|(source, _)| Arc::clone(source)).collect();

@@ -161,9 +161,10 @@ fn not_of(kind: ForeignKind, setting: &Setting) -> String {
         }
         (_, word) => {
             let name = word.map_or("encrypt.format", |(name, _)| name);
-            match called_as::is_qemu_img() {
-                true => format!("Invalid parameter '{name}'"),
-                false => format!("{format} images have no option '{name}'"),
+            if called_as::is_qemu_img() {
+                format!("Invalid parameter '{name}'")
+            } else {
+                format!("{format} images have no option '{name}'")
             }
         }
     }

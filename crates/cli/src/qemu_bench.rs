@@ -164,12 +164,11 @@ impl Requests<'_> {
             self.left.set(left);
             let offset = self.offset();
             self.disk
-                .submit(match write {
-                    true => {
-                        let durability = Durability::None;
-                        Request::Write { offset, from: buffer.lend(), durability }
-                    }
-                    false => Request::Read { offset, into: buffer.lend() },
+                .submit(if *write {
+                    let durability = Durability::None;
+                    Request::Write { offset, from: buffer.lend(), durability }
+                } else {
+                    Request::Read { offset, into: buffer.lend() }
                 })
                 .await?;
             let is_last = |interval: u32| (later + left).is_multiple_of(interval);

@@ -72,12 +72,11 @@ impl VmdkFiles {
         for file in &self.files {
             let (path, length) = (self.path.with_file_name(&file.name), file.range.length());
             let how = NewFile { is_in_place: is_in_place && path.is_file(), ..NewFile::default() };
-            match self.is_flat() {
-                true => create_as(&path, length, ImageFormat::Raw, how).await?,
-                false => {
-                    let options = self.options_of(length);
-                    foreign_create::create(&path, ForeignKind::Vmdk, options, how).await?;
-                }
+            if self.is_flat() {
+                create_as(&path, length, ImageFormat::Raw, how).await?
+            } else {
+                let options = self.options_of(length);
+                foreign_create::create(&path, ForeignKind::Vmdk, options, how).await?;
             }
             made.push(path);
         }

@@ -207,9 +207,12 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// As [`Bitmaps::add`]; `ReadOnly`; `Unsupported`
     /// for a format without bitmaps. Nothing has changed then.
     pub async fn add(&self, new: &NewBitmap) -> Result<Pause> {
-        self.while_quiesced(async |bitmaps| match self.is_transient(&new.name) {
-            true => Err(is_there(&new.name)),
-            false => bitmaps.add(new).await,
+        self.while_quiesced(async |bitmaps| {
+            if self.is_transient(&new.name) {
+                Err(is_there(&new.name))
+            } else {
+                bitmaps.add(new).await
+            }
         })
         .await
     }
@@ -281,10 +284,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         let is_transient = |change: &BitmapChange| {
             !matches!(change, BitmapChange::Add(_)) && in_memory(change.name())
         };
-        match changes.iter().all(is_transient) {
-            true => Ok(()),
-            false => self.prepare_image().await,
-        }
+        if changes.iter().all(is_transient) { Ok(()) } else { self.prepare_image().await }
     }
 
     async fn prepare_image(&self) -> Result<()> {
@@ -391,15 +391,14 @@ pub async fn change_bitmaps<S: Storage>(
         let made = async {
             let disk = disk.disk();
             let (of_image, transient) = disk.bitmaps().divide(changes).await?;
-            match of_image.is_empty() {
-                true => meeting.arrive().await?,
-                false => {
-                    // It may have become read-only meanwhile, or another image have taken the place
-                    // of this one.
-                    disk.check_access(0)?;
-                    let bitmaps = disk.format().bitmaps()?;
-                    bitmaps.change_all(&of_image, async || meeting.arrive().await).await?;
-                }
+            if of_image.is_empty() {
+                meeting.arrive().await?
+            } else {
+                // It may have become read-only meanwhile, or another image have taken the place
+                // of this one.
+                disk.check_access(0)?;
+                let bitmaps = disk.format().bitmaps()?;
+                bitmaps.change_all(&of_image, async || meeting.arrive().await).await?;
             }
             disk.transient_bitmaps.set(transient, &disk.observers);
             Ok(())

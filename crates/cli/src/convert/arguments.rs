@@ -161,9 +161,10 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
 pub fn parse_snapshot(text: &str) -> Result<String, String> {
     let named = ["snapshot.name=", "snapshot.id="];
     let name = named.iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(text);
-    match name.contains(",snapshot.") {
-        true => Err("say its name or its id, not both".into()),
-        false => Ok(name.to_owned()),
+    if name.contains(",snapshot.") {
+        Err("say its name or its id, not both".into())
+    } else {
+        Ok(name.to_owned())
     }
 }
 

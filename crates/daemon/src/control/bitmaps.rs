@@ -25,14 +25,10 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
             let claimed = running.claim_disk(&disk).await?;
             let new = NewBitmap { name, granularity, is_enabled: !disabled };
             let bitmaps = claimed.disk.disk.bitmaps();
-            let before = match transient {
-                true => None,
-                false => ensure_side_file(running, &claimed.disk).await?,
-            };
-            let added = match transient {
-                true => bitmaps.add_transient(&new).await,
-                false => bitmaps.add(&new).await,
-            };
+            let before =
+                if transient { None } else { ensure_side_file(running, &claimed.disk).await? };
+            let added =
+                if transient { bitmaps.add_transient(&new).await } else { bitmaps.add(&new).await };
             if added.is_err() && before.is_some() {
                 remove_empty_side_file(running, &claimed.disk).await;
             }
@@ -68,9 +64,10 @@ async fn list(disk: &RunningDisk) -> anyhow::Result<Vec<BitmapInfo>> {
     let mut infos = Vec::new();
     for bitmap in bitmaps.list().await? {
         let is_busy = disk.offers_bitmap(&bitmap.name);
-        let count = match bitmap.is_inconsistent {
-            true => None,
-            false => Some(bitmaps.dirty_bytes(&bitmap.name).await?),
+        let count = if bitmap.is_inconsistent {
+            None
+        } else {
+            Some(bitmaps.dirty_bytes(&bitmap.name).await?)
         };
         infos.push(BitmapInfo::new(bitmap, is_busy, count));
     }

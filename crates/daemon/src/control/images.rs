@@ -35,9 +35,10 @@ fn check_plain(given: &ImageCreateParams) -> Result<(), Failure> {
         || given.extended_l2
         || given.lazy_refcounts
         || given.data_file.is_some();
-    match has_options {
-        true => Err(invalid("a raw image has only a size: leave the options of qcow2 out".into())),
-        false => Ok(()),
+    if has_options {
+        Err(invalid("a raw image has only a size: leave the options of qcow2 out".into()))
+    } else {
+        Ok(())
     }
 }
 

@@ -68,9 +68,10 @@ fn change(given: BitmapChangeParams) -> (String, PartChange) {
             transient,
         }) => {
             let new = NewBitmap { name, granularity, is_enabled: !disabled };
-            match transient {
-                true => own((disk, BitmapChange::AddTransient(new))),
-                false => own((disk, BitmapChange::Add(new))),
+            if transient {
+                own((disk, BitmapChange::AddTransient(new)))
+            } else {
+                own((disk, BitmapChange::Add(new)))
             }
         }
         BitmapChangeParams::Remove(bitmap) => changed(bitmap, BitmapAction::Remove),

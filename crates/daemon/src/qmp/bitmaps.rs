@@ -166,9 +166,10 @@ impl Changes {
         disk: &str,
         name: &str,
     ) -> Result<(), QmpError> {
-        match self.exists(context, disk, name).await? {
-            true => Ok(()),
-            false => Err(QmpError::generic(format!("Dirty bitmap '{name}' not found"))),
+        if self.exists(context, disk, name).await? {
+            Ok(())
+        } else {
+            Err(QmpError::generic(format!("Dirty bitmap '{name}' not found")))
         }
     }
 

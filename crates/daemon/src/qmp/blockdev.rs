@@ -16,9 +16,10 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     let needed = || QmpError::generic("'node-name' must be specified for the root node");
     let name = asked.name.clone().ok_or_else(needed)?;
     check_name(context, &name)?;
-    match asked.is_throttle() {
-        true => filters::add_throttle(context, given, &name).await?,
-        false => open_node(context, given, asked, &name).await?,
+    if asked.is_throttle() {
+        filters::add_throttle(context, given, &name).await?
+    } else {
+        open_node(context, given, asked, &name).await?
     }
     Ok(json!({}))
 }

@@ -131,9 +131,10 @@ fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
     if !is_well_formed(id) {
         return Err(QmpError::generic("Invalid block export id"));
     }
-    match context.state.borrow().exports.iter().any(|export| export.id == id) {
-        true => Err(QmpError::generic(format!("Block export id '{id}' is already in use"))),
-        false => Ok(()),
+    if context.state.borrow().exports.iter().any(|export| export.id == id) {
+        Err(QmpError::generic(format!("Block export id '{id}' is already in use")))
+    } else {
+        Ok(())
     }
 }
 
@@ -150,12 +151,13 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
     let disk =
         context.running.disks().get(disk).map_err(|why| QmpError::generic(why.to_string()))?;
     let has = disk.disk.logical_block_size();
-    match wanted.is_none_or(|wanted| wanted == has) {
-        true => Ok(()),
-        false => Err(QmpError::generic(format!(
+    if wanted.is_none_or(|wanted| wanted == has) {
+        Ok(())
+    } else {
+        Err(QmpError::generic(format!(
             "Parameter 'logical-block-size' is not possible here: that of '{}' is {has}",
             disk.name()
-        ))),
+        )))
     }
 }
 

@@ -90,9 +90,10 @@ pub(super) fn implicit_name(context: &Context) -> String {
 /// Removes a filter.
 pub(super) async fn delete(context: &Context, name: &str, filter: &Filter) -> Result<(), QmpError> {
     let Filter { disk, is_implicit, .. } = filter;
-    match is_implicit {
-        true => close(context, disk, 0).await?,
-        false => set(context, disk, json!({})).await?,
+    if *is_implicit {
+        close(context, disk, 0).await?
+    } else {
+        set(context, disk, json!({})).await?
     }
     context.state.borrow_mut().filters.remove(name);
     Ok(())

@@ -48,10 +48,7 @@ impl Job {
 
     /// Why it has no result, if it has ended so.
     pub(super) fn error(&self) -> Option<&str> {
-        match self.is("cancelled") {
-            true => Some("Operation canceled"),
-            false => self.0["error"].as_str(),
-        }
+        if self.is("cancelled") { Some("Operation canceled") } else { self.0["error"].as_str() }
     }
 
     /// Whether it is a block job of QEMU.

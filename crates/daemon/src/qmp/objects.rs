@@ -148,11 +148,12 @@ fn tls(context: &Context, id: &str, given: &mut Arguments) -> Result<Object, Qmp
     given.only("passwordid", &[], "the key is a file without a passphrase")?;
     given.only("sanity-check", &[json!(true)], "files that do not fit are refused")?;
     given.only("username", &[], "keys.psk has the names of clients")?;
-    match context.tls_object.as_deref() == Some(id) {
-        true => Ok(Object::Tls),
-        false => Err(QmpError::generic(
+    if context.tls_object.as_deref() == Some(id) {
+        Ok(Object::Tls)
+    } else {
+        Err(QmpError::generic(
             "TLS is set up at the start: by one --object of qemu-storage-daemon, or by 'serve --tls'",
-        )),
+        ))
     }
 }
 

@@ -423,9 +423,10 @@ pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> 
     if name.len() > MAX_NAME {
         return Err(QmpError::generic("Node name too long"));
     }
-    match context.has_node(name) {
-        true => Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'"))),
-        false => Ok(()),
+    if context.has_node(name) {
+        Err(QmpError::generic(format!("Duplicate nodes with node-name='{name}'")))
+    } else {
+        Ok(())
     }
 }
 

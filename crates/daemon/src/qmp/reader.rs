@@ -113,10 +113,7 @@ pub(crate) fn read_all<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Messag
 /// The value that tokens are.
 fn parse(tokens: &mut VecDeque<Token>) -> Result<Value, String> {
     let value = parse_value(tokens)?;
-    match tokens.is_empty() {
-        true => Ok(value),
-        false => Err("expecting value".into()),
-    }
+    if tokens.is_empty() { Ok(value) } else { Err("expecting value".into()) }
 }
 
 fn parse_value(tokens: &mut VecDeque<Token>) -> Result<Value, String> {

@@ -57,12 +57,15 @@ fn check_below(context: &Context, name: &str, given: &mut Arguments) -> Result<(
     let rest = given.rest();
     let below = context.state.borrow().file_of(name);
     match rest.get("file") {
-        Some(Value::String(file)) if *file != below => match context.has_node(file) {
-            false => Err(QmpError::no_node("", file)),
-            true => Err(QmpError::generic(format!(
-                "Node '{name}' stays on '{below}': another file is not possible here"
-            ))),
-        },
+        Some(Value::String(file)) if *file != below => {
+            if context.has_node(file) {
+                Err(QmpError::generic(format!(
+                    "Node '{name}' stays on '{below}': another file is not possible here"
+                )))
+            } else {
+                Err(QmpError::no_node("", file))
+            }
+        }
         _ => Ok(()),
     }
 }

@@ -39,11 +39,10 @@ fn base_of(context: &Context, device: &str, node: &str) -> Result<String, QmpErr
     let ChainOf { nodes, files, .. } = ChainOf::new(context, device)?;
     let place = nodes.iter().position(|own| own == node);
     let Some(depth) = place.filter(|depth| *depth > 0) else {
-        return Err(match context.has_node(node) {
-            true => {
-                QmpError::generic(format!("Node '{node}' is not a backing image of '{device}'"))
-            }
-            false => QmpError::no_node("", node),
+        return Err(if context.has_node(node) {
+            QmpError::generic(format!("Node '{node}' is not a backing image of '{device}'"))
+        } else {
+            QmpError::no_node("", node)
         });
     };
     let name = files.get(depth).cloned();

@@ -80,10 +80,8 @@ impl Running {
         disk: Arc<ImageDisk>,
         moved: Option<Moved>,
     ) -> Arc<RunningDisk> {
-        let offered = match setup.bitmaps_behind {
-            true => ExportBitmap::OfChain,
-            false => ExportBitmap::OfDisk,
-        };
+        let offered =
+            if setup.bitmaps_behind { ExportBitmap::OfChain } else { ExportBitmap::OfDisk };
         let bitmaps = setup.bitmaps.iter().cloned().map(offered).collect();
         self.adopt_with(setup, disk, moved, bitmaps)
     }

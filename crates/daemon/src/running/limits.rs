@@ -27,10 +27,7 @@ impl DiskList {
     pub(super) fn check_limits(&self, limits: &LimitsConfig) -> Result<()> {
         let Some(name) = &limits.group else { return Ok(()) };
         let is_unlimited = limits.rates().map_err(Error::msg)?.is_unlimited();
-        match is_unlimited && group(&self.0.lock(), name).is_none() {
-            true => missing(name),
-            false => Ok(()),
-        }
+        if is_unlimited && group(&self.0.lock(), name).is_none() { missing(name) } else { Ok(()) }
     }
 
     /// Gives all disks of a group other limits.

@@ -132,9 +132,10 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
     for bitmap in &setup.bitmaps {
         // Whether it is there and consistent.
         let nothing = ByteRange::between(0, 0);
-        match setup.bitmaps_behind {
-            true => disk.bitmaps().extents_in_chain(bitmap, nothing, 0).await?,
-            false => disk.bitmaps().extents(bitmap, nothing, 0).await?,
+        if setup.bitmaps_behind {
+            disk.bitmaps().extents_in_chain(bitmap, nothing, 0).await?
+        } else {
+            disk.bitmaps().extents(bitmap, nothing, 0).await?
         };
     }
     if let Some(sector) = setup.logical_block_size

@@ -148,10 +148,8 @@ pub(crate) async fn transact(
                 || added(&changes, disk, &bitmap.name)
                     .is_some_and(|change| matches!(change, BitmapChange::AddTransient(_)));
             let new = NewBitmap { name: bitmap.since, granularity: None, is_enabled: true };
-            let change = match is_transient {
-                true => BitmapChange::AddTransient(new),
-                false => BitmapChange::Add(new),
-            };
+            let change =
+                if is_transient { BitmapChange::AddTransient(new) } else { BitmapChange::Add(new) };
             changes.push((disk.clone(), PartChange::Own(change)));
         }
         ready.push(backup);

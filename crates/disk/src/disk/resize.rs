@@ -39,10 +39,8 @@ impl<S: Storage> Disk<S> {
     /// disk's sectors; `Io` where requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
-        let prepared = match Resize(self).has_bitmaps() {
-            true => Resize(self).prepare_ahead(size).await?,
-            false => None,
-        };
+        let prepared =
+            if Resize(self).has_bitmaps() { Resize(self).prepare_ahead(size).await? } else { None };
         let _change = Resize(self).begin().await?;
         // It may have become read-only meanwhile.
         self.check_access(size)?;
@@ -162,12 +160,11 @@ impl<'a, S: Storage> Resize<'a, S> {
     /// that its file has already. Up to the end of a block: clusters consist of whole ones.
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
         let cluster_end = old.next_multiple_of(self.0.image().cluster_size()?);
-        let needed = match self.0.image().format().is_fully_allocated() {
-            true => self.0.image().format().data().size(),
-            false => {
-                let backing = self.0.image().layer().backing_layer().map(|layer| layer.size());
-                cluster_end.max(backing.unwrap_or(0))
-            }
+        let needed = if self.0.image().format().is_fully_allocated() {
+            self.0.image().format().data().size()
+        } else {
+            let backing = self.0.image().layer().backing_layer().map(|layer| layer.size());
+            cluster_end.max(backing.unwrap_or(0))
         };
         let end = needed.min(new);
         let end = end.next_multiple_of(self.0.image().layer().block_size());

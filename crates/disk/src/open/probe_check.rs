@@ -85,9 +85,10 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
 pub fn probe_nameless(path: &Path, part: Option<FilePart>) -> Result<Option<ImageFormat>> {
     let says_nothing = path.extension().is_none_or(is_of_no_format);
     let is_named = part.is_none() && (!says_nothing || format_by_name(path) != ImageFormat::Raw);
-    match is_named || !is_file(path) {
-        true => Ok(None),
-        false => look_of(path, part.map_or(0, |part| part.offset)),
+    if is_named || !is_file(path) {
+        Ok(None)
+    } else {
+        look_of(path, part.map_or(0, |part| part.offset))
     }
 }
 

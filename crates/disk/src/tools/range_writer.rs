@@ -51,9 +51,10 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
             let what = format!("{} has no compressed clusters", image.format_name());
             return Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
         }
-        let unit = match compress {
-            false => image.allocation_unit().max(MIN_HOLE),
-            true => image.cluster_size().unwrap_or(1),
+        let unit = if compress {
+            image.cluster_size().unwrap_or(1)
+        } else {
+            image.allocation_unit().max(MIN_HOLE)
         };
         Ok(Self::with(Target::Disk(target), unit, compress))
     }
@@ -90,9 +91,10 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
     }
 
     async fn submit(&self, target: &D, request: Request) -> Result<()> {
-        match self.is_limited {
-            true => target.submit(request).await,
-            false => target.submit_unlimited(request).await,
+        if self.is_limited {
+            target.submit(request).await
+        } else {
+            target.submit_unlimited(request).await
         }
     }
 

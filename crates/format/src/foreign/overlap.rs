@@ -101,9 +101,10 @@ impl Survey {
 
 fn describe(pair: &[u64]) -> String {
     let (one, other) = (pair[0], pair[1]);
-    match one == other {
-        true => format!("two blocks of the disk share the data at offset {one}"),
-        false => format!("the blocks at offsets {one} and {other} overlap"),
+    if one == other {
+        format!("two blocks of the disk share the data at offset {one}")
+    } else {
+        format!("the blocks at offsets {one} and {other} overlap")
     }
 }
 

@@ -196,10 +196,7 @@ impl<S: Storage> Qcow2<S> {
         // With the data of writes in flight, and without late refcounts, which follow.
         self.metadata.flush(sync).await?;
         let are_late = self.metadata.lock().tables.headers.disk().has_late_refcounts();
-        match are_late {
-            true => self.metadata.write_back_all().await,
-            false => Ok(()),
-        }
+        if are_late { self.metadata.write_back_all().await } else { Ok(()) }
     }
 
     /// As [`Format::close`](crate::Format::close).

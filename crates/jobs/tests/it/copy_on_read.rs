@@ -153,9 +153,10 @@ fn check_fetched_once(case: &Case) -> Result<(), String> {
         submit(Request::Read { offset: 0, into: buffer.lend() })?;
         case.model.check(&case.model.answered(), buffer.bytes())
     };
-    match case.random.borrow_mut().bool() {
-        true => submit(Request::Prefetch { range: ByteRange::between(0, size) })?,
-        false => read()?,
+    if case.random.borrow_mut().bool() {
+        submit(Request::Prefetch { range: ByteRange::between(0, size) })?
+    } else {
+        read()?
     }
     let before = case.overlay.base.counts();
     read()?;

@@ -147,9 +147,8 @@ fn options_of(kind: Kind, size: u64, block: u32, random: &mut Rng) -> CreateOpti
         data_file: kind
             .has_data_file()
             .then(|| DataFile { name: b"data".to_vec(), raw: switch(kind.is_raw()) }),
-        encryption: (kind == Kind::Encrypted).then(|| match random.bool() {
-            true => NewEncryption::Aes,
-            false => NewEncryption::Luks(small_header()),
+        encryption: (kind == Kind::Encrypted).then(|| {
+            if random.bool() { NewEncryption::Aes } else { NewEncryption::Luks(small_header()) }
         }),
         identity: (kind == Kind::RawBitmaps).then_some([7; 16]),
         ..CreateOptions::new(size)

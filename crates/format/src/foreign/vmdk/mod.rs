@@ -106,9 +106,10 @@ impl Vmdk {
         for line in lines {
             image.add(line);
         }
-        match image.extents.is_empty() {
-            true => Err(corrupt("its descriptor names no extents", 0)),
-            false => Ok(image),
+        if image.extents.is_empty() {
+            Err(corrupt("its descriptor names no extents", 0))
+        } else {
+            Ok(image)
         }
     }
 

@@ -71,9 +71,10 @@ pub fn vmdk_descriptor(options: &NewForeignOptions, files: &[NewVmdkFile]) -> Re
     };
     let line = |file: &NewVmdkFile| {
         let (sectors, name) = (file.range.length() / SECTOR, &file.name);
-        match is_flat {
-            true => format!("RW {sectors} FLAT \"{name}\" 0\n"),
-            false => format!("RW {sectors} SPARSE \"{name}\"\n"),
+        if is_flat {
+            format!("RW {sectors} FLAT \"{name}\" 0\n")
+        } else {
+            format!("RW {sectors} SPARSE \"{name}\"\n")
         }
     };
     let lines: String = files.iter().map(line).collect();
