@@ -16,9 +16,8 @@ use super::Listed;
 use super::methods::{
     CloseParams, DiskInfo, DiskParams, DiskSetParams, DiskStats, Done, ErrorStats, ExportAddParams,
     ExportInfo, ExportParams, LimitInfo, LimitSetParams, METHODS, NoParams, OpenResult,
-    PauseResult, RefreshResult, ReloadResult, ResizeParams, ResizeResult, SnapshotParams,
-    SnapshotRenameParams, SnapshotResult, SocketAddParams, SocketParams, StatsParams, VERSION,
-    VersionResult,
+    PauseResult, RefreshResult, ResizeParams, ResizeResult, SnapshotParams, SnapshotRenameParams,
+    SnapshotResult, SocketAddParams, SocketParams, StatsParams, VERSION, VersionResult,
 };
 use super::outcome::{Outcome, invalid, params, result, unknown};
 use super::pause_log::log;
@@ -28,7 +27,6 @@ use super::{backups, bitmaps, forks, images, jobs, transactions};
 use crate::events::Event;
 use crate::running::images::name_backing;
 use crate::running::reload;
-use crate::running::reload::Reloaded;
 use crate::running::room::{set_threshold, set_write_threshold};
 use crate::running::{Refreshed, Running, RunningDisk, RunningExport};
 
@@ -196,8 +194,7 @@ async fn reload(running: &Running) -> Outcome {
     };
     let done = reload::reload(running, path).await?;
     done.log();
-    let Reloaded { opened, closed, added, removed, limited, failed } = done;
-    result(ReloadResult { opened, closed, added, removed, limited, failed })
+    result(done)
 }
 
 async fn open(running: &Running, given: DiskConfig) -> Outcome {

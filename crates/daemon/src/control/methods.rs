@@ -18,6 +18,7 @@ use super::image_methods::ImageCreateParams;
 use super::job_methods::{JobCompleteParams, JobInfo, JobParams, JobSpeedParams, JobStartParams};
 use super::transaction_methods::TransactionParams;
 use crate::events::Event;
+use crate::running::reload::ReloadResult;
 
 /// The version of the protocol. It rises where something that worked works no longer; what is added
 /// shows in `server.version`.
@@ -356,23 +357,6 @@ pub struct LimitInfo {
     pub waiting: u64,
     /// Requests that waited or wait, since the disk was opened or joined its group.
     pub delayed: u64,
-}
-
-/// The result of a reload of the configuration.
-#[derive(Debug, Serialize, JsonSchema)]
-pub struct ReloadResult {
-    /// Disks that were opened.
-    pub opened: Vec<String>,
-    /// Disks that were closed.
-    pub closed: Vec<String>,
-    /// Exports that were added to disks that stayed open.
-    pub added: Vec<String>,
-    /// Exports that were removed from them.
-    pub removed: Vec<String>,
-    /// Disks that stayed open and have other limits.
-    pub limited: Vec<String>,
-    /// The changes that failed: a line each. All others were made.
-    pub failed: Vec<String>,
 }
 
 /// A process that goes on.

@@ -7,29 +7,31 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::file;
 use blockhouse_config::offers::ExportRights;
+use schemars::JsonSchema;
+use serde::Serialize;
 
 use super::Running;
 use super::room::watch_room;
 use crate::running::claims::Name;
 
-/// The result of a reload.
-#[derive(Debug, Default)]
-pub(crate) struct Reloaded {
-    /// The names of disks that were opened.
+/// The result of a reload of the configuration.
+#[derive(Debug, Default, Serialize, JsonSchema)]
+pub(crate) struct ReloadResult {
+    /// Disks that were opened.
     pub(crate) opened: Vec<String>,
-    /// The names of disks that were closed, and not opened again.
+    /// Disks that were closed.
     pub(crate) closed: Vec<String>,
-    /// The addresses of exports that were added to disks that stayed open.
+    /// Exports that were added to disks that stayed open.
     pub(crate) added: Vec<String>,
-    /// The addresses of exports that were removed from them.
+    /// Exports that were removed from them.
     pub(crate) removed: Vec<String>,
-    /// The names of disks that stayed open and have other limits.
+    /// Disks that stayed open and have other limits.
     pub(crate) limited: Vec<String>,
     /// The changes that failed: a line each. All others were made.
     pub(crate) failed: Vec<String>,
 }
 
-impl Reloaded {
+impl ReloadResult {
     /// Logs the result.
     pub(crate) fn log(&self) {
         let Self { opened, closed, added, removed, limited, failed } = self;
@@ -54,11 +56,11 @@ impl Reloaded {
 ///
 /// # Errors
 /// The file cannot be read, or something in it is wrong: then nothing was done.
-pub(crate) async fn reload(running: &Running, path: &Path) -> Result<Reloaded> {
+pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResult> {
     let _claim = running.claims.claim([Name::Configuration]).await;
     let wanted = known_by_address(running, file::read(path)?.disks);
     let before = running.configuration.disks();
-    let mut done = Reloaded::default();
+    let mut done = ReloadResult::default();
     for old in before.iter().filter(|old| is_open_as(running, old)) {
         let new = wanted.iter().find(|new| new.name() == old.name());
         if new.is_none_or(|new| !new.opens_like(old)) {
@@ -99,7 +101,7 @@ async fn close_configured(
     running: &Running,
     old: &DiskConfig,
     is_reopened: bool,
-    done: &mut Reloaded,
+    done: &mut ReloadResult,
 ) {
     let name = old.name();
     match running.close(name, true).await {
@@ -114,7 +116,7 @@ async fn take_over(
     running: &Running,
     new: &DiskConfig,
     old: Option<&DiskConfig>,
-    done: &mut Reloaded,
+    done: &mut ReloadResult,
 ) {
     let Some(open) = running.disks.find(new.name()) else {
         return open_configured(running, new, done).await;
@@ -140,7 +142,7 @@ async fn take_over(
     }
 }
 
-async fn open_configured(running: &Running, new: &DiskConfig, done: &mut Reloaded) {
+async fn open_configured(running: &Running, new: &DiskConfig, done: &mut ReloadResult) {
     let name = new.name();
     match running.open_and_serve(new.clone()).await {
         Ok(_) => done.opened.push(name.to_owned()),
@@ -153,7 +155,7 @@ async fn remove_exports(
     running: &Running,
     old: &DiskConfig,
     wanted: &[ExportAddress],
-    done: &mut Reloaded,
+    done: &mut ReloadResult,
 ) {
     let served = running.exports.of_disk(old.name());
     let is_served = |address: &&ExportAddress| served.iter().any(|one| one.address == **address);
@@ -168,7 +170,7 @@ async fn remove_exports(
 }
 
 /// Adds the missing exports of a disk.
-async fn add_exports(running: &Running, new: &DiskConfig, done: &mut Reloaded) {
+async fn add_exports(running: &Running, new: &DiskConfig, done: &mut ReloadResult) {
     let name = new.name();
     let served = running.exports.of_disk(name);
     let is_served = |address: &ExportAddress| served.iter().any(|one| one.address == *address);
