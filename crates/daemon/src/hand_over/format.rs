@@ -31,6 +31,7 @@
 
 use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
+use blockhouse_vhost_user::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
 use serde::{Deserialize, Serialize};
 
 use self::counters::Counts;
@@ -201,11 +202,11 @@ pub struct Frontend {
     /// `SET_PROTOCOL_FEATURES`.
     pub protocol_features: u64,
     /// `SET_MEM_TABLE`, `ADD_MEM_REG`, `REM_MEM_REG`.
-    pub memory: Vec<Region>,
+    pub memory: Vec<MemoryRegion>,
     /// `SET_INFLIGHT_FD`.
-    pub inflight: Option<Inflight>,
+    pub inflight: Option<InflightDescription>,
     /// `SET_LOG_BASE`.
-    pub log: Option<Log>,
+    pub log: Option<LogDescription>,
     /// Whether there was `SET_LOG_FD`.
     pub has_log_call: bool,
     /// Whether there was `SET_BACKEND_REQ_FD`.
@@ -214,44 +215,6 @@ pub struct Frontend {
     pub write_cache: Cache,
     /// One for each queue of the device.
     pub vrings: Vec<Vring>,
-}
-
-/// A region of memory.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Region {
-    /// The guest's address of the first byte.
-    pub guest: u64,
-    /// Bytes.
-    pub size: u64,
-    /// The front-end's address of the first byte.
-    pub user: u64,
-    /// Its offset in the file.
-    pub offset: u64,
-}
-
-/// The memory for in-flight tracking.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Inflight {
-    /// Bytes.
-    pub size: u64,
-    /// Its offset in the file.
-    pub offset: u64,
-    /// Queues.
-    pub queues: u16,
-    /// Entries of each.
-    pub entries: u16,
-}
-
-/// The log of changed pages.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct Log {
-    /// Bytes.
-    pub size: u64,
-    /// Its offset in the file.
-    pub offset: u64,
 }
 
 /// A write cache.
@@ -273,7 +236,7 @@ pub struct Vring {
     /// `SET_VRING_NUM`.
     pub size: u16,
     /// `SET_VRING_ADDR`.
-    pub addresses: Option<RingAddresses>,
+    pub addresses: Option<UserAddresses>,
     /// The number of the next available entry, and of the next used one.
     pub base: u16,
     /// `SET_VRING_KICK`.
@@ -286,20 +249,6 @@ pub struct Vring {
     pub is_enabled: bool,
     /// Whether its queue is to run.
     pub is_running: bool,
-}
-
-/// The parts of a ring in the front-end's addresses.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct RingAddresses {
-    /// The descriptor table.
-    pub descriptors: u64,
-    /// The available ring.
-    pub available: u64,
-    /// The used ring.
-    pub used: u64,
-    /// The guest's address of the used ring, if changes of it are logged.
-    pub log: Option<u64>,
 }
 
 /// How a guest kicks.

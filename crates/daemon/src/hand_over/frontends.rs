@@ -3,16 +3,11 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Error, Result};
 use blockhouse_core::WriteCache;
-use blockhouse_vhost_user::{
-    InflightDescription, Kick, LogDescription, MemoryRegion, PausedFrontend, PausedVring,
-    PausedWriteCache, UserAddresses,
-};
+use blockhouse_vhost_user::{Kick, PausedFrontend, PausedVring, PausedWriteCache};
 
-use super::format::{
-    Cache, Frontend, Inflight, KickName, Log, Region, RingAddresses, Vring as Ring,
-};
+use super::format::{Cache, Frontend, KickName, Vring as Ring};
 
 /// A front-end as the format has it, and its descriptors in the format's order.
 pub fn record(paused: &PausedFrontend) -> (Frontend, Vec<BorrowedFd<'_>>) {
@@ -28,22 +23,13 @@ pub fn record(paused: &PausedFrontend) -> (Frontend, Vec<BorrowedFd<'_>>) {
         }
         descriptors.extend([call, error].into_iter().flatten().map(AsFd::as_fd));
     }
-    let region = |(region, _): &(MemoryRegion, _)| {
-        let MemoryRegion { guest, size, user, offset } = *region;
-        Region { guest, size, user, offset }
-    };
-    let inflight = |(inflight, _): &(InflightDescription, _)| {
-        let InflightDescription { size, offset, queues, entries } = *inflight;
-        Inflight { size, offset, queues, entries }
-    };
-    let log = |(log, _): &(LogDescription, _)| Log { size: log.size, offset: log.offset };
     let cache = paused.write_cache;
     let record = Frontend {
         features: paused.features,
         protocol_features: paused.protocol_features,
-        memory: paused.memory.iter().map(region).collect(),
-        inflight: paused.inflight.as_ref().map(inflight),
-        log: paused.log.as_ref().map(log),
+        memory: paused.memory.iter().map(|(region, _)| *region).collect(),
+        inflight: paused.inflight.as_ref().map(|(inflight, _)| *inflight),
+        log: paused.log.as_ref().map(|(log, _)| *log),
         has_log_call: log_call.is_some(),
         has_backend_channel: backend_channel.is_some(),
         write_cache: Cache {
@@ -58,13 +44,9 @@ pub fn record(paused: &PausedFrontend) -> (Frontend, Vec<BorrowedFd<'_>>) {
 
 fn ring(vring: &PausedVring) -> Ring {
     let PausedVring { size, base, is_enabled, is_running, .. } = *vring;
-    let addresses = |addresses: UserAddresses| {
-        let UserAddresses { descriptors, available, used, log } = addresses;
-        RingAddresses { descriptors, available, used, log }
-    };
     Ring {
         size,
-        addresses: vring.addresses.map(addresses),
+        addresses: vring.addresses,
         base,
         kick: vring.kick.as_ref().map(|kick| match kick {
             Kick::Event(_) => KickName::Event,
@@ -84,17 +66,11 @@ fn ring(vring: &PausedVring) -> Ring {
 pub fn front_end(record: Frontend, descriptors: &mut VecDeque<OwnedFd>) -> Result<PausedFrontend> {
     let mut next = || descriptors.pop_front().context("a front-end's descriptor is missing");
     let connection = next()?;
-    let region = |Region { guest, size, user, offset }| {
-        Ok((MemoryRegion { guest, size, user, offset }, next()?))
-    };
-    let memory = record.memory.into_iter().map(region).collect::<Result<_>>()?;
-    let inflight = |Inflight { size, offset, queues, entries }| {
-        Ok::<_, anyhow::Error>((InflightDescription { size, offset, queues, entries }, next()?))
-    };
-    let inflight = record.inflight.map(inflight).transpose()?;
-    let log =
-        |Log { size, offset }| Ok::<_, anyhow::Error>((LogDescription { size, offset }, next()?));
-    let log = record.log.map(log).transpose()?;
+    let memory = record.memory.into_iter();
+    let memory = memory.map(|region| Ok((region, next()?))).collect::<Result<_>>()?;
+    let inflight = record.inflight.map(|inflight| Ok::<_, Error>((inflight, next()?)));
+    let inflight = inflight.transpose()?;
+    let log = record.log.map(|log| Ok::<_, Error>((log, next()?))).transpose()?;
     let log_call = record.has_log_call.then(&mut next).transpose()?;
     let backend_channel = record.has_backend_channel.then(&mut next).transpose()?;
     let vring = |ring: Ring| {
@@ -105,12 +81,7 @@ pub fn front_end(record: Frontend, descriptors: &mut VecDeque<OwnedFd>) -> Resul
         };
         let call = ring.has_call.then(&mut next).transpose()?;
         let error = ring.has_error.then(&mut next).transpose()?;
-        let addresses = |addresses| {
-            let RingAddresses { descriptors, available, used, log } = addresses;
-            UserAddresses { descriptors, available, used, log }
-        };
-        let addresses = ring.addresses.map(addresses);
-        let Ring { size, base, is_enabled, is_running, .. } = ring;
+        let Ring { size, addresses, base, is_enabled, is_running, .. } = ring;
         Ok(PausedVring { size, addresses, base, kick, call, error, is_enabled, is_running })
     };
     let vrings = record.vrings.into_iter().map(vring).collect::<Result<_>>()?;

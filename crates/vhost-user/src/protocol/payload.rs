@@ -2,6 +2,8 @@
 
 use std::os::fd::OwnedFd;
 
+use serde::{Deserialize, Serialize};
+
 use super::refusal::{Result, refused};
 
 /// In the payload of a message with a ring's descriptor: the ring's number, and the bit for "no
@@ -13,7 +15,8 @@ const NO_DESCRIPTOR: u64 = 1 << 8;
 const LOG_USED: u32 = 1;
 
 /// A region of a front-end's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct MemoryRegion {
     /// The guest's address of the first byte.
     pub guest: u64,
@@ -26,7 +29,8 @@ pub struct MemoryRegion {
 }
 
 /// Memory for in-flight tracking.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct InflightDescription {
     /// Bytes.
     pub size: u64,
@@ -39,7 +43,8 @@ pub struct InflightDescription {
 }
 
 /// Memory for the log of changed pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct LogDescription {
     /// Bytes.
     pub size: u64,
@@ -48,7 +53,8 @@ pub struct LogDescription {
 }
 
 /// The parts of a ring in the front-end's own addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(deny_unknown_fields)]
 pub struct UserAddresses {
     /// The descriptor table.
     pub descriptors: u64,

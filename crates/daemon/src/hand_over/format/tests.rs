@@ -115,7 +115,7 @@ fn frontend() -> Frontend {
         is_enabled: false,
         is_running: false,
     };
-    let addresses = RingAddresses { descriptors: 1, available: 2, used: 3, log: Some(4) };
+    let addresses = UserAddresses { descriptors: 1, available: 2, used: 3, log: Some(4) };
     let running = Vring {
         size: 256,
         addresses: Some(addresses),
@@ -129,9 +129,9 @@ fn frontend() -> Frontend {
     Frontend {
         features: u64::MAX,
         protocol_features: 9,
-        memory: vec![Region { guest: 0, size: 4096, user: 1 << 47, offset: 8192 }],
-        inflight: Some(Inflight { size: 4160, offset: 0, queues: 1, entries: 256 }),
-        log: Some(Log { size: 1, offset: 2 }),
+        memory: vec![MemoryRegion { guest: 0, size: 4096, user: 1 << 47, offset: 8192 }],
+        inflight: Some(InflightDescription { size: 4160, offset: 0, queues: 1, entries: 256 }),
+        log: Some(LogDescription { size: 1, offset: 2 }),
         has_log_call: true,
         has_backend_channel: false,
         write_cache: Cache { is_volatile: true, driver_flushes: true, is_restored: false },
