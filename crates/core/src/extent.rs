@@ -25,11 +25,6 @@ impl ByteRange {
         Self { offset: start, length: end.saturating_sub(start) }
     }
 
-    /// The bytes that both have: none when they do not touch.
-    pub fn intersection(self, other: Self) -> Self {
-        self.after(other.offset).before(other.end())
-    }
-
     /// Whether all of `other` lies inside.
     pub fn contains(self, other: Self) -> bool {
         self.offset <= other.offset && other.end() <= self.end()

@@ -15,11 +15,6 @@ pub struct LocalCondvar {
 }
 
 impl LocalCondvar {
-    /// A condition that no task waits for.
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Waits until `check` gives a value. It is called at once, and again after each
     /// [`notify`](Self::notify). For one task at a time: of several only the last one to wait
     /// is woken.
@@ -70,7 +65,8 @@ mod tests {
 
     #[test]
     fn a_waiter_is_woken_once_a_wait() {
-        let (condvar, value, wakes) = (LocalCondvar::new(), Cell::new(0), Arc::<Wakes>::default());
+        let (condvar, value, wakes) =
+            (LocalCondvar::default(), Cell::new(0), Arc::<Wakes>::default());
         let waker = Waker::from(Arc::clone(&wakes));
         let mut context = Context::from_waker(&waker);
         condvar.notify();

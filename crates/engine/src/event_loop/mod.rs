@@ -33,7 +33,7 @@ use crate::driver::fixed_files::FixedFiles;
 use crate::driver::io_poll::IoPoll;
 use crate::driver::loop_shared::{LoopMessage, LoopShared};
 use crate::driver::ring_restrictions::DeviceCommands;
-use crate::event_loop::local::{EnterGuard, Local, current, try_current};
+use crate::event_loop::local::{EnterGuard, Local, try_current};
 use crate::event_loop::spawn::spawn_party;
 
 /// How often the tasks that are ready are polled between two system calls. A request goes from task
@@ -217,14 +217,6 @@ impl Drop for EventLoop {
 pub struct Handle(Arc<LoopShared>);
 
 impl Handle {
-    /// The loop of the current thread.
-    ///
-    /// # Panics
-    /// Outside of an event loop.
-    pub fn current() -> Self {
-        current(|local| Self(Arc::clone(&local.shared)))
-    }
-
     /// Runs the future that `make` makes on the loop's thread. With what it spawns it is a party:
     /// while it computes for long, those of others get their turns in between. The loop is
     /// woken if it sleeps, once for all that is submitted before it runs again.
