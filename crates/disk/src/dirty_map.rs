@@ -1,14 +1,16 @@
 //! Which parts of a disk have changed: a bit for each granule, in memory.
 //!
-//! Guarantees: any thread may mark and take at any time, without a lock. A mark is never lost: a
-//! range that is marked while it is taken is found by this [`take`](DirtyMap::take), or by a later
-//! one. What a thread did before it marked a range is seen by the thread that takes the mark.
+//! Guarantees: any thread may mark and clear at any time, without a lock. A mark is never lost: a
+//! range that is marked while it is cleared is dirty afterwards, or what a thread did before it
+//! marked the range is seen by the thread that clears it.
 //! Memory is one bit for each granule, taken when the map is made.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, Result};
+use blockhouse_core::{ByteRange, Error, ErrorKind, IoVector, Result};
 use blockhouse_format::BitmapExtent;
+
+use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
 
 /// Granules in one word.
 const WORD: u64 = 64;
@@ -99,15 +101,6 @@ impl DirtyMap {
         is_dirty
     }
 
-    /// Whether all granules are dirty that `range` touches.
-    pub fn is_all_dirty(&self, range: ByteRange) -> bool {
-        let mut is_all = true;
-        self.for_each_word(range, |word, bits| {
-            is_all &= word.load(Ordering::SeqCst) & bits == bits;
-        });
-        is_all
-    }
-
     /// The first dirty granules at `offset` or behind it that follow each other, `limit` bytes of
     /// them at most but at least one. They stay dirty. It starts and ends at granules, except at
     /// the end of the disk; `None` past that.
@@ -130,13 +123,6 @@ impl DirtyMap {
         // Another task may have changed the first granule meanwhile.
         let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
         Some(ByteRange::between(start, end))
-    }
-
-    /// As [`next`](Self::next), and makes them clean.
-    pub fn take(&self, offset: u64, limit: u64) -> Option<ByteRange> {
-        let range = self.next(offset, limit)?;
-        self.clear(range);
-        Some(range)
     }
 
     /// What is dirty of `range`, as a bitmap tells it: extents that follow each other, `max` at
@@ -199,6 +185,20 @@ impl DirtyMap {
     }
 }
 
+/// Each change of a disk is marked when it begins, whatever becomes of it.
+impl ChangeObserver for DirtyMap {
+    fn begins(&self, range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {
+        self.mark(range);
+        0
+    }
+
+    fn completed(&self, _change: ChangeId, _range: ByteRange) -> Option<ChangeWait> {
+        None
+    }
+
+    fn abandoned(&self, _change: ChangeId, _range: ByteRange) {}
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -239,7 +239,7 @@ mod tests {
                     _ => {
                         let first = model.range(start / GRANULE..).next().copied();
                         let first = first.filter(|_| start < size);
-                        let taken = map.take(start, length);
+                        let taken = map.next(start, length).inspect(|range| map.clear(*range));
                         prop_assert_eq!(taken.map(|taken| taken.offset() / GRANULE), first);
                         if let Some(taken) = taken {
                             let end = taken.end().div_ceil(GRANULE);
@@ -267,7 +267,6 @@ mod tests {
                 for granule in 0..count {
                     let is_dirty = map.is_dirty(range(granule * GRANULE, 1));
                     prop_assert_eq!(is_dirty, model.contains(&granule));
-                    prop_assert_eq!(map.is_all_dirty(range(granule * GRANULE, 1)), is_dirty);
                 }
             }
         }
@@ -287,7 +286,8 @@ mod tests {
                 }
             });
             let take_all = || {
-                while let Some(taken) = map.take(0, GRANULE) {
+                while let Some(taken) = map.next(0, GRANULE) {
+                    map.clear(taken);
                     let granule = (taken.offset() / GRANULE) as usize;
                     seen[granule].store(counts[granule].load(Ordering::Relaxed), Ordering::Relaxed);
                 }

@@ -8,12 +8,12 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{ByteRange, Error, ErrorKind, IoVector, Result};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result};
 use blockhouse_format::{Bitmap, BitmapAction, NewBitmap};
 use parking_lot::Mutex;
 
 use crate::dirty_map::DirtyMap;
-use crate::observers::{ChangeId, ChangeObserver, ChangeWait, Observers};
+use crate::observers::{ChangeObserver, Observers};
 
 /// How many bitmaps in memory a disk has at most.
 const MAX_BITMAPS: usize = 64;
@@ -27,7 +27,7 @@ const MAX_GRANULARITY: u64 = 2 << 30;
 /// Unless a granularity is given: a cluster, within these.
 const USUAL_GRANULARITY: [u64; 2] = [4 << 10, 64 << 10];
 
-/// A bitmap in memory. While it is enabled, it observes the disk's changes.
+/// A bitmap in memory. While it is enabled, its map observes the disk's changes.
 #[derive(Clone)]
 pub(crate) struct TransientBitmap {
     name: String,
@@ -57,19 +57,6 @@ impl SharedBitmaps {
         former.observers().for_each(|bitmap| observers.detach(&bitmap));
         bitmaps.observers().for_each(|bitmap| observers.attach(bitmap));
     }
-}
-
-impl ChangeObserver for TransientBitmap {
-    fn begins(&self, range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {
-        self.map.mark(range);
-        0
-    }
-
-    fn completed(&self, _change: ChangeId, _range: ByteRange) -> Option<ChangeWait> {
-        None
-    }
-
-    fn abandoned(&self, _change: ChangeId, _range: ByteRange) {}
 }
 
 impl TransientBitmap {
@@ -110,7 +97,7 @@ impl TransientBitmaps {
     /// The enabled ones, which observe changes.
     pub(crate) fn observers(&self) -> impl Iterator<Item = Arc<dyn ChangeObserver>> {
         let enabled = self.bitmaps.iter().filter(|bitmap| bitmap.is_enabled);
-        enabled.map(|bitmap| Arc::clone(bitmap) as Arc<dyn ChangeObserver>)
+        enabled.map(|bitmap| Arc::clone(&bitmap.map) as Arc<dyn ChangeObserver>)
     }
 
     /// Adds a bitmap of a disk of `size` bytes without any change in it. No bitmap of the image has

@@ -30,7 +30,7 @@ use super::image_options::{BackingUse, CacheMode, ImageOptions, Purpose};
 use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
-use super::open_location::identity_of;
+use super::open_location::{canonical, identity_of};
 use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
 use crate::options::Access;
@@ -499,8 +499,7 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         let what = format!("its chain has {} files, and none may have more", MAX_FILES - 1);
         return refuse(ErrorKind::InvalidInput, &what, "shorten it (commit or stream)");
     }
-    let path = Path::new(&name).canonicalize();
-    let path = path.map_err(|error| Error::host("cannot find", error).on(&name))?;
+    let path = canonical(&name)?;
     let found = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used)?;
     if identity_of(&found)? != identity_of(file)? {
         let what = "is another file than the one that is in use, which had its path";

@@ -9,39 +9,23 @@
 
 use std::sync::Arc;
 
-use blockhouse_core::{ByteRange, IoVector, Result, SyncMode};
+use blockhouse_core::{Result, SyncMode};
 use blockhouse_format::{Bitmap, InheritedBits};
 use blockhouse_storage::ImageStorage;
 
 use super::image_disk::{ImageDisk, StoredImage};
 use crate::dirty_map::DirtyMap;
 use crate::disk::{ReplacedImage, quiesce_flushed};
-use crate::observers::{ChangeId, ChangeObserver, ChangeWait};
+use crate::observers::ChangeObserver;
 
 /// The most memory for what changes until the layer is settled: where it does not suffice, a bitmap
 /// may say of more that it has changed.
 const MAX_MEMORY: u64 = 64 << 20;
 
-/// Notes what changes.
-struct Changes(DirtyMap);
-
-impl ChangeObserver for Changes {
-    fn begins(&self, range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {
-        self.0.mark(range);
-        0
-    }
-
-    fn completed(&self, _change: ChangeId, _range: ByteRange) -> Option<ChangeWait> {
-        None
-    }
-
-    fn abandoned(&self, _change: ChangeId, _range: ByteRange) {}
-}
-
 /// The enabled bitmaps of a disk's overlay, until they say what they are to.
 pub(super) struct ForkedBitmaps {
     names: Vec<String>,
-    changes: Arc<Changes>,
+    changes: Arc<DirtyMap>,
 }
 
 /// Gives the overlay of a disk, to which nothing was written, the bitmaps of the disk's image;
@@ -68,7 +52,7 @@ pub(super) async fn give_bitmaps(
     let names = names(&enabled);
     ours.inherit(&theirs, &names, InheritedBits::All).await?;
     let least = DirtyMap::min_granularity(disk.size(), MAX_MEMORY);
-    let changes = Arc::new(Changes(DirtyMap::new(disk.size(), finest.max(least))?));
+    let changes = Arc::new(DirtyMap::new(disk.size(), finest.max(least))?);
     Ok(Some(ForkedBitmaps { names, changes }))
 }
 
@@ -127,7 +111,7 @@ impl ForkedBitmaps {
         let _quiesced = quiesce_flushed(disk, SyncMode::Data).await?;
         disk.jobs().stop_observing(&self.observer());
         let theirs = layer.image().format().bitmaps()?;
-        let next = |from| self.changes.0.next(from, u64::MAX);
+        let next = |from| self.changes.next(from, u64::MAX);
         let bits = InheritedBits::Exact(&next);
         disk.format().bitmaps()?.inherit(&theirs, &self.names, bits).await
     }

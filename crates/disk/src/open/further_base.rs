@@ -10,6 +10,7 @@ use blockhouse_storage::ImageStorage;
 
 use super::image_disk::ImageDisk;
 use super::moved_record::{forked_to, record_forked};
+use super::open_location::canonical;
 use super::qemu_name::is_address;
 use crate::disk::FurtherBase;
 use crate::layer::Layer;
@@ -82,9 +83,6 @@ fn name_below(
     image: &Layer<ImageStorage>,
     [above, base]: [&Layer<ImageStorage>; 2],
 ) -> Result<Backing> {
-    let canonical = |name: &str| {
-        Path::new(name).canonicalize().map_err(|error| Error::host("cannot find", error).on(name))
-    };
     let named = above.backing_file().cloned();
     let named = named.unwrap_or_else(|| Backing {
         name: base.image_name().into(),

@@ -18,7 +18,7 @@ use super::images_over::check_only_over;
 use super::layer_commit::check_layers;
 use super::lock::lock_for_writing;
 use super::moved_record::forget_moved;
-use super::open_location::{Identity, identity_of};
+use super::open_location::{Identity, canonical, identity_of};
 use super::rollback::requests_ended;
 use crate::disk::FurtherBase;
 use crate::layer::Layer;
@@ -71,8 +71,7 @@ impl LeftFiles {
             if !layer.format().snapshots()?.list().await?.is_empty() {
                 return refuse(ErrorKind::Unsupported, "has snapshots, which would go with it");
             }
-            let path = Path::new(name).canonicalize();
-            let path = path.map_err(|error| Error::host("cannot find", error).on(name))?;
+            let path = canonical(name)?;
             let identity = identity_of(file)?;
             if path.metadata().is_ok_and(|found| (found.dev(), found.ino()) != identity) {
                 let what = "is another file than the one that is in use, which had its path";

@@ -63,8 +63,7 @@ enum Stage {
 /// The path of an image's record. A symbolic link has that of its file, whichever name the file is
 /// opened by.
 fn record_of(image: &Path) -> PathBuf {
-    let file = image.canonicalize().unwrap_or_else(|_| image.to_owned());
-    let mut name = file.into_os_string();
+    let mut name = whole(image).into_os_string();
     name.push(".moved");
     name.into()
 }
@@ -135,8 +134,7 @@ pub fn record_moved(image: &Path, moved_to: &str) -> Result<()> {
 /// # Errors
 /// As [`record_moved`].
 pub fn record_forked(image: &Path, overlay: &Path) -> Result<()> {
-    let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
-    write_record(image, &format!("{}{FORK}", overlay.display()))
+    write_record(image, &format!("{}{FORK}", whole(overlay).display()))
 }
 
 /// Notes durably that the disk of an image goes on in `overlay` as long as that is there, and is
@@ -153,8 +151,7 @@ pub(super) fn record_rollback(image: &Path, overlay: &Path) -> Result<()> {
 /// # Errors
 /// As [`record_moved`].
 pub fn record_committed(image: &Path, overlay: &Path) -> Result<()> {
-    let overlay = overlay.canonicalize().unwrap_or_else(|_| overlay.to_owned());
-    write_record(image, &format!("{}{COMMIT}{FORK}", overlay.display()))
+    write_record(image, &format!("{}{COMMIT}{FORK}", whole(overlay).display()))
 }
 
 /// Refuses an image as what a disk was that was forked, where a commit may have changed it since.
@@ -259,6 +256,11 @@ pub fn forget_moved(image: &Path) -> Result<()> {
     }
 }
 
+/// The canonical path, or as it is where nothing is there.
+fn whole(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
 /// As [`check_not_moved`], for an image behind those that are named, which belong to one disk: it
 /// may have been forked to one of them.
 ///
@@ -268,7 +270,6 @@ pub(super) fn check_not_moved_but_to<'a>(
     image: &Path,
     mut names: impl Iterator<Item = &'a Path>,
 ) -> Result<()> {
-    let whole = |name: &Path| name.canonicalize().unwrap_or_else(|_| name.to_owned());
     let is_it = |to: String| names.any(|name| to == whole(name).display().to_string());
     if forked_to(image)?.is_some_and(is_it) { Ok(()) } else { check_not_moved(image) }
 }

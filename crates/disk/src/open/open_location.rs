@@ -1,6 +1,6 @@
 //! From the name of an image to its storage: the one place that knows which kinds there are.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 use blockhouse_engine::HostFile;
@@ -104,6 +104,11 @@ pub(super) fn part_of_file(
         }
         _ => refuse(format!("has {} bytes, and the part ends after them", file.size())),
     }
+}
+
+/// The canonical path of a file that is there.
+pub(super) fn canonical(name: &str) -> Result<PathBuf> {
+    Path::new(name).canonicalize().map_err(|error| Error::host("cannot find", error).on(name))
 }
 
 pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {

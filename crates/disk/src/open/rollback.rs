@@ -24,7 +24,7 @@ use super::moved_record::{
     check_not_committed, end_rollback, forget_moved, forked_to, record_committed, record_rollback,
 };
 use super::open_image::open_layer_again;
-use super::open_location::identity_of;
+use super::open_location::{canonical, identity_of};
 use super::reader_locks::{lock_readers, take_from_readers};
 use crate::disk::ReplacedImage;
 use crate::layer::Layer;
@@ -125,9 +125,6 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
     let (Some(file), Some(behind)) = (disk.image().file(), disk.image().layer().backing_layer())
     else {
         return refuse("stands on no layer".into(), "only a fork leaves one");
-    };
-    let canonical = |name: &str| {
-        Path::new(name).canonicalize().map_err(|error| Error::host("cannot find", error).on(name))
     };
     let (layer, overlay) = (canonical(behind.image_name())?, canonical(&name)?);
     let is_plain = overlay.to_str().is_some_and(|text| !text.contains(['\n', '\u{fffd}']));
