@@ -1,15 +1,22 @@
 //! Images as command lines see them: our binary and QEMU's tools beside each other.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::Value;
 
-use crate::{Outcome, blockhouse, run, tool};
+use crate::{Outcome, Scratch, blockhouse, run, tool};
 
 /// Runs our binary with these words.
 pub fn command(words: &[&str]) -> Outcome {
     run(Command::new(blockhouse()).args(words))
+}
+
+/// Makes an image of this size in the scratch folder; its name says the format.
+pub fn new_image(scratch: &Scratch, name: &str, size: &str) -> PathBuf {
+    let path = scratch.path(name);
+    command(&["create", str(&path), size]).success();
+    path
 }
 
 /// Runs qemu-img with these words.

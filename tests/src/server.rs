@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
+use crate::control::Control;
 use crate::nbd::{Address, Client, Framing};
 use crate::{Cache, Engine, Scratch, blockhouse, nbd_uri, wait_for_exit};
 
@@ -143,6 +144,14 @@ impl Serve {
     #[track_caller]
     pub fn start(self) -> Server {
         self.start_within(START_LIMIT)
+    }
+
+    /// As [`start`](Self::start), with the control socket `control` of the scratch folder.
+    #[track_caller]
+    pub fn start_with_control(self, scratch: &Scratch) -> (Server, Control) {
+        let socket = scratch.socket("control");
+        let server = self.option("--control", &socket).start();
+        (server, Control::connect(&socket))
     }
 
     /// As [`start`](Self::start), of a server that has to wait for something first.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::image_tool::{command, json, new_image, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{
@@ -85,8 +85,7 @@ impl Bench {
 
     fn over(name: &'static str, random: Rng) -> Self {
         let scratch = Scratch::new();
-        let image = scratch.path(name);
-        command(&["create", str(&image), "16M"]).success();
+        let image = new_image(&scratch, name, "16M");
         // A raw image gets a place for bitmaps with the first.
         command(&["bitmap", "add", str(&image), "first"]).success();
         command(&["bitmap", "remove", str(&image), "first"]).success();

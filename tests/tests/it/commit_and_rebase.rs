@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use blockhouse_tests::{
     Scratch, Serve, assert_same,
-    image_tool::{command, qemu_img, qemu_io, str},
+    image_tool::{command, new_image, qemu_img, qemu_io, str},
     need, require,
 };
 use serde_json::Value;
@@ -95,8 +95,7 @@ fn a_commit_moves_everything_and_leaves_an_empty_overlay() {
 fn a_commit_needs_a_backing_file_and_both_files_alone() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();
-    let alone = scratch.path("alone.qcow2");
-    command(&["create", str(&alone), "1M"]).success();
+    let alone = new_image(&scratch, "alone.qcow2", "1M");
     command(&["commit", str(&alone)]).failure("no backing file");
     let (base, image) = overlay(&scratch, None, "compat=1.1", "12M");
     for busy in [&base, &image] {

@@ -4,8 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
 use blockhouse_tests::{Scratch, Serve, Server, nbd_uri, need, require, seeded};
 use fastrand::Rng;
 use rustix::process::Signal;
@@ -214,10 +213,9 @@ fn a_commit_into_a_full_host_fails_and_the_client_goes_on() {
     let (options, size) =
         (format!("backing_file={},backing_fmt=raw", base.display()), SIZE.to_string());
     qemu_img(&["create", "-f", "qcow2", "-u", "-o", &options, str(&overlay), &size]).success();
-    let control = scratch.socket("control");
-    let serve = Serve::new(&scratch, &overlay).option("--control", &control);
-    let server = serve.option("--allow-path", &folder).under(&wrapper).start();
-    let mut control = Control::connect(&control);
+    let serve = Serve::new(&scratch, &overlay);
+    let (server, mut control) =
+        serve.option("--allow-path", &folder).under(&wrapper).start_with_control(&scratch);
     let mut writer = Writer::on(&server.address(), vec![0; (SIZE / BLOCK) as usize], seeded());
     (0..writer.blocks().len() / 2).for_each(|index| writer.write(index));
     for name in ["c", "d"] {
@@ -246,10 +244,8 @@ fn errors_of_a_remote_base_end_the_commit_and_not_the_client() {
     let overlay = scratch.path("over.qcow2");
     let options = format!("backing_file=nbd+unix:///?socket={},backing_fmt=raw", socket.display());
     qemu_img(&["create", "-f", "qcow2", "-o", &options, str(&overlay), &size]).success();
-    let control = scratch.socket("control");
-    let server = Serve::new(&scratch, &overlay).option("--control", &control);
-    let server = server.flag("--allow-remote").start();
-    let mut control = Control::connect(&control);
+    let server = Serve::new(&scratch, &overlay);
+    let (server, mut control) = server.flag("--allow-remote").start_with_control(&scratch);
     let blocks = vec![0; (SIZE / BLOCK) as usize];
     let mut writer = Writer::on(&server.address(), blocks, seeded());
     (0..500).for_each(|index| writer.write(index * 3));
@@ -283,8 +279,7 @@ fn errors_of_a_remote_base_end_the_commit_and_not_the_client() {
 fn what_cannot_be_committed_is_refused_with_a_reason() {
     let scratch = Scratch::new();
     let chain = Chain::new(&scratch, "base.qcow2", SIZE, "compat=1.1");
-    let alone = scratch.path("alone.qcow2");
-    command(&["create", str(&alone), "1M"]).success();
+    let alone = new_image(&scratch, "alone.qcow2", "1M");
     let short = scratch.path("short.qcow2");
     let options = "backing_file=base.qcow2,backing_fmt=qcow2";
     qemu_img(&["create", "-f", "qcow2", "-o", options, str(&short), "1M"]).success();

@@ -12,7 +12,7 @@ use blockhouse_tests::nbd::{Address, Client};
 use blockhouse_tests::schema::Schema;
 use blockhouse_tests::{
     Outcome, Scratch, Serve, Server, eventually,
-    image_tool::{command, qemu_img, str},
+    image_tool::{command, new_image, qemu_img, str},
     nbd_uri,
 };
 use blockhouse_vhost_user::driver::Options;
@@ -25,9 +25,7 @@ const INVALID_PARAMS: i64 = -32602;
 /// A server with one raw disk, `first`, at the socket `nbd`.
 fn serve(scratch: &Scratch) -> (Server, Control) {
     let image = scratch.image("first", MIB);
-    let socket = scratch.socket("control");
-    let server = Serve::new(scratch, image.path()).option("--control", &socket).start();
-    (server, Control::connect(&socket))
+    Serve::new(scratch, image.path()).start_with_control(scratch)
 }
 
 fn ctl(scratch: &Scratch, words: &[&str]) -> Outcome {
@@ -58,8 +56,7 @@ fn disks_and_exports_come_and_go_beside_one_that_notices_nothing() {
     let scratch = Scratch::new();
     let (server, mut control) = serve(&scratch);
     let (nbd, vu) = (scratch.socket("second"), scratch.socket("vu"));
-    let path = scratch.path("second.qcow2");
-    command(&["create", str(&path), "4M"]).success();
+    let path = new_image(&scratch, "second.qcow2", "4M");
     let (stop, address) = (AtomicBool::new(false), server.address());
     std::thread::scope(|scope| {
         let first = scope.spawn(|| go_on(&address, &stop));

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use blockhouse_tests::{
     LoopDevice, Scratch, blockhouse,
-    image_tool::{command, qemu_img, qemu_io, str},
+    image_tool::{command, new_image, qemu_img, qemu_io, str},
     need, random_bytes, require, run, seeded, tool,
 };
 use fastrand::Rng;
@@ -160,8 +160,7 @@ fn zeros_take_no_space_and_a_huge_empty_disk_no_time() {
     let scratch = Scratch::new();
     // Written zeros, not holes.
     let zeros = scratch.image_of("zeros.raw", &vec![0; 8 << 20]);
-    let huge = scratch.path("huge.qcow2");
-    command(&["create", str(&huge), "64T"]).success();
+    let huge = new_image(&scratch, "huge.qcow2", "64T");
     for (source, target) in [(zeros.path(), "zeros.qcow2"), (&*huge, "copy.qcow2")] {
         let target = scratch.path(target);
         command(&["convert", str(source), str(&target)]).success();

@@ -162,10 +162,8 @@ fn a_full_host_and_a_failed_flush_are_told() {
 fn what_a_client_does_wrong_is_no_error_of_the_disk() {
     let scratch = Scratch::new();
     let image = scratch.image("disk", MIB);
-    let socket = scratch.socket("control");
-    let serve = Serve::new(&scratch, image.path()).option("--control", &socket);
-    let server = serve.flag("--read-only").start();
-    let mut control = Control::connect(&socket);
+    let serve = Serve::new(&scratch, image.path());
+    let (server, mut control) = serve.flag("--read-only").start_with_control(&scratch);
     control.get("event.subscribe", json!({}));
     let mut client = Client::open(&server.address());
     assert_ne!(client.write(0, &[1; 512], 0), 0);

@@ -2,7 +2,7 @@
 //! disk is served.
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::image_tool::{command, json, new_image, qemu_img, str};
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{Scratch, Serve, Server, need, require, run, tool};
 use serde_json::{Value, json};
@@ -186,13 +186,9 @@ fn what_cannot_be_offered_is_refused() {
 
 /// A served disk and its control socket.
 fn serve(scratch: &Scratch) -> (Server, Control) {
-    let path = scratch.path("disk.qcow2");
-    command(&["create", str(&path), "64M"]).success();
+    let path = new_image(scratch, "disk.qcow2", "64M");
     command(&["bitmap", "add", str(&path), "old"]).success();
-    let socket = scratch.socket("control");
-    let server =
-        Serve::new(scratch, &path).option("--control", &socket).option("-B", "old").start();
-    (server, Control::connect(&socket))
+    Serve::new(scratch, &path).option("-B", "old").start_with_control(scratch)
 }
 
 #[test]
@@ -255,8 +251,7 @@ fn disks_without_bitmaps_and_those_that_are_only_read_say_so() {
     let (server, mut control) = serve(&scratch);
     let raw = scratch.image("raw.img", 1 << 20);
     control.get("disk.open", json!({ "path": raw.path() }));
-    let other = scratch.path("other.qcow2");
-    command(&["create", str(&other), "1M"]).success();
+    let other = new_image(&scratch, "other.qcow2", "1M");
     command(&["bitmap", "add", str(&other), "a"]).success();
     control.get("disk.open", json!({ "path": other, "read-only": true, "bitmaps": ["a"] }));
     let missing = json!({ "path": other, "name": "x", "read-only": true, "bitmaps": ["b"] });

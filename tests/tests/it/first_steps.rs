@@ -11,7 +11,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{
     Scratch, Serve, blockhouse, eventually,
-    image_tool::{command, str},
+    image_tool::{command, new_image, str},
     need, require, run, tool,
 };
 use serde_json::json;
@@ -21,8 +21,7 @@ const LONG: Duration = Duration::from_secs(60);
 #[test]
 fn a_wrong_command_line_of_check_is_no_corrupt_image() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "1M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "1M");
     for words in [
         &["check"][..],
         &["check", "--nope", str(&image)],

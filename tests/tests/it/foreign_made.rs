@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
+use blockhouse_tests::image_tool::{command, json, new_image, qemu_img, qemu_io, str};
 use blockhouse_tests::{Outcome, Scratch, blockhouse, need, random_disk, require, run, seeded};
 
 /// A kind of image that is made.
@@ -243,8 +243,7 @@ fn a_vmdk_copy_with_a_parent_has_the_grains_that_differ() {
 fn a_vmdk_disk_may_be_longer_than_its_file_can_be() {
     require!(need::tools(&["qemu-io"]));
     let scratch = Scratch::new();
-    let far = scratch.path("far.vmdk");
-    command(&["create", str(&far), "2100G"]).success();
+    let far = new_image(&scratch, "far.vmdk", "2100G");
     qemu_io("vmdk", &far, &["write -P 7 2090G 64k", "read -P 0 1k 4k", "read -P 7 2090G 64k"]);
     let told = json(&command(&["info", "--json", str(&far)]).success());
     assert_eq!(told["virtual-size"], 2100_u64 << 30);

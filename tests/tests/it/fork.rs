@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Framing, Greeted};
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
@@ -20,9 +20,7 @@ const JOBS: &str = include_str!("../../../docs/jobs.md");
 
 /// A new image of the usual size.
 pub(crate) fn image(scratch: &Scratch, name: &str) -> PathBuf {
-    let path = scratch.path(name);
-    command(&["create", str(&path), &SIZE.to_string()]).success();
-    path
+    new_image(scratch, name, &SIZE.to_string())
 }
 
 /// Whether the disk of an image is this, as QEMU reads it, and QEMU finds the image in order.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blockhouse_tests::{
     Scratch, Serve, blockhouse,
-    image_tool::{command, json, qemu_img, qemu_io, str},
+    image_tool::{command, json, new_image, qemu_img, qemu_io, str},
     need, random_bytes, require, run, seeded, tool, wait_for_exit,
 };
 use rustix::process::{Pid, Signal, kill_process};
@@ -68,8 +68,7 @@ fn options_of_an_image_are_explained() {
 #[test]
 fn an_image_in_use_can_be_looked_at() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "1M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "1M");
     let server = Serve::new(&scratch, &image).start();
     for name in ["map", "check"] {
         let locked = command(&[name, str(&image)]);

@@ -98,9 +98,7 @@ fn send_with(socket: &UnixStream, descriptors: &[BorrowedFd<'_>]) {
 }
 
 fn image(scratch: &Scratch) -> std::path::PathBuf {
-    let image = scratch.path("own.qcow2");
-    image_tool::command(&["create", image_tool::str(&image), "64M"]).success();
-    image
+    image_tool::new_image(scratch, "own.qcow2", "64M")
 }
 
 /// A disk of an offer.

@@ -3,8 +3,7 @@
 
 use std::path::Path;
 
-use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{Scratch, Serve, need, require, run, tool};
 use serde_json::json;
@@ -100,11 +99,8 @@ fn a_disk_does_not_outgrow_its_bitmaps() {
 #[test]
 fn no_more_bitmaps_are_enabled_than_changes_are_recorded_in() {
     let scratch = Scratch::new();
-    let path = scratch.path("disk.qcow2");
-    command(&["create", str(&path), "16M"]).success();
-    let control = scratch.socket("control");
-    let server = Serve::new(&scratch, &path).option("--control", &control).start();
-    let mut control = Control::connect(&control);
+    let path = new_image(&scratch, "disk.qcow2", "16M");
+    let (server, mut control) = Serve::new(&scratch, &path).start_with_control(&scratch);
     let named = |name: &str| json!({ "disk": "disk.qcow2", "name": name });
     for number in 0..MAX_ENABLED {
         control.get("bitmap.add", named(&format!("b{number}")));

@@ -8,7 +8,7 @@ use std::process::{Command, Output, Stdio};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{
     LoopDevice, Outcome, Scratch, Serve, blockhouse,
-    image_tool::{command, json, qemu_img, str},
+    image_tool::{command, json, new_image, qemu_img, str},
     need, require, run, tool,
 };
 use serde_json::Value;
@@ -70,8 +70,7 @@ fn a_size_to_create_is_rounded_up_to_whole_sectors() {
 fn a_qcow2_size_with_a_part_of_a_sector_is_rounded_down_as_by_qemu() {
     require!(need::tools(&["qemu-img"]));
     let scratch = Scratch::new();
-    let path = scratch.path("odd.qcow2");
-    command(&["create", str(&path), "1M"]).success();
+    let path = new_image(&scratch, "odd.qcow2", "1M");
     let file = std::fs::OpenOptions::new().write(true).open(&path).expect("an image");
     file.write_all_at(&((1_u64 << 20) - 100).to_be_bytes(), 24).expect("it can be written");
     let ours = json(&command(&["info", "--json", str(&path)]).success());
@@ -132,11 +131,9 @@ fn a_raw_image_does_not_get_the_name_of_another_format_silently() {
         std::fs::remove_file(&path).expect("it was made as it was asked for");
         command(&["convert", "--format", "raw", source.str(), str(&path)]).success();
     }
-    let upper = scratch.path("a.QCOW2");
-    command(&["create", str(&upper), "1M"]).success();
+    let upper = new_image(&scratch, "a.QCOW2", "1M");
     assert_eq!(std::fs::read(&upper).expect("an image")[..4], *b"QFI\xfb");
-    let other = scratch.path("a.VMDK");
-    command(&["create", str(&other), "1M"]).success();
+    let other = new_image(&scratch, "a.VMDK", "1M");
     assert_eq!(std::fs::read(&other).expect("an image")[..4], *b"KDMV");
 }
 
@@ -343,8 +340,7 @@ fn printed_to(words: &[&str], output: impl Into<Stdio>) -> Output {
 #[test]
 fn a_result_that_cannot_be_printed_is_an_error() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "1M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "1M");
     command(&["snapshot", "create", str(&image), "one"]).success();
     for (words, status) in printing(str(&image)) {
         let full = OpenOptions::new().write(true).open("/dev/full").expect("it is always there");
@@ -359,8 +355,7 @@ fn a_result_that_cannot_be_printed_is_an_error() {
 #[test]
 fn a_reader_that_is_gone_ends_a_command_without_a_word() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "1M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "1M");
     command(&["snapshot", "create", str(&image), "one"]).success();
     for (words, _) in printing(str(&image)) {
         let (reader, writer) = std::io::pipe().expect("a pipe");

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use blockhouse_tests::{
     LoopDevice, Outcome, Scratch,
-    image_tool::{command, json, qemu_img, str},
+    image_tool::{command, json, new_image, qemu_img, str},
     need, require, run, tool,
 };
 use serde_json::Value;
@@ -224,8 +224,7 @@ fn what_cannot_be_checked_has_an_exit_status_of_its_own() {
 #[test]
 fn an_image_without_errors_is_said_to_be_one() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "8M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "8M");
     let text = command(&["check", str(&image)]).success().stdout;
     assert!(text.contains("No errors were found"), "{text}");
 }

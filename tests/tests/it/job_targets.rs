@@ -6,7 +6,7 @@ use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, str};
+use blockhouse_tests::image_tool::{new_image, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri, tool};
 use serde_json::{Value, json};
@@ -18,11 +18,8 @@ const FAILED: i64 = -32000;
 const LONG: Duration = Duration::from_secs(60);
 
 fn serve(scratch: &Scratch, name: &str) -> (Server, Control) {
-    let image = scratch.path(name);
-    command(&["create", str(&image), &SIZE.to_string()]).success();
-    let socket = scratch.socket("control");
-    let server = Serve::new(scratch, &image).option("--control", &socket).start();
-    (server, Control::connect(&socket))
+    let image = new_image(scratch, name, &SIZE.to_string());
+    Serve::new(scratch, &image).start_with_control(scratch)
 }
 
 fn status(control: &mut Control) -> Value {

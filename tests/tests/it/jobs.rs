@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
 use blockhouse_tests::{Outcome, Scratch, Serve, Server, eventually, nbd_uri, seeded, tool};
 use fastrand::Rng;
@@ -25,9 +25,7 @@ pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// A server with one disk at the socket `nbd`, and its control socket.
 pub(crate) fn serve(scratch: &Scratch, image: &Path) -> (Server, Control) {
-    let socket = scratch.socket("control");
-    let server = Serve::new(scratch, image).option("--control", &socket).start();
-    (server, Control::connect(&socket))
+    Serve::new(scratch, image).start_with_control(scratch)
 }
 
 pub(crate) fn ctl(scratch: &Scratch, words: &[&str]) -> Outcome {
@@ -209,9 +207,7 @@ impl Drop for Foreign {
 }
 
 fn image(scratch: &Scratch, name: &str) -> PathBuf {
-    let path = scratch.path(name);
-    command(&["create", str(&path), &SIZE.to_string()]).success();
-    path
+    new_image(scratch, name, &SIZE.to_string())
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use blkio::{Blkio, Blkioq, Completion, MemoryRegion, ReqFlags};
-use blockhouse_tests::image_tool::{command, str};
+use blockhouse_tests::image_tool::{command, new_image, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{Scratch, Serve, eventually};
 
@@ -72,8 +72,7 @@ fn none() -> ReqFlags {
 #[test]
 fn every_request_of_libblkio_is_served_in_several_queues() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), &SIZE.to_string()]).success();
+    let image = new_image(&scratch, "disk.qcow2", &SIZE.to_string());
     let socket = scratch.socket("vu");
     let server = Serve::new(&scratch, &image).option("--vhost-user-blk", &socket);
     let server = server.option("--queues", "4").start();

@@ -176,9 +176,7 @@ fn limits_are_changed_while_requests_wait() {
 fn disks_join_and_leave_groups_while_they_are_served() {
     let scratch = Scratch::new();
     let [first, second] = ["first", "second"].map(|name| scratch.image(name, 1 << 20));
-    let socket = scratch.socket("control");
-    let server = Serve::new(&scratch, first.path()).option("--control", &socket).start();
-    let mut control = Control::connect(&socket);
+    let (server, mut control) = Serve::new(&scratch, first.path()).start_with_control(&scratch);
     let limits = |control: &mut Control, disk| {
         control.get("limit.get", json!({ "disk": disk }))[0]["limits"].clone()
     };

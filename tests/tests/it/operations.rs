@@ -5,7 +5,7 @@ use std::process::Command;
 
 use blockhouse_tests::{
     Scratch, Serve, blockhouse,
-    image_tool::{command, str},
+    image_tool::{command, new_image, str},
     need, require, run, tool,
     typed::{Folder, Serving, commands},
 };
@@ -141,8 +141,7 @@ fn the_server_of_the_pod_serves_with_its_rights() {
     let scratch = Scratch::in_memory();
     let (words, user) = pod(&scratch);
     assert_eq!(words[0], "serve");
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "64M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "64M");
     let binary = scratch.path("blockhouse");
     std::fs::copy(blockhouse(), &binary).expect("room");
     // The effect of fsGroup in Kubernetes: folders that the group may write.

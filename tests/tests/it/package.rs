@@ -13,7 +13,7 @@ use blockhouse_tests::nbd::Client;
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{
     Scratch, Serve, Trace, blockhouse, eventually,
-    image_tool::{command, str},
+    image_tool::{command, new_image, str},
     nbd_uri, need, require, run, run_within, tool, wait_for_exit,
 };
 use rustix::process::{Pid, Signal, kill_process};
@@ -223,8 +223,7 @@ impl Drop for Activated {
 fn the_command_of_the_service_serves_at_the_socket_of_the_service_manager() {
     require!(need::tools(&["systemd-socket-activate", "qemu-img"]));
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "64M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "64M");
     // The effect of RuntimeDirectory=, on a tmpfs as /run is.
     let memory = Scratch::in_memory();
     let runtime = memory.path("run");

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, json, str};
+use blockhouse_tests::image_tool::{command, json, new_image, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::upgrade::Servers;
@@ -21,8 +21,7 @@ const LONG: Duration = Duration::from_secs(60);
 const FAILED: i64 = -32000;
 
 fn image(scratch: &Scratch) -> PathBuf {
-    let path = scratch.path("disk.img");
-    command(&["create", str(&path), "64M"]).success();
+    let path = new_image(scratch, "disk.img", "64M");
     command(&["bitmap", "add", str(&path), "changes"]).success();
     path
 }
@@ -303,9 +302,7 @@ fn sizes_change_with_the_side_file() {
 }
 
 fn plain(scratch: &Scratch) -> PathBuf {
-    let path = scratch.path("disk.img");
-    command(&["create", str(&path), "64M"]).success();
-    path
+    new_image(scratch, "disk.img", "64M")
 }
 
 fn covers(found: &[(u64, u64)], at: u64, length: u64) -> bool {
@@ -471,8 +468,7 @@ fn a_served_image_that_cannot_have_a_side_file_goes_on_without() {
 #[test]
 fn a_side_file_needs_no_permission_to_lead_to_its_image() {
     let scratch = Scratch::new();
-    let image = scratch.path(".disk.img");
-    command(&["create", str(&image), "1M"]).success();
+    let image = new_image(&scratch, ".disk.img", "1M");
     for name in ["first", "second"] {
         command(&["bitmap", "add", "--no-references", str(&image), name]).success();
     }
@@ -482,8 +478,7 @@ fn a_side_file_needs_no_permission_to_lead_to_its_image() {
 #[test]
 fn a_first_bitmap_that_cannot_be_had_leaves_no_side_file() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.img");
-    command(&["create", str(&image), "64M"]).success();
+    let image = new_image(&scratch, "disk.img", "64M");
     let long = "n".repeat(2000);
     command(&["bitmap", "add", str(&image), &long]).failure("name");
     assert!(!side_file(&image).exists());

@@ -154,10 +154,8 @@ fn each_write_before_is_kept_and_each_after_is_refused() {
 fn what_was_opened_for_reading_stays_so() {
     let scratch = Scratch::new();
     let image = scratch.image("disk", MIB);
-    let socket = scratch.socket("control");
-    let serve = Serve::new(&scratch, image.path()).option("--control", &socket);
-    let server = serve.flag("--read-only").start();
-    let mut control = Control::connect(&socket);
+    let serve = Serve::new(&scratch, image.path());
+    let (server, mut control) = serve.flag("--read-only").start_with_control(&scratch);
     let writable = json!({ "disk": "disk", "read-only": false });
     control.refused("disk.set", writable, -32000, &["opened for reading only", "open it again"]);
     control.get("disk.set", json!({ "disk": "disk", "read-only": true }));

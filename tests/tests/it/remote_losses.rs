@@ -80,9 +80,7 @@ fn a_mirror_to_a_server_that_lost_its_cache_fails() {
     let scratch = Scratch::new();
     let (mut origin, uri) = origin(&scratch);
     let source = scratch.image_of("a.img", &vec![7; SIZE]);
-    let control = scratch.socket("control");
-    let server = Serve::new(&scratch, source.path()).option("--control", &control).start();
-    let mut control = Control::connect(&control);
+    let (server, mut control) = Serve::new(&scratch, source.path()).start_with_control(&scratch);
     let start =
         json!({ "kind": "mirror", "disk": "a.img", "target": uri, "overwrite": true, "job": "m" });
     control.get("job.start", start);

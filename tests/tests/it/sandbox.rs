@@ -26,9 +26,7 @@ const NOT_PERMITTED: &str = "Operation not permitted (os error 1)";
 const DENIED: &str = "Permission denied (os error 13)";
 
 fn image(scratch: &Scratch) -> PathBuf {
-    let image = scratch.path("disk.qcow2");
-    image_tool::command(&["create", image_tool::str(&image), "64M"]).success();
-    image
+    image_tool::new_image(scratch, "disk.qcow2", "64M")
 }
 
 /// A server that tries these things before it is ready.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use blockhouse_tests::nbd::{Address, Client, flag};
 use blockhouse_tests::{
     Outcome, Scratch, Serve, Server,
-    image_tool::{command, qemu_img, str},
+    image_tool::{command, new_image, qemu_img, str},
     need, require, run_within, seeded, tool,
 };
 use fastrand::Rng;
@@ -316,8 +316,7 @@ const LIST: &[u8] =
 #[test]
 fn nonsense_on_the_socket_harms_nobody() {
     let scratch = Scratch::new();
-    let path = scratch.path("disk.qcow2");
-    command(&["create", str(&path), "1M"]).success();
+    let path = new_image(&scratch, "disk.qcow2", "1M");
     let (server, socket) = serve(&scratch, &path);
     let mut stream = connect(&socket);
     let mut random = seeded();

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::{
     Scratch, Serve, Server, Trace,
-    image_tool::{command, str},
+    image_tool::{command, new_image, str},
     nbd_uri, need, require, run, tool,
 };
 use serde_json::json;
@@ -153,8 +153,7 @@ fn modes_and_groups_that_make_no_sense_are_wrong_usage() {
 #[test]
 fn a_control_socket_answers_what_it_is_for() {
     let scratch = Scratch::new();
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "1M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "1M");
     let socket = scratch.socket("control");
     for (options, answered, refused) in [
         (",read-only", &["disk.list", "stats.get"][..], &["disk.close", "snapshot.create"][..]),

@@ -22,9 +22,7 @@ impl Rig {
     fn start() -> Self {
         let scratch = Scratch::new();
         let image = scratch.image("disk.img", 8 * MIB);
-        let socket = scratch.socket("control");
-        let server = Serve::new(&scratch, image.path()).option("--control", &socket).start();
-        let mut control = Control::connect(&socket);
+        let (server, mut control) = Serve::new(&scratch, image.path()).start_with_control(&scratch);
         let disks = control.get("disk.list", json!({}));
         let disk = disks[0]["disk"].as_str().expect("a name").to_owned();
         Self { scratch, server, control, disk }

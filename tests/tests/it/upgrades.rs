@@ -112,8 +112,7 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
 fn a_disk_that_is_being_filled_is_flushed_before_the_pause_whose_parts_are_told() {
     let scratch = Scratch::new();
     let servers = Servers(&scratch);
-    let image = scratch.path("filled.qcow2");
-    image_tool::command(&["create", image_tool::str(&image), "1T"]).success();
+    let image = image_tool::new_image(&scratch, "filled.qcow2", "1T");
     let control = scratch.socket("control");
     let server = Serve::new(&scratch, &image).option("--control", &control).start();
     let (client, load) = (Client::open_with(&server.address(), Framing::Extended), Load::default());

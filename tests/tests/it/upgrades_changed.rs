@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::guest::Guest;
-use blockhouse_tests::image_tool::{command, qemu_img, str};
+use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::upgrade::{Servers, upgrade};
@@ -165,8 +165,7 @@ fn a_disk_that_a_mirror_has_moved_is_handed_over_at_its_new_place() {
 fn counters_go_on() {
     let scratch = Scratch::new();
     let servers = Servers(&scratch);
-    let image = scratch.path("disk.qcow2");
-    command(&["create", str(&image), "4M"]).success();
+    let image = new_image(&scratch, "disk.qcow2", "4M");
     let metrics = scratch.socket("metrics");
     let server = Serve::new(&scratch, &image)
         .option("--control", scratch.socket("control"))

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blockhouse_tests::{
     Outcome, Scratch, blockhouse,
-    image_tool::{command, qemu_img, str},
+    image_tool::{command, new_image, qemu_img, str},
     need, random_bytes, require, run, run_within, seeded, tool,
 };
 
@@ -70,12 +70,6 @@ fn empty_memory(scratch: &Scratch, name: &str) -> PathBuf {
     path
 }
 
-fn new_image(scratch: &Scratch, name: &str) -> PathBuf {
-    let path = scratch.path(name);
-    command(&["create", str(&path), "64M"]).success();
-    path
-}
-
 #[test]
 fn qemu_and_we_exchange_the_state_of_a_machine() {
     require!(need::tools(&["qemu-img", "qemu-system-x86_64"]));
@@ -84,7 +78,7 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
     let blockhouse = str(blockhouse());
 
     // A state that QEMU streams is stored by ours, and QEMU starts from it.
-    let ours = new_image(&scratch, "ours.qcow2");
+    let ours = new_image(&scratch, "ours.qcow2", "64M");
     let migrate = format!(
         "migrate_set_parameter max-bandwidth 100G\n\
          migrate \"exec:{blockhouse} vmstate save {} one\"\ninfo migrate\n",
@@ -110,11 +104,11 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
     same_memory(&memory, &received);
 
     // A state that QEMU stores is read byte for byte: stored by us again, QEMU starts from it.
-    let theirs = new_image(&scratch, "theirs.qcow2");
+    let theirs = new_image(&scratch, "theirs.qcow2", "64M");
     machine(&memory, &["-drive", &drive(&theirs)], "savevm two\n");
     let listed = command(&["snapshot", "list", str(&theirs)]).success().stdout;
     assert!(listed.contains("two"), "{listed}");
-    let copy = new_image(&scratch, "copy.qcow2");
+    let copy = new_image(&scratch, "copy.qcow2", "64M");
     let script = format!(
         "{blockhouse} vmstate load {0} two | tee {2} | {blockhouse} vmstate save {1} two && \
          {blockhouse} vmstate load {1} two | cmp - {2}",
@@ -155,7 +149,7 @@ fn packed_states_are_started_from_too() {
 fn a_state_that_ends_early_becomes_no_snapshot() {
     require!(need::tools(&["qemu-img"]));
     let scratch = Scratch::new();
-    let image = new_image(&scratch, "disk.qcow2");
+    let image = new_image(&scratch, "disk.qcow2", "64M");
     let save = |stream: &[u8]| {
         let path = scratch.path("stream");
         std::fs::write(&path, stream).expect("room");

@@ -49,10 +49,8 @@ impl Stopped {
     }
 
     fn serve(&self) -> (Server, Control) {
-        let socket = self.scratch.socket("control");
-        let serve = Serve::new(&self.scratch, &self.overlay()).option("--control", &socket);
-        let server = serve.flag("--allow-remote").start();
-        (server, Control::connect(&socket))
+        let serve = Serve::new(&self.scratch, &self.overlay());
+        serve.flag("--allow-remote").start_with_control(&self.scratch)
     }
 
     /// Clusters of the image's own, then the base stops, and a read and a write wait for it. The
