@@ -219,16 +219,17 @@ impl Opened {
             Err(error) if setup.hand_over => tracing::error!("{error:#}"),
             outcome => outcome?,
         }
-        if let (Some(socket), Some(own)) = (control, loops.control) {
-            let answers = setup.server.control.as_ref().map(|control| control.answers.clone());
-            service.add_control(socket, answers.unwrap_or_default(), own, upgrades.clone())?;
-        }
         match configured {
             Some(configured) => service.running().configuration().set(configured),
             None => service.running().set_all_configured(),
         }
         service.add_jobs(loops.jobs);
         service.add_reloads(loops.reloads);
+        // A reload that came before the configuration is known would close no disk.
+        if let (Some(socket), Some(own)) = (control, loops.control) {
+            let answers = setup.server.control.as_ref().map(|control| control.answers.clone());
+            service.add_control(socket, answers.unwrap_or_default(), own, upgrades.clone())?;
+        }
         Ok(service)
     }
 }
