@@ -1,6 +1,8 @@
 //! Upgrades of servers whose disks, exports and limits were changed while they ran: the new server
 //! has what the old one had.
 
+use std::io::Read;
+use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
@@ -82,6 +84,8 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     let before = listed(&mut control);
     for round in 1..=2 {
         control = upgraded(&scratch, &servers);
+        // A front-end is listed when its thread runs.
+        eventually(LONG, || listed(&mut control) == before);
         assert_eq!(listed(&mut control), before, "upgrade {round}");
         assert_eq!(client.read(0, 4096), Ok(vec![7; 4096]), "the same connection");
         guest.write(0, 16, 4 + round);
@@ -123,6 +127,40 @@ fn a_disk_that_is_read_only_refuses_writes_in_the_new_server() {
     assert_eq!(client.write(0, &[1; 512], 0), EPERM);
     control.get("disk.set", json!({ "disk": "disk", "read-only": false }));
     assert_eq!(client.write(0, &[1; 512], 0), 0);
+    servers.stop();
+    drop(server);
+}
+
+#[test]
+fn a_write_threshold_and_an_added_socket_are_handed_over() {
+    let scratch = Scratch::new();
+    let servers = Servers(&scratch);
+    let (image, own) = (scratch.path("disk.qcow2"), scratch.socket("own"));
+    command(&["create", str(&image), "4M"]).success();
+    let line = Serve::new(&scratch, &image).option("--control", scratch.socket("control"));
+    let server = line.start();
+    let mut control = Control::connect(&scratch.socket("control"));
+    let threshold = json!({ "disk": "disk.qcow2", "write-threshold": MIB });
+    control.get("disk.set", threshold);
+    control.get("socket.add", json!({ "address": nbd_uri("", &own), "max-connections": 1 }));
+    let export = nbd_uri("s", &own);
+    control.get("export.add", json!({ "disk": "disk.qcow2", "export": export }));
+    for _ in 0..2 {
+        control = upgraded(&scratch, &servers);
+    }
+    control.get("event.subscribe", json!({ "events": ["disk.write-threshold"] }));
+    let mut client = Client::at(&own, "s");
+    let mut second = UnixStream::connect(&own).expect("it listens");
+    second.set_read_timeout(Some(Duration::from_millis(300))).expect("a socket");
+    assert!(second.read(&mut [0]).is_err(), "one client at a time");
+    assert_eq!(client.write(0, &[1; 2 * MIB as usize], 0), 0);
+    let event = control.event();
+    assert_eq!((&event["disk"], &event["threshold"]), (&json!("disk.qcow2"), &json!(MIB)));
+    drop((client, second));
+    control.get("export.remove", json!({ "export": export }));
+    assert!(own.exists(), "it listens while it has no exports");
+    control.get("socket.remove", json!({ "address": nbd_uri("", &own) }));
+    assert!(!own.exists());
     servers.stop();
     drop(server);
 }

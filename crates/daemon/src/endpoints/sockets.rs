@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::net::{IpAddr, ToSocketAddrs};
+use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -28,11 +29,14 @@ pub struct ListenSocket {
     pub offers: Vec<Offer>,
     /// The connections that another process has paused.
     pub connections: Vec<(Stream, PausedSession)>,
+    /// How many connections it has at most, if it was added by control: it listens while it has no
+    /// exports, too.
+    pub added: Option<Option<NonZeroUsize>>,
 }
 
 impl ListenSocket {
     fn new(bound: BoundSocket, security: Security, offers: Vec<Offer>) -> Self {
-        Self { bound, security, offers, connections: Vec::new() }
+        Self { bound, security, offers, connections: Vec::new(), added: None }
     }
 }
 

@@ -208,7 +208,8 @@ fn listen_socket(
     (handed, connections): (Handed<Socket>, Vec<(Stream, PausedSession)>),
 ) -> ListenSocket {
     let (socket, descriptor, file) = handed;
-    let Socket { address, has_file: _, needs_tls, exports, read_only, without_depth } = socket;
+    let Socket { address, has_file: _, needs_tls, exports, read_only, without_depth, added } =
+        socket;
     let offers = exports.into_iter().map(|(name, image)| {
         let access = access(read_only.contains(&name));
         let rights = ExportRights { access, has_depth: !without_depth.contains(&name) };
@@ -219,6 +220,7 @@ fn listen_socket(
         security: if needs_tls { Security::Tls } else { Security::Plain },
         offers: offers.collect(),
         connections,
+        added: added.map(|added| added.max_connections),
     }
 }
 
@@ -307,7 +309,15 @@ impl Offered {
 impl OfferedDisk {
     /// Takes the descriptors of its files, in their order.
     fn new(disk: Disk, take: &mut impl FnMut(bool) -> Result<Option<OwnedFd>>) -> Result<Self> {
-        let Disk { opened, moved, is_protected, limits, files: records, stands_on } = disk;
+        let Disk {
+            opened,
+            moved,
+            is_protected,
+            limits,
+            write_threshold,
+            files: records,
+            stands_on,
+        } = disk;
         let mut files = Vec::new();
         for File { path, has_tail, has_flushed } in records {
             let file = take(true)?.context("a descriptor is missing")?;
@@ -317,6 +327,7 @@ impl OfferedDisk {
         let earlier = EarlierLife {
             moved: moved.map(MovedTo::moved).transpose()?,
             limits: limits.map(Limits::config).transpose()?.unwrap_or_default(),
+            write_threshold,
         };
         Ok(Self { setup: opened.config()?, earlier, is_protected, files, stands_on })
     }

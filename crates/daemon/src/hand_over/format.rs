@@ -29,6 +29,8 @@
 //! eventfd for changes of the log, the socket for messages to it, and for each ring those for the
 //! guest's kicks, for notifying the driver and for errors, as far as it has them.
 
+use std::num::NonZeroUsize;
+
 use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
 use blockhouse_vhost_user::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
@@ -107,6 +109,18 @@ pub struct Socket {
     /// The names of those whose clients may not ask which image of the chain has the data.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub without_depth: Vec<String>,
+    /// What was said of it if it was added by control.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub added: Option<AddedSocket>,
+}
+
+/// A socket that listens while it has no exports, too.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct AddedSocket {
+    /// How many connections it has at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_connections: Option<NonZeroUsize>,
 }
 
 /// A vhost-user-blk device.

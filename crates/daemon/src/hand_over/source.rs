@@ -28,7 +28,8 @@ use super::fault::{Step, reach};
 use super::format::counters::Counts;
 use super::format::disk::{Configured, Disk, File, Limits, MovedTo, Opened, StandsOn};
 use super::format::{
-    Address, Connection, Device, Listening, Message, Offer, Socket, Ublk, VERSION, Yours,
+    AddedSocket, Address, Connection, Device, Listening, Message, Offer, Socket, Ublk, VERSION,
+    Yours,
 };
 use super::frontends;
 use crate::control::Closed;
@@ -422,6 +423,7 @@ fn offer_of<'a>(
             needs_tls: socket.security() == Security::Tls,
             read_only: names(|rights| rights.access == Access::ReadOnly),
             without_depth: names(|rights| !rights.has_depth),
+            added: socket.added().map(|max_connections| AddedSocket { max_connections }),
             exports: exports.into_iter().map(|export| (export.name, export.image)).collect(),
         });
     }
@@ -516,6 +518,7 @@ fn disk_record<'a>(
         moved: running.moved().as_ref().map(MovedTo::from),
         is_protected: disk.access() != disk.image().access(),
         limits: Limits::of(&running.limits())?,
+        write_threshold: running.write_threshold(),
         files,
         stands_on: shared.map(|(_, stands_on)| stands_on),
     };

@@ -141,6 +141,8 @@ pub(crate) struct EarlierLife {
     pub(crate) moved: Option<Moved>,
     /// The limits that it has.
     pub(crate) limits: LimitsConfig,
+    /// The use of its image's storage above which an event reports it.
+    pub(crate) write_threshold: Option<u64>,
 }
 
 fn uses_page_cache(file: &HostFile) -> bool {

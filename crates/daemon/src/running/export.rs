@@ -1,7 +1,8 @@
 //! Exports that are served, and the sockets and devices at which they are.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockhouse_config::export_address::ExportAddress;
 use blockhouse_config::offers::ExportRights;
@@ -66,6 +67,11 @@ impl ServedSocket {
     /// Its file, if this process is to remove that.
     pub(crate) fn file(&self) -> Option<&SocketFile> {
         self.file.as_ref()
+    }
+
+    /// How many connections it has at most, if it listens while it has no exports.
+    pub(crate) fn added(&self) -> Option<Option<NonZeroUsize>> {
+        self.is_kept.load(Ordering::SeqCst).then(|| self.exports.max_connections())
     }
 }
 

@@ -235,12 +235,17 @@ impl ExportList {
         let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
         let (address, security) = (bound.address.clone(), security_of(tls.as_ref()));
         self.serve_socket(bound, security, Vec::new(), Vec::new())?;
-        let socket = self.state.lock().socket(&address);
+        self.keep_socket(&address, max_connections);
+        Ok(NbdUri { security, address, export })
+    }
+
+    /// Has a socket listen while it has no exports, too, and limits its connections.
+    pub(crate) fn keep_socket(&self, address: &Address, max_connections: Option<NonZeroUsize>) {
+        let socket = self.state.lock().socket(address);
         if let Some(socket) = socket {
             socket.is_kept.store(true, Ordering::SeqCst);
             max_connections.into_iter().for_each(|max| socket.exports.limit_connections(max));
         }
-        Ok(NbdUri { security, address, export })
     }
 
     /// Undoes [`add_socket`](Self::add_socket): the socket is closed when it has no exports. The

@@ -47,10 +47,15 @@ pub(crate) async fn set_write_threshold(
             "the disk {name:?} has no write threshold: only a qcow2 image that has its own data tells how much of its file it uses"
         );
     }
-    if claimed.disk.room.set_write_threshold(threshold) {
-        begin_watch(running, &claimed.disk);
-    }
+    watch_use(running, &claimed.disk, threshold);
     Ok(())
+}
+
+/// As [`set_write_threshold`], of a disk that is claimed or not served yet.
+pub(crate) fn watch_use(running: &Running, disk: &Arc<RunningDisk>, threshold: Option<u64>) {
+    if disk.room.set_write_threshold(threshold) {
+        begin_watch(running, disk);
+    }
 }
 
 /// As [`set_threshold`], of a disk that is claimed or not served yet.

@@ -29,6 +29,7 @@ use crate::process::service_manager;
 use crate::process::workers::Workers;
 use crate::qmp::{self, Qmp};
 use crate::running::reload;
+use crate::running::room::watch_use;
 use crate::running::{
     EarlierLife, OpenedDisk, Running, RunningDevice, RunningDisk, RunningExport, RunningUblk,
     ServedSocket, SocketOffer,
@@ -67,14 +68,16 @@ impl Service {
             Running::new(workers.handles(), workers.report(), setup, secrets, measured_since);
         let running = Arc::new(running);
         let disks = adopt_all(&running, disks)?;
-        for ListenSocket { bound, security, offers, connections } in sockets {
+        for ListenSocket { bound, security, offers, connections, added } in sockets {
             let offers = offers.into_iter();
             let offers = offers.map(|offer| SocketOffer {
                 name: offer.name,
                 disk: Arc::clone(&disks[offer.image]),
                 rights: offer.rights,
             });
-            running.exports().serve_socket(bound, security, offers.collect(), connections)?;
+            let (address, exports) = (bound.address.clone(), running.exports());
+            exports.serve_socket(bound, security, offers.collect(), connections)?;
+            added.into_iter().for_each(|max| exports.keep_socket(&address, max));
         }
         Ok(Self { workers, running, control: None, qmp: None, metrics: None, reloads: None })
     }
@@ -367,7 +370,10 @@ fn adopt_all(running: &Running, disks: Vec<OpenedDisk>) -> Result<Vec<Arc<Runnin
     for (disk, earlier) in &adopted {
         match earlier {
             None => running.disks().limit(disk, &disk.setup.limits)?,
-            Some(earlier) => running.disks().limit_as_before(disk, &earlier.limits)?,
+            Some(earlier) => {
+                running.disks().limit_as_before(disk, &earlier.limits)?;
+                watch_use(running, disk, earlier.write_threshold);
+            }
         }
     }
     Ok(adopted.into_iter().map(|(disk, _)| disk).collect())

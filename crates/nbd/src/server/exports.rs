@@ -242,9 +242,9 @@ impl<S: Storage> Exports<S> {
         let _ = self.0.max_connections.set(max);
     }
 
-    /// How many connections each socket has at most.
-    pub(super) fn max_connections(&self) -> usize {
-        self.0.max_connections.get().map_or(usize::MAX, |max| max.get())
+    /// How many connections each socket has at most; `None`: any number.
+    pub fn max_connections(&self) -> Option<NonZeroUsize> {
+        self.0.max_connections.get().copied()
     }
 
     /// Has no socket accept clients for them.
@@ -316,7 +316,7 @@ impl<S: Storage> Exports<S> {
             },
             smallest_block: if has_sectors { sector as u32 } else { 1 },
             preferred_block: preferred as u32,
-            is_shared: self.max_connections() > 1,
+            is_shared: self.max_connections().is_none_or(|max| max.get() > 1),
             has_depth: export.has_depth,
             bitmaps: export.bitmaps.iter().map(|bitmap| bitmap.name().to_owned()).collect(),
         }

@@ -15,6 +15,7 @@ mod peer;
 mod registry;
 
 use std::io;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Context;
@@ -125,7 +126,10 @@ impl Server {
             let _accepting = registry.begin_accepting();
             // Asked each time: clients that never stop coming must not keep it from ending.
             while registry.may_accept() && !exports.is_closed() {
-                let (of_socket, max) = (Clients::At(socket), exports.max_connections());
+                let (of_socket, max) = (
+                    Clients::At(socket),
+                    exports.max_connections().map_or(usize::MAX, NonZeroUsize::get),
+                );
                 if registry.clients(of_socket) >= max {
                     registry.wait_fewer(of_socket, max, || exports.is_closed()).await;
                     continue;

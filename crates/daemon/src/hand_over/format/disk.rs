@@ -27,6 +27,9 @@ pub struct Disk {
     pub is_protected: bool,
     /// Its limits.
     pub limits: Option<Limits>,
+    /// The bytes of its image's storage above which an event reports it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub write_threshold: Option<u64>,
     /// The files: of each image of the chain the image, then its data file if it has one.
     pub files: Vec<File>,
     /// The images under these ones.

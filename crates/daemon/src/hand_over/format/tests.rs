@@ -50,6 +50,7 @@ fn offer() -> Message {
         }),
         is_protected: true,
         limits: Some(limits),
+        write_threshold: None,
         files: vec![file("a.qcow2", true), file("base", false)],
         stands_on: None,
     };
@@ -65,6 +66,7 @@ fn offer() -> Message {
             exports: vec![("disk".into(), 0)],
             read_only: Vec::new(),
             without_depth: Vec::new(),
+            added: None,
         }],
         devices: vec![Device { socket: device, disk: 0, read_only: false }],
         ublk: vec![Ublk { id: 3, disk: 0, image: b"/a".to_vec() }],
