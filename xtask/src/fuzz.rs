@@ -15,6 +15,7 @@ use clap::Args;
 
 use lab_tools::apt;
 use lab_tools::process::{self, cargo, executables, stdout_of};
+use lab_tools::workers;
 use lab_tools::workspace::Workspace;
 
 /// Coverage as libFuzzer wants it: counters and a table of places for each edge, and calls that
@@ -81,13 +82,10 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
         replay.arg(input);
         return process::run(replay);
     }
-    for target in &targets {
+    workers::side_by_side(&targets, |target| {
         fuzz(target, options)?;
-        if options.keep {
-            keep(target)?;
-        }
-    }
-    Ok(())
+        if options.keep { keep(target) } else { Ok(()) }
+    })
 }
 
 /// Checks how the package in `fuzz/`, which is no member of the workspace, is formatted.
@@ -97,23 +95,25 @@ pub fn check_format(workspace: &Workspace) -> Result<()> {
     process::run(format)
 }
 
-/// Checks the targets' code with clippy, all warnings denied.
+/// Checks the targets' code with clippy, all warnings denied. It is compiled as the workspace is,
+/// so that what that uses, too, is not checked again.
 pub fn lint(workspace: &Workspace) -> Result<()> {
     apt::require(apt::FOR_FUZZING)?;
-    let mut clippy = instrumented("clippy", workspace)?;
-    clippy.args(["--", "-D", "warnings"]);
+    let mut clippy = cargo(["clippy", "--all-targets", "--manifest-path"]);
+    clippy.arg(workspace.root().join("fuzz/Cargo.toml"));
+    clippy.arg("--target-dir").arg(workspace.target()).args(["--", "-D", "warnings"]);
     process::run(clippy)
 }
 
-/// A cargo command for the package in `fuzz/`, with coverage. It names the host as the target,
+/// A build of the package in `fuzz/`, with coverage. It names the host as the target,
 /// because only then are the flags kept away from build scripts and procedural macros.
-fn instrumented(command: &str, workspace: &Workspace) -> Result<Command> {
+fn instrumented_build(workspace: &Workspace) -> Result<Command> {
     let mut rustc = Command::new("rustc");
     rustc.arg("-vV");
     let version = stdout_of(rustc)?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
     // Not --locked: a change of our crates' dependencies changes this lock file, too.
-    let mut cargo = cargo([command, "--release", "--manifest-path"]);
+    let mut cargo = cargo(["build", "--release", "--manifest-path"]);
     cargo.arg(workspace.root().join("fuzz/Cargo.toml"));
     cargo.arg("--target-dir").arg(workspace.target().join("fuzz"));
     cargo.args(["--target", host.context("rustc does not tell its host")?]);
@@ -123,7 +123,7 @@ fn instrumented(command: &str, workspace: &Workspace) -> Result<Command> {
 
 fn build(workspace: &Workspace, only: Option<&str>) -> Result<Vec<Target>> {
     apt::require(apt::FOR_FUZZING)?;
-    let mut build = instrumented("build", workspace)?;
+    let mut build = instrumented_build(workspace)?;
     match only {
         Some(name) => build.args(["--bin", name]),
         None => build.arg("--bins"),

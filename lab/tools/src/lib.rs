@@ -8,6 +8,7 @@
 //! - [`qemu_driver`]: a driver of QEMU's that is a module
 //! - [`block_device`]: the disk below a folder
 //! - [`control`]: a server's control socket
+//! - [`workers`]: work side by side
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
 
@@ -18,4 +19,5 @@ pub mod build;
 pub mod control;
 pub mod process;
 pub mod qemu_driver;
+pub mod workers;
 pub mod workspace;

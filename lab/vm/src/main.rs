@@ -25,16 +25,17 @@ mod strace;
 mod userland;
 
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use base::{Base, must_have_everything};
 use clap::{Parser, Subcommand, ValueEnum};
 use guest::Changes;
 use in_guest::system::FileSystem;
 use lab_tools::apt;
 use lab_tools::process::find_program;
+use lab_tools::workers;
 use lab_tools::workspace::Workspace;
 use packages::Packages;
 use power::Bitmaps;
@@ -135,46 +136,70 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
             return Ok(());
         }
     };
-    let all_started = Instant::now();
     let base = Base::prepare(workspace, packages, cache)?;
     let all = Scenario::value_variants().iter().filter(|one| **one != Scenario::Services);
     let chosen: Vec<_> = match &cli.scenarios[..] {
-        [] => all.collect(),
-        chosen => chosen.iter().collect(),
+        [] => all.copied().collect(),
+        chosen => chosen.to_vec(),
     };
-    let changes = Changes { kills: cli.kills, upgrades: cli.upgrades };
-    for scenario in chosen {
-        let started = Instant::now();
-        println!("vm: {scenario:?} ...");
-        let result = match scenario {
-            Scenario::Fua => scenarios::fua(&base),
-            Scenario::FirstWrites => scenarios::first_writes(&base),
-            Scenario::Power => power::scenario::run(&base, Bitmaps::None),
-            Scenario::PowerBitmaps => power::scenario::run(&base, Bitmaps::SideFile),
-            Scenario::Volume => scenarios::volume(&base),
-            Scenario::Guest => guest::run(&base, Export::Nbd, FileSystem::Ext4, changes),
-            Scenario::GuestVhostUser => {
-                guest::run(&base, Export::VhostUser, FileSystem::Xfs, changes)
-            }
-            Scenario::Nbd => scenarios::nbd(&base),
-            Scenario::Ublk => scenarios::ublk(&base, changes),
-            Scenario::UblkCosts => {
-                let optimized = cli.optimized.then(|| base.optimized(workspace)).transpose();
-                optimized.and_then(|archive| scenarios::ublk_costs(&base, archive.as_deref()))
-            }
-            Scenario::UblkNvme => scenarios::ublk_nvme(&base),
-            Scenario::UblkHostile => scenarios::ublk_hostile(&base),
-            Scenario::AttachNbd => scenarios::attach_nbd(&base),
-            Scenario::IoPoll => scenarios::io_poll(&base),
-            Scenario::LostWrites => scenarios::lost_writes(&base),
-            Scenario::Services => scenarios::services(&base),
-        };
-        let verdict = if result.is_ok() { "ok" } else { "FAILED" };
-        println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());
-        result.with_context(|| format!("scenario {scenario:?}"))?;
+    match chosen[..] {
+        [scenario] => run_one(workspace, &base, scenario, cli),
+        _ => run_side_by_side(&base, &chosen, cli),
     }
-    println!("vm: all ok after {:.1} s", all_started.elapsed().as_secs_f64());
+}
+
+/// Runs each of `scenarios` as a process of its own, as many at a time as there are processors:
+/// an emulated machine keeps one busy. The output of each is printed when it ends.
+fn run_side_by_side(base: &Base, scenarios: &[Scenario], cli: &Cli) -> Result<()> {
+    let started = Instant::now();
+    // The processes find the newer kernel ready, too.
+    base.kernels()?;
+    workers::side_by_side(scenarios, |scenario| run_process(*scenario, cli))?;
+    println!("vm: all ok after {:.1} s", started.elapsed().as_secs_f64());
     Ok(())
+}
+
+fn run_process(scenario: Scenario, cli: &Cli) -> Result<()> {
+    let name = scenario.to_possible_value().context("a scenario without a name")?;
+    let mut process = Command::new(std::env::current_exe().context("cannot find this program")?);
+    process.arg(name.get_name());
+    process.args(["--kills", &cli.kills.to_string(), "--upgrades", &cli.upgrades.to_string()]);
+    process.args(cli.optimized.then_some("--optimized"));
+    // Its errors are seen at once, between the output of others.
+    let output = process.stdin(Stdio::null()).stderr(Stdio::inherit()).output()?;
+    print!("{}", String::from_utf8_lossy(&output.stdout));
+    ensure!(output.status.success(), "scenario {scenario:?} failed");
+    Ok(())
+}
+
+fn run_one(workspace: &Workspace, base: &Base, scenario: Scenario, cli: &Cli) -> Result<()> {
+    let changes = Changes { kills: cli.kills, upgrades: cli.upgrades };
+    let started = Instant::now();
+    println!("vm: {scenario:?} ...");
+    let result = match scenario {
+        Scenario::Fua => scenarios::fua(base),
+        Scenario::FirstWrites => scenarios::first_writes(base),
+        Scenario::Power => power::scenario::run(base, Bitmaps::None),
+        Scenario::PowerBitmaps => power::scenario::run(base, Bitmaps::SideFile),
+        Scenario::Volume => scenarios::volume(base),
+        Scenario::Guest => guest::run(base, Export::Nbd, FileSystem::Ext4, changes),
+        Scenario::GuestVhostUser => guest::run(base, Export::VhostUser, FileSystem::Xfs, changes),
+        Scenario::Nbd => scenarios::nbd(base),
+        Scenario::Ublk => scenarios::ublk(base, changes),
+        Scenario::UblkCosts => {
+            let optimized = cli.optimized.then(|| base.optimized(workspace)).transpose();
+            optimized.and_then(|archive| scenarios::ublk_costs(base, archive.as_deref()))
+        }
+        Scenario::UblkNvme => scenarios::ublk_nvme(base),
+        Scenario::UblkHostile => scenarios::ublk_hostile(base),
+        Scenario::AttachNbd => scenarios::attach_nbd(base),
+        Scenario::IoPoll => scenarios::io_poll(base),
+        Scenario::LostWrites => scenarios::lost_writes(base),
+        Scenario::Services => scenarios::services(base),
+    };
+    let verdict = if result.is_ok() { "ok" } else { "FAILED" };
+    println!("vm: {scenario:?} {verdict} after {:.1} s", started.elapsed().as_secs_f64());
+    result.with_context(|| format!("scenario {scenario:?}"))
 }
 
 /// The packages of a guest, or the reason why none can be run here.

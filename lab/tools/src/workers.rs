@@ -1,0 +1,29 @@
+//! Independent pieces of work side by side.
+
+use std::sync::Mutex;
+use std::thread;
+
+use anyhow::Result;
+
+/// Calls `work` for each of `items`, in as many threads as there are processors. After the first
+/// error no call begins; returns when all calls have ended, with an error if one failed.
+pub fn side_by_side<T: Sync>(items: &[T], work: impl Fn(&T) -> Result<()> + Sync) -> Result<()> {
+    let waiting = Mutex::new(items.iter());
+    let next = || waiting.lock().expect("no thread panics that holds it").next();
+    let run = || {
+        while let Some(item) = next() {
+            if let Err(error) = work(item) {
+                *waiting.lock().expect("as above") = [].iter();
+                return Err(error);
+            }
+        }
+        Ok(())
+    };
+    let processors = thread::available_parallelism()?.get();
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..processors).map(|_| scope.spawn(run)).collect();
+        let results: Vec<_> =
+            workers.into_iter().map(|worker| worker.join().expect("work never panics")).collect();
+        results.into_iter().collect()
+    })
+}
