@@ -24,13 +24,14 @@ pub struct Setup {
     pub server: ServerConfig,
     /// The disks.
     pub disks: Vec<DiskConfig>,
-    /// The disks' names where sockets offer all of them; `None`: they offer what `nbd` says.
+    /// The export names of all disks, for the default socket and for passed sockets without exports
+    /// of their own. `None`: sockets offer only what `nbd` names.
     pub offers: Option<Offers>,
     /// The addresses where NBD clients are served, and what each offers.
     pub nbd: Vec<(Address, Vec<Offer>)>,
     /// How many NBD clients a socket has at once, at most; others wait until one leaves.
     pub max_connections: Option<NonZeroUsize>,
-    /// The sockets of vhost-user-blk devices, and the place of the disk that each has.
+    /// The sockets of vhost-user-blk devices, each with the index of its disk in `disks`.
     pub devices: Vec<(PathBuf, usize)>,
     /// The block devices of this host.
     pub ublk: Vec<UblkSetup>,
@@ -42,13 +43,13 @@ pub struct Setup {
     pub ends_with_clients: bool,
     /// The first commands of a storage daemon, where the process is one.
     pub storage_daemon: Option<StorageDaemon>,
-    /// The programs that upgrades may start beside the one that runs: the first one is the usual
-    /// one.
+    /// The programs that an upgrade may start in place of the running one. The first is the
+    /// default.
     pub upgrade_to: Vec<PathBuf>,
-    /// The configuration that it was made from, to be read again.
+    /// The configuration file that this setup was read from. A reload reads it again.
     pub config: Option<PathBuf>,
-    /// Whether to go on with what the process serves that has started this one, instead of
-    /// starting anew.
+    /// Whether this process takes over the disks and exports of the process that started it
+    /// (hand-over).
     pub hand_over: bool,
 }
 
@@ -61,8 +62,8 @@ impl Setup {
         })
     }
 
-    /// Whether users may have disks opened and changed while it serves: at a control socket or by
-    /// the configuration.
+    /// Whether disks can be opened and changed while the server runs, by a control socket or the
+    /// configuration.
     pub fn takes_changes(&self) -> bool {
         self.is_controlled() || self.config.is_some()
     }
@@ -94,7 +95,7 @@ pub struct StorageDaemon {
     pub sockets: Vec<ControlSocket>,
     /// Clients.
     pub connections: Vec<OwnedFd>,
-    /// The object of the commands that has the certificates or keys of the server's TLS.
+    /// The id of the QMP object with the certificates or keys of the server's TLS.
     pub tls_object: Option<String>,
 }
 
@@ -107,7 +108,7 @@ pub struct FirstCommand {
     pub name: &'static str,
     /// Its arguments.
     pub arguments: Map<String, Value>,
-    /// Whether these are words: switches and numbers as text.
+    /// Whether the arguments came as `key=value`: then switches and numbers are text.
     pub are_words: bool,
 }
 
@@ -116,11 +117,12 @@ pub struct FirstCommand {
 pub struct UblkSetup {
     /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one.
     pub id: Option<u32>,
-    /// The place of its disk.
+    /// The index of its disk in [`Setup::disks`].
     pub disk: usize,
 }
 
-/// Wrong usage: the setup contradicts itself, or the sockets that the service manager passed.
+/// A usage error. The setup contradicts itself, or does not fit the sockets that the service
+/// manager passed.
 #[derive(Debug)]
 pub struct WrongUsage(pub String);
 

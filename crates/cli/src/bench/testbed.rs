@@ -30,7 +30,7 @@ pub struct Testbed {
 }
 
 impl Testbed {
-    /// On a target that nothing is written to yet.
+    /// A testbed on a target that nothing was written to yet.
     ///
     /// # Errors
     /// The host allows no engine.

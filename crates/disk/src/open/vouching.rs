@@ -1,19 +1,19 @@
-//! The author of changes of a raw image that were made before the host died, where no state file
-//! tells.
+//! Whether the last change of a raw image before a host crash was its server's own. Used where no
+//! state file decides.
 //!
-//! A server that records the changes of a raw image has it locked. It notes in the side file,
-//! durably, up to when it vouches for all changes (`Voucher`): before the first one, and again each
-//! [`RENEWAL`] as long as it records any. After the host has died, the image is as that server left
-//! it where it was changed
+//! A server that records the changes of a raw image holds the image's lock. It vouches for them: it
+//! writes to the side file, durably, a time until which all changes are its own (`Voucher`). It
+//! does so before the first change, and every [`RENEWAL`] while it records any. After a host crash
+//! the image is as that server left it, if the time of its last change
 //!
-//! - in another boot of the host: a program of this boot would have left a time of this one;
-//! - and not later than the server has vouched for.
+//! - is before this boot: a program of this boot would have left a later time;
+//! - and is not later than the voucher.
 //!
-//! One case is not noticed: a server that was killed vouches for up to [`TERM`] in which it does
-//! not live. A program that changes the image in that time is taken for it, if the host dies before
-//! the image is opened here again; in the same boot the state file tells. Nor does it notice a
-//! program that changes the image right after the host was started again, if the host's
-//! clock was late by then, and is set right before the image is opened here.
+//! Two changes by other programs are not detected. First, the voucher of a killed server covers up
+//! to [`TERM`] after its end. A program that changes the image in that time is taken for the
+//! server, if the host crashes before the image is reopened. Without a host crash the state file
+//! decides. Second, a program changes the image right after a reboot while the host's clock is
+//! slow, and the clock is corrected before the image is reopened.
 
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -25,22 +25,21 @@ use super::image_options::{CacheMode, ImageOptions, Locking, Purpose};
 use crate::options::Access;
 use crate::state::BootId;
 
-/// How often a server notes up to when it vouches.
+/// The interval at which a server renews its voucher.
 pub const RENEWAL: Duration = Duration::from_secs(5);
-/// For how long it vouches: a renewal may be late by the difference.
+/// How long a voucher is valid. A renewal may be late by `TERM` minus `RENEWAL`.
 const TERM: Duration = Duration::from_secs(15);
 
-/// The boot of the host, found out before the server may no longer ask; `None` where the host does
-/// not tell.
+/// The host's boot id, read before the sandbox forbids it. `None` inside: it could not be read.
 static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
 
 impl StoredImage {
-    /// Has the changes of a raw image be vouched for that are recorded in its side file, where its
-    /// files are locked for a disk. No effect on other images. Needs
-    /// [`renew_voucher`](Self::renew_voucher) each [`RENEWAL`].
+    /// Starts to vouch for the changes in a raw image's side file. Only for a disk's locked,
+    /// writable image whose cache mode is not `unsafe`; no effect on others. The caller then calls
+    /// [`renew_voucher`](Self::renew_voucher) every [`RENEWAL`].
     pub(super) fn begin_vouching(&self, options: &ImageOptions) {
         let is_alone = options.purpose == Purpose::Disk && options.locking == Locking::Held;
-        // Without flushes a bitmap may lack changes after a death of the host.
+        // Without flushes a bitmap may lack changes after a host crash.
         let is_durable = options.cache != CacheMode::Unsafe;
         if is_alone
             && is_durable
@@ -57,9 +56,9 @@ impl StoredImage {
         self.format().side_file().is_some()
     }
 
-    /// Vouches for the changes that are recorded for some time more. What fails is reported by the
-    /// next change of the bitmaps, if that fails, too: otherwise the side file is refused after a
-    /// death of the host.
+    /// Renews the voucher of the side file, if there is one. An error is only logged here. If it
+    /// lasts, the next bitmap change reports it. Until a renewal succeeds, the side file is refused
+    /// after a host crash.
     pub async fn renew_voucher(&self) {
         if let Some(side_file) = self.format().side_file()
             && let Err(error) = side_file.bitmaps().renew_voucher().await
@@ -85,8 +84,8 @@ fn boot_time() -> Option<Duration> {
     now.checked_sub(Duration::new(up.tv_sec as u64, up.tv_nsec as u32))
 }
 
-/// Whether a file that was changed at `changed` for the last time is as the process left it that
-/// has vouched, and that died with an earlier boot of the host.
+/// Whether the last change of a file, at `changed`, was made by the process that vouched, in an
+/// earlier boot of the host.
 pub(super) fn is_vouched_for(changed: Duration, voucher: Option<Voucher>) -> bool {
     let (Some(voucher), Some(boot), Some(booted)) = (voucher, this_boot(), boot_time()) else {
         return false;
@@ -146,9 +145,8 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A host that dies and starts again, a server on it that renews its voucher, and a stranger
-    /// that changes the image when it is not locked: whatever happens when, the side file is
-    /// taken only where all changes are the server's.
+    /// A host crashes and reboots. Its server renewed a voucher; another program may change the
+    /// unlocked image at any time. The side file is accepted only if all changes are the server's.
     #[test]
     fn what_a_stranger_has_changed_is_not_vouched_for() {
         let mut random = fastrand::Rng::with_seed(7);

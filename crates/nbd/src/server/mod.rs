@@ -1,10 +1,9 @@
 //! The server: listening sockets, connections, their shares and their orderly end.
 //!
-//! Guarantees: no client keeps others from being served by staying silent, by not receiving its
-//! replies, by what it asks for or by nonsense. Memory holds at most [`Limits::bytes_of_all`] of
-//! payloads and the payload of one request more for each connection, 64 MiB that are kept for the
-//! next requests, and about 200 KiB for each connection. A drain loses nothing that was
-//! acknowledged.
+//! Guarantees: a client that is silent, takes no replies, or sends large or invalid requests does
+//! not block other clients. Payloads take at most [`Limits::bytes_of_all`], plus one request's
+//! payload for each connection. The pool keeps 64 MiB at most for later requests, and each
+//! connection needs about 200 KiB. A drain loses nothing that was acknowledged.
 
 mod connection;
 mod exports;
@@ -40,8 +39,8 @@ const POOL_BYTES: usize = 64 << 20;
 /// How long the server waits after the kernel could not accept a connection.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
-/// How long a connection that is ended for another client may go on receiving its replies; half of
-/// the time that a client waits, where that is shorter.
+/// How long a connection that is ended to admit another client may still receive replies. At most
+/// half of [`Limits::handshake`].
 const MAX_END_TIME: Duration = Duration::from_secs(5);
 
 /// An NBD server: what the clients of all its sockets share. Clones are the same server. The
@@ -77,9 +76,9 @@ impl Server {
     }
 
     /// Accepts connections until the server [drains](Self::drain) or [`close`](Self::close)s
-    /// `exports`, and serves them on `loops`, each on the next one. They find `exports` and
-    /// nothing else. Several sockets may be served at once, from any loop, with the same
-    /// exports or with different ones.
+    /// `exports`, and serves them on `loops`, each on the next one. These clients see only
+    /// `exports`. Several sockets may be served at once, from any loop, with the same exports or
+    /// with different ones.
     ///
     /// # Errors
     /// When the socket cannot accept connections at all. Trouble with single connections is logged.
@@ -124,7 +123,7 @@ impl Server {
         }
         while !exports.is_closed() && registry.wait_may_accept().await {
             let _accepting = registry.begin_accepting();
-            // Asked each time: clients that never stop coming must not keep it from ending.
+            // Checked for each client: a stream of new clients must not keep the loop from ending.
             while registry.may_accept() && !exports.is_closed() {
                 let (of_socket, max) = (
                     Clients::At(socket),
@@ -146,7 +145,8 @@ impl Server {
                             continue;
                         };
                         let connection = self.connection(stream, peer, guard, exports);
-                        // A party of its own on its loop. The guard tells of its end.
+                        // The connection is a party of its own on its loop. Its guard reports the
+                        // end to the registry.
                         drop(next_loop().spawn(move || connection.serve()));
                     }
                     Err(error) if is_stopped(&error) => break,
@@ -236,17 +236,17 @@ impl Server {
     }
 
     /// Accepts nothing more until [`resume`](Self::resume): new clients wait in the backlog of
-    /// their socket. Waits until all that were accepted have done their handshakes. Those that
-    /// have not in `time` are disconnected, as are those that wait for their turn. All others
-    /// go on.
+    /// their socket. Waits until all accepted clients have completed the handshake. Clients still
+    /// in the handshake after `time`, and those that wait for a free connection, are disconnected.
+    /// All others continue.
     pub async fn pause_accepting(&self, time: Duration) {
         self.0.registry.pause_accepting(time).await;
     }
 
     /// Pauses all connections, after [`pause_accepting`](Self::pause_accepting): no further request
-    /// is read, those that were read complete, and their replies are sent. What each connection
-    /// goes on from, here after [`resume`](Self::resume), or in another process by
-    /// [`serve_with`](Self::serve_with).
+    /// is read, those that were read complete, and their replies are sent. Returns the state that
+    /// each connection continues from: here after [`resume`](Self::resume), or in another process
+    /// by [`serve_with`](Self::serve_with).
     ///
     /// # Errors
     /// The peers that have not taken their replies in `time`, or whose requests have not completed.
@@ -281,7 +281,7 @@ impl Server {
     }
 }
 
-/// Whether the socket itself is of no use, rather than one connection or the moment.
+/// Whether the listening socket itself is unusable. Other errors concern one connection, or pass.
 fn is_fatal(error: &io::Error) -> bool {
     use rustix::io::Errno;
     matches!(

@@ -1,9 +1,8 @@
 //! How long a request waits for a server that keeps the connection and does not answer.
 //!
-//! A guest's request waits as long as it takes: the server may come back. While an image is opened,
-//! and while it is closed, a person or a program waits for the end of that, and there is a limit.
-//! Nothing but the whole answer counts: a server that sends parts of it, or what keeps the
-//! connection alive, could do so without end.
+//! A guest's request waits without a limit: the server may come back. Opening and closing an image
+//! have a limit, because a person or a program waits for them. Only a whole answer counts: a server
+//! could send parts of one, or keep-alives, without end.
 
 use std::future::Future;
 use std::pin::pin;
@@ -24,7 +23,7 @@ pub(super) struct AnswerTime {
 }
 
 impl AnswerTime {
-    /// The limit from now on, also for syncs that wait already; `None` for none.
+    /// Sets the limit, also for syncs in flight; `None`: no limit.
     pub(super) fn set(&self, limit: Option<Duration>) {
         let millis = limit.map_or(0, |limit| limit.as_millis().max(1) as u64);
         self.limit.store(millis, Ordering::Relaxed);

@@ -22,8 +22,8 @@ const MAX_THREADS: usize = 4;
 /// For the page of results.
 pub const ABOUT: &str = "io_uring takes a reference to the file for every request, unless the file is in the ring's \
     own table. Reads of 4 KiB at random, 64 at a time on each thread, by the descriptor and by the slot. \
-    Before each sample it is tried out on the very loops that are measured whether slots are in force: while \
-    the descriptor's number means another file, a read by the slot still meets the right one.";
+    Before each sample every measured loop is probed: the descriptor's number is made to name another file, \
+    and a read by the slot must still return the right one.";
 
 /// On one thread and on several.
 pub fn cases(testbed: &Testbed) -> Cases<'_> {
@@ -35,7 +35,7 @@ pub fn cases(testbed: &Testbed) -> Cases<'_> {
     Cases::all([1, several.clamp(2, MAX_THREADS)].map(|jobs| case(jobs, sample)))
 }
 
-/// Of which `sample` measures each variant.
+/// The case of `jobs` threads; `sample` measures each variant.
 pub fn case<'a>(
     jobs: usize,
     sample: impl Fn(Load, FixedFiles) -> Result<Sample> + Copy + 'a,
@@ -85,7 +85,7 @@ fn sample(testbed: &Testbed, load: Load, fixed: FixedFiles) -> Result<Sample> {
     Ok(sample)
 }
 
-/// The finding on `by_slot` of `jobs` loops.
+/// The note on a sample in which `by_slot` of `jobs` loops used the slot.
 fn note(fixed: FixedFiles, by_slot: usize, jobs: usize) -> String {
     match (fixed, by_slot) {
         (FixedFiles::On, count) if count == jobs => {

@@ -22,7 +22,8 @@ use crate::event_loop::local;
 pub struct GuestRegion {
     /// The guest's address of the first byte.
     pub guest: u64,
-    /// The front-end's own address of the first byte, in which it names rings.
+    /// The front-end's virtual address of the first byte. The front-end gives ring addresses in
+    /// these terms.
     pub user_addr: u64,
     /// The memory.
     pub memory: Arc<SharedMemory>,
@@ -40,13 +41,13 @@ impl GuestRegion {
 }
 
 /// The most segments of one vector: four times the buffers of the longest chain of descriptors, so
-/// that a driver's buffers may lie across regions. A guest may name the same memory again and
-/// again, and each time all borders of regions in it count.
+/// that a driver's buffers may lie across regions. A guest may name the same range many times. Each
+/// time, every region border in it begins a new segment.
 pub const MAX_SEGMENTS: usize = 4096;
 
-/// A range lies in at most one piece for each this many bytes of it, beside its first and last.
-/// That is what regions of whole pages cut it into at most. Reason: a guest could name a range that
-/// lies in hundreds of tiny regions again and again, and each piece costs time.
+/// A range of `n` bytes may have at most `2 + n / MIN_PIECE` pieces, one for each region. Regions
+/// of whole pages never cut it into more. Reason: a guest could name a range that lies in hundreds
+/// of tiny regions many times, and each piece costs time.
 const MIN_PIECE: usize = 4096;
 
 /// The regions of a guest. Changing the set makes a new one; operations keep the one they began
@@ -81,8 +82,8 @@ impl GuestMemory {
     /// the end of the guest's addresses.
     ///
     /// # Panics
-    /// When it belongs to another fault domain than those that are there: one front-end's memory
-    /// has one.
+    /// When its fault domain is not that of the other regions: all memory of a front-end shares
+    /// one.
     #[must_use]
     pub fn add(&mut self, region: GuestRegion) -> bool {
         let is_foreign =
@@ -121,8 +122,8 @@ impl GuestMemory {
     /// [`SharedMemory::populate`] has before.
     ///
     /// # Errors
-    /// The kernel's, with requests for the rest of the memory carried out as if this had not been
-    /// called: `OutOfMemory` beyond `RLIMIT_MEMLOCK`.
+    /// The kernel's error; `OutOfMemory` beyond `RLIMIT_MEMLOCK`. Requests for memory that was not
+    /// registered work as without this call.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -133,7 +134,7 @@ impl GuestMemory {
         self.regions.iter().try_for_each(register)
     }
 
-    /// The guest's address of what the front-end has at `user`.
+    /// The guest address of the byte at the front-end's address `user`.
     pub fn guest_address_of(&self, user: u64) -> Option<u64> {
         self.regions.iter().find_map(|region| {
             let offset = user.checked_sub(region.user_addr)?;
@@ -169,9 +170,9 @@ impl GuestMemory {
         })
     }
 
-    /// The bytes of all `ranges`, one after the other, for an operation; `None` when some are not
-    /// there, or when they lie in more than 4096 pieces, or one of them in pieces that are
-    /// shorter than a page of any guest's.
+    /// The bytes of all `ranges`, one after the other, for an operation. `None` if bytes are
+    /// missing, if there are more than [`MAX_SEGMENTS`] segments, or if a range has more pieces
+    /// than `MIN_PIECE` allows.
     pub fn vector(self: &Arc<Self>, ranges: &[GuestRange]) -> Option<IoVector> {
         let owner = Arc::clone(self);
         if let [range] = ranges
@@ -196,9 +197,9 @@ impl GuestMemory {
             }
         }
         let lost = self.regions.first()?.memory.domain().mark();
-        // SAFETY: the segments lie inside of mappings that the owner keeps, as it keeps their
-        // domain, which is one for all regions. Nothing of ours makes a reference to these
-        // bytes, and all accesses of ours are atomic or copies by `core/shared_copy`.
+        // SAFETY: the owner keeps the mappings of all segments, and the fault domain that all
+        // regions share. Nothing of ours makes a reference to these bytes, and all accesses of ours
+        // are atomic or copies by `core/shared_copy`.
         Some(unsafe { IoVector::from_shared(owner, segments, lost) })
     }
 
@@ -279,7 +280,8 @@ mod tests {
 
     #[test]
     fn only_files_in_memory_are_mapped() {
-        // A file that is not on tmpfs is on a disk, or on something that has to be asked.
+        // A file outside tmpfs and hugetlbfs is on a disk, a network or FUSE: a page fault there
+        // may block.
         let on_disk = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         on_disk.set_len(8192).unwrap();
         let error = map(&on_disk, 0, 8192).unwrap_err();
@@ -393,7 +395,7 @@ mod tests {
     #[test]
     fn regions_of_any_size_are_crossed_but_not_many_tiny_ones() {
         let mut memory = GuestMemory::new();
-        // As a client has its rings, then many of a byte.
+        // One region as long as a client's rings, then many regions of one byte.
         assert!(memory.add(region(0x10000, 15_120)));
         assert!((0..509).all(|at| memory.add(region(0x10000 + 15_120 + at, 1))));
         let end = 0x10000 + 15_120 + 509;
