@@ -12,13 +12,12 @@ use super::params::{absolute, add_given};
 pub(super) enum BackupAction {
     /// Freeze disks, all at the same moment, and serve them for reading while their guests go on.
     Begin(Begin),
-    /// Serve the disks of a backup no longer. The bitmaps that it has begun stay.
+    /// Stop serving the disks of a backup. The bitmaps that it added stay.
     End {
         /// The backup's name, as `backup list` shows it.
         backup: String,
     },
-    /// Tell which backups have begun, where their disks are served, and what their scratch files
-    /// take.
+    /// List the active backups, where their disks are served, and the size of their scratch files.
     List,
 }
 
@@ -31,20 +30,19 @@ pub(super) struct Begin {
     /// Serve them here, each under its own name: an NBD URI without a name.
     #[arg(long, value_name = "URI")]
     export: String,
-    /// Begin this bitmap on each disk at that moment, for the next increment.
+    /// Add this bitmap to each disk at that moment, for the next increment.
     #[arg(long, value_name = "NAME")]
     bitmap: Option<String>,
-    /// Tell clients what has changed since this bitmap was begun: the metadata context
-    /// qemu:dirty-bitmap:NAME. A disk that has no such bitmap, where another one has it, comes in
-    /// full.
+    /// Offer clients the changes recorded in this bitmap: the metadata context
+    /// qemu:dirty-bitmap:NAME. If only some disks have the bitmap, the others are copied in full.
     #[arg(long, value_name = "NAME")]
     since: Option<String>,
-    /// The folder of the scratch files, which take what guests overwrite meanwhile. Left out: that
-    /// of each disk's image.
+    /// The folder of the scratch files, which store the old data that guests overwrite meanwhile.
+    /// Left out: that of each disk's image.
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
-    /// How many bytes each scratch file may take (64M, 20G); with more the backup fails, and the
-    /// guest goes on. Left out: as many as its disk has.
+    /// The most bytes of each scratch file (64M, 20G). If a guest needs more, the backup fails and
+    /// the guest continues. Left out: the size of its disk.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     scratch_size: Option<u64>,
     /// The new backup's name, unlike all others. Left out: any name.

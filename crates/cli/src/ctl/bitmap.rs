@@ -7,37 +7,37 @@ use crate::bitmap::NewBitmapArgs;
 
 #[derive(clap::Subcommand)]
 pub(super) enum BitmapAction {
-    /// Tell which bitmaps a disk has, and how much of it each says to have changed.
+    /// List the bitmaps of a disk, and how many bytes each records as changed.
     List {
         /// The disk's name.
         disk: String,
     },
-    /// Add a bitmap, in which changes of the disk are recorded from now on.
+    /// Add a bitmap, which records later changes of the disk.
     Add {
         /// The disk's name.
         disk: String,
         #[command(flatten)]
         new: NewBitmapArgs,
-        /// Have it in memory alone, of a disk of any format. It is gone when the disk is closed or
-        /// the server is upgraded.
+        /// Keep the bitmap in memory only. This works with every format. It is gone when the disk
+        /// is closed or the server is upgraded.
         #[arg(long)]
         transient: bool,
     },
     /// Remove a bitmap.
     Remove(Named),
-    /// Forget the changes in a bitmap: what is recorded in it begins anew.
+    /// Clear a bitmap: it then records only later changes.
     Clear(Named),
-    /// Record changes of the disk in a bitmap from now on.
+    /// Start to record changes of the disk in a bitmap.
     Enable(Named),
-    /// Record nothing more in a bitmap.
+    /// Stop recording changes in a bitmap.
     Disable(Named),
-    /// Add the changes that one bitmap has to those of another one.
+    /// Add the changes recorded in bitmap SOURCE to bitmap NAME.
     Merge {
         /// The disk's name.
         disk: String,
-        /// The bitmap that gets them.
+        /// The bitmap to add to.
         name: String,
-        /// The bitmap that has them.
+        /// The bitmap to read.
         source: String,
     },
 }

@@ -13,15 +13,15 @@ pub(super) struct Fork {
     /// The names of the disks: all at the same moment.
     #[arg(required = true)]
     disks: Vec<String>,
-    /// The new qcow2 file in which the disk goes on. Left out: a name beside its image. With
+    /// The new qcow2 overlay in which the disk continues. Left out: a name beside its image. With
     /// several disks DISK=FILE, once for each.
     #[arg(long = "overlay", value_name = "FILE")]
     overlays: Vec<String>,
-    /// Another new qcow2 file over what the disk is at the moment, and the disk of this server
-    /// that it becomes at once. May be repeated. With several disks DISK:NAME=FILE.
+    /// Make another qcow2 overlay over the same layer, and open it as a new disk of this server.
+    /// May be repeated. With several disks DISK:NAME=FILE.
     #[arg(long = "child", value_name = "NAME=FILE")]
     children: Vec<String>,
-    /// The same, but it stays a file, for any program. With several disks DISK=FILE.
+    /// The same, but do not open it: the file is for any program. With several disks DISK=FILE.
     #[arg(long = "child-file", value_name = "FILE")]
     files: Vec<String>,
 }

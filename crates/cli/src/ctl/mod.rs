@@ -41,17 +41,17 @@ pub struct Arguments {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Tell which disks are open.
+    /// List the open disks.
     Disks,
-    /// Tell what is served where.
+    /// List the exports and their addresses.
     Exports,
     /// Open a disk.
     Open(Box<Open>),
-    /// Make everything durable and close a disk.
+    /// Flush a disk and close it.
     Close {
         /// The disk's name.
         disk: String,
-        /// Remove its exports first: their clients end.
+        /// Remove its exports first, which disconnects their clients.
         #[arg(long)]
         force: bool,
     },
@@ -61,11 +61,11 @@ enum Action {
         disk: String,
         /// An NBD URI, or the path of a vhost-user-blk socket.
         address: String,
-        /// Refuse all changes by way of this export, whoever else may change the disk.
+        /// Refuse all changes through this export. Other exports may still change the disk.
         #[arg(long, short)]
         read_only: bool,
     },
-    /// Serve a disk at an address no longer: its clients end.
+    /// Stop serving a disk at an address, and disconnect its clients there.
     Unexport {
         /// The address, as `exports` shows it.
         address: String,
@@ -79,31 +79,32 @@ enum Action {
         #[arg(default_value = "on", value_parser = on_or_off, action = clap::ArgAction::Set)]
         switch: bool,
     },
-    /// Tell when less room than this is left for a disk on the host (serve --threshold).
+    /// Report when the host has less free space than this for a disk (serve --threshold).
     Threshold {
         /// The disk's name.
         disk: String,
-        /// Bytes (10G), a part of all room there is (10%), or off.
+        /// Bytes (10G), a percentage of the total space (10%), or off.
         threshold: String,
     },
     /// Give a disk another size, and tell its guests.
     Resize {
         /// The disk's name.
         disk: String,
-        /// The new size: 512, 64K, 20G, 1T; or by how much it changes: +10G, -10G.
+        /// The new size: 512, 64K, 20G, 1T; or the change of it: +10G, -10G.
         #[arg(value_parser = size::parse_new, allow_hyphen_values = true)]
         size: NewSize,
-        /// Make the disk shorter: what lies beyond is lost. It must not be served meanwhile.
+        /// Allow a smaller size: the data beyond it is lost. The disk must have no exports
+        /// meanwhile.
         #[arg(long)]
         shrink: bool,
     },
-    /// Look whether there is more room: a raw image or device that became longer is taken in, and
-    /// held writes are tried again (serve --on-full hold).
+    /// Check for more space: adopt the new size of a raw image or device that has grown, and retry
+    /// held writes (serve --on-full hold).
     Refresh {
         /// The disk's name.
         disk: String,
     },
-    /// Tell how many operations and bytes a second disks may have.
+    /// Show the rate limits of disks: operations and bytes a second.
     Limits {
         /// The disk's name. Left out: all.
         disk: Option<String>,
@@ -112,8 +113,8 @@ enum Action {
     Limit {
         /// The disk's name.
         disk: String,
-        /// All that is limited from now on. group=NAME: it shares the limits of a group; with
-        /// rates, these are the group's from now on.
+        /// The new limits; a rate that is left out is unlimited. group=NAME: join that group. Rates
+        /// beside it become the group's limits.
         #[arg(value_name = "KEY=VALUE,...|off")]
         limits: LimitsConfig,
     },
@@ -121,7 +122,7 @@ enum Action {
     LimitGroup {
         /// The group's name.
         group: String,
-        /// All that is limited from now on.
+        /// The new limits; a rate that is left out is unlimited.
         #[arg(value_name = "KEY=VALUE,...|off")]
         limits: LimitsConfig,
     },
@@ -130,63 +131,64 @@ enum Action {
         #[command(subcommand)]
         action: SnapshotAction,
     },
-    /// Have disks go on in new qcow2 files over what they are at one moment, and make other disks
-    /// over that.
+    /// Fork disks at one moment: each continues in a new qcow2 overlay. Other disks can be made
+    /// over the same layer.
     Fork(Fork),
-    /// Have a disk go back to the layer that its last fork left: what was written since is lost,
-    /// and its overlay is removed.
+    /// Return a disk to its state at its last fork. Everything written since is lost, and its
+    /// overlay is removed.
     Rollback {
         /// The disk's name.
         disk: String,
-        /// Also while clients use it: they find other bytes then than they know of.
+        /// Also while clients use the disk. They then read other bytes than they have cached.
         #[arg(long)]
         force: bool,
     },
-    /// List, add, remove and change the persistent bitmaps of a disk, which tell what has changed
-    /// since.
+    /// List, add, remove and change the bitmaps of a disk. A bitmap records what changes after it
+    /// is added or cleared.
     Bitmap {
         #[command(subcommand)]
         action: BitmapAction,
     },
-    /// Freeze disks at one moment, for programs that copy them while their guests go on.
+    /// Freeze disks at one moment, for programs that copy them while their guests run.
     Backup {
         #[command(subcommand)]
         action: BackupAction,
     },
-    /// Tell what disks have done since they were opened.
+    /// Show the statistics of disks since they were opened.
     Stats {
         /// The disk's name. Left out: all.
         disk: Option<String>,
     },
-    /// Tell which jobs there are, and how far they are.
+    /// List the jobs and their progress.
     Jobs,
     /// Copy a disk to another image while its guest runs: a job, which `job NAME complete`
     /// completes.
     Mirror(Mirror),
     /// Copy the data of a disk's image into its backing file while its guest runs: a job, which
-    /// `job NAME complete` completes. Then the guest continues on the backing file. Other
-    /// images over the same backing file are spoilt. With `--top`: merge layers behind it.
+    /// `job NAME complete` completes. Then the guest continues on the backing file. Other images
+    /// over the same backing file become invalid. With `--top`: merge layers further down the
+    /// chain; the guest stays on the disk's image.
     Commit(Commit),
-    /// Copy what a disk's image leaves to its backing file into the image while its guest runs, and
-    /// detach the backing file: the image stands alone then.
+    /// Copy into a disk's image the data that it still reads from its backing file, while the guest
+    /// runs. Then detach the backing file.
     Stream(Stream),
-    /// Tell a job what to do.
+    /// Complete, cancel, pause, resume or limit a job.
     Job {
         /// The job's name, as `jobs` shows it.
         name: String,
         #[command(subcommand)]
         action: JobAction,
     },
-    /// Print what happens, a line each, until Ctrl-C.
+    /// Print events, a line each, until Ctrl-C.
     Events {
         /// Which events: disk.opened, client.came and so on. Left out: all.
         events: Vec<String>,
     },
-    /// Have the server read its configuration again (serve --config).
+    /// Make the server read its configuration again (serve --config).
     Reload,
-    /// Tell what the server is and can do.
+    /// Show the server's version and capabilities.
     Version,
-    /// Have any method carried out, and print its result as JSON.
+    /// Call any method, and print its result as JSON.
     Call {
         /// The method: noun.verb.
         method: String,
@@ -228,8 +230,8 @@ struct Open {
     /// Store what is read from the image's backing file in the image.
     #[arg(long)]
     copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, at this many bytes a
-    /// second (20M; 0: no limit), and detach the backing file.
+    /// Copy the backing file's data into the image in the background, at this many bytes a second
+    /// (20M; 0: no limit). Then detach the backing file.
     #[arg(long, value_name = "RATE", value_parser = size::parse)]
     prefetch: Option<u64>,
     /// Serve the disk as it was when this snapshot was taken, for reading only.
@@ -238,15 +240,14 @@ struct Open {
     /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
-    /// Let NBD clients ask what this persistent bitmap of the image says to have changed. May be
+    /// Offer this persistent bitmap of the image to NBD clients (qemu:dirty-bitmap:NAME). May be
     /// repeated.
     #[arg(id = "bitmap", long = "bitmap", short = 'B', value_name = "NAME")]
     bitmaps: Vec<String>,
-    /// How many operations and bytes a second it may have: iops=500,bps=100M and the other keys of
-    /// serve --limit.
+    /// The disk's rate limits: iops=500,bps=100M and the other keys of serve --limit.
     #[arg(long, value_name = "KEY=VALUE,...")]
     limit: Option<LimitsConfig>,
-    /// Serve it here: an NBD URI, or the path of a vhost-user-blk socket. May be repeated.
+    /// Serve the disk here: an NBD URI, or the path of a vhost-user-blk socket. May be repeated.
     #[arg(long = "export", value_name = "ADDRESS")]
     exports: Vec<String>,
 }
@@ -256,23 +257,22 @@ struct Open {
 struct Mirror {
     /// The disk's name.
     disk: String,
-    /// Where to: a path, or the URI of an export of another server. A file that is missing is
-    /// made.
+    /// The target: a path, or the URI of an export of another server. A missing file is created.
     target: PathBuf,
     /// The target's format; left out, a file's name decides (.qcow2, otherwise raw).
     #[arg(long, short)]
     format: Option<String>,
-    /// Overwrite a target that exists: all that is in it is lost.
+    /// Overwrite an existing target: all its data is lost.
     #[arg(long)]
     overwrite: bool,
     #[command(flatten)]
     copying: Copying,
 }
 
-/// How a job that copies a disk does it, and what it is called.
+/// The mode, speed and name of a job that copies a disk.
 #[derive(clap::Args)]
 struct Copying {
-    /// Whether the guest's writes wait for their copy: auto (where it does not converge
+    /// Whether the guest's writes wait for their copy: auto (only if the copy does not converge
     /// otherwise), background (never) or write-blocking (from the start).
     #[arg(long)]
     mode: Option<String>,
@@ -280,7 +280,7 @@ struct Copying {
     background: Background,
 }
 
-/// How fast a job goes on in the background, and what it is called.
+/// The speed of a job in the background, and its name.
 #[derive(clap::Args)]
 struct Background {
     /// The most bytes a second that are copied in the background: 100M, 1G.
@@ -296,18 +296,18 @@ struct Background {
 struct Commit {
     /// The disk's name.
     disk: String,
-    /// Merge the layers from this backing file down to the base into that, which takes their place;
-    /// the guest continues on the disk's image. The job completes by itself.
+    /// Merge the layers from this backing file down to the base into the base, which replaces them.
+    /// The guest stays on the disk's image. The job completes by itself.
     #[arg(long, value_name = "FILE")]
     top: Option<PathBuf>,
-    /// The backing file that gets what is above it. Left out: that of the disk's image; with
-    /// `--top` the last one of the chain.
+    /// The backing file to merge into. Left out: that of the disk's image; with `--top` the last
+    /// one of the chain.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Remove the files that the chain has left.
     #[arg(long)]
     delete: bool,
-    /// Store what an encrypted image has in a backing file that is not encrypted.
+    /// Allow the data of an encrypted image to be stored unencrypted in the backing file.
     #[arg(long)]
     decrypt: bool,
     #[command(flatten)]
@@ -319,8 +319,8 @@ struct Commit {
 struct Stream {
     /// The disk's name.
     disk: String,
-    /// Keep this backing file, further down the chain: copy only what the images before it have,
-    /// and leave these out of the chain.
+    /// Keep this backing file, further down the chain. Copy only the data of the layers above it,
+    /// then drop those layers.
     #[arg(long, value_name = "FILE")]
     base: Option<PathBuf>,
     /// Remove the files that the chain has left.
@@ -332,29 +332,28 @@ struct Stream {
 
 #[derive(clap::Subcommand)]
 enum JobAction {
-    /// Wait until it has its result, and end it: the guest continues on the target.
+    /// Wait until the job is ready, then complete it: the guest continues on the target.
     Complete {
-        /// The guest continues on another host: the disk refuses all changes from then on.
+        /// The guest continues on another host: this disk then refuses all changes.
         #[arg(long)]
         hand_over: bool,
-        /// The guest continues with the disk: the target of the mirror is a copy of it at this
-        /// moment.
+        /// The guest stays on the disk: the mirror's target is a copy of it at this moment.
         #[arg(long, conflicts_with = "hand_over")]
         copy: bool,
     },
-    /// End it without its result.
+    /// Cancel the job.
     Cancel,
-    /// Copy nothing more in the background.
+    /// Stop copying in the background.
     Pause,
-    /// Go on.
+    /// Continue copying.
     Resume,
-    /// Limit what it copies in the background.
+    /// Limit the rate of copying in the background.
     Speed {
         /// The most bytes a second: 100M, 1G; 0: no limit.
         #[arg(value_parser = size::parse)]
         speed: u64,
     },
-    /// List one that has ended no longer.
+    /// Remove an ended job from the list.
     Dismiss,
 }
 
@@ -624,7 +623,8 @@ fn tell_of_kind(address: &str) {
     }
 }
 
-/// An address with a whole path: a URI has one, or the server says that it has not.
+/// The address with an absolute path. A URI is passed as it is: the server refuses a relative path
+/// in it.
 fn absolute_export(address: &str) -> Result<String> {
     if address.contains("://") {
         Ok(address.to_owned())
@@ -633,7 +633,7 @@ fn absolute_export(address: &str) -> Result<String> {
     }
 }
 
-/// The size that is meant, in bytes: a change is one of the size that the disk has now.
+/// The new size in bytes. A relative size (+10G) is applied to the disk's current size.
 fn new_size(server: &mut Connection, disk: &str, size: NewSize) -> Result<u64> {
     let now = match size {
         NewSize::Absolute(_) => 0,
