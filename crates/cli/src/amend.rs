@@ -36,7 +36,7 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Also lose the last key of an encrypted image, or the key of a slot in use.
+    /// Allow the loss of the last key of an encrypted image, or of the key of a slot in use.
     #[arg(long)]
     force: bool,
     #[command(flatten)]

@@ -47,9 +47,9 @@ pub struct DetachArguments {
     /// The block device, as 'attach' has printed it.
     #[arg(value_name = "DEVICE", value_parser = parse_device)]
     device: Device,
-    /// Remove it although it is mounted, or its server has other exports, which end with it.
+    /// Remove the device even if it is mounted, or if its server has other exports, which end too.
     ///
-    /// Its users get errors, and data that they have not written yet is lost.
+    /// Its users get I/O errors, and data that the host has not written to it yet is lost.
     #[arg(long)]
     force: bool,
 }

@@ -43,15 +43,14 @@ const MIN_CLUSTER: u64 = 4 << 10;
 /// Arguments of `backup`.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// The source's format; left out, the file's name decides, and what is at another server is
-    /// raw.
+    /// The source's format; left out, the file's name decides, and an export of a server is raw.
     #[arg(long, short = 'f', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     source_format: Option<ImageFormat>,
-    /// Copy only what has changed since this bitmap was begun: a bitmap of the image, or one that
-    /// the server of SOURCE offers (qemu:dirty-bitmap:SINCE).
+    /// Copy only the changes recorded in this bitmap: a bitmap of the image, or one that the server
+    /// of SOURCE offers (qemu:dirty-bitmap:SINCE).
     #[arg(long, value_name = "SINCE", requires = "base")]
     incremental: Option<String>,
-    /// The backup that was made when the bitmap was begun. It becomes the backing file of TARGET,
+    /// The backup made when the bitmap was added or cleared. It becomes the backing file of TARGET,
     /// and must be in the same folder.
     #[arg(long, short, value_name = "FILE", requires = "incremental")]
     base: Option<PathBuf>,

@@ -33,12 +33,12 @@ pub struct Arguments {
     flags: Flags,
     #[command(flatten)]
     source: MergeSource,
-    /// How many bytes of the disk one bit of a new bitmap stands for.
+    /// The granularity of a new bitmap: bytes of the disk for each bit.
     #[arg(short = 'g', long, value_name = "SIZE", value_parser = size::parse, requires = "add")]
     granularity: Option<u64>,
     #[command(flatten)]
     access: ImageAccess,
-    /// The image, where one of these options says what to do. No other program may use it.
+    /// The image, if one of these options is the action. No other program may use it.
     #[arg(required = true)]
     image: Option<PathBuf>,
     /// The bitmap's name.
@@ -46,8 +46,7 @@ pub struct Arguments {
     name: Option<String>,
 }
 
-/// The actions as qemu-img's users give them: several options one after the other, in the order in
-/// which they stand.
+/// The actions as options of qemu-img: several are carried out in the order of the command line.
 struct Flags(Vec<Flag>);
 
 /// One of them.
@@ -133,10 +132,10 @@ impl Flag {
     }
 }
 
-/// Where a bitmap that is merged lies, if in another image.
+/// The image of the bitmap to merge, if it is another one.
 #[derive(Clone, clap::Args)]
 struct MergeSource {
-    /// The image of the bitmap that has them. Left out: the same image.
+    /// The image of the SOURCE bitmap. Left out: the same image.
     #[arg(long, short = 'b', value_name = "FILE")]
     source_file: Option<PathBuf>,
     /// The format of that image; left out, the file's name decides.
@@ -164,14 +163,14 @@ impl Arguments {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Tell which bitmaps an image has.
+    /// List the bitmaps of an image.
     List {
         #[command(flatten)]
         image: Image,
         #[command(flatten)]
         output: OutputArgs,
     },
-    /// Add a bitmap, in which changes of the disk are recorded from now on.
+    /// Add a bitmap, which records later changes of the disk.
     Add {
         #[command(flatten)]
         image: Image,
@@ -180,19 +179,19 @@ enum Action {
     },
     /// Remove a bitmap.
     Remove(Named),
-    /// Forget the changes in a bitmap: what is recorded in it begins anew.
+    /// Clear a bitmap: it then records only later changes.
     Clear(Named),
-    /// Record changes of the disk in a bitmap from now on.
+    /// Start to record changes of the disk in a bitmap.
     Enable(Named),
-    /// Record nothing more in a bitmap.
+    /// Stop recording changes in a bitmap.
     Disable(Named),
-    /// Add the changes that one bitmap has to those of another one.
+    /// Add the changes recorded in bitmap SOURCE to bitmap NAME.
     Merge {
         #[command(flatten)]
         image: Image,
-        /// The bitmap that gets them.
+        /// The bitmap to add to.
         name: String,
-        /// The bitmap that has them.
+        /// The bitmap to read.
         source: String,
         #[command(flatten)]
         from: MergeSource,
@@ -204,11 +203,11 @@ enum Action {
 pub struct NewBitmapArgs {
     /// The new name: 1 to 1023 bytes, unlike all others.
     pub name: String,
-    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. Left out: a
-    /// cluster, but 4 KiB at least and 64 KiB at most.
+    /// The granularity: bytes of the disk for each bit, a power of two from 512 B to 2 GiB. Left
+    /// out: a cluster, but 4 KiB at least and 64 KiB at most.
     #[arg(long, short, value_name = "SIZE", value_parser = size::parse)]
     pub granularity: Option<u64>,
-    /// Record nothing in it before it is enabled.
+    /// Do not record changes until the bitmap is enabled.
     #[arg(long)]
     pub disabled: bool,
 }

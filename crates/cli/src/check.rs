@@ -38,9 +38,9 @@ pub struct Arguments {
     image: ImageArgs,
     #[command(flatten)]
     source_cache: SourceCacheArgs,
-    /// Repair leaks only, or every error that can be repaired safely. No other program may have
-    /// the image open meanwhile. Data that is lost reads as zeros afterwards, and unusable
-    /// snapshots are removed; a check without --repair lists both first.
+    /// Repair leaks only, or every error that can be repaired safely. No other program may have the
+    /// image open meanwhile. Lost data then reads as zeros, and unusable snapshots are removed; a
+    /// check without --repair lists both.
     #[arg(long, short, value_name = "WHAT", conflicts_with = "force_share")]
     repair: Option<RepairScope>,
     #[command(flatten)]

@@ -1,9 +1,8 @@
 //! `blockhouse commit`: an image's data into its backing file, or into one that is deeper in the
 //! chain.
 //!
-//! Guarantees: the image reads the same at every moment. It is emptied only where all that it had
-//! is in its own backing file. What an encrypted image has is stored in the clear only where that
-//! is meant.
+//! Guarantees: the image reads the same at every moment. It is emptied only if all its data is in
+//! its own backing file. Data of an encrypted image is stored unencrypted only with `--decrypt`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,15 +32,15 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// The backing file that gets the content; left out, the image's own. If it is a deeper one of
-    /// the chain, the image keeps its content, and the files between the two are useful as a
-    /// part of its chain only.
+    /// The backing file to commit into; left out, the image's own. If it is further down the chain,
+    /// the image keeps its data, and the files between the two are valid only as parts of this
+    /// chain.
     #[arg(long, short, value_name = "FILE")]
     base: Option<PathBuf>,
-    /// Leave in the image what it has, instead of emptying it.
+    /// Do not empty the image.
     #[arg(long, short = 'd')]
     keep: bool,
-    /// Store what an encrypted image has in a backing file that is not encrypted.
+    /// Allow the data of an encrypted image to be stored unencrypted in the backing file.
     #[arg(long)]
     decrypt: bool,
     #[command(flatten)]
@@ -54,7 +53,7 @@ pub struct Arguments {
     image_opts: ImageOptsArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// The image. Its content goes into its backing file, and it is empty afterwards.
+    /// The image. Its data is written to its backing file, and the image is empty afterwards.
     image: PathBuf,
 }
 
@@ -102,8 +101,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if called_as::is_qemu_img() { output::print_unless_quiet("Image committed.") } else { Ok(()) }
 }
 
-/// Makes `base` read as `overlay` does, which keeps all it has. What of the two is the same is not
-/// written.
+/// Makes `base` read as `overlay` does. The overlay keeps its data; ranges with the same data are
+/// not written.
 fn commit_chain(
     event_loop: &mut EventLoop,
     shown: &Progress,

@@ -45,11 +45,11 @@ pub struct Arguments {
     /// The second image's format; left out, the file's name decides.
     #[arg(long, short = 'F', value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     other_format: Option<ImageFormat>,
-    /// Images of different sizes are different, and so are holes, zeros that take space, and data
-    /// that is zeros. Without it a longer image is the same if all it has more is zeros.
+    /// Different sizes count as a difference, and so do a hole, allocated zeros and data that is
+    /// zeros. Without it a longer image is the same if the rest is zeros.
     #[arg(long, short)]
     strict: bool,
-    /// Do not lock the images: also look at them while other programs write to them.
+    /// Do not lock the images: read them even while other programs write to them.
     #[arg(long, short = 'U')]
     force_share: bool,
     #[command(flatten)]
@@ -62,7 +62,7 @@ pub struct Arguments {
     image_opts: ImageOptsArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// An image. It is only read, with all files behind it.
+    /// An image. It and its backing files are only read.
     one: PathBuf,
     /// Another image.
     other: PathBuf,

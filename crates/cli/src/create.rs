@@ -70,8 +70,8 @@ pub struct Arguments {
     /// The new image: a path, or rbd:POOL/IMAGE. One that exists is left alone. On a block device
     /// it replaces all data; a raw disk is the device itself, and keeps its data.
     image: Option<PathBuf>,
-    /// The size of the disk: 512, 64K, 1.5G, 1T. Rounded up to a multiple of 512. Left out, that
-    /// of the backing file.
+    /// The size of the disk: 512, 64K, 1.5G, 1T. It is rounded up to a multiple of 512. Left out:
+    /// the backing file's size.
     #[arg(value_parser = size::parse)]
     size: Option<u64>,
 }

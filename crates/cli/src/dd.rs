@@ -30,8 +30,8 @@ const BLOCK: u64 = 512;
 pub struct Arguments {
     #[command(flatten)]
     formats: CopyFormats,
-    /// Do not lock the source: also copy it while another program writes to it. The copy may be of
-    /// no moment in time.
+    /// Do not lock the source: copy it even while another program writes to it. The copy may mix
+    /// several points in time.
     #[arg(long, short = 'U')]
     force_share: bool,
     /// Replace a target that exists, once the copy is complete; or overwrite a block device.

@@ -3,24 +3,23 @@
 use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::OnFull;
 
-/// The treatment of writes that find no room on the host.
+/// What to do with writes when the host has no free space.
 #[derive(clap::Args, Clone)]
 pub struct HoldArgs {
-    /// Writes that find no room on the host, or at the end of the device that a qcow2 image is on:
-    /// report fails them with ENOSPC, hold has them wait until there is room.
+    /// What to do with writes when the host, or the device that a qcow2 image is on, has no free
+    /// space: report fails them with ENOSPC, hold makes them wait for space.
     ///
-    /// Reads, and writes to what has its place already, go on meanwhile. Held writes are tried
-    /// again every second, on SIGHUP and by 'blockhouse ctl SOCKET refresh DISK'. Left out:
-    /// report.
+    /// Reads, and writes to allocated space, continue meanwhile. Held writes are retried every
+    /// second, on SIGHUP and by 'blockhouse ctl SOCKET refresh DISK'. Left out: report.
     #[arg(long, value_name = "report|hold", value_parser = ["report", "hold"])]
     pub on_full: Option<String>,
     /// With --on-full hold: for how many seconds a write is held before it fails with ENOSPC. Left
     /// out: 300.
     #[arg(long, value_name = "N")]
     pub hold_seconds: Option<u32>,
-    /// Tell when less than this is left on the host, or on the device that a qcow2 image is on:
-    /// bytes (10G), or a part of all (10%). The event disk.threshold, and a line in the log,
-    /// once for each crossing; before writes are held or fail.
+    /// Report when less free space than this is left on the host, or on the device that a qcow2
+    /// image is on: bytes (10G), or a percentage (10%). Each crossing gives the event
+    /// disk.threshold and a line in the log, before writes are held or fail.
     #[arg(long, value_name = "BYTES|PERCENT", value_parser = str::parse::<Threshold>)]
     pub threshold: Option<Threshold>,
 }

@@ -24,8 +24,8 @@ pub struct ImageArgs {
     format: Option<ImageFormat>,
     #[command(flatten)]
     output: OutputArgs,
-    /// Do not lock the image: also look at it while another program writes to it. The output
-    /// may be inconsistent.
+    /// Do not lock the image: read it even while another program writes to it. The output may be
+    /// inconsistent.
     #[arg(long, short = 'U')]
     pub force_share: bool,
     #[command(flatten)]
@@ -39,7 +39,7 @@ pub struct ImageArgs {
 /// How a result is printed.
 #[derive(clap::Args, Default)]
 pub struct OutputArgs {
-    /// Print JSON with the keys that qemu-img has for the same.
+    /// Print JSON with the keys of qemu-img.
     #[arg(long)]
     json: bool,
     /// The same as --json, as qemu-img spells it.

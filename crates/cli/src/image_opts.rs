@@ -16,9 +16,9 @@ use crate::tls_object::with_tls;
 /// The option that all commands have that open one image.
 #[derive(clap::Args, Clone, Copy)]
 pub struct ImageOptsArgs {
-    /// The image is no path but QEMU's options: driver=qcow2,file.filename=disk.qcow2. The drivers
-    /// are raw, qcow2, those of docs/formats.md, and below them file, host_device, nbd,
-    /// null-co and rbd.
+    /// The image is given as QEMU's options: driver=qcow2,file.filename=disk.qcow2. The drivers are
+    /// raw, qcow2, those of docs/formats.md, and below them file, host_device, nbd, null-co and
+    /// rbd.
     #[arg(long)]
     image_opts: bool,
 }

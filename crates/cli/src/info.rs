@@ -29,10 +29,10 @@ use blockhouse_config::size;
 pub struct Arguments {
     #[command(flatten)]
     image: ImageArgs,
-    /// Tell of the image, of its backing file, and so on to the end of the chain.
+    /// Show the image and all backing files of its chain.
     #[arg(long)]
     backing_chain: bool,
-    /// Tell the limits of requests too, by the names that QEMU has for them.
+    /// Also show the limits of requests, by QEMU's names.
     #[arg(long)]
     limits: bool,
     /// The cache mode of the limits.

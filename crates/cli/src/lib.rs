@@ -96,9 +96,9 @@ struct Arguments {
     /// Say more on standard error and in the ready lines.
     #[arg(short, long, global = true, display_order = 900, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// How messages on standard error are written: text for people, or json, one object a line
-    /// with time, level, target, message and fields. In text those of a server begin with the
-    /// time; systemd's journal gets them with their fields instead.
+    /// The format of messages on standard error: text, or json, one object a line with time, level,
+    /// target, message and fields. A server's text messages begin with the time; systemd's journal
+    /// gets them with their fields instead.
     #[arg(
         long,
         global = true,
@@ -115,7 +115,7 @@ struct Arguments {
     #[arg(short, long, global = true, display_order = 901)]
     quiet: bool,
 
-    /// As qemu-img has it: what is traced there has no counterpart.
+    /// For qemu-img's users; no effect, because there are no trace events here.
     #[arg(short = 'T', long, hide = true, value_name = "PATTERN")]
     trace: Option<String>,
 
@@ -125,7 +125,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Measure on this machine what the fast ways of doing things bring.
+    /// Measure the gain of each optimization on this machine.
     Bench(Deferred<bench::Arguments>),
     /// Serve images to virtual machines and tools until SIGTERM or SIGINT.
     Serve(Deferred<Box<serve::Arguments>>),
@@ -133,7 +133,7 @@ enum Command {
     Attach(Deferred<attach::AttachArguments>),
     /// Remove a block device that 'attach' has made.
     Detach(Deferred<attach::DetachArguments>),
-    /// Make a new image.
+    /// Create a new image.
     Create(Deferred<create::Arguments>),
     /// Copy an image into another format.
     Convert(Deferred<convert::Arguments>),
@@ -143,17 +143,17 @@ enum Command {
     Compare(Deferred<compare::Arguments>),
     /// Look for errors in an image.
     Check(Deferred<check::Arguments>),
-    /// Tell what an image is and how it would be served.
+    /// Show the properties of an image and how it would be served.
     Info(Deferred<info::Arguments>),
-    /// Tell which parts of an image have data, and where.
+    /// Show which parts of an image have data, and where.
     Map(Deferred<map::Arguments>),
-    /// Tell how long the file of a new image would be.
+    /// Show how long the file of a new image would be.
     Measure(Deferred<measure::Arguments>),
     /// Make an image longer or shorter.
     Resize(Deferred<resize::Arguments>),
     /// Change options of an image in place.
     Amend(Deferred<amend::Arguments>),
-    /// Put what an image has into its backing file.
+    /// Write an image's data into its backing file.
     Commit(Deferred<commit::Arguments>),
     /// Give an image another backing file.
     Rebase(Deferred<rebase::Arguments>),
@@ -161,22 +161,22 @@ enum Command {
     Snapshot(Deferred<snapshot::Arguments>),
     /// List, add, remove, clear, enable, disable and merge the bitmaps of changes inside an image.
     Bitmap(Deferred<bitmap::Arguments>),
-    /// Copy a disk, or what of it has changed, to a qcow2 image.
+    /// Copy a disk, or its changes, to a qcow2 image.
     Backup(Deferred<backup::Arguments>),
     /// Copy a backup, with its backing files, to a disk, and compare the two.
     Restore(Deferred<restore::Arguments>),
-    /// Ask things of a running server: which disks and exports it has, and to change them.
+    /// Control a running server: show and change its disks, exports and jobs.
     Ctl(Deferred<Box<ctl::Arguments>>),
-    /// Show what a running server does, live in the terminal.
+    /// Show the activity of a running server, live in the terminal.
     Top(Deferred<top::Arguments>),
-    /// Hand all that a server serves over to another process, of a newer version for example.
+    /// Hand a server's disks and clients over to another process, for example a newer version.
     Upgrade(Deferred<upgrade::Arguments>),
-    /// Store a machine's state in a snapshot, or get it out again.
+    /// Store a VM's state in a snapshot, or load it from one.
     Vmstate(Deferred<vmstate::Arguments>),
-    /// Send requests to an image, and tell how long they take: 'qemu-img bench'.
+    /// Send requests to an image, and measure their time: 'qemu-img bench'.
     #[command(hide = true)]
     QemuBench(Deferred<qemu_bench::Arguments>),
-    /// Serve what options and commands of QEMU's storage daemon ask for.
+    /// Serve images by the options and commands of qemu-storage-daemon.
     QemuStorageDaemon(Deferred<storage_daemon::Arguments>),
 }
 

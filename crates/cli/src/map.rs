@@ -20,14 +20,14 @@ use crate::output;
 pub struct Arguments {
     #[command(flatten)]
     image: ImageArgs,
-    /// Tell of the disk from this offset on.
+    /// Begin at this offset of the disk.
     #[arg(long, short, value_name = "SIZE", default_value = "0", value_parser = size::parse)]
     start_offset: u64,
-    /// Tell of this many bytes at most.
+    /// Map this many bytes at most.
     #[arg(long, short = 'l', value_name = "SIZE", value_parser = size::parse)]
     max_length: Option<u64>,
-    /// Tell which parts were written or discarded since this snapshot was taken. Of a raw image in
-    /// Ceph only, and of its younger snapshots.
+    /// Show only parts that were written or discarded since this snapshot. Only for a raw image in
+    /// Ceph, and its younger snapshots.
     #[arg(long, value_name = "SNAPSHOT")]
     since: Option<String>,
 }

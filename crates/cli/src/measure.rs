@@ -50,12 +50,12 @@ pub struct Arguments {
     /// The format of the image to copy; left out, the file's name decides.
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// The disk as it was when this snapshot was taken (its name or id).
+    /// Measure the disk of this snapshot (its name or id).
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     snapshot: Option<String>,
     #[command(flatten)]
     output: OutputArgs,
-    /// Do not lock the image: also look at it while another program writes to it.
+    /// Do not lock the image: read it even while another program writes to it.
     #[arg(long, short = 'U')]
     force_share: bool,
     #[command(flatten)]

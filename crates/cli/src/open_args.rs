@@ -22,12 +22,11 @@ pub struct AllowPathArgs {
     /// Let images name files below this folder, or this file, as their backing files and data
     /// files. May be repeated.
     ///
-    /// Without it an image may name only regular files below its own folder, no name of which
-    /// begins with a dot, and has only its own data file written to (docs/security.md).
-    /// Reason: an image from a stranger can name any file of this host. A path that is given
-    /// on the command line is not restricted. The name of an image on another server, as
-    /// 'rbd:POOL/IMAGE?conf=FILE&id=USER', allows that image with the files and the user that it
-    /// names.
+    /// Without it an image may name only regular files below its own folder, in paths without a
+    /// leading dot in any name, and only its own data file is written to (docs/security.md).
+    /// Reason: an untrusted image can name any file of this host. Paths on the command line are not
+    /// restricted. The name of an image on another server, as 'rbd:POOL/IMAGE?conf=FILE&id=USER',
+    /// allows that image with the files and the user that it names.
     #[arg(long, value_name = "DIR")]
     pub allow_path: Vec<PathBuf>,
     /// Let images name exports of other servers (nbd://...) and images in Ceph (rbd:...) as their
@@ -48,8 +47,8 @@ impl AllowPathArgs {
 pub struct ReferenceArgs {
     #[command(flatten)]
     pub allow: AllowPathArgs,
-    /// Open no file and no server that an image names: no backing file, no data file, no extents
-    /// elsewhere. For images from strangers; 'info --json' tells all names that are in one.
+    /// Open no file and no server that an image names: no backing file, no data file, no external
+    /// extents. For untrusted images; 'info --json' lists all names in an image.
     #[arg(long, conflicts_with_all = ["allow_path", "allow_remote"])]
     pub no_references: bool,
 }
@@ -57,8 +56,7 @@ pub struct ReferenceArgs {
 /// The keys of encrypted images.
 #[derive(clap::Args, Clone, Debug)]
 pub struct KeyArgs {
-    /// A file whose bytes are the key of an encrypted image, all of them, up to 64 KiB. May be
-    /// repeated.
+    /// A file whose whole content is the key of an encrypted image, up to 64 KiB. May be repeated.
     ///
     /// Each key is tried on each encrypted image that is opened, its backing files included.
     #[arg(long, value_name = "FILE")]
@@ -161,10 +159,10 @@ pub struct OpenArgs {
     references: ReferenceArgs,
     #[command(flatten)]
     keys: KeyArgs,
-    /// Where the image's server keeps what outlives it, as its --state says. If it was killed,
-    /// commands that change the image begin with what it answered last, those that read its
-    /// data fail, and those that only look at it warn. By default they look where servers have
-    /// it by default; off looks nowhere.
+    /// The directory of the state files of the image's server (its --state). If the server was
+    /// killed, commands that change the image first apply the changes it acknowledged, commands
+    /// that read data fail, and commands that read only metadata warn. Left out: the default
+    /// directory of servers; off: none.
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
 }
@@ -198,8 +196,8 @@ impl OpenArgs {
         Ok(ImageOptions { allowed_paths, ..options })
     }
 
-    /// How an image is opened that a tool only looks at: a warning tells where changes are missing
-    /// that a server answered before it died.
+    /// Options to open an image of which a tool reads metadata only. A warning says if changes are
+    /// missing that a killed server acknowledged.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only).
@@ -212,8 +210,8 @@ impl OpenArgs {
         Ok(ImageOptions { state, ..options })
     }
 
-    /// How an image is opened that a tool reads: it is refused where changes are missing that a
-    /// server answered before it died.
+    /// Options to open an image that a tool reads. It is refused if changes are missing that a
+    /// killed server acknowledged.
     ///
     /// # Errors
     /// A directory that was named cannot be used.
@@ -229,8 +227,8 @@ impl OpenArgs {
         Ok(ImageOptions { allowed_paths, remote_backing, secrets, ..options })
     }
 
-    /// How an image is opened that a tool changes: it begins with the changes that a server
-    /// answered before it died.
+    /// Options to open an image that a tool changes. The changes that a killed server acknowledged
+    /// are applied first.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only).
@@ -289,19 +287,19 @@ pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
     }
 }
 
-/// How an image that is changed uses the page cache, as qemu-img's users say it.
+/// How an image that is changed uses the page cache: an option of qemu-img.
 #[derive(clap::Args, Clone, Copy)]
 pub struct TargetCacheArgs {
-    /// The cache mode of what is written. In the end it is durable, whichever that is.
+    /// The cache mode of writes. They are durable in the end, whatever the mode.
     #[arg(short = 't', hide = true, value_name = "MODE")]
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<CacheMode>))]
     target_cache: Option<CacheMode>,
 }
 
-/// How an image that is only read uses the page cache, as qemu-img's users say it.
+/// How an image that is only read uses the page cache: an option of qemu-img.
 #[derive(clap::Args, Clone, Copy)]
 pub struct SourceCacheArgs {
-    /// The cache mode of what is read.
+    /// The cache mode of reads.
     #[arg(short = 'T', hide = true, value_name = "MODE")]
     #[arg(value_parser = clap::builder::ValueParser::new(str::parse::<CacheMode>))]
     source_cache: Option<CacheMode>,

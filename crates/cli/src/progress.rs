@@ -27,9 +27,9 @@ const STEP: f64 = 1.0;
 /// How progress is shown.
 #[derive(clap::Args, Clone, Copy)]
 pub struct ProgressArgs {
-    /// Print how far it is where standard error is no terminal: (12.34/100%) on standard output,
-    /// as qemu-img does. On a terminal a bar is drawn anyway. SIGUSR1 prints such a line on
-    /// standard error, with or without this option.
+    /// Print the progress if standard error is no terminal: (12.34/100%) on standard output, as
+    /// qemu-img does. A terminal shows a bar anyway. SIGUSR1 prints such a line on standard error,
+    /// with or without this option.
     #[arg(short, long)]
     progress: bool,
 }

@@ -25,19 +25,19 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Change only the name in the image: for a backing file that was moved. Any difference
-    /// between the old and the new one shows.
+    /// Change only the name in the image: for a backing file that was moved. If the new file's
+    /// content differs, so does the disk's.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
-    /// The new backing file, from the image's folder. Left out or empty: none, what was read from
-    /// the old one is copied and the image will stand alone.
+    /// The new backing file, found from the image's folder. Left out or empty: none; the data of
+    /// the old one is copied into the image.
     #[arg(short, long, value_name = "FILE", conflicts_with = "no_backing")]
     backing: Option<OsString>,
-    /// The image will stand alone. With -u, which copies nothing, all that was read from the old
-    /// backing file is lost, so this (or an empty -b) has to be said.
+    /// The image gets no backing file. With -u, which copies nothing, the data of the old backing
+    /// file is lost from the disk, so this option (or an empty -b) is required.
     #[arg(long)]
     no_backing: bool,
-    /// Its format: raw or qcow2.
+    /// The backing file's format: raw or qcow2.
     #[arg(short = 'F', long, value_name = "FORMAT", value_parser = parse_backing_format)]
     backing_format: Option<String>,
     #[command(flatten)]
@@ -45,7 +45,7 @@ pub struct Arguments {
     /// As qemu-img has it: an image that is changed is locked all the same.
     #[arg(short = 'U', hide = true)]
     force_share: bool,
-    /// Compress the whole clusters that are copied, where that saves something.
+    /// Compress whole copied clusters, if that saves space.
     #[arg(short, long)]
     compress: bool,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `blockhouse resize`: longer images, and shorter ones where that is meant.
+//! `blockhouse resize`: grows images, and with `--shrink` makes them shorter.
 
 use std::path::PathBuf;
 
@@ -21,11 +21,11 @@ pub struct Arguments {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// Make the disk shorter: what lies beyond the new size is lost.
+    /// Allow a smaller size: the data beyond the new size is lost.
     #[arg(long)]
     shrink: bool,
-    /// Space for what a longer disk has more: off takes it when it is written, falloc (and
-    /// metadata) at once, full writes zeros to it. Without the space the disk keeps its size.
+    /// Space for the part that is added: off allocates it when it is written, falloc (and metadata)
+    /// now, full writes zeros to it. If the space is missing, the disk keeps its size.
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = parse_space)]
     preallocation: Space,
     #[command(flatten)]
@@ -36,12 +36,12 @@ pub struct Arguments {
     open: OpenArgs,
     /// The image.
     image: PathBuf,
-    /// The new size of the disk: 512, 64K, 20G, 1T; or by how much it changes: +10G, -10G.
+    /// The new size of the disk: 512, 64K, 20G, 1T; or the change of it: +10G, -10G.
     #[arg(value_parser = size::parse_new, allow_hyphen_values = true)]
     size: NewSize,
 }
 
-/// When space is taken.
+/// When space is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Space {
     /// When it is written.

@@ -26,20 +26,18 @@ const MAX_IN_FLIGHT: usize = 16;
 pub struct Arguments {
     #[command(flatten)]
     formats: CopyFormats,
-    /// Replace a target that exists, once the copy is complete and found to be right; or overwrite
-    /// a block device.
+    /// Replace an existing target, once the copy is complete and verified; or overwrite a block
+    /// device.
     #[arg(long)]
     force: bool,
-    /// Go on with a copy that failed: compare what is in TARGET.part with the backup and copy what
-    /// differs.
+    /// Continue a copy that failed: compare TARGET.part with the backup and copy the differences.
     #[arg(long, conflicts_with = "force")]
     resume: bool,
     #[command(flatten)]
     progress: ProgressArgs,
     #[command(flatten)]
     open: OpenArgs,
-    /// The backup of the moment to restore: an image that 'backup' made. It and its backing files
-    /// are only read.
+    /// The backup to restore: an image that 'backup' made. It and its backing files are only read.
     source: PathBuf,
     /// The new image, or a block device. An image that exists is left alone.
     target: PathBuf,

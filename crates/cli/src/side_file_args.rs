@@ -7,17 +7,17 @@ use blockhouse_disk::SideFile;
 /// Where the bitmaps of a raw image are.
 #[derive(clap::Args, Clone, Debug)]
 pub struct SideFileArgs {
-    /// The bitmaps of a raw image are in this file, or in this folder, in a file named after the
-    /// image: of a block device, an image in Ceph or an export of an NBD server, which have no
-    /// room for them. It is made if it is missing.
+    /// The file with the bitmaps of a raw image, or a folder for a file named after the image: a
+    /// block device, an image in Ceph and an NBD export cannot store bitmaps themselves. A missing
+    /// file is created.
     ///
-    /// The file belongs to one image, and is not used where something else may have changed the
-    /// image meanwhile (docs/backup.md). Left out: IMAGE.bitmaps beside a raw file.
+    /// The file belongs to one image, and is not used if another program may have changed the image
+    /// meanwhile (docs/backup.md). Left out: IMAGE.bitmaps beside a raw file.
     #[arg(id = "bitmaps_in", long = "bitmaps", value_name = "FILE|DIR")]
     pub bitmaps: Option<PathBuf>,
-    /// Nobody else writes to the image: use its bitmaps also where nothing tells whether somebody
-    /// did, as of a device after a restart of the host. A backup by them lacks what somebody
-    /// did write.
+    /// Assume that no other program has written to the image. Its bitmaps are then used even if
+    /// that is unknown, as for a device after a reboot. If one did write, a backup lacks those
+    /// changes.
     #[arg(long, requires = "bitmaps_in")]
     pub trust_bitmaps: bool,
 }

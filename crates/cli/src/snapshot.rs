@@ -29,8 +29,8 @@ pub struct Arguments {
     flag: Flag,
     #[command(flatten)]
     access: ImageAccess,
-    /// The image, where one of these options says what to do. Without --control no other program
-    /// may use it, except for -l.
+    /// The image, if one of these options is the action. Without --control no other program may use
+    /// it, except for -l.
     #[arg(required = true)]
     image: Option<PathBuf>,
 }
@@ -39,7 +39,7 @@ pub struct Arguments {
 #[derive(clap::Args)]
 #[group(multiple = false)]
 struct Flag {
-    /// List the snapshots, in qemu-img's columns; so where no option says what to do.
+    /// List the snapshots, in qemu-img's columns. This is the default action.
     #[arg(short = 'l')]
     list: bool,
     /// The same as 'create IMAGE NAME'.
@@ -55,7 +55,7 @@ struct Flag {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Tell which snapshots an image has.
+    /// List the snapshots of an image.
     List {
         #[command(flatten)]
         image: Image,
@@ -69,12 +69,12 @@ enum Action {
         /// The new name: 1 to 255 bytes, unlike all others.
         #[arg(required_unless_present = "external", conflicts_with = "external")]
         name: Option<String>,
-        /// Take it outside of the image, which may have any format: the disk goes on in this new
-        /// qcow2 file, and the image stays what the disk is now.
+        /// Take an external snapshot, of an image of any format: the disk continues in this new
+        /// qcow2 overlay, and the image keeps the disk's present state.
         #[arg(long, value_name = "FILE")]
         external: Option<PathBuf>,
     },
-    /// Make the disk what it was when the snapshot was taken. What was written since is gone.
+    /// Return the disk to a snapshot. Everything written since is lost.
     Apply {
         #[command(flatten)]
         image: Image,
@@ -114,11 +114,11 @@ struct ImageAccess {
     /// The image's format; left out, the file's name decides (.qcow2, otherwise raw).
     #[arg(long, short, value_parser = clap::builder::ValueParser::new(str::parse::<ImageFormat>))]
     format: Option<ImageFormat>,
-    /// As qemu-img has it: lists are never locked.
+    /// For qemu-img's users: a list never locks the image.
     #[arg(short = 'U', hide = true)]
     force_share: bool,
-    /// Ask the server that has the image, at the socket of its --control. Its guests go on, and
-    /// for how long their writes were held off is printed.
+    /// Ask the server that has the image open, at its --control socket. Guests continue; the
+    /// command prints how long their writes were paused.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["format", "state"])]
     control: Option<PathBuf>,
     #[command(flatten)]
@@ -255,7 +255,7 @@ impl ServedDisk {
     }
 }
 
-/// Has the disk of an image that no other program has open go on in an overlay.
+/// Makes a new overlay over an image that no other program has open.
 async fn fork(image: &Image, overlay: &Path) -> Result<()> {
     let Image { access: reach, image } = image;
     let named = reach.image_opts.resolve_to_change(image, reach.format)?;

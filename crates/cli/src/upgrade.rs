@@ -15,13 +15,13 @@ pub struct Arguments {
     /// The control socket of the server: that of its --control.
     #[arg(long, value_name = "SOCKET")]
     control: PathBuf,
-    /// The program that goes on, with the server's own command line: one that --upgrade-to of the
-    /// server names. Left out, the first of these; the program that runs, if there is none.
+    /// The program that takes over, with the server's own command line: one that the server's
+    /// --upgrade-to names. Left out: the first of these, or the running program if there is none.
     #[arg(long, value_name = "PATH")]
     binary: Option<PathBuf>,
-    /// Disconnect clients with TLS first, when what they have in flight is done: their connections
-    /// cannot be handed over. Those that connect again use the new process. Without this,
-    /// nothing is upgraded while there are such clients.
+    /// First complete the requests of TLS clients and disconnect them: their connections cannot be
+    /// handed over. When they reconnect, they use the new process. Without this option, an upgrade
+    /// is refused while there are such clients.
     #[arg(long)]
     disconnect_tls: bool,
 }

@@ -1,8 +1,8 @@
 //! `blockhouse bench`: the gain of each optimization on this machine, measured on the production
 //! path.
 //!
-//! It says beforehand how long it takes and how much it writes, and keeps to both; works in a new
-//! file unless told otherwise, and leaves nothing behind.
+//! It prints first how long it takes and how much it writes, and exceeds neither. It works in a new
+//! file unless `--destroy-data` is given, and removes that file.
 
 mod device;
 mod load;
@@ -43,7 +43,7 @@ pub struct Arguments {
     /// Write over the file or block device itself that --file names. Its data is lost.
     #[arg(long)]
     destroy_data: bool,
-    /// How long it may take; left out, 120 for all and 30 for a single question.
+    /// The time limit; left out, 120 for all and 30 for a single question.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(2..=86_400))]
     seconds: Option<u64>,
     /// Write the results as JSON to a file, or instead of the table.

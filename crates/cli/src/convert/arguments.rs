@@ -26,11 +26,10 @@ use crate::rate::RateArgs;
 pub struct Arguments {
     #[command(flatten)]
     pub(super) formats: CopyFormats,
-    /// Copy the disk as it was when this snapshot was taken (its name or id), without a machine's
-    /// state.
+    /// Copy the disk of this snapshot (its name or id), without the VM state.
     #[arg(long, short = 'l', value_name = "SNAPSHOT", value_parser = parse_snapshot)]
     pub(super) snapshot: Option<String>,
-    /// Copy the source's bitmaps of changes, too (qcow2 only). One that lacks changes is an error.
+    /// Also copy the source's bitmaps (qcow2 only). A bitmap that lacks changes is an error.
     #[arg(long, conflicts_with_all = ["snapshot", "resume", "no_create"])]
     pub(super) bitmaps: bool,
     /// With --bitmaps, leave out those that lack changes.
@@ -39,13 +38,13 @@ pub struct Arguments {
     /// Write compressed clusters (qcow2 only).
     #[arg(long, short)]
     pub(super) compress: bool,
-    /// Options of a qcow2 target, as those of 'create'. Without a backing file the target stands
-    /// alone, whatever is behind the source.
+    /// Options of a qcow2 target, as those of 'create'. Without a backing file the target has none,
+    /// even if the source has one.
     #[arg(short, long = "options", value_name = "OPTION=VALUE,...", conflicts_with = "resume")]
     #[arg(value_parser = create_options::parse)]
     pub(super) options: Vec<create_options::Settings>,
-    /// Make the target an overlay of this file, found from the target's folder: what differs from
-    /// it is stored.
+    /// Make the target an overlay of this file, found from the target's folder: it stores only data
+    /// that differs from the file.
     #[arg(long, short = 'B', value_name = "FILE")]
     #[arg(value_parser = create_options::parse_backing_file, conflicts_with_all = ["resume", "no_create"])]
     pub(super) backing: Option<Setting>,
@@ -56,32 +55,31 @@ pub struct Arguments {
     /// Replace a target that exists, once the copy is complete; or overwrite a block device.
     #[arg(long)]
     pub(super) force: bool,
-    /// Go on with a copy that failed: compare what is in TARGET.part with the source and copy what
-    /// differs.
+    /// Continue a copy that failed: compare TARGET.part with the source and copy the differences.
     #[arg(long)]
     pub(super) resume: bool,
-    /// Make no target: write the copy into the one that is there, which keeps its options and may
-    /// be larger. A copy that fails leaves a part of it.
+    /// Create no target: write into the existing one, which keeps its options and may be larger. A
+    /// failed copy leaves the target incomplete.
     #[arg(long, short, conflicts_with_all = ["force", "resume", "options"])]
     pub(super) no_create: bool,
-    /// The target that is there reads as zeros, so that these need not be written.
+    /// The existing target reads as zeros, so zeros need not be written.
     #[arg(long, requires = "no_create")]
     pub(super) target_is_zero: bool,
-    /// How the target is written: through the page cache (writeback) or around it (none). Either
-    /// way it is durable in the end; unsafe: through the page cache, and without a flush at the
-    /// end.
+    /// How the target is written: through the page cache (writeback) or around it (none), with a
+    /// flush at the end; unsafe: through the page cache, without that flush.
     #[arg(long, short = 't', value_name = "MODE", value_parser = parse_cache)]
     pub(super) cache: Option<CacheMode>,
-    /// Do not lock the source: also copy it while another program writes to it. The copy may be of
-    /// no moment in time.
+    /// Do not lock the source: copy it even while another program writes to it. The copy may mix
+    /// several points in time.
     #[arg(long, short = 'U')]
     pub(super) force_share: bool,
     #[command(flatten)]
     pub(super) source_cache: SourceCacheArgs,
-    /// Zeros of this many bytes take no space. 0: all is written, also where the source has holes.
+    /// Runs of zeros of at least this many bytes take no space. 0: write everything, also holes of
+    /// the source.
     #[arg(short = 'S', long = "sparse-size", value_name = "SIZE", value_parser = size::parse)]
     pub(super) sparse: Option<u64>,
-    /// Go on where the source cannot be read: what is lost becomes zeros, and a warning says
+    /// Continue if a part of the source cannot be read: the part becomes zeros, and a warning says
     /// where.
     #[arg(long, conflicts_with = "bitmaps")]
     pub(super) salvage: bool,
@@ -91,17 +89,16 @@ pub struct Arguments {
     pub(super) progress: ProgressArgs,
     #[command(flatten)]
     pub(super) image_opts: ImageOptsArgs,
-    /// The target is no path but QEMU's options, as sources are with --image-opts.
+    /// The target is given as QEMU's options, as sources are with --image-opts.
     #[arg(long, hide = true)]
     pub(super) target_image_opts: bool,
     #[command(flatten)]
     pub(super) open: OpenArgs,
     #[command(flatten)]
     pub(super) rate: RateArgs,
-    /// SOURCE, the image to copy; several are copied one after the other into one disk. They are
-    /// only read, with all files behind them. '-' is a raw disk on standard input. TARGET, the
-    /// last, the new image. One that exists is left alone. '-' is standard output, which gets
-    /// a raw disk.
+    /// SOURCE, the image to copy; several are copied one after the other into one disk. They and
+    /// their backing files are only read. '-' is a raw disk on standard input. TARGET, the last, is
+    /// the new image. An existing one is left alone. '-' writes a raw disk to standard output.
     #[arg(num_args = 1.., value_name = "IMAGE")]
     pub(super) sources: Vec<PathBuf>,
     #[arg(skip)]

@@ -95,8 +95,8 @@ const OTHER_OPTIONS: [&str; 52] = [
 #[derive(clap::Args)]
 pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side,
-    /// each named after its file unless --name says otherwise. null-co://?size=SIZE is zeros, and
-    /// drops writes: it measures all but a disk.
+    /// each named after its file unless --name says otherwise. null-co://?size=SIZE reads as zeros
+    /// and drops writes: for benchmarks without a disk.
     #[arg(required_unless_present_any = ["config", "list"], value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// Whether the backing file is read: options of the image say it.
@@ -122,18 +122,17 @@ pub struct Arguments {
     /// repeated; several images need one socket each, in their order, whatever their names.
     ///
     /// The machine's memory must be shared, and be a memfd or on tmpfs or hugetlbfs (QEMU: -object
-    /// memory-backend-memfd,share=on). A raw image or block device that became longer is served
-    /// with its new size after SIGHUP, and the guest sees it.
+    /// memory-backend-memfd,share=on). After SIGHUP a raw image or block device that has grown is
+    /// served with its new size, and the guest sees it.
     #[arg(long, value_name = "SOCKET")]
     pub(super) vhost_user_blk: Vec<PathBuf>,
     /// Serve the image to this host, as the block device /dev/ublkbN: N is ID, or the lowest free
     /// number. May be repeated; several images need one each, in their order.
     ///
     /// Needs the kernel's driver (modprobe ublk_drv, Linux 6.5 or later), root's rights and
-    /// io_uring. The device goes when the server ends, so unmount what is on it first. If the
-    /// server is killed, the device stays, and whatever uses it waits: start the server again
-    /// with the same image and ID, and it continues, requests in flight included. docs/ublk.md
-    /// has the details.
+    /// io_uring. The device is removed when the server ends, so unmount it first. If the server is
+    /// killed, the device stays, and its users wait: start the server again with the same image and
+    /// ID, and it continues, requests in flight included. docs/ublk.md has the details.
     #[arg(long, value_name = "ID", num_args = 0..=1, default_missing_value = "any", value_parser = ValueParser::new(str::parse::<UblkId>))]
     pub(super) ublk: Vec<UblkId>,
     /// The image's format; left out, the file's name decides (.qcow2, or one of docs/formats.md,
@@ -143,60 +142,59 @@ pub struct Arguments {
     /// Refuse all writes.
     #[arg(long, short)]
     read_only: bool,
-    /// Make the image with this size if it is missing (512, 64K, 20G, 1T).
+    /// Create the image with this size if it is missing (512, 64K, 20G, 1T).
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     create: Option<u64>,
     /// The host's cache: none, writeback, writethrough, directsync or unsafe.
     #[arg(long, default_value = "none", value_parser = ValueParser::new(str::parse::<CacheMode>))]
     cache: CacheMode,
-    /// Take requests of this user at this Unix socket while the images are served: blockhouse ctl
+    /// Accept requests of this user at this Unix socket while the images are served: blockhouse ctl
     /// SOCKET, blockhouse snapshot --control SOCKET, blockhouse upgrade --control SOCKET.
     ///
-    /// Options follow the path: mode=0660 and group=GROUP let others connect, read-only answers
-    /// only what changes nothing, and methods=disk.list+snapshot.* answers these methods only
+    /// Options follow the path: mode=0660 and group=GROUP let others connect, read-only allows only
+    /// methods that change nothing, and methods=disk.list+snapshot.* only these methods
     /// (docs/control.md). A comma in the path is written twice.
     #[arg(long, value_name = "SOCKET[,OPTION...]", value_parser = ValueParser::new(str::parse::<ControlSocket>))]
     control: Option<ControlSocket>,
-    /// Take commands of QEMU's monitor protocol, QMP, at this Unix socket while the images are
-    /// served: those of qemu-storage-daemon that docs/qmp.md lists. Each disk is a node of its
-    /// name.
+    /// Accept commands of QEMU's monitor protocol, QMP, at this Unix socket while the images are
+    /// served: those of qemu-storage-daemon that docs/qmp.md lists. Each disk is a node with the
+    /// disk's name.
     ///
-    /// Options follow the path as for --control: a command is there if the socket answers all
-    /// methods of ours that it calls. An upgrade disconnects its clients.
+    /// Options follow the path as for --control: a command exists if the socket allows all control
+    /// methods that it calls. An upgrade disconnects QMP clients.
     #[arg(long, value_name = "SOCKET[,OPTION...]", value_parser = ValueParser::new(str::parse::<ControlSocket>))]
     qmp: Option<ControlSocket>,
-    /// Serve in the background: return when everything listens, with the lines that say where, and
-    /// leave the server running. Its later warnings go nowhere: a service (docs/operations.md)
-    /// keeps them. See --pid-file.
+    /// Serve in the background: print the addresses when everything listens, then return and leave
+    /// the server running. Its later warnings are lost: a service (docs/operations.md) keeps them.
+    /// See --pid-file.
     #[arg(long)]
     pub(super) fork: bool,
     /// The export's name, where the URI has none. Left out, clients need none. For several images,
     /// give one for each, in their order.
     #[arg(long)]
     name: Vec<String>,
-    /// Limits on NBD clients, and on what disks do in a second, as KEY=VALUE,... May be repeated.
-    /// Times are in seconds or have a unit (500ms, 5m, 2h).
+    /// Limits on NBD clients, and on the rates of disks, as KEY=VALUE,... May be repeated. Times
+    /// are in seconds or have a unit (500ms, 5m, 2h).
     ///
-    /// Clients: clients=256: connections at once; when all are taken, clients that hold many make
-    /// room for those that hold few. memory=512M: bytes of data in flight, for all together.
-    /// handshake=30: the time to choose an export. stall=30: how long a client may stand still
-    /// while it receives replies or sends a request; off for ever. idle=off: how long it may
-    /// ask for nothing. keepalive=60: over TCP, after how much silence the kernel asks whether
-    /// the client is still there. stop=5: how long clients may go on receiving replies
-    /// when the server stops; those that stand still are cut off after two seconds.
+    /// Clients: clients=256: connections at once; when all are in use, clients that hold many lose
+    /// some to those that hold few. memory=512M: bytes of data in flight, for all together.
+    /// handshake=30: the time to choose an export. stall=30: how long a client may make no progress
+    /// while it receives replies or sends a request; off: no limit. idle=off: how long it may send
+    /// no request. keepalive=60: over TCP, after how much silence the kernel probes the client.
+    /// stop=5: how long clients may still receive replies when the server stops; those without
+    /// progress are disconnected after two seconds.
     ///
     /// Disks, over all exports: iops=N, iops-read=N, iops-write=N: operations a second. bps=SIZE,
-    /// bps-read=SIZE, bps-write=SIZE: bytes a second (100M). burst=FACTOR: how many times
-    /// these rates for burst-seconds=1 after a rest. disk=NAME: the image that the limits are
-    /// for, by its --name or its file; may be repeated; left out, all images that no other
-    /// --limit names. group=NAME: these images share the limits fairly; left out, each has
-    /// them for itself. All that is given holds at once. Flushes are not limited. docs/limits.md
-    /// has the details.
+    /// bps-read=SIZE, bps-write=SIZE: bytes a second (100M). burst=FACTOR: how many times these
+    /// rates for burst-seconds=1 after a rest. disk=NAME: the image that the limits are for, by its
+    /// --name or its file; may be repeated; left out, all images that no other --limit names.
+    /// group=NAME: these images share the limits fairly; left out, each has its own. All given
+    /// limits apply at once. Flushes are not limited. docs/limits.md has the details.
     #[arg(long = "limit", value_name = "KEY=VALUE,...", value_parser = ValueParser::new(limits::parse))]
     limits: Vec<LimitArgument>,
-    /// Let NBD clients ask what has changed since this persistent bitmap of the image was added or
-    /// cleared: the metadata context qemu:dirty-bitmap:NAME. May be repeated; of several
-    /// images each must have all of them.
+    /// Offer this persistent bitmap of the image to NBD clients, as the metadata context
+    /// qemu:dirty-bitmap:NAME: the changes since it was added or cleared. May be repeated; each of
+    /// several images must have all these bitmaps.
     ///
     /// An enabled bitmap changes while the image is written: a client sees all changes that were
     /// acknowledged before it asked. docs/backup.md says how a backup gets a point in time.
@@ -221,23 +219,22 @@ pub struct Arguments {
     block_sizes: BlockSizeArgs,
     #[command(flatten)]
     hold: HoldArgs,
-    /// Store what is read from the image's backing file in the image, so that each cluster is
-    /// fetched once: for a backing file that is far away (docs/jobs.md).
+    /// Store data that is read from the backing file in the image, so that each cluster is fetched
+    /// once: for a slow or remote backing file (docs/jobs.md).
     #[arg(long)]
     copy_on_read: bool,
-    /// Copy what the image leaves to its backing file in the background, at this many bytes a
-    /// second (20M; 0: no limit), and detach the backing file when the image has all of it.
+    /// Copy the backing file's data into the image in the background, at this many bytes a second
+    /// (20M; 0: no limit). Then detach the backing file.
     #[arg(long, value_name = "RATE", value_parser = size::parse)]
     prefetch: Option<u64>,
-    /// Where the server keeps what outlives its process: a directory in memory (tmpfs) of this
-    /// user alone, made if it is missing. off keeps nothing.
+    /// The directory of the server's state files, which outlive its process. It is in memory
+    /// (tmpfs), private to this user, and created if missing. off: no state files.
     ///
     /// Each image has a file there while it is served. If the server is killed, the next one with
-    /// the same directory knows every change of a qcow2 image that was answered, also what no
-    /// flush has covered, and that a flush has failed. A restart of the host voids it. Left
-    /// out: /run/blockhouse for root, $XDG_RUNTIME_DIR/blockhouse for others; where that is
-    /// not in memory, /dev/shm/blockhouse-UID. The commands that read and change images look
-    /// there, too.
+    /// the same directory knows every acknowledged change of a qcow2 image, also those that were
+    /// not flushed, and whether a flush has failed. A reboot of the host voids it. Left out:
+    /// /run/blockhouse for root, $XDG_RUNTIME_DIR/blockhouse for others; where that is not in
+    /// memory, /dev/shm/blockhouse-UID. Commands that read and change images look there, too.
     #[arg(long, value_name = "DIR|off")]
     state: Option<PathBuf>,
     #[command(flatten)]
@@ -245,13 +242,13 @@ pub struct Arguments {
     #[command(flatten)]
     keys: KeyArgs,
     /// Serve the disks that this file describes (TOML, docs/operations.md), in place of images and
-    /// options. SIGHUP and 'blockhouse ctl SOCKET reload' read it again: removed disks are
-    /// closed, new ones are opened, and the rest is not touched.
+    /// options. SIGHUP and 'blockhouse ctl SOCKET reload' read it again: the server closes removed
+    /// disks, opens new ones, and leaves the others alone.
     #[arg(long, value_name = "FILE", conflicts_with_all = OTHER_OPTIONS)]
     config: Option<PathBuf>,
-    /// Serve metrics in the form of OpenMetrics to Prometheus and 'blockhouse top' here:
-    /// 127.0.0.1:PORT, or unix:PATH for this user alone, or for more by
-    /// unix:PATH,mode=0660,group=GROUP.
+    /// Serve metrics in the format of OpenMetrics to Prometheus and 'blockhouse top' here:
+    /// 127.0.0.1:PORT, or unix:PATH for this user only, or unix:PATH,mode=0660,group=GROUP for more
+    /// users.
     ///
     /// They are at /metrics, as JSON at /metrics.json, and on a page for a browser at /.
     /// docs/metrics.md says what each one means.
@@ -260,45 +257,44 @@ pub struct Arguments {
     /// Write the process id to this file when everything listens; it is removed at the end.
     #[arg(long, value_name = "FILE")]
     pid_file: Option<PathBuf>,
-    /// The mode of the Unix sockets of guests, octal like 0660: of NBD and vhost-user-blk. At no
-    /// moment is one open to others. Left out, as the umask says. The sockets of --control and
-    /// --metrics have modes of their own.
+    /// The mode of the NBD and vhost-user-blk sockets, octal like 0660. A socket never has wider
+    /// permissions, not even while it is created. Left out: as the umask says. The sockets of
+    /// --control and --metrics have modes of their own.
     #[arg(long, value_name = "MODE")]
     socket_mode: Option<SocketMode>,
     /// The group of these sockets, by its name or number; this user must be a member. Without
     /// --socket-mode the mode is 0660.
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<GroupName>,
-    /// Become this user, by name or number, once everything is open: images and sockets are opened
-    /// by the user who starts the server, mostly root. It leaves its supplementary groups.
+    /// Switch to this user, by name or number, once everything is open: the user who starts the
+    /// server, mostly root, opens images and sockets. The server drops its supplementary groups.
     ///
-    /// Unix sockets are this user's then, and so is the state directory: /dev/shm/blockhouse-UID
-    /// if --state is left out. Files that are read again (TLS), opened later, or removed at
-    /// the end need this user's rights.
+    /// This user then owns the Unix sockets and the state directory: /dev/shm/blockhouse-UID if
+    /// --state is left out. Files that are read again (TLS), opened later, or removed at the end
+    /// need this user's rights.
     #[arg(long, value_name = "NAME|UID", value_parser = ValueParser::new(str::parse::<UserName>))]
     user: Option<UserName>,
-    /// With --user, become this group; left out, the user's.
+    /// With --user, switch to this group; left out, the user's.
     #[arg(long, value_name = "NAME|GID", value_parser = ValueParser::new(str::parse::<GroupName>))]
     group: Option<GroupName>,
     /// Whether the server confines itself once everything is open: on or off.
     ///
-    /// In its sandbox it makes only the system calls that serving takes, executes nothing, makes
-    /// no new rings, and reaches no files but those that it needs. With --control it can still
-    /// open disks and sockets: in the folders of those on the command line, and below
-    /// --sandbox-allow. Off is for finding faults. docs/security.md has the limits of the
-    /// sandbox.
+    /// In its sandbox it makes only the system calls that serving needs, executes nothing, creates
+    /// no new rings, and can open only the files that it needs. With --control it can still open
+    /// disks and sockets: in the folders of those on the command line, and below --sandbox-allow.
+    /// Off is for debugging. docs/security.md has the limits of the sandbox.
     #[arg(long, default_value = "on", value_parser = on_or_off, action = ArgAction::Set)]
     sandbox: bool,
     /// Let requests at the control socket open disks and sockets below this folder, too, or this
     /// block device. May be repeated.
     #[arg(long, value_name = "DIR")]
     sandbox_allow: Vec<PathBuf>,
-    /// Let upgrades start the program at this path, as it is there by then: /usr/bin/blockhouse,
-    /// for the next version of a package.
+    /// Let upgrades start the program that is at this path at that time: /usr/bin/blockhouse, for
+    /// the next version of a package.
     ///
-    /// Left out, an upgrade starts the program that runs, and no other. The program must be where
-    /// the server cannot write. May be repeated: the first one is started where 'blockhouse
-    /// upgrade' names none. Goes with --config.
+    /// Left out, an upgrade starts only the running program again. The program must be where the
+    /// server cannot write. May be repeated: the first is the default of 'blockhouse upgrade'. Goes
+    /// with --config.
     #[arg(long, value_name = "PROGRAM")]
     upgrade_to: Vec<PathBuf>,
     /// How file operations are done: auto, io_uring, linux-aio or threads.
@@ -316,31 +312,32 @@ pub struct Arguments {
     #[arg(long, value_name = "N", default_value_t = DEFAULT_POLLING.as_micros() as u32, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     poll_max_us: u32,
     /// Whether the memory of vhost-user-blk guests is registered with io_uring, so that the kernel
-    /// need not look its pages up for each request: on or off. Other engines cannot do that.
+    /// need not look up its pages for each request: on or off. No effect with other engines.
     ///
     /// Registered memory is pinned: memory that a balloon, free page reporting or virtio-mem takes
-    /// from the guest does not go back to the host, and requests use its old pages if the
-    /// guest gets it again. It counts against RLIMIT_MEMLOCK once for each worker; beyond that
-    /// the guest is served without, and so are requests that --io-poll polls for.
+    /// from the guest does not go back to the host, and requests use its old pages if the guest
+    /// gets it again. It counts against RLIMIT_MEMLOCK once for each worker; beyond that the
+    /// guest's memory is not registered. Requests that --io-poll polls for do not use registered
+    /// memory.
     #[arg(long, default_value = "off", value_parser = on_or_off, action = ArgAction::Set)]
     register_memory: bool,
-    /// Whether io_uring keeps open images in a table of its own, which spares the kernel a look-up
-    /// for each request: on or off. Other engines have no such table.
+    /// Whether open images are registered with io_uring (fixed files), which saves the kernel a
+    /// look-up for each request: on or off. No effect with other engines.
     #[arg(long, default_value = "off", value_parser = on_or_off, action = ArgAction::Set)]
     fixed_files: bool,
-    /// Whether to poll for completions instead of waiting for the disk's interrupts, at the price
-    /// of a busy processor while requests are in flight: on or off.
+    /// Whether to poll for completions instead of waiting for the disk's interrupts: on or off.
+    /// Polling keeps a processor busy while requests are in flight.
     ///
-    /// Needs io_uring, --cache none or directsync, and images on disks with queues for it (nvme or
-    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. Reads are polled for;
-    /// writes only where the image is a block device itself, durable ones only if that has FUA
-    /// or no write cache.
+    /// Needs io_uring, --cache none or directsync, and images on disks with poll queues (nvme or
+    /// virtio_blk loaded with poll_queues=N), and is refused elsewhere. It applies to reads; to
+    /// writes only if the image is a block device, and to durable writes only if that has FUA or no
+    /// write cache.
     #[arg(long, default_value = "off", value_parser = on_or_off, action = ArgAction::Set)]
     io_poll: bool,
-    /// Say with an empty line that everything listens.
+    /// Print an empty line when everything listens.
     #[arg(long, hide = true)]
     pub(super) in_background: bool,
-    /// Go on with what the process serves that has started this one ('blockhouse upgrade').
+    /// Take over the disks and exports of the process that started this one ('blockhouse upgrade').
     #[arg(long, hide = true)]
     hand_over: bool,
 }
@@ -382,8 +379,7 @@ fn parse_discard(name: &str) -> Result<Discard, String> {
 }
 
 impl Arguments {
-    /// Puts what was said as qemu-nbd's users say it where it belongs. Wrong usage ends the
-    /// program.
+    /// Translates qemu-nbd's options into those of `serve`. Wrong usage ends the program.
     pub(super) fn obey_habits(&mut self) {
         self.nbd.extend(self.habits.uri().unwrap_or_else(|why| refuse(&why)));
         self.name.extend(self.habits.name().map(str::to_owned));
@@ -443,14 +439,14 @@ impl Arguments {
         Some(self.habits.listed_uri().unwrap_or_else(|why| refuse(&why)))
     }
 
-    /// Whether the server goes when its last client has gone: qemu-nbd without -t.
+    /// Whether the server ends with its last client: qemu-nbd without -t.
     fn ends_with_clients(&self) -> bool {
         let has_others = self.control.is_some() || !self.vhost_user_blk.is_empty();
         called_as::is_qemu_nbd() && !self.habits.persistent && !has_others && self.ublk.is_empty()
     }
 
-    /// Has an overlay without a name, which lasts as long as the process, served in the place of
-    /// the image where writes are not to change it (qemu-nbd -s).
+    /// With qemu-nbd -s: serves a temporary overlay, an unnamed file, in place of the image, so
+    /// that writes do not change the image.
     ///
     /// # Errors
     /// The overlay cannot be made.
@@ -478,7 +474,7 @@ impl Arguments {
         Ok(())
     }
 
-    /// Ends the program where something makes no sense together: wrong usage.
+    /// Ends the program if options contradict each other: wrong usage.
     pub(super) fn check(&self) {
         if self.detect_zeroes == DetectZeroes::Unmap && self.discard == Discard::Ignore {
             refuse("--detect-zeroes unmap needs --discard unmap; --detect-zeroes on does without");
@@ -513,7 +509,8 @@ impl Arguments {
         }
     }
 
-    /// Whether the user has said nowhere where to serve, and may want to know what to do next.
+    /// Whether the command line names no address, so that the server prints a hint on how to
+    /// connect.
     pub(super) fn wants_hint(&self) -> bool {
         self.nbd.is_empty() && self.config.is_none()
     }
@@ -577,7 +574,8 @@ impl Arguments {
         self.tls.add_to(server)
     }
 
-    /// The first socket has the first image and so on, or all have the only one.
+    /// The sockets of vhost-user-blk with the index of each one's image: the first has the first
+    /// image and so on, or all have the only one.
     fn devices(&self) -> Vec<(PathBuf, usize)> {
         let last = self.images.len() - 1;
         let sockets = self.vhost_user_blk.iter().enumerate();

@@ -23,16 +23,16 @@ pub struct NbdHabits {
     /// The name of the export.
     #[arg(short = 'x', long = "export-name", hide = true, value_name = "NAME")]
     export: Option<String>,
-    /// Go on when the last client has gone: a server always does.
+    /// Keep serving after the last client: a server always does.
     #[arg(short = 't', long = "persistent", hide = true)]
     pub(super) persistent: bool,
-    /// How many clients there may be at once, as qemu-nbd has it: 0 for any number.
+    /// The most clients at once, as in qemu-nbd; 0: any number.
     #[arg(short = 'e', long = "shared", hide = true, value_name = "NUMBER")]
     shared: Option<u32>,
-    /// Leave out what is before this offset, of a raw image.
+    /// Serve a raw image from this offset on.
     #[arg(short = 'o', long, hide = true, value_name = "SIZE", value_parser = blockhouse_config::size::parse)]
     pub(super) offset: Option<u64>,
-    /// Keep what is written for as long as the server runs, and the image as it is.
+    /// Discard all writes when the server ends; the image does not change.
     #[arg(short = 's', hide = true)]
     pub(super) is_temporary: bool,
     /// Listen at this port.
@@ -50,13 +50,13 @@ pub struct NbdHabits {
     /// The export's description, which clients do not look at.
     #[arg(short = 'D', long, hide = true, value_name = "TEXT")]
     description: Option<String>,
-    /// Tell clients which image of the chain has the data: qemu-nbd does so only then.
+    /// Offer the metadata context qemu:allocation-depth: qemu-nbd offers it only with this option.
     #[arg(short = 'A', long, hide = true)]
     allocation_depth: bool,
     /// List the exports of the server that listens there, and serve nothing.
     #[arg(short = 'L', long, hide = true)]
     pub(super) list: bool,
-    /// How long a client may take to choose an export, in seconds; 0 for ever.
+    /// How long a client may take to choose an export, in seconds; 0: no limit.
     #[arg(long, hide = true, value_name = "SECONDS")]
     pub(super) handshake_limit: Option<u32>,
     /// The object whose credentials are used, of --object tls-creds-x509 or tls-creds-psk.
@@ -87,7 +87,7 @@ pub fn parse_aio(name: &str) -> Result<EngineChoice, String> {
 }
 
 impl NbdHabits {
-    /// Where to listen because of them; `None` where they do not say it.
+    /// The address that these options name; `None` if they name none.
     ///
     /// # Errors
     /// Why that cannot be an address, in words.

@@ -26,8 +26,8 @@ pub struct TlsArgs {
     tls_psk: Option<PathBuf>,
     /// Let only this client use an export: by a name in its certificate (the common name, or a DNS
     /// name), or by its PSK identity. May be repeated, for more clients and exports. An export
-    /// without any such line is for all clients. Clients without TLS do not find one with such
-    /// a line.
+    /// without this option is for all clients. An export with it is hidden from clients without
+    /// TLS.
     #[arg(long, value_name = "EXPORT=NAME", value_parser = parse_allowed)]
     tls_allow: Vec<(String, String)>,
 }

@@ -22,8 +22,8 @@ struct Options {
     #[arg(long, value_name = "OPTIONS")]
     nbd_server: Vec<String>,
     /// Export a node: nbd or vhost-user-blk, with id=ID and node-name=NAME; writable=on lets
-    /// clients write. Of nbd name=EXPORT is what clients call it; of vhost-user-blk
-    /// addr.type=unix and addr.path=SOCKET say where.
+    /// clients write. nbd: name=EXPORT is the export's name; vhost-user-blk: addr.type=unix and
+    /// addr.path=SOCKET are the socket.
     #[arg(long, value_name = "OPTIONS")]
     export: Vec<String>,
     /// Make an object: [qom-type=]KIND,id=ID,... of the kind iothread, secret, throttle-group,
@@ -33,23 +33,22 @@ struct Options {
     /// Make a character device: socket,id=ID,path=SOCKET[,server=on] or stdio,id=ID.
     #[arg(long, value_name = "OPTIONS")]
     chardev: Vec<String>,
-    /// Take commands of QMP at a character device: [chardev=]ID.
+    /// Accept QMP commands at a character device: [chardev=]ID.
     #[arg(long, value_name = "OPTIONS")]
     monitor: Vec<String>,
-    /// Go on in the background, once everything listens.
+    /// Continue in the background, once everything listens.
     #[arg(long)]
     daemonize: bool,
-    /// Write the number of the process to this file, once everything listens. It is removed at the
-    /// end.
+    /// Write the process id to this file when everything listens; it is removed at the end.
     #[arg(long, value_name = "FILE")]
     pidfile: Option<PathBuf>,
-    /// As QEMU has it: what is traced there has no counterpart.
+    /// For QEMU's users; no effect, because there are no trace events here.
     #[arg(short = 'T', long, value_name = "PATTERN")]
     trace: Vec<String>,
     /// Print the version.
     #[arg(short = 'V', long)]
     version: bool,
-    /// It was started by --daemonize.
+    /// Set in the process that --daemonize starts.
     #[arg(long, hide = true)]
     in_background: bool,
 }

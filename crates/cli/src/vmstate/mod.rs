@@ -29,16 +29,16 @@ pub struct Arguments {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Store the state that comes on standard input, and take a snapshot of the disk with it. The
-    /// machine must be paused: migrate "exec:blockhouse vmstate save IMAGE NAME".
+    /// Store the VM state from standard input, in a new snapshot of the disk. The machine must be
+    /// paused: migrate "exec:blockhouse vmstate save IMAGE NAME".
     Save {
         #[command(flatten)]
         image: Image,
-        /// Compress it: zlib or zstd, the image's own kind of compression.
+        /// Compress the state: zlib or zstd, whichever the image uses.
         #[arg(long, value_name = "KIND", value_parser = ValueParser::new(parse_compression))]
         compress: Option<Compression>,
     },
-    /// Write the state of a snapshot to standard output: -incoming "exec:blockhouse vmstate load
+    /// Write the VM state of a snapshot to standard output: -incoming "exec:blockhouse vmstate load
     /// IMAGE NAME".
     Load {
         #[command(flatten)]
