@@ -1,10 +1,11 @@
 //! Snapshots of an open disk, also while it is served.
 //!
-//! A snapshot holds the changes that had completed when it was asked for, and of later ones each as
-//! a whole: what completes before a certain moment. Its tables are made while guests go on, and
-//! everything is flushed. Then the disk waits for the changes in flight, holds off new ones for as
-//! long as the rest of the tables takes, and says how long that was. Reads go on. So it is when a
-//! snapshot is deleted. What else changes the snapshots does all of it while changes are held off.
+//! A snapshot holds all changes that completed before the request, and those later ones that
+//! complete before the moment of the snapshot, each as a whole. Most of its tables are written and
+//! flushed while guests continue. Then the disk waits for the changes in flight, and holds off new
+//! ones until the rest of the tables is written; it reports how long that was. Reads continue.
+//! Deleting a snapshot works in the same way. Other changes of the snapshots hold off guests'
+//! changes all the time.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant, SystemTime};

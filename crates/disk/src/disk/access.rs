@@ -3,8 +3,8 @@
 //! Guarantee: when a disk has become read-only, no change is in flight, all that were completed are
 //! durable, and every later one is refused until it is writable again, also one that was submitted
 //! before and waited. Reads go on. The image stays open and locked as it was. A disk that was
-//! [retired](super::QuiescedDisk::retire) stays read-only. Another image that takes the place of
-//! the disk's changes nothing of this.
+//! [retired](super::QuiescedDisk::retire) stays read-only. Replacing the disk's image does not
+//! change this.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 

@@ -1,9 +1,9 @@
 //! A disk whose backing file is open for writing: a commit copies the image's data into it.
 //!
-//! Guarantees: the image reads its backing file through the opening that writes to it, so that no
-//! read uses metadata of an older one; and no change of the disk leaves anything to the backing
-//! file that it did not leave to it before. So what is copied from the image into its backing file
-//! never changes what the disk reads, not after a crash either: until then the image has it itself.
+//! Guarantees: the image reads its backing file through the instance that writes to it, so that no
+//! read uses stale metadata. A change of the disk never makes a cluster refer to the backing file
+//! again. So copying data from the image into its backing file never changes what the disk reads,
+//! even after a crash: the image still has that data itself.
 
 use std::sync::Arc;
 

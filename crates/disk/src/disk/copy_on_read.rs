@@ -1,10 +1,10 @@
 //! Reads of a disk that copies on read: a read, or a client's announcement of one, copies data from
 //! the backing file into the image.
 //!
-//! Guarantees: as `write/copy_on_read`. Neither does a read wait for a change of the whole image,
-//! nor such a change for the backing file: what is read meanwhile is not copied. Nor is anything
-//! copied while the disk is read-only, or its backing file is open for writing, or into an image
-//! that another one has replaced.
+//! Guarantees: as `write/copy_on_read`. A read never waits for a change of the whole image, and
+//! such a change never waits for the backing file: data read meanwhile is not copied. Nothing is
+//! copied while the disk is read-only or its backing file is open for writing, nor into an image
+//! that was replaced.
 
 use std::sync::atomic::Ordering;
 

@@ -1,10 +1,9 @@
-//! Makes a disk independent of its backing file while it is used, or of those before a further one.
+//! Makes a disk in use independent of its backing file, or of the backing files above a given base.
 //!
-//! Guarantees: what the disk reads never changes by this. A crash leaves each cluster to the
-//! backing file, or with its data. The backing file is detached, or the further one named in its
-//! place, by one write of the header, when the image needs nothing of what is left out and that is
-//! durable. No snapshot is taken meanwhile, which would
-//! need the backing file as well.
+//! Guarantees: the disk's content never changes. After a crash each cluster either has its data or
+//! still refers to the backing file. One write of the header detaches the backing file, or replaces
+//! it by the base, when the image durably has all data of the files that are dropped. No snapshot
+//! is taken meanwhile, because it would need the backing file as well.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,11 +1,11 @@
 //! Longer and shorter disks.
 //!
-//! Bytes that a longer disk would bring to light (the rest of the last cluster, bytes of the
-//! backing file) are made zeros, durably, before the size changes: no crash shows it. A shorter
-//! disk loses what lies beyond, also the rest of its last cluster.
+//! Old bytes in the new part of a longer disk (the rest of the last cluster, bytes of the backing
+//! file) are zeroed, durably, before the size changes, so not even a crash exposes them. A shorter
+//! disk loses the data beyond its end, also the rest of its last cluster.
 //!
-//! Of a disk with bitmaps, guests are held off while all of its tables change, and not while its
-//! new part is prepared, which may take long.
+//! If the disk has bitmaps, guests' changes wait while all tables change. They do not wait while
+//! the new part is prepared, which may take long.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
 

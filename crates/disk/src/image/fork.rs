@@ -1,8 +1,7 @@
-//! An image that stands on the one that a disk is using: see *Forks* in README.md of the crate.
+//! An overlay over the image that a disk is using: see *Forks* in README.md of the crate.
 //!
-//! Guarantees: what stands on an image is read only from the moment on from which that image is
-//! changed no more, which is the caller's to keep. A flush covers what the image had answered
-//! before.
+//! Guarantees: an overlay is read only once the image below is no longer changed; the caller
+//! ensures that. A flush also covers changes that the image below acknowledged before.
 
 use std::sync::{Arc, OnceLock};
 

@@ -1,7 +1,7 @@
-//! From a storage to a complete image.
+//! Opens an image over its storage, and completes it.
 //!
-//! An image that names a data file is not complete before it has that, one that names a backing
-//! file not before it has that. Nothing is read or written before.
+//! An image that names a data file or a backing file is complete when it has been given both. It is
+//! not read or written before.
 
 use std::sync::{Arc, OnceLock};
 

@@ -1,7 +1,8 @@
-//! The memory that a process that dies leaves to the next one: the format's redo log.
+//! The redo log of the format, in memory that a killed process leaves to the next one.
 //!
-//! An image with such memory keeps every answered request, also what no flush has covered: see
-//! [`StateMemory`]. Without it, or after a loss of power, it keeps what was answered as durable.
+//! With this memory an image keeps every acknowledged request, even those that were not flushed:
+//! see [`StateMemory`]. Without it, or after a loss of power, it keeps those acknowledged as
+//! durable.
 
 use std::sync::Arc;
 

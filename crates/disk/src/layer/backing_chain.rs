@@ -1,13 +1,11 @@
-//! Finds the backing file that has the data of a cluster which the image lacks, without asking all
-//! those before it each time.
+//! Finds the backing file that has a cluster's data, without asking every file above it each time.
 //!
 //! Guarantees:
-//! - Layers are only passed over where each of them, whole as it is, leaves the range to the ones
-//!   behind it. They are open for reading only, so what was found out once stays true
-//!   ([`SkipTable`]).
-//! - A chain with a layer that may be changed is not remembered ([`BackingChain::known`]); neither
-//!   is anything from the moment on when another opening took a layer's place.
-//! - An error that a layer answers while it is asked of more than the range is the error of no
+//! - A layer is skipped only if it leaves the whole range to the layers behind it. Layers are open
+//!   for reading only, so a result stays true ([`SkipTable`]).
+//! - Results are not cached for a chain with a writable layer ([`BackingChain::known`]), nor after
+//!   a layer was reopened.
+//! - A layer may be asked about more than the request's range. An error of that extra part fails no
 //!   request.
 
 use std::ops::Range;

@@ -1,8 +1,8 @@
 //! Reads of the backing file that are in flight.
 //!
-//! A backing file may be slow, or not answer at all. Such a read keeps nothing of the image that
-//! other requests wait for; it is listed here, for those who take the backing file away and for
-//! those who tell what is stuck.
+//! A backing file may be slow, or not answer at all. Such a read holds nothing of the image that
+//! other requests wait for. It is listed here, for code that detaches the backing file and for
+//! reports of stuck reads.
 
 use std::collections::BTreeMap;
 

@@ -1,12 +1,12 @@
 //! The files of an image: its data file and its backing files.
 //!
-//! A backing file is opened only as the format that the image names, never as what it looks like: a
-//! guest could make its raw disk look like an image whose backing file is any file of the host. It
-//! is a file (a server's export only where the user allows that), found from the folder of the
-//! image that names it, below that folder or an allowed path (`allowed_paths`), only read, and
-//! locked against writers. Chains end: a file that comes twice and a chain that is too long are
-//! refused. A data file goes through the same gate, as raw, and is opened and locked as its image
-//! is.
+//! A backing file is opened only in the format that the image names; the format is never probed.
+//! Reason: a guest could make its raw disk look like an image whose backing file is any file of the
+//! host. The backing file is a file (a server's export only if the user allows it). Its name is
+//! relative to the folder of the image that names it, and it must be below that folder or an
+//! allowed path (`allowed_paths`). It is only read, and locked against writers. A file that occurs
+//! twice in a chain and a chain that is too long are refused. A data file is checked in the same
+//! way, as raw, and is opened and locked as its image is.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd};

@@ -1,4 +1,4 @@
-//! The image over one file, locked, and the state that an earlier process left of it.
+//! Opens and locks the image over one file, and restores the state that an earlier process left.
 
 use std::path::Path;
 use std::time::Duration;

@@ -1,10 +1,10 @@
 //! Forks of disks that are in use, and of images that are not open: see *Forks* in README.md of the
 //! crate.
 //!
-//! Guarantees: what a disk was at the moment is its layer, and what it and its children read; a
-//! kill or a loss of power at any step leaves the disk as it was or in its overlay, and the record
-//! beside its layer says which. Where a fork fails before the moment, the disk goes on as before
-//! and nothing is left of it.
+//! Guarantees: the layer holds the disk's content at the moment of the fork; the disk's overlay and
+//! its children read it. A kill or a loss of power at any step leaves the disk either on its old
+//! image or on its overlay, and the record beside the layer says which. A fork that fails before
+//! that moment leaves the disk as it was, and no files.
 
 use std::fs;
 use std::path::{Path, PathBuf};

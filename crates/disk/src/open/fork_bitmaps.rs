@@ -1,11 +1,11 @@
-//! Bitmaps over a fork: those of the disk go on in its overlay, under their names, and the layer
+//! Bitmaps in a fork: the disk's bitmaps continue in its overlay, under their names, and the layer
 //! keeps its own.
 //!
-//! Guarantees: a bitmap of the overlay never lacks a change. From before the overlay can become the
-//! disk until the layer is [settled](super::fork::Forked::settle) it says that all has changed;
-//! then what it said at the moment, and what has changed since: the same as if there had been no
-//! fork. A crash leaves one of the two. A fork is refused nothing because of them, and its pause
-//! does not wait for them.
+//! Guarantees: a bitmap of the overlay never lacks a change. Until the layer is
+//! [settled](super::fork::Forked::settle) each bitmap of the overlay marks the whole disk as
+//! changed. After that it has the bits of the moment of the fork, and later changes: the same as
+//! without a fork. A crash leaves one of these two states. Bitmaps never make a fork fail, and its
+//! pause does not wait for them.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! A backing file further down the chain of a disk, by the name that a person gives it.
+//! Finds a backing file further down a disk's chain by the name that a user gives.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;

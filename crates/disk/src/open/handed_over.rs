@@ -1,10 +1,10 @@
-//! Images that another process hands over: opened again by the files that it has open, with its
-//! locks.
+//! Images that another process hands over: this process opens them by the other's file descriptors,
+//! with its locks.
 //!
-//! Guarantees: until [`HandedOverDisk::take_over`] nothing of the image is changed, nor of what
-//! outlives its process, and its locks stay with the other process, also if this one dies. The
-//! other process must execute no request from [`StoredImage::settle`] on, until it goes on itself
-//! or is over.
+//! Guarantees: until [`HandedOverDisk::take_over`] this process changes neither the image nor its
+//! state file, and the locks stay with the other process, even if this one dies. From
+//! [`StoredImage::settle`] on the other process must execute no request, unless it resumes service
+//! itself.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;

@@ -1,5 +1,5 @@
-//! Image files that stand on another one, as far as they are in the same folders: a change of that
-//! one spoils them.
+//! Finds overlays of an image, as far as they are in the same folders: a change of the image would
+//! corrupt them.
 
 use std::fs::{self, File};
 use std::io::Read;

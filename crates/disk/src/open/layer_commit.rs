@@ -1,9 +1,10 @@
-//! A commit of layers of a served disk, on files of the host: which of them it opens and locks, and
+//! A commit of layers of a served disk, for files of the host: which files it opens and locks, and
 //! what the record beside the base says.
 //!
-//! Guarantees: nothing is written where another image is known to stand on one of the layers. Until
-//! the base has everything, the record beside it, if a fork has left it, says that it is not what
-//! the disk was; from then on, that it is what the image above was made over.
+//! Guarantees: nothing is written if another image is known to use one of the layers as its backing
+//! file. If a fork has left the base, a record is beside it. Until the base is complete, the record
+//! says that the base no longer holds the content at the fork; then, that the base is what the
+//! image above was made over.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,8 +1,9 @@
-//! The files of layers that a chain has left, which are removed with it.
+//! Removes the files of layers that are no longer part of a chain.
 //!
-//! Guarantees: a file is removed when no image of its chain is read through it any more, durably,
-//! and no other image is known to stand on it: of this process, of another one (by its lock), or in
-//! its folder. Its record goes last: a crash leaves no file that could be taken for a disk.
+//! Guarantees: a file is removed only when its chain, durably, no longer includes it, and no other
+//! image is known to use it as a backing file: one of this process, one of another process (by its
+//! lock), or one in its folder. Its record is removed last, so a crash leaves no file that could be
+//! taken for a disk.
 
 use std::fs::remove_file;
 use std::os::unix::fs::MetadataExt;

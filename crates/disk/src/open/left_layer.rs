@@ -1,9 +1,9 @@
-//! A layer that a fork has left, when an image over it is opened for writing and the server of the
-//! fork has died.
+//! Completes a layer that a fork has left, if the server of the fork has died: when an image over
+//! the layer is opened for writing.
 //!
-//! Guarantee: the layer has what that server had answered before the fork, durably. Reason: the
-//! server may have died before it had settled the layer. No other opening brings it there, because
-//! the record refuses to open the layer itself for writing.
+//! Guarantee: the layer has, durably, all changes that the server acknowledged before the fork.
+//! Reason: the server may have died before it settled the layer. No other way of opening does this,
+//! because the record forbids opening the layer itself for writing.
 
 use std::path::Path;
 

@@ -1,8 +1,8 @@
-//! A backing file that is left out (`backing: null` in QEMU's JSON).
+//! An image opened without its backing file (`backing: null` in QEMU's JSON).
 //!
-//! Guarantees: what the image does not have reads as zeros, and its block status is that of a hole.
-//! Zeros that are written are stored as zeros, so that nothing else is read when the backing file
-//! is followed again.
+//! Guarantees: clusters that the image does not have read as zeros, and their block status is a
+//! hole. Written zeros are stored as zero clusters, so that they still read as zeros when the image
+//! is opened with its backing file again.
 
 use std::os::fd::AsRawFd;
 use std::path::Path;

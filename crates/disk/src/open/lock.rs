@@ -2,8 +2,8 @@
 //!
 //! A program that uses permission n holds byte 100 + n; one that does not share it holds byte 200 +
 //! n (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the
-//! descriptor). A program first takes its own bytes, then looks for those of others. So of two
-//! programs that start at the same moment at least one notices.
+//! descriptor). A program first takes its own bytes, then looks for those of others. So if two
+//! programs start at the same moment, at least one sees the other.
 
 use std::fs;
 use std::io;

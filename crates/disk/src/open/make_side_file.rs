@@ -1,7 +1,7 @@
 //! Making the side file of a raw image (`side_file`).
 //!
-//! Guarantee: a crash leaves the whole of it or none. What it is made of has a name of its own
-//! until it is durable; what an earlier attempt left under that name is removed, while the image is
+//! Guarantee: a crash leaves a complete side file or none. The new file has a temporary name until
+//! it is durable. A file of an earlier attempt under that name is removed while the image is
 //! locked.
 
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

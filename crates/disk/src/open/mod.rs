@@ -1,8 +1,8 @@
 //! Images on the host: opening one with its backing files and locks (`open_image`), and new ones.
 //!
-//! A format is never guessed from an image's content: a guest writes what it likes to the start of
-//! a raw disk. The file's name decides unless the caller does, and an image that is opened as raw
-//! but looks like something else is refused.
+//! The format is never probed from an image's content, because a guest can write any bytes to the
+//! start of a raw disk. The caller states the format, or the file's name decides. An image that is
+//! opened as raw but looks like another format is refused.
 
 mod allocated_space;
 mod allowed_paths;

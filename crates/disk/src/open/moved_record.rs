@@ -1,12 +1,12 @@
-//! The record beside an image that its disk was moved elsewhere, or was about to be: `IMAGE.moved`,
-//! where `IMAGE` is the file itself, and no symbolic link to it.
+//! The record that an image's disk was moved to another image, or was about to be: `IMAGE.moved`,
+//! where `IMAGE` is the file itself, not a symbolic link to it.
 //!
-//! Guarantees: an image that has the record is not opened for writing, so no guest goes on with a
-//! disk that another one has changed since; nor is one whose record cannot be read. The record is
-//! written durably before the other image becomes complete. It is there, too, where a server ended
-//! in the moment in between: then the other image tells which one is the disk, because it cannot be
-//! opened unless it is complete (`tools/incomplete_mark`). A file of that name without the text of
-//! a record is another program's: it says nothing, and is neither changed nor removed.
+//! Guarantees: an image with a record, or with one that cannot be read, is not opened for writing.
+//! So no guest continues on an old version of its disk. The record is written durably before the
+//! other image becomes complete. After a crash in between the record already exists: then the other
+//! image decides which one is the disk, because it cannot be opened unless it is complete
+//! (`tools/incomplete_mark`). A file of that name without the text of a record belongs to another
+//! program: it has no effect, and is neither changed nor removed.
 
 use std::fs::{OpenOptions, remove_file, symlink_metadata};
 use std::io::{self, ErrorKind as IoErrorKind, Read, Write};

@@ -1,9 +1,9 @@
-//! Opening images: the ways in, each by a [`Chain`].
+//! The functions that open images, each by a [`Chain`].
 //!
-//! [`open`] opens an image for what [`ImageOptions::purpose`] says; [`HandedOverDisk::open`] by the
-//! files that another process has open, [`CommitChain::open`] together with a backing file that is
-//! to be written to, and [`open_base`] that backing file while the disk is used. [`open_storage`]
-//! opens the file alone.
+//! [`open`] opens an image for the purpose in [`ImageOptions::purpose`]. [`HandedOverDisk::open`]
+//! opens it by the descriptors of another process. [`CommitChain::open`] also opens a backing file
+//! for writing, and [`open_base`] opens that backing file while the disk is in use.
+//! [`open_storage`] opens only the file.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};

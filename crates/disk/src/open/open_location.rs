@@ -1,4 +1,4 @@
-//! From the name of an image to its storage: the one place that knows which kinds there are.
+//! Opens the storage that an image's name refers to: the only code that knows all kinds of storage.
 
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,7 @@
-//! Images whose file ends inside of a block: a server that uses the page cache was killed.
+//! Images whose file ends inside a block, because a server with the page cache was killed.
 //!
-//! Past the page cache such a file has blocks of a page where it is written (`engine/host_file`).
-//! Clusters may be smaller.
+//! With O_DIRECT such a file is written in blocks of a page (`engine/host_file`). Clusters may be
+//! smaller than that.
 
 use std::path::Path;
 

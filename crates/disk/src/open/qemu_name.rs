@@ -1,8 +1,9 @@
 //! The meaning of QEMU's names of images: JSON with a driver for the format and one for the layer
 //! below it, and a protocol before a colon (`file:PATH`, `nbd:HOST:PORT`).
 //!
-//! Guarantees: an option is either obeyed or refused, never passed over; those that cannot matter
-//! to a program that opens one image, reads or writes it and ends, are obeyed by doing nothing.
+//! Guarantees: an option is either obeyed or refused, never ignored. Exception: options without a
+//! meaning for a program that opens one image, reads or writes it and ends, are accepted without
+//! effect.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

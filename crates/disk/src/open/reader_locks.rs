@@ -1,5 +1,4 @@
-//! The locks of a layer that a disk reads, while the layer is opened for writing in the place of
-//! that opening.
+//! The locks of a layer that a disk reads, while the layer is reopened for writing.
 
 use blockhouse_core::Result;
 use blockhouse_engine::HostFile;

@@ -1,31 +1,32 @@
-//! The state that a dead server left of an image, and the state that outlives the next one.
+//! Restores the state that a killed server left of an image, and creates the state file of the next
+//! server.
 //!
 //! When an image is opened, after it is locked and before anything is changed:
 //!
-//! 1. Its state file is looked for ([`Restore::begin`]). One of another boot of the host is void
-//!    and removed. One of another image, which may be this device before it was attached again, is
-//!    set aside with a warning. So is what is no state file.
+//! 1. Its state file is looked for ([`Restore::begin`]). A file of an earlier boot of the host is
+//!    void and removed. A file of another image (for example this device before it was detached and
+//!    attached) is set aside with a warning, and so is a file that is not a state file.
 //! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]): a changed image
 //!    file is refused here if it was modified at another time than its server's last write
-//!    (`modification`), and by the format if another program opened it for writing. What is refused
-//!    is set aside, with a warning, and the image is opened as it is.
-//! 3. A server gets a new state file, with the failures of flushes that the old one had, which fail
-//!    flushes from then on. So does a tool, but only where there was one: until it closes the image
-//!    the new one protects what was replayed, and the failures are logged and fail nothing.
+//!    (`modification`), and by the format if another program opened it for writing. A log that is
+//!    refused is set aside with a warning, and the image is opened as it is.
+//! 3. A server gets a new state file. It keeps the flush failures of the old one, so that all later
+//!    flushes fail. A tool gets one only if there was one: until the tool closes the image, the
+//!    file protects the replayed changes, and flush failures are only logged.
 //!
-//! Where no state file is found of an image whose server was killed, servers warn. Commands fail:
-//! they would take the last chance to find it. Unless the host has restarted since: then there is
-//! none (`lost_session`).
+//! If an image's server was killed and no state file is found, servers warn. Commands fail, because
+//! a change of the image would make the state file useless. Exception: after a reboot of the host
+//! there is no state file to find (`lost_session`).
 //!
-//! An image that is opened for reading only is left as it is, so it is refused where changes are
-//! missing: a backup or a copy of it would lack them, and the next opening for writing could forget
-//! that (a bitmap that is cleared). Commands that only look at it warn ([`StateUse::Look`]).
+//! Opening for reading does not change an image, so an image that lacks changes is refused: a
+//! backup or a copy would lack them too, and a bitmap that is cleared after the backup would hide
+//! that. Commands that read only metadata warn ([`StateUse::Look`]).
 //!
-//! A backing file is opened for reading only, so nothing can be brought to it. Where a killed
-//! server has left changes of it, images above are not opened for writing
-//! ([`Restore::finish_backing`]): what they would be written over is going to change.
+//! A backing file is opened for reading only, so no changes can be replayed to it. If a killed
+//! server has left changes of it, images above it are not opened for writing
+//! ([`Restore::finish_backing`]): a later replay would change the content below them.
 //!
-//! A death between any two of these steps leaves a file that the next opening finds.
+//! A crash between any two of these steps leaves a state file that the next opening finds.
 
 mod examine;
 mod keep;

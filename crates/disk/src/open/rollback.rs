@@ -1,10 +1,10 @@
-//! Rollback: a disk goes back to the layer that a fork left, and its overlay is dropped. See
-//! *Rollback* in README.md of the crate.
+//! Rollback: returns a disk to the layer that a fork left, and removes its overlay. See *Rollback*
+//! in README.md of the crate.
 //!
-//! Guarantees: until the overlay's file is removed the disk is the overlay, and from then on the
-//! layer; the record beside the layer, and whether that file is there, say which. Nothing is
-//! written to the layer before that the overlay would show. A layer is only changed where no other
-//! image is known to stand on it.
+//! Guarantees: the overlay is the disk until its file is removed; then the layer is the disk. The
+//! record beside the layer, and whether the overlay's file exists, say which. Before that, the
+//! layer gets no write that the overlay would show. A layer is changed only if no other image is
+//! known to use it as its backing file.
 
 use std::fs::remove_file;
 use std::path::{Path, PathBuf};

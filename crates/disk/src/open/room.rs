@@ -1,4 +1,4 @@
-//! The room that is left for the writes of a disk's guest.
+//! The free space that is left for a guest's writes.
 
 use blockhouse_core::{Result, Storage};
 use blockhouse_engine::{FileKind, HostFile};

@@ -6,9 +6,9 @@
 //!
 //! Guarantees: an image that is opened for writing and locked has no other writer by another name,
 //! and is no device or file under a mounted file system ([`check_alone`]); a target shares no bytes
-//! with its sources ([`check_apart`]). Each opener claims its own bytes first and looks at others
-//! then, so of two that start at the same moment at least one notices. sysfs says which; without
-//! it, files and devices are known by themselves.
+//! with its sources ([`check_apart`]). Each program first claims its own bytes, then looks for
+//! other claims. So if two start at the same moment, at least one sees the other. The relations
+//! come from sysfs; without it only the same file or device is detected.
 
 use std::fs;
 use std::io;

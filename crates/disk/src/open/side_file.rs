@@ -1,35 +1,32 @@
 //! The side file of a raw image: the file that has its persistent bitmaps, `IMAGE.bitmaps` beside
 //! it or where the user says (`ImageOptions::side_file`).
 //!
-//! A raw image has no room for them. Its side file is a qcow2 image without data, whose data file
-//! is the raw image. A raw image that has one is opened through it, so all that holds for the
-//! bitmaps of qcow2 images holds for those of raw ones. The raw image is a file, or where the user
-//! says where the side file is, also a block device, an image in Ceph or an export of another
-//! server: a *volume* (`volume`).
+//! A raw image cannot store bitmaps. Its side file is a qcow2 image without data, whose data file
+//! is the raw image. A raw image with a side file is opened through it, so its bitmaps work as
+//! those of qcow2 images. The raw image is a *volume* (`volume`): a file, or, if the user names the
+//! side file, also a block device, an image in Ceph or an export of another server.
 //!
-//! Guarantee: a side file is used for the volume that it was made for alone, and only if nothing
-//! has changed that without it. It *belongs* to a volume where
+//! Guarantee: a side file is used only for the volume that it was made for, and only if no program
+//! has changed the volume without it. It *belongs* to a volume under these conditions:
 //!
-//! - the volume is the one that the side file was made for, with the size that it had, or the one
-//!   that a process which died was giving it, or had given it before (`DataFileMark::other_size`);
+//! - the volume is the one that the side file was made for, and has the recorded size, or the size
+//!   before or after a resize in which a process died (`DataFileMark::other_size`);
 //! - none of its bitmaps is enabled, or the volume is as the side file noted when it was closed:
 //!   by its time of change (`ctime`, which no program can set), a device by the kernel's count of
 //!   what was written to it;
 //! - or the side file was not closed, because its server died: then the volume was not changed
-//!   after the last write that this server noted in its state file, a device by no more than that
-//!   server has sent; or the host has died with it, and what the server vouched for tells
-//!   (`vouching`);
-//! - or nothing shows whether the volume was changed, and the user says that it has no other
-//!   writer;
+//!   after the last write in that server's state file, and a device not by more bytes than that
+//!   server has sent; or the host crashed too, and the server's voucher decides (`vouching`);
+//! - or the host has no evidence of changes, and the user states that there is no other writer;
 //! - the side file is owned by the image's owner, by this user or by root, and its file system has
 //!   this host's clock.
 //!
 //! A side file in doubt does not belong. Then the image is opened without bitmaps, and a warning
-//! says why. The volume is looked at before the image is locked, and once more after, before
-//! anything tells later processes that the side file belongs ([`Route::confirm`]). The side file
-//! that was found is the one that is opened, whatever its path leads to by then. So is the image:
-//! the name of it in the side file was compared with the one that the user gave, and leads to no
-//! other file; or what the user named is opened, whatever the side file names.
+//! says why. The volume is checked before the image is locked, and again after, before anything is
+//! written that tells later processes that the side file belongs ([`Route::confirm`]). The side
+//! file that was checked is the one that is opened, even if its path leads to another file by then.
+//! The same holds for the image: its name in the side file leads to the file that the user named;
+//! otherwise the user's file is opened, whatever the side file names.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;

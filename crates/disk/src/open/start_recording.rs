@@ -1,13 +1,12 @@
 //! Recording the changes of a raw disk while it is used, in a side file (`side_file`) that is made
 //! for it.
 //!
-//! Guarantees: when it returns, every change that begins later goes through the side file, and so
-//! is in the bitmaps that are added then. The disk's file is used by the same open files as
-//! before, so that its locks are given back at no moment, and a failure to write back is reported
-//! to the same flushes. A crash at any moment leaves the image as it was, with no side file or
-//! with one that has no bitmaps. Where it fails, the disk goes on as before. Where the first
-//! bitmap cannot be added after it, [`stop_recording`] undoes it in the same way, and nothing is
-//! left of the side file.
+//! Guarantees: when it returns, every later change goes through the side file, and so is recorded
+//! in bitmaps that are added then. The disk's file stays open by the same descriptors, so that its
+//! locks are never released, and a writeback error is reported to the same flushes. A crash at any
+//! moment leaves the image as it was, with no side file or with one without bitmaps. If it fails,
+//! the disk continues as before. If the first bitmap cannot be added, [`stop_recording`] undoes it
+//! in the same way, and removes the side file.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;

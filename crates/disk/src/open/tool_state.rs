@@ -1,7 +1,8 @@
-//! State for work on the file of an image, beneath its format.
+//! Replays a server's state before a tool works on an image's file, below its format.
 //!
-//! Guarantees: when [`replay_state`] has returned, the image's file has all that a server of it
-//! answered before it died, or what it lacks was told and is in a file that is kept.
+//! Guarantees: when [`replay_state`] has returned, the image's file has all changes that its server
+//! acknowledged before it died; or a warning named those that are missing, and the state file is
+//! kept.
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
 //! The keys of encrypted images.
 //!
-//! Keys are derived on a thread of its own, since that takes seconds: the loop that opens the image
-//! goes on meanwhile.
+//! Key derivation takes seconds, so it runs on a thread of its own, and does not block the loop
+//! that opens the image.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,9 +1,9 @@
 //! The state file of an image: memory of a server that outlives its process.
 //!
-//! A server that is killed leaves its image to the next one, and in the state file what the image
-//! does not say: the changes of the mapping that it answered and that no writeback has brought to
-//! the disk (the format's redo log), and that a flush has failed. A loss of power voids both, and
-//! docs/durability.md says what holds then.
+//! After a server is killed, the next one finds in the state file what the image lacks:
+//! acknowledged changes of the mapping that no writeback has brought to the disk (the format's redo
+//! log), and whether a flush has failed. A loss of power voids both; docs/durability.md says what
+//! holds then.
 //!
 //! - [`StateDir`]: where state files are, a directory in memory that belongs to this user alone.
 //! - [`StateFile`]: one of them, mapped. Its first page is the [`StatePage`], the rest the redo

@@ -1,8 +1,8 @@
-//! An overlay's data into its backing file.
+//! Commits an overlay's data into its backing file.
 //!
-//! Until the backing file has everything, durably, the overlay keeps all it has; and while the
-//! overlay is emptied, what it drops reads the same from the backing file. So a crash at any point
-//! leaves a disk that reads as before, and the commit can be made again.
+//! The overlay keeps all its data until the backing file durably has it. While the overlay is
+//! emptied, dropped clusters read the same from the backing file. So a crash at any point leaves a
+//! disk that reads as before, and the commit can be repeated.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage, ToolProgress};
 

@@ -1,5 +1,5 @@
-//! CompareJob two disks, whatever their formats: is every byte the same, and if not, which is the
-//! first that is not?
+//! Compares two disks of any formats: are all bytes the same, and if not, which is the first
+//! different one?
 //!
 //! The part past the end of the shorter one counts as zeros. Ranges that both maps show as zeros
 //! are not read. Several chunks are in flight at the same time, on any number of threads; they

@@ -1,12 +1,12 @@
-//! A commit of layers behind a disk, while the disk is used: a further base gets what the images
-//! between it and an image above them have, and that image stands on the base then.
+//! A commit of layers behind a disk in use: the data of the intermediate images is copied into a
+//! base further down, and then the image above them uses that base as its backing file.
 //!
-//! Guarantees: what the disk reads never changes. The base gets in each place what the image above
-//! reads there, and only where an image that is left out has something of its own, which hides what
-//! the base had. So the chain reads the same while the base gets it, and after a crash; and the
-//! base alone reads the same when it has everything, durably. Only then one write of the header of
-//! the image above names the base. What reads other images of the chain than that one is spoilt:
-//! the caller refuses it.
+//! Guarantees: the disk's content never changes. A range is written to the base only if an
+//! intermediate image has data there, which hides the base's; it gets the data that the image above
+//! reads. So the chain reads the same during the copy and after a crash, and the base alone reads
+//! the same when it durably has everything. Only then one write of the header of the image above
+//! names the base. Other overlays of the intermediate images and the base would be corrupted: the
+//! caller refuses such a commit.
 
 use std::sync::Arc;
 

@@ -1,9 +1,9 @@
-//! An overlay over another backing file than before, with the same content.
+//! Gives an overlay another backing file, with the same content.
 //!
 //! The changes that the new backing file would make are first written into the overlay, durably;
 //! only then is the overlay told its new backing file, with one write of its header. A crash before
-//! that leaves an overlay of the old file that has more clusters of its own than it needs. What
-//! block status shows as zeros in the backing files, before and after, is not read.
+//! that leaves an overlay of the old file that has more clusters of its own than it needs. Ranges
+//! that block status shows as zeros in both the old and the new backing files are not read.
 
 use blockhouse_core::{Buffer, ExtentState, Result, Storage, ToolProgress};
 use blockhouse_format::{Backing, Intent};

@@ -1,4 +1,4 @@
-//! The state of a machine as a stream into an image, and back.
+//! VM state as a stream into an image, and back.
 //!
 //! Producers send small writes, many below 100 bytes. They are collected in aligned *windows* of
 //! the larger of a cluster and 1 MiB; a full window is written while the next one fills, 8 at most

@@ -1,4 +1,4 @@
-//! A machine's state out of a snapshot: read ahead in parallel, handed out in order.
+//! Reads VM state from a snapshot: in parallel ahead of the caller, and returned in order.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
 use futures_util::future::LocalBoxFuture;

@@ -1,10 +1,10 @@
 //! Copy on read: clusters that a guest reads from the backing file are stored in the image, so that
 //! each is fetched once (`copy-on-read` of QEMU).
 //!
-//! Guarantees: a read gets what it would get without. Of requests that read the same clusters at
-//! the same time the first one fetches them. No change waits for that, and no newer write is undone
-//! (`populate`). An error of the image ends the populating and no read. The data needs no flush:
-//! what a crash loses is left to the backing file again.
+//! Guarantees: a read returns the same data as without copy on read. If several requests read the
+//! same clusters at the same time, the first one fetches them. No change waits for that, and no
+//! newer write is overwritten (`populate`). An error of the image stops the copying, but fails no
+//! read. The data needs no flush: a cluster lost in a crash is read from the backing file again.
 
 use std::cell::Cell;
 

@@ -1,12 +1,12 @@
-//! Ranges that an image leaves to its backing file become its own.
+//! Copies ranges from the backing file into the image.
 //!
 //! Guarantees: the content of the disk does not change, at any moment. The backing file is read
 //! without a claim, so no change waits for it. Then an exclusive claim covers whole clusters, and
-//! only what the image leaves to its backing file still is written: a change of the same clusters
-//! comes before or after. Ranges that the image has already are not written again, but for the rest
-//! of a cluster some subclusters of which it has. Zeros take no space where the format has a flag
-//! for them, and bitmaps record no change. Data is linked after it is written, as every write's, so
-//! a crash leaves a cluster as it was, or filled.
+//! only ranges that the image still leaves to its backing file are written, so a change of the same
+//! clusters comes before or after. Ranges that the image already has are not written again, except
+//! in clusters of which it has only some subclusters. Zeros take no space where the format has a
+//! flag for them, and bitmaps record no change. Data is linked after it is written, as every
+//! write's, so a crash leaves a cluster as it was, or filled.
 
 use blockhouse_core::{
     Buffer, ByteRange, ExtentState, Fallback, IoVector, Result, Storage, Unmap, WorkBudget,

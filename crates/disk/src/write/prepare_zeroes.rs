@@ -1,9 +1,9 @@
-//! Space for a part of a disk, taken without sending zeros: filled with zeros that the storage
-//! writes (`Storage::prepare_zeroes`), or set aside by it (`Storage::write_zeroes` that keeps the
+//! Allocates space for a part of a disk without sending zeros: the storage writes the zeros itself
+//! (`Storage::prepare_zeroes`), or reserves the space (`Storage::write_zeroes` that keeps the
 //! space).
 //!
-//! The same steps as for a write, but that the storage makes the data. What it refuses, and what is
-//! not whole in its clusters and blocks, is left to a write of zeros.
+//! The steps are those of a write, but the storage makes the data. Ranges that it refuses, or that
+//! are not whole clusters and blocks, get an ordinary write of zeros.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Offload, Result, Storage, Unmap,

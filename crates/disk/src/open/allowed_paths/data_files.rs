@@ -1,11 +1,11 @@
-//! Which file an image may have written to without an allowed path: the one that was made as its
-//! data file.
+//! The data file that may be written to without an allowed path: the one that was created for its
+//! image.
 //!
-//! Two signs tell it from a neighbour's disk, of which one is enough. The image's file has an
-//! extended attribute with the name, which `create` and `convert` set and which no upload brings
-//! along. Or the file lies beside the image and is called after it: `disk.raw`, `disk-data.img` and
-//! `disk.qcow2.data` belong to `disk.qcow2`. A file that lies elsewhere, or a block device, needs
-//! the attribute, of an image that only its user and root can write to.
+//! Either of two signs tells it from another user's disk. The image's file has an extended
+//! attribute with the name, which `create` and `convert` set and which an upload cannot carry. Or
+//! the file is in the image's folder and is named after it: `disk.raw`, `disk-data.img` and
+//! `disk.qcow2.data` belong to `disk.qcow2`. A file elsewhere, or a block device, needs the
+//! attribute, and an image that only root and the user who opens it can write to.
 
 use std::ffi::OsStr;
 use std::os::fd::BorrowedFd;

@@ -3,9 +3,9 @@
 //! Guarantees: a file that an image names is opened only if it lies below the folder of that image,
 //! as a regular file and not hidden, or below a path that the user has allowed. It is written to
 //! only if the user has allowed it, or if it was made as the data file of this image
-//! (`data_files`). The file is found without being opened (`O_PATH`), judged, and then opened by
-//! what was found: a name that is exchanged meanwhile changes nothing. Reason: images come from
-//! strangers, and a name in one reaches any file of the host that this process may open
+//! (`data_files`). The file is looked up without opening it (`O_PATH`), checked, and then opened
+//! through that descriptor: a name that is replaced meanwhile has no effect. Reason: images may be
+//! untrusted, and a name in one can refer to any file of the host that this process may open
 //! (CVE-2024-32498 of OpenStack). A path that the user gives on a command line is not restricted.
 
 mod beneath;

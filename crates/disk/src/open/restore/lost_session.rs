@@ -1,9 +1,9 @@
 //! An image whose server kept state and was killed, and whose state file is not found.
 //!
-//! The image has the bit of a session. Either the state file is in another directory, and has what
-//! was answered last; or the host has restarted since, and no state file of that session can be
-//! anywhere. The time of the file's last modification tells: in an earlier boot no server of this
-//! one has written to it.
+//! The image has a session bit. Either the state file is in another directory, and has the last
+//! acknowledged changes; or the host has rebooted, and no state file of that session exists. The
+//! image file's mtime decides: if it is before this boot, no server of this boot has written to the
+//! image.
 
 use std::time::Duration;
 

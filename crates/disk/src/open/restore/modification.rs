@@ -1,10 +1,9 @@
-//! Whether an image's file is as its server left it, by the time of its last modification.
+//! Whether an image's file is as its server left it, by its mtime.
 //!
-//! A redo log fits the file that its server left and no other. Two programs can come between: one
-//! that changes the file after the server's death, and one that puts an older copy in its place.
-//! The session of a qcow2 image tells of most (`format/qcow2/transaction/replay`), but a copy that
-//! was made while the server ran has the same one. So the file's time of modification has to fit as
-//! well, as far as it can be compared:
+//! A redo log is valid only for the file that its server left. Another program can change the file
+//! after the server's death, or replace it by an older copy. The session bits of a qcow2 image
+//! detect most such changes (`format/qcow2/transaction/replay`), but a copy made while the server
+//! ran has the same bits. So the file's mtime must match as well, as far as it can be compared:
 //!
 //! - with the time that the file had when the server opened it, always: both are by the file
 //!   system's clock;

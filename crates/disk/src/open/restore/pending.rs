@@ -1,4 +1,5 @@
-//! The writes that an image lacks that is opened for reading only, or whose state is not found.
+//! The acknowledged writes that an image lacks, if it is opened for reading only or its state file
+//! is missing.
 
 use blockhouse_core::{Error, ErrorKind, Result};
 

@@ -1,6 +1,6 @@
-//! Devices that servers write to and are killed on, strangers write to, and hosts restart or attach
-//! anew: the statement whether such changes happened is never wrong, whatever happens when. And
-//! tests that wrong rules would be found out.
+//! Random histories of a device: servers write to it and are killed, other programs write to it,
+//! and the host reboots or attaches it again. In each, the verdict whether another program changed
+//! the device is right. More tests show that wrong rules would be detected.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
