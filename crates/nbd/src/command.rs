@@ -1,7 +1,7 @@
-//! From a request header to a command, or to the error that the client gets.
+//! Decodes a request header into a command, or into the error that the client gets.
 //!
-//! This decides what the protocol alone decides: types, flags, reserved fields, lengths beyond the
-//! announced limits. The disk checks ranges and access, at one place for all exports. Whether a
+//! This module checks only the rules of the protocol: types, flags, reserved fields, lengths beyond
+//! the announced limits. The disk checks ranges and access, at one place for all exports. Whether a
 //! payload follows the header never depends on whether the request makes sense: the next request
 //! starts after it. Only a payload beyond the announced maximum ends the connection.
 

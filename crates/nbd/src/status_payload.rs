@@ -2,7 +2,7 @@
 //! and the ids of the contexts to describe them in, of those that were negotiated.
 //!
 //! Guarantee: any bytes are parsed or refused, with no more memory than the negotiated contexts
-//! take. A context is told of once.
+//! take. Each context is described once.
 
 use blockhouse_core::ByteRange;
 

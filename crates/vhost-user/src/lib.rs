@@ -45,8 +45,8 @@
 //! `queue` (one queue on one loop), `protocol` (messages as bytes), `frontend` (their effects), and
 //! [`Server`]. A program that accepts connections itself calls [`serve_frontend`] instead.
 //!
-//! Another process can go on with a device, and its front-end does not notice: [`Server::pause`]
-//! describes it as a [`PausedFrontend`], the other makes a [`PreparedFrontend`] of that, and calls
+//! Another process can continue a device without the front-end noticing: [`Server::pause`] returns
+//! a [`PausedFrontend`], the other process makes a [`PreparedFrontend`] of it, and calls
 //! [`Server::restore`].
 #![forbid(unsafe_code)]
 

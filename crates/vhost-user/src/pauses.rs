@@ -1,7 +1,7 @@
-//! How another thread has a device's thread pause.
+//! Lets another thread pause a device's thread.
 //!
-//! Guarantees: a device that has paused stays so until the thread that asked says otherwise, or is
-//! over. One that asked and did not wait for the answer holds nothing up.
+//! Guarantees: a paused device stays paused until the thread that requested it resumes it, or ends.
+//! A thread that requests a pause but does not wait for it blocks nothing.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -1,9 +1,9 @@
 //! Serving a device at a socket: one front-end after the other, and the orderly end.
 //!
-//! Guarantees: a front-end that is silent, breaks the protocol, or takes its memory away delays
-//! only itself. When it ends, its requests in flight complete before the next front-end is served.
-//! A server that stops executes every request that it popped, and the guest learns of its outcome.
-//! A server that has paused touches neither the disk nor a guest's memory, and neither accepts nor
+//! Guarantees: a front-end that is silent, breaks the protocol, or truncates its memory delays only
+//! itself. When it ends, its requests in flight complete before the next front-end is served. A
+//! server that stops executes every request that it popped, and the guest learns of its outcome. A
+//! server that has paused touches neither the disk nor a guest's memory, and neither accepts nor
 //! closes a connection.
 
 use std::io;

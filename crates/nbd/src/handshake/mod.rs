@@ -3,8 +3,8 @@
 //! Fixed newstyle only ("Fixed newstyle negotiation"). Guarantees, for any input: memory stays
 //! below [`MAX_OPTION`] plus one feed and [`OUTPUT_PAUSE`] plus one reply. An option that is
 //! unknown, malformed or too long gets its error, and the next one is read. The connection ends
-//! only where the protocol has no reply. It does no I/O and does not know what an export is made
-//! of: an [`ExportLookup`] finds exports.
+//! only where the protocol has no reply. The state machine does no I/O, and finds exports through
+//! an [`ExportLookup`].
 
 mod negotiation;
 mod negotiator;

@@ -1,7 +1,7 @@
 //! One client from accept to close.
 //!
-//! The log tells what a client does at `debug`, or at `info` where its operator can mend it: a
-//! stranger cannot fill a log with warnings.
+//! Events of a client are logged at `debug`, or at `info` if its operator can correct the cause.
+//! Reason: an untrusted client must not fill the log with warnings.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;

@@ -1,7 +1,7 @@
 //! The exports that clients of a socket can find, by name.
 //!
-//! Guarantee: a client learns of and opens the exports of its own socket's set and no others, by
-//! any option of the handshake. Reason: a socket's permissions keep one guest from another's disk.
+//! Guarantee: whatever the option of the handshake, a client can list and open only the exports of
+//! its own socket. Reason: a socket's permissions keep one guest from another's disk.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,5 +1,5 @@
-//! Connections that have paused: their state between two sessions, and all that another process
-//! needs to go on with them.
+//! Paused connections: their state between two sessions, and everything that another process needs
+//! to continue them.
 
 use blockhouse_engine::Stream;
 

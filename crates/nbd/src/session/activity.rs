@@ -1,4 +1,4 @@
-//! Whether a connection is busy, and since when not, for other threads to read.
+//! Whether a connection is busy, or since when it has been idle; other threads read this.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;

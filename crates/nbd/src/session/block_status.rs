@@ -1,5 +1,5 @@
-//! Block status: allocated and zero ranges, and changes by bitmaps, as far as they fit into one
-//! reply.
+//! Block status: allocated and zero ranges, and changes recorded in bitmaps, as many as fit into
+//! one reply.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};

@@ -1,13 +1,13 @@
 //! How long the client has made no progress in the middle of a request or a reply.
 //!
 //! Guarantee: a client that does not receive its replies, or does not send the rest of a request,
-//! is found within one and a quarter of the limit; a client that makes progress is not. Progress is
-//! each receive, each part of a reply that the socket takes, and each time that the socket's send
-//! queue is seen to be shorter. The last is the finest: the kernel takes more only once much of its
-//! queue is free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window
-//! lets it. An idle client owes nothing and is never found here. The cost of a request is a few
-//! stores. A timer runs only while the connection is busy: one in a quarter of the limit, with one
-//! system call where a reply waits to be sent.
+//! is detected within 1.25 times the limit; a client that makes progress is not. Progress is each
+//! receive, each part of a reply that the socket takes, and each time that the socket's send queue
+//! is seen to be shorter. The last is the finest: the kernel takes more only once much of its queue
+//! is free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window lets
+//! it. An idle client is never detected here. A request costs a few stores. A timer runs only while
+//! the connection is busy: it fires every quarter of the limit, with one system call if a reply
+//! waits to be sent.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};

@@ -1,11 +1,11 @@
 //! The reader: receives as much as there is, decodes it, and gives every request to a handler.
 //!
 //! Small requests come in bulk in the staging buffer. The payload of a large write is received
-//! straight into the memory that the disk takes as it is; only those bytes of it are copied that
-//! were staged before its header was decoded.
+//! straight into the memory that is passed to the disk; only bytes that were staged before the
+//! header was decoded are copied.
 //!
-//! A pause loses nothing: the receive in flight is stopped and awaited. What was received and not
-//! given to a handler is what [`Reader::into_unparsed`] answers: the bytes as they came.
+//! A pause loses nothing: the receive in flight is stopped and awaited. [`Reader::into_unparsed`]
+//! returns the received bytes that were not given to a handler.
 
 use std::pin::pin;
 use std::rc::Rc;

@@ -1,7 +1,8 @@
-//! A server's secrets: read from files, read again at a reload, and whom they admit.
+//! A server's certificates and keys: reading their files, also at a reload, and the check of
+//! clients against them.
 //!
-//! Guarantee: the secrets in use are always a whole set of files that fit each other. Where a
-//! reload fails, the old set stays.
+//! Guarantee: the credentials in use are always a complete, consistent set of files. If a reload
+//! fails, the old set stays.
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -1,14 +1,13 @@
 //! TLS for NBD connections: X.509 certificates or pre-shared keys, between the socket and the
 //! session.
 //!
-//! Guarantees: a client is served only after its handshake, by the identity that the handshake has
-//! shown. Nothing that came before the handshake counts afterwards. Sessions are never resumed and
-//! never renegotiated, so what a reload of the files revokes is revoked for every later connection;
-//! the server ends the others. A refusal is one line that says what is wrong with what the client
-//! has shown.
+//! Guarantees: a client is served only after its handshake, with the identity proved in it. State
+//! from before the handshake is discarded. Sessions are never resumed and never renegotiated, so a
+//! credential revoked by a reload is refused on every later connection; the server ends the
+//! existing ones. A refusal is one line that says what is wrong with the client's credentials.
 //!
 //! `blockhouse-tls` does the cryptography and no I/O; [`TlsChannel`] moves bytes between it and the
-//! socket. A connection without TLS has no channel, and pays for one test of an `Option` at each
+//! socket. A connection without TLS has no channel, and costs one test of an `Option` at each
 //! system call.
 
 mod channel;

@@ -1,9 +1,9 @@
-//! How fast a loop computes handshakes: a signature takes up to milliseconds, and strangers ask for
-//! as many as they like.
+//! Limits the time that a loop spends on handshakes: a signature takes up to milliseconds, and
+//! untrusted clients can request any number.
 //!
-//! Guarantee: in one turn of a loop there is one step of a handshake, and all of them take a
-//! quarter of its time at most, so the guests and clients of the same loop have the rest.
-//! Handshakes have their turns in the order in which they came.
+//! Guarantee: each iteration of a loop runs at most one step of a handshake, and all steps take at
+//! most a quarter of the loop's time, so its guests and clients have the rest. Handshakes run in
+//! the order of their arrival.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! The device's offers and reports: features and configuration space (virtio 1.2, section 5.2.4).
+//! The device's features and configuration space (virtio 1.2, section 5.2.4).
 
 use blockhouse_core::{Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};

@@ -1,15 +1,14 @@
 //! How large one request may be, and how much a queue may have in flight.
 //!
-//! The descriptors of a chain may name the same memory again and again, so neither the guest's
-//! memory nor its disk bounds what one request asks for. `size_max` and `seg_max` (virtio 1.2,
-//! section 5.2.4) are announced and hold for drivers that accepted them; the largest request of all
-//! holds for every driver. A longer request fails with an I/O error and has no other effect.
+//! The descriptors of a chain may name the same memory many times, so neither the guest's memory
+//! nor its disk bounds the size of one request. `size_max` and `seg_max` (virtio 1.2, section
+//! 5.2.4) are announced and hold for drivers that accepted them; the largest request of all holds
+//! for every driver. A longer request fails with an I/O error and has no other effect.
 //!
-//! The values cost no driver anything. Linux sends at most 4 MiB in a request unless told
-//! otherwise, and the largest request is as long as both limits allow. EDK2's driver accepts
-//! neither feature and sends what its caller asked for, a whole file perhaps, up to 1 GiB in one
-//! buffer. (QEMU's own device takes 2 GiB less a sector; SPDK announces 128 KiB in each of 126
-//! buffers.)
+//! The limits slow no driver down. Linux sends at most 4 MiB in a request unless told otherwise,
+//! and the largest request is as long as both limits allow. EDK2's driver accepts neither feature
+//! and sends what its caller asked for, a whole file perhaps, up to 1 GiB in one buffer. (QEMU's
+//! own device takes 2 GiB less a sector; SPDK announces 128 KiB in each of 126 buffers.)
 
 use blockhouse_core::InFlightLimits;
 use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX};

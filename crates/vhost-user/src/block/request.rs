@@ -1,4 +1,4 @@
-//! From a guest's request to requests for the disk.
+//! Translates a guest's request into requests for the disk.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The write cache that is reported to the guest, and how durable its writes are: always the same.
+//! The write cache mode: reported to the guest, and applied to its writes; the two never differ.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

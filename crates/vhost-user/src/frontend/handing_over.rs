@@ -1,8 +1,9 @@
-//! Pausing a front-end, and going on with it, in this process or in another.
+//! Pausing a front-end, and resuming it in this process or in another.
 //!
-//! Guarantees: [`Frontend::pause`] leaves the guest's memory to others: no request is in flight,
-//! and nothing is stored in rings or logs until [`Frontend::resume`]. A [`PreparedFrontend`] has
-//! stored nothing there either, and sends no signal. The other process goes on as this one would.
+//! Guarantees: after [`Frontend::pause`] no request is in flight, and this process stores nothing
+//! in rings or logs until [`Frontend::resume`], so another process may use the guest's memory. A
+//! [`PreparedFrontend`] has stored nothing there either, and sends no signal. The other process
+//! continues exactly as this one would.
 
 use std::io;
 use std::net::Shutdown;

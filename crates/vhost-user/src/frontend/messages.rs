@@ -2,8 +2,8 @@
 //!
 //! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A refusal is
 //! reported to the front-end where the protocol can (`REPLY_ACK`, or the request's own reply), and
-//! the connection goes on. The connection ends only where the front-end would go on in the belief
-//! that the message took effect.
+//! the connection goes on. The connection ends only if the front-end would otherwise assume that
+//! the message took effect.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,4 +1,4 @@
-//! A front-end whose device has paused: all that another process needs to go on with it.
+//! A front-end whose device has paused: everything that another process needs to continue it.
 //!
 //! It consists of the current settings by the front-end's messages, with the descriptors that came
 //! with them.

@@ -1,8 +1,8 @@
 //! Registers a guest's memory with the rings that serve it, so that the kernel need not find and
 //! pin its pages for each request.
 //!
-//! Only speed depends on it: memory that cannot be registered is used all the same, and the log
-//! says so once for each front-end.
+//! It affects only speed: memory that cannot be registered still works, and the log says so once
+//! for each front-end.
 
 use std::io;
 

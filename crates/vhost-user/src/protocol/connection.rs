@@ -5,9 +5,9 @@
 //! incomplete, or that comes with more descriptors than any has, ends its connection; so does a
 //! front-end that does not read its replies, instead of blocking the server.
 //!
-//! Descriptors that come with any other request never become this process's: the kernel drops them.
-//! Closing one of a FUSE file waits for its daemon, which may not answer, and no signal ends that.
-//! Front-ends send one with `REM_MEM_REG`.
+//! Descriptors that come with a request that takes none are never received: the kernel drops them.
+//! Reason: closing the descriptor of a FUSE file waits for its daemon, which may not answer, and no
+//! signal interrupts that. Front-ends send one with `REM_MEM_REG`.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -1,10 +1,10 @@
 //! In-flight I/O tracking: memory of the front-end that names the requests in flight, so that a
 //! server that takes over from one that was killed executes them again.
 //!
-//! The layout and the order of stores are those that the vhost-user specification proposes for
-//! split queues ("Inflight I/O tracking"): after each single store, the memory tells a new server
-//! what to resubmit. Requests are resubmitted in the order in which they came. The memory past the
-//! queues holds the state of the write cache, because the guest does not set it again.
+//! The layout and the order of stores are those of the vhost-user specification for split queues
+//! ("Inflight I/O tracking"): after each single store, a new server can find in the memory which
+//! requests to resubmit. Requests are resubmitted in the order in which they came. The memory past
+//! the queues holds the state of the write cache, because the guest does not set it again.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

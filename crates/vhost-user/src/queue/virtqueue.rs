@@ -1,5 +1,5 @@
-//! A queue's ring together with everything that has to learn of each request: the in-flight log,
-//! the log of changed pages, the driver.
+//! A queue's ring, with everything that is updated for each request: the in-flight log, the log of
+//! changed pages, the notification of the driver.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

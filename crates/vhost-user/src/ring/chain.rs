@@ -1,9 +1,9 @@
 //! Chains of descriptors (virtio 1.2, section 2.7.5), and the status byte at the end of a block
 //! request's.
 //!
-//! The driver may be hostile. A chain is walked once, with a bound on its length. What can be
-//! answered is answered with an error status; a chain without a byte for its status breaks the
-//! queue ([`Broken`]). No buffer is used beyond the guest's memory.
+//! The driver may be hostile. A chain is walked once, with a bound on its length. An invalid chain
+//! gets an error status; one without a byte for its status breaks the queue ([`Broken`]). No buffer
+//! is used beyond the guest's memory.
 
 use blockhouse_engine::{GuestMemory, GuestRange, VolatileSlice};
 

@@ -1,4 +1,4 @@
-//! One connection in the registry: where it comes from, and how far it is.
+//! One connection in the registry: its origin and its phase.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

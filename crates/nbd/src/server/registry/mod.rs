@@ -1,33 +1,34 @@
-//! The connections of a server: their limit, which of them end to make room for others, and the
+//! The connections of a server: their limit, the choice of those that end to admit others, and the
 //! orderly end.
 //!
 //! Guarantee: the clients of a socket are not kept out by those of other sockets. At the same
 //! socket, a client that holds few connections is not kept out by a process or host that holds
 //! many, whether those are silent, idle or busy. Below the limit no client is disconnected for
 //! being idle, unless the limit `idle` is set: a guest may have nothing to do for days. At the
-//! limit, room is made for a client that waits, in this order:
+//! limit, one connection ends for a client that waits, chosen in this order:
 //!
-//! 1. by a connection that has sent no request yet, once it is a second old: one in its handshake
-//!    before one after it, of those one of the peer that has most of them, of those the oldest;
-//! 2. by a connection of the socket, or else at the same socket of the [`Peer`](super::peer::Peer),
-//!    that holds most of them, two more at least than the one that waits: that which has been idle
-//!    for longest, among all peers that hold as many.
+//! 1. a connection that has sent no request yet, and is at least a second old. Those in the
+//!    handshake come before the others; among equals, those of the peer with most of them; among
+//!    these, the oldest;
+//! 2. a connection of the socket that holds most of them, or else, at the same socket, of the
+//!    [`Peer`](super::peer::Peer) that does. That socket or peer must hold at least two more than
+//!    the one that waits. Of the connections of all peers that hold as many, the one idle for
+//!    longest ends.
 //!
 //! Otherwise the client waits, in a queue of [`MAX_WAITING`](admission::MAX_WAITING).
 //!
-//! The socket is the unit of isolation: at one socket, a connection that was used makes no room for
+//! The socket is the unit of isolation: at one socket, a connection that was used does not end for
 //! a client whose process or host would then hold as many. So a program that forks, with one used
-//! connection in each child, can keep other clients of its own socket out. Reason: children that
-//! idle look like the guests of a host, each a process with one connection. To end the one that is
-//! idle for longest would break the disk of a guest for a stranger, who could go on to the next
-//! guest. And who may connect to a socket may read what it exports, and write what is not
-//! read-only, which is worse than to keep others out. The owner and mode of a Unix socket, or a
-//! firewall, say who may connect: clients that must not keep one another out get sockets of their
-//! own.
+//! connection in each child, can keep other clients of its own socket out. Reason: idle children
+//! look like the guests of a host, each a process with one connection. Ending the one that is idle
+//! for longest would let an attacker disconnect one guest after the other. And a client that may
+//! connect to a socket may read its exports, and write those that are not read-only, which is worse
+//! than blocking other clients. The owner and mode of a Unix socket, or a firewall, say who may
+//! connect: clients that must not block each other need sockets of their own.
 //!
 //! A connection that is asked to end completes its requests in flight and sends the replies. While
-//! a client waits for its place, it has at most the time that [`Registry::new`] is given. Then it
-//! is disconnected, also when it goes on receiving: a slow receiver would stay past the time that a
+//! another client waits for its place, it has at most the time given to [`Registry::new`]. Then it
+//! is disconnected, even if it is still receiving: a slow receiver would stay longer than the other
 //! client may wait.
 
 mod admission;
