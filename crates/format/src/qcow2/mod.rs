@@ -1,9 +1,8 @@
 //! qcow2 images, versions 2 and 3. README.md here has the design; the format is QEMU's
 //! `docs/interop/qcow2.txt`.
 //!
-//! Nothing in a file is believed before it was checked: every offset and size is bounded before it
-//! is used, tables are read into bounded memory, and what is wrong is an error that names the
-//! structure and its offset.
+//! Every value in a file is checked before use: offsets and sizes have bounds, and tables are read
+//! into bounded memory. An invalid value is an error that names the structure and its offset.
 //!
 //! Components, each in a folder that uses only those of lower floors. A component owns its fields;
 //! its page tells its life cycle and its locking.
@@ -20,8 +19,8 @@
 //! | 2 | `check` | nothing: images that are not open are checked, repaired, created |
 //! | 1 | `layout` | nothing: header, entries, tables as bytes |
 //!
-//! [`Qcow2`] holds them together and maps the guest's data. Snapshots, machine states, bitmaps, the
-//! redo log, the size and the header have handles with the methods of their own ([`Bitmaps`]).
+//! [`Qcow2`] combines them and maps the guest's data. Snapshots, VM states, bitmaps, the redo log,
+//! the size and the header have handles with their own methods ([`Bitmaps`]).
 
 mod allocator;
 mod bitmaps;

@@ -1,25 +1,30 @@
 //! Opening and closing an image.
 //!
-//! Opening: 1. the header, L1 table and refcount table are read; 2. a file that was cut off is
-//! found out;
-//! 3. where the active tables are is noted, for writing; 4. a flush, for writing: what a process
-//!    that died has
-//! left in the host's cache is durable then; 5. refcounts of an image that was not closed are
-//! counted anew, for writing. A redo log is replayed after that, if there is one.
+//! Opening:
 //!
-//! Closing: 1. the session of the bitmaps ends; 2. all that is dirty is written and all frees are
-//! processed; 3. the file is cut off after the last cluster in use; 4. a flush, and the mark of an
-//! image that is open is taken away.
+//! 1. The header, L1 table and refcount table are read.
+//! 2. A file that was cut off is detected.
+//! 3. For writing: the places of the active tables are recorded.
+//! 4. For writing: a flush. It makes durable what a dead process left in the host's cache.
+//! 5. For writing: the refcounts of an image that was not closed are counted anew. Then a redo log
+//!    is replayed, if there is one.
+//!
+//! Closing:
+//!
+//! 1. The session of the bitmaps ends.
+//! 2. Everything dirty is written, and all frees are processed.
+//! 3. The file is cut off after the last cluster in use.
+//! 4. A flush; then the marks of an open image are cleared.
 //!
 //! Settling, for another process that opens the image: as closing, but the file is not cut off, and
 //! the image stays open.
 //!
-//! The file is cut off only at closing, because a storage that is being made shorter must not be
-//! written past its new end: then nothing is in flight and nothing follows. A cluster is cut off
-//! when its refcount is 0 in memory and on disk and no active table lies in it. Refcounts of what
-//! was there when the image was opened may be wrong, and a repair could still mend them: such
-//! clusters are cut off only if no table, of the active disk or of a snapshot, refers to any of
-//! them. A crash before the cut leaves a longer file.
+//! The file is cut off only at closing: then no I/O is in flight and none follows, so no write can
+//! go past the new end. A cluster is cut off if its refcount is 0 in memory and on disk and no
+//! active table lies in it. For clusters that existed when the image was opened the refcount may be
+//! wrong, and a repair could still correct it: such clusters are cut off only if no table, of the
+//! active disk or of a snapshot, refers to any of them. A crash before the cut leaves a longer
+//! file.
 
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 

@@ -1,5 +1,5 @@
-//! How much of its storage an image uses, and how much room one has whose storage does not grow
-//! with it: one on a block device.
+//! How much of its storage an image uses, and how much space is left if the storage cannot grow (a
+//! block device).
 
 use blockhouse_core::{Result, Storage};
 

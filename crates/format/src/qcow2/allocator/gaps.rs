@@ -1,9 +1,8 @@
-//! Refcount blocks in the middle of a file that has no space at its end: a block device, or a host
-//! that is full.
+//! Refcount blocks in the middle of a file that cannot grow: on a block device, or on a full host.
 //!
-//! An image is opened with refcounts that are missing on disk: a process that died had counted in
-//! memory. The blocks that it had placed are lost, so their clusters are free. The new count says
-//! which other clusters are in use ([`Gaps`]), because no refcount says so yet.
+//! An image may lack refcounts on disk, because a process that died had them only in memory.
+//! Refcount blocks that it had allocated are lost, so their clusters are free. The new count of
+//! references says which other clusters are in use ([`Gaps`]), because no refcount does yet.
 
 use blockhouse_core::{Error, ErrorKind};
 

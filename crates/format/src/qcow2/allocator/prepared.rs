@@ -9,13 +9,13 @@
 //! 2. The next allocation that would take a cluster from the end of the file is blocked, and claims
 //!    a run there ([`Allocator::claim_to_prepare`]). The end moves past the run, so nothing else
 //!    takes it meanwhile.
-//! 3. `writeback/fill_reserve` has the run zeroed, and flushes. Only then is it known as prepared:
-//!    a writer leaves the rest of a cluster as it is, and an entry that is durable must not show
-//!    what was there before.
+//! 3. `writeback/fill_reserve` has the run zeroed, and flushes. Only then is it used as prepared
+//!    space: a writer does not write the rest of a cluster, and a durable entry must not expose old
+//!    data there.
 //! 4. Allocations take prepared clusters from the front.
 //!
-//! No refcount counts these clusters, and no table refers to them. So a crash leaves a file that is
-//! longer than its last cluster in use, as it always may be: the next process takes them as free
+//! No refcount counts these clusters, and no table refers to them. So a crash leaves a file that
+//! extends past its last cluster in use, which is allowed: the next process treats them as free
 //! clusters, and an orderly end cuts them off.
 
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! Clusters in a row in the middle of a file, for tables where the end has no space: a block
 //! device, an export of another server, or a host that is full.
 //!
-//! The search goes on where the last one stopped, and back to what became free since.
+//! The search continues where the last one stopped, and includes clusters that became free since.
 
 use std::ops::Range;
 

@@ -8,16 +8,17 @@
 //!
 //! A session begins, each step durable before the next: bitmaps that lack changes are disabled, so
 //! that they are not mistaken for those of the session; the autoclear bit is set; the flags are
-//! set; the change is recorded in the bitmaps, and made. It ends: the bitmaps' bits are written as
-//! they are; the flags are cleared; the autoclear bit is. After a crash between any two steps the
-//! bitmaps contain all changes, whichever program reads them.
+//! set; the change is recorded in the bitmaps, and made. It ends, again each step durable before
+//! the next: the bitmaps' bits are written; the flags are cleared; the autoclear bit is cleared.
+//! After a crash between any two steps the bitmaps contain all changes, whichever program reads
+//! them.
 //!
-//! A bitmap for whose bits there is no room becomes coarser (`coarser`). One in which a change
-//! cannot be recorded all the same, because its place is full or fails, is lost: before the change
-//! is made, it is disabled and stays in use, durably, so it is one that lacks changes for every
-//! program. Neither needs space. The guest does not pay for a bitmap.
+//! If there is no space for a bitmap's bits, the bitmap becomes coarser (`coarser`). If a change
+//! cannot be recorded even then, because the storage is full or fails, the bitmap is lost: before
+//! the change is made, it is durably disabled and keeps `in-use`, so every program sees that it
+//! lacks changes. Neither needs space. The guest's change succeeds in both cases.
 //!
-//! The header of a side file says with its end when the raw disk was changed for the last time
+//! When a session ends, the header of a side file gets the time of the raw disk's last change
 //! (`side_file`).
 //!
 //! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours

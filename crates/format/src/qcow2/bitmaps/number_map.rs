@@ -1,7 +1,7 @@
 //! Maps from small numbers: those of pages and extents.
 //!
-//! A guest chooses among them, but cannot make a look-up long: of the N pages of a bitmap, some
-//! square root of N have one place in a table that has room for no more.
+//! A guest chooses the numbers, but cannot make a look-up slow: of the N pages of a bitmap, only
+//! about the square root of N share one slot of the table.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};

@@ -1,12 +1,12 @@
 //! One page of a live bitmap: its bits in memory, the bits that must be on disk, and those that are
 //! there durably.
 //!
-//! The disk has to say the bits, and all bits of each *active* extent. An extent becomes active
-//! before the first change in it, and then the disk has to be written, durably, before the change
-//! is made. Further changes in an active extent set bits in memory only.
+//! The disk must have the set bits, and all bits of each *active* extent as set. An extent becomes
+//! active before the first change in it; then the page is written, durably, before the change is
+//! made. Further changes in an active extent set bits in memory only.
 //!
-//! Invariant: a bit that is set is one that the disk has to say. Each change of what the disk has
-//! to say beyond what it said before gives the page a new version.
+//! Invariant: a bit set in memory is one that must be set on disk. Each time more bits must be on
+//! disk than before, the page gets a new version.
 
 use std::ops::Range;
 

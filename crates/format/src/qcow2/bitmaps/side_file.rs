@@ -1,9 +1,9 @@
-//! The mark of a side file, by which it is found out later whether another program has changed the
-//! raw disk since.
+//! The mark of a side file, which shows later whether another program has changed the raw disk
+//! since.
 //!
-//! Guarantee: outside of a session the mark has the time of a change of the data file which is
-//! stable, and before which all changes are in the enabled bitmaps. Where that cannot be told, it
-//! keeps an older time, and the side file is refused.
+//! Guarantee: outside of a session the mark has the time of a stable change of the data file, and
+//! the enabled bitmaps have all changes up to that one. If that time is unknown, the mark keeps an
+//! older one, and the side file is refused.
 
 use std::time::Duration;
 

@@ -5,19 +5,19 @@
 //!
 //! 1. Its bits are set in memory. Where the extent of any of them is not active and the bit was not
 //!    set, the extent becomes active: its page of bits is written with all bits of active extents
-//!    set, durably, before the change is made. So what the disk says contains the change, whatever
-//!    crashes.
-//! 2. Further changes in an active extent, and changes of blocks whose bits the disk has, need no
-//!    operation.
-//! 3. Where many extents are active, those that were not changed lately rest: their pages are
-//!    written with the bits that they have, and flushed.
+//!    set, durably, before the change is made. So after any crash the bitmap on disk contains the
+//!    change.
+//! 2. Further changes in an active extent, and changes of blocks whose bits are already set on
+//!    disk, need no I/O.
+//! 3. If many extents are active, those without recent changes become inactive: their pages are
+//!    written with only the bits that are set, and flushed.
 //!
 //! So a crash leaves bits of at most `max_active` extents ([`BitmapActivity`]) set in excess, and
 //! those of requests in flight.
 //!
 //! Writes of a page go one at a time. Those that come meanwhile share the next one. A cluster of
 //! bits that is not allocated yet is allocated as an L2 table is: refcount and zeros durably, then
-//! the entry of the table. Where there is no room for one, the bitmap becomes coarser as a whole
+//! the entry of the table. If there is no space for one, the whole bitmap becomes coarser
 //! (`coarser`), or the entry says that all of its bits are set: neither takes space.
 
 mod coarser;

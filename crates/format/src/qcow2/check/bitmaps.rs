@@ -1,7 +1,7 @@
 //! The space of persistent bitmaps in the file, and their repair.
 //!
-//! They count only while the image says that they are in step with the guest's disk (an autoclear
-//! bit); without it QEMU takes their space for leaked, and so does a check.
+//! Their clusters count as used only while the autoclear bit says that they are consistent with the
+//! disk. Without it QEMU treats their clusters as leaked, and so does a check.
 
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Result, Storage, SyncMode};
 

@@ -1,9 +1,9 @@
-//! How often each cluster of a file is counted.
+//! The counted references of each cluster of a file.
 //!
-//! A hostile file is exabytes long and holds next to nothing, so there is no counter for each
-//! cluster of it: memory goes by what is counted. Pages of counters exist where something is, a
-//! list of the few that are not 0 until it takes more than all counters of the page would. Memory
-//! that is not to be had is an error, never the end of the process.
+//! A hostile file may be exabytes long and almost empty, so there is no counter for every cluster:
+//! memory depends on the counted references. A page of counters exists only if one is not 0; it is
+//! a list of those until the list would take more than all counters of the page. Failing to get
+//! memory is an error, and never ends the process.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -1,7 +1,7 @@
 //! The refcounts on disk, of an image that is not open.
 //!
-//! Kept as they are on disk, and only those of slices that are not all zeros: memory goes by what
-//! the file holds. Of two entries of the refcount table that name the same block the first one
+//! They are kept in their on-disk form, without slices that are all zeros: memory depends on the
+//! data in the file. Of two entries of the refcount table that name the same block the first one
 //! counts; a check reports the other one.
 
 use std::collections::BTreeMap;

@@ -1,5 +1,4 @@
-//! Going through an L1 table and its L2 tables and changing entries on disk, outside of any opened
-//! image.
+//! Walks an L1 table and its L2 tables and changes entries on disk, while the image is not open.
 //!
 //! Only what changes is written, in pieces that are whole sectors, so that each entry is the old or
 //! the new one after a crash. Nothing is durable before the storage is flushed.

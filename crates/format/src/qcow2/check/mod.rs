@@ -1,8 +1,8 @@
 //! Images that are not open: checked, repaired, created.
 //!
-//! Everything here reads and writes tables at a storage, as the format lays them out; nothing uses
-//! what an open image has in memory. Opening an image uses two answers of it: what a file that was
-//! cut off has lost, and how often each cluster is referred to.
+//! Everything here reads and writes tables on a storage, as the format defines them; nothing uses
+//! the memory of an open image. Opening an image uses two functions: they find the loss in a
+//! truncated file, and count the references to each cluster.
 
 mod bitmaps;
 mod counts;

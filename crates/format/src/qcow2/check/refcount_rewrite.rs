@@ -1,5 +1,5 @@
-//! Refcounts on disk set to given values, outside of any opened image: at their offsets, or in a
-//! new refcount table with new blocks where the old ones cannot be relied on.
+//! Sets refcounts on disk to given values, while the image is not open: in place, or in a new
+//! refcount table with new blocks if the old ones are invalid.
 //!
 //! The new structures go after everything that is in use; they are durable before the header
 //! points to them, which is one write. So a crash leaves the old refcounts or the new ones.

@@ -1,8 +1,8 @@
 //! Counts the references to each cluster, by reading every table of an image.
 //!
-//! A fault on the way is reported and passed over, so that one damaged entry does not hide the
-//! rest. The tables are read as they are on disk, each once, however many refer to it, and only
-//! where the file holds anything: so time and memory go by what the file holds, not by its length.
+//! An error is reported and skipped, so that one damaged entry does not hide the rest. Each table
+//! is read from disk once, however many references it has, and holes of the file are skipped: so
+//! time and memory depend on the data in the file, not on its length.
 
 use std::collections::BTreeMap;
 

@@ -1,30 +1,29 @@
 //! Repairs the findings of a check, on an image that no other program has open.
 //!
-//! The order that no crash can turn into more damage, each step durable before the next:
+//! The order of the steps, each durable before the next, so that no crash causes more damage:
 //!
 //! 1. an image with corruption is marked as corrupt (version 3): until the end no program writes to
 //!    it;
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
-//! 3. where that is going to change what the disk reads, enabled bitmaps say that all of it has
-//!    changed, or are removed where they are damaged themselves;
-//! 4. entries that contradict the format or point out of the file lose what is wrong of them;
-//! 5. references are counted, and "the refcount is one" is taken from entries where it is not so;
+//! 3. if the repair will change the disk's content, enabled bitmaps mark the whole disk as changed;
+//!    damaged ones are removed;
+//! 4. entries that violate the format or point past the end of the file lose their invalid parts;
+//! 5. references are counted, and the COPIED flag is cleared in entries whose refcount is not one;
 //! 6. refcounts become what was counted, at their offsets or, where the refcount table is broken,
 //!    in a new one that the header points to with one write. So none is lowered before the
 //!    reference is gone;
-//! 7. entries whose refcount is one say so. An entry that says less than it might is copied once
-//!    too often, and harmless: of all states on the way this is the only one in which a repair of
-//!    leaks alone shows as an error to a check;
+//! 7. entries whose refcount is one get the COPIED flag. An entry without it is harmless: its
+//!    cluster is copied once more than necessary. Of all states on the way this is the only one in
+//!    which a repair of leaks alone shows as an error to a check;
 //! 8. space that nothing refers to is given back to the host;
 //! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it
-//!    does, an image that was not marked before is not marked after, because a repair takes no
-//!    access away. One with a cluster that has more users than can be counted is: a change would
-//!    lose data.
+//!    finds some, an image that was not marked before the repair is not marked after it, because a
+//!    repair must not make an image read-only. Exception: a cluster with more users than a refcount
+//!    can hold, because a change would lose data.
 //!
-//! Where two guest clusters share a host cluster, both keep it, counted twice: it is copied when
-//! one of them is written. (The other has it alone then and does not say so, which the next repair
-//! corrects.) Where it cannot be told who refers to what (a damaged bitmap directory), no refcount
-//! is lowered.
+//! If two guest clusters share a host cluster, both keep it, with a refcount of two: it is copied
+//! when one of them is written. (The other then lacks the COPIED flag, which the next repair
+//! corrects.) If some references are unknown (a damaged bitmap directory), no refcount is lowered.
 
 use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
 

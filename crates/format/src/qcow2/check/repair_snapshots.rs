@@ -1,9 +1,9 @@
-//! Removing snapshots that cannot be used from an image, so that the rest of it can be used again.
+//! Removes unusable snapshots from an image, so that the rest of it can be used again.
 //!
-//! A snapshot goes only if its L1 table cannot be read: its entry is out of bounds, or what is at
-//! that offset has another user and is no L1 table. The others stay as they are. The new table is
-//! durable before one write of the header switches to it; a table that only ends earlier needs no
-//! new one. So a crash leaves the old snapshots or the new ones.
+//! A snapshot is removed only if its L1 table cannot be read: its entry is out of bounds, or the
+//! cluster at that offset has another user and is no L1 table. The others stay as they are. The new
+//! table is durable before one write of the header switches to it; a table that only ends earlier
+//! needs no new one. So a crash leaves the old snapshots or the new ones.
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,

@@ -1,8 +1,8 @@
 //! The snapshot table of an image that is not open, however damaged: the snapshots that can still
 //! be used, and the faults of the others.
 //!
-//! A snapshot is usable when its entry keeps to the format and its L1 table can be where the entry
-//! says. Where an entry's length cannot be told, neither can the offsets of those after it.
+//! A snapshot is usable if its entry is valid and its L1 table can be at the entry's offset. If an
+//! entry's length is unknown, so are the offsets of the entries after it.
 
 use blockhouse_core::{Result, Storage};
 

@@ -1,10 +1,10 @@
 //! Files that end before their image does: a copy or download that was cut off.
 //!
-//! A cluster may begin in the file and end past its end: QEMU writes the last one so, and what is
-//! past the end reads as zeros. What begins past the end is lost, and is never read as zeros: reads
-//! of it fail with `Corrupt`. An image with such a loss is not opened for writing, because new
-//! clusters would go where the rest of the file belongs; so it can still be completed, or repaired,
-//! which makes zeros of what is lost.
+//! The last cluster may begin in the file and end past its end: QEMU writes it so, and the part
+//! past the end reads as zeros. A cluster that begins past the end is lost: reads of it fail with
+//! `Corrupt`, and never return zeros. An image with such a loss is not opened for writing, because
+//! new clusters would overwrite the place of the missing part. So the file can still be completed,
+//! or repaired, which replaces lost clusters by zeros.
 //!
 //! Opening an intact image reads at most one refcount block for that. L2 tables are read only if a
 //! cluster past the end has a refcount that is not zero (a crash leaves that, too).

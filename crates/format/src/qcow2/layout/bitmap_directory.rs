@@ -2,10 +2,10 @@
 //! `docs/interop/qcow2.txt`, "Bitmaps").
 //!
 //! A bitmap has a bit for each `granularity` bytes of the disk, the least significant bit of a byte
-//! first. Its table says for each cluster of bits where that is, or that all of it is zeros or
-//! ones. The directory names the bitmaps, and the header extension says where the directory is. All
-//! of it counts only while the autoclear bit [`BITMAPS_CONSISTENT`] is set. Nothing is believed
-//! before it is inside QEMU's bounds, so that no image is made that QEMU refuses.
+//! first. Its table has the offset of each cluster of bits, or says that all its bits are zeros or
+//! ones. The directory names the bitmaps, and the header extension has the directory's offset. All
+//! of it is valid only while the autoclear bit [`BITMAPS_CONSISTENT`] is set. Every value is
+//! checked against QEMU's bounds before use, so that no image is made that QEMU refuses.
 
 use std::ops::Range;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! The header: its fields, the checks of them, and its changes.
 //!
-//! Every field is checked before anything is computed from it. What is not understood is kept: a
-//! change of the header replaces the fields that changed in the bytes that were read, all of them
-//! in its first 512 bytes, so that it happens at once or not at all.
+//! Every field is checked before anything is computed from it. Unknown fields are kept: a change of
+//! the header replaces only the changed fields in the bytes that were read. All of them are in its
+//! first 512 bytes, so that the change happens at once or not at all.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 

@@ -1,8 +1,8 @@
 //! The bytes of an image: header, extensions, entries, tables of snapshots, and the arithmetic on
 //! them.
 //!
-//! Owns nothing and knows no opened image: types, pure functions, and reading and writing of whole
-//! tables at a storage. Nothing is believed before it is inside its bounds.
+//! This module has no state and does not use open images: types, pure functions, and reading and
+//! writing of whole tables on a storage. Every value is checked against its bounds before use.
 
 pub(crate) mod bitmap_directory;
 pub(crate) mod cluster_ranges;

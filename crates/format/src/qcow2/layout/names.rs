@@ -1,7 +1,7 @@
 //! Names of snapshots and bitmaps, as people read and write them.
 //!
-//! In an image they are bytes. Guarantee: what [`listed`] gives for a name that no other is listed
-//! as, [`index_of`] finds.
+//! In an image they are bytes. Guarantee: [`index_of`] finds the text that [`listed`] returns for a
+//! name, unless another name is listed by the same text.
 
 /// A name for people: bytes that are no UTF-8 become U+FFFD.
 pub(crate) fn listed(name: &[u8]) -> String {

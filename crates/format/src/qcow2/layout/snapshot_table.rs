@@ -1,8 +1,8 @@
 //! The snapshot table: the entries of an image's snapshots.
 //!
 //! An entry is 40 bytes, then extra data, id and name, padded to a multiple of 8 (QEMU's
-//! `docs/interop/qcow2.txt`, "Snapshots"). Extra data that is not understood is kept as it is.
-//! Nothing is believed before it is inside its bounds.
+//! `docs/interop/qcow2.txt`, "Snapshots"). Unknown extra data is kept as it is. Every value is
+//! checked against its bounds before use.
 
 use std::time::Duration;
 

@@ -1,8 +1,8 @@
 //! Reading tables only where the file holds anything.
 //!
 //! A file can be exabytes long and hold next to nothing. Tables in its holes are zeros, and are
-//! passed over without a read: the storage says where its data is. So going through the tables of
-//! an image costs what the file holds, not what its tables claim.
+//! passed over without a read: the storage says where its data is. So the cost of reading an
+//! image's tables depends on the data in the file, not on the sizes in its header.
 
 use blockhouse_core::{Allocation, ByteRange, Result, Storage};
 

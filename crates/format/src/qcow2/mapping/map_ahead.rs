@@ -1,9 +1,9 @@
 //! Mapping clusters ahead of a run of first writes (`runs_ahead`) to prepared space.
 //!
-//! Only in the step that allocates for the first write itself, so the same writeback brings both to
-//! the disk. The zeros in the host clusters are durable before any entry refers to them, and the
-//! entries are changed like all others: after the refcounts, dirty, and noted for the next process.
-//! A first write that fails leaves them: they read as before.
+//! It happens only in the step that allocates for the first write itself, so the same writeback
+//! brings both to the disk. The zeros in the host clusters are durable before any entry refers to
+//! them. The entries change like all others: after the refcounts, marked as dirty, and appended to
+//! the redo log. If the first write fails, the mappings stay, and read as before.
 
 use std::ops::Range;
 

@@ -1,5 +1,4 @@
-//! Host clusters that nothing is read from: those of guest clusters that read as zeros, or from the
-//! backing file, and have a host cluster all the same.
+//! Preallocated host clusters: their guest clusters read as zeros, or from the backing file.
 
 use blockhouse_core::ByteRange;
 

@@ -1,4 +1,4 @@
-//! Changes of a process that has died, made again.
+//! Replays changes of a process that has died.
 
 use std::ops::Range;
 

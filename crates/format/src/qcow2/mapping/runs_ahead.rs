@@ -1,15 +1,15 @@
 //! Runs of first writes, and how many clusters are mapped ahead of them.
 //!
-//! The first write to a cluster changes a refcount and an L2 entry: two writes beside its own.
-//! Where it takes prepared space (`allocator/prepared`), the guest's next clusters can be mapped to
-//! the next of that space in the same step (`map_ahead`). They read as zeros before and after, the
-//! same two writes serve all of them, and each later write to one is an overwrite in place.
+//! The first write to a cluster changes a refcount and an L2 entry: two writes beside its own. If
+//! it uses prepared space (`allocator/prepared`), the same step can map the guest's next clusters
+//! to more of that space (`map_ahead`). They read as zeros before and after, the same two writes
+//! serve all of them, and each later write to one is an overwrite in place.
 //!
-//! Only a run is worth it: first writes that begin where the one before has ended, with what was
-//! mapped ahead of it. As many clusters are mapped ahead as the run has written, which doubles it
-//! from one first write to the next, and none where fewer than half of the latest were written. So
-//! what a run leaves unwritten at its end is at most as much as it has written, and random writes
-//! leave next to nothing.
+//! This pays only for a run: first writes that each begin where the previous one and its clusters
+//! mapped ahead end. As many clusters are mapped ahead as the run has written, so the number
+//! doubles with each first write; none are mapped if fewer than half of the latest were written. So
+//! a run leaves at most as many unwritten clusters as it has written, and random writes leave
+//! almost none.
 
 use std::ops::Range;
 

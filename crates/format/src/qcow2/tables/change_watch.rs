@@ -3,10 +3,9 @@
 //! 1. A watch begins. From then on every slice that a step changes is noted, before a writeback can
 //!    bring the change to the disk. So a reader of a slice without the lock finds it noted if that
 //!    read saw a part of a change.
-//! 2. Looking at a slice takes its note back and gives its bytes, at one moment.
-//! 3. The watch ends by itself where tables are moved, dropped or replaced: nothing that was copied
-//!    may be used then. Tables that are added are not noted: the L1 table and the refcount table
-//!    tell of them.
+//! 2. Reading a noted slice returns its bytes and removes its note, at one moment.
+//! 3. The watch ends by itself if tables are moved, dropped or replaced: the copies are then
+//!    invalid. Added tables are not noted: the L1 table and the refcount table show them.
 
 use std::collections::BTreeSet;
 

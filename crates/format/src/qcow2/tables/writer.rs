@@ -5,7 +5,7 @@
 //!    ([`TableWriter::drained`]).
 //! 2. Writes of the header go one at a time, since each replaces the whole first sector.
 //! 3. The first failure is kept: no table is written until the image is opened again. A write that
-//!    failed with ENOSPC is tried again, and makes whole what a part of it has changed.
+//!    failed with ENOSPC is repeated, which also completes a partial write.
 
 use std::future::Future;
 

@@ -1,10 +1,10 @@
-//! Other options for an image: its version, and whether refcounts may be written late.
+//! Changes an image's options: its version, and lazy refcounts.
 //!
 //! One write of the header's first sector changes them, as the last step of a transaction that
 //! writes the snapshot table anew (version 3 wants more in its entries): a crash leaves the old
-//! options or the new ones. What older tables say stays true of version 3. Of the features that
-//! version 2 lacks only zero clusters are taken away, with tables beside the active ones
-//! (`zero_clusters`); an image with any other keeps its version, as with QEMU.
+//! options or the new ones. Tables of version 2 are valid in version 3. Of the features that
+//! version 2 lacks only zero clusters are removed, with tables beside the active ones
+//! (`zero_clusters`); an image with any other such feature keeps its version, as with QEMU.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 

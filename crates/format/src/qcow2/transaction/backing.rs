@@ -1,4 +1,4 @@
-//! Another backing file for an image: only its header changes.
+//! Changes an image's backing file: only its header changes.
 //!
 //! The name, its format (a header extension) and the fields that point to them must change
 //! together, and only 512 bytes are written at once by every disk. So:
@@ -6,9 +6,9 @@
 //! 1. what goes beyond the first 512 bytes (the new name, and the end of the new extensions) goes
 //!    to a part of the first cluster that neither the old name nor the old extensions use, durably;
 //!    nothing refers to it yet;
-//! 2. one write of the first 512 bytes changes the fields and the extensions. Names of feature bits
-//!    (an extension that only serves messages) are left out where room is short. Where they fit,
-//!    the name follows the extensions, as other programs have it.
+//! 2. one write of the first 512 bytes changes the fields and the extensions. The feature name
+//!    table (an extension only for messages) is left out if space is short. If everything fits, the
+//!    name follows the extensions, as in other programs' images.
 //!
 //! Where clusters have 512 bytes, all is in the first ones. A crash leaves the old backing file or
 //! the new one. Where the extensions do not fit, the change is refused.

@@ -1,8 +1,8 @@
 //! Removing a bitmap where the host has no space for new tables.
 //!
 //! A transaction writes new tables beside the old ones, for which a full host has no space; but
-//! users remove bitmaps to get some. So the directory is changed in place, each step durable before
-//! the next:
+//! users remove bitmaps to get space. So the directory is changed in place, each step durable
+//! before the next:
 //!
 //! 1. the bitmap's entry becomes the last one of the directory, which has the same length then;
 //! 2. one write of the header's first sector makes the directory end before it;

@@ -1,8 +1,7 @@
-//! Bitmaps of an image from which its disk goes on in this one, a fork: they go on here by their
-//! names.
+//! Bitmaps in a fork: those of the old image continue in this overlay, under their names.
 //!
-//! Guarantee: all of them change in one transaction, so that a crash leaves what each said before,
-//! or what it is to say.
+//! Guarantee: all of them change in one transaction, so that a crash leaves all old or all new
+//! bits.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 

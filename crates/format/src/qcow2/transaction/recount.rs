@@ -1,9 +1,10 @@
-//! Refcounts that are missing on disk, when an image is opened: all of one that was not closed
-//! while its refcounts were written late, and those of what a dead process had answered (`replay`).
+//! Restores refcounts that are missing on disk when an image is opened: all of them if an image
+//! with lazy refcounts was not closed, and those of changes that a dead process had acknowledged
+//! (`replay`).
 //!
-//! A refcount block that is missing is placed at the end of the file. Where that cannot be made
-//! longer, as on a block device, a cluster is searched that nothing uses: neither what is counted
-//! on disk, nor what is about to be counted.
+//! A missing refcount block is placed at the end of the file. If the file cannot grow, as on a
+//! block device, the block gets an unused cluster: one with neither a refcount on disk nor a
+//! reference that is about to be counted.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, ToolProgress};
 

@@ -1,14 +1,14 @@
 //! Replays the redo log of a process that has died (`tables/redo`): the changes that it answered
 //! become durable.
 //!
-//! Whether the log is that of this file, and of this boot of the host, the caller has found out.
-//! That no other program has changed the image since is said by the *session bits*, autoclear bits
-//! of the header: a program that does not know such bits clears them before the first change
+//! The caller has checked that the log belongs to this file and to this boot of the host. The
+//! *session bits*, autoclear bits of the header, show that no other program has changed the image
+//! since: a program that does not know such bits clears them before the first change
 //! (`docs/interop/qcow2.txt` of QEMU, "autoclear feature bits"), and each process with a log sets
-//! others. Images of version 2 have none.
+//! different ones. Images of version 2 have none.
 //!
-//! Before anything is changed, the image is compared with all that the log says of it: a log that
-//! cannot be of this file leaves the file as it is.
+//! Before any change the image is compared with the whole log: a log that cannot belong to this
+//! file leaves the file as it is.
 //!
 //! 1. Of each guest cluster the latest change counts (`LatestChanges`).
 //! 2. Host clusters that these refer to and that are not counted yet get a refcount of one, and no
@@ -19,8 +19,8 @@
 //! 3. Entries are set by ordinary steps. What they referred to before is freed as always.
 //! 4. A writeback brings all of it to the disk.
 //!
-//! A death in the middle is harmless: the log is still there, and host clusters that it refers to
-//! are neither freed nor reused by a replay.
+//! A crash during a replay is harmless: the log still exists, and a replay neither frees nor reuses
+//! host clusters that it refers to.
 
 use std::ops::Range;
 use std::sync::Arc;

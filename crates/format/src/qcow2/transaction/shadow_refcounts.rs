@@ -2,12 +2,12 @@
 //!
 //! A change of snapshots concerns refcounts all over the image. It is made beside the active
 //! tables: every refcount block that changes is written to a new cluster, and so is the refcount
-//! table, so that one write of the header switches from all of the old to all of the new. FreeSpace
-//! is taken only where both the old and the new refcount are 0: nothing of the old is overwritten,
-//! and a crash before the switch leaves the image as it was, without so much as a leak.
+//! table, so that one write of the header switches from all of the old to all of the new. A new
+//! cluster is taken only where both the old and the new refcount are 0: no old data is overwritten,
+//! and a crash before the switch leaves the image as it was, without leaks.
 //!
-//! Of refcounts only slices that are not all zeros are read and kept: memory and time go by what
-//! the file holds, not by what the refcount table claims.
+//! Only slices of refcounts that are not all zeros are read and kept: memory and time depend on the
+//! data in the file, not on the size of the refcount table.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::ops::Range;

@@ -1,5 +1,4 @@
-//! Slices of refcounts in memory: as they are on disk, and as they will be. A slice that is not
-//! there is all zeros.
+//! Slices of refcounts in memory: the present ones and the new ones. A missing slice is all zeros.
 //!
 //! The slice that was used last is found without a lookup by number: references to clusters come in
 //! runs.

@@ -1,4 +1,4 @@
-//! The tables of a machine's state that is being stored.
+//! The tables of a VM state that is being stored.
 //!
 //! No table on disk refers to these clusters before the snapshot is committed; their refcount is 1.
 //! If saving stops early they leak, and nothing else is wrong. All of the tables are in memory, 8

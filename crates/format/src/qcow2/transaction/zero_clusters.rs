@@ -1,8 +1,7 @@
-//! Zero clusters, which version 2 does not have. Where nothing is behind the image, clusters
-//! without a place read the same; where a backing file would show through, clusters full of zeros
-//! are written.
+//! Removes zero clusters, which version 2 does not have. Without a backing file an unallocated
+//! cluster reads the same. With one, a cluster of written zeros replaces the zero cluster.
 //!
-//! All L2 tables are looked at, also those that only snapshots have. One with zero clusters gets a
+//! All L2 tables are checked, also those that only snapshots have. One with zero clusters gets a
 //! copy beside it, for all L1 tables that refer to it. A host cluster that a zero cluster kept is
 //! free afterwards.
 

@@ -1,7 +1,7 @@
 //! Filling the reserve (`allocator/reserve`): space on the host for metadata, before anything
 //! relies on it.
 //!
-//! Where the host has no space the request that needs it fails, and nothing has changed.
+//! If the host has no space, the request that needs it fails without any change.
 
 use blockhouse_core::{ErrorKind, Result, Storage, SyncMode, rare};
 

@@ -1,10 +1,10 @@
 //! Changes of the header on disk, and flushes.
 //!
-//! 1. Before the first change of an image the autoclear bits are cleared, durably, but for those
-//!    that are kept true: they stand for what writers must know to keep it true (bitmaps of changed
-//!    clusters, for example). Where a redo log is attached, the session bits are set with the same
-//!    write: any other program clears them before it changes the image, and another process with a
-//!    redo log sets others, so a replay finds out.
+//! 1. Before the first change of an image its autoclear bits are cleared, durably, except those of
+//!    features that this program keeps consistent (bitmaps, for example). If a redo log is
+//!    attached, the same write sets the session bits: any other program clears them before it
+//!    changes the image, and another process with a redo log sets different ones, so a replay
+//!    detects both.
 //! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while
 //!    it is open, if it is open for writing.
 

@@ -1,14 +1,14 @@
-//! Recording a change for whose bits there is no room.
+//! Recording a change when there is no space for its bits.
 //!
-//! The bitmap becomes coarser as a whole, in the clusters that it has, and needs no more from then
-//! on. Each step is durable before the next one:
+//! The whole bitmap becomes coarser, so that it fits into its allocated clusters and never needs
+//! more. Each step is durable before the next one:
 //!
 //! 1. Records of changes in it wait (`tracker/coarser`).
-//! 2. It is marked as one that lacks changes. What a crash leaves until step 4 is that.
+//! 2. It is marked as one that lacks changes. A crash before step 4 leaves it so.
 //! 3. Its bits, its table and its entry in the directory are written in their places.
 //! 4. It is marked as one that records changes, and takes the place of the old one.
 //!
-//! One that has no cluster at all says of what a lacking cluster stands for that it has changed
+//! A bitmap without any cluster marks the ranges of missing clusters as changed
 //! (`LiveBitmap::fill_lacking`). Neither takes space.
 
 use std::sync::Arc;

@@ -1,8 +1,8 @@
-//! A bitmap that becomes coarser as a whole: each of its bits stands for more of the disk, so that
-//! its bits fit into the clusters that it has.
+//! Makes a whole bitmap coarser: each bit stands for more of the disk, so that the bits fit into
+//! the allocated clusters.
 //!
-//! Guarantee: no change is missing. From the moment on at which the bits are taken, no bit is set
-//! in the old bitmap, and no page of it is written: a record of a change is sent to the new one.
+//! Guarantee: no change is missing. Once the bits are copied, no bit is set in the old bitmap, and
+//! no page of it is written: changes are recorded in the new one.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 

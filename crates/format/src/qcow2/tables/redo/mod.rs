@@ -11,17 +11,16 @@
 //!    under the same lock, so the copy has every change before that point. When it has ended, the
 //!    log's tail moves there ([`RedoLog::trim`]). One that failed or was dropped moves nothing.
 //! 3. After a death the records between tail and head are replayed before anything else
-//!    (`transaction/replay`). They say what entries became, not how, so they may be replayed again,
-//!    onto tables that hold some of the changes already.
+//!    (`transaction/replay`). They hold the new values of entries, so they can be replayed again,
+//!    also onto tables that already have some of the changes.
 //!
-//! The memory is a ring of records of a fixed length. A record is valid from the store of the head
-//! on. A process that is killed loses no store that it has made, so each store leaves a log that is
-//! right. Where the ring is full, a step that prepares a change is blocked like one at the dirty
-//! limit.
+//! The memory is a ring of records of a fixed length. A record is valid once the head is stored. A
+//! killed process loses none of its stores, so the log is consistent after each store. If the ring
+//! is full, a step that prepares a change is blocked as at the dirty limit.
 //!
 //! The host provides the ring's memory as it is needed, in a part that begins with the ring's first
-//! record. An empty log goes on with that record, and gives the rest of the memory back. Where the
-//! host has no more, the ring counts as full.
+//! record. An empty log continues at that record, and returns the rest of the memory. If the host
+//! has no more memory, the ring counts as full.
 
 mod latest;
 mod record;

@@ -1,5 +1,5 @@
-//! Changes of the snapshots of a disk whose guests go on: counted and copied while they write, made
-//! in a moment. One is taken so, or deleted.
+//! Takes or deletes a snapshot while guests continue: references are counted and tables are copied
+//! while they write, and the switch takes a moment.
 //!
 //! The life of a prepared change:
 //!

@@ -1,9 +1,9 @@
 //! Bounds the memory of the counters in an image that contradicts itself.
 //!
-//! A counter's page is as large as 256 L2 entries, so L2 entries that refer to clusters far from
-//! each other would cost far more memory than they take in the file. A cluster in use has a
-//! refcount, though: as many slices of refcounts as there are pages are not all zeros. Where guests
-//! have freed clusters since their references were counted, a few are.
+//! A page of counters is as large as 256 L2 entries, so L2 entries that refer to scattered clusters
+//! would cost far more memory than they take in the file. But a cluster in use has a refcount, so
+//! each page must have a slice of refcounts that is not all zeros. A few pages may lack one, if
+//! guests have freed clusters since the references were counted.
 
 use blockhouse_core::{Result, Storage};
 use futures_util::stream::{self, StreamExt};

@@ -1,4 +1,4 @@
-//! The references of a snapshot to be deleted: to its L2 tables, and to what these refer to.
+//! The references of a snapshot to be deleted: to its L2 tables, and to the clusters in these.
 //!
 //! A snapshot's tables are never changed in place, so they are counted once. Where another
 //! transaction has run meanwhile, which may have changed the snapshots, all is counted anew.
