@@ -1,4 +1,4 @@
-//! The work of a fork on each disk, and its result: as requests and answers have it.
+//! The parameters of a fork for each disk, and its result, as in requests and answers.
 
 use std::path::PathBuf;
 

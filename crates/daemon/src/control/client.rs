@@ -1,4 +1,4 @@
-//! The asking side of the control socket.
+//! The client side of the control socket.
 
 use std::fmt;
 use std::io::{BufRead, BufReader, ErrorKind, Write};

@@ -1,5 +1,6 @@
-//! Whether requests are carried out: a hand-over holds new ones off, and begins only where none is
-//! in progress. Where it succeeds, none is carried out: the images belong to another process.
+//! Whether requests are carried out. A hand-over holds off new requests, and begins only if none is
+//! in progress. After a successful hand-over none is carried out, because the images belong to
+//! another process.
 
 use blockhouse_core::sync::Condvar;
 use parking_lot::Mutex;

@@ -1,4 +1,4 @@
-//! The log of changes of an image that held guests off.
+//! Logs changes of an image that paused guests' writes.
 
 use blockhouse_disk::Pause;
 

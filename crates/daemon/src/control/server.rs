@@ -1,8 +1,8 @@
 //! The serving side of the control socket.
 //!
-//! It has a loop of its own, so that counting an image's clusters keeps no guest's read waiting. No
-//! client can take more than [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each. What was
-//! begun is finished before the server ends, or is handed over.
+//! It has a loop of its own, so that counting an image's clusters does not delay guests' reads. All
+//! clients together take at most [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each.
+//! Requests in progress complete before the server ends, or before a hand-over.
 
 use std::cell::Cell;
 use std::convert::Infallible;

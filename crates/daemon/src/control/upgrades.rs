@@ -1,4 +1,4 @@
-//! Upgrades that were asked for at the control socket, until the main thread carries them out.
+//! Requests for upgrades from the control socket, until the main thread carries them out.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;

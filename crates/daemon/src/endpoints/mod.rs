@@ -1,5 +1,4 @@
-//! Places where guests and clients find disks: listening sockets with their TLS, devices of
-//! vhost-user and ublk.
+//! The endpoints of disks: listening sockets with their TLS, vhost-user and ublk devices.
 
 pub(crate) mod sockets;
 pub(crate) mod tls;

@@ -1,7 +1,8 @@
 //! Events of requests that the host failed.
 //!
-//! Guarantee: of one kind (an operation and an errno) one event is reported in each [`INTERVAL`],
-//! however many requests fail: the first at once, with the next how many there were meanwhile.
+//! Guarantee: of one kind (an operation and an errno) at most one event is reported in each
+//! [`INTERVAL`], however many requests fail. The first is reported at once; the next has the number
+//! of failures since.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

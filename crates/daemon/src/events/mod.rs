@@ -1,7 +1,7 @@
 //! Events while images are served, for subscribers.
 //!
-//! Guarantees: telling never waits for a subscriber. A subscriber that falls `QUEUE` events behind
-//! loses the newer ones, and receives their number.
+//! Guarantees: reporting an event never waits for a subscriber. A subscriber that falls `QUEUE`
+//! events behind loses the newer ones, and receives their number.
 
 pub(crate) mod failures;
 pub(crate) mod room_watch;

@@ -1,11 +1,11 @@
-//! Telling that a disk's host is about to be full.
+//! Reports that a disk's host is almost full.
 //!
 //! Guarantee: each crossing of the threshold is reported once, before the disk's writes are held or
-//! fail with ENOSPC: a write that finds no room has it reported first. It is reported again only
-//! after the room was above the threshold meanwhile.
+//! fail with ENOSPC: a write that gets ENOSPC reports the crossing first. It is reported again only
+//! after the free space was above the threshold.
 //!
-//! A *write threshold* is QEMU's: the byte of the image's storage that a guest's writes have not
-//! reached yet. It is reported once, and is then no longer set.
+//! A *write threshold* is QEMU's: an offset in the image's storage. It is reported once, when a
+//! guest's writes exceed it, and is then unset.
 
 use std::sync::Arc;
 

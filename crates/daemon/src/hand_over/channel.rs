@@ -1,8 +1,8 @@
 //! Frames with descriptors over a socket pair. `format` defines them.
 //!
 //! Guarantees: a frame is read to its end and never beyond, because descriptors belong to the bytes
-//! with which they came. Nothing waits beyond its deadline. What the other process sends is checked
-//! before memory is taken for it.
+//! with which they came. Nothing waits beyond its deadline. Lengths from the other process are
+//! checked before memory is allocated for them.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;

@@ -1,12 +1,12 @@
 //! The process that takes over.
 //!
-//! Guarantees: before it has said that it took over, it changes nothing: no image, no lock, no flag
-//! of a socket, no file of a socket. From that moment on it is the owner, whether the source hears
-//! of it or is over. Where it ends before, the source goes on.
+//! Guarantees: before it reports that it took over, it changes nothing: no image, no lock, no flag
+//! of a socket, no file of a socket. From then on it is the owner, even if the source does not
+//! receive the report. If it ends before, the source continues.
 //!
-//! The source may have been taken over by a stranger. So the process is confined before it reads
-//! the first byte, by its own command line; and a location in an offer is a name: nothing is opened
-//! by it, and no server is connected to.
+//! The source may be controlled by an attacker. So the process enters its sandbox, by its own
+//! command line, before it reads the first byte. A location in an offer is only a name: the process
+//! neither opens it nor connects to it.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;

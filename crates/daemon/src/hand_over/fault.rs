@@ -1,7 +1,7 @@
-//! Deaths at chosen steps of a hand-over, for tests: in builds with debug assertions only.
+//! Crashes at chosen steps of a hand-over, for tests: in builds with debug assertions only.
 //!
 //! The environment variable `BLOCKHOUSE_HAND_OVER_FAULT` names a step, as `source-offered`: there
-//! the process kills itself. `version` has the destination speak another version of the format.
+//! the process kills itself. `version` makes the destination use another version of the format.
 
 /// A step of a hand-over.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,7 @@
 //! The hand-over of a running server to another process: `blockhouse upgrade`, and SIGUSR2.
 //!
-//! README.md here has the steps, who owns what at each, and what a death at each leaves.
+//! README.md here has the steps, the owner of each resource at each step, and the state after a
+//! crash there.
 //!
 //! - [`mod@format`]: all that crosses the socket pair
 //! - [`channel`]: frames with descriptors

@@ -1,8 +1,8 @@
 //! The server that hands over.
 //!
-//! Guarantee: it returns an error only if it owns images and connections, and goes on with both.
-//! The destination is over then: it can do nothing late. Where it returns without an error, it owns
-//! nothing.
+//! Guarantee: it returns an error only if it still owns images and connections, and continues with
+//! both. The destination process has then ended, so it can do nothing later. If it returns without
+//! an error, it owns nothing.
 
 use std::ffi::OsString;
 use std::fmt;

@@ -1,10 +1,10 @@
 //! Backups to disks of this server: the content of a disk at one moment is copied, all of it or the
 //! parts that a bitmap marks, while its guest goes on.
 //!
-//! Guarantees: the target has what the disk held at the moment, when the job is complete; a full
-//! copy has the mark of a mirror until then. A bitmap that is synced says what has changed since
-//! the moment when the job is complete, and otherwise what it said before: until then another
-//! bitmap records what has changed since.
+//! Guarantees: when the job is complete, the target has the disk's content at the moment of its
+//! start; a full copy has the mark of an incomplete mirror until then. Another bitmap records the
+//! changes since that moment. When the job completes, they replace the content of a synced bitmap;
+//! if it fails or is cancelled, that bitmap stays as it is.
 
 use std::rc::Rc;
 use std::sync::Arc;

@@ -1,11 +1,11 @@
-//! Commits of served disks: the data of an overlay is copied into its backing file, with which the
-//! guest goes on.
+//! Commits of served disks: copies an overlay's data into its backing file, on which the guest then
+//! continues.
 //!
 //! After a kill: as long as there is no record beside the overlay (`disk/open/moved_record`), the
 //! overlay is the disk, over a backing file that has some of its data and is no disk by itself. The
 //! record is written durably when the backing file has everything durably, and before the guest
-//! changes it: from then on the backing file alone is the disk. The record goes where the commit
-//! fails all the same.
+//! changes it: from then on the backing file alone is the disk. If the commit then fails, the
+//! record is removed.
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;

@@ -1,9 +1,8 @@
-//! Commits of layers behind served disks: the images from one of them down to a base are merged
-//! into that, and the image above them stands on it then.
+//! Commits of layers behind served disks: the images from a given one down to a base are merged
+//! into the base, which becomes the backing file of the image above them.
 //!
-//! After a kill: the disk is the same chain as before, or the one without the layers that were left
-//! out, as the header of the image above says. As long as that names them, another commit goes on
-//! where this one was.
+//! After a kill: the header of the image above says whether the chain is the old one or the one
+//! without the merged layers. If it is the old one, another commit continues the work.
 
 use std::path::Path;
 use std::rc::Rc;

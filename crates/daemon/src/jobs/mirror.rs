@@ -1,10 +1,10 @@
 //! Mirrors of served disks.
 //!
 //! After a kill: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is
-//! the disk. Before it loses the mark, a *record* beside the source's image says where the disk
-//! goes (`disk/open/moved_record`), durably. So opening the source is refused then, with a hint to
-//! look at the target: that can be opened if it is complete. The record goes where the mirror is
-//! not completed.
+//! the disk. Before the mark is removed, a *record* with the target's name is written durably
+//! beside the source's image (`disk/open/moved_record`). From then on opening the source is
+//! refused, with a hint to the target, which can be opened if it is complete. If the mirror does
+//! not complete, the record is removed.
 
 use std::path::PathBuf;
 use std::rc::Rc;

@@ -1,10 +1,9 @@
 //! Jobs by name: work on disks while they are served.
 //!
 //! Guarantees: a disk has one job at a time, and is neither closed nor resized meanwhile. All jobs
-//! run on a loop of their own, so that their copying keeps no guest's request waiting for a
-//! processor turn. A job that has ended is listed until it is dismissed, or `MAX_ENDED` later ones
-//! have ended. Jobs do not outlive the process: what one leaves on its disks says whether it was
-//! complete (`jobs/mirror`, `jobs/commit`).
+//! run on a loop of their own, so that copying does not delay guests' requests. A job that has
+//! ended is listed until it is dismissed, or `MAX_ENDED` later ones have ended. Jobs do not outlive
+//! the process: marks on their disks say whether they were complete (`jobs/mirror`, `jobs/commit`).
 
 mod backup;
 mod commit;

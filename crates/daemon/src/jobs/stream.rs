@@ -1,8 +1,9 @@
-//! Streams of served disks: an overlay gets what it leaves to its backing file, which is detached
-//! then, or what those before a further one have, which takes their place.
+//! Streams of served disks: copies the backing file's data into an overlay, and detaches the
+//! backing file; or copies only the data of the layers above a base, and makes the base the backing
+//! file.
 //!
 //! After a kill: the overlay is the disk at any moment. As long as its header names the backing
-//! file it needs that, and another stream goes on where this one was.
+//! file, it needs that file, and another stream continues the work.
 
 use std::num::NonZeroU64;
 use std::path::Path;

@@ -1,19 +1,20 @@
 //! The launcher: a small process beside the server that starts other programs for it.
 //!
-//! A server in its sandbox executes nothing. An upgrade does, so the server starts this process
-//! before anything else. It is the same program (`blockhouse __launch`) with nothing of the server
-//! in its memory, and parses nothing that a stranger sent.
+//! A server in its sandbox cannot execute programs, but an upgrade must. So the server starts this
+//! process before anything else. It is the same program (`blockhouse __launch`), without the
+//! server's data in its memory, and never parses untrusted input.
 //!
-//! Guarantees: the launcher executes nothing before it was told its rules; then the rules do not
-//! change. It starts the program that it is itself, whatever is at its path by then, or one that
-//! the operator has named (`--upgrade-to`) where the server cannot write; with the command line of
-//! the rules, one at a time, and with no capability that the server would drop. It sends signals to
-//! what it has started only. It ends with the server, and leaves alone what took over.
+//! Guarantees: the launcher executes nothing before it has received its rules, which then never
+//! change. It starts only its own program, even if its path now leads to another file, or one that
+//! the operator has named (`--upgrade-to`) where the server cannot write. It uses the command line
+//! of the rules, starts one program at a time, and gives it no capability that the server would
+//! drop. It sends signals only to programs that it has started. It ends with the server, but does
+//! not end the process that took over.
 //!
 //! - [`Launcher`]: the server's end
 //! - [`run`]: the process
 //! - `reach`: whether the server could have written a program
-//! - `protocol`: what they say to each other
+//! - `protocol`: the messages between the two
 
 mod process;
 mod protocol;

@@ -1,4 +1,4 @@
-//! Whether a server could have written a program: by where it may write, whatever names lead there.
+//! Whether a server could have written a program: by the places where it may write, under any path.
 //!
 //! A folder has as many paths as mounts lead to it. So places are compared by device and inode, and
 //! by where they lie in their file systems (`/proc/self/mountinfo`), not by their paths as text.

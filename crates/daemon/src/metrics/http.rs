@@ -1,9 +1,9 @@
 //! As much of HTTP/1.1 as a scrape and the page take: one GET or HEAD on a connection, which is
 //! then closed.
 //!
-//! Guarantees: what is not such a request gets an answer that says what is, whatever its bytes;
-//! nothing of it is kept. Pages of other sites read nothing: not by another name of this machine,
-//! not by a script or an image of theirs, not in a frame.
+//! Guarantees: any other request gets an answer that says which requests are allowed, and is
+//! discarded. Pages of other sites cannot read anything: not through another name of this machine,
+//! not from a script or an image, not in a frame.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 

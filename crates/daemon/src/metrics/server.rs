@@ -1,11 +1,11 @@
 //! The socket of `--metrics`: HTTP clients get the metrics, or the page.
 //!
-//! It has a loop of its own, so that writing the text keeps no guest's read waiting. Guarantees: at
+//! It has a loop of its own, so that writing the text does not delay guests' reads. Guarantees: at
 //! most [`MAX_CLIENTS`] clients at once, each with one request and one answer, for [`TIMEOUT`]
-//! each. A further one takes the place of the client that has owed its request for longest, or else
-//! of the one that has not taken its answer for longest, if that is more than [`GRACE`]: so silent
-//! clients and slow ones keep out no scrape for longer. Where no client is that slow, the further
-//! one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes find places.
+//! each. A further client replaces the one that has been without a complete request for longest, or
+//! else the one that has not received its answer for longest, if that is more than [`GRACE`]: so
+//! silent and slow clients cannot block a scrape for longer. If no client is that slow, the further
+//! one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes can connect.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;

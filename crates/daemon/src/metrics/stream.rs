@@ -1,8 +1,8 @@
 //! The stream of the page (Server-Sent Events), and sending to clients of the metrics.
 //!
 //! Guarantees: one snapshot a second, and each event of the server as it happens; without a client
-//! no disk is read. A client that takes nothing for [`TIMEOUT`] is disconnected, so one message is
-//! in memory for each.
+//! no disk is read. A client that receives nothing for [`TIMEOUT`] is disconnected, so each has at
+//! most one message in memory.
 
 use std::pin::pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

@@ -1,4 +1,4 @@
-//! Keys that a command line or a request has: in a file of this process alone, as if the user had
+//! Keys from a command line or a request: in a private file of this process, as if the user had
 //! named a file.
 
 use std::fs::File;

@@ -1,8 +1,8 @@
 //! `--pid-file`: the file that names the process that serves.
 //!
-//! Guarantees: the file is there with the whole number when the server says that it is ready; it
-//! names a process that has taken over from another one as soon as that serves; and it is removed
-//! at the end of the server, unless another process has written it since.
+//! Guarantees: the file is complete when the server reports that it is ready. After a hand-over it
+//! names the new process as soon as that serves. It is removed at the end of the server, unless
+//! another process has written it since.
 
 use std::fs;
 use std::io::{self, Read, Write};

@@ -1,8 +1,8 @@
 //! Messages to the service manager (sd_notify(3)), by a socket that is made at the start, and
 //! descriptors that it keeps.
 //!
-//! Reason: a server in its sandbox makes no socket. Guarantee: a message that the manager does not
-//! take costs nothing, and without a manager nothing is sent.
+//! Reason: a server in its sandbox cannot create this socket. Guarantee: a message that the manager
+//! does not receive has no effect on the server, and without a manager nothing is sent.
 
 use std::ffi::OsStr;
 use std::fmt::Write;

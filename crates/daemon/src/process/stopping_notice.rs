@@ -1,9 +1,9 @@
-//! Telling the service manager that the server stops, and that it is still at it.
+//! Tells the service manager that the server is stopping, and that it makes progress.
 //!
 //! Guarantee: from [`StoppingNotice::start`] to [`end`](StoppingNotice::end) the service manager
 //! always knows of more time than the next message takes to come (`EXTEND_TIMEOUT_USEC`,
 //! sd_notify(3)). Reason: clients that still receive replies, and a last flush of a slow disk, may
-//! take longer than a unit's `TimeoutStopSec=`, and what comes after that is SIGKILL. Without a
+//! take longer than a unit's `TimeoutStopSec=`, after which the manager sends SIGKILL. Without a
 //! service manager nothing is sent.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};

@@ -1,5 +1,5 @@
-//! The arguments of a command: each is taken by its name and type, and what nobody takes is an
-//! error. The words are QEMU's.
+//! The arguments of a command: the command reads each by its name and type, and an unread one is an
+//! error. The error texts are QEMU's.
 
 use blockhouse_config::switch;
 use serde_json::{Map, Value};

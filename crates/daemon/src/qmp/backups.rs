@@ -1,5 +1,5 @@
-//! `blockdev-backup`: jobs that copy a disk as it is at one moment, and disks as they were for
-//! clients (`sync` is `none`).
+//! `blockdev-backup`: jobs that copy a disk's content at one moment, and, with `sync` `none`,
+//! frozen disks that clients read.
 //!
 //! The target of `sync` `none` is a node that stands on that of the disk. It stays empty: exports
 //! of its node serve what the server's own backup has frozen, whose scratch file is in the folder

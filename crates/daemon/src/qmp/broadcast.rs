@@ -1,7 +1,7 @@
-//! The clients that are told of events.
+//! The clients that receive events.
 //!
-//! Guarantees: telling waits for no client. One that falls `QUEUE` events behind is disconnected,
-//! because QMP has no word for events that are missing.
+//! Guarantees: sending an event waits for no client. A client that falls `QUEUE` events behind is
+//! disconnected, because QMP cannot report lost events.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;

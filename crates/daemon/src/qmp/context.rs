@@ -1,4 +1,4 @@
-//! The surroundings of commands: calls of the control socket, and QMP's own state beside them.
+//! The context of commands: calls of the control socket's methods, and QMP's own state.
 
 use std::cell::RefCell;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
-//! Exports, and the address of the NBD server that QEMU has one of.
+//! Exports, and the address of QEMU's single NBD server.
 //!
-//! An export that is not to be writable is read-only, whoever else may change its disk.
+//! An export that is not writable is read-only, even if other exports may change its disk.
 
 use std::path::PathBuf;
 use std::rc::Rc;

@@ -1,4 +1,4 @@
-//! Jobs. Those of QEMU that wait to be finalized are not possible: all finalize themselves.
+//! Jobs. All finalize themselves: QEMU's `auto-finalize` `false` is not supported.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};

@@ -2,11 +2,11 @@
 //! meaning here.
 //!
 //! A thin layer: a command translates its arguments into calls that clients of the control socket
-//! make (`control::dispatch`), and their results and errors into what QEMU answers. Nothing is done
-//! in a second way. A disk is a node of its name; the file below it is listed as another one, and
-//! has no use by itself. docs/qmp.md tells what differs from QEMU. The socket has the options and
-//! permissions of a control socket: a command is there if it calls only methods that the socket
-//! answers.
+//! make (`control::dispatch`), and their results and errors into what QEMU answers. There is no
+//! second implementation. A disk is a node with the disk's name; the file below it is listed as
+//! another node, which cannot be used by itself. docs/qmp.md lists the differences from QEMU. The
+//! socket has the options and permissions of a control socket: a command exists if the socket
+//! allows all methods that it calls.
 //!
 //! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`,
 //!   `arguments`

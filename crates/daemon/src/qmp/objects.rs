@@ -1,8 +1,8 @@
-//! Objects (`object-add`): names for what nodes, exports and the NBD server are told by them.
+//! Objects (`object-add`): named settings that nodes, exports and the NBD server refer to.
 //!
-//! Nothing runs because of an object. A throttle group becomes the group of a disk's limits where a
-//! node names it, a secret the file of a key; threads are those of the server, and TLS is set up
-//! before anything listens.
+//! An object starts nothing by itself. A throttle group becomes the group of a disk's limits when a
+//! node names it, and a secret becomes a key file. An iothread adds no thread: exports use the
+//! server's threads. TLS is set up before anything listens.
 
 use std::path::PathBuf;
 use std::rc::Rc;

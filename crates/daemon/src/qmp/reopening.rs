@@ -1,5 +1,5 @@
-//! `blockdev-reopen`: what of a node can be changed while it is used: whether it is read-only, and
-//! the group of a `throttle` node.
+//! `blockdev-reopen`: changes of a node in use: whether it is read-only, and the group of a
+//! `throttle` node.
 
 use std::rc::Rc;
 

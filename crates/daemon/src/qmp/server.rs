@@ -1,8 +1,7 @@
-//! The QMP socket: its clients, on a loop of their own, so that what one asks keeps no guest
-//! waiting.
+//! The QMP socket: its clients, on a loop of their own, so that their commands do not delay guests.
 //!
-//! A socket is not handed over in an upgrade: its clients end, and connect to the process that goes
-//! on as soon as that listens. So what they know of the server is never older than the server.
+//! An upgrade does not hand over connections: it disconnects the clients, which connect to the new
+//! process as soon as that listens. So a client's knowledge of the server is never stale.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;

@@ -1,4 +1,4 @@
-//! Jobs that begin: streams, commits and mirrors, and what all of them are given.
+//! Starts jobs: streams, commits and mirrors, with their common arguments.
 
 use std::path::Path;
 use std::rc::Rc;

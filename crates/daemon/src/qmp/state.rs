@@ -1,10 +1,8 @@
-//! QMP's own state: names by which its clients call exports and jobs, and the address of their NBD
-//! server.
+//! QMP's own state: the clients' names of exports and jobs, and the address of their NBD server.
 //!
-//! An export or a job that was made otherwise, by the command line or at the control socket, is
-//! listed under the name that it has there. All of it belongs to the loop of the QMP socket, and
-//! ends with the process: the one that goes on after an upgrade lists exports under their
-//! addresses.
+//! An export or a job made by the command line or the control socket is listed under its name
+//! there. All of this state belongs to the loop of the QMP socket, and ends with the process: after
+//! an upgrade the new process lists exports under their addresses.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

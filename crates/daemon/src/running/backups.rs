@@ -1,4 +1,4 @@
-//! Backups: disks as they were at one moment, served for reading beside the disks that go on.
+//! Backups: the content of disks at one moment, served for reading while the disks stay in use.
 //!
 //! Guarantees: a backup begins with all of its disks, at one moment, or with none, and then leaves
 //! nothing behind. While it lasts, its disks are neither closed, resized nor moved. A failure of it
@@ -6,9 +6,9 @@
 //! has begun do.
 //!
 //! Order of the beginning: the new bitmaps record changes first, then the disks are frozen, then
-//! the older bitmaps are read. So a bitmap may have changes more than it must, from between these
-//! steps, and never lacks one; and the guests are held off for the moment of the freeze alone, in
-//! which nothing is read or written.
+//! the older bitmaps are read. So a bitmap never lacks a change, but may have extra ones from
+//! between these steps. Guests' writes are paused only during the freeze, in which nothing is read
+//! or written.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The claims of tasks: at most one task at a time opens, closes or changes the disk or socket of a
 //! name.
 //!
-//! Guarantee: changes of different disks never wait for each other, so a disk that hangs holds up
-//! nothing but what is asked of itself.
+//! Guarantee: changes of different disks never wait for each other, so a disk that hangs blocks
+//! only its own operations.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,4 @@
-//! Forks: disks go on in overlays, and other disks begin over the old content.
+//! Forks: disks continue in overlays, and new disks begin over the same layer.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Rollbacks: disks go back to the layers that forks left.
+//! Rollbacks: disks return to the layers that forks left.
 
 use std::ops::RangeInclusive;
 

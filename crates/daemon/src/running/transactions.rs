@@ -1,10 +1,9 @@
 //! Transactions: changes of bitmaps of one or several disks, and beginnings of backups of them, at
 //! one moment.
 //!
-//! Guarantee: all of it is done, the changes durably, or nothing is, unless a storage fails at the
-//! last write of one of several images. What a backup shows is the disk at the moment, and a bitmap
-//! that begins then says what has changed since, neither more nor less. Guests' changes are held
-//! off meanwhile.
+//! Guarantee: all changes are made, durably, or none is, unless a storage fails at the last write
+//! of one of several images. A backup has the disk's content at that moment, and a bitmap that
+//! begins then has exactly the changes since. Guests' changes are paused meanwhile.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! ublk devices: a disk as a block device of this host.
 //!
-//! Guarantee: a device that another program removes is no export. A server that has no other, and
-//! can get none, ends: its image would stay locked, by a process that serves nothing.
+//! Guarantee: if another program removes a device, its export ends. A server without any other
+//! export, and without a way to get one, ends: otherwise it would keep its image locked without
+//! serving it.
 
 use std::sync::{Arc, Weak};
 

@@ -1,13 +1,13 @@
 //! The sandbox: the restrictions of a server once everything is open.
 //!
-//! Guarantees: it is put on all threads before the first client is served, later threads inherit
-//! it, and nothing lifts it again. A server that takes over from another one is in it before it
-//! reads the first byte from that, which a stranger may have taken over: [`enter_to_take_over`]. A
-//! part that the kernel does not have is logged once, and the others hold all the same. README.md
-//! here says what each part is for; docs/security.md tells users what it holds.
+//! Guarantees: it applies to all threads before the first client is served, later threads inherit
+//! it, and nothing can lift it. A server that takes over from another one enters it before it reads
+//! the first byte from that process, which an attacker may control: [`enter_to_take_over`]. A part
+//! that the kernel lacks is logged once; the others still apply. README.md here has the purpose of
+//! each part; docs/security.md has the guarantees for users.
 //!
-//! - `needs`: what this server does later, from its description; which of root's capabilities that
-//!   takes
+//! - `needs`: the later operations of this server, from its setup, and the capabilities that they
+//!   need
 //! - `files`: rules about files and TCP ports
 //! - `system_calls`: the filter
 //! - `user`: another user

@@ -1,5 +1,5 @@
-//! The needs of a server after everything is open, from its description alone: the less, the
-//! narrower its sandbox.
+//! The needs of a server after everything is open, from its setup only. The fewer, the narrower its
+//! sandbox.
 
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::setup::Setup;

@@ -1,4 +1,4 @@
-//! Where the filter of system calls is not known to fit the processor.
+//! For processors on which the system call filter is not supported.
 
 use anyhow::{Result, bail};
 

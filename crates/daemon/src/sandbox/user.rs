@@ -1,4 +1,4 @@
-//! Becoming another user than the one that has opened everything.
+//! Switches to another user after everything is open.
 
 use std::path::PathBuf;
 

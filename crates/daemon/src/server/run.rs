@@ -1,8 +1,8 @@
 //! The process that serves: its start, its signals, and its orderly end.
 //!
-//! SIGTERM and SIGINT stop the server, a second one quits at once; SIGHUP takes over the sizes of
-//! images that became longer, and the configuration, and reads the files of TLS again; SIGUSR2 has
-//! another process go on.
+//! SIGTERM and SIGINT stop the server, a second one quits at once. SIGHUP adopts the new sizes of
+//! images that have grown, and reads the configuration and the files of TLS again. SIGUSR2 hands
+//! over to another process.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! Setups that are allowed and may not be meant: reported once, when a server starts.
+//! Warnings about setups that are allowed but may be mistakes: logged once, when a server starts.
 
 use blockhouse_config::control_socket::ControlSocket;
 use blockhouse_config::setup::Setup;

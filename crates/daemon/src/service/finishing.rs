@@ -1,9 +1,9 @@
 //! The end of requests in flight, in bounded time.
 //!
-//! Requests that were taken complete, and are answered. One whose storage does not answer cannot:
-//! it does not keep the server from its end, nor the other disks from theirs. Its disk is left as
-//! by a kill then, but flushed, so that all that was answered is durable: it is not closed, because
-//! what is in flight may still change it.
+//! Accepted requests complete and are answered. A request whose storage does not answer cannot
+//! complete; it blocks neither the end of the server nor that of other disks. Its disk is then left
+//! as after a kill, but flushed, so that all acknowledged changes are durable. It is not closed,
+//! because requests in flight may still change it.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};

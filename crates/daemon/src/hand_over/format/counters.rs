@@ -1,5 +1,5 @@
-//! The counters of a disk, so that no counter goes backwards. Their keys are the labels of the
-//! metrics; one that this version does not count is left out.
+//! The counters of a disk, handed over so that none decreases. Their keys are the labels of the
+//! metrics; a counter that this version does not have is left out.
 
 use std::time::Duration;
 

@@ -1,4 +1,5 @@
-//! A disk in an offer: how it was opened, and its changes since. In the words of `disk.open`.
+//! A disk in an offer: its options when it was opened, and changes since, by the keys of
+//! `disk.open`.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
