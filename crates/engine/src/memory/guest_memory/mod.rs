@@ -171,7 +171,7 @@ impl GuestMemory {
     }
 
     /// The bytes of all `ranges`, one after the other, for an operation. `None` if bytes are
-    /// missing, if there are more than [`MAX_SEGMENTS`] segments, or if a range has more pieces
+    /// missing, if there are more than `MAX_SEGMENTS` segments, or if a range has more pieces
     /// than `MIN_PIECE` allows.
     pub fn vector(self: &Arc<Self>, ranges: &[GuestRange]) -> Option<IoVector> {
         let owner = Arc::clone(self);
