@@ -19,7 +19,7 @@ impl Cache {
     }
 }
 
-/// Makes six tests of each function that takes an [`Engine`] and a [`Cache`](crate::Cache).
+/// Makes six tests of each function that takes an [`Engine`](crate::Engine) and a [`Cache`](crate::Cache).
 #[macro_export]
 macro_rules! on_every_engine_and_cache {
     ($($function:ident)*) => { $(
@@ -54,7 +54,7 @@ macro_rules! on_every_engine_and_cache {
     )* };
 }
 
-/// Makes three tests of each function that takes an [`Engine`].
+/// Makes three tests of each function that takes an [`Engine`](crate::Engine).
 #[macro_export]
 macro_rules! on_every_engine {
     ($($function:ident)*) => { $(
