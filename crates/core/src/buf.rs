@@ -26,8 +26,8 @@ pub const BLOCK_ALIGNMENT: usize = 4096;
 const MIN_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
 const CLASSES: usize = 15;
 
-/// From this many bytes on memory comes from the kernel page by page as it is used: a client that
-/// announces much and sends little takes little.
+/// From this many bytes on the kernel provides memory page by page at first use: a client that
+/// announces much and sends little uses little.
 const MAPPED: usize = 256 << 10;
 
 /// Zero-initialised memory, freed on drop. No reference into it exists except those that `Buffer`
@@ -37,14 +37,13 @@ struct Memory {
     capacity: usize,
 }
 
-// SAFETY: `Memory` is a plain allocation; who may touch its bytes when is decided by `Buffer`.
+// SAFETY: `Memory` is a plain allocation; `Buffer` decides who may access its bytes, and when.
 unsafe impl Send for Memory {}
 // SAFETY: as above; a shared `Memory` gives no access to its bytes.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Memory for `length` bytes, in whole pages and at least one. `None` where the host has none
-    /// left.
+    /// Memory for `length` bytes, in whole pages and at least one. `None` on ENOMEM.
     fn allocate(length: usize) -> Option<Self> {
         let capacity = length.max(1).checked_next_multiple_of(BLOCK_ALIGNMENT)?;
         let layout = Layout::from_size_align(capacity, BLOCK_ALIGNMENT).ok()?;
@@ -99,9 +98,8 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// `length` zero bytes outside any pool. Ends the process where memory runs out, so it is only
-    /// for small sizes and for tools: a server takes [`try_new`](Self::try_new) for what a
-    /// request needs.
+    /// `length` zero bytes outside any pool. Aborts the process on ENOMEM, so use it only for small
+    /// sizes and in tools: a server uses [`try_new`](Self::try_new) for requests' memory.
     pub fn new(length: usize) -> Self {
         Self::try_new(length).unwrap_or_else(|_| {
             let layout = Layout::from_size_align(length, BLOCK_ALIGNMENT);
@@ -137,7 +135,7 @@ impl Buffer {
         self.memory.capacity
     }
 
-    /// Changes the length, within the capacity. Bytes that come into view hold whatever they held.
+    /// Changes the length, within the capacity. Bytes beyond the old length are not cleared.
     ///
     /// # Panics
     /// When `length` exceeds the capacity.
@@ -206,7 +204,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // Memory that is still lent belongs to its borrower from now on.
+        // Memory that is still lent belongs to its borrower from then on.
         let lent = self.is_lent();
         // SAFETY: `memory` is not used after this; `drop` runs once.
         let memory = unsafe { ManuallyDrop::take(&mut self.memory) };
@@ -258,7 +256,7 @@ impl BufferPool {
     /// A buffer of `length` bytes with any content.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out, also after what the pool keeps was given back.
+    /// ENOMEM if memory runs out even after the pool's cached buffers were freed.
     pub fn get(&self, length: usize) -> Result<Buffer> {
         let class = class_of(length);
         let cached = class.and_then(|class| {

@@ -13,14 +13,14 @@ pub enum Durability {
     None,
     /// The data and what is needed to read it back. Guests and NBD call this FUA.
     Data,
-    /// As `Data`, and all other metadata of the file (timestamps and the like). FUA alone is never
-    /// an answer to this.
+    /// As `Data`, and all other metadata of the file (timestamps and the like). FUA alone never
+    /// suffices for it.
     Full,
 }
 
 impl Durability {
-    /// The flush that makes an operation of this durability stable, where the operation itself was
-    /// not; `None` where none is needed.
+    /// The flush that makes an operation of this durability stable if the operation itself did not;
+    /// `None` if none is needed.
     pub const fn sync(self) -> Option<SyncMode> {
         match self {
             Self::None => None,

@@ -57,7 +57,7 @@ pub enum ErrorKind {
     Locked,
     /// The image contradicts itself.
     Corrupt,
-    /// A record of changes lacks some, for good: what relies on it has to begin anew.
+    /// A record of changes is incomplete, for good: its users must start over.
     LacksChanges,
     /// The host failed the operation.
     Io,
@@ -115,7 +115,7 @@ impl Error {
         }))
     }
 
-    /// An error that the host answered. `what` says what was tried: "cannot write". The errno of
+    /// An error from the host. `what` names the failed operation: "cannot write". The errno of
     /// `source` is kept; without one it is EIO.
     pub fn host(what: impl Into<Cow<'static, str>>, source: io::Error) -> Self {
         let code = source.raw_os_error().unwrap_or(errno::EIO);
@@ -139,16 +139,16 @@ impl Error {
         self
     }
 
-    /// Adds what the reader can do about it.
+    /// Adds advice for the reader.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<Cow<'static, str>>) -> Self {
         self.0.hint = Some(hint.into());
         self
     }
 
-    /// Whether the host or the image is at fault, so that its operator should hear of it, and not
-    /// what was asked for. EROFS and EPERM of the host are its own: a file system that became
-    /// read-only, for instance after an error of its disk.
+    /// Whether the host or the image is at fault, not the request, so that the operator should be
+    /// notified. EROFS and EPERM of the host count as such: a file system may become read-only, for
+    /// instance after an error of its disk.
     pub fn is_host_failure(&self) -> bool {
         match self.kind() {
             ErrorKind::ReadOnly => self.0.source.is_some(),
@@ -160,9 +160,9 @@ impl Error {
         }
     }
 
-    /// Says that the failure concerns nothing but the range of the failed operation: every other
-    /// write is as it was, and what the host may have lost of them it still reports to the next
-    /// flush. Only a [`Storage`](crate::Storage) can know that.
+    /// Marks the failure as limited to the range of the failed operation: no other write is
+    /// affected, and the host still reports losses of other writes to the next flush. Only a
+    /// [`Storage`](crate::Storage) can know that.
     #[must_use]
     pub fn confined(mut self) -> Self {
         self.0.confined = true;
@@ -175,7 +175,7 @@ impl Error {
         self.0.confined
     }
 
-    /// The name of the file, where it is known.
+    /// The name of the file, if known.
     pub fn path(&self) -> Option<&str> {
         self.0.path.as_deref()
     }

@@ -109,10 +109,10 @@ impl fmt::Display for ByteRange {
 pub struct Extent {
     /// The guest's bytes that this speaks of.
     pub guest: ByteRange,
-    /// The guest's bytes that change together with them: `guest`, or more around it. Where the
-    /// space is `NEW`, all of this becomes visible at once, so the writer of `guest` fills the
-    /// rest with what it held before (its place lies around `guest`'s place). Where the data is
-    /// `Compressed`, this is what the compressed form unpacks to.
+    /// The guest's bytes that change together with them: `guest`, or more around it. If the space
+    /// is `NEW`, all of this becomes visible at once, so the writer of `guest` fills the rest with
+    /// its old content (its host range lies around `guest`'s). If the data is `Compressed`, this is
+    /// the decompressed range.
     pub alloc_range: ByteRange,
     /// Where their content is.
     pub state: ExtentState,
@@ -136,7 +136,7 @@ pub enum ExtentState {
         /// Offset in the storage of the extent's first byte.
         host: u64,
     },
-    /// Reads as zeros by the format's word; there may be space behind it.
+    /// Reads as zeros by the format's metadata; it may have allocated space.
     Zero,
     /// Nothing was ever written here; reads as zeros.
     Hole,

@@ -13,8 +13,8 @@ use std::mem;
 use std::ops::Deref;
 use std::time::Duration;
 
-/// The limits of one party. [`InFlightLimits::default`] is what exports start from; an export
-/// states why where it differs.
+/// The limits of one party. [`InFlightLimits::default`] is the default of exports; an export that
+/// differs states why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InFlightLimits {
     /// Bytes of data that one request may move. A request without data (a discard, a zero write)
@@ -22,8 +22,8 @@ pub struct InFlightLimits {
     pub request_bytes: u64,
     /// Requests that were taken and not answered.
     pub requests: usize,
-    /// Bytes of data of all requests that were taken and not answered. A party that has nothing in
-    /// flight is let in with one request whatever its length.
+    /// Bytes of data of all requests that were accepted and not answered. A party with nothing in
+    /// flight may begin one request of any length.
     pub bytes: u64,
     /// How long the party's tasks may compute while tasks of other parties on the same event loop
     /// wait. Not exact: a task that is polled is not interrupted (see

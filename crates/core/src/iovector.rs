@@ -95,9 +95,9 @@ impl IoVector {
     ///
     /// # Safety
     /// Each segment must stay valid for reads and writes as long as `owner` lives, and so must
-    /// `lost` be. No reference to the bytes exists meanwhile, and what accesses them in this
-    /// process does so atomically or through [`copy_from_shared`](crate::copy_from_shared) and
-    /// its kin.
+    /// `lost` be. Until then no reference to the bytes may exist, and all accesses to them in this
+    /// process are made atomically or through [`copy_from_shared`](crate::copy_from_shared) and its
+    /// kin.
     pub unsafe fn from_shared(
         owner: Arc<dyn Any + Send + std::marker::Sync>,
         segments: impl IntoIterator<Item = Segment>,
@@ -114,8 +114,8 @@ impl IoVector {
         self.lost.is_some()
     }
 
-    /// Whether all that was copied out of the vector so far is what its owner had there. Always
-    /// true for private memory; bytes of shared memory that has vanished read as zeros.
+    /// Whether all bytes copied from the vector so far are the owner's real bytes. Always true for
+    /// private memory; bytes of shared memory that has vanished read as zeros.
     pub fn is_intact(&self) -> bool {
         let Some(lost) = self.lost else { return true };
         // The copied bytes were read before the flag.
@@ -124,10 +124,10 @@ impl IoVector {
         !unsafe { lost.as_ref() }.load(Ordering::Relaxed)
     }
 
-    /// [`is_intact`](Self::is_intact), for a request that must not go on otherwise.
+    /// [`is_intact`](Self::is_intact), for a request that must fail otherwise.
     ///
     /// # Errors
-    /// EFAULT, as the kernel answers for such memory.
+    /// EFAULT, as the kernel returns for such memory.
     pub fn check_intact(&self) -> Result<()> {
         if self.is_intact() {
             return Ok(());
@@ -136,8 +136,8 @@ impl IoVector {
         Err(Error::host("cannot take a request's data from its memory", error))
     }
 
-    /// The same bytes, with `guard` as a further owner: it is dropped when the vector and all that
-    /// was divided from it are gone. Since an operation keeps its vector until it completes, the
+    /// The same bytes, with `guard` as a further owner: it is dropped with the last of the vector
+    /// and all parts divided from it. Since an operation keeps its vector until it completes, the
     /// guard outlives the operation even when the future that waited for it does not.
     #[must_use]
     pub fn with_guard(self, guard: impl Any + Send + std::marker::Sync) -> Self {
@@ -193,8 +193,8 @@ impl IoVector {
             && others.iter().all(|one| address_bits(one) | (one.length & (length - 1)) == 0)
     }
 
-    /// Drops the first `count` bytes. Where there are fewer, none is left, and the vector is
-    /// [not intact](Self::is_intact).
+    /// Drops the first `count` bytes. If there are fewer, none is left, and the vector is [not
+    /// intact](Self::is_intact).
     pub fn advance(&mut self, mut count: usize) {
         if count > self.length {
             count = self.length;
@@ -216,9 +216,8 @@ impl IoVector {
         self.segments.drain(..whole);
     }
 
-    /// Divides the vector: `self` keeps the first `at` bytes, the answer has the others. Where
-    /// there are fewer than `at`, the answer has none, and neither is
-    /// [intact](Self::is_intact).
+    /// Divides the vector: `self` keeps the first `at` bytes, the result has the others. If there
+    /// are fewer than `at`, the result is empty, and neither is [intact](Self::is_intact).
     #[must_use]
     pub fn split_off(&mut self, mut at: usize) -> Self {
         if at > self.length {
@@ -248,8 +247,8 @@ impl IoVector {
         rest
     }
 
-    /// The segments while their memory is there: the first that is lost ends them, since each
-    /// further one may cost a fault.
+    /// The segments up to the first whose memory is lost, because each further one may cause a
+    /// fault.
     fn intact_segments(&self) -> impl Iterator<Item = &Segment> {
         self.segments.iter().take_while(|_| self.is_intact())
     }
@@ -273,8 +272,7 @@ impl IoVector {
         bytes[done.min(end)..end].fill(0);
     }
 
-    /// As [`intact_segments`](Self::intact_segments), what of them is in `length` bytes from
-    /// `start` on.
+    /// The parts of [`intact_segments`](Self::intact_segments) in `length` bytes from `start` on.
     fn intact_pieces(&self, start: usize, length: usize) -> impl Iterator<Item = Segment> {
         let (mut skipped, mut left) = (start, length);
         self.intact_segments().map_while(move |segment| {
@@ -310,7 +308,7 @@ impl IoVector {
 
     /// As [`is_zero`](Self::is_zero), of `length` bytes from `start` on, as far as there are any.
     pub fn is_zero_at(&self, start: usize, length: usize) -> bool {
-        // Mostly the first few bytes tell; then pieces that stay in the processor's nearest cache.
+        // Mostly the first few bytes decide; then chunks that stay in the processor's L1 cache.
         let mut chunk = [0; 4096];
         let mut size = 64;
         let (mut skipped, mut left) = (start, length);
@@ -432,8 +430,8 @@ impl IoVectorList {
         &self.segments[self.done..]
     }
 
-    /// Copies the first bytes that are left into `bytes`, as many as both have: how many. As
-    /// [`IoVector::copy_to`].
+    /// Copies the first bytes that are left into `bytes`, as many as both have. Returns their
+    /// number. As [`IoVector::copy_to`].
     pub fn copy_to(&self, bytes: &mut [u8]) -> usize {
         let mut passed = self.passed();
         let mut done = 0;

@@ -7,9 +7,9 @@
 
 use futures_util::future::LocalBoxFuture;
 
-/// A future on the heap, whose body is compiled where its type is known first.
+/// A future on the heap, whose body is compiled where its type is first known.
 ///
-/// The compiler uses the copy of an upstream crate, also where it optimizes, because this function
+/// The compiler uses the copy of an upstream crate, even when it optimizes, because this function
 /// is never inlined.
 #[inline(never)]
 pub fn rare<'a, T>(future: impl Future<Output = T> + 'a) -> LocalBoxFuture<'a, T> {

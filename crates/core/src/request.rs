@@ -29,7 +29,7 @@ pub enum Request {
     Read {
         /// First byte of the disk.
         offset: u64,
-        /// Where the bytes go; its length is the request's length.
+        /// Target of the bytes; its length is the request's length.
         into: IoVector,
     },
     /// Store the bytes of `from` from `offset` on.
@@ -45,7 +45,7 @@ pub enum Request {
     WriteZeroes {
         /// The bytes of the disk.
         range: ByteRange,
-        /// Whether the space behind them may be given back.
+        /// Whether their space may be deallocated.
         unmap: Unmap,
         /// Whether slow ways are welcome.
         fallback: Fallback,
@@ -69,7 +69,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Whether it changes what the disk reads as.
+    /// Whether it changes the disk's content.
     pub fn is_change(&self) -> bool {
         match self {
             Self::Write { .. } | Self::WriteZeroes { .. } | Self::Discard { .. } => true,
@@ -90,7 +90,7 @@ pub enum Unmap {
 /// How much work a zero write is worth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fallback {
-    /// Write zeros by hand where nothing quicker exists.
+    /// Write zeros as data if there is no quicker way.
     Allowed,
     /// Fail with "not supported" rather than be as slow as a write.
     Forbidden,

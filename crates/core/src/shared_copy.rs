@@ -28,8 +28,8 @@ const VECTOR: usize = 32;
 /// Copies out of shared memory into private memory.
 ///
 /// # Safety
-/// `source` is valid for reads of `length` bytes, and everything in this process that changes them
-/// meanwhile does so atomically or through this module. `target` is valid for writes of `length`
+/// `source` is valid for reads of `length` bytes, and all changes of them in this process during
+/// the call are made atomically or through this module. `target` is valid for writes of `length`
 /// bytes that nothing else accesses. They do not overlap.
 pub unsafe fn copy_from_shared(source: *const u8, target: *mut u8, length: usize) {
     // SAFETY: what the caller guarantees.
@@ -39,9 +39,8 @@ pub unsafe fn copy_from_shared(source: *const u8, target: *mut u8, length: usize
 /// Copies private memory into shared memory.
 ///
 /// # Safety
-/// As for [`copy_from_shared`], with the roles exchanged: nothing changes the source meanwhile, and
-/// everything in this process that accesses the target meanwhile does so atomically or through this
-/// module.
+/// As for [`copy_from_shared`], with the roles exchanged: the source does not change during the
+/// call, and all accesses to the target in this process are made atomically or through this module.
 pub unsafe fn copy_to_shared(source: *const u8, target: *mut u8, length: usize) {
     // SAFETY: what the caller guarantees.
     unsafe { copy_any(source, target, length, Side::Target) }
@@ -52,12 +51,12 @@ pub unsafe fn copy_to_shared(source: *const u8, target: *mut u8, length: usize) 
 /// # Safety
 /// As for the target of [`copy_to_shared`].
 pub unsafe fn fill_shared(target: *mut u8, byte: u8, length: usize) {
-    // It stays in the processor's nearest cache, so that the loop costs what its stores cost.
+    // It stays in the processor's L1 cache, so that only the loop's stores take time.
     let pattern = [byte; 2048];
     let mut done = 0;
     while done < length {
         let count = pattern.len().min(length - done);
-        // SAFETY: inside of the range that the caller vouches for; the pattern is our own.
+        // SAFETY: inside of the caller's range; the pattern is our own.
         unsafe { copy_to_shared(pattern.as_ptr(), target.add(done), count) };
         done += count;
     }
@@ -135,13 +134,13 @@ mod x86_64 {
             $(#[$attribute])*
             pub(super) unsafe fn $name(source: *const u8, target: *mut u8, length: usize) {
                 let (blocks, vectors) = (length / $block, length % $block / $vector);
-                // SAFETY: the caller vouches for both ranges. The blocks and vectors lie inside of
+                // SAFETY: the caller guarantees both ranges. The blocks and vectors lie inside of
                 // them one after the other. The last access ends at the ranges' ends and begins
                 // inside, because `length` is at least one vector. No other memory is accessed, the
                 // stack is not, and all registers that change are named: those of the loop, and all
                 // that `vzeroupper` changes (a register of 512 bits is changed with its lower
-                // part). The accesses to the shared side are those that the module's page tells.
-                // The caller has checked that the processor has the instructions.
+                // part). The accesses to the shared side are as described in the module's page. The
+                // caller has checked that the processor has the instructions.
                 unsafe {
                     asm!(
                         "test {blocks}, {blocks}",
@@ -218,8 +217,8 @@ unsafe fn copy(source: *const u8, target: *mut u8, length: usize, shared: Side) 
     const WORD: usize = size_of::<usize>();
     let aligned = (source.addr() | target.addr()).is_multiple_of(WORD);
     let words = if aligned { length / WORD * WORD } else { 0 };
-    // SAFETY: inside of the ranges that the caller vouches for, words only where they are aligned,
-    // and atomic on the shared side.
+    // SAFETY: inside of the caller's ranges, words only where they are aligned, and atomic on the
+    // shared side.
     unsafe {
         for at in (0..words).step_by(WORD) {
             let (from, to) = (source.add(at).cast::<usize>(), target.add(at).cast::<usize>());

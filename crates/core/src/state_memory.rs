@@ -20,12 +20,12 @@ pub const RESERVED_WORDS: usize = 4096;
 /// - Neither loads nor stores block, allocate or make a system call, but for a page that is touched
 ///   the first time.
 /// - A store to one of the first [`RESERVED_WORDS`] never fails, and one beyond them does not after
-///   [`reserve`](Self::reserve). Other words are not stored to.
-/// - New memory is all zeros, and only one user stores into it at a time. The lock of the image
-///   that it belongs to sees to that.
+///   [`reserve`](Self::reserve). Callers never store to other words.
+/// - New memory is all zeros, and only one user stores into it at a time, which the image's lock
+///   ensures.
 ///
 /// The memory may be damaged or not what the reader expects: another program had access to the
-/// file. So a reader takes its words for foreign bytes, and checks them.
+/// file. So a reader checks all words as untrusted input.
 pub trait StateMemory: Send + Sync {
     /// How many words there are. Constant.
     fn words(&self) -> usize;
@@ -42,18 +42,17 @@ pub trait StateMemory: Send + Sync {
     /// When `index` is not less than [`words`](Self::words).
     fn store(&self, index: usize, value: u64);
 
-    /// Has the host provide the first `words` words, no more than there are. What was stored stays.
-    /// `false` where the host has no memory: all is as before then. May make a system call.
+    /// Makes the host allocate the first `words` words, at most as many as there are. Stored words
+    /// keep their value. `false` on ENOMEM: then nothing has changed. May make a system call.
     fn reserve(&self, words: usize) -> bool;
 
-    /// Gives the host back what lies beyond the first `words` words, no fewer than
-    /// [`RESERVED_WORDS`]. It reads as zeros then, or as before, and is not stored to before it
-    /// is reserved again. May make a system call.
+    /// Frees the memory beyond the first `words` words, at least [`RESERVED_WORDS`]. It then reads
+    /// as zeros or as before, and must be reserved again before stores. May make a system call.
     fn release(&self, words: usize);
 }
 
 /// Words of this process alone. They outlive a disk that is dropped without being closed, which is
-/// what tests and the simulator call a killed process.
+/// how tests and the simulator model a killed process.
 impl StateMemory for Vec<AtomicU64> {
     fn words(&self) -> usize {
         self.len()

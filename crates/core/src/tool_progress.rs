@@ -4,8 +4,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that a tool has passed, of this many. A tool that goes over the same several times, as a
-/// repair checks before and after, says so when it is made.
+/// Bytes that a tool has processed, and their total. If a tool processes the same bytes several
+/// times, as a repair checks before and after, [`in_passes`](Self::in_passes) gets the number.
 #[derive(Debug)]
 pub struct ToolProgress {
     passes: u64,
@@ -27,9 +27,9 @@ impl ToolProgress {
         Self { passes: passes.max(1), begun: zero(), done: zero(), total: zero() }
     }
 
-    /// Bytes that need no more work, and all of them; the latter is 0 where that is not known, as
-    /// before the tool has begun. Several parts are in flight together, so some before the last
-    /// one may still be.
+    /// Bytes that need no more work, and all of them; the latter is 0 if unknown, as before the
+    /// tool has begun. Several parts are in flight together, so earlier ones may still be
+    /// incomplete.
     pub fn get(&self) -> (u64, u64) {
         let total = self.total.load(Ordering::Relaxed);
         let done = self.done.load(Ordering::Relaxed);

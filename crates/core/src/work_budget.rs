@@ -45,7 +45,7 @@ impl WorkBudget {
         Self { left: Cell::new(Self::QUANTUM) }
     }
 
-    /// Work of this `cost` was done.
+    /// Records work of this `cost`.
     pub fn charge(&self, cost: u64) {
         self.left.update(|left| left.saturating_sub(cost));
     }
@@ -58,7 +58,7 @@ impl WorkBudget {
         }
     }
 
-    /// Work of this `cost` was done: yields if it used up the quantum.
+    /// Records work of this `cost`: yields if it used up the quantum.
     pub async fn spend(&self, cost: u64) {
         self.charge(cost);
         self.yield_if_spent().await;

@@ -33,8 +33,8 @@ unsafe impl Send for Kept {}
 unsafe impl Sync for Kept {}
 
 impl IoVector {
-    /// The same bytes, which can be lent once more when this vector is gone. The lender of the
-    /// memory gets it back when the kept vector is gone, too.
+    /// The same bytes, which can be lent again once this vector is dropped. The lender of the
+    /// memory gets it back when the kept vector is dropped, too.
     #[must_use]
     pub fn keep(self) -> (Self, KeptVector) {
         let Self { owner, segments, length, lost } = self;
@@ -44,8 +44,8 @@ impl IoVector {
 }
 
 impl KeptVector {
-    /// All bytes of the vector that was kept; `None` while a part of the one that was lent last
-    /// exists: an operation may use it.
+    /// All bytes of the kept vector; `None` while any part of the last loan exists, because an
+    /// operation may use it.
     pub fn lend(&mut self) -> Option<IoVector> {
         // Sees all other owners, also those on other threads, and all that they did before they let
         // go.

@@ -26,12 +26,12 @@ pub const MAX_USES: u32 = 16;
 pub struct Timestamp(u64);
 
 impl Timestamp {
-    /// Nanoseconds since an earlier time; 0 where that is later.
+    /// Nanoseconds since an earlier time; 0 if that is later.
     pub fn nanoseconds_since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
 
-    /// The time since an earlier one; zero where that is later.
+    /// The time since an earlier one; zero if that is later.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.nanoseconds_since(earlier))
     }
@@ -86,8 +86,8 @@ pub fn now() -> Timestamp {
 }
 
 /// A time later than `earlier`: that of the last reading if this thread has read the clock since,
-/// else a reading. For a loop that asks how late it is after each step: where a step has measured
-/// itself, asking is free, and what it computed after that counts to the next step.
+/// else a reading. For a loop that reads the time after each step: after a step that has read the
+/// clock itself, this is free, and the step's later work counts to the next step.
 pub fn later_than(earlier: Timestamp) -> Timestamp {
     READING.with(|reading| match Timestamp(reading.time.get()) {
         // Without further uses it is out of date.

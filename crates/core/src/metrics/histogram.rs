@@ -99,13 +99,13 @@ impl Default for HistogramReading {
 }
 
 impl HistogramReading {
-    /// A reading of which each bucket and the sum are known, as [`buckets`](Self::buckets) and
-    /// [`sum`](Self::sum) tell them.
+    /// A reading from the counts of all buckets and the sum, as [`buckets`](Self::buckets) and
+    /// [`sum`](Self::sum) return them.
     pub fn new(buckets: [u64; BUCKETS], sum: Duration) -> Self {
         Self { buckets, sum: u64::try_from(sum.as_nanos()).unwrap_or(u64::MAX) }
     }
 
-    /// Adds what another histogram held.
+    /// Adds the values of another histogram.
     pub fn add(&mut self, other: &Self) {
         for (mine, others) in self.buckets.iter_mut().zip(&other.buckets) {
             *mine = mine.wrapping_add(*others);
@@ -129,8 +129,8 @@ impl HistogramReading {
     }
 
     /// The upper bound of the bucket that has the quantile (0.99 is the 99th percentile): at most a
-    /// quarter more than the quantile itself. `None` where nothing was recorded, or where it is
-    /// longer than all bounds.
+    /// quarter more than the quantile itself. `None` if nothing was recorded, or if the quantile
+    /// exceeds all bounds.
     pub fn quantile(&self, quantile: f64) -> Option<Duration> {
         let rank = ((self.count() as f64 * quantile).ceil() as u64).max(1);
         let mut seen = 0;

@@ -2,10 +2,9 @@
 
 use thread_local::ThreadLocal;
 
-/// One `T` for each thread that asks for it, made when it first does. A thread that has ended
-/// leaves its block, and the next new thread goes on with it: sums never fall, and there are as
-/// many blocks as threads at once. Boxed, so that blocks of two threads share no cache line that
-/// either writes to in passing.
+/// One `T` for each thread, made at the thread's first use. A thread that has ended leaves its
+/// block, and the next new thread continues with it: sums never fall, and there are as many blocks
+/// as threads at once. Boxed, so that blocks of two threads share no cache line.
 #[derive(Debug)]
 pub struct PerThread<T: Send>(ThreadLocal<Box<Padded<T>>>);
 

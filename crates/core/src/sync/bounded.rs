@@ -10,10 +10,10 @@ use crate::{Result, WorkBudget};
 /// Runs the futures of a stream, at most `limit` at a time, and waits for all that were begun, also
 /// when one fails.
 ///
-/// Waiting for all matters where a request must no longer touch the disk or its memory once it was
-/// answered. After a failure `has_failed` is set, so that the stream can end: a future that it
-/// still gives is run. Between completions it yields when `budget` is spent; the futures charge to
-/// it what they compute.
+/// Waiting for all matters if a request must not access the disk or its memory after its answer.
+/// After a failure `has_failed` is set, so that the stream can end; futures that it still yields
+/// are run. Between completions it yields when `budget` is spent; the futures charge to it what
+/// they compute.
 ///
 /// # Errors
 /// The first one in order of completion.

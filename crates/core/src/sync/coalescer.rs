@@ -28,11 +28,11 @@ struct State<P> {
 /// The next step of a caller.
 #[derive(Debug)]
 pub enum Turn<'a, P> {
-    /// Nothing: what it needs is done.
+    /// Nothing: a completed flush covers the caller.
     Covered,
-    /// Wait for the flush that runs, then ask again.
+    /// Wait for the running flush, then call again.
     Wait(EventListener),
-    /// Run a flush. No other one begins while the guard exists.
+    /// Run a flush. No other flush begins while the guard exists.
     Run(RunGuard<'a, P>),
 }
 
@@ -41,14 +41,13 @@ pub enum Turn<'a, P> {
 pub struct RunGuard<'a, P>(&'a Coalescer<P>);
 
 impl<P> Coalescer<P> {
-    /// No flush runs, and `progress` is what is covered already.
+    /// No flush runs, and `progress` is the state already covered.
     pub fn new(progress: P) -> Self {
         Self { state: Mutex::new(State { is_running: false, progress }), ended: Condvar::new() }
     }
 
-    /// The next step of a caller that needs `is_covered`. To be asked again after each wait, with
-    /// whatever else can end the caller's waiting (a failure that is remembered) checked in
-    /// between.
+    /// The next step of a caller that needs `is_covered`. Call it again after each wait; before
+    /// that, check for anything else that ends the wait, such as a remembered failure.
     pub fn turn(&self, is_covered: impl FnOnce(&P) -> bool) -> Turn<'_, P> {
         let mut state = self.state.lock();
         if is_covered(&state.progress) {

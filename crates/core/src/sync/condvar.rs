@@ -43,7 +43,7 @@ impl Condvar {
         self.changed.listen()
     }
 
-    /// Has all tasks that wait check again.
+    /// Makes all waiting tasks check again.
     pub fn notify_all(&self) {
         self.changed.notify(usize::MAX);
     }

@@ -214,7 +214,8 @@ mod loom_model {
     use super::Epochs;
     use crate::sync::loom_support::block_on;
 
-    /// The thing that an operation looks up, and the work on it once no operation may still use it.
+    /// The object that an operation looks up, and its processing once no operation can still use
+    /// it.
     #[derive(Default)]
     struct Place {
         epochs: Epochs,

@@ -35,7 +35,7 @@ impl LocalCondvar {
         .await
     }
 
-    /// Has the waiting task check again, if there is one.
+    /// Makes the waiting task check again, if there is one.
     pub fn notify(&self) {
         if self.is_waiting.replace(false)
             && let Some(waker) = &*self.waker.borrow()

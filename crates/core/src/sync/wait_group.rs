@@ -7,8 +7,8 @@ use super::parts::{AtomicUsize, EventListener, Ordering};
 
 /// Counts operations in flight, and lets tasks wait until all have ended. Clones count together.
 ///
-/// Use it where the task that waits also keeps new operations from beginning. Where they go on, use
-/// [`Epochs`](super::Epochs), which waits for the older ones only.
+/// Use it where the task that waits also keeps new operations from beginning. If they continue to
+/// begin, use [`Epochs`](super::Epochs), which waits for the older ones only.
 #[derive(Clone, Debug, Default)]
 pub struct WaitGroup(Arc<Count>);
 
@@ -35,7 +35,8 @@ impl WaitGroup {
         WaitGuard(Arc::clone(&self.0))
     }
 
-    /// Whether nothing is in flight. What ended before is visible to the caller then.
+    /// Whether nothing is in flight. If so, the effects of the ended ones are visible to the
+    /// caller.
     pub fn is_empty(&self) -> bool {
         self.0.in_flight.load(Ordering::Acquire) == 0
     }
