@@ -21,7 +21,7 @@ use crate::durability::FlushTracker;
 use crate::snapshots::Pause;
 use crate::transient_bitmaps::{TransientBitmaps, is_there};
 
-/// Extents that are looked at together, at least.
+/// Minimum number of extents read together.
 const EXTENTS: usize = 4096;
 /// Bytes of memory for a copy of a bitmap that is merged into one in memory. A finer one is made
 /// coarser.
@@ -30,7 +30,7 @@ const MAX_COPY: u64 = 16 << 20;
 /// A change of one bitmap, of several that are made together.
 #[derive(Clone)]
 pub enum BitmapChange {
-    /// It is added to the image without any change in it.
+    /// It is added to the image, without any changes in it.
     Add(NewBitmap),
     /// It is added in memory.
     AddTransient(NewBitmap),
@@ -41,7 +41,7 @@ pub enum BitmapChange {
         /// What becomes of it.
         action: BitmapAction,
     },
-    /// It gets what another one of the disk has recorded.
+    /// It gets the changes of another bitmap of the disk.
     Merge {
         /// Its name.
         name: String,
@@ -76,8 +76,8 @@ impl<S: Storage> Disk<S> {
     }
 }
 
-/// The bitmaps of an open disk. Changes are durable when they return, but for those of bitmaps in
-/// memory, and happen as a whole or not at all; the disk holds off other changes meanwhile.
+/// The bitmaps of an open disk. Each change happens as a whole or not at all, and is durable when
+/// it returns, except in memory; other changes of the disk are held off during it.
 pub struct DiskBitmaps<'a, S: Storage> {
     disk: &'a Disk<S>,
 }
@@ -88,8 +88,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// changes in them.
     ///
     /// # Errors
-    /// `Unsupported` for a format without bitmaps, where none is in memory; `Corrupt` where the
-    /// directory contradicts the format.
+    /// `Unsupported` for a format without bitmaps, if none is in memory; `Corrupt` if the directory
+    /// contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         let transient = self.disk.transient_bitmaps.get();
         let mut all = match self.disk.begin_use().format().bitmaps() {
@@ -105,13 +105,12 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.disk.transient_bitmaps.get().has(name)
     }
 
-    /// The records of the bitmap of this name for `range`: extents that follow each other, `max` at
-    /// least unless there are fewer. An enabled bitmap of a disk that is open for writing says
-    /// what was recorded up to now.
+    /// The records of the bitmap of this name for `range`: adjacent extents, at least `max` unless
+    /// there are fewer. An enabled bitmap of a writable disk returns its records up to now.
     ///
     /// # Errors
-    /// `InvalidInput` where there is no such bitmap, where it is inconsistent, or where the range
-    /// is past the end; or as [`list`](Self::list).
+    /// `InvalidInput` if there is no such bitmap, if it is inconsistent, or if the range is past
+    /// the end; or as [`list`](Self::list).
     pub async fn extents(
         &self,
         name: &str,
@@ -125,12 +124,12 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.disk.begin_use().format().bitmaps()?.extents(name, range, max).await
     }
 
-    /// As [`extents`](Self::extents), of the nearest image of the chain that has a bitmap of this
-    /// name. One of a backing file says what was changed in that image, and nothing of what those
-    /// above it have changed.
+    /// As [`extents`](Self::extents), for the nearest image of the chain that has a bitmap of this
+    /// name. A backing file's bitmap has the changes of that image, but not those of the images
+    /// above it.
     ///
     /// # Errors
-    /// As there; `InvalidInput` where the backing file that has it is a disk of another size.
+    /// As there; `InvalidInput` if the backing file that has it has another size.
     pub async fn extents_in_chain(
         &self,
         name: &str,
@@ -161,8 +160,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.extents(name, range, max).await
     }
 
-    /// How many bytes the bitmap of this name says to have changed, in whole granules but for the
-    /// end of the disk.
+    /// How many bytes are dirty in the bitmap of this name, in whole granules except at the end of
+    /// the disk.
     ///
     /// # Errors
     /// As [`extents`](Self::extents).
@@ -178,9 +177,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(dirty)
     }
 
-    /// A copy of the bitmap of this name in memory, with granules of `min_granularity` bytes, a
-    /// power of two, where it is finer. Of one that changes: all changes that were made before,
-    /// and perhaps later ones.
+    /// A copy of the bitmap of this name in memory, with granules of at least `min_granularity`
+    /// bytes, a power of two. If the bitmap records changes, the copy has all earlier ones, and
+    /// perhaps later ones.
     ///
     /// # Errors
     /// As [`extents`](Self::extents), and as [`DirtyMap::new`].
@@ -204,8 +203,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// Adds a bitmap without any change in it.
     ///
     /// # Errors
-    /// As [`Bitmaps::add`]; `ReadOnly`; `Unsupported`
-    /// for a format without bitmaps. Nothing has changed then.
+    /// As [`Bitmaps::add`]; `ReadOnly`; `Unsupported` for a format without bitmaps. On error
+    /// nothing has changed.
     pub async fn add(&self, new: &NewBitmap) -> Result<Pause> {
         self.while_quiesced(async |bitmaps| {
             if self.is_transient(&new.name) {
@@ -220,8 +219,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// Adds a bitmap in memory without any change in it.
     ///
     /// # Errors
-    /// `InvalidInput` as for [`add`](Self::add), or where its bits take too much memory. Nothing
-    /// has changed then.
+    /// `InvalidInput` as for [`add`](Self::add), or if its bits take too much memory. On error
+    /// nothing has changed.
     pub async fn add_transient(&self, new: &NewBitmap) -> Result<Pause> {
         self.change_at_once(BitmapChange::AddTransient(new.clone())).await
     }
@@ -229,8 +228,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// Changes the bitmap of this name.
     ///
     /// # Errors
-    /// As [`add`](Self::add); `InvalidInput` where no bitmap has this name, or where it is
-    /// inconsistent and `action` does not remove it.
+    /// As [`add`](Self::add); `InvalidInput` if no bitmap has this name, or if it is inconsistent
+    /// and `action` does not remove it.
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<Pause> {
         if self.is_transient(name) {
             return self.change_at_once(BitmapChange::Change { name: name.into(), action }).await;
@@ -238,8 +237,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.while_quiesced(async |bitmaps| bitmaps.change(name, action).await).await
     }
 
-    /// Adds what the bitmap `source_name` of `source` has recorded to the bitmap `name`. `source`
-    /// is this disk, or one that nothing changes meanwhile.
+    /// Merges the bitmap `source_name` of `source` into the bitmap `name`. `source` is this disk,
+    /// or one that does not change during this.
     ///
     /// # Errors
     /// As [`change`](Self::change); `InvalidInput` for disks of different sizes; `Unsupported` to
@@ -274,8 +273,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(Pause { length: began.elapsed() })
     }
 
-    /// Refuses changes of bitmaps of an image that has none or cannot be changed, and writes what
-    /// waits, so that they are quick. Before [`change_bitmaps`].
+    /// Refuses to change bitmaps of an image that has none or is read-only, and writes pending
+    /// metadata, so that the changes are quick. Before [`change_bitmaps`].
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -370,8 +369,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.prepare_image().await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
-        // It may have become read-only meanwhile, or another image have taken the place of this
-        // one.
+        // The image may have become read-only or been replaced since.
         self.disk.check_access(0)?;
         change(&self.disk.format().bitmaps()?).await?;
         Ok(Pause { length: began.elapsed() })
@@ -381,8 +379,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
 /// Changes the bitmaps of disks whose changes are held off: all of them, or none, durably.
 ///
 /// # Errors
-/// That of the first change that cannot be made: then none is. What a storage answers to the last
-/// write of one of several images: those of the others may be made then, which the error says.
+/// The error of the first change that fails: then none is made. Or a storage's error of the last
+/// write of one of several images: the changes of the others may then be made, which the error
+/// says.
 pub async fn change_bitmaps<S: Storage>(
     all: &[(&QuiescedDisk<'_, S>, &[BitmapChange])],
 ) -> Result<()> {
@@ -394,8 +393,7 @@ pub async fn change_bitmaps<S: Storage>(
             if of_image.is_empty() {
                 meeting.arrive().await?
             } else {
-                // It may have become read-only meanwhile, or another image have taken the place
-                // of this one.
+                // The image may have become read-only or been replaced since.
                 disk.check_access(0)?;
                 let bitmaps = disk.format().bitmaps()?;
                 bitmaps.change_all(&of_image, async || meeting.arrive().await).await?;
@@ -436,7 +434,7 @@ fn of_an_image(change: &BitmapChange) -> Option<ImageChange> {
     })
 }
 
-/// Where the changes of several images wait for each other before they become effective.
+/// The point where the changes of several images wait for each other before they take effect.
 #[derive(Default)]
 struct Meeting {
     of: usize,
@@ -456,7 +454,7 @@ impl Meeting {
         self.changed.notify_all();
         let outcome = || {
             if self.failed.load(Ordering::SeqCst) > 0 {
-                // That of the one that has failed is the answer.
+                // The caller gets the error of the one that has failed.
                 return Some(Err(Error::new(ErrorKind::Io, "another disk's change failed")));
             }
             (self.arrived.load(Ordering::SeqCst) == self.of).then_some(Ok(()))

@@ -30,7 +30,7 @@ impl DirtyMap {
     /// granule, a power of two.
     ///
     /// # Errors
-    /// `InvalidInput` for another granularity; `Io` where the host has no memory for the bits.
+    /// `InvalidInput` for another granularity; `Io` if the host has no memory for the bits.
     pub fn new(size: u64, granularity: u64) -> Result<Self> {
         if !granularity.is_power_of_two() {
             let what = format!("a granularity of {granularity} bytes is no power of two");
@@ -69,8 +69,8 @@ impl DirtyMap {
         self.dirty.load(Ordering::Relaxed) << self.shift
     }
 
-    /// Makes all granules dirty that `range` touches; what lies past the end is ignored. Whether
-    /// any was clean.
+    /// Marks all granules that `range` touches as dirty; bytes past the end are ignored. Returns
+    /// whether any was clean.
     pub fn mark(&self, range: ByteRange) -> bool {
         let mut fresh = 0;
         self.for_each_word(range, |word, bits| {
@@ -101,14 +101,14 @@ impl DirtyMap {
         is_dirty
     }
 
-    /// The first dirty granules at `offset` or behind it that follow each other, `limit` bytes of
-    /// them at most but at least one. They stay dirty. It starts and ends at granules, except at
-    /// the end of the disk; `None` past that.
+    /// The first run of dirty granules at `offset` or after it, at most `limit` bytes but at least
+    /// one granule. They stay dirty. It starts and ends at granules, except at the end of the disk;
+    /// `None` past that.
     pub fn next(&self, offset: u64, limit: u64) -> Option<ByteRange> {
         self.next_run(offset, limit, true)
     }
 
-    /// As [`next`](Self::next), of granules that are not dirty.
+    /// As [`next`](Self::next), for clean granules.
     pub fn next_clean(&self, offset: u64, limit: u64) -> Option<ByteRange> {
         self.next_run(offset, limit, false)
     }
@@ -120,13 +120,13 @@ impl DirtyMap {
         let first = self.find(offset >> self.shift, is_dirty, self.granules())?;
         let most = self.granules().min(first + (limit >> self.shift).max(1));
         let end = self.find(first, !is_dirty, most).unwrap_or(most);
-        // Another task may have changed the first granule meanwhile.
+        // Another task may have changed the first granule since.
         let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
         Some(ByteRange::between(start, end))
     }
 
-    /// What is dirty of `range`, as a bitmap tells it: extents that follow each other, `max` at
-    /// least unless there are fewer.
+    /// The dirty and clean ranges in `range`, as a bitmap returns them: adjacent extents, at least
+    /// `max` unless there are fewer.
     pub fn extents(&self, range: ByteRange, max: usize) -> Vec<BitmapExtent> {
         let mut extents = Vec::new();
         let mut rest = range;
@@ -185,7 +185,7 @@ impl DirtyMap {
     }
 }
 
-/// Each change of a disk is marked when it begins, whatever becomes of it.
+/// Each change of a disk is marked when it begins, whether it succeeds or not.
 impl ChangeObserver for DirtyMap {
     fn begins(&self, range: ByteRange, _bytes: Option<&IoVector>) -> ChangeId {
         self.mark(range);

@@ -21,11 +21,10 @@ pub type ChangeWait = Pin<Box<dyn Future<Output = ()>>>;
 /// An observer's name of a change, between its begin and its end.
 pub type ChangeId = u64;
 
-/// The longest write whose bytes observers are shown: they are copied for it where a guest shares
-/// them.
+/// The longest write whose bytes observers receive: they are copied for it if a guest shares them.
 pub const MAX_OBSERVED_BYTES: u64 = 256 << 10;
 
-/// Is told of changes of a disk: [`DiskJobs::observe`](crate::DiskJobs::observe).
+/// Receives the changes of a disk: [`DiskJobs::observe`](crate::DiskJobs::observe).
 pub trait ChangeObserver: Send + Sync {
     /// Whether it is shown the bytes of writes now.
     fn wants_bytes(&self) -> bool {
@@ -33,25 +32,25 @@ pub trait ChangeObserver: Send + Sync {
     }
 
     /// Whether no snapshot may be taken, deleted or renamed while it observes: the image is about
-    /// to be replaced by another one, which does not get them.
+    /// to be replaced by one that does not get them.
     fn forbids_snapshots(&self) -> bool {
         false
     }
 
-    /// A change of `range`, which may be past the end of the disk, is going to begin. A future that
-    /// is returned is awaited before it does; the change counts as one in flight meanwhile.
+    /// A change of `range`, which may be past the end of the disk, is about to begin. A returned
+    /// future is awaited before that; until then the change counts as in flight.
     fn hold_off(&self, _range: ByteRange) -> Option<ChangeWait> {
         None
     }
 
-    /// A change of `range`, which may be past the end of the disk, begins: nothing of it was done
-    /// yet. `bytes` are those of a write of at most [`MAX_OBSERVED_BYTES`], where they are
-    /// [wanted](Self::wants_bytes); the observer copies them at once. The returned name is given
+    /// A change of `range`, which may be past the end of the disk, begins: nothing of it is done
+    /// yet. `bytes` are those of a write of at most [`MAX_OBSERVED_BYTES`], if they are
+    /// [wanted](Self::wants_bytes); the observer copies them at once. The returned id is passed
     /// back at the end.
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId;
 
-    /// The change was carried out, and is not answered yet. A future that is returned is awaited
-    /// before it is; the change counts as ended meanwhile.
+    /// The change was carried out, and is not answered yet. A returned future is awaited before
+    /// that; the change already counts as ended.
     fn completed(&self, change: ChangeId, range: ByteRange) -> Option<ChangeWait>;
 
     /// The change failed, or its future was dropped: the range may hold anything.
@@ -67,8 +66,7 @@ pub(crate) struct Observers {
     list: RwLock<List>,
 }
 
-/// A change in flight that observers are going to be told of; of a dropped one, that it was
-/// abandoned.
+/// A change in flight whose end observers receive; if it is dropped, as abandoned.
 pub(crate) struct ObservedChange {
     observers: SmallVec<[(Arc<dyn ChangeObserver>, ChangeId); 1]>,
     range: ByteRange,
@@ -82,7 +80,7 @@ impl Observers {
         self.is_any.store(true, Ordering::SeqCst);
     }
 
-    /// Removes one. It is still told of the changes that are in flight.
+    /// Detaches an observer. It still receives the ends of changes in flight.
     pub(crate) fn detach(&self, observer: &Arc<dyn ChangeObserver>) {
         let mut list = self.list.write();
         list.retain(|other| !std::ptr::addr_eq(Arc::as_ptr(other), Arc::as_ptr(observer)));
@@ -122,7 +120,7 @@ impl Observers {
         if !self.is_any.load(Ordering::Relaxed) {
             return None;
         }
-        // One past the end of all disks is refused later.
+        // A change past the end of all disks is refused later.
         let range = ByteRange::new(offset, length)?;
         let list = self.list.read();
         let begin = |one: &Arc<dyn ChangeObserver>| (Arc::clone(one), one.begins(range, bytes));
@@ -132,7 +130,7 @@ impl Observers {
 }
 
 impl ObservedChange {
-    /// The change was carried out: tells the observers. What they wait for.
+    /// Reports the end of the change to the observers; returns the futures to await.
     pub(crate) fn complete(mut self) -> Vec<ChangeWait> {
         let observers = std::mem::take(&mut self.observers);
         observers.iter().filter_map(|(one, change)| one.completed(*change, self.range)).collect()
@@ -145,10 +143,10 @@ impl Drop for ObservedChange {
     }
 }
 
-/// The bytes of a write in memory of its own, so that every reader gets the same bytes.
+/// The bytes of a write in private memory, so that every reader gets the same bytes.
 ///
 /// # Errors
-/// ENOMEM; EFAULT where the guest's memory is lost.
+/// ENOMEM; EFAULT if the guest's memory is lost.
 pub(crate) fn private_copy(from: IoVector) -> Result<IoVector> {
     if !from.is_shared() {
         return Ok(from);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use blockhouse_core::ByteRange;
 use parking_lot::Mutex;
 
-/// The ranges whose reads the probe watches for.
+/// The ranges whose reads the probe watches.
 #[derive(Default)]
 pub(crate) struct ReadProbes {
     is_any: AtomicBool,

@@ -33,9 +33,9 @@ impl<S: Storage> Disk<S> {
     }
 }
 
-/// The outcome of a change that was to be made beside guests.
+/// The outcome of a change prepared while guests write.
 enum Prepared {
-    /// It is made, by this snapshot.
+    /// It is made: the snapshot is taken.
     Taken(Snapshot),
     /// It has to be made at once.
     AtOnce,
@@ -51,18 +51,17 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// All snapshots, in the order in which they were taken.
     ///
     /// # Errors
-    /// `Unsupported` for a format without snapshots; `Corrupt` where the table contradicts the
-    /// format.
+    /// `Unsupported` for a format without snapshots; `Corrupt` if the table contradicts the format.
     pub async fn list(&self) -> Result<Vec<Snapshot>> {
         self.disk.begin_use().format().snapshots()?.list().await
     }
 
     /// The parts of `range`, which lies inside the disk, that have changed since a snapshot was
-    /// taken, in order. Only the snapshots of a storage tell.
+    /// taken, in order. Only for snapshots of a storage.
     ///
     /// # Errors
-    /// `Unsupported` where the format takes the snapshots, or there are none; `InvalidInput` where
-    /// there is no such snapshot, or it is younger than the one that the disk was opened on.
+    /// `Unsupported` if the format takes the snapshots, or there are none; `InvalidInput` if there
+    /// is no such snapshot, or it is younger than the one that the disk was opened on.
     pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
         self.disk.image().check_inside(range)?;
         self.disk.begin_use().format().snapshots()?.changes_since(name, range).await
@@ -73,14 +72,13 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     /// # Errors
     /// `Unsupported` for a format without snapshots, an image with a data file, or when refcounts
     /// are too narrow; `InvalidInput` for a name that is taken, empty or longer than 255 bytes;
-    /// `ReadOnly`; `NoSpace`. Nothing has changed then.
+    /// `ReadOnly`; `NoSpace`. On error nothing has changed.
     pub async fn create(&self, name: &str) -> Result<(Snapshot, Pause)> {
         self.create_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
-    /// As [`create`](Self::create), unless `is_cancelled` says that it is no longer wanted: `None`
-    /// then, and nothing has changed. It is asked often before changes are held off, and not
-    /// after that.
+    /// As [`create`](Self::create), unless `is_cancelled` returns true: then the result is `None`,
+    /// and nothing has changed. It is called often before changes are held off, and not after that.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -99,7 +97,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         .await
     }
 
-    /// Makes a change beside guests, or where that cannot be with `at_once`.
+    /// Makes a change while guests write, or, if that is impossible, with `at_once`.
     async fn change_unless<T>(
         &self,
         plan: SnapshotPlan,
@@ -184,15 +182,15 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.while_quiesced(async |snapshots| snapshots.create(&new, state).await).await
     }
 
-    /// Makes the disk what it was when the snapshot was taken, its size included; durable when it
-    /// returns. Its users see its bytes change: meant for disks that are not in use.
+    /// Reverts the disk to the snapshot, its size included; durable when it returns. Its users see
+    /// its bytes change: meant for disks that are not in use.
     ///
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` when there is no such snapshot.
     pub async fn apply(&self, name: &str) -> Result<Pause> {
         let apply = async |snapshots: &Snapshots<'_, _>| {
             snapshots.apply(name).await?;
-            // Without memory they are gone.
+            // Without memory they are lost.
             let size = self.disk.size();
             let bitmaps = self.disk.transient_bitmaps.get().resized(size).unwrap_or_default();
             bitmaps.mark(ByteRange::between(0, size));
@@ -210,9 +208,8 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.delete_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
-    /// As [`delete`](Self::delete), unless `is_cancelled` says that it is no longer wanted: `None`
-    /// then, and nothing has changed. It is asked often before changes are held off, and not
-    /// after that.
+    /// As [`delete`](Self::delete), unless `is_cancelled` returns true: then the result is `None`,
+    /// and nothing has changed. It is called often before changes are held off, and not after that.
     ///
     /// # Errors
     /// As [`delete`](Self::delete).
@@ -272,8 +269,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     ) -> Result<(T, Pause)> {
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
-        // It may have become read-only meanwhile, or another image have taken the place of this
-        // one.
+        // The image may have become read-only or been replaced since.
         self.disk.check_access(0)?;
         self.disk.check_stays()?;
         let snapshots = self.disk.format().snapshots()?;

@@ -21,7 +21,7 @@ const MAX_BITMAPS: usize = 64;
 const MAX_BYTES: u64 = 64 << 20;
 /// Bytes of a name, at most, as of a bitmap of an image.
 const MAX_NAME: usize = 1023;
-/// What a bit stands for, in bytes.
+/// Minimum number of bytes per bit.
 const MIN_GRANULARITY: u64 = 512;
 const MAX_GRANULARITY: u64 = 2 << 30;
 /// Unless a granularity is given: a cluster, within these.
@@ -51,7 +51,7 @@ impl SharedBitmaps {
         self.0.lock().clone()
     }
 
-    /// Has others take their place, of a disk with these observers that is quiesced.
+    /// Replaces them by others, for a quiesced disk with these observers.
     pub(crate) fn set(&self, bitmaps: TransientBitmaps, observers: &Observers) {
         let former = std::mem::replace(&mut *self.0.lock(), bitmaps.clone());
         former.observers().for_each(|bitmap| observers.detach(&bitmap));
@@ -174,11 +174,11 @@ impl TransientBitmaps {
         })
     }
 
-    /// Those of a disk that gets another size. Of a longer disk, enabled bitmaps say that the new
-    /// part has changed, as those of images do.
+    /// The bitmaps of a disk whose size changes. If it grows, enabled bitmaps mark the new part as
+    /// changed, like those of images.
     ///
     /// # Errors
-    /// `InvalidInput` where one would take too much memory; `Io` without memory.
+    /// `InvalidInput` if one would take too much memory; `Io` without memory.
     pub(crate) fn resized(mut self, size: u64) -> Result<Self> {
         self.replace(None, |bitmap| {
             let old = bitmap.map.size();
@@ -240,7 +240,7 @@ fn copied(map: &DirtyMap, size: u64) -> Result<DirtyMap> {
     Ok(copy)
 }
 
-/// Marks what is dirty in another map.
+/// Marks the dirty granules of another map.
 fn mark_all_of(map: &DirtyMap, other: &DirtyMap) {
     let mut from = 0;
     while let Some(range) = other.next(from, u64::MAX) {

@@ -13,7 +13,7 @@ use blockhouse_core::{Buffer, BufferPool, Result};
 /// The memory of each of the uses in bytes, where clusters are not larger than that allows.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// How many of each are possible at once whatever the cluster size, and how many at most.
+/// Minimum number of buffers of each kind for any cluster size, and the maximum.
 const MIN_BUFFERS: u64 = 8;
 const MAX_BUFFERS: u64 = 256;
 
@@ -46,7 +46,7 @@ pub(crate) struct DecompressBuffers<'a> {
 
 impl ClusterBuffers {
     /// For clusters of this many bytes. A copy takes less than two of them (head and tail), a
-    /// compressed cluster and what it decompresses to about three.
+    /// compressed cluster and its decompressed form about three.
     pub(crate) fn new(cluster_size: u64) -> Self {
         let permits = |each: u64| (MAX_BYTES / each).clamp(MIN_BUFFERS, MAX_BUFFERS) as usize;
         Self {

@@ -19,10 +19,10 @@ const MAX_BYTES: u64 = 4 << 20;
 const MIN_CLUSTERS: u64 = 2;
 const MAX_CLUSTERS: u64 = 64;
 
-/// Where a compressed cluster is.
+/// Location of a compressed cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CompressedLocation {
-    /// Its bytes of the guest's disk.
+    /// Its range of the guest's disk.
     pub(crate) guest: ByteRange,
     /// Its bytes of the file.
     pub(crate) host: ByteRange,
@@ -33,7 +33,7 @@ pub(crate) type CachedCluster = Arc<OnceCell<Buffer>>;
 
 /// See the module's page.
 pub(crate) struct DecompressedCache {
-    /// The one that was used last is first.
+    /// The most recently used one is first.
     lru: Mutex<VecDeque<(CompressedLocation, CachedCluster)>>,
     is_empty: AtomicBool,
     capacity: usize,
@@ -51,7 +51,7 @@ impl DecompressedCache {
         promote(&mut self.lru.lock(), place)
     }
 
-    /// The cluster, to be decompressed by the first read that asks for it.
+    /// The cluster, to be decompressed by the first read of it.
     pub(crate) fn get_or_insert(&self, place: CompressedLocation) -> CachedCluster {
         let mut lru = self.lru.lock();
         if let Some(cluster) = promote(&mut lru, place) {

@@ -17,7 +17,7 @@ impl<S: Storage> Disk<S> {
         if self.protection.is_on() { Access::ReadOnly } else { self.image().access() }
     }
 
-    /// Where the disk lives on, if it may no longer be changed here.
+    /// The disk's new location, if it may no longer be changed here.
     pub fn retired_to(&self) -> Option<&str> {
         self.protection.retired_to()
     }
@@ -26,9 +26,9 @@ impl<S: Storage> Disk<S> {
     /// durable; or writable again.
     ///
     /// # Errors
-    /// `ReadOnly` where `access` is to write and the disk was opened for reading only, or lives on
-    /// elsewhere; what the storage answers to the flush, or `Io` where changes in flight take too
-    /// long: then it stays writable.
+    /// `ReadOnly` if `access` is to write and the disk was opened for reading only, or has moved
+    /// elsewhere; the storage's error of the flush, or `Io` if changes in flight take too long:
+    /// then it stays writable.
     pub async fn set_access(&self, access: Access) -> Result<()> {
         if access == Access::ReadWrite {
             return allow_changes(self);

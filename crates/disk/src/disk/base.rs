@@ -17,8 +17,8 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
     /// is changed. The disk closes `base` when it is closed.
     ///
     /// # Errors
-    /// `InvalidInput` where the image has no backing file, has such a base already, or is longer
-    /// than it; `Io` where changes in flight take too long. Nothing has changed then.
+    /// `InvalidInput` if the image has no backing file, has such a base already, or is longer than
+    /// it; `Io` if changes in flight take too long. On error nothing has changed.
     pub async fn attach_base(self, base: Arc<Disk<S>>) -> Result<()> {
         let link = self.disk.images.last();
         let image = link.image();
@@ -40,11 +40,11 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
         Ok(())
     }
 
-    /// Waits until no read is in flight that uses an older opening of the [base](Self::base): it
-    /// may be changed then.
+    /// Waits until no read is in flight that uses an older opening of the [base](Self::base): then
+    /// it may be changed.
     ///
     /// # Errors
-    /// `Io` where one takes too long. The base stays, and can be waited for again.
+    /// `Io` if one takes too long. The base stays, and the caller may wait again.
     pub async fn settle_base(self) -> Result<()> {
         self.disk.patiently(self.disk.image().layer().opened().reads_ended()).await
     }

@@ -4,8 +4,8 @@ use blockhouse_core::Storage;
 
 use super::Disk;
 
-/// A smaller granularity is worse for guests: Windows trims nothing where the unit of discards is
-/// one block, and small discards cut a file into pieces, for which the host's file system keeps a
+/// A smaller granularity is worse for guests: Windows never trims if the unit of discards is one
+/// block, and small discards cut a file into pieces, for which the host's file system keeps a
 /// record each.
 const MIN_DISCARD: u64 = 64 << 10;
 

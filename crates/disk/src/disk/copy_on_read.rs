@@ -27,7 +27,7 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> RequestInFlight<'a, S> {
-    /// Reads, and copies what is read.
+    /// Reads `range`, and populates it from the backing file.
     pub(super) async fn copy_on_read(self, offset: u64, into: IoVector) -> Result<()> {
         let range =
             self.disk.image().check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
@@ -47,7 +47,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         writer.read_and_populate(range, into, &|| self.begin_copy(writer), &failed).await
     }
 
-    /// Copies what is going to be read.
+    /// Populates a range before it is read.
     ///
     /// # Errors
     /// Errors of the backing file or the image.
@@ -57,7 +57,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         writer.populate_all(range, &|| self.begin_copy(writer)).await
     }
 
-    /// Begins the change of a copy, if it is still to be kept; `writer` is that of the read.
+    /// Begins the write of a copy if it is still wanted; `writer` is that of the read.
     fn begin_copy(self, writer: &Writer<S>) -> Option<WriteGuard<'a>> {
         let guard = self.disk.quiesce.try_begin_write();
         // While the guard is held, this stays so.

@@ -15,8 +15,8 @@ use super::{Disk, DiskJobs, flush_ahead, quiesce_flushed};
 use crate::layer::{BlockStatusCache, Layer};
 use crate::write::BackedRange;
 
-/// A disk that gets what its image leaves to its backing file, until this is dropped. They are
-/// counted: that of a job whose backing file hangs may be dropped when another job has begun.
+/// Marks a disk whose image is populated from its backing file, until this is dropped. The guards
+/// are counted: a job with a hanging backing file may drop its guard after another job has begun.
 pub struct PopulatingGuard(Arc<AtomicUsize>);
 
 impl Drop for PopulatingGuard {
@@ -25,8 +25,8 @@ impl Drop for PopulatingGuard {
     }
 }
 
-/// A backing file further down the chain of a disk, with which an image above it can do when one of
-/// the two has what the images between them have.
+/// A backing file further down the chain of a disk, which can become the backing file of an image
+/// above it once the data of the images between them is in one of the two.
 #[derive(Clone, Debug)]
 pub struct FurtherBase {
     /// How many steps the image above is below the disk's.
@@ -38,8 +38,8 @@ pub struct FurtherBase {
 }
 
 impl FurtherBase {
-    /// The image this many steps, at least 2, below the one that is `above` steps below that of
-    /// `disk`, which is to name it `name`.
+    /// The image `steps` (at least 2) below the one that is `above` below the disk's own; `name` is
+    /// its name in the header of that one.
     ///
     /// # Errors
     /// `InvalidInput`: it is the backing file already, or the chain is shorter; it is longer than
@@ -94,10 +94,10 @@ impl FurtherBase {
         disk.image().layer().opened().now().skip(self.above).take(self.steps)
     }
 
-    /// Has the image above stand on the base, which its header names.
+    /// Makes the base the backing file of the image above, whose header names it already.
     pub(crate) async fn pass_over<S: Storage>(&self, disk: &Disk<S>) {
         let Some(above) = disk.image().layer().layers().nth(self.above) else { return };
-        // They may have looked up before that what lies past the end of the backing file.
+        // Earlier reads may have looked up the range past the end of the backing file.
         above.format().reads_ended().await;
         above.opened().pass_over(self.steps, self.name.clone());
     }
@@ -105,7 +105,7 @@ impl FurtherBase {
 
 impl<S: Storage> DiskJobs<'_, S> {
     /// To be called before [`populate`](Self::populate), while the disk is used: from then on all
-    /// its changes claim their range. While the guard lives its snapshots stay as they are.
+    /// its changes claim their range. While the guard lives its snapshots cannot change.
     ///
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with
@@ -121,8 +121,8 @@ impl<S: Storage> DiskJobs<'_, S> {
         Ok(guard)
     }
 
-    /// The first part of the disk from `offset` on that the image leaves to its backing file: what
-    /// [`populate`](Self::populate) takes at once; with a `base`, of what those before it have.
+    /// The first range from `offset` on that the image leaves to its backing file, at most as long
+    /// as one [`populate`](Self::populate); with a `base`, only ranges in the layers above it.
     /// `None`: nothing is left. `cache` is for this disk alone, and may be kept until the backing
     /// file is [detached](Self::detach_backing).
     ///
@@ -142,12 +142,12 @@ impl<S: Storage> DiskJobs<'_, S> {
         self.disk.image().writer().next_backed(rest, base, cache).await
     }
 
-    /// Makes this part the image's own, as far as it is not; how many bytes. Not durable before the
-    /// next flush. Where `go_on` is false when the backing file has answered, nothing more is
-    /// written: the disk may be closed then.
+    /// Copies this part into the image, as far as it lacks it; returns how many bytes. Not durable
+    /// before the next flush. If `go_on` returns false after the read of the backing file, nothing
+    /// is written: the disk may be closed then.
     ///
     /// # Errors
-    /// Errors of the backing file or the image. Nothing of what is read has changed.
+    /// Errors of the backing file or the image. The disk reads the same as before.
     pub async fn populate(self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
         self.disk.check_access(part.range.offset())?;
         let begin_change = || go_on().then(|| self.disk.quiesce.try_begin_write()).flatten();
@@ -155,19 +155,19 @@ impl<S: Storage> DiskJobs<'_, S> {
             match self.disk.image().writer().populate(part, &begin_change).await? {
                 Some(filled) => return Ok(filled),
                 None if !go_on() => return Ok(0),
-                // A change of the whole image, which waits for no backing file. It is awaited
-                // without a claim.
+                // A change of the whole image is in progress, which waits for no backing file. Wait
+                // for its end without a claim.
                 None => drop(self.disk.quiesce.begin_write().await),
             }
         }
     }
 
-    /// Makes durable what the image has got; little is left to flush then while it is
+    /// Makes the populated ranges durable, so that little is left to flush when the backing file is
     /// [detached](Self::detach_backing).
     ///
     /// # Errors
-    /// `InvalidInput` where the image leaves something to its backing file, or to those before
-    /// `base`; what the storage answers.
+    /// `InvalidInput` if the image leaves anything to its backing file, or to those above `base`;
+    /// storage errors.
     pub async fn check_populated(self, base: Option<&FurtherBase>) -> Result<()> {
         if let Some(part) = self.next_backed(0, base, &mut BlockStatusCache::default()).await? {
             let what = "is still left to the backing file";
@@ -177,16 +177,15 @@ impl<S: Storage> DiskJobs<'_, S> {
         flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
     }
 
-    /// Makes an image stand alone, durably, which [leaves nothing](Self::check_populated) to its
-    /// backing file: its header names none, and none is read again. With a `base` it leaves nothing
-    /// to the images before that, which takes their place. The files of the chain stay open until
-    /// the disk is dropped. No change of the disk leaves anything to the
-    /// backing file that the image had, so nothing is looked at again.
+    /// Detaches the backing file durably, if the image [leaves nothing](Self::check_populated) to
+    /// it: the header then names none, and none is read. With a `base`, that takes the place of the
+    /// images above it. The files of the chain stay open until the disk is dropped. Changes of the
+    /// disk never leave to the backing file what the image has had, so nothing is checked again.
     ///
     /// # Errors
-    /// `Unsupported` where it has snapshots; `Io` where changes in flight take too long; what the
-    /// storage answers. The image names its backing file still then, or, where the last write
-    /// failed, perhaps not: what it reads is the same.
+    /// `Unsupported` if it has snapshots; `Io` if changes in flight take too long; storage errors.
+    /// The image then still names its backing file or, if the last write failed, perhaps not: it
+    /// reads the same in both cases.
     pub async fn detach_backing(self, base: Option<&FurtherBase>) -> Result<()> {
         {
             let _guard = self.disk.quiesce().await?;
@@ -203,19 +202,19 @@ impl<S: Storage> DiskJobs<'_, S> {
         if let Some(base) = base {
             base.pass_over(self.disk).await;
         } else {
-            // They may have looked up before that what lies past the end of the backing file.
+            // Earlier reads may have looked up the range past the end of the backing file.
             self.disk.image().format().reads_ended().await;
             self.disk.image().layer().opened().detach();
         }
         Ok(())
     }
 
-    /// Has the image's header call its backing file so, durably. What the disk reads is the same
-    /// until it is opened anew.
+    /// Writes this name of the backing file to the image's header, durably. The disk reads the same
+    /// until it is reopened.
     ///
     /// # Errors
-    /// `InvalidInput` for an image without a backing file, or a name for which its header has no
-    /// room; `ReadOnly`; `Io` where changes in flight take too long; what the storage answers.
+    /// `InvalidInput` for an image without a backing file, or a name too long for its header;
+    /// `ReadOnly`; `Io` if changes in flight take too long; storage errors.
     pub async fn name_backing(self, name: &[u8]) -> Result<()> {
         let _guard = quiesce_flushed(self.disk, SyncMode::Data).await?;
         self.disk.check_access(0)?;

@@ -11,7 +11,7 @@ use blockhouse_format::qcow2::BitmapLossObserver;
 use super::Disk;
 use crate::stats::Operation;
 
-/// A request that failed because of the host or the image, not of what was asked for.
+/// A request that failed because of the host or the image, not because it was invalid.
 #[derive(Clone, Copy, Debug)]
 pub struct FailedRequest<'a> {
     /// The request.
@@ -33,15 +33,15 @@ pub(super) struct Failures {
 }
 
 impl<S: Storage> Disk<S> {
-    /// Has `observer` called for each request that the host fails from now on. Only the first
-    /// observer of a disk is.
+    /// Sets the observer of requests that the host fails from now on. Only the first call for a
+    /// disk has an effect.
     pub fn observe_failures(&self, observer: FailureObserver) {
         // There is one already: that one stays.
         let _ = self.failures.requests.set(observer);
     }
 
-    /// Calls `observer` for each bitmap that becomes coarser or is lost from now on, also by the
-    /// images that take the place of this one. Only the first observer of a disk is.
+    /// Sets the observer of bitmaps that become coarser or are lost from now on, also in images
+    /// that replace this one. Only the first call for a disk has an effect.
     pub fn observe_bitmap_losses(&self, observer: BitmapLossObserver) {
         if let Ok(bitmaps) = self.format().bitmaps() {
             bitmaps.observe_losses(Arc::clone(&observer));

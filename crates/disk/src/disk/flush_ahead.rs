@@ -33,14 +33,14 @@ const MAX_TIME: Duration = Duration::from_secs(1);
 pub struct FlushedAhead {
     /// How many rounds there were.
     pub rounds: u32,
-    /// How long all of them took. Requests were carried out meanwhile.
+    /// Duration of all rounds. Requests were carried out during them.
     pub length: Duration,
     /// How long the last one took.
     pub last: Duration,
 }
 
-/// Writes and flushes what these disks have, in rounds, until little is left. Requests go on.
-/// When it returns all is durable that had completed before, as by a flush.
+/// Writes and flushes the dirty state of these disks, in rounds, until little is left. Requests
+/// continue. When it returns, all writes that had completed before are durable, as after a flush.
 ///
 /// # Errors
 /// The first error of a storage: the rounds end with it.
@@ -56,7 +56,7 @@ pub async fn flush_ahead<S: Storage>(disks: &[&Disk<S>], sync: SyncMode) -> Resu
     }
 }
 
-/// As [`flush_ahead`], of what `round` writes and flushes; unless one of them breaks it off.
+/// Like [`flush_ahead`] for anything that `round` writes and flushes; `round` may break it off.
 ///
 /// # Errors
 /// The first error of a round.
@@ -114,7 +114,7 @@ async fn flush_round<S: Storage>(disk: &Disk<S>, sync: SyncMode) -> Result<()> {
 }
 
 /// As [`Disk::quiesce`], once the disk was flushed [ahead](flush_ahead): for changes that write and
-/// flush while the guest's are held off.
+/// flush while the guest's writes are held off.
 ///
 /// # Errors
 /// As there; errors of the storage.

@@ -40,7 +40,7 @@ enum What {
 }
 
 impl What {
-    /// The request and what is kept of it; only the request where it changes nothing.
+    /// The request and the copy for its retry; only the request if it changes nothing.
     fn of(request: Request) -> (Request, Option<Self>) {
         match request {
             Request::Write { offset, from, durability } => {
@@ -80,7 +80,7 @@ impl What {
     }
 }
 
-/// The held changes of one party: a guest's queue, whose end must not wait for room.
+/// The held changes of one party: a guest's queue, whose end must not wait for free space.
 pub struct PartyHold<S: Storage> {
     disk: Arc<Disk<S>>,
     party: usize,
@@ -92,7 +92,7 @@ impl<S: Storage> PartyHold<S> {
         Self { disk: Arc::clone(disk), party: current_party() }
     }
 
-    /// Its held changes fail with ENOSPC, and so does each later one that finds no room.
+    /// Fails the party's held changes with ENOSPC, and each later one that gets ENOSPC.
     pub fn end(&self) {
         self.disk.hold().end_party(self.party);
     }
@@ -105,15 +105,14 @@ impl<S: Storage> Drop for PartyHold<S> {
 }
 
 impl<S: Storage> Disk<S> {
-    /// Its changes that wait for room.
+    /// The party's changes that wait for free space.
     pub fn hold(&self) -> &Hold {
         &self.hold
     }
 }
 
 impl KeptChange {
-    /// The request to `disk`, and what is kept of it to carry it out again; `None` where it would
-    /// not be.
+    /// The request to `disk`, and the copy for its retry; `None` if it would not be retried.
     pub(super) fn of<S: Storage>(disk: &Disk<S>, request: Request) -> (Request, Option<Self>) {
         let OnFull::Hold(limit) = disk.images.first().options.on_full else {
             return (request, None);
@@ -123,8 +122,8 @@ impl KeptChange {
         (request, what.map(|what| Self { limit, seen, what }))
     }
 
-    /// Carries a change out again that failed with `error`, until there is room or its limit is
-    /// reached. At once the error where waiting does not help.
+    /// Retries a change that failed with `error`, until it succeeds or its limit is reached.
+    /// Returns the error at once if waiting does not help.
     #[cold]
     pub(super) async fn retry<S: Storage>(
         self,
@@ -158,7 +157,7 @@ impl KeptChange {
     }
 }
 
-/// Whether a change that failed so may succeed when the host has more room.
+/// Whether a change with this error may succeed when the host has more free space.
 fn may_find_room<S: Storage>(image: &Image<S>, error: &Error) -> bool {
     let storages = [image.format().storage(), image.format().data()];
     error.kind() == ErrorKind::NoSpace

@@ -24,22 +24,22 @@ use blockhouse_engine::{current_party, has_timers, sleep};
 use futures_util::future::select;
 use parking_lot::Mutex;
 
-/// How often it is tried whether there is room.
+/// Interval of the retries.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The changes of a disk's state when changes find no room.
+/// Changes of a disk's state when its changes get ENOSPC.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HoldChange {
     /// The first change is held.
     Held {
-        /// Why it found no room, in one line.
+        /// The ENOSPC error, in one line.
         message: String,
     },
     /// No change is held.
     Released {
         /// How long changes were held.
         time: Duration,
-        /// How many of them failed because there was no room until their limit.
+        /// How many of them reached their limit and failed with ENOSPC.
         failed: u64,
     },
 }
@@ -47,7 +47,7 @@ pub enum HoldChange {
 /// The callback for each crossing. It must not wait.
 pub type HoldObserver = Box<dyn Fn(HoldChange) + Send + Sync>;
 
-/// The changes of a disk that wait for room. See the module's page.
+/// The changes of a disk that wait for free space. See the module's page.
 #[derive(Default)]
 pub struct Hold {
     state: Mutex<State>,
@@ -62,7 +62,7 @@ struct State {
     /// How many of them have failed since the first one was held.
     failed: u64,
     since: Option<Timestamp>,
-    /// Rises with each reason to believe that there is room.
+    /// Incremented for each sign that there is free space.
     releases: u64,
     last_look: Option<Timestamp>,
     has_ended: bool,
@@ -73,7 +73,7 @@ struct State {
 /// Why a wait is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wake {
-    /// There may be room: the change is tried again.
+    /// There may be free space: the change is retried.
     Retry,
     /// The limit is reached, or nothing is held.
     GiveUp,
@@ -97,31 +97,30 @@ enum Outcome {
 }
 
 impl Hold {
-    /// How many changes are held because there is no room for them.
+    /// How many changes are held because of ENOSPC.
     pub fn count(&self) -> u64 {
         self.state.lock().held
     }
 
-    /// Reports to `observer` when changes begin to be held, and when none is held any more. A disk
+    /// Reports to `observer` when changes begin to be held, and when the last one ends. A disk
     /// keeps its first observer.
     pub fn observe(&self, observer: HoldObserver) {
         // The error of a second observer.
         let _ = self.observer.set(observer);
     }
 
-    /// How often there was a reason to try again: to be read before a change is tried.
+    /// Number of releases so far: to be read before a change is tried.
     pub(super) fn releases(&self) -> u64 {
         self.state.lock().releases
     }
 
-    /// There may be room now: all held changes are tried again.
+    /// Retries all held changes: there may be free space now.
     pub fn release(&self) {
         self.state.lock().releases += 1;
         self.changed.notify_all();
     }
 
-    /// Has held changes fail with ENOSPC, and each later one that finds no room: for an orderly
-    /// end.
+    /// Fails held changes with ENOSPC, and each later one that gets it: for an orderly end.
     pub fn end(&self) {
         self.state.lock().has_ended = true;
         self.changed.notify_all();
@@ -138,8 +137,8 @@ impl Hold {
         self.state.lock().ended_parties.retain(|&one| one != party);
     }
 
-    /// Holds a change that found no room, for `limit` at most. `seen` is the number of
-    /// [releases](Self::releases) before it was tried. `None` where nothing is held.
+    /// Holds a change that got ENOSPC, for `limit` at most. `seen` is the number of
+    /// [releases](Self::releases) before it was tried. `None` if nothing is held.
     pub(super) fn begin(
         &self,
         seen: u64,
@@ -180,7 +179,7 @@ impl State {
         self.has_ended || self.ended_parties.contains(&party)
     }
 
-    /// Whether a change of `party` goes on that has seen this many releases.
+    /// Whether a change of `party` that has seen this many releases stops waiting.
     fn wake(
         &mut self,
         seen: &mut u64,
@@ -202,7 +201,7 @@ impl State {
         Some(Wake::Retry)
     }
 
-    /// How long a change waits before it looks whether it is its turn to try.
+    /// How long a change waits before it checks whether it may retry.
     fn next_look(&self, deadline: Timestamp, now: Timestamp) -> Duration {
         let look = self.last_look.map_or(LOOK, |last| LOOK.saturating_sub(now.since(last)));
         look.min(deadline.since(now))
@@ -210,7 +209,7 @@ impl State {
 }
 
 impl HeldGuard<'_> {
-    /// Waits until there may be room for the change, or it fails.
+    /// Waits until there may be free space for the change, or until it fails.
     pub(super) async fn wait(&mut self) -> Wake {
         loop {
             let changed = self.hold.changed.listen();
@@ -230,7 +229,7 @@ impl HeldGuard<'_> {
         }
     }
 
-    /// The change found room: others may, too.
+    /// The change found free space: others may, too.
     pub(super) fn found_room(mut self) {
         self.outcome = Outcome::Stored;
         self.hold.release();

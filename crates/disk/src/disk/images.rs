@@ -16,11 +16,11 @@ use crate::layer::Layer;
 /// becomes longer.
 pub(crate) struct Images<S: Storage, B>(Link<S, B>);
 
-/// An image of a disk, and the one that has taken its place.
+/// An image of a disk, and the one that has replaced it.
 pub(super) struct Link<S: Storage, B> {
     image: Arc<Image<S>>,
-    /// Whether it is over the same file as the one before, whose changes it records beside that, or
-    /// does so no longer.
+    /// Whether it is over the same file as the one before: recording its changes beside the file
+    /// has begun or ended.
     is_same_file: bool,
     /// The disk of its backing file, once that is open for writing.
     pub(super) base: OnceLock<B>,
@@ -42,7 +42,7 @@ impl<S: Storage, B> Images<S, B> {
         Self(Link::new(image, false))
     }
 
-    /// The image that the disk was opened with, whose layer counts its requests.
+    /// The image that the disk was opened with; its layer counts the disk's requests.
     pub(super) fn first(&self) -> &Image<S> {
         &self.0.image
     }
@@ -56,8 +56,8 @@ impl<S: Storage, B> Images<S, B> {
         link
     }
 
-    /// Has requests go to another image from now on; the one that it replaces. No change of the
-    /// disk may be in flight, and no other task replaces its image.
+    /// Sends requests to another image from now on; returns the replaced one. No change of the disk
+    /// may be in flight, and no other task may replace its image.
     pub(super) fn replace(&self, image: Arc<Image<S>>, is_same_file: bool) -> &Link<S, B> {
         let replaced = self.last();
         // It is the last one.
@@ -97,10 +97,11 @@ impl<S: Storage, B> Images<S, B> {
         self.layers().flat_map(|layer| layer.opened().all()).filter(move |layer| !is_used(layer))
     }
 
-    /// As [`former_layers`](Self::former_layers), without those that another disk stands on.
+    /// As [`former_layers`](Self::former_layers), without those that are backing files of another
+    /// disk.
     pub(crate) fn left_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let is_shared = |layer: &Layer<S>| {
-            // An overlay needs all that is behind it.
+            // An overlay needs its whole backing chain.
             self.layers().any(|top| {
                 let mut behind = top.opened().all().skip_while(|one| one.stands() <= 1);
                 behind.any(|one| std::ptr::eq(one, layer))

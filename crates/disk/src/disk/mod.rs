@@ -87,9 +87,9 @@ pub struct Disk<S: Storage> {
     hold: Hold,
     /// The counters before this process had the disk.
     earlier: OnceLock<Box<EarlierCounts>>,
-    /// How many jobs have it get what its image leaves to its backing file.
+    /// How many jobs populate its image from its backing file.
     populating: Arc<AtomicUsize>,
-    /// Whether it was told that copying on read fails.
+    /// Whether a failure of copy-on-read has been reported.
     has_failed_to_populate: AtomicBool,
 }
 
@@ -137,7 +137,7 @@ impl<S: Storage> Disk<S> {
         self.image().format()
     }
 
-    /// Its limits on rates: `throttle` says what they guarantee.
+    /// Its limits on rates: `throttle` has their guarantees.
     pub fn throttle(&self) -> &Arc<Throttle> {
         &self.throttle
     }
@@ -161,7 +161,7 @@ impl<S: Storage> Disk<S> {
     /// holds (at least one, at most the length of `range`). `cache` belongs to this disk alone.
     ///
     /// # Errors
-    /// `InvalidInput` when the range is empty or reaches past the end; or what a storage answers.
+    /// `InvalidInput` when the range is empty or reaches past the end; or storage errors.
     pub async fn block_status(
         &self,
         range: ByteRange,
@@ -174,8 +174,8 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Which image of the chain has the first bytes of `range`, and for how many bytes that holds
-    /// (as for [`block_status`](Self::block_status)): 1 for the disk's own, 2 for its backing
-    /// file, and so on; 0 where none has them.
+    /// (as for [`block_status`](Self::block_status)): 1 for the disk's own, 2 for its backing file,
+    /// and so on; 0 if none has them.
     ///
     /// # Errors
     /// As there.
@@ -199,7 +199,7 @@ impl<S: Storage> Disk<S> {
     /// this disk alone.
     ///
     /// # Errors
-    /// `InvalidInput` when `range` reaches past the end; what the storages answer.
+    /// `InvalidInput` when `range` reaches past the end; storage errors.
     pub async fn map_entry(
         &self,
         range: ByteRange,
@@ -211,8 +211,8 @@ impl<S: Storage> Disk<S> {
         image.layer().status().map_entry(range, cache).await
     }
 
-    /// Makes everything durable, and gives back what the image's storage holds on another host, as
-    /// [`Image::close`]. The disk is not used afterwards.
+    /// Makes everything durable, and releases the resources of the image's storage on another host,
+    /// as [`Image::close`]. The disk must not be used afterwards.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -235,12 +235,12 @@ impl<S: Storage> Disk<S> {
         &self.images
     }
 
-    /// The image of now, for what does not hold off that another one takes its place.
+    /// The current image, for operations that do not prevent its replacement.
     pub(crate) fn begin_use(&self) -> ImageUse<'_, S> {
         loop {
             let image = self.image();
             let guard = image.uses.begin();
-            // It may have been replaced, and be closed, before the guard was seen.
+            // The image may have been replaced and closed before the guard became visible.
             if guard.is_none() || Arc::ptr_eq(image, self.image()) {
                 return ImageUse { image, _guard: guard };
             }

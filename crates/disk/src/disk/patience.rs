@@ -12,7 +12,7 @@ use futures_util::future::{Either, select};
 use super::{Disk, QuiescedGuard};
 use crate::layer::BackingWait;
 
-/// Guests' changes are held off meanwhile.
+/// Guests' changes are held off during this time.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Completes when that time is over. Never outside of event loops, which have the time.
@@ -24,7 +24,7 @@ impl<S: Storage> Disk<S> {
     /// Holds the guest's changes off until the guard is dropped; waits for those in flight.
     ///
     /// # Errors
-    /// `Io` where one of them takes too long: then changes go on.
+    /// `Io` if one of them takes too long: then changes continue.
     pub(crate) async fn quiesce(&self) -> Result<QuiescedGuard<'_>> {
         self.quiesce.quiesce(patience()).await.ok_or_else(|| overdue(self, "changes"))
     }
@@ -32,7 +32,7 @@ impl<S: Storage> Disk<S> {
     /// Waits for requests in flight, up to a limit.
     ///
     /// # Errors
-    /// `Io` where they take too long.
+    /// `Io` if they take too long.
     pub(crate) async fn patiently<T>(&self, requests: impl Future<Output = T>) -> Result<T> {
         match select(pin!(requests), pin!(patience())).await {
             Either::Left((outcome, _)) => Ok(outcome),

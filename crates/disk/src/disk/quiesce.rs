@@ -68,8 +68,8 @@ impl Quiesce {
         }
     }
 
-    /// How often all changes were held off so far: where it is the same later, the image was not
-    /// changed as a whole.
+    /// How often all changes were held off so far: if it is the same later, no change of the whole
+    /// image was made.
     pub(crate) fn count(&self) -> u64 {
         self.count.load(Ordering::SeqCst)
     }

@@ -17,8 +17,8 @@ use crate::image::{Image, close_as_layer};
 use crate::observers::ChangeObserver;
 use crate::options::Access;
 
-/// A disk no change of which is in flight, and none begins, until this is dropped. Reads and
-/// flushes go on.
+/// A disk without changes in flight, on which none begins until this is dropped. Reads and flushes
+/// continue.
 pub struct QuiescedDisk<'a, S: Storage> {
     disk: &'a Disk<S>,
     guard: QuiescedGuard<'a>,
@@ -28,14 +28,13 @@ impl<S: Storage> Disk<S> {
     /// Waits for the changes in flight, and holds off later ones.
     ///
     /// # Errors
-    /// `Io` where one of them takes too long: then changes go on.
+    /// `Io` if one of them takes too long: then changes continue.
     pub async fn quiesced(&self) -> Result<QuiescedDisk<'_, S>> {
         Ok(QuiescedDisk { disk: self, guard: self.quiesce().await? })
     }
 
-    /// Why another image cannot take the place of this disk's, if so: it has another size, was not
-    /// opened to be changed, or loses in a crash what this one has told its users that they need
-    /// not flush.
+    /// Returns why another image cannot replace this disk's, if so: its size differs, it is
+    /// read-only, or a crash would lose writes of which this disk says that they need no flush.
     ///
     /// # Errors
     /// `InvalidInput`, `ReadOnly` or `Unsupported`.
@@ -76,8 +75,8 @@ impl<S: Storage> Disk<S> {
             .hint("wait for the end of the job, or cancel it ('job.list' names it)"))
     }
 
-    /// Whether another image has taken the place of the one that it was opened with. A
-    /// [side file](QuiescedDisk::record_in) of it does not count.
+    /// Whether another image has replaced the one that the disk was opened with. A [side
+    /// file](QuiescedDisk::record_in) of it does not count.
     pub fn is_replaced(&self) -> bool {
         self.images.is_replaced()
     }
@@ -94,13 +93,13 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.disk.observers.attach(observer);
     }
 
-    /// Puts `image` in the place of this disk's: all requests go to it from now on, also those that
-    /// wait for the end of this. It has everything that the disk has, durably, or is
-    /// [over](Image::over) its image, and nothing else changes it or is going to. The disk is no
-    /// longer quiesced when this returns.
+    /// Replaces this disk's image by `image`: all requests go to it from now on, also those that
+    /// wait for the end of this. It must have the disk's whole content, durably, or be
+    /// [over](Image::over) its image, and nothing else may change it. The disk is no longer
+    /// quiesced when this returns.
     ///
     /// # Errors
-    /// As [`Disk::check_replacement`]; nothing has changed then.
+    /// As [`Disk::check_replacement`]; then nothing has changed.
     pub fn switch_to(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
         self.switch(image, false).map(|(replaced, _guard)| replaced)
     }
@@ -123,7 +122,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     }
 
     /// As [`switch_to`](Self::switch_to), for an image over the same file, which records its
-    /// changes beside it, or does so no longer: the disk stays where it is.
+    /// changes beside it, or stops doing so: the disk's location stays the same.
     ///
     /// # Errors
     /// As there.
@@ -131,12 +130,12 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.switch(image, true).map(|(replaced, _guard)| replaced)
     }
 
-    /// Has the enabled bitmaps of `lower`, the image behind this disk's, and those of the disk in
-    /// memory say that what this disk's image has of its own changes, durably: so it does when the
+    /// Marks the ranges that this disk's image has in itself as changed in the enabled bitmaps of
+    /// `lower`, its backing file, and in the disk's bitmaps in memory, durably: correct when the
     /// disk goes back.
     ///
     /// # Errors
-    /// Errors of a storage: bitmaps may say of some parts that they have changed.
+    /// Storage errors: bitmaps may then mark some ranges as changed already.
     pub async fn note_own_parts_in(&self, lower: &Image<S>) -> Result<()> {
         let transient = self.disk.transient_bitmaps.get();
         let bitmaps = match lower.format().has_bitmaps() {
@@ -159,9 +158,9 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         Ok(())
     }
 
-    /// As [`switch_to`](Self::switch_to), to an image that the replaced one stands on (see
-    /// *Rollback* in README.md of the crate): it is changed only when reads that go through the
-    /// replaced one have ended, unless its storage does not answer for long.
+    /// As [`switch_to`](Self::switch_to), to an image that the replaced one is based on (see
+    /// *Rollback* in README.md of the crate): it is changed only after reads through the replaced
+    /// one have ended, or after a time limit if its storage hangs.
     ///
     /// # Errors
     /// As there.
@@ -176,8 +175,8 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         Ok(replaced)
     }
 
-    /// Refuses all changes from now on, also those that wait: the disk lives on at `moved_to`, a
-    /// name for messages. Reads go on.
+    /// Refuses all changes from now on, also those that wait: the disk has moved to `moved_to`, a
+    /// name for messages. Reads continue.
     pub fn retire(self, moved_to: String) {
         self.disk.protection.retire(moved_to);
     }
@@ -196,8 +195,8 @@ impl<S: Storage> ReplacedImage<'_, S> {
         self.link.image()
     }
 
-    /// Waits for what is in flight on it, where its storage gives something back. Makes everything
-    /// of it durable, as [`Disk::close`] does.
+    /// Waits for its operations in flight, if its storage must release something. Makes it durable,
+    /// as [`Disk::close`] does.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -206,7 +205,7 @@ impl<S: Storage> ReplacedImage<'_, S> {
         self.disk.close_image(self.link).await
     }
 
-    /// Makes an image durable that is read on as a layer. Its storage stays open.
+    /// Makes an image durable that continues to be read as a layer. Its storage stays open.
     ///
     /// # Errors
     /// Errors of the storage: flushes of the images over it flush it as well, and fail.

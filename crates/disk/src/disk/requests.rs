@@ -35,16 +35,16 @@ use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
 
-/// A change in flight: while it exists, no other image takes the place of the one that it goes to.
-/// Observers are told of it before it counts as ended.
+/// A change in flight: while it exists, its image is not replaced. Observers receive it before it
+/// counts as ended.
 struct Turn<'a> {
     change: Option<Box<ObservedChange>>,
     image: UseGuard<'a>,
     _guard: WriteGuard<'a>,
 }
 
-/// A change that was carried out and is not answered yet. Its image stays open, because the change
-/// is made durable there.
+/// A change that was carried out and is not answered yet. Its image stays open until the change is
+/// durable there.
 struct Ended<'a> {
     image: UseGuard<'a>,
     /// The waits after that.
@@ -62,18 +62,16 @@ impl<'a> Turn<'a> {
 impl<S: Storage> Disk<S> {
     /// Carries out one request.
     ///
-    /// The caller polls the future until it is ready: requests wait for each other where they
-    /// overlap, and where they need the same tables written. One that is dropped loses nothing that
-    /// was acknowledged, but what it began may take effect at any later time, also after newer
-    /// writes to the same bytes, or be undone; so an export that loses its client lets the requests
-    /// in flight come to their end.
+    /// The caller polls the future until it is ready: requests wait for each other if they overlap,
+    /// or need the same tables written. A dropped future loses no acknowledged data, but its change
+    /// may take effect at any later time, even after newer writes to the same bytes, or be undone.
+    /// So an export that loses its client lets requests in flight complete.
     ///
     /// # Errors
     /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
     /// end, `InvalidInput` for anything else past the end, `Unsupported` for a
-    /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or what the storage
-    /// answered. After a failed flush every flush and durable write fails until the disk is
-    /// opened anew.
+    /// [`FastOnly`](Fallback::Forbidden) zero write that would be slow; or the storage's error.
+    /// After a failed flush every flush and durable write fails until the disk is reopened.
     pub async fn submit(&self, request: Request) -> Result<()> {
         self.submit_from(ExportKind::Local, request).await
     }
@@ -117,8 +115,8 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// As [`submit`](Self::submit), without a turn among the requests that share the disk's limits:
-    /// for jobs, which have limits of their own, and tell of failures themselves.
+    /// As [`submit`](Self::submit), but not subject to the disk's limits: for jobs, which have
+    /// limits of their own and report failures themselves.
     ///
     /// # Errors
     /// As [`submit`](Self::submit).
@@ -135,12 +133,12 @@ impl<S: Storage> Disk<S> {
         self.submit(Request::Flush).await
     }
 
-    /// Stores `bytes`, which are those of the one cluster at `offset` (fewer where the disk ends
-    /// before the cluster does), in compressed form. Compresses on the thread that polls. Two
-    /// writes of the same cluster wait for each other.
+    /// Stores the one cluster at `offset` in compressed form; `bytes` is shorter than a cluster if
+    /// the disk ends inside it. Compresses on the polling thread. Two writes of the same cluster
+    /// wait for each other.
     ///
     /// # Errors
-    /// As a write; `Unsupported` where the format has no compressed clusters, `InvalidInput` for
+    /// As a write; `Unsupported` if the format has no compressed clusters, `InvalidInput` for
     /// anything but one cluster.
     pub async fn write_compressed(&self, offset: u64, bytes: &[u8]) -> Result<CompressResult> {
         let (stats, operation) = (self.request_stats(), Operation::Write);
@@ -151,9 +149,9 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// Gives `range`, which reads as zeros before and after, space of its own without sending
-    /// zeros, as far as that can be; what is left of it, from where it could not on. Durable
-    /// with the next flush.
+    /// Allocates space for `range`, which reads as zeros before and after, without writing zeros,
+    /// as far as possible; returns the rest, from the first failure on. Durable with the next
+    /// flush.
     ///
     /// # Errors
     /// As a write; `Unsupported` where `mode` reserves space, and the storage cannot.
@@ -235,8 +233,8 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         Turn { change, image: self.image().uses.begin(), _guard: guard }
     }
 
-    /// Waits until the image may be changed, for a write. The bytes are in memory of its own where
-    /// observers are shown them.
+    /// Waits until the image may be changed, for a write. The bytes are copied to private memory if
+    /// observers receive them.
     async fn begin_write_turn(self, offset: u64, from: IoVector) -> Result<(Turn<'a>, IoVector)> {
         let guard = self.wait_until_unquiesced().await;
         let length = from.len() as u64;
@@ -286,7 +284,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         }
         if let Some(how) = self.zero_options() {
             let is_zero = is_zero(&from).await;
-            // Zeros in the place of a guest's lost memory are not to be stored.
+            // Zeros that replace a guest's lost memory must not be stored.
             from.check_intact()?;
             if is_zero {
                 return rare(self.write_zeroes(range, how, sync)).await;
@@ -361,14 +359,14 @@ fn check_one_cluster<S: Storage>(image: &Image<S>, range: ByteRange) -> Result<u
     Ok(size)
 }
 
-/// The sync that a request's writes and its end need to be as durable as it asks, and at least as
-/// durable as the image's options ask.
+/// The sync that a request's writes and its end need to be as durable as it and the image's options
+/// require.
 fn begin_sync<S: Storage>(image: &Image<S>, asked: Durability) -> RequestSync<'_, S> {
     RequestSync::new(image.format(), asked.max(image.options.durability))
 }
 
-/// Makes a change that was carried out as durable as it asks, and waits for what observers have it
-/// wait for.
+/// Makes a change that was carried out as durable as required, and waits as long as observers
+/// require.
 async fn end_change<S: Storage>(sync: RequestSync<'_, S>, ended: Ended<'_>) -> Result<()> {
     let Ended { waits, image } = ended;
     sync.complete().await?;
@@ -379,7 +377,7 @@ async fn end_change<S: Storage>(sync: RequestSync<'_, S>, ended: Ended<'_>) -> R
     Ok(())
 }
 
-/// Whether every byte is zero. Long memory that is, is looked at in steps.
+/// Whether every byte is zero. Long memory is scanned in steps.
 async fn is_zero(memory: &IoVector) -> bool {
     const STEP: usize = WorkBudget::QUANTUM as usize;
     if memory.len() <= STEP {

@@ -36,13 +36,13 @@ impl<S: Storage> Disk<S> {
     ///
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for a smaller size or one that is no multiple of 512, or of the
-    /// disk's sectors; `Io` where requests in flight take too long.
+    /// disk's sectors; `Io` if requests in flight take too long.
     pub async fn resize(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
         let prepared =
             if Resize(self).has_bitmaps() { Resize(self).prepare_ahead(size).await? } else { None };
         let _change = Resize(self).begin().await?;
-        // It may have become read-only meanwhile.
+        // It may have become read-only since.
         self.check_access(size)?;
         // Nothing may be on its way to a last partial block, which becomes an ordinary one.
         let claim = self.patiently(self.image().layer().claims().claim_end(self.size())).await?;
@@ -67,16 +67,16 @@ impl<S: Storage> Disk<S> {
         self.image().format().flush(SyncMode::Full).await
     }
 
-    /// Makes the disk shorter: what lies beyond `size` is lost. Durable when it returns. No request
+    /// Makes the disk shorter: bytes beyond `size` are lost. Durable when it returns. No request
     /// may be in flight beyond the new end.
     ///
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for a larger size, one that is no multiple of 512, or an image of
-    /// qcow2 version 2 with snapshots; or what the storage answers.
+    /// qcow2 version 2 with snapshots; or storage errors.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
         let _change = Resize(self).begin().await?;
-        // It may have become read-only meanwhile.
+        // It may have become read-only since.
         self.check_access(size)?;
         let claim = self.patiently(self.image().layer().claims().claim_end(size)).await?;
         if size > self.size() {
@@ -101,8 +101,8 @@ impl<S: Storage> Disk<S> {
 struct Resize<'a, S: Storage>(&'a Disk<S>);
 
 impl<'a, S: Storage> Resize<'a, S> {
-    /// Prepares the new part of a longer disk beside all changes but those of the whole image.
-    /// `None` where it may not count.
+    /// Prepares the new part of a longer disk while writes continue, but no change of the whole
+    /// image. `None` if the result may not be used.
     async fn prepare_ahead(&self, size: u64) -> Result<Option<Prepared>> {
         let (old, quiesced) = (self.0.size(), self.0.quiesce.count());
         self.0.image().format().size_change().check(size)?;
@@ -121,7 +121,7 @@ impl<'a, S: Storage> Resize<'a, S> {
         Ok(Some(Prepared { old, quiesced }))
     }
 
-    /// Has a part of the disk that is past its end read as zeros, durably, when it becomes longer.
+    /// Makes a part past the disk's end read as zeros, durably, when the disk grows.
     async fn prepare(&self, old: u64, part: ByteRange, claim: &Claim<'_>) -> Result<()> {
         if part.is_empty() {
             return Ok(());
@@ -141,9 +141,8 @@ impl<'a, S: Storage> Resize<'a, S> {
         self.0.image().format().has_bitmaps() || !self.0.transient_bitmaps.get().is_empty()
     }
 
-    /// A snapshot is taken before or after this, never beside it: tables change here. Bitmaps
-    /// change as a whole, so where there are any, no change of the guest's is made beside it
-    /// either.
+    /// Tables change here, so it never overlaps a snapshot. Bitmaps are resized as a whole, so an
+    /// image with bitmaps also holds off guests' changes.
     async fn begin(&self) -> Result<Either<QuiescedGuard<'a>, WriteGuard<'a>>> {
         if !self.has_bitmaps() {
             let change = self.0.quiesce.begin_write().await;
@@ -155,9 +154,9 @@ impl<'a, S: Storage> Resize<'a, S> {
         Ok(Either::Left(quiesce_flushed(self.0, SyncMode::Data).await?))
     }
 
-    /// The new bytes of a disk that became longer which would not read as zeros by themselves:
-    /// those of the last old cluster, and those that the backing file has; of a raw disk, those
-    /// that its file has already. Up to the end of a block: clusters consist of whole ones.
+    /// The new bytes of a grown disk that would not read as zeros by themselves: the rest of the
+    /// last old cluster, and bytes of the backing file; for a raw disk, bytes that its file has
+    /// already. Ends at a block's end: clusters consist of whole blocks.
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
         let cluster_end = old.next_multiple_of(self.0.image().cluster_size()?);
         let needed = if self.0.image().format().is_fully_allocated() {

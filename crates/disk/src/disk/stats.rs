@@ -33,7 +33,7 @@ impl<S: Storage> Disk<S> {
         DiskStats { disk: self }
     }
 
-    /// The requests of the disk's users, whatever the image was.
+    /// The requests of the disk's users, over all of its images.
     pub(super) fn request_stats(&self) -> &Stats {
         self.images.first().layer().stats()
     }
@@ -45,8 +45,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.metrics().counters()
     }
 
-    /// All that it is measured by. For people who ask now and then: it reads the blocks of all
-    /// threads.
+    /// All metrics of the disk. For rare queries by people: it reads the blocks of all threads.
     pub fn metrics(self) -> DiskMetrics {
         let images = &self.disk.images;
         let used = images.last().image().layer().layers();
@@ -66,7 +65,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.disk.request_stats().export_load()
     }
 
-    /// Look-ups of the image's metadata; `None` where the format has none.
+    /// Look-ups of the image's metadata; `None` if the format has none.
     pub fn metadata_cache(self) -> Option<CacheCounts> {
         let layers = self.disk.images.layers();
         let counted = layers.filter_map(|layer| layer.format().cache_counts());
@@ -89,7 +88,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         }
     }
 
-    /// All that was counted so far, for the process that goes on with the disk.
+    /// All counts so far, for the process that takes over the disk.
     pub fn earlier_counts(self) -> EarlierCounts {
         EarlierCounts {
             metrics: self.metrics(),
@@ -98,9 +97,9 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         }
     }
 
-    /// Counts on from what another process has counted. Before the disk is used, and once.
+    /// Continues the counts of another process. Once, and before the disk is used.
     pub fn count_from(self, earlier: EarlierCounts) {
-        // It counts on from the first one.
+        // The first counts are kept.
         let _ = self.disk.earlier.set(Box::new(earlier));
     }
 
@@ -110,7 +109,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
     }
 
     /// As [`enter_client`](Self::enter_client), for a client that another process has handed over:
-    /// it is among those that were [counted](Self::count_from) there.
+    /// that process has [counted](Self::count_from) it already.
     pub fn enter_client_again(self, export: ExportKind) -> ClientGuard {
         self.disk.request_stats().clients().enter_again(export)
     }

@@ -4,11 +4,11 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether changes of a disk are refused that was opened for writing. It is set while no change is
-/// in flight, so who may begin a change sees it.
+/// in flight, so every later change sees it.
 #[derive(Default)]
 pub(super) struct WriteProtection {
     is_on: AtomicBool,
-    /// Where the disk lives on, if it may no longer be changed here.
+    /// The disk's new location, if it may no longer be changed here.
     retired: OnceLock<String>,
 }
 
@@ -23,14 +23,14 @@ impl WriteProtection {
         self.is_on.store(is_on, Ordering::SeqCst);
     }
 
-    /// Refuses changes from then on: the disk lives on at `moved_to`.
+    /// Refuses changes from now on: the disk has moved to `moved_to`.
     pub(super) fn retire(&self, moved_to: String) {
         // Once is enough.
         let _ = self.retired.set(moved_to);
         self.set(true);
     }
 
-    /// Where the disk lives on, if it is retired.
+    /// The disk's new location, if it is retired.
     pub(super) fn retired_to(&self) -> Option<&str> {
         self.retired.get().map(String::as_str)
     }

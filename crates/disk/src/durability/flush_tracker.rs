@@ -55,7 +55,7 @@ mod tests;
 /// The hint about a failed flush.
 const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
 
-/// A storage, and what of it is not stable.
+/// A storage, and which of its writes are not stable.
 pub(crate) struct FlushTracker<S> {
     storage: S,
     policy: FlushPolicy,
@@ -82,13 +82,12 @@ struct StableGenerations {
     full: u64,
 }
 
-/// The outcome of the first writes with FUA: whether a storage has what it says is found out by
-/// using it.
+/// The outcome of the first writes with FUA: the only proof that a storage supports FUA.
 #[derive(Default)]
 struct FuaTrial {
     /// One has succeeded.
     has_succeeded: AtomicBool,
-    /// The storage has refused one whose bytes it took without FUA.
+    /// The storage has refused a write with FUA, but accepted the same bytes without it.
     is_refused: AtomicBool,
 }
 
@@ -102,7 +101,7 @@ impl<S: Storage> FlushTracker<S> {
     pub(crate) fn new(storage: S, policy: FlushPolicy, access: Access) -> Self {
         let past = match access {
             Access::ReadWrite => 1,
-            // Nothing that is written through it has to become stable.
+            // Nothing is written through it that must become stable.
             Access::ReadOnly => 0,
         };
         Self {
@@ -120,8 +119,8 @@ impl<S: Storage> FlushTracker<S> {
         }
     }
 
-    /// As the tracker is when nothing was written through it, of a storage where what others have
-    /// written is stable: until the next write, a flush has nothing to do.
+    /// A tracker without unstable writes, for a storage where earlier writes of others are stable:
+    /// a flush has nothing to do until the next write.
     pub(crate) fn after_flush(mut self) -> Self {
         *self.write_generation.get_mut() = 0;
         self
@@ -141,7 +140,7 @@ impl<S: Storage> FlushTracker<S> {
         self.failure.get()
     }
 
-    /// Another process may have written what is not stable.
+    /// Another process may have left unstable writes.
     pub(crate) fn note_earlier_writes(&self) {
         self.write_generation.fetch_add(1, Ordering::SeqCst);
     }
@@ -196,7 +195,8 @@ impl<S: Storage> FlushTracker<S> {
         Some(record)
     }
 
-    /// A flush has failed, or a durable write that may have lost what a flush would.
+    /// A flush has failed, or a durable write that may have lost data that a flush would have
+    /// reported.
     fn fail(&self, error: &Error) {
         self.failure.set(error);
         if let Some(record) = self.record.get() {
@@ -235,7 +235,7 @@ impl<S: Storage> FlushTracker<S> {
         outcome
     }
 
-    /// As [`write_fua`](Self::write_fua), as long as no such write has succeeded: where the storage
+    /// As [`write_fua`](Self::write_fua), as long as no such write has succeeded: if the storage
     /// refuses it, it becomes a write and a flush.
     async fn try_fua(
         &self,
@@ -316,7 +316,7 @@ impl<S: Storage> FlushTracker<S> {
                 return outcome;
             }
             self.fua_writes.synchronize().await;
-            // The storage reports the outcome of what was detached meanwhile to its next flush.
+            // The storage reports errors of operations detached since to its next flush.
             if self.detached_operations.load(Ordering::SeqCst) == detached {
                 break;
             }
@@ -478,7 +478,7 @@ impl StableGenerations {
 
 impl OperationGuard<'_> {
     fn complete(self) {
-        // It may have changed the file only now.
+        // The operation may have changed the file only now.
         if let Some(record) = self.record {
             record.stamp();
         }

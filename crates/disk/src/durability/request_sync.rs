@@ -32,7 +32,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         Self::new(format, Durability::None)
     }
 
-    /// For writes after which the disk reads what it did before, and which need not be durable.
+    /// For writes that do not change the disk's content, and need not be durable.
     pub(crate) fn of_same_content(format: &'a Format<FlushTracker<S>>) -> Self {
         Self { changes_content: false, ..Self::not_required(format) }
     }
@@ -53,13 +53,13 @@ impl<'a, S: Storage> RequestSync<'a, S> {
     }
 
     /// The plan for zeros that are written to a prepared extent as data. FUA only for an overwrite:
-    /// what is copied around new space is written without it.
+    /// COW padding is written without FUA.
     pub(crate) fn plan_zeros(&self, is_pure_overwrite: bool, writes: Writes) -> DurabilityPlan {
         let extents = if is_pure_overwrite { Extents::Overwrites } else { Extents::Mixed };
         self.plan(Change::Data { extents, writes }, || MetadataSync::Flush)
     }
 
-    /// Notes operations that carry no durability of their own.
+    /// Records operations that are not durable by themselves.
     pub(crate) fn note_plain_operation(&self) {
         self.plan(Change::SharedFlush, || MetadataSync::Flush);
     }
@@ -82,7 +82,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         self.required.get()
     }
 
-    /// Makes the request as durable as it was asked for, once its writes have ended.
+    /// Makes the request as durable as required, once its writes have ended.
     ///
     /// # Errors
     /// Errors of the storage, or the first failure of an earlier flush or durable write.

@@ -14,10 +14,9 @@ use crate::options::{Access, Options};
 use crate::write::Writer;
 
 impl<S: Storage> Image<S> {
-    /// The same image, which is new, over `lower`, the image of a disk. Where that may be changed,
-    /// nothing reads this image, and nothing is written to it, before
-    /// [`switch_to`](crate::QuiescedDisk::switch_to) has put an image over the same one in the
-    /// place of that.
+    /// The same image, which is new, over `lower`, the image of a disk. If that is writable, this
+    /// image must not be read or written before [`switch_to`](crate::QuiescedDisk::switch_to) has
+    /// replaced the disk's image by one over it.
     #[must_use]
     pub fn over(mut self, lower: &Self) -> Self {
         if lower.access() == Access::ReadWrite {
@@ -30,8 +29,8 @@ impl<S: Storage> Image<S> {
         self
     }
 
-    /// As [`over`](Self::over), over an image that is open for reading only, with all that is
-    /// behind that.
+    /// As [`over`](Self::over), over an image that is open for reading only, with its backing
+    /// chain.
     #[must_use]
     pub(crate) fn over_layer(mut self, layer: &Arc<Layer<S>>) -> Self {
         self.layer().opened().set(Arc::clone(layer), Access::ReadOnly);
@@ -45,14 +44,13 @@ impl<S: Storage> Image<S> {
         self
     }
 
-    /// Whether a layer behind the image has writes of this process that are not known to be
+    /// Whether a backing file of the image has writes of this process that are not known to be
     /// durable.
     pub fn has_unstable_layer(&self) -> bool {
         self.layer().opened().are_unstable()
     }
 
-    /// Where the first image behind this one is that `other` reads as well: how many steps behind
-    /// this image, and how many behind `other`.
+    /// The depth below this image, and below `other`, of the first image that both read.
     pub fn shared_with(&self, other: &Self) -> Option<(usize, usize)> {
         let theirs: Vec<_> =
             [other.layer()].into_iter().chain(other.layer().opened().now()).collect();
@@ -63,7 +61,7 @@ impl<S: Storage> Image<S> {
     }
 }
 
-/// An image for reading only, of a layer that another one stands on.
+/// A read-only image of a layer that another image is based on.
 pub(crate) fn image_of_layer<S: Storage>(layer: &Arc<Layer<S>>) -> Image<S> {
     let sector_size = layer.format().header().logical_block_size();
     let options = Options { access: Access::ReadOnly, ..Options::default() };
@@ -71,7 +69,7 @@ pub(crate) fn image_of_layer<S: Storage>(layer: &Arc<Layer<S>>) -> Image<S> {
     Image { writer, uses, options, sector_size, state: OnceLock::new() }
 }
 
-/// Makes an image durable, to be read on as a layer. Its storage stays open.
+/// Makes an image durable that continues to be read as a layer. Its storage stays open.
 ///
 /// # Errors
 /// Errors of the storage: flushes of the images over it flush it as well, and fail.

@@ -55,7 +55,7 @@ impl<S: Storage> Image<S> {
         &self.writer
     }
 
-    /// The image and what reading it takes.
+    /// The image and its backing chain.
     pub(crate) fn layer(&self) -> &Arc<Layer<S>> {
         self.writer.layer()
     }
@@ -88,7 +88,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Whether it was opened to be changed.
+    /// Whether it was opened for writing.
     pub fn access(&self) -> Access {
         self.options.access
     }
@@ -98,12 +98,12 @@ impl<S: Storage> Image<S> {
         self.format().is_encrypted()
     }
 
-    /// Whether the guest's data is encrypted in the image or one that is behind it.
+    /// Whether the guest's data is encrypted in the image or one of its backing files.
     pub fn has_encrypted_layer(&self) -> bool {
         self.layer().layers().any(|layer| layer.format().is_encrypted())
     }
 
-    /// How the guest's data is encrypted; `None` where it is not.
+    /// How the guest's data is encrypted; `None` if it is not.
     ///
     /// # Errors
     /// As [`ImageHeader::read_encryption`](blockhouse_format::ImageHeader::read_encryption).
@@ -117,7 +117,7 @@ impl<S: Storage> Image<S> {
     }
 
     /// The names of the files that together hold the disk's data, relative to the image's folder;
-    /// empty where the image holds it itself, or in a [`data_file`](Self::data_file).
+    /// empty if the image holds it itself, or in a [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &[Vec<u8>] {
         self.format().header().extent_files()
     }
@@ -127,7 +127,7 @@ impl<S: Storage> Image<S> {
         self.layer().backing_file()
     }
 
-    /// The file that the image names as the one with the guest's data, if that is another one.
+    /// The external data file that the image names, if any.
     pub fn data_file(&self) -> Option<&DataFile> {
         self.format().header().data_file()
     }
@@ -146,17 +146,17 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Bytes of a cluster; `None` where the format has none.
+    /// Bytes of a cluster; `None` if the format has none.
     pub fn cluster_size(&self) -> Option<u64> {
         self.format().cluster_size()
     }
 
-    /// The properties that the image's header states; `None` where the format has no header.
+    /// The features in the image's header; `None` if the format has no header.
     pub fn features(&self) -> Option<Features> {
         self.format().header().features()
     }
 
-    /// How clusters are compressed; `None` where the format has no compressed clusters.
+    /// How clusters are compressed; `None` if the format has no compressed clusters.
     pub fn compression(&self) -> Option<Compression> {
         self.format().header().compression()
     }
@@ -219,16 +219,16 @@ impl<S: Storage> Image<S> {
         })
     }
 
-    /// Looks for errors in the image, whose changes are flushed and which must not change
-    /// meanwhile; `None` where the format has nothing to check.
+    /// Checks the image for errors; its changes must be flushed, and it must not change during the
+    /// check. `None` if the format has nothing to check.
     ///
     /// # Errors
-    /// Only what the storage answers: what is wrong with the image is in the report.
+    /// Only storage errors: errors of the image are in the report.
     pub async fn check(&self) -> Result<Option<CheckReport>> {
         self.check_with(&ToolProgress::default()).await
     }
 
-    /// As [`check`](Self::check); `progress` counts tables that were read.
+    /// As [`check`](Self::check); `progress` counts the tables read.
     ///
     /// # Errors
     /// As there.
@@ -256,8 +256,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Makes everything durable, and gives back what the image's storage holds on another host,
-    /// before it is dropped. The image is not used afterwards.
+    /// Makes everything durable, and releases the resources of the image's storage on another host,
+    /// before it is dropped. The image must not be used afterwards.
     ///
     /// The state file, if there is one, is removed, unless it has answered changes that could not
     /// be brought to the image. An image that is dropped without being closed leaves it, as a
@@ -294,6 +294,6 @@ pub struct LayerInfo<'a> {
     pub size: u64,
     /// Whether the guest's data is encrypted in it.
     pub is_encrypted: bool,
-    /// The properties that the image's header states, where the format has one.
+    /// The features in the image's header, if the format has one.
     pub features: Option<Features>,
 }

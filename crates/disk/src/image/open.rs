@@ -20,7 +20,7 @@ use crate::write::Writer;
 /// The writes to an image before it is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EarlierWrites {
-    /// A process that died may have written what is not stable.
+    /// A killed process may have left unstable writes.
     Unknown,
     /// All of it is stable: another process has it open, and has settled it.
     Stable,
@@ -47,8 +47,8 @@ impl<S: Storage> Image<S> {
         Self::open_tracked(storage, format, options, None).await
     }
 
-    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): what
-    /// opening itself writes does not take the place of what the log refers to.
+    /// As [`open`](Self::open), for an image whose `log` will be [replayed](Self::replay): writes
+    /// of the opening itself do not overwrite data that the log refers to.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -62,8 +62,8 @@ impl<S: Storage> Image<S> {
         Self::open_tracked(storage, format, options, Some(log)).await
     }
 
-    /// As [`open`](Self::open), with what is known of the past, and with the state file that was
-    /// found. Changes that the opening itself makes are stamped in its page; its log will be
+    /// As [`open`](Self::open), with known facts about earlier writes, and with the state file that
+    /// was found. Changes that the opening itself makes are stamped in its page; its log will be
     /// replayed.
     pub(crate) async fn open_with_state(
         storage: S,
@@ -129,7 +129,7 @@ impl<S: Storage> Image<S> {
     /// The same image with its data file, before anything is read or written.
     ///
     /// # Errors
-    /// `InvalidInput` where it has none, or where the image is the backing of another already;
+    /// `InvalidInput` if it needs none, or if the image is another's backing file already;
     /// `Unsupported` when its clusters are smaller than the blocks of `data`.
     pub fn with_data(self, data: S) -> Result<Self> {
         let options = self.options;
@@ -141,7 +141,7 @@ impl<S: Storage> Image<S> {
     /// read: each is one of `ranges` of `data`, in their order.
     ///
     /// # Errors
-    /// `InvalidInput` where the image names another number of files, or is the backing of another
+    /// `InvalidInput` if the image names another number of files, or is another's backing file
     /// already; what is wrong with a file.
     pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         let options = self.options;
@@ -152,15 +152,15 @@ impl<S: Storage> Image<S> {
     /// The same image, which is encrypted so, with the cipher of its data, before anything is read.
     ///
     /// # Errors
-    /// `InvalidInput` where the image is the backing of another already.
+    /// `InvalidInput` if the image is another's backing file already.
     pub fn with_cipher(self, encryption: Encryption, cipher: SectorCipher) -> Result<Self> {
         let options = self.options;
         let cipher = DataCipher::new(encryption, cipher);
         Ok(Self::new(self.into_layer()?.with_cipher(cipher), options))
     }
 
-    /// The same image over `backing`, its backing file: what the image does not have is read from
-    /// there, and past its end as zeros.
+    /// The same image over `backing`, its backing file: unallocated ranges are read from there, and
+    /// past its end as zeros.
     #[must_use]
     pub fn with_backing(mut self, backing: &Self) -> Self {
         self.layer().opened().set(Arc::clone(backing.layer()), backing.access());

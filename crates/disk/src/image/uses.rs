@@ -18,8 +18,8 @@ pub(crate) struct ImageUses(Option<Box<Epochs>>);
 pub(crate) type UseGuard<'a> = Option<EpochGuard<'a>>;
 
 impl ImageUses {
-    /// Of an image that nothing uses yet, with the backing files that it has now. One that takes
-    /// the place of such a backing file later is on the same storage.
+    /// For an image that is not in use yet, with its present backing files. A later replacement of
+    /// such a backing file is on the same storage.
     pub(super) fn new<S: Storage>(layer: &Layer<S>) -> Self {
         let needs_close = layer.layers().any(|layer| {
             let format = layer.format();
@@ -28,13 +28,13 @@ impl ImageUses {
         Self(needs_close.then(Box::default))
     }
 
-    /// Keeps the image and what is behind it open until the guard is dropped. `None`: all of it
+    /// Keeps the image and its backing chain open until the guard is dropped. `None`: all of it
     /// stays open anyway.
     pub(crate) fn begin(&self) -> UseGuard<'_> {
         self.0.as_ref().map(|epochs| epochs.enter())
     }
 
-    /// Waits until what is in flight now has ended.
+    /// Waits until the operations in flight now have ended.
     pub(crate) async fn ended(&self) {
         if let Some(epochs) = &self.0 {
             epochs.synchronize().await;

@@ -22,21 +22,20 @@ use crate::options::Access;
 /// Bytes of a granule, at least and at most.
 const GRANULES: [u64; 2] = [4 << 10, 2 << 20];
 
-/// The cost of each granule of a look-up, as [`WorkBudget`] counts it.
+/// The cost of each granule of a look-up, in the unit of [`WorkBudget`].
 const ENTRY: u64 = WorkBudget::LOOK_UP / 8;
 
 /// The backing files of an image, the nearest first.
 pub(super) struct BackingChain<S: Storage> {
     layers: Vec<Arc<Layer<S>>>,
-    /// Bytes of a granule, a power of two: no more than the smallest cluster, where that is not
-    /// tiny.
+    /// Bytes of a granule, a power of two: no more than the smallest cluster, unless that is tiny.
     granule: u64,
     skips: SkipTable,
 }
 
 impl<S: Storage> BackingChain<S> {
-    /// The image's chain, if what is found out about it can be remembered and is of use: not of a
-    /// layer that is itself read through another one's chain.
+    /// The image's chain, if look-ups in it can be remembered and are useful: not for a layer that
+    /// is itself read through another layer's chain.
     pub(super) fn known(image: &Layer<S>) -> Option<&Self> {
         if !image.remembers_chain.load(Ordering::Acquire) {
             return None;
@@ -44,7 +43,7 @@ impl<S: Storage> BackingChain<S> {
         image.chain.get_or_init(|| Self::of(image)).as_ref()
     }
 
-    /// `None` for one that is too short, or may change.
+    /// `None` for a chain that is too short, or may change.
     fn of(image: &Layer<S>) -> Option<Self> {
         let mut layers: Vec<Arc<Layer<S>>> = Vec::new();
         let mut layer = image;
@@ -92,9 +91,9 @@ impl<S: Storage> BackingChain<S> {
         ByteRange::between(start, end)
     }
 
-    /// How many layers leave all of the first granules to those behind them, and where these
-    /// granules end. The layers are asked of all of them at once, as long as they give one
-    /// answer.
+    /// How many layers leave all of the first granules to their backing files, and the end of these
+    /// granules. Each layer is looked up for all of them at once, as long as the result is the same
+    /// for all.
     async fn find_out(&self, mut run: Range<u64>, budget: &WorkBudget) -> (usize, u64) {
         // The last layer leaves nothing to others.
         let last = self.layers.len() - 1;

@@ -51,8 +51,8 @@ pub(super) struct BackingReadGuard<'a> {
 }
 
 impl BackingReads {
-    /// A read begins. It sees every change of what is behind the image that was made before an
-    /// [`ended`](Self::ended) which does not wait for it.
+    /// A read begins. It sees every change of the backing chain made before an
+    /// [`ended`](Self::ended) that does not wait for it.
     pub(super) fn begin(&self, range: ByteRange, reader: Reader) -> BackingReadGuard<'_> {
         let read = BackingRead { range, reader, since: clock::now(), depth: 1 };
         let mut state = self.state.lock();

@@ -17,18 +17,18 @@ impl<S: Storage> Layer<S> {
     pub(crate) fn backing_file(&self) -> Option<&BackingName> {
         let named = self.format.header().backing_file();
         match self.behind.0.get() {
-            // It was not opened with the image.
+            // No backing file was opened.
             None => named,
             Some(_) => self.behind.now().and_then(|backing| backing.name.as_ref().or(named)),
         }
     }
 
-    /// The layer behind this one, by the last opening of its file.
+    /// The backing file of this layer, by the last opening of its file.
     pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
         self.behind.now().map(|backing| last(&backing.layer))
     }
 
-    /// The layer that stands in for unallocated clusters, which the image has.
+    /// The backing file of a layer with unallocated clusters, which must have one.
     pub(super) fn backing(&self) -> Result<&Arc<Self>> {
         self.backing_layer().ok_or_else(|| {
             let what = "the image needs its backing file, which was not opened with it";
@@ -36,7 +36,7 @@ impl<S: Storage> Layer<S> {
         })
     }
 
-    /// The layers that were opened behind this one, those included that it has left.
+    /// The backing files that were opened for this layer, including those that it no longer uses.
     pub(crate) fn opened(&self) -> OpenedLayers<'_, S> {
         OpenedLayers(self)
     }
@@ -46,7 +46,7 @@ impl<S: Storage> Layer<S> {
         self.stands.load(Ordering::SeqCst)
     }
 
-    /// This layer and those behind it, the nearest first.
+    /// This layer and its backing files, the nearest first.
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |layer| layer.backing_layer().map(|layer| &**layer))
     }
@@ -61,7 +61,7 @@ fn last<S: Storage>(opened: &Arc<Layer<S>>) -> &Arc<Layer<S>> {
     layer
 }
 
-/// The layers that were opened behind one.
+/// The backing files that were opened for a layer.
 pub(crate) struct OpenedLayers<'a, S: Storage>(&'a Layer<S>);
 
 impl<S: Storage> Clone for OpenedLayers<'_, S> {
@@ -73,24 +73,22 @@ impl<S: Storage> Clone for OpenedLayers<'_, S> {
 impl<S: Storage> Copy for OpenedLayers<'_, S> {}
 
 impl<'a, S: Storage> OpenedLayers<'a, S> {
-    /// Reads from `layer`, which was opened with this `access`, what the image leaves to its
-    /// backing file, from now on. Once only.
+    /// Makes `layer`, which was opened with this `access`, the backing file. Once only.
     pub(crate) fn set(self, layer: Arc<Layer<S>>, access: Access) {
         self.0.format.set_backing_size(layer.size());
         // Its chain is a part of this one's.
         layer.remembers_chain.store(false, Ordering::Release);
         layer.stands.fetch_add(1, Ordering::SeqCst);
         let next = OnceLock::new();
-        // A second one would change what was read already.
+        // A second one would change data that was read already.
         let _ = self.0.behind.0.set(Backing { layer, access, name: None, is_counted: true, next });
     }
 
-    /// Reads what the image leaves to its backing file through `backing` from now on, another
-    /// opening of the same file, which may change it. Reads that are in flight may use the
-    /// older one.
+    /// Replaces the backing file by `backing`, another opening of the same file, which may change
+    /// it. Reads in flight may use the older one.
     pub(crate) fn replace(self, backing: Arc<Layer<S>>) {
-        // A read that begins when those in flight have ended sees it. The base remembers its own
-        // chain.
+        // Only a read that begins after those in flight have ended sees it. The base remembers its
+        // own chain.
         self.0.remembers_chain.store(false, Ordering::Release);
         match self.0.backing_layer() {
             // The last one of its line has none.
@@ -99,9 +97,9 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         }
     }
 
-    /// Passes over the layers before `depth`, of which the image needs nothing: the one there is
-    /// its backing file from now on, by this name. No read may be in flight that looked something
-    /// up before it was the image's own.
+    /// Skips the layers above `depth`, from which the image needs nothing: the one there becomes
+    /// its backing file, by this name. No read may be in flight that looked up a range before the
+    /// image had it.
     pub(crate) fn pass_over(self, depth: usize, name: BackingName) {
         let mut above = self.0;
         for _ in 1..depth {
@@ -109,7 +107,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
             above = layer;
         }
         let Some(backing) = above.behind.now() else { return };
-        // A commit may have opened it anew.
+        // A commit may have opened it again.
         let (layer, access) = (Arc::clone(last(&backing.layer)), backing.access);
         self.0.format.set_backing_size(layer.size());
         self.0.remembers_chain.store(false, Ordering::Release);
@@ -120,23 +118,23 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         self.0.behind.leave(Some(Backing { layer, access, name: Some(name), is_counted, next }));
     }
 
-    /// Has nothing behind this layer. No read may be in flight that looked something up before it
-    /// was the image's own.
+    /// Removes the backing file from this layer. No read may be in flight that looked up a range
+    /// before the image had it.
     pub(crate) fn detach(self) {
         self.0.behind.leave(None);
     }
 
-    /// The layer behind this one as it was opened with it, and how.
+    /// The backing file of this layer, in the first opening of its file, and its access.
     pub(super) fn first(self) -> Option<(&'a Arc<Layer<S>>, Access)> {
         self.0.behind.now().map(|backing| (&backing.layer, backing.access))
     }
 
-    /// The layer that they are behind.
+    /// The layer that has these backing files.
     pub(super) fn layer(self) -> &'a Layer<S> {
         self.0
     }
 
-    /// The layers that are behind the layer now, the nearest first.
+    /// The layer's current backing files, the nearest first.
     pub(crate) fn now(self) -> impl Iterator<Item = &'a Arc<Layer<S>>> {
         std::iter::successors(self.0.backing_layer(), |layer| layer.backing_layer())
     }
@@ -148,18 +146,19 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         })
     }
 
-    /// Has each of them look up layer by layer from now on what it leaves to its chain.
+    /// Makes each of them look up unallocated ranges layer by layer from now on.
     pub(crate) fn forget_chains(self) {
         self.all().for_each(|layer| layer.remembers_chain.store(false, Ordering::Release));
     }
 
-    /// Those that the layer has left.
+    /// The backing files that the layer no longer uses.
     pub(crate) fn left(self) -> impl Iterator<Item = &'a Layer<S>> {
         let now = self.0.backing_layer().map(Arc::as_ptr);
         self.all().skip(1).take_while(move |layer| now != Some(std::ptr::from_ref(*layer)))
     }
 
-    /// Whether others stand on the layer behind it, or on one that it has left and that needs that.
+    /// Whether its backing file, or one that it no longer uses but that needs that, is the backing
+    /// file of other images.
     pub(crate) fn are_shared(self) -> bool {
         let behind = self.0.backing_layer().map(|layer| &**layer);
         self.left().chain(behind).any(|layer| layer.stands() > 1)

@@ -29,9 +29,9 @@ pub enum BlockStatus {
     Zero,
 }
 
-/// The host's answers about the files of a disk and of those behind it, so that each run of data
-/// and each hole is asked for once. For one walk, or one question of a client: what the disk's
-/// users change after it was made may be missing from later answers.
+/// The host's answers about the files of a disk and its backing files, so that each run of data and
+/// each hole is queried once. For one walk, or one client request: later changes of the disk may be
+/// missing from its answers.
 #[derive(Debug, Default)]
 pub struct BlockStatusCache {
     /// The address of the image that it is of: another one may take its place during a walk.
@@ -41,8 +41,8 @@ pub struct BlockStatusCache {
 }
 
 impl BlockStatusCache {
-    /// Forgets what it has of another image. An image that was replaced stays in memory, so its
-    /// address is no other one's.
+    /// Forgets answers about another image. A replaced image stays in memory, so its address is not
+    /// reused.
     pub(crate) fn begin<S: Storage>(&mut self, image: &Layer<S>) {
         let image = std::ptr::from_ref(image).addr();
         if std::mem::replace(&mut self.image, image) != image {
@@ -62,7 +62,7 @@ impl BlockStatusCache {
 /// Runs of data and holes of one host file.
 #[derive(Debug, Default)]
 pub(crate) struct HostRuns {
-    /// By their first byte. They do not overlap.
+    /// Sorted by their first byte. They do not overlap.
     runs: BTreeMap<u64, Run>,
 }
 
@@ -97,10 +97,9 @@ impl HostRuns {
         (run.end > at).then_some(run)
     }
 
-    /// Asks for the run at `at`, all of it up to `size`, the end of the file. Runs that were
-    /// remembered behind `at` show a file that is gone through backwards: then as many bytes
-    /// before `at` are asked for too, so that the number of questions grows with the logarithm
-    /// of the run's length.
+    /// Queries the run at `at`, all of it up to `size`, the end of the file. Remembered runs after
+    /// `at` show a file that is walked backwards: then as many bytes before `at` are queried too,
+    /// so that the number of queries grows with the logarithm of the run's length.
     async fn ask<S: Storage>(&mut self, file: &S, at: u64, size: u64) -> Result<Run> {
         let from = self.look_back(at);
         if from < at {
@@ -118,8 +117,8 @@ impl HostRuns {
         if self.runs.len() >= MAX_RUNS {
             self.runs.clear();
         }
-        // The new run replaces the runs that begin inside it. One that reaches beyond it is asked
-        // for again.
+        // The new run replaces the runs that begin inside it. A run that reaches beyond it is
+        // queried again.
         let covered: Vec<u64> = self.runs.range(from..run.end).map(|(&start, _)| start).collect();
         for start in covered {
             self.runs.remove(&start);
@@ -157,7 +156,7 @@ impl<S: Storage> LayerStatus<'_, S> {
         cache: &mut BlockStatusCache,
         depth: usize,
     ) -> Result<(BlockStatus, u64)> {
-        // The place that is looked up keeps its owner until the host has been asked.
+        // The host range keeps its owner until the host has answered.
         let guard = self.0.format.begin_read();
         let extent = self.0.format.map(range, Intent::Read).await?;
         let length = extent.guest.length();
@@ -166,7 +165,7 @@ impl<S: Storage> LayerStatus<'_, S> {
                 let place = ByteRange::between(host, host + length);
                 let (status, asked) = self.0.host_status(cache.layer(depth), place).await?;
                 let is_identity = self.0.format.is_identity();
-                // The last sector of such a disk is whole, also where the file ends inside it.
+                // The last sector of such a disk is whole, even if the file ends inside it.
                 let is_end = is_identity && host + asked >= self.0.data().size();
                 let length = if is_end { length } else { asked };
                 let status = match status {
@@ -180,7 +179,7 @@ impl<S: Storage> LayerStatus<'_, S> {
             ExtentState::Zero => BlockStatus::Zero,
             ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
-                // Before the guard goes: the backing file may be detached then.
+                // Before the guard is dropped: the backing file may be detached then.
                 let _read = self.0.backing_reads.begin(extent.guest, Reader::Read);
                 let backing = self.0.backing()?;
                 drop(guard);
@@ -197,7 +196,7 @@ impl<S: Storage> LayerStatus<'_, S> {
         Ok((status, length))
     }
 
-    /// As [`block_status`](Self::block_status) of the disk's first layer, of what is behind it:
+    /// As [`block_status`](Self::block_status) of the disk's first layer, for its backing chain:
     /// `range` begins before the end of the backing disk.
     pub(crate) async fn below(
         &self,
@@ -211,7 +210,7 @@ impl<S: Storage> LayerStatus<'_, S> {
 
     /// Which layer has the first bytes of `range`, and for how many bytes that holds (as for
     /// [`block_status`](Self::block_status)): 1 for this one, 2 for its backing file, and so on; 0
-    /// where none has them.
+    /// if none has them.
     pub(crate) async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
         let (mut layer, mut rest, mut depth) = (self.0, range, 1);
         loop {
@@ -225,8 +224,8 @@ impl<S: Storage> LayerStatus<'_, S> {
                     let inside = within(extent.guest, backing.size());
                     depth += 1;
                     if inside.is_empty() {
-                        // The zeros past its end are its own. A file of no bytes has none:
-                        // it stands for one that is left out.
+                        // The zeros past its end are its own. An empty file has none: it stands for
+                        // a backing file that is left out.
                         return Ok((if backing.size() == 0 { 0 } else { depth }, length));
                     }
                     (layer, rest) = (backing, inside);
@@ -246,7 +245,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Asks for `ranges` of a file with these bytes; the answers, and how often the file was asked.
+    /// Queries `ranges` of a file with these bytes; returns the answers, and the number of queries
+    /// to the file.
     fn ask(bytes: Vec<u8>, ranges: Vec<ByteRange>) -> (Vec<(Allocation, u64)>, usize) {
         let sim = Sim::new(1);
         let file = SimDisk::new(&sim, Config::default(), bytes);

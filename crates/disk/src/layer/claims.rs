@@ -14,7 +14,7 @@ pub(crate) struct LayerClaims {
     /// Whether all changes claim their range.
     all: AtomicBool,
     changes: Arc<Tracker>,
-    /// Of what is copied from the backing file, which no change waits for.
+    /// Of fetches from the backing file, for which no change waits.
     fetches: Arc<Tracker>,
 }
 

@@ -10,14 +10,14 @@ use super::Layer;
 use crate::buffers::{CHUNK_SIZE, CompressedLocation};
 
 impl<S: Storage> Layer<S> {
-    /// Reads from the storage, through a buffer where the host range or the memory does not suit
-    /// it: subclusters can be smaller than its blocks, and formats of other programs align
-    /// their data to sectors only.
+    /// Reads from the storage, through a buffer if the host range or the memory is not aligned for
+    /// it: subclusters can be smaller than its blocks, and formats of other programs align their
+    /// data to sectors only.
     pub(super) async fn read_place(&self, place: DataPlace, into: IoVector) -> Result<()> {
         let host = place.host;
         let is_aligned = self.alignment.admits(host, &into);
-        // Where the disk is the storage only its end is not aligned, and the storage takes that as
-        // it is.
+        // If the disk is the storage itself, only its end is not aligned, and the storage accepts
+        // that.
         if is_aligned || self.format.is_identity() || self.is_encrypted() {
             return self.read_data(place, into).await;
         }
@@ -75,7 +75,7 @@ impl<S: Storage> Layer<S> {
             self.cluster_buffers.for_decompression(outer.length() as usize, whole).await?;
         self.data().read_data(outer.offset(), memory.compressed.lend()).await?;
         let start = (host.offset() - outer.offset()) as usize;
-        // The bytes past the end of the file are no part of it, not even as zeros.
+        // The bytes past the end of the file are not part of it, not even as zeros.
         let length = self.data().size().saturating_sub(host.offset()).min(host.length());
         let compressed = &memory.compressed.bytes()[start..start + length as usize];
         self.stats.decompressed();

@@ -40,12 +40,12 @@ impl DataCipher {
         Self { cipher, encryption, buffers: BounceBuffers::new() }
     }
 
-    /// Memory for encrypted bytes. Its holder waits for the storage only.
+    /// Memory for encrypted bytes. While it is held, only the storage may be waited for.
     pub(crate) async fn buffer(&self, length: usize) -> Result<Bounce<'_>> {
         self.buffers.get(length).await
     }
 
-    /// Encrypts whole sectors, which belong at `place`.
+    /// Encrypts whole sectors whose location is `place`.
     pub(crate) fn encrypt(&self, place: DataPlace, bytes: &mut [u8]) {
         self.cipher.encrypt(self.encryption.sector_number(place), bytes);
     }

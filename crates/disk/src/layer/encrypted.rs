@@ -64,8 +64,8 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Fills `into` with the guest's data at a place, whose host offset is aligned as the
-    /// [layer](Self::alignment) demands.
+    /// Fills `into` with the guest's data at a location whose host offset is aligned as the
+    /// [layer](Self::alignment) requires.
     pub(crate) async fn read_data(&self, place: DataPlace, into: IoVector) -> Result<()> {
         match &self.encryption {
             DataEncryption::None => self.data().read_data(place.host, into).await,
@@ -90,7 +90,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The image's data is asked for without its key.
+    /// The error for reads of the image's data without its key.
     fn locked(&self, host: u64) -> Error {
         let what = "the image is encrypted, and was opened without its key";
         let error = Error::new(ErrorKind::Unsupported, what).on(self.name()).at(host);
@@ -150,7 +150,7 @@ impl DataCipher {
             let mut buffer = self.buffer(length).await?;
             let bytes = buffer.bytes_mut();
             part.copy_to(bytes);
-            // Zeros in the place of a guest's lost memory are not to be stored.
+            // Zeros that replace a guest's lost memory must not be stored.
             part.check_intact()?;
             self.encrypt(place, bytes);
             let vector = buffer.lend().with_guard(Mutex::new(part));

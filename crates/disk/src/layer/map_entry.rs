@@ -79,7 +79,7 @@ impl<S: Storage> LayerStatus<'_, S> {
         }
     }
 
-    /// Where the disk is the storage everything has its place, holes of the file as well.
+    /// If the disk is the storage itself, everything has a host offset, holes of the file as well.
     async fn identity_content(
         &self,
         range: ByteRange,

@@ -56,17 +56,16 @@ pub use map_entry::{MapEntry, MapEntryKind};
 pub(crate) use unaligned::common;
 pub use waits::BackingWait;
 
-/// The layers that have been behind an image, the first one first.
+/// The backing files of an image since it was opened, the first one first.
 pub(super) struct Behind<S: Storage>(OnceLock<Backing<S>>);
 
 /// The layer of a backing file, and whether it may be changed.
 struct Backing<S: Storage> {
     layer: Arc<Layer<S>>,
     access: Access,
-    /// The name of its file in the image's header, where that is another one than the image was
-    /// opened with.
+    /// The name of its file in the image's header, if the image was opened with another name.
     name: Option<BackingName>,
-    /// Whether the layer counts the image among those that stand on it.
+    /// Whether the layer counts the image among its overlays.
     is_counted: bool,
     /// The layer that has taken its place; `None` inside for none.
     next: OnceLock<Option<Box<Self>>>,
@@ -79,7 +78,7 @@ impl<S: Storage> Default for Behind<S> {
 }
 
 impl<S: Storage> Behind<S> {
-    /// The last one; `None` without a backing file, also where it was detached.
+    /// The last one; `None` without a backing file, also after it was detached.
     fn now(&self) -> Option<&Backing<S>> {
         let mut backing = self.0.get()?;
         while let Some(next) = backing.next.get() {
@@ -88,7 +87,7 @@ impl<S: Storage> Behind<S> {
         Some(backing)
     }
 
-    /// Has `next` take the place of the last one.
+    /// Replaces the last one by `next`.
     fn leave(&self, next: Option<Backing<S>>) {
         if let Some(backing) = self.now() {
             // It is the last one.
@@ -111,9 +110,9 @@ pub(crate) struct Layer<S: Storage> {
     encryption: DataEncryption,
     /// The demands of the data's storage and of its encryption.
     alignment: Alignment,
-    /// Where the image's unallocated clusters are read from.
+    /// The backing files for the image's unallocated clusters.
     behind: Behind<S>,
-    /// Another opening of the same image, which takes this one's place behind others.
+    /// Another opening of the same image, which replaces this one in the chains of others.
     successor: OnceLock<Arc<Layer<S>>>,
     stability: Stability,
     /// How many layers have it as their backing file.
@@ -137,7 +136,7 @@ impl<S: Storage> Layer<S> {
         Self::with_encryption(format, encryption)
     }
 
-    /// The same layer, whose data is encrypted, with its key.
+    /// The same layer with the key of its encrypted data.
     pub(crate) fn with_cipher(self, cipher: DataCipher) -> Self {
         Self::with_encryption(self.format, DataEncryption::Unlocked(Box::new(cipher)))
     }
@@ -234,7 +233,7 @@ impl<S: Storage> Layer<S> {
         &self.stats
     }
 
-    /// Forgets what was decompressed of a range that is about to change.
+    /// Forgets decompressed clusters of a range that is about to change.
     pub(crate) fn invalidate(&self, range: ByteRange) {
         self.decompressed.invalidate(range);
     }

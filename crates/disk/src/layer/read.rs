@@ -41,7 +41,7 @@ impl<S: Storage> Layer<S> {
         rare(self.read_unaligned(range, into)).await
     }
 
-    /// As [`read`](Self::read), of whole blocks into memory that suits the storage.
+    /// As [`read`](Self::read), for whole blocks into memory aligned for the storage.
     pub(crate) async fn read_aligned(
         &self,
         range: ByteRange,
@@ -58,8 +58,8 @@ impl<S: Storage> Layer<S> {
         rare(self.read_parts((first, guard), range, into, reader)).await
     }
 
-    /// Fills `into` with those bytes of `range` that the image has itself; what it leaves to its
-    /// backing file stays as it is.
+    /// Fills `into` with those bytes of `range` that the image has itself; the bytes for ranges of
+    /// the backing file stay unchanged.
     pub(crate) async fn read_own(&self, mut range: ByteRange, mut into: IoVector) -> Result<()> {
         let budget = WorkBudget::new();
         while !range.is_empty() {
@@ -74,7 +74,7 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// The first extent of `range`: its place keeps its owner while the guard lives.
+    /// The first extent of `range`: its host range keeps its owner while the guard lives.
     async fn find(&self, range: ByteRange) -> Result<Found<'_>> {
         let guard = self.format.begin_read();
         Ok((self.format.map(first_part(range), Intent::Read).await?, guard))
@@ -168,8 +168,8 @@ impl<S: Storage> Layer<S> {
     }
 
     /// Fills `into` with the bytes of `range`, which the image leaves to its backing files. The
-    /// backing file is found while the guard lives, because it may be detached afterwards, and
-    /// waited for without it.
+    /// backing file is found while the guard lives, because it may be detached afterwards; its
+    /// answer is awaited without the guard.
     fn read_backing<'a>(
         &'a self,
         range: ByteRange,
@@ -177,7 +177,8 @@ impl<S: Storage> Layer<S> {
         into: IoVector,
         reader: Reader,
     ) -> LocalBoxFuture<'a, Result<()>> {
-        // First, so that it is waited for or sees what is behind the image now.
+        // First, so that a change of the chain waits for this read, or the read sees the current
+        // chain.
         let read = self.backing_reads.begin(range, reader);
         let (nearest, chain) = (self.backing(), BackingChain::known(self));
         drop(guard);
@@ -193,7 +194,7 @@ impl<S: Storage> Layer<S> {
         })
     }
 
-    /// Fills `into` with the bytes of `range` from this layer or those behind it; zeros past its
+    /// Fills `into` with the bytes of `range` from this layer or its backing files; zeros past its
     /// end.
     async fn read_from(
         &self,
@@ -219,7 +220,7 @@ impl<S: Storage> Layer<S> {
                 (layer, range) = (layer.backing()?, inside);
                 budget.spend(WorkBudget::LOOK_UP).await;
             } else if !layer.alignment.admits(inside.offset(), &into) {
-                // It waits for other things than reads.
+                // The rest waits for other things than reads.
                 drop(guard);
                 return rare(layer.read_unaligned(inside, into)).await;
             } else if is_whole {
@@ -274,7 +275,7 @@ fn cost_of_reading(extent: &Extent) -> u64 {
         }
 }
 
-/// Sets every byte to zero, and yields meanwhile.
+/// Sets every byte to zero, and yields in between.
 ///
 /// # Errors
 /// EFAULT when the memory is lost.

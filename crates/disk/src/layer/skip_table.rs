@@ -16,15 +16,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of a table's entries, at most: enough for 128 GiB of a disk in granules of 64 KiB.
 const MAX_BYTES: u64 = 4 << 20;
-/// Entries of a word. A word has the skips of neighbours in its lower half, a byte each, and says
-/// in the upper half which ones they are. It is read and written as a whole, so it never has the
-/// skips of one place with the tag of another.
+/// Entries of a word. A word has the skips of neighbours in its lower half, a byte each, and their
+/// tag in the upper half. It is read and written as a whole, so it never has the skips of one group
+/// with the tag of another.
 const ENTRIES: u64 = 4;
 /// Words that are allocated together.
 const CHUNK: usize = 512;
 const CHUNK_BYTES: u64 = CHUNK as u64 * 8;
 const TAG_SHIFT: u32 = 32;
-/// The largest number that an entry has room for.
+/// The largest number that fits into an entry.
 const MAX_SKIPS: usize = 254;
 
 /// See the module's page.
@@ -33,7 +33,7 @@ pub(super) struct SkipTable {
     chunks: Box<[OnceLock<Box<[AtomicU64]>>]>,
 }
 
-/// Where an entry is, if it is there.
+/// Location of an entry, if it is stored.
 #[derive(Clone, Copy)]
 struct Place {
     chunk: usize,
@@ -60,8 +60,8 @@ impl SkipTable {
         (word >> TAG_SHIFT == place.tag).then_some(skips)?.checked_sub(1).map(usize::from)
     }
 
-    /// Remembers that this many backing files can be passed over, in the place of what was known of
-    /// a granule that shares the word.
+    /// Remembers that this many backing files can be skipped, replacing the values of a granule
+    /// that shares the word.
     pub(super) fn set(&self, granule: u64, skips: usize) {
         let Some(place) = self.place(granule) else { return };
         let chunk = self.chunks[place.chunk]
@@ -78,7 +78,7 @@ impl SkipTable {
         word.store(kept | skips << place.shift, Ordering::Relaxed);
     }
 
-    /// `None` for granules that are too far apart to be told from each other.
+    /// `None` for granules that the tags cannot distinguish.
     fn place(&self, granule: u64) -> Option<Place> {
         let group = granule / ENTRIES;
         let words = (self.chunks.len() * CHUNK) as u64;

@@ -2,12 +2,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether a layer, and those behind it, have writes of this process that no flush
-/// has covered.
+/// Whether a layer, and its backing files, have writes of this process that no flush has covered.
 pub(crate) struct Stability {
-    /// Whether nothing that was written to it here may be lost, if others stand on it.
+    /// Whether all writes to it here are durable, if other images are over it.
     is_stable: AtomicBool,
-    /// Whether all behind it are stable.
+    /// Whether all of its backing files are stable.
     pub(super) is_behind_stable: AtomicBool,
 }
 
@@ -18,7 +17,8 @@ impl Default for Stability {
 }
 
 impl Stability {
-    /// The image may have writes of this process that no flush has covered when others stand on it.
+    /// Other images are over the image now, while it may have writes of this process that no flush
+    /// has covered.
     pub(crate) fn set_unstable(&self) {
         self.is_stable.store(false, Ordering::SeqCst);
     }
@@ -28,12 +28,12 @@ impl Stability {
         self.is_stable.store(true, Ordering::SeqCst);
     }
 
-    /// The image stands on one that may be unstable.
+    /// The image has a backing file that may be unstable.
     pub(crate) fn set_unstable_behind(&self) {
         self.is_behind_stable.store(false, Ordering::SeqCst);
     }
 
-    /// Every layer behind the image is stable: flushes of the image leave them out.
+    /// All backing files of the image are stable: flushes of the image skip them.
     pub(crate) fn set_stable_behind(&self) {
         self.is_behind_stable.store(true, Ordering::Release);
     }

@@ -30,7 +30,7 @@ impl<S: Storage> Layer<S> {
             into.check_intact()?;
             into.advance(length);
             rest = rest.skip(chunk.length());
-            // Where nothing was read, because there is only a hole, nothing has waited.
+            // If only holes were read, nothing has waited.
             if !rest.is_empty() {
                 budget.spend(chunk.length()).await;
             }
@@ -38,8 +38,8 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// Reads those blocks at the ends of `chunk` that `guest` covers only in part to where they
-    /// belong in `memory`, which is as long as `chunk`.
+    /// Reads the blocks at the ends of `chunk` that `guest` covers only in part to their location
+    /// in `memory`, which is as long as `chunk`.
     pub(crate) async fn read_edges(
         &self,
         chunk: ByteRange,

@@ -14,13 +14,12 @@ use super::behind::OpenedLayers;
 use super::stability::Stability;
 
 impl<S: Storage> Layer<S> {
-    /// Whether it, and those behind it, have writes that no flush has covered.
+    /// Whether it, and its backing files, have writes that no flush has covered.
     pub(crate) fn stability(&self) -> &Stability {
         &self.stability
     }
 
-    /// Makes everything durable that the image has, and what those behind it have that are not
-    /// stable yet.
+    /// Makes the image durable, and those of its backing files that are not stable yet.
     ///
     /// # Errors
     /// Errors of a storage.
@@ -39,7 +38,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         self.maybe_unstable().any(|layer| !layer.stability.is_stable())
     }
 
-    /// As [`Layer::flush`], of the layers behind the image alone.
+    /// As [`Layer::flush`], for the image's backing files only.
     ///
     /// # Errors
     /// Errors of a storage.

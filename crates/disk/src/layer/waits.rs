@@ -45,7 +45,7 @@ impl fmt::Display for BackingWait {
 }
 
 impl<S: Storage> OpenedLayers<'_, S> {
-    /// Waits until no read is in flight that found the layer behind the image before.
+    /// Waits until no read is in flight that looked up the backing file earlier.
     pub(crate) async fn reads_ended(self) {
         self.layer().format.reads_ended().await;
         self.layer().backing_reads.ended().await;

@@ -37,7 +37,7 @@ use crate::options::Access;
 /// How many files a chain may have.
 pub(super) const MAX_FILES: usize = 200;
 
-/// How many names of a chain a message has room for at either end.
+/// How many names at either end of a chain appear in a message.
 const NAMED: usize = 2;
 
 /// The words for the file that an image names, in messages.
@@ -48,7 +48,7 @@ const EXTENT: &str = "extent";
 /// `ENOENT` of Linux: a file is missing.
 const ENOENT: i32 = 2;
 
-/// Tells of a raw backing file that looks like another format: the image that names its format may
+/// Warns of a raw backing file that looks like another format: the image that names its format may
 /// be wrong.
 pub(super) async fn warn_of_disguise(backing: &StoredImage) -> Result<()> {
     if backing.format().is_raw()
@@ -69,7 +69,7 @@ pub(super) struct Chain {
     /// The files that hold the images' data.
     data_files: Vec<Identity>,
     /// The raw image that the user named, if the first image is its side file: the one data file
-    /// that no name leads to.
+    /// that is not found by a name in an image.
     pub(super) side_files_image: Option<RawImage>,
     /// The folder of the last image, from which its names are looked up.
     pub(super) folder: Folder,
@@ -143,7 +143,8 @@ impl Chain {
         })
     }
 
-    /// Opens the backing file that the last image names, for reading, without what is behind it.
+    /// Opens the backing file that the last image names, for reading, without its own backing
+    /// chain.
     pub(super) async fn open_behind(
         &mut self,
         backing: &Backing,
@@ -156,7 +157,7 @@ impl Chain {
         let named = self.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
         let Named { path, storage, identity, folder } =
             named.map_err(|error| self.failed(error))?;
-        // Before it is locked: in a loop the lock would be held by ourselves.
+        // Before it is locked: in a loop this process would hold the lock.
         self.enter(path.clone(), identity, folder)?;
         if matches!(self.source, Files::Host) && options.access == Access::ReadWrite {
             rare(restore_layer(&storage, &path, &behind)).await?;
@@ -318,7 +319,7 @@ impl Chain {
             FindError::Refused(error) => error,
             FindError::Host(error) => failed(error),
         })?;
-        // Before it is locked: the lock of an image that is its own data file would be ours.
+        // Before it is locked: an image that is its own data file would have this process's lock.
         if self.contains(identity) {
             let what = format!("its {role} {} is already in its chain", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what)
@@ -353,7 +354,7 @@ impl Chain {
             .hint("restore the image, or give it the right file: 'blockhouse rebase -u'"))
     }
 
-    /// The error for a file behind the first one.
+    /// The error for a file below the first one of the chain.
     pub(super) fn failed(&self, error: FindError) -> Error {
         let error = match error {
             // It names the image.

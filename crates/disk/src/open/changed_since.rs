@@ -9,14 +9,14 @@ use futures_util::future::LocalBoxFuture;
 use super::image_disk::ImageDisk;
 use crate::dirty_map::DirtyMap;
 
-/// Bytes of memory for what has changed, at most: a finer bitmap is made coarser.
+/// Maximum memory for the changes, in bytes: a finer bitmap is made coarser.
 const MAX_BYTES: u64 = 64 << 20;
 /// The finest granularity of another server's dirty extents that is kept apart, in bytes.
 const MIN_GRANULARITY: u64 = 4096;
 
-/// The changes of `disk`, which was opened by `name`, since the bitmap was begun: that of the
-/// image, or the one that the server offers as `qemu:dirty-bitmap:BITMAP`. Nothing may change it
-/// meanwhile.
+/// The changes of `disk`, which was opened as `name`, since the bitmap was created: that of the
+/// image, or the one that the server offers as `qemu:dirty-bitmap:BITMAP`. The disk must not change
+/// during this.
 ///
 /// # Errors
 /// There is no such bitmap, it lacks changes, or the server does not offer it.

@@ -20,7 +20,7 @@ use super::allowed_paths::note_data_file;
 use super::durable_rename::{IfExists, rename_durable, sync_folder};
 use super::lock::lock_for_writing;
 
-/// The end of the name of a file that is going to be an image.
+/// Suffix of the file of an unfinished image.
 const PART: &str = ".part";
 /// Bytes that the name of a file may have.
 const MAX_NAME: usize = 255;
@@ -29,21 +29,20 @@ const MAX_NAME: usize = 255;
 const ENOENT: i32 = 2;
 
 /// Makes a new image of `size` bytes, all holes, durably. Needs the loop of the current thread. On
-/// a block device the image takes the place of what was there; a raw one is the device, and keeps
-/// that.
+/// a block device the image overwrites the old content; a raw image is the device itself, and keeps
+/// its content.
 ///
 /// # Errors
-/// One that names the image: the size is no multiple of 512, there is one of this name, or the host
-/// or cluster refuses. A device is too small or in use. An image that could not be finished is
-/// removed.
+/// Names the image: the size is not a multiple of 512, the name exists, the host or cluster
+/// refuses, or a device is too small or in use. An unfinished image is removed.
 pub fn create(name: &Path, size: u64, format: ImageFormat) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move { create_as(name, size, format, NewFile::default()).await })
 }
 
-/// As [`create`], with what the file system is to know of the file, or in place of what a file has.
+/// As [`create`], with hints for the file system, or in place of an existing file's content.
 ///
 /// # Errors
-/// As [`create`]; `Locked` where another program uses the file that is there.
+/// As [`create`]; `Locked` if another program uses the existing file.
 pub fn create_as(
     name: &Path,
     size: u64,
@@ -76,8 +75,8 @@ pub fn create_as(
     })
 }
 
-/// As [`create_as`], of a qcow2 image like this, without a look at its backing file. A data file is
-/// there already, and has an absolute name: as the raw disk it keeps what is in it.
+/// As [`create_as`], for a qcow2 image with these properties, without access to its backing file. A
+/// data file must exist, and have an absolute name: as a raw disk it keeps its content.
 ///
 /// # Errors
 /// As there; `InvalidInput` for options that no image has.
@@ -116,14 +115,14 @@ pub fn create_qcow2<'a>(
     })
 }
 
-/// Makes what an image is stored in, open for writing.
+/// Creates the storage of an image, open for writing.
 async fn create_storage(name: &Path, size: u64, how: NewFile) -> Result<ImageStorage> {
     match Location::of(name)? {
         Location::File(path) if is_device(&path) => Ok(open_device(&path, size)?.into()),
         Location::File(path) => {
             check_new_name(&path)?;
             if how.is_in_place {
-                // A program that uses it would lose what it has.
+                // A program that uses it would lose its data.
                 drop(lock_for_writing(&path)?);
             }
             Ok(HostFile::create_as(&path, size, PageCache::Used, how)?.into())
@@ -165,8 +164,8 @@ pub fn is_device(name: &Path) -> bool {
     }
 }
 
-/// Opens what [`create`] has made for further work on it, through the page cache. No other program
-/// uses it yet; a device is locked.
+/// Opens an image from [`create`] to fill it, through the page cache. No other program uses it yet;
+/// a device is locked.
 ///
 /// # Errors
 /// One that names the image.
@@ -185,8 +184,8 @@ pub fn open_created(name: &Path) -> LocalBoxFuture<'_, Result<ImageStorage>> {
     })
 }
 
-/// Removes what [`create`] has made and could not be finished; a device stays. It must not be open.
-/// Errors are ignored: the caller reports the one that came before.
+/// Removes an unfinished image of [`create`]; a device stays. It must not be open. Errors are
+/// ignored: the caller reports the error that stopped the work.
 pub async fn remove_created(name: &Path) {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => drop(remove_rbd_image(&location).await),
@@ -199,7 +198,7 @@ pub async fn remove_created(name: &Path) {
 /// same pool of Ceph. Durable when it returns.
 ///
 /// # Errors
-/// One that names the image: as [`rename_durable`]. An image in Ceph is never replaced.
+/// Names the image: as [`rename_durable`]. An image in Ceph is never replaced.
 pub fn rename_finished<'a>(
     from: &'a Path,
     to: &'a Path,
@@ -219,7 +218,7 @@ pub fn rename_finished<'a>(
 /// Whether there is an image of this name.
 ///
 /// # Errors
-/// It cannot be found out, or not without opening it.
+/// If this cannot be determined, or only by opening it.
 pub async fn exists(name: &Path) -> Result<bool> {
     match Location::of(name)? {
         Location::File(path) => Ok(std::fs::symlink_metadata(path).is_ok()),
@@ -230,14 +229,14 @@ pub async fn exists(name: &Path) -> Result<bool> {
         }
         Location::Rbd(location) => match RbdStorage::open(location, RbdAccess::ReadShared).await {
             Ok(image) => image.close().await.map(|()| true),
-            // Or there is no such pool: then what follows fails for that.
+            // Or there is no such pool: then the creation fails for that reason.
             Err(error) if error.errno() == ENOENT => Ok(false),
             Err(error) => Err(error),
         },
     }
 }
 
-/// Where a copy of what becomes the image `target` is kept until it is complete.
+/// Path of the unfinished copy that becomes the image `target`.
 pub fn part_of(target: &Path) -> PathBuf {
     if let Ok(Location::Rbd(location)) = Location::of(target) {
         return location.with_image(&format!("{}.part", location.image())).to_string().into();
@@ -267,8 +266,8 @@ fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(BASIS, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(PRIME))
 }
 
-/// The file that a new image becomes that is to have this name: where symbolic links lead, if only
-/// to where no file is.
+/// The file that a new image with this name becomes: the target of its symbolic links, even if no
+/// file is there.
 pub fn behind_links(name: &Path) -> PathBuf {
     const MAX_LINKS: usize = 40;
     let mut path = name.to_owned();
@@ -312,9 +311,9 @@ pub fn format_for_new(name: &Path) -> Result<ImageFormat, String> {
     }
 }
 
-/// Refuses the name of a new file in the folder of devices: it is a mistyped device, mostly, and
-/// the file would take memory and be gone after a restart. File systems mounted below (`/dev/shm`)
-/// are none.
+/// Refuses the name of a new file in the folder of devices: mostly it is a mistyped device, and the
+/// file would be in memory and lost at a restart. File systems mounted below (`/dev/shm`) are not
+/// affected.
 ///
 /// # Errors
 /// `InvalidInput`.

@@ -41,7 +41,7 @@ pub(super) async fn disk_over(
     storage.set_answer_time(Some(OPEN_TIME));
     let disk_options = options.of_disk();
     let format = options.format.unwrap_or_else(|| match &storage {
-        // A disk of several files has no name that says anything.
+        // A disk of several files has no name with a suffix.
         ImageStorage::Concat(_) => ImageFormat::Raw,
         _ => format_by_name(path),
     });

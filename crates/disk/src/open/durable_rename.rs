@@ -11,7 +11,7 @@ use rustix::io::Errno;
 /// The treatment of a file that has the name already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfExists {
-    /// It stays, and the new one does not get the name.
+    /// The existing file stays, and the rename fails.
     Fail,
     /// The new one takes its place, at one moment, and its mode; its owner and group as far as the
     /// kernel lets this process set them.
@@ -43,8 +43,8 @@ pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()>
             _ => failed.hint(format!("the image is complete: {}", from.display())),
         }
     })?;
-    // XFS counts what the name has changed of the inode as a change that the next durable write has
-    // to flush.
+    // XFS counts the inode's changes by the rename as changes that the next durable write has to
+    // flush.
     if let Ok(file) = File::open(to) {
         file.sync_all().map_err(|error| Error::host("cannot sync", error).on(&name(to)))?;
     }
@@ -65,7 +65,7 @@ pub(super) fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
     let has_group = new.gid() == old.gid() || fchown(&file, None, Some(old.gid())).is_ok();
     let mut mode = old.mode() & 0o777;
     if !has_group {
-        // They were for the members of another group.
+        // These permissions were for another group's members.
         mode &= !0o070;
     }
     // The owner of the new file may not be locked out of it.
@@ -77,7 +77,7 @@ pub(super) fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
 
 fn rename_noreplace(from: &Path, to: &Path) -> Result<(), Errno> {
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        // A file system that does not know the flag.
+        // A file system without this flag.
         Err(Errno::INVAL) => match std::fs::symlink_metadata(to) {
             Ok(_) => Err(Errno::EXIST),
             Err(_) => rustix::fs::rename(from, to),

@@ -54,8 +54,8 @@ pub struct ForkOf<'a> {
     pub disk: &'a ImageDisk,
     /// How it was opened.
     pub options: ImageOptions,
-    /// The path of its new overlay; `None` for a disk that is open for reading only, which goes on
-    /// as it is.
+    /// The path of its new overlay; `None` for a disk that is open for reading only, which stays as
+    /// it is.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay is there already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
@@ -67,9 +67,9 @@ pub struct ForkOf<'a> {
 pub struct Forked<'a> {
     /// The canonical path of the layer.
     pub layer: PathBuf,
-    /// The overlay with which the disk goes on, if it has one.
+    /// The disk's new overlay, if it has one.
     pub overlay: Option<PathBuf>,
-    /// Its children: where each is, and its disk if it was to be opened.
+    /// Its children: the path of each, and its disk if it was to be opened.
     pub children: Vec<(PathBuf, Option<ImageDisk>)>,
     replaced: Option<Replaced<'a>>,
     disk: &'a ImageDisk,
@@ -77,9 +77,9 @@ pub struct Forked<'a> {
 }
 
 impl Forked<'_> {
-    /// Makes the layer durable, and lets other programs read it from then on. Guests go on
-    /// meanwhile, except while the disk's bitmaps are completed: a failure of that is logged, and
-    /// the bitmaps say that all has changed.
+    /// Makes the layer durable, and then lets other programs read it. Guests continue, except while
+    /// the disk's bitmaps are completed: if that fails, the error is logged, and the bitmaps mark
+    /// the whole disk as changed.
     ///
     /// # Errors
     /// Errors of the storage: the layer stays locked, and flushes of the images over it fail as
@@ -103,7 +103,7 @@ impl Forked<'_> {
 impl Drop for Forked<'_> {
     fn drop(&mut self) {
         if let Some(bitmaps) = &self.bitmaps {
-            // It may have been told for the last time already.
+            // The observer may have been detached already.
             self.disk.jobs().stop_observing(&bitmaps.observer());
         }
     }
@@ -124,9 +124,9 @@ struct Steps<'a> {
 /// [settles](Forked::settle) the layers. Needs the loop of the current thread.
 ///
 /// # Errors
-/// One that names the disk or file: it cannot be forked, has another size than its guest's, exists
-/// already; `Io` where changes in flight take too long; the host's. All disks go on as before then,
-/// and no file is left.
+/// Names the disk or file: it cannot be forked, its size is not its guest's, or the file exists;
+/// `Io` if changes in flight take too long; host errors. Then all disks continue as before, and no
+/// file is left.
 pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> LocalBoxFuture<'a, Result<(Vec<Forked<'a>>, Pause)>> {
     rare(async move {
         let mut steps = Vec::with_capacity(forks.len());
@@ -154,8 +154,8 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
         steps.give_bitmaps().await?;
         steps.make_children().await?;
     }
-    // From the first record on no failure leaves a child whose layer goes on being changed, but
-    // where it is undone.
+    // Once a record exists, a failure must not leave a child whose layer continues to change: it is
+    // undone.
     for steps in &mut *all {
         steps.record()?;
     }
@@ -171,7 +171,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
             continue;
         };
         quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
-        // It may have become read-only or longer meanwhile.
+        // It may have become read-only or longer since.
         disk.check_access(0)?;
         disk.check_replacement(overlay)?;
     }
@@ -238,7 +238,7 @@ impl<'a> Steps<'a> {
         }
     }
 
-    /// Has an image that is there name the layer as its backing file, durably.
+    /// Makes an existing image name the layer as its backing file, durably.
     async fn give_backing(&self, path: &Path) -> Result<()> {
         let options = overlay_options(&self.fork.options);
         let image = open(path, options.for_purpose(Purpose::Image)).await?;
@@ -256,7 +256,7 @@ impl<'a> Steps<'a> {
         given.and(closed)
     }
 
-    /// Has the disk's bitmaps go on in the overlay.
+    /// Continues the disk's bitmaps in the overlay.
     async fn give_bitmaps(&mut self) -> Result<()> {
         if let Some(overlay) = &self.overlay {
             self.bitmaps = give_bitmaps(self.fork.disk, overlay).await?;
@@ -315,7 +315,7 @@ impl<'a> Steps<'a> {
 
     fn record(&mut self) -> Result<()> {
         let Some(overlay) = &self.fork.overlay else { return Ok(()) };
-        // Where it fails it may have been written all the same.
+        // Even if it fails, it may have been written.
         self.is_recorded = true;
         record_forked(&self.layer, overlay)
     }
@@ -333,7 +333,7 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    /// Leaves the disk as it was. What cannot be removed is reported.
+    /// Restores the disk's state before. Errors of removing are reported.
     async fn undo(self) {
         for (path, disk) in self.children {
             close_unused(disk.as_ref().map(|disk| &**disk.image())).await;
@@ -364,8 +364,8 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// As [`close`](StoredImage::close), of an image that nothing was written to. Failures of the
-/// layers behind it do not matter.
+/// As [`close`](StoredImage::close), for an image without writes. Errors of its backing chain do
+/// not matter.
 async fn close_alone(image: &StoredImage) -> Result<()> {
     image.layer().stability().set_stable_behind();
     image.close().await
@@ -383,7 +383,7 @@ async fn close_unused(image: Option<&StoredImage>) {
 /// Forks an image that is not open: its disk is `overlay` from then on, durably.
 ///
 /// # Errors
-/// As [`fork`], and those of opening it for writing.
+/// As [`fork`], and the errors of opening it for writing.
 pub fn fork_image<'a>(
     image: &'a Path,
     options: ImageOptions,
@@ -427,7 +427,7 @@ fn overlay_options(options: &ImageOptions) -> ImageOptions {
     }
 }
 
-/// Refuses an image with something of its own: a disk that went on in it would read that.
+/// Refuses an image with data of its own: a disk over it would read that data.
 async fn check_unwritten(image: &ImageDisk) -> Result<()> {
     let mut rest = ByteRange::between(0, image.size());
     while !rest.is_empty() {
@@ -442,7 +442,7 @@ async fn check_unwritten(image: &ImageDisk) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a disk that cannot go on in an overlay.
+/// Refuses a disk that cannot continue in an overlay.
 fn check_goes_on(disk: &ImageDisk) -> Result<()> {
     let refuse = |what: &str, hint: &'static str| {
         let error = Error::new(ErrorKind::Unsupported, what.to_owned());
@@ -476,7 +476,7 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         let what = "is open for writing, and would change what others are over";
         return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
     }
-    // Of a raw image with a side file the one that has the data.
+    // For a raw image with a side file, the file with the data.
     let file = if image.has_side_file() {
         image.format().data().storage().as_file()
     } else {
@@ -508,7 +508,7 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The path of a new file whose folder is canonical: the same as long as nothing is renamed.
+/// The path of a new file whose folder is canonical: it stays valid as long as nothing is renamed.
 fn whole_path(path: &Path) -> Result<PathBuf> {
     let failed =
         |error| Error::host("cannot find the folder of", error).on(&path.to_string_lossy());
@@ -581,8 +581,7 @@ mod tests {
                 write(&disk, 65536, 2).await;
                 write(&child, 65536, 3).await;
                 assert!(disk.image().has_unstable_layer() && child.image().has_unstable_layer());
-                // As a process that is killed leaves them: neither the layer nor the overlays are
-                // closed.
+                // As after a kill: neither the layer nor the overlays are closed.
                 drop(forked);
                 drop((disk, child));
                 let refused = open(&path, options.clone()).await.err().expect("it was forked");
@@ -608,7 +607,7 @@ mod tests {
                 write(&disk, 0, 1).await;
                 let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
                 let child = forked[0].children[0].1.as_ref().unwrap();
-                // Both count what the layer, which they share, is asked for.
+                // Both count the requests to the layer that they share.
                 write(&disk, 0, 2).await;
                 let before = disk.stats().counters().flushes_issued;
                 child.flush().await.unwrap();

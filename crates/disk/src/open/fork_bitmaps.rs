@@ -18,19 +18,18 @@ use crate::dirty_map::DirtyMap;
 use crate::disk::{ReplacedImage, quiesce_flushed};
 use crate::observers::ChangeObserver;
 
-/// The most memory for what changes until the layer is settled: where it does not suffice, a bitmap
-/// may say of more that it has changed.
+/// Maximum memory for the changes until the layer is settled: beyond it a bitmap gets coarser, and
+/// marks more than has changed.
 const MAX_MEMORY: u64 = 64 << 20;
 
-/// The enabled bitmaps of a disk's overlay, until they say what they are to.
+/// The enabled bitmaps of a disk's overlay until they are complete.
 pub(super) struct ForkedBitmaps {
     names: Vec<String>,
     changes: Arc<DirtyMap>,
 }
 
-/// Gives the overlay of a disk, to which nothing was written, the bitmaps of the disk's image;
-/// `None` where none of them has to be [completed](ForkedBitmaps::complete), because none records
-/// changes.
+/// Gives the unwritten overlay of a disk the bitmaps of the disk's image; `None` if none of them
+/// has to be [completed](ForkedBitmaps::complete), because none records changes.
 ///
 /// # Errors
 /// The host's.
@@ -56,7 +55,7 @@ pub(super) async fn give_bitmaps(
     Ok(Some(ForkedBitmaps { names, changes }))
 }
 
-/// As [`give_bitmaps`], of an image without writers: its bitmaps are complete at once.
+/// As [`give_bitmaps`], for an image without writers: its bitmaps are complete at once.
 ///
 /// # Errors
 /// As there.
@@ -98,11 +97,11 @@ impl ForkedBitmaps {
         Arc::clone(&self.changes) as Arc<dyn ChangeObserver>
     }
 
-    /// Has them say what they are to: `layer` is the image that was the disk's, which is no longer
-    /// changed. Changes of the disk are held off meanwhile.
+    /// Completes the bitmaps: `layer` is the disk's former image, which no longer changes. Changes
+    /// of the disk are held off during this.
     ///
     /// # Errors
-    /// Errors of the storage: the bitmaps say that all has changed.
+    /// Errors of the storage: the bitmaps mark the whole disk as changed.
     pub(super) async fn complete(
         &self,
         disk: &ImageDisk,

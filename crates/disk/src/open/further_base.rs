@@ -15,7 +15,8 @@ use super::qemu_name::is_address;
 use crate::disk::FurtherBase;
 use crate::layer::Layer;
 
-/// The backing file of `disk` that is the file, or has the name, `wanted`: at least two steps down.
+/// The backing file of `disk` that is the file, or has the name, `wanted`: at least two steps below
+/// the disk's image.
 ///
 /// # Errors
 /// `InvalidInput`: no backing file is that, with the names of those that there are; or as
@@ -27,10 +28,9 @@ pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase>
     FurtherBase::new(disk, 0, depth, name)
 }
 
-/// The layers of the chain of `disk` from `top`, a backing file, down to `base`, which is kept:
-/// the files that these are, or their names. `None` for the base: the last image of the chain.
-/// `name` is the base's in the header of the image above, if that is to be another one than
-/// usual.
+/// The layers of the chain of `disk` from `top`, a backing file, down to `base`, which is kept,
+/// given by their files or names. `None` for the base: the last image of the chain. `name` replaces
+/// the usual name of the base in the header of the image above.
 ///
 /// # Errors
 /// As [`find_further_base`]; `InvalidInput` for a base that is not below `top`.
@@ -57,8 +57,8 @@ pub fn find_layers(
     FurtherBase::new(disk, above, depth - above, name)
 }
 
-/// How many steps behind the image of `disk` the backing file is that is the file, or has the
-/// name, `wanted`.
+/// The depth below the image of `disk` of the backing file that is the file, or has the name,
+/// `wanted`.
 fn depth_of(disk: &ImageDisk, wanted: &Path) -> Result<usize> {
     let image = disk.image();
     let is_it = |name: &str| is_same_file(Path::new(name), wanted);
@@ -95,7 +95,8 @@ fn name_below(
     if !is_address(&named.name) {
         return Ok(Backing { name: name_from(&canonical(base.image_name())?, &image), ..named });
     }
-    // More than a path, such as a part of a file, relative to the folder of the one above.
+    // A name that is more than a path, such as a part of a file, is relative to the folder of the
+    // image above.
     let above = canonical(above.image_name())?;
     if above.parent() == image.parent() {
         return Ok(named);
@@ -108,8 +109,8 @@ fn name_below(
     Err(Error::new(ErrorKind::Unsupported, what).on(disk))
 }
 
-/// Has the record of a fork say that its disk goes on in the image of `disk`, which stands on the
-/// fork's layer now that what was between is left out.
+/// Updates the record of a fork: its disk continues in the image of `disk`, which is directly over
+/// the fork's layer now that the images between are left out.
 ///
 /// # Errors
 /// As [`record_forked`].

@@ -34,12 +34,12 @@ pub struct HandedFile {
     pub files: OpenFiles<OwnedFd>,
 }
 
-/// Where the files of a chain come from.
+/// The source of a chain's files.
 pub(super) enum Files {
     /// They are opened by their paths.
     Host,
-    /// Another process has opened them, in this order. Behind them comes an image that is open here
-    /// already.
+    /// Another process has opened them, in this order. The last one's backing file is an image that
+    /// is open here already.
     HandedOver(VecDeque<HandedFile>, Option<SharedLayer>),
 }
 
@@ -51,7 +51,7 @@ impl SharedLayer {
     /// An image that is new here, over this one.
     ///
     /// # Errors
-    /// `InvalidInput` where it does not fit this one.
+    /// `InvalidInput` if it does not fit this one.
     pub(super) fn put_behind(&self, image: StoredImage) -> Result<StoredImage> {
         image.format().header().check_backing(self.0.format())?;
         Ok(image.over_layer(&self.0))
@@ -69,8 +69,8 @@ impl Files {
         }
     }
 
-    /// Refuses what is no file of this host where another process hands its files over: that is
-    /// connected to by nothing that an offer says.
+    /// Refuses a name that is not a file of this host, if another process hands its files over: an
+    /// offer must not make this process connect anywhere.
     ///
     /// # Errors
     /// `Unsupported`.
@@ -81,7 +81,7 @@ impl Files {
         }
     }
 
-    /// The image that comes next, if that is open here already.
+    /// The next image, if it is open here already.
     pub(super) fn take_shared(&mut self) -> Option<SharedLayer> {
         match self {
             Self::HandedOver(files, shared) if files.is_empty() => shared.take(),
@@ -129,11 +129,10 @@ impl Files {
 }
 
 impl StoredImage {
-    /// The files that it has open, in the order in which
-    /// [`HandedOverDisk::open`] wants them, and the paths that it finds in
-    /// the images: of each image of the chain, from the top, the image and its data file, or the
-    /// files that hold its data. A layer that a fork has left was opened by another path,
-    /// mostly.
+    /// The files that it has open, in the order in which [`HandedOverDisk::open`] wants them, and
+    /// the paths that it finds in the images: of each image of the chain, from the top, the image
+    /// and its data file, or the files that hold its data. A layer from a fork was mostly opened by
+    /// another path.
     ///
     /// # Errors
     /// `Unsupported` where another server has one of the images: its connections cannot be handed
@@ -142,7 +141,7 @@ impl StoredImage {
         self.first_files(usize::MAX)
     }
 
-    /// As [`chain_files`](Self::chain_files), of the first images alone: this many, the disk's own
+    /// As [`chain_files`](Self::chain_files), for the first images only: this many, the disk's own
     /// included.
     ///
     /// # Errors
@@ -181,9 +180,9 @@ impl StoredImage {
         Ok(all)
     }
 
-    /// Brings the image to a state in which another process can open it, with everything that was
-    /// answered: metadata is written, and the mark of an image that is open is taken away. No
-    /// request may be in flight. The disk stays open, and may go on.
+    /// Brings the image to a state in which another process can open it, with all answered changes:
+    /// metadata is written, and the in-use marks are cleared. No request may be in flight. The disk
+    /// stays open, and may continue.
     ///
     /// # Errors
     /// Errors of the storage; a failure to write metadata that is remembered.
@@ -200,7 +199,7 @@ impl StoredImage {
         [format.storage(), format.data()].map(|storage| storage.failure().map(Error::errno))
     }
 
-    /// The image, and all behind it.
+    /// The image and its backing chain.
     pub(super) fn layers(&self) -> impl Iterator<Item = &Layer<ImageStorage>> {
         self.layer().layers()
     }
@@ -219,9 +218,9 @@ fn not_handed_over(name: &str) -> Error {
     Error::new(ErrorKind::Unsupported, what).on(name)
 }
 
-/// Has what an open disk answers outlive the process from now on, where `uses` asks for that; a
-/// failure is reported. Nothing may be in flight on the disk, which is
-/// [settled](StoredImage::settle), and keeps no state yet. `path` is its image's.
+/// Makes answered changes of an open disk survive the process from now on, if `uses` asks for that;
+/// errors are reported. Nothing may be in flight on the disk, which must be
+/// [settled](StoredImage::settle) and without a state file. `path` is its image's.
 pub fn keep_state<'a>(
     disk: &'a ImageDisk,
     path: &'a Path,
@@ -238,7 +237,7 @@ pub fn keep_state<'a>(
 /// An image that another process still owns.
 pub struct HandedOverDisk {
     image: StoredImage,
-    /// The state file that is going to be made.
+    /// The state file to be made.
     state: Option<FutureState>,
 }
 
@@ -248,17 +247,17 @@ impl HandedOverDisk {
         Self { image, state }
     }
 
-    /// The image `depth` steps behind the disk's own (0: that), for other disks that stand on it.
+    /// The image at `depth` in the disk's chain (0: its own), for other disks over it.
     pub fn layer_at(&self, depth: usize) -> Option<SharedLayer> {
         let own = self.image.layer();
         let mut layers = [own].into_iter().chain(own.opened().now());
         layers.nth(depth).cloned().map(SharedLayer)
     }
 
-    /// The image is this process's alone from now on: its locks go when it is dropped, and it may
-    /// be changed. The next flush covers what the other process has written. `failures` are those
-    /// that the other process remembers: this one remembers them, too. The state file is this
-    /// process's, too. There is no way back: what goes wrong is logged.
+    /// Makes the image this process's own: its locks are released when it is dropped, and it may be
+    /// changed. The next flush covers the other process's writes. `failures` are those that the
+    /// other process remembers: this one remembers them, too. It owns the state file, too. This
+    /// cannot be undone: errors are logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
         let Self { image, state } = self;
         image.chain_files().into_iter().flatten().for_each(|(_, file)| file.own_locks());
@@ -319,7 +318,7 @@ mod tests {
                 let write = Request::Write { offset, from: buffer.lend(), durability };
                 disk.submit(write).await.unwrap();
                 disk.image().settle().await.unwrap();
-                // It never owned the locks, so it can be dropped.
+                // It never owned the locks, so dropping it is safe.
                 let opened =
                     HandedOverDisk::open(&path, options.clone(), files_of(&disk), None).await;
                 drop(opened.unwrap());
@@ -370,7 +369,7 @@ mod tests {
             write(&other, 1 << 19).await;
             assert_eq!(other.stats().counters().flushes_issued, 0, "no header is written");
             drop(other);
-            // That process died: its log is the one that counts.
+            // That process was killed: its log is the valid one.
             let disk = open(&path, options).await.unwrap();
             let range = ByteRange::between(1 << 19, (1 << 19) + 4096);
             let (status, _) =
@@ -412,7 +411,7 @@ mod tests {
         });
     }
 
-    /// Programs that try to open the image hold bytes of their own for a moment, until they see
+    /// Programs that try to open the image hold bytes of their own for a moment, until they find
     /// those of its server.
     #[test]
     fn who_tries_to_open_the_image_meanwhile_is_no_reason_to_refuse_it() {

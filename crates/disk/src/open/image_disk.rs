@@ -29,7 +29,7 @@ impl StoredImage {
     }
 
     /// The space that the [files](Self::extent_files) with the image's data take on the host, in
-    /// bytes; 0 where it names none.
+    /// bytes; 0 if it names none.
     ///
     /// # Errors
     /// The host's.
@@ -58,7 +58,7 @@ impl DiskJobs<'_, ImageStorage> {
         self.disk().image().layer().opened().reads_ended().await;
     }
 
-    /// Gives back what is held of backing files that were [detached](Self::detach_backing): locks,
+    /// Releases the resources of backing files that were [detached](Self::detach_backing): locks,
     /// and connections to other servers. No read may be in flight there.
     pub fn release_detached(self) {
         self.unlock_former();

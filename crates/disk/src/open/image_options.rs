@@ -90,26 +90,26 @@ impl FromStr for CacheMode {
     }
 }
 
-/// Whether what is answered outlives the process that answers it. See docs/durability.md.
+/// Whether answered changes survive the process. See docs/durability.md.
 ///
-/// Used for images that are opened for writing and locked. One that is opened for reading only is
-/// refused where answered changes are missing: a copy of it would lack them, and none would tell.
+/// Used for images that are opened for writing and locked. Opening for reading only is refused if
+/// answered changes are missing: a copy would lack them without any sign.
 #[derive(Clone, Debug, Default)]
 pub enum StateUse {
-    /// Nothing outlives it, and nothing that another process left is looked for.
+    /// Answered changes do not survive, and no state of another process is looked for.
     #[default]
     Off,
-    /// As `Off`, but a warning tells of changes that a dead server left there: for commands that
-    /// look at an image and copy nothing of it. `None` where there is no such directory.
+    /// As `Off`, but warns of changes of a dead server there: for commands that inspect an image
+    /// and copy nothing of it. `None` if there is no such directory.
     Look(Option<StateDir>),
-    /// The state that a dead server left there is brought to the image. For tools: nothing is kept
-    /// where it left nothing, and an image whose server left it elsewhere is not changed.
-    /// `None` where there is no such directory.
+    /// The state of a dead server there is replayed to the image. For tools: they keep no state of
+    /// their own, and do not change an image whose server left its state elsewhere. `None` if there
+    /// is no such directory.
     Replay(Option<StateDir>),
-    /// So it is, and the image has a state file there until it is closed. For servers. Where it
+    /// As `Replay`, and the image has a state file there until it is closed. For servers. If it
     /// cannot be made, opening fails.
     Keep(StateDir),
-    /// As `Keep`, but where it cannot be made, opening warns and goes on.
+    /// As `Keep`, but if it cannot be made, opening warns and continues.
     TryKeep(StateDir),
 }
 
@@ -123,7 +123,7 @@ impl StateUse {
         }
     }
 
-    /// Whether the image is only looked at.
+    /// Whether the image is only inspected.
     pub(super) fn is_look(&self) -> bool {
         matches!(self, Self::Look(_))
     }
@@ -132,7 +132,7 @@ impl StateUse {
 /// How an image is opened.
 #[derive(Clone, Debug)]
 pub struct ImageOptions {
-    /// Its format; `None` goes by the name.
+    /// Its format; `None` chooses it by the name.
     pub format: Option<ImageFormat>,
     /// Whether it may be changed.
     pub access: Access,
@@ -142,32 +142,32 @@ pub struct ImageOptions {
     pub discard: Discard,
     /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroes,
-    /// Whether what is read from its backing file becomes its own, if it may be changed.
+    /// Whether data read from its backing file is copied into it, if it may be changed.
     pub copy_on_read: bool,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
-    /// The treatment of changes that find no room.
+    /// The treatment of changes that get ENOSPC.
     pub on_full: OnFull,
     /// Whether other programs are kept away.
     pub locking: Locking,
-    /// Whether what is answered outlives the process.
+    /// Whether answered changes survive the process.
     pub state: StateUse,
-    /// The files that the image may name as its backing file or data file, beside regular files
-    /// below its own folder.
+    /// The files that the image may name as its backing file or data file, in addition to regular
+    /// files below its own folder.
     pub allowed_paths: AllowedPaths,
     /// Whether it may name an export of another server as its backing file.
     pub remote_backing: RemoteBacking,
     /// The secrets of encrypted images.
     pub secrets: Secrets,
-    /// The part of its file that the image is in, which is only read then.
+    /// The part of its file that has the image; that file is then only read.
     pub part: Option<FilePart>,
     /// The purpose of opening it.
     pub purpose: Purpose,
-    /// The snapshot whose disk is opened, by its name or id: for reading only.
+    /// The name or id of the snapshot to open, for reading only.
     pub snapshot: Option<String>,
     /// Whether its backing file is read.
     pub backing_use: BackingUse,
-    /// Where the bitmaps of a raw image are, if not beside it.
+    /// Location of a raw image's bitmaps, if not beside it.
     pub side_file: Option<SideFile>,
 }
 
@@ -177,13 +177,13 @@ pub enum Purpose {
     /// To read and write its disk: with all of its files.
     #[default]
     Disk,
-    /// To find out what is in its chain: of encrypted images without a key no data can be read.
+    /// To find the images of its chain: no data of encrypted images can be read without a key.
     Chain,
-    /// To work on the image itself: with its data file, without its backing files. What it leaves
-    /// to those cannot be read, nor data without a key.
+    /// To work on the image itself: with its data file, without its backing files. Ranges of the
+    /// backing files cannot be read, nor data without a key.
     Image,
-    /// To ask what it is, for reading only: with the files that hold its metadata. No guest data of
-    /// an image with a data file can be read.
+    /// To inspect it, for reading only: with the files that hold its metadata. No guest data of an
+    /// image with a data file can be read.
     Metadata,
 }
 
@@ -193,19 +193,19 @@ pub enum BackingUse {
     /// It is opened.
     #[default]
     Followed,
-    /// It is left out: what the image does not have reads as zeros, and block status tells it from
+    /// It is left out: unallocated ranges read as zeros, and block status distinguishes them from
     /// data.
     LeftOut,
 }
 
-/// Where the bitmaps of a raw image or volume are that has no room for them, if that is not beside
+/// Location of the bitmaps of a raw image or volume, which cannot store them itself, if not beside
 /// it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SideFile {
     /// The file, or a folder in which it is named after the image.
     pub path: PathBuf,
-    /// Whether the user says that the volume has no other writer: it counts where the host shows
-    /// nothing else.
+    /// Whether the user asserts that the volume has no other writer: used if the host provides no
+    /// evidence.
     pub is_alone: bool,
 }
 
@@ -214,12 +214,12 @@ pub struct SideFile {
 pub struct FilePart {
     /// Where it begins, in bytes.
     pub offset: u64,
-    /// Its bytes; `None`: all that follow.
+    /// Its length in bytes; `None`: up to the end.
     pub size: Option<u64>,
 }
 
-/// Whether an image may name another server as its backing file: a stranger's image could have this
-/// host connect to servers that the stranger cannot reach.
+/// Whether an image may name another server as its backing file: an image from an attacker could
+/// make this host connect to servers that the attacker cannot reach.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemoteBacking {
     /// It may not.

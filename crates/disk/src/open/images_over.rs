@@ -12,11 +12,11 @@ use rustix::fs::OFlags;
 
 use super::qemu_name::plain_backing;
 
-/// The qcow2 files of these folders whose backing file is `layer`, but for `known`, and for copies
-/// that were not completed.
+/// The qcow2 files of these folders whose backing file is `layer`, except `known` and incomplete
+/// copies.
 ///
 /// # Errors
-/// The host's, where a folder cannot be read.
+/// Host errors, if a folder cannot be read.
 fn images_over(layer: &Path, folders: &[&Path], known: &Path) -> Result<Vec<PathBuf>> {
     let failed = |path: &Path| {
         let name = path.display().to_string();
@@ -34,7 +34,7 @@ fn images_over(layer: &Path, folders: &[&Path], known: &Path) -> Result<Vec<Path
                 fs::metadata(path.parent().unwrap_or(folder).join(name))
                     .is_ok_and(|one| is_it(&one))
             };
-            // What cannot be read is no image that anybody here uses.
+            // An unreadable file is no image that a user here can open.
             if !is_part && backing_of(&path).is_some_and(names) && !found.contains(&path) {
                 found.push(path);
             }
@@ -73,7 +73,7 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
     if !fs::symlink_metadata(path).ok()?.is_file() {
         return None;
     }
-    // Another file may have taken its place since: a pipe would have the opener wait.
+    // Another file may have replaced it since: opening a pipe would block.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let mut file: File = fs::OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     let mut header = [0; 20];

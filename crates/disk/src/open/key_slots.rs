@@ -31,9 +31,9 @@ pub enum KeySlotChange {
 /// Whether a change may lose the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastKey {
-    /// It is refused, and so is a slot in use that would get another key.
+    /// It is refused, and so is a new key in a slot in use.
     Keep,
-    /// The image can never be opened again then.
+    /// The image may become impossible to open.
     MayGo,
 }
 
@@ -41,9 +41,9 @@ pub enum LastKey {
 /// those it was opened with. Derives keys on this thread, which takes seconds.
 ///
 /// # Errors
-/// `InvalidInput` where the image is not encrypted, there is no such slot or secret, the slot is in
-/// use, or the last key would be lost; `Unsupported` for a version of LUKS other than 1, or where
-/// no secret opens the image; or what the storage answers.
+/// `InvalidInput` if the image is not encrypted, there is no such slot or secret, the slot is in
+/// use, or the last key would be lost; `Unsupported` for a version of LUKS other than 1, or if no
+/// secret opens the image; or storage errors.
 pub fn change_key_slots<'a>(
     disk: &'a ImageDisk,
     secrets: &'a Secrets,

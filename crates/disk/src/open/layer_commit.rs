@@ -25,14 +25,14 @@ use crate::disk::{Disk, FurtherBase};
 use crate::layer::Layer;
 use crate::tools::LayerCommit;
 
-/// Opens for writing what a commit of layers of `disk` changes, which was opened by `options` and
-/// whose image is at `path`. Other programs are kept from it, also from reading it. The caller
-/// [ends](end_layer_commit) it, whatever happens. Needs the loop of the current thread.
+/// Opens for writing the images that a commit of layers of `disk` changes; the disk was opened by
+/// `options`, and its image is at `path`. Other programs cannot open them, not even for reading.
+/// The caller must [end](end_layer_commit) it in every case. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open_base`](super::open_base), of the base and of the image above the layers;
-/// `InvalidInput` where an image in their folders stands on one of them; `Io` where reads in flight
-/// take too long; the base's, where it cannot be made longer. The disk goes on as before.
+/// `InvalidInput` if one of them is the backing file of an image in their folders; `Io` if reads in
+/// flight take too long; errors of making the base longer. The disk continues as before.
 pub fn begin_layer_commit<'a>(
     disk: &'a Arc<ImageDisk>,
     left_out: FurtherBase,
@@ -87,12 +87,12 @@ pub fn begin_layer_commit<'a>(
     })
 }
 
-/// The depth of the image that stands on the base until the commit is complete.
+/// The depth of the image directly over the base until the commit is complete.
 fn left_below(commit: &LayerCommit<ImageStorage>) -> usize {
     commit.left_out().above() + commit.left_out().steps() - 1
 }
 
-/// Refuses layers over which another image is than the one before each of them.
+/// Refuses layers that are the backing file of an image other than the one above them.
 pub(super) fn check_layers(layers: &[&Layer<ImageStorage>]) -> Result<()> {
     let is_file = |layer: &Layer<ImageStorage>| layer.data().storage().as_file().is_some();
     let pairs = layers.windows(2).filter(|pair| is_file(pair[1]));
@@ -101,8 +101,8 @@ pub(super) fn check_layers(layers: &[&Layer<ImageStorage>]) -> Result<()> {
         .try_for_each(|[above, layer]| check_only_over(layer, above))
 }
 
-/// Ends a commit of layers, which is complete or not: nothing of it is in flight. Other programs
-/// may read what it has changed from then on. What fails is logged.
+/// Ends a commit of layers, complete or not, without requests in flight. Then other programs may
+/// read the images that it has changed. Errors are logged.
 pub async fn end_layer_commit(commit: &LayerCommit<ImageStorage>, options: &ImageOptions) {
     if let Err(error) = commit.end().await {
         tracing::warn!("{error}");
@@ -127,7 +127,7 @@ fn read_again(opened: &ImageDisk, layer: &Layer<ImageStorage>, options: &ImageOp
     }
 }
 
-/// Opens images of a chain anew.
+/// Opens images of a chain again.
 struct Opener<'a> {
     layers: &'a [&'a Layer<ImageStorage>],
     /// Of the first one.

@@ -24,16 +24,16 @@ use super::rollback::requests_ended;
 use crate::disk::FurtherBase;
 use crate::layer::Layer;
 
-/// Layers' files that are going to be removed. See the module's page.
+/// Files of layers to be removed. See the module's page.
 pub struct LeftFiles(Vec<(PathBuf, Identity)>);
 
 impl LeftFiles {
-    /// Those of the layers that `left_out` says, which the chain of `disk` has still.
+    /// The files of the layers in `left_out`, which the chain of `disk` still has.
     ///
     /// # Errors
-    /// `InvalidInput` where another image stands on one of them, with its name, or another file has
-    /// its name; `Unsupported` for layers that are no files, have snapshots, or keep their data in
-    /// others.
+    /// `InvalidInput` if one of them is another image's backing file, whose name is in the error,
+    /// or if another file has its name; `Unsupported` for layers that are not files, have
+    /// snapshots, or keep their data in other files.
     pub async fn of(disk: &ImageDisk, left_out: &FurtherBase) -> Result<Self> {
         let layers: Vec<_> = disk.image().layers().skip(left_out.above()).collect();
         let layers = &layers[..left_out.steps()];
@@ -41,7 +41,7 @@ impl LeftFiles {
         Self::of_layers(&layers[1..]).await
     }
 
-    /// That of the image of `disk`, which is going to be another one.
+    /// The file of the image of `disk`, which is about to be replaced.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -83,9 +83,9 @@ impl LeftFiles {
         Ok(Self(files))
     }
 
-    /// Removes the files, the highest one first, and gives their space back. Nothing reads them
-    /// through the chain any more, and its locks are given back. One that cannot be removed stays,
-    /// and those below it: the log says why.
+    /// Removes the files, the highest one first, and frees their space. The chain must no longer
+    /// read them, and must have released its locks. If one cannot be removed, it and those below it
+    /// stay: the log says why.
     pub fn remove(self) {
         self.remove_with(true);
     }
@@ -121,7 +121,7 @@ fn remove(path: &Path, identity: &Identity, gives_back: bool) -> Result<()> {
     let refuse = |what: &str| {
         Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(&path.to_string_lossy()))
     };
-    // No other program reads it, and neither does another disk of this process.
+    // Neither another program nor another disk of this process reads it.
     let file = lock_for_writing(path)?;
     if identity_of(&file)? != *identity {
         return refuse("is another file than the one that was in use, which had its path");

@@ -19,8 +19,8 @@ use super::restore::find_state;
 use crate::image::EarlierWrites;
 use crate::options::Access;
 
-/// Brings to a layer what its server left, and makes it durable. Other backing files stay as they
-/// are. It is open for reading, by these options, and not locked yet.
+/// Replays to a layer the state that its server left, and makes it durable. Other backing files
+/// stay as they are. It is open for reading, by these options, and not locked yet.
 ///
 /// # Errors
 /// The host's; as opening it for writing: another program uses it.
@@ -35,7 +35,7 @@ pub(super) async fn restore_layer(
     }
     end_rollback(path)?;
     let dir = options.state.directory();
-    // Also one without changes: it may tell of a flush that failed.
+    // Also a state without changes: it may record a failed flush.
     if find_state(file, dir)?.is_some() {
         let state = StateUse::Replay(dir.cloned());
         let options = ImageOptions { access: Access::ReadWrite, state, ..options.clone() };
@@ -45,7 +45,6 @@ pub(super) async fn restore_layer(
         let (disk, restore) = opened?;
         restore.finish(disk).await?.close().await?;
     }
-    // Its last writes may be in the page cache alone, and flushes of its overlays do not reach
-    // there.
+    // Its last writes may be in the page cache alone, and flushes of its overlays do not flush it.
     file.flush(SyncMode::Data).await
 }

@@ -33,7 +33,7 @@ pub(super) async fn without_backing(disk: StoredImage) -> Result<StoredImage> {
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     let nothing = Image::open(file.into(), ImageFormat::Raw, read_only).await?;
     let disk = disk.with_backing(&nothing);
-    // Not past its end, where nothing would have to be stored for zeros.
+    // Every offset counts as inside it: past a backing file's end zeros need not be stored.
     disk.format().set_backing_size(u64::MAX);
     Ok(disk)
 }

@@ -53,20 +53,20 @@ impl Permission {
 pub(super) enum Locked {
     /// As long as it is open.
     Yes,
-    /// Its file system has no locks, or none was asked for.
+    /// Its file system has no locks, or no lock was requested.
     No,
 }
 
 /// Locks `file` for as long as it is open: a writer is alone, readers keep writers away. The locks
-/// of a file that another process hands over stay what they are.
+/// of a file that another process hands over stay unchanged.
 ///
 /// A file system without such locks leaves the image unlocked, with a warning in the log.
 ///
 /// # Errors
-/// [`ErrorKind::Locked`] with the holder's process where it can be found out.
+/// [`ErrorKind::Locked`] with the holder's process, if it can be found.
 pub(super) fn lock(file: &HostFile, access: Access) -> Result<Locked> {
     let locked = lock_bytes(file, access)?;
-    // The process that hands a file over was asked the same.
+    // The process that hands a file over has checked this already.
     if !file.shares_locks() {
         check_alone(file, access, |below, path| check_unlocked(below, access, file.name(), path))?;
     }
@@ -98,9 +98,9 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
             Err(error) => return Err(failed(error)),
         }
     }
-    // These are the locks of the process that hands the file over, and no other program has the
-    // image. One that tries to open it holds its own bytes until it has found that out, and
-    // must not be taken for a holder.
+    // These are the locks of the process that hands the file over, and no other program uses the
+    // image. A program that tries to open it holds bytes until it finds these locks, and must not
+    // count as a holder.
     if file.shares_locks() {
         return Ok(Locked::Yes);
     }
@@ -115,8 +115,8 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
 }
 
 /// As [`lock`] for writing, in the place of `reader`, another open of the same file by this
-/// process, whose locks are given back: at no moment could another program begin to write. Where
-/// this fails, `reader` has its locks again.
+/// process, whose locks are released: at no moment could another program begin to write. If this
+/// fails, `reader` has its locks again.
 ///
 /// # Errors
 /// As [`lock`].
@@ -125,7 +125,7 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
     let take = |file: &HostFile| {
         refused.iter().try_for_each(|byte| lock_byte_shared(file.descriptor(), *byte))
     };
-    // Where there are no locks, `lock` tells.
+    // Without locks in the file system, `lock` returns the error.
     let _ = take(file);
     reader.release_locks();
     let locked = lock(file, Access::ReadWrite);
@@ -149,14 +149,13 @@ pub(super) fn become_reader(file: &HostFile) {
     }
 }
 
-/// Whether another open of the file holds the lock of a writer; also where that cannot be found
-/// out.
+/// Whether another open of the file holds the lock of a writer; also if this cannot be determined.
 pub(super) fn is_being_written(file: &HostFile) -> bool {
     is_byte_locked(file.descriptor(), Permission::Write.used()).unwrap_or(true)
 }
 
-/// Opens a file for writing, whatever it holds, and locks it until the returned file is dropped: no
-/// other program uses it as an image meanwhile.
+/// Opens a file of any content for writing, and locks it until the returned file is dropped: until
+/// then no other program uses it as an image.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] when another program does; and those of opening a file.
@@ -166,8 +165,8 @@ pub fn lock_for_writing(path: &Path) -> Result<HostFile> {
     Ok(file)
 }
 
-/// Fails where a program uses `file`, which has the bytes of the device `name`, in a way that
-/// excludes this access. No lock is taken.
+/// Fails if a program uses `file`, which has the bytes of the device `name`, in a way that excludes
+/// this access. No lock is acquired.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] with both names and the holder.
@@ -192,8 +191,8 @@ fn check_unlocked(file: BorrowedFd<'_>, access: Access, name: &str, path: &str) 
     Ok(())
 }
 
-/// Succeeds when no program holds the byte. A holder that cannot be seen may be a process that has
-/// ended, whose locks the kernel has not released yet: this waits a moment for that.
+/// Succeeds when no program holds the byte. An invisible holder may be a process that has ended,
+/// whose locks the kernel has not released yet: this waits a moment for that.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
     let mut ours = false;
     let is_free = wait_until_released(|| {
@@ -238,7 +237,7 @@ fn held_by_ourselves(file: &HostFile) -> Error {
 enum LockOwner {
     /// Another process, in words.
     Other(String),
-    /// This process, by another descriptor than the one that asks.
+    /// This process, by a descriptor other than the caller's.
     Ourselves,
 }
 

@@ -27,14 +27,14 @@ use super::side_file::{Found, RawImage, close_volume, find, is_file, open_found,
 use super::volume::{Volume, identity};
 use crate::options::Access;
 
-/// Makes the side file of a raw image, without bitmaps, durably, unless it has one that belongs to
-/// it: whether it made one. Images of other formats, which have bitmaps of their own or none, stay
-/// as they are. Needs the loop of the current thread.
+/// Makes the side file of a raw image, without bitmaps, durably, unless it has a valid one; returns
+/// whether it made one. Images of other formats stay unchanged: they have bitmaps of their own or
+/// none. Needs the loop of the current thread.
 ///
 /// # Errors
-/// `InvalidInput` for a side file that does not belong to the image, and for an image that is not
-/// in whole sectors; `Unsupported` for one that is no file, where the user does not say where the
-/// side file is; `Locked`; the host's.
+/// `InvalidInput` for a side file of another image, and for an image whose size is not in whole
+/// sectors; `Unsupported` for an image that is not a file, unless the user names the side file;
+/// `Locked`; host errors.
 pub fn make_side_file<'a>(
     image: &'a Path,
     options: &'a ImageOptions,
@@ -42,7 +42,7 @@ pub fn make_side_file<'a>(
     rare(async move {
         if !is_raw(image, options) {
             return match &options.side_file {
-                // A folder is for those of several images that have none of their own.
+                // A folder is for several images, some of which have no bitmaps of their own.
                 Some(side) if !side.path.is_dir() => {
                     let what = "has no use for a file of bitmaps: only raw images have";
                     let error = Error::new(ErrorKind::InvalidInput, what);
@@ -71,8 +71,8 @@ pub fn make_side_file<'a>(
     })
 }
 
-/// As [`make_side_file`], but only where there is no file in its place: of one that is there,
-/// opening the image says whether it is used.
+/// As [`make_side_file`], but only if no file has its path: whether an existing one is used is
+/// decided when the image is opened.
 ///
 /// # Errors
 /// As there.
@@ -130,8 +130,8 @@ async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions
     finished
 }
 
-/// Removes the side file by which a raw image is open for writing and locked, if it has no bitmap:
-/// what it was made for has failed. The disk is closed next.
+/// Removes the side file by which a raw image is open for writing and locked, if it has no bitmap,
+/// because the operation that needed it has failed. The disk is closed next.
 ///
 /// # Errors
 /// The host's.
@@ -164,8 +164,8 @@ pub(super) fn remove_side_file(side_file: &Path, file: &HostFile) -> Result<()> 
     sync_folder(side_file)
 }
 
-/// How a side file names its image: beside it by the file's name, elsewhere by all that other
-/// programs need.
+/// The image's name in its side file: beside it the file's name, elsewhere a full path for other
+/// programs.
 fn name_of(image: &Path, options: &ImageOptions) -> Vec<u8> {
     if options.side_file.is_none() {
         return image.file_name().unwrap_or_default().as_bytes().to_vec();

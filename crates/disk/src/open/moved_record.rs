@@ -24,10 +24,10 @@ const MAGIC: &[u8] = b"blockhouse: disk moved\n";
 /// The last line of the record of a fork.
 const FORK: &str = "\nfork";
 
-/// The text before it where the disk is about to go back to the image.
+/// The text before it while the disk is about to go back to the image.
 const ROLLBACK: &str = "\nrollback";
 
-/// The same where a commit has begun to bring the overlay into the image.
+/// The text before it once a commit has begun to copy the overlay into the image.
 const COMMIT: &str = "\ncommit";
 
 /// The most bytes of a record that are read.
@@ -38,9 +38,9 @@ enum Found {
     Nothing,
     /// No record: it is left alone.
     Foreign,
-    /// One of a rollback that was carried out: it says nothing.
+    /// The record of a rollback that was carried out: it has no effect.
     Void,
-    /// The moved_to's name, and what became of the disk.
+    /// The name of the new image, and the state of the disk.
     Record {
         moved_to: String,
         stage: Stage,
@@ -52,11 +52,11 @@ enum Found {
 enum Stage {
     /// It was moved to another image.
     Moved,
-    /// It goes on in an image over this one.
+    /// It continues in an image over this one.
     Forked,
     /// The same, and it is about to go back to this one.
     Rollback,
-    /// The same, and this one may have a part of what it has there.
+    /// It continues in an image over this one, which a commit may have copied partly into this one.
     Commit,
 }
 
@@ -77,7 +77,7 @@ fn find(record: &Path) -> io::Result<Found> {
     if !is_regular {
         return Ok(Found::Foreign);
     }
-    // Another file may have taken its place since: a pipe would have the opener wait.
+    // Another file may have replaced it since: opening a pipe would block.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(record)?;
     if !file.metadata()?.is_file() {
@@ -93,7 +93,7 @@ fn find(record: &Path) -> io::Result<Found> {
             let back = forked.and_then(|forked| forked.strip_suffix(ROLLBACK));
             let committed = forked.and_then(|forked| forked.strip_suffix(COMMIT));
             let moved_to = back.or(committed).or(forked).unwrap_or(text);
-            // It is removed in the one step that makes this image the disk again.
+            // The overlay's removal is the single step that makes this image the disk again.
             let is_gone = || match symlink_metadata(moved_to) {
                 Ok(_) => Ok(false),
                 Err(error) if error.kind() == IoErrorKind::NotFound => Ok(true),
@@ -123,13 +123,13 @@ fn found_beside(image: &Path) -> Result<Found> {
 /// Notes durably that the disk of an image is moved to `moved_to`, its name for people.
 ///
 /// # Errors
-/// One that names the record: the host refuses; `InvalidInput` where another file has its name.
+/// Names the record: the host refuses; `InvalidInput` if another file has its name.
 pub fn record_moved(image: &Path, moved_to: &str) -> Result<()> {
     write_record(image, moved_to)
 }
 
-/// Notes durably that the disk of an image goes on in `overlay`, which reads from this image what
-/// it does not have.
+/// Records durably that the disk of an image continues in `overlay`, for which this image is the
+/// backing file.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -137,7 +137,7 @@ pub fn record_forked(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{FORK}", whole(overlay).display()))
 }
 
-/// Notes durably that the disk of an image goes on in `overlay` as long as that is there, and is
+/// Records durably that the disk of an image continues in `overlay` as long as that exists, and is
 /// this image again from then on. The path of `overlay` is canonical, and text in one line.
 ///
 /// # Errors
@@ -146,7 +146,7 @@ pub(super) fn record_rollback(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{ROLLBACK}{FORK}", overlay.display()))
 }
 
-/// As [`record_forked`], where a commit is about to bring the overlay into the image.
+/// As [`record_forked`], for a commit that is about to copy the overlay into the image.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -154,7 +154,8 @@ pub fn record_committed(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{COMMIT}{FORK}", whole(overlay).display()))
 }
 
-/// Refuses an image as what a disk was that was forked, where a commit may have changed it since.
+/// Refuses an image as the content of a forked disk at its fork, if a commit may have changed it
+/// since.
 ///
 /// # Errors
 /// `InvalidInput`; the host's.
@@ -167,7 +168,7 @@ pub(super) fn check_not_committed(image: &Path) -> Result<()> {
     Err(error.hint("commit the disk again"))
 }
 
-/// Whether a record says that a commit has begun to bring the overlay into the image.
+/// Whether a record shows that a commit has begun to copy the overlay into the image.
 ///
 /// # Errors
 /// The host's.
@@ -176,8 +177,8 @@ pub(super) fn has_commit_begun(image: &Path) -> Result<bool> {
     Ok(matches!(found, Found::Record { stage: Stage::Commit, .. }))
 }
 
-/// Where a rollback was not carried out, notes durably that the disk goes on in its overlay, also
-/// where that is lost.
+/// If a rollback was not carried out, records durably that the disk continues in its overlay, even
+/// if that is lost.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -191,12 +192,12 @@ pub(super) fn end_rollback(image: &Path) -> Result<()> {
     }
 }
 
-/// Whether a record says that an image was forked.
+/// Whether a record shows that an image was forked.
 pub fn is_forked(image: &Path) -> bool {
     forked_to(image).is_ok_and(|to| to.is_some())
 }
 
-/// The overlay in which the disk of an image goes on, if it was forked.
+/// The overlay in which the disk of an image continues, if it was forked.
 ///
 /// # Errors
 /// The host's.
@@ -233,16 +234,16 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     };
     let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
     if written.is_err() {
-        // The first failure is the one to tell.
+        // The caller reports the first failure.
         let _ = remove_file(&part);
     }
     written
 }
 
-/// Takes the record away, if there is one: the image's disk is where it was.
+/// Removes the record, if there is one: the disk is in this image again.
 ///
 /// # Errors
-/// One that names the record: the host refuses.
+/// Names the record: the host refuses.
 pub fn forget_moved(image: &Path) -> Result<()> {
     let record = record_of(image);
     let failed =
@@ -256,13 +257,13 @@ pub fn forget_moved(image: &Path) -> Result<()> {
     }
 }
 
-/// The canonical path, or as it is where nothing is there.
+/// The canonical path, or `path` itself if nothing is there.
 fn whole(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// As [`check_not_moved`], for an image behind those that are named, which belong to one disk: it
-/// may have been forked to one of them.
+/// As [`check_not_moved`], for an image below the named ones, which belong to one disk: it may have
+/// been forked to one of them.
 ///
 /// # Errors
 /// As there.
@@ -277,8 +278,7 @@ pub(super) fn check_not_moved_but_to<'a>(
 /// Refuses an image whose disk was moved, or may have been.
 ///
 /// # Errors
-/// `InvalidInput`, with where the disk is and what to do; the host's where the record cannot be
-/// read.
+/// `InvalidInput`, with the disk's location and advice; host errors if the record cannot be read.
 pub(super) fn check_not_moved(image: &Path) -> Result<()> {
     let record = record_of(image);
     let found = find(&record).map_err(|error| {

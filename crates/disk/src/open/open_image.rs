@@ -42,10 +42,10 @@ use crate::tools::check_not_marked;
 /// the loop of the current thread.
 ///
 /// # Errors
-/// One that names the file: it is missing, no disk image, of a wrong size, locked, looks like
-/// another format, is a mirror that was not completed, or the host refuses; for a backing file also
-/// the chain that leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one
-/// of a raw image.
+/// Names the file: it is missing, not a disk image, of a wrong size, locked, looks like another
+/// format, is an incomplete mirror, or the host refuses; for a backing file also the chain that
+/// leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one of a raw
+/// image.
 pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<ImageDisk>> {
     rare(async move {
         let is_view = at_snapshot(path, &options)?.1.is_some();
@@ -63,11 +63,11 @@ pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<Ima
 impl HandedOverDisk {
     /// As [`open`], by the files that another process has open
     /// ([`chain_files`](StoredImage::chain_files)). Changes nothing, and leaves the state file to
-    /// that process, before [`take_over`](Self::take_over). `behind` is read behind the last of
-    /// these files.
+    /// that process, before [`take_over`](Self::take_over). `behind` is the backing file of the
+    /// last of these files.
     ///
     /// # Errors
-    /// As [`open`]; `InvalidInput` where the chain consists of other files.
+    /// As [`open`]; `InvalidInput` if the chain consists of other files.
     pub async fn open(
         path: &Path,
         mut options: ImageOptions,
@@ -89,7 +89,7 @@ async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Re
     };
     let options = &*route.options;
     let (storage, identity) = route.open(&mut files).await?;
-    // A process that hands an image over has looked at it.
+    // A process that hands an image over has checked it already.
     let is_anew = matches!(files, Files::Host);
     let is_changed = options.purpose == Purpose::Disk && options.access == Access::ReadWrite;
     if is_anew && is_changed && identity.is_some() {
@@ -106,8 +106,8 @@ async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Re
     Ok(image)
 }
 
-/// The location to open for a snapshot, and its name where the format has it: a raw image in Ceph
-/// has snapshots of its own, which are locations.
+/// The location to open for a snapshot, and its name if the format has snapshots: a raw image in
+/// Ceph has snapshots of its own, which are locations.
 fn at_snapshot<'a>(
     path: &'a Path,
     options: &'a ImageOptions,
@@ -122,7 +122,7 @@ fn at_snapshot<'a>(
     })
 }
 
-/// The last image of a chain, whose file is open, with all that is behind it.
+/// The last image of a chain, whose file is open, with its backing chain.
 async fn open_from(
     mut chain: Chain,
     storage: ImageStorage,
@@ -140,7 +140,7 @@ async fn open_from(
     if options.purpose != Purpose::Image {
         image = over_backing(image, &mut chain, options).await?;
     }
-    // Before anything tells later processes that the image is as it was.
+    // Must precede any note to later processes that the image is unchanged.
     route.confirm(&image).await?;
     if !is_handed_over {
         end_resize(&image, &restore).await?;
@@ -179,7 +179,7 @@ async fn over_backing(
     Ok(above.into_iter().rfold(image, |behind, image| image.with_backing(&behind)))
 }
 
-/// Ends what a process that died has begun: a raw image with a side file is as long as its image.
+/// Completes a resize that a killed process began: cuts a raw image to the size in its side file.
 async fn end_resize(image: &StoredImage, restore: &Restore) -> Result<()> {
     // A device has its length from elsewhere.
     let is_file = image.format().data().storage().as_file();
@@ -189,7 +189,7 @@ async fn end_resize(image: &StoredImage, restore: &Restore) -> Result<()> {
     if image.access() == Access::ReadOnly {
         return Ok(());
     }
-    // No other program's change, if this process dies as well.
+    // If this process is killed as well, the cut must not count as another program's change.
     restore.stamp_data_change();
     side_file.cut_data().await?;
     restore.stamp_data_change();
@@ -201,7 +201,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-    // Names that are not followed can be told all the same.
+    // Names that are not followed can still be shown.
     let image = if image.extent_files().is_empty() || options.allowed_paths.is_none() {
         image
     } else {
@@ -226,7 +226,7 @@ impl CommitChain {
     /// the first whose path `is_base`. Needs the loop of the current thread.
     ///
     /// # Errors
-    /// As [`open`]; `InvalidInput` when the image has no such backing file.
+    /// As [`open`]; `InvalidInput` if the image has no such backing file.
     pub async fn open(
         path: &Path,
         options: ImageOptions,
@@ -292,8 +292,8 @@ impl CommitChain {
 /// [`keep_state`](super::keep_state). Needs the loop of the current thread.
 ///
 /// # Errors
-/// As [`open`]; `InvalidInput` where there is no backing file, another file has its name now, or
-/// its disk was moved; `Locked` where others use it; `Unsupported` for one with a data file.
+/// As [`open`]; `InvalidInput` if there is no backing file, another file has its name now, or its
+/// disk was moved; `Locked` if other programs use it; `Unsupported` for one with a data file.
 pub fn open_base<'a>(
     disk: &'a ImageDisk,
     path: &'a Path,
@@ -366,7 +366,7 @@ pub(super) async fn open_behind(
     Ok(opened)
 }
 
-/// As [`open_behind`], of a raw backing file: by the file of its bitmaps, if that belongs to it.
+/// As [`open_behind`], for a raw backing file: by its side file, if that belongs to it.
 async fn open_with_side_file(
     layer: &Layer<ImageStorage>,
     path: &Path,
@@ -400,11 +400,11 @@ pub(super) async fn open_layer_again(
     Ok(disk)
 }
 
-/// Opens what the image is in, whatever that is, for work on it alone, and locks it if that is
-/// asked for. Needs the loop of the current thread.
+/// Opens the storage of an image of any kind, for work on it alone, and locks it if requested.
+/// Needs the loop of the current thread.
 ///
 /// # Errors
-/// One that names the image: it is missing or locked, or the host, server or cluster refuses.
+/// Names the image: it is missing or locked, or the host, server or cluster refuses.
 pub fn open_storage(
     path: &Path,
     options: ImageOptions,

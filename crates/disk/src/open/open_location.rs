@@ -15,13 +15,13 @@ use super::qemu_name::is_address;
 use super::restore::status_of;
 use crate::options::Access;
 
-/// Device and inode: what a file is, whatever its name.
+/// Device and inode: the identity of a file under any name.
 pub(super) type Identity = (u64, u64);
 
-/// Opens a file; what it is as well.
+/// Opens a file; returns its identity as well.
 ///
 /// # Errors
-/// As [`HostFile::open`]; `Unsupported` where the name leads to another server.
+/// As [`HostFile::open`]; `Unsupported` if the name leads to another server.
 pub(super) fn open_file(
     files: &mut Files,
     path: &Path,
@@ -37,11 +37,11 @@ pub(super) fn open_file(
     Ok((file, identity))
 }
 
-/// Opens what a name leads to that the user gave, or an image with the user's permission.
+/// Opens the target of a name from the user, or from an image with the user's permission.
 ///
 /// # Errors
-/// As [`HostFile::open`], [`NbdStorage::connect`] and [`RbdStorage::open`]; `ReadOnly` where a
-/// server refuses writes.
+/// As [`HostFile::open`], [`NbdStorage::connect`] and [`RbdStorage::open`]; `ReadOnly` if a server
+/// refuses writes.
 pub(super) async fn open_location(
     files: &mut Files,
     name: &Path,
@@ -79,11 +79,11 @@ pub(super) async fn open_location(
     }
 }
 
-/// A file, or the part of it that the options say, which is locked as a whole; what it is where it
-/// is a whole one: two images that are read may be parts of one file.
+/// A file, or the part of it in the options, locked as a whole; its identity if it is a whole file:
+/// two images that are read may be parts of one file.
 ///
 /// # Errors
-/// `InvalidInput` where the part ends after the file; the host's; `Locked`.
+/// `InvalidInput` if the part ends after the file; host errors; `Locked`.
 pub(super) fn part_of_file(
     file: HostFile,
     options: &ImageOptions,

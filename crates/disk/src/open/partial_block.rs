@@ -14,7 +14,7 @@ use crate::disk::Disk;
 use crate::options::{Access, Options};
 
 /// Whether clusters of a qcow2 image are smaller than a block, because its file ends inside of one.
-/// An image whose file is cut off is never changed.
+/// An image whose file is cut off must not be changed.
 ///
 /// # Errors
 /// As opening the image for reading.

@@ -14,8 +14,8 @@ use super::image_options::{CacheMode, FilePart, ImageOptions};
 use super::open_location::open_location;
 use crate::options::Access;
 
-/// Refuses a file that has the format `format` only by its name: it does not begin as one, or looks
-/// like another one.
+/// Refuses a file that has the format `format` only by its name: its content does not begin so, or
+/// looks like another format.
 pub(super) async fn check_not_probed(
     file: &impl Storage,
     path: &Path,
@@ -62,8 +62,8 @@ fn advice_for(name: &str, path: &str) -> String {
 
 /// The format that the name of an image stands for: `.qcow2`, otherwise raw. The name of an image
 /// in Ceph ends before its snapshot and its parameters. An export of another server is a disk,
-/// whatever it is called. A name that says a format before its last suffix (`disk.qcow2.bak`)
-/// stands for it where the file looks like that.
+/// whatever it is called. A format before the last suffix (`disk.qcow2.bak`) counts if the file's
+/// content has it.
 pub fn format_by_name(name: &Path) -> ImageFormat {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => ImageFormat::by_name(Path::new(location.image())),
@@ -75,10 +75,9 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
     }
 }
 
-/// The format of an image that is only read and has no name that says one: of a regular file
-/// without a suffix, or with the suffix of no format (`image.0.5.1`, `image.tmp`), and of a part of
-/// any, what it looks like. `None` where it looks like no format that is built; the device and the
-/// disk of a server hold a guest's bytes.
+/// The format of an image that is only read, by its content: for a regular file without a suffix,
+/// or with the suffix of no format (`image.0.5.1`, `image.tmp`), and for a part of any file. `None`
+/// if the content has no supported format; devices and disks of servers hold a guest's bytes.
 ///
 /// # Errors
 /// The host's. Needs no loop.
@@ -92,9 +91,8 @@ pub fn probe_nameless(path: &Path, part: Option<FilePart>) -> Result<Option<Imag
     }
 }
 
-/// The format that the name of a regular file says before other suffixes (`disk.qcow2.1.bak`),
-/// where the file looks like that: both the owner's word and the content count. A suffix of raw
-/// disks says raw.
+/// The format before other suffixes of a regular file's name (`disk.qcow2.1.bak`), if the content
+/// has it too: both must agree. A suffix of raw disks means raw.
 fn format_before_suffix(path: &Path) -> Option<ImageFormat> {
     const OF_RAW: [&str; 4] = ["raw", "img", "bin", "iso"];
     let mut name = Path::new(path.file_name()?);
@@ -128,19 +126,18 @@ fn look_of(path: &Path, offset: u64) -> Result<Option<ImageFormat>> {
     Ok(probe::name_of(&first).and_then(|name| name.parse().ok()))
 }
 
-/// Whether a suffix is a part of a version, or says that the file is on its way.
+/// Whether a suffix is part of a version, or marks a file as incomplete.
 fn is_of_no_format(suffix: &OsStr) -> bool {
     const ON_ITS_WAY: [&str; 5] = ["download", "part", "partial", "tmp", "upload"];
     let is_of_version = suffix.as_encoded_bytes().iter().all(u8::is_ascii_digit);
     is_of_version || ON_ITS_WAY.iter().any(|known| suffix == *known)
 }
 
-/// Refuses a file that is to stand behind an image as a raw one but looks like something else: the
-/// guest would see the tables of that image instead of its disk.
+/// Refuses a raw backing file whose content looks like another format: the guest would see the
+/// tables of that image instead of its disk.
 ///
 /// # Errors
-/// `InvalidInput` that names the file; what opening it answers. Needs the loop of the current
-/// thread.
+/// `InvalidInput` that names the file; errors of opening it. Needs the loop of the current thread.
 pub fn check_raw_backing(path: &Path) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move {
         let options = ImageOptions {

@@ -17,7 +17,7 @@ use serde_json::Value;
 use super::image_options::{BackingUse, FilePart};
 use crate::options::{DetectZeroes, Discard};
 
-/// Options of QEMU that change nothing of what is read and written.
+/// Options of QEMU without effect on the bytes read and written.
 const WITHOUT_EFFECT: [&str; 14] = [
     "aio",
     "auto-read-only",
@@ -47,21 +47,21 @@ pub struct QemuName {
     pub format: Option<ImageFormat>,
     /// The part of the file that it is in.
     pub part: Option<FilePart>,
-    /// Whether it is not to be locked.
+    /// Whether it must not be locked.
     pub is_shared: bool,
-    /// Whether it is not to be changed.
+    /// Whether it must not be changed.
     pub is_read_only: bool,
     /// Whether its backing file is left out.
     pub backing_use: BackingUse,
-    /// Whether what is written to it is compressed.
+    /// Whether writes to it are compressed.
     pub is_compressed: bool,
     /// Options of its space, for a program that serves it.
     pub space: SpaceOptions,
-    /// The backing file that it is said to have.
+    /// The backing file that the options give it.
     pub backing: Option<PathBuf>,
-    /// The context of block status that a server is asked for (`x-dirty-bitmap`).
+    /// The context of block status requested from a server (`x-dirty-bitmap`).
     pub context: Option<String>,
-    /// TLS with the server, of which the path does not say anything yet.
+    /// TLS with the server, not yet in the path.
     pub tls: Option<QemuTls>,
 }
 
@@ -70,7 +70,7 @@ pub struct QemuName {
 pub struct QemuTls {
     /// The object's name (`tls-creds`).
     pub credentials: String,
-    /// The name in the server's certificate, where that is not the host's (`tls-hostname`).
+    /// The name in the server's certificate, if that is not the host's (`tls-hostname`).
     pub hostname: Option<String>,
 }
 
@@ -90,7 +90,7 @@ impl QemuName {
     /// any other.
     ///
     /// # Errors
-    /// Which option is not understood, or says what cannot be done.
+    /// The option that is unknown, or not possible.
     pub fn of(name: &str) -> Option<Result<Self, String>> {
         let (scheme, rest) = name.split_once(':')?;
         let path = match scheme {
@@ -114,7 +114,7 @@ impl QemuName {
         }))
     }
 
-    /// Of keys with dots between their parts, and their values.
+    /// For keys with dots between their parts, and their values.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -245,7 +245,7 @@ impl Options {
             Some("raw") => self.part("")?,
             _ => None,
         };
-        // A raw layer below a format, or a second one, says in which part of the file it is.
+        // A raw layer below a format, or below another raw layer, selects a part of the file.
         let (prefix, below) = match below.as_deref() {
             Some("raw") if part.is_none() => {
                 part = self.part("file.")?;
@@ -283,8 +283,8 @@ impl Options {
         })
     }
 
-    /// The image below the driver `blkdebug`, where that only bounds requests: those that tools
-    /// make are within such bounds. Faults are not injected.
+    /// The image below the driver `blkdebug`, if that only limits requests: tools' requests are
+    /// within such limits. Faults are not injected.
     fn below_limits(self) -> Result<Self, String> {
         const BOUNDS: [&str; 7] = [
             "align",
@@ -330,7 +330,7 @@ impl Options {
     }
 
     /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; those of the layers below
-    /// it say the same.
+    /// it must be the same.
     fn space(&mut self) -> Result<SpaceOptions, String> {
         let mut space = SpaceOptions::default();
         for prefix in ["file.file.", "file.", ""] {
@@ -448,7 +448,7 @@ impl Options {
     }
 }
 
-/// `HOST:PORT` or `unix:PATH`, with or without `:exportname=NAME` behind it.
+/// `HOST:PORT` or `unix:PATH`, with or without `:exportname=NAME` after it.
 fn nbd_of(rest: &str) -> Result<PathBuf, String> {
     let (server, export) = rest.split_once(EXPORT).unwrap_or((rest, ""));
     let export = escape(export);
@@ -474,7 +474,8 @@ fn unix_uri(socket: &str, export: &str) -> PathBuf {
 /// part of the file that it is in; any other as it is.
 ///
 /// # Errors
-/// `Unsupported` where the name says what cannot be done, or another format than the image.
+/// `Unsupported` if the name asks for something impossible, or for another format than the image
+/// does.
 pub fn plain_backing<'a>(
     backing: &'a Backing,
     image: &str,
@@ -521,7 +522,7 @@ pub fn is_address(name: &[u8]) -> bool {
     name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
 }
 
-/// A path, also where it looks like a URI.
+/// A path, even if it looks like a URI.
 fn path_of(name: &str) -> PathBuf {
     if is_address(name.as_bytes()) || name == "-" { Path::new(".").join(name) } else { name.into() }
 }

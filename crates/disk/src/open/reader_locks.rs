@@ -35,7 +35,7 @@ pub(super) fn take_from_readers(
         if identity_of(reader)? == wanted {
             lock_in_place_of(file, reader)?
         } else {
-            // The other one of a raw image and the file of its bitmaps: it is locked next.
+            // The other of the two files, raw image and side file, is locked next.
             reader.release_locks()
         }
     }

@@ -8,19 +8,18 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage as _};
 const SECTOR: u64 = 512;
 
 impl ImageDisk {
-    /// Reads how long the image's file (or the image in Ceph) is, and if it became longer, so does
-    /// the disk. Answers the new size. A qcow2 disk has the size that its header says, whatever
-    /// the file has; a device that became longer has room for more of it. An export of another
-    /// server has the size that it had at first.
+    /// Updates the disk's size if the image's file (or the image in Ceph) became longer; returns
+    /// the new size. A qcow2 disk has the size in its header, whatever its file's; a longer device
+    /// has more space for it. An export of another server keeps its first size.
     ///
     /// # Errors
-    /// The host's, or `InvalidInput` when the file became shorter, because what is missing can be
+    /// Host errors, or `InvalidInput` if the file became shorter, because the missing part can be
     /// neither read nor kept; the disk stays as it is.
     pub async fn refresh_size(&self) -> Result<Option<u64>> {
         let image = self.begin_use();
         let storage = image.format().storage().storage();
         if !image.format().is_raw() {
-            // There is room behind an image on a device; a file grows with what is written.
+            // A device has free space after the image; a file grows with writes.
             if !storage.grows_with_zeros()
                 && let Some(size) = storage.query_size().await?
             {

@@ -76,7 +76,7 @@ pub(super) struct Writer {
     dir: StateDir,
     owner: Owner,
     found: Option<StateFile>,
-    /// As it was before the opening changed anything.
+    /// Its state before the opening changed anything.
     modification: Option<Modification>,
 }
 
@@ -84,7 +84,7 @@ impl Restore {
     /// Looks for the state of an image.
     ///
     /// # Errors
-    /// The host's: what was answered could be missing from the image.
+    /// Host errors: answered changes could be missing from the image.
     pub(super) fn begin(
         file: &HostFile,
         path: &Path,
@@ -101,13 +101,13 @@ impl Restore {
         })
     }
 
-    /// Of an image on another server, which keeps no state here.
+    /// For an image on another server, which keeps no state here.
     pub(super) fn of_remote() -> Self {
         Self::Reader(StateUse::Off)
     }
 
-    /// The state file of a process that is gone: changes that the opening itself makes are stamped
-    /// in its page.
+    /// The state file of an ended process: changes that the opening itself makes are stamped in its
+    /// page.
     pub(super) fn found(&self) -> Option<&StateFile> {
         match self {
             Self::Writer(writer) => writer.found.as_ref(),
@@ -121,7 +121,7 @@ impl Restore {
         self.stamp(StatePage::raise_last_write);
     }
 
-    /// As [`stamp_change`](Self::stamp_change), of the file that has the image's data.
+    /// As [`stamp_change`](Self::stamp_change), for the file with the image's data.
     pub(super) fn stamp_data_change(&self) {
         self.stamp(StatePage::raise_last_data_write);
     }
@@ -133,8 +133,8 @@ impl Restore {
         }
     }
 
-    /// Replays what was found, and has the disk keep what it answers from now on. The disk has its
-    /// data file and its backing file, and nothing was changed yet.
+    /// Replays the state that was found, and makes the disk keep its answered changes from now on.
+    /// The disk must have its data file and its backing file, and be unchanged.
     ///
     /// # Errors
     /// Errors of the storage or the host: the state file is still there.
@@ -148,8 +148,8 @@ impl Restore {
         Ok(disk)
     }
 
-    /// Of a backing file, which is opened for reading only: refuses one that lacks what its server
-    /// answered, also for readers where the image above it is open for writing.
+    /// For a backing file, which is opened for reading only: refuses one that lacks answered
+    /// changes of its server, also for readers if the image above it is open for writing.
     ///
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
@@ -223,7 +223,7 @@ impl Writer {
         self.keep(disk, failures).await
     }
 
-    /// Replays the redo log. Says why where it no longer fits the image.
+    /// Replays the redo log. Returns the reason if it no longer fits the image.
     async fn replay(&self, disk: &StoredImage, found: &StateFile) -> Result<Option<String>> {
         let log = found.log();
         let has_session = disk.format().redo().is_some_and(|redo| redo.has_session_bit());
@@ -283,7 +283,7 @@ fn failures_of(found: &StateFile) -> [Option<i32>; 2] {
     FILES.map(|file| found.page().failure(file))
 }
 
-/// Tells of flushes that failed: those who open the image have no other way to know.
+/// Warns of flushes that failed: users of the image have no other sign of it.
 fn warn_of_failures(name: &str, failures: [Option<i32>; 2]) {
     for errno in failures.into_iter().flatten() {
         let error = io::Error::from_raw_os_error(errno);
@@ -306,7 +306,8 @@ fn refuse(name: &str, dir: &StateDir, found: &StateFile, why: &str) -> Result<()
     Ok(())
 }
 
-/// Sets the state file of an image aside, if there is one, and says why. The image is locked.
+/// Renames the state file of an image, if there is one, and warns with the reason. The image is
+/// locked.
 ///
 /// # Errors
 /// The host's.

@@ -49,9 +49,9 @@ pub struct RolledBack {
 
 /// How a rollback ended that was not carried out.
 enum Failed {
-    /// The disk goes on in its overlay.
+    /// The disk continues in its overlay.
     Unchanged(Error),
-    /// The overlay is gone, as long as the host does not lose power.
+    /// The overlay is removed, but may reappear after a power loss.
     Unknown(Error),
 }
 
@@ -62,7 +62,8 @@ impl From<Error> for Failed {
 }
 
 impl StoredImage {
-    /// Whether this image, or one behind it, is the one at this depth of the chain of `other`.
+    /// Whether this image, or one of its backing files, is the one at this depth of the chain of
+    /// `other`.
     pub fn reads_layer_of(&self, other: &Self, depth: usize) -> bool {
         let wanted = other.layers().nth(depth).and_then(identity_of_layer);
         let Some(wanted) = wanted else { return false };
@@ -74,14 +75,14 @@ fn identity_of_layer(layer: &Layer<ImageStorage>) -> Option<super::open_location
     identity_of(layer.data().storage().as_file()?).ok()
 }
 
-/// Has a disk that is in use go back to the layer behind it, from which a fork had it go on in an
-/// overlay, and removes that overlay with all that was written to it. `options` are those that the
-/// disk was opened with. Needs the loop of the current thread.
+/// Returns a disk in use to its backing file, the layer of a fork, and removes the overlay of that
+/// fork with all its data. `options` are those that the disk was opened with. Needs the loop of the
+/// current thread.
 ///
 /// # Errors
-/// One that names the disk or file: no fork has made its overlay, others stand on the layer, it has
-/// another size than the disk, or the host refuses. The disk goes on as before then; or, where it
-/// is not known whether the host would find the overlay after a loss of power, it can only be read.
+/// Names the disk or file: no fork has made its overlay, the layer has other overlays or another
+/// size than the disk, or the host refuses. The disk then continues as before; or, if the overlay
+/// may be gone after a power loss, it becomes read-only.
 pub fn roll_back<'a>(
     disk: &'a ImageDisk,
     options: &'a ImageOptions,
@@ -149,7 +150,7 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
     Ok((layer, overlay))
 }
 
-/// Opens the layer of a disk for writing, in the place of the one that is read.
+/// Opens the layer of a disk for writing, replacing the read-only opening.
 async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<StoredImage> {
     let Some(behind) = disk.image().layer().backing_layer() else {
         return Err(Error::new(ErrorKind::InvalidInput, "stands on no layer").on(disk.name()));
@@ -179,7 +180,7 @@ async fn go_back(
     record_rollback(layer, overlay)?;
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
-    // It may have become read-only or longer meanwhile.
+    // It may have become read-only or longer since.
     disk.check_access(0)?;
     disk.check_replacement(lower)?;
     quiesced.note_own_parts_in(lower).await?;
@@ -200,8 +201,8 @@ async fn go_back(
     Ok(pause)
 }
 
-/// Has records further down the chain name the layer that name the overlay, which is gone: a commit
-/// of layers was about to leave out what is between.
+/// Replaces the removed overlay's name by the layer's in records further down the chain: a commit
+/// of layers was about to leave out the images between.
 fn name_again(lower: &StoredImage, layer: &Path, overlay: &Path) -> Result<()> {
     for below in lower.layers().skip(1).filter(|below| identity_of_layer(below).is_some()) {
         let below = Path::new(below.image_name());
@@ -213,9 +214,8 @@ fn name_again(lower: &StoredImage, layer: &Path, overlay: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Gives the space of an overlay back that is gone, and whose file stays open as long as its disk.
-/// A read that is in flight there is waited for, up to a limit: after that the space is freed at
-/// the end of the disk.
+/// Frees the space of a removed overlay, whose file stays open as long as its disk. Waits for reads
+/// in flight there, up to a limit: after that the space is freed when the disk is closed.
 async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
     if !requests_ended(disk).await {
         let name = overlay.image().layer().name();

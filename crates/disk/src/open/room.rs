@@ -18,8 +18,8 @@ pub struct Room {
 }
 
 impl ImageDisk {
-    /// The room on the device that a qcow2 image is on, or in the file system of a file, which
-    /// others may take, too. `None` where the disk has all its space, or another server has it.
+    /// Free space on the device of a qcow2 image, or in the file system of a file, shared with
+    /// other users. `None` if all of the disk is allocated, or on another server.
     ///
     /// # Errors
     /// The host's.
@@ -37,8 +37,8 @@ impl ImageDisk {
         })
     }
 
-    /// The end of a qcow2 image's use of its storage, in bytes. `None` of other images, and of one
-    /// whose data is elsewhere.
+    /// The end of a qcow2 image's use of its storage, in bytes. `None` for other images, and for
+    /// one with its data elsewhere.
     ///
     /// # Errors
     /// The host's.
@@ -52,8 +52,7 @@ impl ImageDisk {
         }
     }
 
-    /// As [`room_left`](Self::room_left), without waiting; `None` also where it would have to be
-    /// looked up.
+    /// As [`room_left`](Self::room_left), without waiting; `None` also if it would require I/O.
     pub fn room_left_now(&self) -> Option<u64> {
         let image = self.begin_use();
         match limit_of(&image)? {

@@ -29,10 +29,10 @@ use crate::options::Access;
 /// Unit of offsets in sysfs.
 const SECTOR: u64 = 512;
 
-/// Devices below one: a circle of them would be the kernel's fault.
+/// Maximum devices below one: only a kernel bug could make a loop of them.
 const MAX_PLACES: usize = 256;
 
-/// A file or device, whatever its name.
+/// A file or device, under any name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holder {
     File { device: Dev, inode: u64 },
@@ -46,7 +46,7 @@ struct Place {
     range: Range<u64>,
     /// Whether it has all bytes of the range, in this order, and not some of them somewhere.
     is_exact: bool,
-    /// The name of the file or device; `None` where it has none here.
+    /// The name of the file or device; `None` if it has none here.
     path: Option<PathBuf>,
 }
 
@@ -64,14 +64,14 @@ impl Place {
 struct Places(Vec<Place>);
 
 impl Places {
-    /// Of a file that is written: a file system keeps other files apart from it.
+    /// For a file that is written: its file system keeps other files apart from it.
     fn of_written(file: BorrowedFd<'_>, name: &str) -> io::Result<Self> {
         let mut places = Self::default();
         places.add_status(&rustix::fs::fstat(file)?, Path::new(name));
         Ok(places)
     }
 
-    /// Of a file that is read, which is gone when the device of its file system is written to.
+    /// For a file that is read, which is lost if the device of its file system is written to.
     fn of_read(file: BorrowedFd<'_>, name: &str) -> io::Result<Self> {
         let mut places = Self::of_written(file, name)?;
         let status = rustix::fs::fstat(file)?;
@@ -139,8 +139,8 @@ impl Places {
         }
     }
 
-    /// The file or device of a loop device. One that was removed, or is in another mount namespace,
-    /// is not found.
+    /// The file or device of a loop device. A file that was removed, or is in another mount
+    /// namespace, is not found.
     fn add_file(&mut self, path: &Path, range: Range<u64>, is_exact: bool) {
         let Ok(found) = fs::metadata(path) else { return };
         if found.file_type().is_block_device() {
@@ -159,7 +159,7 @@ impl Places {
     }
 }
 
-/// A range of a device as the range of what is below, of which the device is the `window`.
+/// A range of a device as the range of the file or device below, where the device is the `window`.
 fn shifted(range: &Range<u64>, window: &Range<u64>) -> Range<u64> {
     let shift = |offset: u64| window.start.saturating_add(offset).min(window.end);
     shift(range.start)..shift(range.end)
@@ -169,7 +169,7 @@ fn number(folder: &Path, name: &str) -> Option<u64> {
     fs::read_to_string(folder.join(name)).ok()?.trim().parse().ok()
 }
 
-/// The device whose folder in sysfs this is.
+/// The device with this folder in sysfs.
 fn device_of(folder: &Path) -> Option<Dev> {
     let text = fs::read_to_string(folder.join("dev")).ok()?;
     let (major, minor) = text.trim().split_once(':')?;
@@ -180,9 +180,9 @@ fn failed(name: &str) -> impl Fn(io::Error) -> Error {
     move |error| Error::host("cannot examine", error).on(name)
 }
 
-/// Refuses an image, which is open and has its own locks, that another program uses by another
-/// name: by the file below a loop device, whose locks `check_below` looks at; where it is written,
-/// also by a loop device above.
+/// Refuses an open, locked image that another program uses under another name: through the file
+/// below a loop device, whose locks `check_below` reads; for writing, also through a loop device
+/// above.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`], with both names; the host's.
@@ -206,7 +206,7 @@ pub(super) fn check_alone(
     }
 }
 
-/// Opens a file below a device, for a look at its locks. One that cannot be opened shows none.
+/// Opens a file below a device, to read its locks. If it cannot be opened, no locks are found.
 fn open_below(holder: Holder, path: &Path) -> Option<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
@@ -241,8 +241,8 @@ fn check_above(name: &str, places: &Places) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a target that has bytes of its source, or of a file behind that: writing to it would
-/// destroy what is still to be read. Images on other servers are known by their servers' locks.
+/// Refuses a target that shares bytes with its source, or with a backing file of it: writing would
+/// destroy data not yet read. Images on other servers are protected by their servers' locks.
 ///
 /// # Errors
 /// `InvalidInput`, with both names; the host's.
@@ -282,7 +282,7 @@ pub(super) fn files_of_layer(layer: &Layer<ImageStorage>) -> impl Iterator<Item 
     [format.storage(), format.data()].into_iter().flat_map(|one| one.storage().files())
 }
 
-/// As [`check_apart`], of one open file, which messages call `name`.
+/// As [`check_apart`], for one open file, called `name` in messages.
 ///
 /// # Errors
 /// As [`check_apart`].

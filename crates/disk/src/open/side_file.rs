@@ -63,7 +63,7 @@ const MAX_DELAY: Duration = Duration::from_millis(100);
 /// The suffix of a side file's name.
 const SUFFIX: &str = ".bitmaps";
 
-/// The path of an image's side file that is beside it.
+/// The path of an image's side file if it is beside the image.
 pub(super) fn side_file_of(image: &Path) -> PathBuf {
     let mut name = image.as_os_str().to_owned();
     name.push(SUFFIX);
@@ -98,7 +98,7 @@ fn name_in_folder(image: &Path) -> PathBuf {
 pub(super) enum RawImage {
     /// The file that the side file names.
     Named(OwnedFd),
-    /// The volume that the user named, whatever the side file names: by this name in messages.
+    /// The volume that the user named, whatever name the side file has; messages use this name.
     Volume(PathBuf, RawVolume),
 }
 
@@ -118,7 +118,7 @@ pub(super) enum Found {
     Nothing,
     /// Through this one, which is `file`. The image itself is `image`, and was as in `seen`.
     Belongs { side_file: PathBuf, file: OwnedFd, image: RawImage, seen: Seen },
-    /// It has one that is not used: why.
+    /// Its side file is not used, with the reason.
     Strange(Error),
 }
 
@@ -183,7 +183,7 @@ pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> 
     ))
 }
 
-/// Opens a volume, says what it is, and whose.
+/// Opens a volume; returns its identity and owner.
 async fn open_volume(
     image: &Path,
     location: &Location,
@@ -191,7 +191,7 @@ async fn open_volume(
 ) -> Result<(RawVolume, Volume, Option<u32>)> {
     match location {
         Location::File(path) => {
-            // Where the side file is beside it, no link leads to it.
+            // A side file beside its image is not reached through a link.
             let path = match options.side_file {
                 None => Cow::Borrowed(path),
                 Some(_) => Cow::Owned(path.canonicalize().map_err(|error| {
@@ -219,7 +219,7 @@ pub(super) async fn close_volume(volume: RawVolume) -> Result<()> {
     }
 }
 
-/// Opens an image or its side file, which no symbolic link leads to: to be opened again, and for
+/// Opens an image or its side file, whose path is no symbolic link: to be reopened, and for
 /// reading.
 pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -236,8 +236,8 @@ pub(super) fn is_file(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|found| found.is_file())
 }
 
-/// Why no side file is used, if the path leads by a symbolic link to an image that has one: of two
-/// names, each could have its own.
+/// Why no side file is used, if the path is a symbolic link to an image that has one: otherwise
+/// each of the two names could have its own.
 fn behind_link(image: &Path) -> Option<Error> {
     if !std::fs::symlink_metadata(image).ok()?.is_symlink() {
         return None;
@@ -261,10 +261,10 @@ pub(super) struct Route<'a> {
 enum Through {
     /// The image's own file.
     Itself,
-    /// A side file that was found to belong to an image, which was as in `seen`.
+    /// A side file that was found to belong to an image in the state `seen`.
     SideFile { file: OwnedFd, image: Mutex<Option<RawImage>>, seen: Seen },
-    /// One that another process has found to belong, and has open: by this name, if the side file
-    /// is not beside its image.
+    /// A side file that another process has checked, and has open: with this name, if it is not
+    /// beside its image.
     HandedOver(Option<PathBuf>),
 }
 
@@ -307,7 +307,7 @@ pub(super) async fn route<'a>(
 }
 
 impl<'a> Route<'a> {
-    /// By an image's own file, whatever is beside it.
+    /// By an image's own file, even if a side file is beside it.
     pub(super) fn itself(path: &'a Path, options: &'a ImageOptions) -> Self {
         Self { path: path.into(), options: Cow::Borrowed(options), through: Through::Itself }
     }
@@ -326,12 +326,12 @@ impl<'a> Route<'a> {
         Ok((file.into(), Some(identity)))
     }
 
-    /// The raw image that the user named, where a side file was found to belong to it, once.
-    /// `disk` is what was opened, without a data file.
+    /// The raw image that the user named, if a side file was found to belong to it; returned once.
+    /// `disk` is the opened one, without a data file.
     ///
     /// # Errors
-    /// `InvalidInput` where a side file is opened for writing by its own name: nothing has found
-    /// out whether it belongs to its image.
+    /// `InvalidInput` if a side file is opened for writing by its own name: then nothing has
+    /// checked whether it belongs to its image.
     pub(super) fn raw_image(&self, disk: &StoredImage) -> Result<Option<RawImage>> {
         match &self.through {
             Through::SideFile { image, .. } => Ok(image.lock().take()),
@@ -352,12 +352,10 @@ impl<'a> Route<'a> {
         }
     }
 
-    /// Whether what was found still holds, now that the disk is open and locked, and nothing is
-    /// changed yet.
+    /// Checks the findings again, now that the disk is open and locked, and unchanged.
     ///
     /// # Errors
-    /// `InvalidInput` where another program has changed or replaced the image meanwhile. The
-    /// host's.
+    /// `InvalidInput` if another program has changed or replaced the image since. Host errors.
     pub(super) async fn confirm(&self, disk: &StoredImage) -> Result<()> {
         let Through::SideFile { seen, .. } = &self.through else { return Ok(()) };
         let refuse = |what: &str| {
@@ -380,7 +378,7 @@ impl<'a> Route<'a> {
     }
 }
 
-/// Why a side file does not belong to a volume of this owner, whose file it names if it has a
+/// Why a side file does not belong to a volume of this owner, whose file's name it has if it has a
 /// `name`.
 async fn check(
     named: Option<&Path>,
@@ -457,8 +455,8 @@ fn told(
     })
 }
 
-/// Whether an image is as the server left it that died while it recorded changes, as far as its
-/// state file tells.
+/// Whether an image is as its server left it that was killed while it recorded changes, by its
+/// state file.
 fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Result<bool> {
     Ok(find_state(file, dir)?.is_some_and(|state| {
         let last_write = Duration::from_nanos(state.page().last_data_write());

@@ -38,7 +38,7 @@ use crate::snapshots::Pause;
 const MAX_REPLACED: usize = 32;
 
 impl StoredImage {
-    /// Whether it is a raw file, open for writing, whose changes are not recorded:
+    /// Whether it is a raw file, open for writing, without recording of its changes:
     /// [`start_recording`] begins that.
     pub fn lacks_side_file(&self) -> bool {
         let is_file = self.file().is_some_and(|file| file.kind() == FileKind::Regular);
@@ -46,14 +46,14 @@ impl StoredImage {
     }
 }
 
-/// Makes a side file for a disk that is used and [lacks one](StoredImage::lacks_side_file), and
-/// has its changes go through it from now on. They are held off for a few flushes. `image` is the
-/// path by which the disk was opened, `options` are those that it was opened with. Needs the loop
-/// of the current thread.
+/// Makes a side file for a disk in use that [lacks one](StoredImage::lacks_side_file), and records
+/// its changes there from now on. Changes are held off for a few flushes. `image` is the path by
+/// which the disk was opened, `options` are those that it was opened with. Needs the loop of the
+/// current thread.
 ///
 /// # Errors
-/// As [`make_side_file`]; `InvalidInput` where another file has the path by now; a flush that
-/// failed earlier.
+/// As [`make_side_file`]; `InvalidInput` if another file has the path by now; a flush that failed
+/// earlier.
 pub fn start_recording<'a>(
     disk: &'a ImageDisk,
     image: &'a Path,
@@ -93,11 +93,11 @@ async fn record_beside(
     flush_ahead(&[disk], SyncMode::Full).await?;
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
-    // It may have become read-only meanwhile.
+    // It may have become read-only since.
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;
-    // The side file notes when the image was changed for the last time: by the disk's own changes,
-    // up to here.
+    // The side file stores the time of the image's last change: by the disk's own changes, up to
+    // here.
     recording.settle().await?;
     disk.check_replacement(&recording)?;
     let recording = restore.finish(recording).await?;
@@ -108,7 +108,7 @@ async fn record_beside(
     let replaced = quiesced.record_in(Arc::new(recording))?;
     let pause = Pause { length: began.elapsed() };
     if let Err(error) = replaced.close().await {
-        // Its data was flushed before. The next flush tells where that goes wrong again.
+        // Its data was flushed before. The next flush reports a repeated error.
         tracing::warn!("{error}");
     }
     Ok(pause)
@@ -119,8 +119,8 @@ async fn record_beside(
 /// are. Needs the loop of the current thread.
 ///
 /// # Errors
-/// The storage's or the host's; `Unsupported` where that was done too often. The disk goes on with
-/// its side file then.
+/// Errors of the storage or the host; `Unsupported` if this was done too often. The disk then
+/// continues with its side file.
 pub fn stop_recording<'a>(
     disk: &'a ImageDisk,
     image: &'a Path,
@@ -195,7 +195,8 @@ async fn open_beside(
             "remove that file, and make a full backup",
         );
     }
-    // As the side file names it: so does the process that goes on with the image after an upgrade.
+    // By the name in the side file: the process that takes over the image at an upgrade uses it,
+    // too.
     let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
     let name = if is_beside {
         path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))

@@ -18,16 +18,16 @@ use super::restore::{find_state, refuse_lost_session, set_state_aside};
 /// itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfCorrupt {
-    /// They stay where they are, and the work fails.
+    /// They stay where they are, and the operation fails.
     Fail,
     /// Their file is set aside, with a warning. For work that the image needs before anything can
     /// be brought to it.
     SetAside,
 }
 
-/// Brings to an image what its server answered before it died, where [`ImageOptions::state`] finds
-/// anything: for work on the file itself, which follows. An image whose state is empty is not
-/// opened. Needs the loop of the current thread.
+/// Replays to an image the answered changes of its killed server, if [`ImageOptions::state`] leads
+/// to any: before work on the file itself. An image without state is not opened. Needs the loop of
+/// the current thread.
 ///
 /// # Errors
 /// As [`open`](super::open); `Corrupt` with [`IfCorrupt::Fail`] only.
@@ -67,8 +67,8 @@ pub fn replay_state(
     })
 }
 
-/// Fails for an image whose state may be elsewhere. What is wrong with one that cannot be opened,
-/// the work says.
+/// Fails for an image whose state may be elsewhere. If it cannot be opened, the work that follows
+/// reports the error.
 async fn check_lost_session(path: &Path, options: ImageOptions) -> Result<()> {
     let (locking, state, purpose) = (Locking::None, StateUse::Off, Purpose::Metadata);
     match open(path, ImageOptions { locking, state, purpose, ..options.clone() }).await {

@@ -34,7 +34,7 @@ impl Secrets {
         &self.0
     }
 
-    /// The one that there is, for an image that does not tell whether it is the right one.
+    /// The only secret, for an image that cannot verify whether it is the right one.
     ///
     /// # Errors
     /// There are several, or none.
@@ -53,15 +53,15 @@ impl Secrets {
     /// see [`create_header`].
     ///
     /// # Errors
-    /// As there; `InvalidInput` where there is no secret.
+    /// As there; `InvalidInput` if there is no secret.
     pub fn create_header(&self, index: usize, time: Duration) -> Result<Vec<u8>> {
         create_header(self.get(index)?, time)
     }
 
-    /// Refuses a new image whose key would be the secret of this index, which is not there.
+    /// Refuses a new image whose key would be the secret of this index, if that does not exist.
     ///
     /// # Errors
-    /// `InvalidInput` where there is no secret.
+    /// `InvalidInput` if there is no secret.
     pub fn check_is_there(&self, index: usize) -> Result<()> {
         self.get(index).map(drop)
     }
@@ -78,14 +78,14 @@ impl Secrets {
 /// The files with the keys of encrypted images, as a person names them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyFiles {
-    /// Files whose bytes are a key, all of them.
+    /// Files whose whole content is a key.
     pub keys: Vec<PathBuf>,
     /// Files whose first line is a passphrase.
     pub passphrases: Vec<PathBuf>,
 }
 
 impl KeyFiles {
-    /// Reads all of them. May block where one is a pipe.
+    /// Reads all of them. Blocks while a pipe among them has no data.
     ///
     /// # Errors
     /// As [`Secret::from_key_file`].
@@ -115,10 +115,10 @@ pub(super) enum WithoutKey {
     StayLocked,
 }
 
-/// The same disk with the key of its data, where that is encrypted.
+/// The same disk with the key of its data, if that is encrypted.
 ///
 /// # Errors
-/// One that names the image: no secret opens it, its header is damaged, or asks for too much.
+/// Names the image: no secret opens it, its header is damaged, or needs too much memory or time.
 pub(super) async fn unlocked(
     disk: StoredImage,
     secrets: &Secrets,

@@ -28,7 +28,7 @@ use super::restore::{Clock, change_time, clock_of, identity_of, status_of};
 pub(super) struct Volume {
     pub(super) identity: [u8; 16],
     pub(super) size: u64,
-    /// How it is now, as far as anything tells.
+    /// Its current state, as far as it can be determined.
     pub(super) seen: Seen,
 }
 
@@ -45,7 +45,7 @@ pub(super) enum Seen {
 
 impl Volume {
     /// # Errors
-    /// The host's or the cluster's; `Unsupported` for what is no single disk.
+    /// Errors of the host or cluster; `Unsupported` for a storage that is not a single disk.
     pub(super) async fn of(storage: &ImageStorage) -> Result<Self> {
         let size = storage.size();
         let (identity, seen) = match storage {
@@ -67,7 +67,7 @@ impl Volume {
     }
 }
 
-/// How a side file of this disk says that the disk is unchanged, and what is so now.
+/// Compares the state that this disk's side file `noted` at its close with the state now.
 pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
     match seen {
         Seen::Time(now) => Told::of(now == noted),
@@ -77,8 +77,9 @@ pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
     }
 }
 
-/// The same of a device whose server died. `sent` is how much that had sent, or was about to, as a
-/// word of [`DeviceWrites`]; 0 where it is not known. `now` is how much was written to the device.
+/// Compares counts of a device whose server was killed. `sent` is the amount that the server had
+/// sent, or was about to, as a word of [`DeviceWrites`]; 0 if unknown. `now` is the amount written
+/// to the device.
 pub(super) fn told_by_count(sent: u64, now: u64) -> Told {
     if sent != 0 && DeviceWrites::is_same_era(sent, now) {
         Told::of(now <= sent)
@@ -143,7 +144,7 @@ fn identity_of_file(file: &HostFile) -> Result<[u8; 16]> {
     Ok(hash(&["device", &id]))
 }
 
-/// The name of a block device, whatever its number: in the best words that there are.
+/// The name of a block device, independent of its number: the best identifier that there is.
 fn device_id(folder: &Path) -> Option<String> {
     let read = |name: &str| {
         let text = fs::read_to_string(folder.join(name)).ok()?;

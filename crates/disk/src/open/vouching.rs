@@ -159,8 +159,8 @@ mod tests {
             let until = last_renewal + TERM.as_nanos() as u64;
             let killed = start + lived;
             let mut changed = start + random.u64(0..=lived);
-            // A stranger comes when the server is gone: before the host dies, or after it was
-            // started again.
+            // An attacker comes after the server's end: before the host crashes, or after its
+            // restart.
             let host_dies = killed + random.u64(0..60) * SECOND;
             let booted = host_dies + random.u64(1..60) * SECOND;
             let asked = booted + random.u64(1..60) * SECOND;
@@ -184,7 +184,7 @@ mod tests {
             );
             assert!(!is_taken || !is_strange || is_unnoticed);
             assert!(is_taken || is_strange, "a server's own changes are vouched for");
-            // In the same boot the state file tells, and nothing else.
+            // In the same boot only the state file decides.
             assert!(!holds(Duration::from_nanos(changed), voucher, [1; 16], Duration::MAX));
             taken += u32::from(is_taken);
             refused += u32::from(!is_taken);

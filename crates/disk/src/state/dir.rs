@@ -33,7 +33,7 @@ struct Inner {
     path: PathBuf,
     directory: OwnedFd,
     boot: BootId,
-    /// The user whose directory it is.
+    /// The owner of the directory.
     user: u32,
 }
 
@@ -41,17 +41,17 @@ impl StateDir {
     /// The directory at `path`, which is made if it is missing.
     ///
     /// # Errors
-    /// One that names the directory: it cannot be made or opened, belongs to another user, is open
-    /// to others, or is not on tmpfs.
+    /// Names the directory: it cannot be made or opened, belongs to another user, is open to
+    /// others, or is not on tmpfs.
     pub fn create(path: &Path) -> Result<Self> {
         Self::create_for(path, geteuid().as_raw())
     }
 
-    /// As [`create`](Self::create), for a user that this process becomes later: the directory and
-    /// its files are that user's.
+    /// As [`create`](Self::create), for the user that this process will run as: that user owns the
+    /// directory and its files.
     ///
     /// # Errors
-    /// As [`create`](Self::create); where this process may not give a file to the user.
+    /// As [`create`](Self::create); if this process may not give a file to the user.
     pub fn create_for(path: &Path, user: u32) -> Result<Self> {
         let failed = |error: Errno| {
             let failed = Error::host("cannot make the state directory", error.into());
@@ -121,10 +121,10 @@ impl StateDir {
 
     /// The default directory of this user's state files: the first of `/run/blockhouse` (root) or
     /// `$XDG_RUNTIME_DIR/blockhouse` (others), and `/dev/shm/blockhouse-UID`, whose parent is on
-    /// tmpfs. It may not be there yet.
+    /// tmpfs. It may not exist yet.
     ///
     /// # Errors
-    /// `Unsupported` where there is no tmpfs in those places.
+    /// `Unsupported` if none of them is on tmpfs.
     pub fn default_path() -> Result<PathBuf> {
         let user = geteuid();
         let own = if user.is_root() {
@@ -144,8 +144,8 @@ impl StateDir {
         })
     }
 
-    /// As [`default_path`](Self::default_path), for a user that this process becomes later, whose
-    /// environment it has not: `/run/blockhouse` (root) or `/dev/shm/blockhouse-UID`.
+    /// As [`default_path`](Self::default_path), for the user that this process will run as, without
+    /// that user's environment: `/run/blockhouse` (root) or `/dev/shm/blockhouse-UID`.
     pub fn default_path_for(user: u32) -> PathBuf {
         match user {
             0 => PathBuf::from("/run/blockhouse"),
@@ -169,7 +169,7 @@ impl StateDir {
         self.inner.boot
     }
 
-    /// The user whose directory it is.
+    /// The owner of the directory.
     pub(super) fn user(&self) -> u32 {
         self.inner.user
     }
@@ -196,7 +196,7 @@ fn is_on_tmpfs(path: &Path) -> bool {
     statfs(path).is_ok_and(|system| system.f_type as u64 == TMPFS_MAGIC)
 }
 
-/// Whether a file may be trusted as one that this user made in a state directory.
+/// Whether this user made the file in a state directory, so that it may be trusted.
 pub(super) fn is_own_file(file: impl AsFd, user: u32) -> io::Result<bool> {
     let status = fstat(file)?;
     let is_regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;

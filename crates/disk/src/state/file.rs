@@ -47,7 +47,7 @@ pub(crate) struct StateFile {
 pub(crate) enum FoundState {
     /// No file.
     Nothing,
-    /// A file of another boot of the host: nothing that it says holds.
+    /// A file of another boot of the host: its content no longer holds.
     OtherBoot(StateFile),
     /// A file of this boot, of an image that had the same device and inode, or of a device that was
     /// attached again since.
@@ -62,11 +62,11 @@ pub(crate) enum FoundState {
 }
 
 impl StateFile {
-    /// Makes the file of an image, in the place of any other one, with a redo log of `log_words`
-    /// words. `fill` completes the page before the file gets its name.
+    /// Makes the file of an image, replacing any other one, with a redo log of `log_words` words.
+    /// `fill` completes the page before the file gets its name.
     ///
     /// # Errors
-    /// The host's, with the file's name: what had the name before still has it.
+    /// Host errors, with the file's name: a former file of that name is still there.
     pub(crate) fn create(
         dir: &StateDir,
         owner: &Owner,
@@ -132,7 +132,7 @@ impl StateFile {
         redo_log_len(&self.log)
     }
 
-    /// Whether it says nothing that the image does not say.
+    /// Whether it has nothing that the image lacks.
     pub(crate) fn is_empty(&self) -> bool {
         let has_failed = |file| self.page.failure(file).is_some();
         self.changes() == 0 && ![TrackedFile::Image, TrackedFile::Data].into_iter().any(has_failed)
@@ -163,7 +163,7 @@ impl StateFile {
         }
     }
 
-    /// Removes the file. Who has it mapped may go on, for nothing.
+    /// Removes the file. A process that has it mapped may continue, without effect.
     ///
     /// # Errors
     /// The host's, with the file's name.
@@ -176,9 +176,8 @@ impl StateFile {
         }
     }
 
-    /// Gives what has the name of an image's state file another name that is free, so that each
-    /// file that was refused is there to be looked at. Where [`MAX_ASIDE`] are taken, the last
-    /// one is replaced. Answers the path, for messages.
+    /// Renames an image's state file to a free name, so that each refused file can be examined. If
+    /// [`MAX_ASIDE`] names are in use, the last one is replaced. Returns the path, for messages.
     ///
     /// # Errors
     /// The host's, with the file's name.
@@ -210,7 +209,7 @@ impl StateFile {
     }
 }
 
-/// Gives a file another name, in the place of what has that.
+/// Renames a file, replacing any file of the new name.
 fn replace(dir: &StateDir, name: &str, other: &str) -> rustix::io::Result<()> {
     let rename = || renameat(dir.directory(), name, dir.directory(), other);
     rename().or_else(|_| {
@@ -227,7 +226,7 @@ fn create_memory(
     name: &str,
     log_words: usize,
 ) -> io::Result<(VolatileSlice, LogMemory)> {
-    // A file of a process that died while it made one: the image's lock says that it is gone.
+    // A file of a process killed while it made the file: the image's lock proves that.
     match unlinkat(dir.directory(), name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(error) => return Err(error.into()),
@@ -422,7 +421,7 @@ mod tests {
             assert!(matches!(scratch.find(), FoundState::Nothing), "{what}");
         }
         assert!(target.exists(), "what the link named is as it was");
-        // One takes the place of the last one where all names are taken.
+        // The last one is replaced if all names are in use.
         for number in [7, 8, 8] {
             scratch.create();
             let aside = StateFile::set_aside(&scratch.dir, owner().image).expect("it can be moved");

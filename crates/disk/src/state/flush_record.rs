@@ -31,7 +31,7 @@ pub(crate) struct FlushRecord {
     stamped: AtomicU64,
     /// Whether sectors are counted.
     is_counting: AtomicBool,
-    /// Whether a zeroing has ended: the kernel knows whether the device refuses them.
+    /// Whether a zeroing has ended: then the kernel knows whether the device refuses zeroing.
     has_zeroed: AtomicBool,
 }
 
@@ -54,7 +54,7 @@ impl FlushRecord {
         *self.page.lock() = page;
     }
 
-    /// The file is about to be changed, or was just now.
+    /// The file is about to change, or has just changed.
     pub(crate) fn stamp(&self) {
         let now = now();
         if self.stamped.load(Ordering::Relaxed) != now {
@@ -78,7 +78,7 @@ impl FlushRecord {
         }
     }
 
-    /// A zeroing has ended, by whatever outcome.
+    /// A zeroing has ended, successfully or not.
     pub(crate) fn note_zeroed(&self) {
         self.has_zeroed.store(true, Ordering::Release);
     }

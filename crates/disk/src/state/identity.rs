@@ -11,7 +11,8 @@ use std::os::fd::BorrowedFd;
 
 use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, major, minor, statx};
 
-/// Which file an image is, whatever its name. Equal for the same file in the same boot of the host.
+/// The identity of an image's file under any name. Equal for the same file in the same boot of the
+/// host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ImageIdentity {
     /// The device that the file is on, or that it is.
@@ -66,7 +67,7 @@ pub(crate) struct BootId(u128);
 
 impl BootId {
     /// # Errors
-    /// Where the host does not tell (no `/proc`).
+    /// If the host does not provide it (no `/proc`).
     pub(crate) fn current() -> io::Result<Self> {
         let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
         Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no boot id"))

@@ -22,13 +22,13 @@ pub(super) struct LogMemory {
 }
 
 impl LogMemory {
-    /// Of an existing file that is mapped so.
+    /// For an existing file that is mapped so.
     pub(super) fn new(words: VolatileSlice, file: OwnedFd) -> Self {
         Self { words, file: Arc::new(file) }
     }
 
-    /// Has the host provide the first page of a new file, and what of its log is there from the
-    /// start.
+    /// Makes the host allocate the first page of a new file, and the part of its log that exists
+    /// from the start.
     ///
     /// # Errors
     /// ENOSPC.

@@ -89,7 +89,7 @@ impl StatePage {
         page
     }
 
-    /// The page of an existing file; `None` where this version does not know its form.
+    /// The page of an existing file; `None` if this version does not know its format.
     pub(crate) fn load(memory: Arc<dyn StateMemory>) -> Option<Self> {
         let is_known = memory.words() >= PAGE_WORDS && memory.load(MAGIC_WORD) == MAGIC;
         is_known.then_some(Self { memory })
@@ -116,8 +116,8 @@ impl StatePage {
         self.memory.load(LAST_WRITE_WORD)
     }
 
-    /// When the data file was written to for the last time, or changed before it was opened; 0
-    /// where that is not known.
+    /// Time of the last write to the data file, or of its last change before it was opened; 0 if
+    /// unknown.
     pub(crate) fn last_data_write(&self) -> u64 {
         self.memory.load(LAST_DATA_WRITE_WORD)
     }
@@ -145,9 +145,8 @@ impl StatePage {
         self.set_last_write_to(TrackedFile::Data, last);
     }
 
-    /// The most that was written to the block device that is the data file, if it had no other
-    /// writer: a word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 where that is not
-    /// counted.
+    /// The maximum written to the block device that is the data file, if it had no other writer: a
+    /// word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 if that is not counted.
     pub(crate) fn device_writes(&self) -> u64 {
         self.memory.load(DEVICE_WRITES_WORD)
     }
@@ -157,9 +156,8 @@ impl StatePage {
         self.memory.store(DEVICE_WRITES_WORD, word);
     }
 
-    /// When the file of the image had been modified before it was opened, by the clock of its file
-    /// system; 0 where it is not known. Nanoseconds since the Unix epoch, as
-    /// [`opened`](Self::opened).
+    /// The modification time of the image's file before it was opened, by the clock of its file
+    /// system; 0 if unknown. Nanoseconds since the Unix epoch, as [`opened`](Self::opened).
     pub(crate) fn modified_before(&self) -> u64 {
         self.memory.load(MODIFIED_BEFORE_WORD)
     }
@@ -195,7 +193,7 @@ impl StatePage {
         }
     }
 
-    /// Forgets failures of flushes: who opens the image next does so after an orderly end.
+    /// Forgets failures of flushes, after an orderly end.
     pub(crate) fn clear_failures(&self) {
         for word in FAILURE_WORDS {
             self.memory.store(word, 0);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::labels::ExportKind;
 use super::reading::ClientMetrics;
 
-/// The clients of one disk. Shared by threads: clients come and go seldom.
+/// The clients of one disk. Shared by threads: clients rarely connect and disconnect.
 #[derive(Debug, Default)]
 pub(crate) struct Clients([Kind; ExportKind::ALL.len()]);
 
@@ -37,11 +37,11 @@ impl Clients {
         self.enter(export)
     }
 
-    /// Of each kind of export that had a client.
+    /// For each kind of export that had a client.
     pub(super) fn read(&self) -> Vec<ClientMetrics> {
         let read = |export: ExportKind| {
             let Kind { came, handed_over, left } = &self.0[export as usize];
-            // In this order, so that one that leaves meanwhile counts as there.
+            // In this order, so that a client that leaves in between counts as connected.
             let left = left.load(Ordering::Relaxed);
             let came = came.load(Ordering::Relaxed);
             let connections = came.saturating_sub(handed_over.load(Ordering::Relaxed));

@@ -6,7 +6,7 @@ use blockhouse_core::metrics::Counter;
 
 use super::reading::ErrorCount;
 
-/// Linux has no larger errno that a request could fail with; those beyond are counted as 0.
+/// Linux has no larger errno that a request could fail with; larger ones are counted as 0.
 const ERRNOS: usize = 134;
 
 /// One thread's counts. Without memory until the first error.

@@ -4,7 +4,7 @@ use super::host::HostStats;
 use super::reading::{DiskMetrics, RequestMetrics, StageMetrics};
 use super::requests::Stats;
 
-/// A reading of a disk's requests, and of the storages beneath, together with what was counted
+/// A reading of a disk's requests, and of the storages beneath, together with the counts from
 /// `before`.
 pub(crate) fn gather(
     requests: &Stats,
@@ -15,8 +15,7 @@ pub(crate) fn gather(
     let mut stages: Vec<StageMetrics> = requests.waits().collect();
     let operations = storages.iter().flat_map(|storage| storage.operations());
     operations.for_each(|one| one.add_to(&mut stages));
-    // Ends before begins: a request that ends meanwhile then counts as in flight, never as minus
-    // one.
+    // Ends before begins: a request that ends in between counts as in flight, never as minus one.
     let totals = requests.totals();
     let (clients, requests) = (requests.clients().read(), requests.requests());
     let unfinished: u64 = requests.iter().map(RequestMetrics::unfinished).sum();

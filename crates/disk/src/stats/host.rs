@@ -42,7 +42,7 @@ struct Operations {
     errors: Errors,
 }
 
-/// An operation in flight. One that is dropped before it [ends](Self::end) was cancelled, and is
+/// An operation in flight. If it is dropped before it [ends](Self::end), it was cancelled, and is
 /// not recorded.
 #[must_use]
 pub(crate) struct HostTimer<'a> {
@@ -82,7 +82,7 @@ impl HostStats {
         self.blocks.sum(|block| block.shared_flushes.get())
     }
 
-    /// Of each operation and content that there was.
+    /// For each operation and content that occurred.
     pub(super) fn operations(&self) -> impl Iterator<Item = StageMetrics> {
         let all = CONTENTS.into_iter();
         let all = all.flat_map(|content| HostOperation::ALL.map(|one| (content, one)));

@@ -3,7 +3,7 @@
 
 use blockhouse_core::{Durability, Request};
 
-/// The kind of export that a request comes from.
+/// The kind of export that sent a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportKind {
     /// The program itself: jobs, tools, embedders.
@@ -31,7 +31,7 @@ impl ExportKind {
     }
 }
 
-/// The operation that a request asks for.
+/// The operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// A read.
@@ -46,7 +46,7 @@ pub enum Operation {
     Discard,
     /// A flush.
     Flush,
-    /// A question about what is allocated, as NBD's block status.
+    /// A query of the allocation, as NBD's block status.
     BlockStatus,
     /// A hint that a range will be read, as NBD's cache command.
     Prefetch,

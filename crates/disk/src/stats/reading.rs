@@ -40,16 +40,16 @@ pub struct Counters {
     pub flushes_shared: u64,
 }
 
-/// All that a disk is measured by, since it was opened. What was done at the host includes its data
-/// file and its backing files.
+/// All metrics of a disk since it was opened. Operations at the host include those of its data file
+/// and its backing files.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct DiskMetrics {
-    /// Of each kind of export and operation that there was.
+    /// For each kind of export and operation that occurred.
     pub requests: Vec<RequestMetrics>,
-    /// Of each stage and operation that there was.
+    /// For each stage and operation that occurred.
     pub stages: Vec<StageMetrics>,
-    /// Of each kind of export that had a client.
+    /// For each kind of export that had a client.
     pub clients: Vec<ClientMetrics>,
     /// Requests in flight.
     pub in_flight: u64,
@@ -91,7 +91,7 @@ pub struct ClientMetrics {
 pub struct RequestMetrics {
     /// Where they come from.
     pub export: ExportKind,
-    /// The operation that they ask for.
+    /// The requests' operation.
     pub operation: Operation,
     /// How many were submitted.
     pub started: u64,
@@ -176,8 +176,7 @@ impl StageMetrics {
 }
 
 impl DiskMetrics {
-    /// Adds what was counted of the same disk elsewhere, but for the clients and requests that
-    /// there are now.
+    /// Adds counts of the same disk from elsewhere, except current clients and requests.
     pub(super) fn add_counted(&mut self, other: &Self) {
         for one in &other.requests {
             let same = |own: &&mut RequestMetrics| {

@@ -31,7 +31,7 @@ struct Block {
     waits: [OnceLock<Box<Histogram>>; Operation::ALL.len()],
 }
 
-/// Requests of one operation that come from one kind of export.
+/// Requests of one operation from one kind of export.
 #[derive(Debug, Default)]
 #[repr(C)]
 struct Requests {
@@ -41,7 +41,7 @@ struct Requests {
     errors: Errors,
 }
 
-/// A request in flight, until it is dropped. One that is dropped before it [ends](Self::end) was
+/// A request in flight, until it is dropped. If it is dropped before it [ends](Self::end), it was
 /// cancelled: it counts as started, and has no duration.
 #[must_use]
 pub struct RequestTimer<'a> {
@@ -125,7 +125,7 @@ impl Stats {
         }
     }
 
-    /// Of each export and operation that there were requests of.
+    /// For each export and operation with requests.
     pub(super) fn requests(&self) -> Vec<RequestMetrics> {
         let all = ExportKind::ALL.into_iter();
         let all = all.flat_map(|export| Operation::ALL.map(|operation| (export, operation)));
@@ -140,7 +140,7 @@ impl Stats {
         blocks.peek()?;
         let mut metrics = RequestMetrics::new(export, operation);
         for block in blocks {
-            // In this order: what was started is never less than what has ended.
+            // In this order: never fewer started than ended requests.
             metrics.durations.add(&block.durations.read());
             block.errors.add_to(&mut metrics.errors);
             metrics.started += block.started.get();
@@ -191,7 +191,7 @@ pub(super) struct Totals {
 }
 
 impl RequestTimer<'_> {
-    /// The operation that the request asks for.
+    /// The request's operation.
     pub(crate) fn operation(&self) -> Operation {
         self.operation
     }

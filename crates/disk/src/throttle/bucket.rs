@@ -76,7 +76,7 @@ impl Bucket {
         u64::try_from((u128::from(tokens) * self.token) >> FRACTION).unwrap_or(u64::MAX)
     }
 
-    /// Goes on from `former`, a bucket with other limits: what it has, or owes, stays, as far as it
+    /// Continues from `former`, a bucket with other limits: its credit or debt stays, as far as it
     /// fits.
     pub(super) fn carry_over(&mut self, former: &Self, now: Nanos) {
         let now = fixed(now);
@@ -126,7 +126,7 @@ mod tests {
             bucket.take(1, now);
             is_ready
         });
-        // Ten that were saved, and the one that brings it into debt.
+        // Ten from the credit, and the one that brings it into debt.
         assert_eq!(count.count(), 11);
     }
 
@@ -154,7 +154,7 @@ mod tests {
     }
 
     proptest! {
-        /// The bound of the module's page, in every window, for requests that come at any times.
+        /// The bound of the module's page, in every window, for requests at any times.
         #[test]
         fn no_window_has_more_than_the_rate_and_the_capacity(
             rate in 1u64..1_000_000_000,

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::bucket::{Bucket, Nanos};
 use super::limits::{Burst, RateLimits};
 
-/// The allowance of every bucket besides bursts, as a time: timers that are late by less lose
+/// The allowance of every bucket in addition to bursts, as a time: timers late by less than it lose
 /// nothing.
 const SLACK: Duration = Duration::from_millis(50);
 
@@ -34,7 +34,7 @@ pub(super) struct Cost {
 pub(super) struct Share {
     /// Of the limits of all requests.
     pub(super) of_all: Nanos,
-    /// Of those and the ones of its direction. At least one.
+    /// Of the limits of all requests and of those of its direction. At least one.
     pub(super) of_direction: Nanos,
 }
 
@@ -98,8 +98,7 @@ impl Buckets {
         self.limits
     }
 
-    /// Applies other limits. What was saved or is owed under a limit that stays one is kept, as far
-    /// as it fits.
+    /// Applies other limits. Credit or debt of a limit that stays set is kept, as far as it fits.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos) {
         let former = std::mem::replace(self, Self::new(limits, now));
         for (bucket, former) in self.rates.iter_mut().zip(&former.rates) {
@@ -109,8 +108,8 @@ impl Buckets {
         }
     }
 
-    /// When a request of this direction may be admitted, whatever it costs; a time that has passed
-    /// if it may now.
+    /// Time at which a request of this direction may be admitted, at any cost; in the past if it
+    /// may be now.
     pub(super) fn ready_at(&self, direction: Direction) -> Nanos {
         let ready = |index: usize| self.rates[index].as_ref().map_or(0, RateBucket::ready_at);
         let each =
@@ -123,7 +122,7 @@ impl Buckets {
         self.change(cost, |bucket, tokens| bucket.take(tokens, now));
     }
 
-    /// Gives back what a request took that was not carried out.
+    /// Returns the cost of a request that was not carried out.
     pub(super) fn put_back(&mut self, cost: Cost) {
         self.change(cost, Bucket::put_back);
     }

@@ -21,7 +21,7 @@ use std::hash::Hash;
 
 use super::buckets::{Direction, Share};
 
-/// How many keys may be remembered that do not wait, besides as many as wait.
+/// Maximum number of remembered keys without waiting requests, in addition to the number with them.
 const MAX_IDLE: usize = 64;
 /// The least span, in nanoseconds. It is two of the largest shares.
 const MIN_SPAN: u64 = 100_000_000;
@@ -82,7 +82,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
     pub(super) fn enter(&mut self, key: K, direction: Direction) {
         let index = direction as usize;
         if self.waiting[index].is_empty() {
-            // Requests of the other direction may have moved it meanwhile.
+            // Requests of the other direction may have moved it since.
             self.virtual_time[index] = self.virtual_time[0].max(self.virtual_time[1]);
         }
         let entry = self.entries.entry(key).or_default();
@@ -110,7 +110,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         self.forget_idle();
     }
 
-    /// The key whose turn it is, and with a request of which of these directions.
+    /// The next key to be admitted, with a request of one of these directions.
     pub(super) fn first(&self, directions: &[Direction]) -> Option<(K, Direction)> {
         let first = |direction: Direction| {
             let &(position, key) = self.waiting[direction as usize].first()?;
@@ -155,7 +155,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         self.entries.remove(&key);
     }
 
-    /// Bounds what is remembered of keys that do not wait.
+    /// Bounds the memory for keys without waiting requests.
     fn forget_idle(&mut self) {
         let waiting: usize = self.waiting.iter().map(BTreeSet::len).sum();
         if waiting == 0 {
@@ -277,7 +277,7 @@ mod tests {
         (0..1000).for_each(|_| queue.enter(1, Direction::Write));
         let turns = (0..100).position(|_| turn(&mut queue, &[Direction::Write], share) == Some(1));
         assert!(turns.is_some_and(|turns| turns <= 21), "{turns:?}");
-        // Nor do the others wait for long, although the reads have gone so far.
+        // Nor do the others wait for long, although the reads are far ahead.
         let writes = (0..100).filter(|_| turn(&mut queue, BOTH, share) == Some(0)).count();
         assert!(writes >= 30, "{writes}");
     }

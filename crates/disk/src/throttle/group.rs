@@ -48,16 +48,15 @@ impl ThrottleGroup {
         self.queue.lock().limits()
     }
 
-    /// Applies other limits, also to requests that wait. What a limit has saved or is owed stays,
-    /// as far as it fits into the new one; a limit that is new starts without anything saved, but
-    /// for what bursts may save.
+    /// Applies other limits, also to waiting requests. A limit's credit or debt stays, as far as it
+    /// fits into the new one; a new limit starts without credit, except for bursts.
     pub fn set_limits(&self, limits: RateLimits) {
         self.change(|queue, now, wakers| queue.set_limits(limits, now, wakers));
         self.is_unlimited.store(limits.is_unlimited(), Ordering::Relaxed);
         self.dispatch();
     }
 
-    /// Whether no request has to ask.
+    /// Whether requests need no admission.
     pub(super) fn is_unlimited(&self) -> bool {
         self.is_unlimited.load(Ordering::Relaxed)
     }

@@ -7,8 +7,8 @@ use std::time::Duration;
 /// hold at once.
 ///
 /// A read, write, zero write, discard or prefetch is one operation, whatever its length. Bytes are
-/// those of reads, writes and prefetches, and of zero writes where the host has to write zeros.
-/// Flushes count nowhere.
+/// those of reads, writes and prefetches, and of zero writes if the host has to write zeros.
+/// Flushes do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateLimits {
     /// Operations a second.
@@ -42,8 +42,8 @@ impl RateLimits {
     }
 }
 
-/// How rates may be exceeded for a while: up to `factor` times the rate for `time`, out of what was
-/// not used before.
+/// How rates may be exceeded for a while: up to `factor` times the rate for `time`, from saved
+/// credit.
 ///
 /// The unused part of a limit of rate `r` is saved, up to `(factor - 1) · r · time`. So after a
 /// rest a disk may run at `factor · r` for `time`, and then runs at `r`.
@@ -64,7 +64,7 @@ impl Burst {
     /// A burst of `factor` times the rates, in steps of a hundredth, for `time`.
     ///
     /// # Errors
-    /// A line that says why, when `factor` is not from 1 to 1000, or `time` longer than a day.
+    /// One line with the reason, if `factor` is not from 1 to 1000, or `time` is longer than a day.
     pub fn new(factor: f64, time: Duration) -> Result<Self, String> {
         if !(1.0..=Self::MAX_FACTOR).contains(&factor) {
             return Err(format!(
@@ -93,7 +93,7 @@ impl Burst {
         self.percent
     }
 
-    /// How long the rate itself takes for what a burst can save.
+    /// The time that the rate itself needs for a burst's credit.
     pub(super) fn saved_time(&self) -> Duration {
         self.time * (self.percent - 100) / 100
     }

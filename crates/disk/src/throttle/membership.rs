@@ -24,7 +24,7 @@ pub struct ThrottleStats {
     pub waiting: u64,
     /// Requests that waited or wait.
     pub delayed: u64,
-    /// The time that requests have waited, of those whose turn has come.
+    /// The time that requests have waited, of those that were admitted.
     pub delayed_time: Duration,
 }
 
@@ -35,8 +35,8 @@ pub(crate) struct RequestCost {
 }
 
 impl RequestCost {
-    /// Of a request to a disk whose writes are at least as durable as `durability`, and whose
-    /// storage has zero writes as `write_zeroes` says. `None` for a request without limits.
+    /// For a request to a disk whose writes are at least as durable as `durability`, and whose
+    /// storage supports zero writes as in `write_zeroes`. `None` for a request without limits.
     pub(crate) fn of(
         request: &Request,
         durability: Durability,
@@ -92,17 +92,17 @@ struct State {
     lifts: usize,
 }
 
-/// The limits of a disk: its part in the group whose limits it shares, or that it has alone.
+/// The limits of a disk: its membership in a group whose limits it shares, or that it has alone.
 #[derive(Default)]
 pub struct Throttle {
-    /// Whether requests have to ask. Where it changes meanwhile, either is right.
+    /// Whether requests need admission. While it changes, either value is right.
     is_active: AtomicBool,
     state: RwLock<State>,
 }
 
 impl Throttle {
-    /// Lets a request go, or gives the future to await before it goes. One relaxed load where there
-    /// are no limits.
+    /// Admits a request, or returns the future to await before it may begin. One relaxed load if
+    /// there are no limits.
     pub(crate) fn admit(
         &self,
         cost: impl FnOnce() -> Option<RequestCost>,
@@ -115,7 +115,7 @@ impl Throttle {
         Some(Box::pin(self.wait(cost, admission)))
     }
 
-    /// Awaits a turn; again where the disk is in another group meanwhile.
+    /// Awaits the admission; again if the disk has moved to another group since.
     async fn wait(&self, cost: RequestCost, first: Admission) {
         let mut admission = Some(first);
         while let Some(waiting) = admission {
@@ -138,8 +138,8 @@ impl Throttle {
         }
     }
 
-    /// Has the disk share the limits of a group from now on, in place of those of the one that it
-    /// is in; `None`: it has no limits. Requests that wait under former limits wait under these.
+    /// Makes the disk share the limits of a group, instead of those of its present group; `None`:
+    /// it has no limits. Requests that wait under former limits wait under these.
     pub fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
         let mut state = self.state.write();
         let membership = group.map(Membership::new);
@@ -151,7 +151,7 @@ impl Throttle {
         let former = std::mem::replace(&mut state.membership, membership);
         self.update(&state);
         drop(state);
-        // Wakes those that wait, who begin anew in the other group.
+        // Wakes the waiting requests, which start over in the other group.
         drop(former);
     }
 
@@ -161,9 +161,9 @@ impl Throttle {
         state.membership.as_ref().map(|membership| Arc::clone(&membership.group))
     }
 
-    /// Limits the disk, while requests are in flight or wait, or not. Where it shares the limits of
-    /// a group, these are the new limits of the group. Otherwise the disk gets limits of its own;
-    /// its requests must be submitted on event loops then.
+    /// Sets the disk's limits, also while requests are in flight or wait. If it shares the limits
+    /// of a group, these are the new limits of the group. Otherwise the disk gets limits of its
+    /// own; its requests must then be submitted on event loops.
     pub fn set_limits(&self, limits: RateLimits) {
         match self.group() {
             Some(group) => group.set_limits(limits),

@@ -23,8 +23,8 @@ use super::limits::RateLimits;
 /// The number of requests that are admitted while the lock is held.
 const MAX_BATCH: usize = 64;
 
-/// Timers are set no more often than this. Requests that may go meanwhile are admitted together;
-/// what that delays them is made up for, because a bucket holds more.
+/// Timers are set no more often than this. Requests that become ready in between are admitted
+/// together; no rate is lost by the delay, because a bucket holds more.
 pub(super) const QUANTUM: Nanos = 250_000;
 
 /// How late a timekeeper is when another loop takes its place.
@@ -83,12 +83,12 @@ struct Waiter {
 #[derive(Default)]
 struct Party {
     classes: [VecDeque<Ticket>; 3],
-    /// The class after the one that had the last turn.
+    /// The class after the last admitted one.
     next_class: usize,
 }
 
 impl Party {
-    /// The class whose turn it is, of those of this direction.
+    /// The next class to be admitted, of those of this direction.
     fn next_class(&self, direction: Direction) -> Option<Class> {
         let rotated = (0..3).map(|step| Class::ALL[(self.next_class + step) % 3]);
         rotated
@@ -141,7 +141,8 @@ struct WaitingLoop {
 #[derive(Clone, Copy)]
 struct Timekeeper {
     ticket: Ticket,
-    /// When the next request may be admitted, by the last answer to it or to the one before it.
+    /// Time at which the next request may be admitted, when it or the one before it was last
+    /// polled.
     until: Nanos,
 }
 
@@ -151,7 +152,7 @@ pub(super) type Wakers = Vec<Waker>;
 /// The next step of a request that waits.
 pub(super) enum Poll {
     Done(Outcome),
-    /// Wait to be woken, and, for a timekeeper, until this time at the latest.
+    /// Wait to be woken; the timekeeper waits until this time at the latest.
     Wait {
         until: Option<Nanos>,
     },
@@ -190,7 +191,7 @@ impl Queue {
         })
     }
 
-    /// The member leaves; its requests that wait are told.
+    /// The member leaves; its waiting requests are woken with that outcome.
     pub(super) fn leave(&mut self, key: MemberKey, wakers: &mut Wakers) {
         self.end_all(key, Outcome::Moved, wakers);
         self.order.remove(key);
@@ -217,7 +218,7 @@ impl Queue {
         if self.members[key].is_lifted {
             return true;
         }
-        // Requests that wait and might go now are first.
+        // Waiting requests that might be admitted now are first.
         let is_behind = |direction: Direction| {
             self.order.has(direction) && self.buckets.ready_at(direction) <= now
         };
@@ -362,15 +363,15 @@ impl Queue {
         tickets.into_iter().for_each(|ticket| self.wake(Some(ticket), wakers));
     }
 
-    /// Has the task of a request that waits polled.
+    /// Wakes the task of a waiting request.
     fn wake(&mut self, ticket: Option<Ticket>, wakers: &mut Wakers) {
         let waiter = ticket.and_then(|ticket| self.waiters.get_mut(&ticket));
         wakers.extend(waiter.and_then(|waiter| waiter.waker.take()));
     }
 
-    /// The state of a request, whose task is polled with `waker`. Its end is returned once.
+    /// The state of a request, whose task is polled with `waker`. Its outcome is returned once.
     pub(super) fn poll(&mut self, ticket: Ticket, waker: &Waker, now: Nanos) -> Poll {
-        // Its end was told: nothing holds it off.
+        // Its outcome was returned already: it may continue.
         let Some(waiter) = self.waiters.get_mut(&ticket) else {
             return Poll::Done(Outcome::Admitted);
         };
@@ -411,8 +412,7 @@ impl Queue {
         waiting.map(|direction| self.buckets.ready_at(direction)).min().unwrap_or(Nanos::MAX)
     }
 
-    /// A request's future is dropped before it was told the end of its wait: what it took goes
-    /// back.
+    /// A request's future is dropped before it got the outcome of its wait: its cost is returned.
     pub(super) fn cancel(&mut self, ticket: Ticket, now: Nanos, wakers: &mut Wakers) {
         let Some(waiter) = self.waiters.get(&ticket) else { return };
         let cost = waiter.cost;

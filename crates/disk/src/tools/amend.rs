@@ -7,7 +7,7 @@ use crate::disk::Disk;
 
 /// Changes options of the image, durably: see
 /// [`ImageHeader::amend`](blockhouse_format::ImageHeader::amend). The caller closes the disk and
-/// opens it anew after this. No request may be in flight.
+/// reopens it after this. No request may be in flight.
 ///
 /// # Errors
 /// As there; `ReadOnly`.

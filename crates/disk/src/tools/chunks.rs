@@ -23,12 +23,12 @@ const MAX_CHUNKS: usize = 8;
 /// Bytes of the shortest hole of the host file that counts as zeros; shorter ones count as data.
 const MIN_HOST_HOLE: u64 = 64 << 10;
 
-/// Where the bytes of a chunk come from.
+/// The source of a chunk's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     /// The image itself has data.
     Image,
-    /// The image says that they are zeros, or has space for them that is a hole of the host file.
+    /// They are zeros by the image's metadata, or their space is a hole of the host file.
     Zero,
     /// The backing file, or nothing.
     Backing,
@@ -47,8 +47,8 @@ pub(super) async fn for_each_in_flight<T, F: Future<Output = Result<()>>>(
     run_bounded(MAX_CHUNKS, &WorkBudget::new(), has_failed, done).await
 }
 
-/// Runs `count` loops together, at least one. One that fails says so in `has_failed`, so that the
-/// others of this thread and of others end.
+/// Runs `count` loops together, at least one. A loop that fails sets `has_failed`, so that the
+/// others of this thread and of other threads end.
 pub(super) async fn run_loops<F: Future<Output = Result<()>>>(
     count: usize,
     has_failed: &AtomicBool,

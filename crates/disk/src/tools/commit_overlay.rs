@@ -9,22 +9,22 @@ use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage, T
 use super::chunks::{Source, for_each_chunk, make_zeros, read_or_zeros};
 use crate::disk::Disk;
 
-/// The treatment of an overlay whose data is in its backing file.
+/// What to do with an overlay once its data is in its backing file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterCommit {
-    /// It is emptied: its space is given back.
+    /// It is emptied: its space is freed.
     Empty,
     /// It keeps what it has.
     Keep,
 }
 
-/// Writes what `overlay` has itself into `base`, the disk of its backing file, then empties the
-/// overlay if `after` says so. A base that is shorter is made as long. Durable when it returns. No
-/// other request may be in flight on either.
+/// Writes the overlay's own data into `base`, the disk of its backing file, then empties the
+/// overlay if `after` says so. A shorter base is grown to the overlay's size. Durable when it
+/// returns. No other request may be in flight on either.
 ///
 /// # Errors
-/// `ReadOnly` for either disk, `Unsupported` for a format without backing files; or what a storage
-/// answered: nothing is lost then.
+/// `ReadOnly` for either disk, `Unsupported` for a format without backing files; or storage errors:
+/// then nothing is lost.
 pub async fn commit_overlay<S: Storage>(
     overlay: &Disk<S>,
     base: &Disk<S>,

@@ -37,14 +37,14 @@ pub struct CompareJob<S: Storage> {
 }
 
 impl<S: Storage> CompareJob<S> {
-    /// The comparison of two disks, which must not change meanwhile. Each thread that works has
+    /// The comparison of two disks, which must not change during it. Each working thread has
     /// `max_in_flight` chunks of 1 MiB in flight and takes twice their memory.
     pub fn new(one: Arc<Disk<S>>, other: Arc<Disk<S>>, max_in_flight: usize) -> Self {
         let size = one.size().max(other.size());
         Self::of_start(one, other, size, max_in_flight)
     }
 
-    /// As [`new`](Self::new), of the first `size` bytes alone.
+    /// As [`new`](Self::new), for the first `size` bytes only.
     pub fn of_start(
         one: Arc<Disk<S>>,
         other: Arc<Disk<S>>,
@@ -69,8 +69,8 @@ impl<S: Storage> CompareJob<S> {
         (self.passed.load(Ordering::Relaxed), self.size)
     }
 
-    /// Works until a difference is found or nothing is left to begin, and all that this call began
-    /// has ended. To be called once by each thread that is to work.
+    /// Works until a difference is found or nothing is left to begin, and all chunks begun by this
+    /// call have ended. To be called once by each working thread.
     ///
     /// # Errors
     /// The first error of this thread. The others stop soon after, without an error.

@@ -23,7 +23,7 @@ use crate::parts::MAX_IN_FLIGHT;
 
 /// The least bytes of a chunk, and the bytes of one where clusters are smaller.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// The least bytes that are lost together where a part cannot be read.
+/// Minimum number of bytes lost together if a part cannot be read.
 const SECTOR: u64 = 512;
 
 /// The target's content before.
@@ -31,7 +31,7 @@ const SECTOR: u64 = 512;
 pub enum TargetContent {
     /// All of it reads as zeros.
     Zero,
-    /// Anything, for instance a part of the copy: it is read, and what is right is not written
+    /// Anything, for instance a part of the copy: it is read, and equal parts are not written
     /// again.
     Unknown,
 }
@@ -41,14 +41,14 @@ pub enum TargetContent {
 pub struct CopyOptions {
     /// The target's content before.
     pub target_content: TargetContent,
-    /// Whether data is stored in compressed clusters, where that saves something.
+    /// Whether data is stored in compressed clusters if that saves space.
     pub compress: bool,
-    /// How many chunks each thread has in flight, at least one. A chunk takes 1 MiB of memory or
-    /// as much as a cluster of the target, twice that where the target is read too.
+    /// How many chunks each thread has in flight, at least one. A chunk takes 1 MiB of memory or as
+    /// much as a cluster of the target, twice that if the target is read too.
     pub max_in_flight: usize,
 }
 
-/// How far a copy has come, in bytes of the disk.
+/// The progress of a copy, in bytes of the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyProgress {
     /// The bytes that need no more work, holes included.
@@ -75,7 +75,7 @@ pub struct CopyJob<S: Storage> {
     scan: Mutex<PartsScan<S>>,
     /// Whether zeros are written, too.
     is_dense: bool,
-    /// Whether what cannot be read becomes zeros, and how many bytes were so.
+    /// Whether unreadable bytes become zeros, and how many did.
     lost: Option<AtomicU64>,
     has_failed: AtomicBool,
     /// Told of each chunk that is done.
@@ -105,11 +105,11 @@ fn data_length(chunk: &Chunk) -> u64 {
     chunk.data.iter().map(|data| data.length()).sum()
 }
 
-/// A part of a source, and where it goes.
+/// A part of a source, and its location in the target.
 struct Part<S: Storage> {
     source: Arc<Disk<S>>,
     range: ByteRange,
-    /// Where it begins in the target.
+    /// Its start in the target.
     start: u64,
 }
 
@@ -131,8 +131,8 @@ struct PartsScan<S: Storage> {
 }
 
 impl<S: Storage> CopyJob<S> {
-    /// The copy of all of `source` to the start of `target`, which nothing else may change
-    /// meanwhile. The rest of a longer target stays as it is.
+    /// The copy of all of `source` to the start of `target`, which must not be changed otherwise.
+    /// The rest of a longer target stays as it is.
     ///
     /// # Errors
     /// `InvalidInput` when the target is smaller, or `options` ask for compression, which the
@@ -142,11 +142,11 @@ impl<S: Storage> CopyJob<S> {
         Self::of_parts(vec![(source, all)], target, options)
     }
 
-    /// As [`new`](Self::new), of parts of sources, one after the other, each at any offset and of
-    /// any length. What follows them up to the end of the target's last sector is zeros then.
+    /// As [`new`](Self::new), for parts of sources, one after the other, each at any offset and of
+    /// any length. The bytes after them up to the end of the target's last sector become zeros.
     ///
     /// # Errors
-    /// As [`new`](Self::new); `InvalidInput` for a part that reaches past the end of its source.
+    /// As [`new`](Self::new); `InvalidInput` for a part beyond the end of its source.
     pub fn of_parts(
         parts: Vec<(Arc<Disk<S>>, ByteRange)>,
         target: Arc<Disk<S>>,
@@ -158,8 +158,8 @@ impl<S: Storage> CopyJob<S> {
             .checked(target.size(), target.name())
     }
 
-    /// As [`of_parts`](Self::of_parts), to a new image of another program's format. Of an image
-    /// with a `parent` the grains get a place in which the copy differs from that.
+    /// As [`of_parts`](Self::of_parts), to a new image of another program's format. With a
+    /// `parent`, space is allocated only for the grains that differ from it.
     ///
     /// # Errors
     /// As there; and for a parent that is shorter.
@@ -243,9 +243,9 @@ impl<S: Storage> CopyJob<S> {
         self.with_new_scan()
     }
 
-    /// Has `tell` called for each chunk that is done: how many bytes of data are, and of how many.
-    /// Goes through the maps of all sources once to find that out. Before [`work`](Self::work), and
-    /// after the other settings.
+    /// Makes the copy call `tell` for each finished chunk: how many bytes of data are done, and of
+    /// how many. Walks the maps of all sources once to find their number. Before
+    /// [`work`](Self::work), and after the other settings.
     ///
     /// # Errors
     /// Errors of the map.
@@ -282,9 +282,9 @@ impl<S: Storage> CopyJob<S> {
         self.lost.as_ref().map_or(0, |lost| lost.load(Ordering::Relaxed))
     }
 
-    /// How far it has come. From any thread, at any time.
+    /// The copy's progress. From any thread, at any time.
     pub fn progress(&self) -> CopyProgress {
-        // In this order a chunk that ends meanwhile never counts as done too early.
+        // In this order a chunk that ends in between never counts as done too early.
         let passed = self.passed.load(Ordering::Acquire);
         let in_flight = self.in_flight.load(Ordering::Acquire);
         CopyProgress {
@@ -294,12 +294,12 @@ impl<S: Storage> CopyJob<S> {
         }
     }
 
-    /// Works until nothing is left to begin and all that this call began has ended. To be called
-    /// once by each thread that is to work.
+    /// Works until nothing is left to begin, and all chunks begun by this call have ended. To be
+    /// called once by each working thread.
     ///
     /// # Errors
     /// The first error of this thread, which names the file and the offset. The others stop soon
-    /// after, without an error. What was written until then stays.
+    /// after, without an error. Data written until then stays.
     pub async fn work(&self) -> Result<()> {
         run_loops(self.options.max_in_flight, &self.has_failed, || self.copy_loop()).await
     }
@@ -351,7 +351,7 @@ impl<S: Storage> CopyJob<S> {
         }
     }
 
-    /// Copies what was read of a chunk to where there are zeros.
+    /// Copies the chunk's data that was read to a target with zeros.
     async fn copy(&self, chunk: &Chunk, buffer: &mut Buffer) -> Result<()> {
         let data = {
             let bytes = &buffer.bytes()[..chunk.range.length() as usize];
@@ -360,7 +360,7 @@ impl<S: Storage> CopyJob<S> {
         self.writer.store(chunk.range.offset(), data, buffer).await
     }
 
-    /// Makes a chunk of the target what was read of it in the source.
+    /// Makes a chunk of the target equal to the data read from the source.
     async fn update(&self, chunk: &Chunk, buffer: &mut Buffer, old: &mut Buffer) -> Result<()> {
         let (offset, length) = (chunk.range.offset(), chunk.range.length() as usize);
         let Some(before) = &self.before else { return self.copy(chunk, buffer).await };
@@ -439,8 +439,8 @@ pub(super) async fn read<S: Storage>(
     read_from(disk, 0, disk.size(), chunk, buffer).await
 }
 
-/// As [`read`], where the chunk's ranges are less than the disk's offsets by `shift`, modulo 2^64;
-/// from `end` on, which is within the disk, they read as zeros.
+/// As [`read`], with the chunk's ranges lower than the disk's offsets by `shift`, modulo 2^64; from
+/// `end` on, which is within the disk, they read as zeros.
 async fn read_from<S: Storage>(
     disk: &Disk<S>,
     shift: u64,

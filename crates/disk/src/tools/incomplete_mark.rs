@@ -20,8 +20,7 @@ pub const MARK_BYTES: u64 = 512;
 /// How the mark begins.
 const MAGIC: &[u8] = b"blockhouse: mirror not complete\n";
 
-/// Puts the mark on a disk, durably. `source` says what it is a mirror of, for people who look at
-/// it.
+/// Puts the mark on a disk, durably. `source` names the mirror's source, for people who read it.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -34,11 +33,11 @@ pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result
     disk.submit_unlimited(Request::Write { offset: 0, from, durability }).await
 }
 
-/// Refuses a disk that has the mark. One whose first sector cannot be read is admitted: it has none
-/// that can be told.
+/// Refuses a disk that has the mark. A disk whose first sector cannot be read is admitted: no mark
+/// can be found.
 ///
 /// # Errors
-/// `Corrupt`, with what to do; what looking the sector up answers.
+/// `Corrupt`, with advice; errors of looking up the sector.
 pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
     let (layer, format) = (disk.image().layer(), disk.format());
     let end = MARK_BYTES.max(layer.block_size()).min(format.end());
@@ -47,8 +46,8 @@ pub async fn check_not_marked<S: Storage>(disk: &Disk<S>) -> Result<()> {
     }
     let _guard = format.begin_read();
     let extent = format.map(ByteRange::between(0, end), Intent::Read).await?;
-    // The mark is in the image itself, never in compressed form. It is read beside the counters of
-    // what guests do, but where it has to be decrypted.
+    // The mark is in the image itself, never in compressed form. It is read without counting it as
+    // a guest's request, unless it has to be decrypted.
     let ExtentState::Mapped { host } = extent.state else { return Ok(()) };
     let mut buffer = Buffer::try_new(extent.guest.length() as usize)?;
     let read = if layer.is_encrypted() {

@@ -19,10 +19,10 @@ use crate::disk::{Disk, FurtherBase};
 use crate::image::{close_as_layer, image_of_layer};
 use crate::write::BackedRange;
 
-/// The unit in which is remembered where the base may have something else than zeros: everywhere.
+/// The unit of the map of ranges where the base may have anything but zeros: everywhere.
 const GRANULARITY: u64 = 16 << 20;
 
-/// A commit of layers that is going to be made. See the module's page.
+/// A commit of layers to be carried out. See the module's page.
 pub struct LayerCommit<S: Storage> {
     disk: Arc<Disk<S>>,
     left_out: FurtherBase,
@@ -36,12 +36,12 @@ pub struct LayerCommit<S: Storage> {
 }
 
 impl<S: Storage> LayerCommit<S> {
-    /// Has the chain of `disk` read through `base` from now on, another opening of the base of
-    /// `left_out`, for writing; `above` is one of the image above, where that is not the disk's
-    /// own. The caller [begins](Self::begin) next, and [ends](Self::end) whatever happens.
+    /// Reads the chain of `disk` through `base` from now on, another opening of the base of
+    /// `left_out`, for writing; `above` is one of the image above, if that is not the disk's own.
+    /// The caller [begins](Self::begin) next, and must [end](Self::end) it in every case.
     ///
     /// # Errors
-    /// The host has no memory to copy; nothing has changed then.
+    /// The host has no memory to copy; then nothing has changed.
     pub fn new(
         disk: Arc<Disk<S>>,
         left_out: FurtherBase,
@@ -59,8 +59,8 @@ impl<S: Storage> LayerCommit<S> {
         Ok(Self { disk, left_out, above, top, base, copy, before_naming })
     }
 
-    /// Has `action` done when the base has everything, durably, and before the image above names
-    /// it. Where it fails, so does the commit.
+    /// Runs `action` when the base has all data, durably, and before the image above names it. If
+    /// it fails, so does the commit.
     #[must_use]
     pub fn before_naming(mut self, action: impl Fn() -> Result<()> + Send + 'static) -> Self {
         self.before_naming = Box::new(action);
@@ -71,7 +71,7 @@ impl<S: Storage> LayerCommit<S> {
     /// highest layer.
     ///
     /// # Errors
-    /// `Io` where a read takes too long; what the storage answers.
+    /// `Io` if a read takes too long; storage errors.
     pub async fn begin(&self) -> Result<()> {
         let reads = self.disk.image().layer().opened().reads_ended();
         self.disk.patiently(reads).await?;
@@ -96,7 +96,7 @@ impl<S: Storage> LayerCommit<S> {
         self.above.as_ref()
     }
 
-    /// The layers that are left out, and where they are.
+    /// The layers to be merged, and their position in the chain.
     pub fn left_out(&self) -> &FurtherBase {
         &self.left_out
     }
@@ -127,11 +127,11 @@ impl<S: Storage> LayerCommit<S> {
         Ok(None)
     }
 
-    /// Copies a part; how many bytes of it are not zeros. Not durable before
+    /// Copies a part; returns how many bytes of it are not zeros. Not durable before
     /// [`settle`](Self::settle).
     ///
     /// # Errors
-    /// Errors of either storage; the message says which.
+    /// Errors of either storage; the message names it.
     pub async fn copy(&self, part: BackedRange) -> Result<u64> {
         self.copy.copy(part.range).await
     }
@@ -147,12 +147,12 @@ impl<S: Storage> LayerCommit<S> {
         base.format().settle().await
     }
 
-    /// Has the image above name the base, durably, and the disk pass over the layers.
+    /// Makes the image above name the base, durably, and the disk skip the layers.
     ///
     /// # Errors
-    /// `ReadOnly`; `Io` where changes in flight take too long; of the action before, or what the
-    /// storage answers. The image above names the layers still then, or, where the last write
-    /// failed, perhaps not: what it reads is the same.
+    /// `ReadOnly`; `Io` if changes in flight take too long; errors of the action before, or of the
+    /// storage. The image above then still names the layers or, if the last write failed, perhaps
+    /// not: it reads the same in both cases.
     pub async fn name_base(&self) -> Result<()> {
         (self.before_naming)()?;
         let name = Some(self.left_out.name().clone());

@@ -43,12 +43,12 @@ impl<S: Storage> NewImage<S> {
         self.size
     }
 
-    /// Bytes that are appended together in the order of the disk, where the image is a stream.
+    /// Bytes that are appended together in the order of the disk, if the image is a stream.
     pub fn stream_unit(&self) -> Option<u64> {
         self.stream_unit
     }
 
-    /// Bytes that are written together, where the image has a parent: multiples of them.
+    /// Bytes that are written together, if the image has a parent: multiples of them.
     pub fn overlay_unit(&self) -> Option<u64> {
         self.overlay_unit
     }

@@ -23,13 +23,13 @@ pub struct RangeCopy<S: Storage> {
     source: Arc<Disk<S>>,
     target: Arc<Disk<S>>,
     writer: RangeWriter<Arc<Disk<S>>, S>,
-    /// Where the target may hold something else than zeros.
+    /// Where the target may have anything but zeros.
     written: DirtyMap,
 }
 
 impl<S: Storage> RangeCopy<S> {
-    /// Copies to a target that is as long as the source, and reads as zeros if `is_zero`. Where the
-    /// target has data is recorded in units of `granularity` bytes.
+    /// Copies to a target that is as long as the source, and reads as zeros if `is_zero`. The
+    /// target's data ranges are recorded in units of `granularity` bytes.
     ///
     /// # Errors
     /// As [`DirtyMap::new`].
@@ -48,8 +48,8 @@ impl<S: Storage> RangeCopy<S> {
     }
 
     /// Marks in `dirty` the ranges to be copied to make the target equal: those where the source
-    /// has data, or the target may have something else than zeros. To be called while the source's
-    /// changes are marked in `dirty`. Stops when `go_on` returns false.
+    /// has data, or the target may have anything but zeros. To be called while the source's changes
+    /// are marked in `dirty`. Stops when `go_on` returns false.
     ///
     /// # Errors
     /// Errors of mapping.
@@ -94,7 +94,7 @@ impl<S: Storage> RangeCopy<S> {
     /// Returns the number of written bytes.
     ///
     /// # Errors
-    /// Errors of either storage; the message says which.
+    /// Errors of either storage; the message names it.
     pub async fn copy(&self, range: ByteRange) -> Result<u64> {
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let (offset, into) = (range.offset(), buffer.lend());
@@ -117,10 +117,10 @@ impl<S: Storage> RangeCopy<S> {
         Ok(sum)
     }
 
-    /// Whether `range` of the target reads as it does in the source. Both are in memory meanwhile.
+    /// Whether `range` of the target reads as it does in the source. Takes memory for both.
     ///
     /// # Errors
-    /// Errors of either storage; the message says which.
+    /// Errors of either storage; the message names it.
     pub async fn is_copied(&self, range: ByteRange) -> Result<bool> {
         let mut parts = Vec::new();
         for disk in [&self.source, &self.target] {
@@ -132,8 +132,8 @@ impl<S: Storage> RangeCopy<S> {
         Ok(parts[0].bytes() == parts[1].bytes())
     }
 
-    /// Writes to the target what the source gets at the same time: `from`, at `offset`. Not durable
-    /// before the target is flushed.
+    /// Forwards a write of the source to the target: `from`, at `offset`. Not durable before the
+    /// target is flushed.
     ///
     /// # Errors
     /// Errors of the target.
@@ -152,10 +152,10 @@ impl<S: Storage> RangeCopy<S> {
         self.target.submit_unlimited(Request::Write { offset, from, durability }).await
     }
 
-    /// As [`copy`](Self::copy), of a range at the start of the disk, durable when it returns.
+    /// As [`copy`](Self::copy), for a range at the start of the disk, durable when it returns.
     ///
     /// # Errors
-    /// As [`copy`](Self::copy). Whether the range was written is not known then.
+    /// As [`copy`](Self::copy). On error it is unknown whether the range was written.
     pub async fn copy_durably(&self, range: ByteRange) -> Result<()> {
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let offset = range.offset();

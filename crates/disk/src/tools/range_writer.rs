@@ -22,7 +22,7 @@ const MIN_HOLE: u64 = 4096;
 /// The target of a copy.
 enum Target<D, S: Storage> {
     Disk(D),
-    /// All of it is zeros at first, or what its parent has.
+    /// At first all of it is zeros, or its parent's data.
     New(Arc<NewImage<S>>),
 }
 
@@ -30,7 +30,7 @@ enum Target<D, S: Storage> {
 pub(super) struct RangeWriter<D, S: Storage> {
     target: Target<D, S>,
     compress: bool,
-    /// Bytes that are looked at together for zeros.
+    /// Bytes that are checked together for zeros.
     unit: usize,
     /// Whether zeros are written as data is.
     is_dense: bool,
@@ -40,11 +40,10 @@ pub(super) struct RangeWriter<D, S: Storage> {
 }
 
 impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
-    /// Writes to `target`, in compressed clusters where that saves something and `compress` says
-    /// so.
+    /// Writes to `target`, with `compress` in compressed clusters if that saves space.
     ///
     /// # Errors
-    /// `InvalidInput` where the target's format has no compressed clusters.
+    /// `InvalidInput` if the target's format has no compressed clusters.
     pub(super) fn new(target: D, compress: bool) -> Result<Self> {
         let image = target.image();
         if compress && image.compression().is_none() {
@@ -80,7 +79,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
         Self { is_limited: false, ..self }
     }
 
-    /// Bytes that are looked at together for zeros.
+    /// Bytes that are checked together for zeros.
     pub(super) fn unit(&self) -> usize {
         self.unit
     }
@@ -119,8 +118,8 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
         run_all(MAX_IN_FLIGHT, make).await
     }
 
-    /// Makes the first `length` bytes of the target from `offset` on those of `new`, where they
-    /// differ from those of `old`, which the target has.
+    /// Overwrites the first `length` bytes of the target from `offset` on with those of `new`,
+    /// wherever they differ from those of `old`, the target's content.
     pub(super) async fn update(
         &self,
         offset: u64,

@@ -23,16 +23,16 @@ const MIN_CHUNK: u64 = 1 << 20;
 pub enum Compress {
     /// As they are.
     Nothing,
-    /// Whole ones compressed, where that saves something.
+    /// Whole clusters compressed, if that saves space.
     Clusters,
 }
 
-/// Copies into `disk` what it would read otherwise if `new` were its backing file; with `None`,
-/// what it would lose if it had none. With [`Compress::Clusters`] the image has to have compressed
-/// clusters. Durable when it returns. No other request may be in flight.
+/// Copies into `disk` the ranges that would read differently with the backing file `new`; with
+/// `None`, all that it reads from the old one. With [`Compress::Clusters`] the image must have
+/// compressed clusters. Durable when it returns. No other request may be in flight.
 ///
 /// # Errors
-/// `ReadOnly`, or what a storage answered; the content is the same as before in any case.
+/// `ReadOnly`, or storage errors; the content is the same as before in any case.
 pub async fn prepare_rebase<S: Storage>(
     disk: &Disk<S>,
     new: Option<&Disk<S>>,
@@ -41,7 +41,7 @@ pub async fn prepare_rebase<S: Storage>(
 ) -> Result<()> {
     disk.check_access(0)?;
     progress.begin(disk.size());
-    // Zeros past the end of the backing file have to be stored as well: the new one may be longer.
+    // Zeros past the end of the backing file must be stored as well: the new one may be longer.
     disk.format().set_backing_size(u64::MAX);
     let chunk_size = disk.image().cluster_size().unwrap_or(MIN_CHUNK).max(MIN_CHUNK);
     let scan = StatusScan::new([disk].into_iter().chain(new), chunk_size, disk.size());
@@ -62,10 +62,9 @@ pub async fn prepare_rebase<S: Storage>(
     disk.flush().await
 }
 
-/// Tells the image its new backing file, or that it has none, durably: see
+/// Writes the new backing file, or none, to the image's header, durably: see
 /// [`ImageHeader::set_backing`](blockhouse_format::ImageHeader::set_backing). Without
-/// [`prepare_rebase`] the content may change. The caller closes the disk and opens it anew after
-/// this.
+/// [`prepare_rebase`] the content may change. The caller closes the disk and reopens it after this.
 ///
 /// # Errors
 /// As there; `ReadOnly`; `Unsupported` for a format without backing files.
@@ -74,7 +73,7 @@ pub async fn set_backing_file<S: Storage>(disk: &Disk<S>, backing: Option<Backin
     disk.format().header().set_backing(backing).await
 }
 
-/// Copies of a chunk what the disk leaves to its backing file.
+/// Copies the ranges of a chunk that the disk leaves to its backing file.
 async fn keep_chunk<S: Storage>(
     disk: &Disk<S>,
     new: Option<&Disk<S>>,

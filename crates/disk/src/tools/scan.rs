@@ -31,7 +31,7 @@ impl Chunk {
     }
 }
 
-/// A scan of the first bytes of one or more disks; what a disk does not have reads as zeros.
+/// A scan of the first bytes of one or more disks; bytes past a disk's end read as zeros.
 pub(super) struct StatusScan<D> {
     disks: SmallVec<[CachedStatus<D>; 2]>,
     size: u64,
@@ -39,11 +39,11 @@ pub(super) struct StatusScan<D> {
     offset: u64,
     /// Whether zeros count as data.
     is_dense: bool,
-    /// Whether what has no status that can be read counts as data.
+    /// Whether ranges whose status cannot be read count as data.
     forgives: bool,
 }
 
-/// A disk and the run of it that was asked for last.
+/// A disk and its last queried run.
 struct CachedStatus<D> {
     disk: D,
     /// The difference from the scan's offsets to those of the disk, modulo 2^64.
@@ -82,8 +82,8 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         }
     }
 
-    /// The scan begins at `offset`, and looks at the first disk at offsets that are higher by
-    /// `shift`, modulo 2^64.
+    /// The scan begins at `offset`, and uses offsets higher by `shift`, modulo 2^64, for the first
+    /// disk.
     pub(super) fn between(mut self, offset: u64, shift: u64) -> Self {
         self.offset = offset;
         if let Some(first) = self.disks.first_mut() {
@@ -92,8 +92,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         self
     }
 
-    /// Zeros count as data (`is_dense`), and so does what has no status that can be read
-    /// (`forgives`).
+    /// Zeros count as data (`is_dense`), and so do ranges whose status cannot be read (`forgives`).
     pub(super) fn taking(mut self, is_dense: bool, forgives: bool) -> Self {
         (self.is_dense, self.forgives) = (is_dense, forgives);
         self

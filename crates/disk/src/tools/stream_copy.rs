@@ -25,23 +25,23 @@ const SECTOR: usize = 512;
 pub struct StreamOptions {
     /// The target's content before.
     pub target_content: TargetContent,
-    /// Whether data is stored in compressed clusters, where that saves something.
+    /// Whether data is stored in compressed clusters if that saves space.
     pub compress: bool,
-    /// Whether the target becomes as long as the stream; otherwise it is long enough already, and
-    /// what it has beyond the stream stays as it is.
+    /// Whether the target becomes as long as the stream; otherwise it must be long enough, and its
+    /// bytes beyond the stream stay as they are.
     pub resize: bool,
 }
 
 /// Bytes of each piece of a stream but the last: a multiple of clusters of every size.
 pub const STREAM_PIECE: usize = 2 << 20;
 
-/// Writes a stream to the start of `target`, which nothing else may use meanwhile: pieces of
-/// [`STREAM_PIECE`], of which only the last is shorter. Answers the length of the stream in bytes;
-/// a part of a sector at its end is filled up with zeros. `progress` advances by what is written.
+/// Writes a stream to the start of `target`, which must not be used otherwise: pieces of
+/// [`STREAM_PIECE`], only the last of which is shorter. Returns the length of the stream in bytes;
+/// a part of a sector at its end is filled up with zeros. `progress` counts the bytes written.
 ///
 /// # Errors
-/// Errors of the stream or a storage; `NoSpace` where the target is too short and is not to grow;
-/// `InvalidInput` where its format has no compressed clusters. A part of the copy is there then.
+/// Errors of the stream or a storage; `NoSpace` if the target is too short and must not grow;
+/// `InvalidInput` if its format has no compressed clusters. Then a part of the copy is there.
 pub async fn copy_stream<S: Storage>(
     target: &Arc<Disk<S>>,
     pieces: impl Stream<Item = Result<Buffer>> + Unpin,

@@ -13,13 +13,13 @@ const WRITE_SIZE: u64 = 1 << 20;
 const PREPARE_SIZE: u64 = 64 << 20;
 const RESERVE_SIZE: u64 = 1 << 30;
 
-/// Takes the space of `range`, which reads as zeros before and after: in a qcow2 image each of its
-/// clusters has its place then. Durable with the next flush. No other request may be in flight
-/// there.
+/// Allocates the space of `range`, which reads as zeros before and after: in a qcow2 image each of
+/// its clusters then has a host offset. Durable with the next flush. No other request may be in
+/// flight there.
 ///
 /// # Errors
-/// `NoSpace`, `ReadOnly` or `PastEnd`; `Unsupported` where the host cannot set space aside, and
-/// zeros have to be written; or what the storage answers. A part of the space may be taken then.
+/// `NoSpace`, `ReadOnly` or `PastEnd`; `Unsupported` if the host cannot allocate space, and zeros
+/// must be written; or storage errors. Then a part of the space may be allocated.
 pub async fn take_space<S: Storage>(
     disk: &Disk<S>,
     range: ByteRange,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use blockhouse_core::{Buffer, IoVector};
 
-/// The length of one comparison: cheap to stop at, long enough to be compared quickly.
+/// The length of one comparison: short enough to stop early, long enough to be quick.
 const STEP: usize = 4096;
 static ZEROS: [u8; STEP] = [0; STEP];
 
@@ -13,8 +13,7 @@ pub(super) fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(STEP).all(|chunk| *chunk == ZEROS[..chunk.len()])
 }
 
-/// Cuts a part of a buffer into units: those of the disk, of which `offset` is where the buffer
-/// begins.
+/// Divides a part of a buffer into units of the disk; `offset` is the buffer's start on the disk.
 pub(super) fn units(
     part: Range<usize>,
     offset: u64,
@@ -29,8 +28,8 @@ pub(super) fn units(
     })
 }
 
-/// The parts of `length` bytes at `offset` of the disk whose [`units`] are `wanted` (asked by their
-/// place in the buffer), the units that follow each other in one.
+/// The parts of `length` bytes at `offset` of the disk whose [`units`] are `wanted` (called with
+/// their range in the buffer), adjacent units as one part.
 pub(super) fn runs(
     length: usize,
     offset: u64,

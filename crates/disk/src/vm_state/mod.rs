@@ -34,7 +34,7 @@ use window::Window;
 const MIN_WINDOW: u64 = 1 << 20;
 /// How many writes are in flight together.
 const MAX_WRITES: usize = 8;
-/// How many windows are being filled: more than one only where the stream jumps.
+/// How many windows are being filled: more than one only if the stream jumps.
 const MAX_OPEN: usize = 4;
 
 /// A machine's state on its way into an image. See the module's page.
@@ -48,7 +48,7 @@ pub struct VmStateWriter<'a, S: Storage> {
     open: VecDeque<Window>,
     compressed: CompressedBatch,
     in_flight: FuturesUnordered<LocalBoxFuture<'a, WriteResult>>,
-    /// Windows of which something is in flight; one may come several times.
+    /// Windows with operations in flight; one may be listed several times.
     in_flight_windows: Vec<u64>,
     spare: Vec<Buffer>,
     stage: Stage,
@@ -61,9 +61,8 @@ enum Stage {
 }
 
 impl<'a, S: Storage> VmStateWriter<'a, S> {
-    /// Begins to store a machine's state, of which a snapshot is taken at the end: as it is, which
-    /// is as fast as the disk, or in compressed clusters of a kind that must be the image's
-    /// own.
+    /// Begins to store a machine's state, of which a snapshot is taken at the end: uncompressed,
+    /// which is as fast as the disk, or in compressed clusters of the image's compression type.
     ///
     /// # Errors
     /// `ReadOnly`; `Unsupported` for a format without snapshots, an image with a data file, or a
@@ -100,12 +99,12 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         self.tables.size()
     }
 
-    /// Stores `bytes` at `offset` of the state, over what was stored there before. The answer means
-    /// that they were taken, not that they are on the disk.
+    /// Stores `bytes` at `offset` of the state, replacing earlier bytes there. When it returns they
+    /// are accepted, but not necessarily on the disk.
     ///
     /// # Errors
-    /// `NoSpace`, or what the storage answered, to this or an earlier write; every later call fails
-    /// with the same.
+    /// `NoSpace`, or a storage error, of this or an earlier write; every later call fails with the
+    /// same.
     pub async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check()?;
         match self.try_write(offset, bytes).await {
@@ -126,13 +125,12 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
     }
 
-    /// Stores what is left and takes a snapshot of the disk with the state, both durable when it
+    /// Stores the rest and takes a snapshot of the disk with the state, both durable when it
     /// returns.
     ///
     /// # Errors
-    /// As [`write`](Self::write) and [`DiskSnapshots::create`](crate::DiskSnapshots::create).
-    /// There is no such snapshot then, and the space
-    /// is given back.
+    /// As [`write`](Self::write) and [`DiskSnapshots::create`](crate::DiskSnapshots::create). Then
+    /// there is no such snapshot, and the space is freed.
     pub async fn finish(&mut self, name: &str) -> Result<Snapshot> {
         self.flush().await?;
         match self.try_finish(name).await {
@@ -196,7 +194,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         Ok(self.open.push_back_mut(window))
     }
 
-    /// A window that is not open, with what was stored of it.
+    /// A window that is not open, with the bytes stored of it.
     async fn open_window(&mut self, index: u64) -> Result<Window> {
         if self.open.len() >= MAX_OPEN
             && let Some(oldest) = self.open.pop_front()
@@ -266,12 +264,12 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         Ok(())
     }
 
-    /// The compressed form of a cluster, where that is wanted and saves anything.
+    /// The compressed form of a cluster, if requested and shorter.
     fn compress(&self, bytes: &[u8]) -> Option<Vec<u8>> {
         self.compression.and_then(|_| self.disk.format().compressed().compress(bytes))
     }
 
-    /// Where a cluster is that can be written over.
+    /// Location of a cluster that can be overwritten.
     fn place_of(&self, cluster: u64) -> Option<u64> {
         match self.tables.get(cluster)? {
             VmStateCluster::Data(host) => Some(host),
@@ -366,7 +364,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         self.try_flush().await
     }
 
-    /// Ends everything: what is in flight is waited for, so that its space can be given back.
+    /// Ends everything: waits for operations in flight, so that their space can be freed.
     async fn fail(&mut self, error: Error) -> Error {
         self.stage = Stage::Failed(error.duplicate());
         self.open.clear();

@@ -12,7 +12,7 @@ use crate::layer::Reader;
 pub struct VmStateReader<'a, S: Storage> {
     disk: &'a Disk<S>,
     chunk_size: u64,
-    /// Where the state lies, past the end of the disk.
+    /// Start of the state, past the end of the disk.
     start: u64,
     size: u64,
     /// Bytes that have been requested.
@@ -26,7 +26,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
     ///
     /// # Errors
     /// `InvalidInput` for a snapshot without a state or a disk that was not opened on one;
-    /// `Corrupt` where the snapshot's tables are too short for it.
+    /// `Corrupt` if the snapshot's tables are too short for it.
     pub fn new(disk: &'a Disk<S>) -> Result<Self> {
         let states = disk.format().vm_states()?;
         let state = states.location()?;
@@ -68,7 +68,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
         self.read_ahead.next().await.transpose()
     }
 
-    /// Takes a buffer back whose bytes are used.
+    /// Takes a used buffer back.
     pub fn recycle(&mut self, buffer: Buffer) {
         if self.spare.len() < MAX_WRITES {
             self.spare.push(buffer);

@@ -13,21 +13,21 @@ pub(super) struct WriteResult {
     /// The windows of its clusters.
     pub(super) windows: Vec<u64>,
     pub(super) buffer: Buffer,
-    /// Space that was taken, also where the write failed.
+    /// Space that was allocated, also if the write failed.
     pub(super) taken: Vec<ByteRange>,
-    /// Where the clusters of the state are.
+    /// Locations of the state's clusters.
     pub(super) outcome: Result<Vec<(u64, VmStateCluster)>>,
 }
 
-/// A part of a window and where it goes.
+/// A part of a window and its location.
 struct Part {
     /// Clusters of the window.
     clusters: Range<u64>,
     host: u64,
 }
 
-/// Stores clusters of a window: `plain` says which, in ascending order, and where they have their
-/// place already. `first` is the cluster of the state with which the window begins.
+/// Stores clusters of a window: `plain` lists them in ascending order, with their host offset if
+/// they have one. `first` is the window's first cluster of the state.
 pub(super) async fn store_plain<S: Storage>(
     disk: &Disk<S>,
     window: u64,

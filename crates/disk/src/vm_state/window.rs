@@ -20,12 +20,12 @@ impl Window {
         Self { index, filled: buffer.len(), buffer }
     }
 
-    /// Its number: how many windows come before it.
+    /// Its number: how many windows precede it.
     pub(super) fn index(&self) -> u64 {
         self.index
     }
 
-    /// Puts bytes at `start`; what was skipped is zeros.
+    /// Puts bytes at `start`; skipped bytes are zeros.
     pub(super) fn put(&mut self, start: usize, bytes: &[u8]) {
         let (end, memory) = (start + bytes.len(), self.buffer.bytes_mut());
         if start > self.filled {
@@ -41,7 +41,7 @@ impl Window {
         self.filled = self.buffer.len();
     }
 
-    /// Fills the last cluster with zeros; answers how many clusters have content.
+    /// Fills the last cluster with zeros; returns how many clusters have content.
     pub(super) fn close(&mut self, cluster_size: usize) -> usize {
         let count = self.filled.div_ceil(cluster_size);
         self.buffer.bytes_mut()[self.filled..count * cluster_size].fill(0);

@@ -6,7 +6,7 @@ use super::Writer;
 use super::prepared_extent::PreparedExtent;
 use crate::durability::RequestSync;
 
-/// The outcome for a cluster that was to be compressed.
+/// The outcome of a compressed write of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompressResult {
     /// It is stored in compressed form.
@@ -17,8 +17,8 @@ pub enum CompressResult {
 }
 
 impl<S: Storage> Writer<S> {
-    /// Stores the one cluster at `range` in compressed form; `bytes` are its bytes, fewer than a
-    /// cluster where the disk ends.
+    /// Stores the one cluster at `range` in compressed form; `bytes` is shorter than a cluster if
+    /// the disk ends inside it.
     pub(crate) async fn write_compressed(
         &self,
         range: ByteRange,

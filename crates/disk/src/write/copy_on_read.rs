@@ -20,9 +20,9 @@ use crate::layer::{BlockStatusCache, Reader};
 const MAX_FETCHES: usize = 8;
 
 impl<S: Storage> Writer<S> {
-    /// Fills `into` with the bytes of `range`, and makes the clusters that the image leaves to its
-    /// backing file its own, where `begin_change` gives a guard after they were read. `failed` gets
-    /// the error where that fails.
+    /// Fills `into` with the bytes of `range`, and populates the clusters that the image leaves to
+    /// its backing file, if `begin_change` returns a guard after the read. `failed` gets the error
+    /// of the populating.
     ///
     /// # Errors
     /// As a read's.
@@ -45,8 +45,8 @@ impl<S: Storage> Writer<S> {
         run_bounded(MAX_FETCHES, &WorkBudget::new(), &stopped, stream::iter(fetches)).await
     }
 
-    /// Makes the clusters of `range` that the image leaves to its backing file its own, but for
-    /// those where `begin_change` gives no guard after they were read.
+    /// Populates the clusters of `range` that the image leaves to its backing file, except where
+    /// `begin_change` returns no guard after the read.
     ///
     /// # Errors
     /// Errors of the backing file or the image. Parts that were filled before stay filled.

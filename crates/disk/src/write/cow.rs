@@ -29,7 +29,7 @@ impl CowRegions {
         }
     }
 
-    /// The place of their first byte; `host` is the host offset of the extent's own.
+    /// Location of their first byte; `host` is the host offset of the extent's own.
     fn place(&self, host: u64) -> DataPlace {
         DataPlace { guest: self.head.offset(), host: host - self.head.length() }
     }

@@ -25,17 +25,16 @@ const MAX_ZEROS: u64 = 16 << 20;
 /// A part of an image that it leaves to its backing file: whole clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackedRange {
-    /// Where it is, at most what is filled at once.
+    /// The range, at most as long as one fill.
     pub range: ByteRange,
     /// Whether the backing file has zeros there.
     pub is_zero: bool,
 }
 
 impl<S: Storage> Writer<S> {
-    /// The first part of `range` that the image leaves to its backing file, and that one of the
-    /// layers before `base` has, as far as that reaches; `None`: any layer.
-    /// `cache` is that of questions about this disk, and may be old: what is behind the image
-    /// never changes.
+    /// The first part of `range` that the image leaves to its backing file, and that a layer above
+    /// `base` has (`None`: any layer), up to its end. `cache` is that of look-ups of this disk, and
+    /// may be old: the backing chain never changes.
     pub(crate) async fn next_backed(
         &self,
         range: ByteRange,
@@ -76,14 +75,14 @@ impl<S: Storage> Writer<S> {
         Ok(None)
     }
 
-    /// As [`find_backed`](Self::find_backed), of what a layer before the one at the depth `base`
-    /// has.
+    /// As [`find_backed`](Self::find_backed), only for data of layers above the one at depth
+    /// `base`.
     async fn find_above(&self, range: ByteRange, base: usize) -> Result<Option<ByteRange>> {
         let budget = WorkBudget::new();
         let mut rest = range;
         while let Some(found) = self.find_backed(rest).await? {
             let (place, length) = self.layer.status().allocation_depth(found).await?;
-            // This layer is the first one.
+            // This layer has depth 1.
             if (1..=base).contains(&(place as usize)) {
                 return Ok(Some(found.truncate(length)));
             }
@@ -104,17 +103,17 @@ impl<S: Storage> Writer<S> {
         clusters.before(self.layer.format().end())
     }
 
-    /// The clusters from the start of `range` on that lie inside it; `None` where it begins in the
-    /// middle of one.
+    /// The clusters from the start of `range` on that lie inside it; `None` if it begins inside
+    /// one.
     fn clusters_inside(&self, range: ByteRange) -> Option<ByteRange> {
         let inside = range.align_inward(self.populate_unit())?;
         (inside.offset() == range.offset()).then_some(inside)
     }
 
-    /// Makes whole clusters the image's own, where it leaves anything of them to its backing file;
-    /// how many bytes. Not durable before the next flush. `begin_change` is asked when the
-    /// backing file was read, and the image is changed while what it gives is held; nothing is
-    /// changed where it gives nothing, and the result is `None`.
+    /// Populates whole clusters, where the image leaves any of their bytes to its backing file;
+    /// returns how many bytes. Not durable before the next flush. `begin_change` is called after
+    /// the read of the backing file, and its guard is held during the write; if it returns none,
+    /// nothing is changed, and the result is `None`.
     pub(crate) async fn populate<G>(
         &self,
         part: BackedRange,
@@ -138,7 +137,7 @@ impl<S: Storage> Writer<S> {
         self.store_backed(part.range, &mut buffer, &claim).await.map(Some)
     }
 
-    /// As [`populate`](Self::populate), where the backing file has zeros.
+    /// As [`populate`](Self::populate), for zeros of the backing file.
     async fn populate_zeros(&self, range: ByteRange, claim: &Claim<'_>) -> Result<u64> {
         let (mut rest, mut filled) = (range, 0);
         // Not the rest of a cluster, which a guest may have written since.
@@ -150,9 +149,9 @@ impl<S: Storage> Writer<S> {
         Ok(filled)
     }
 
-    /// Stores those of the clusters of `range` that the image leaves to its backing file; how many
-    /// bytes. `bytes` are those of all of them, as they were read before `claim` was had: what
-    /// the backing file has does not change.
+    /// Stores the clusters of `range` that the image leaves to its backing file; returns how many
+    /// bytes. `bytes` are those of the whole range, read before `claim` was acquired: the backing
+    /// file's content does not change.
     pub(super) async fn store_backed(
         &self,
         range: ByteRange,
@@ -207,7 +206,7 @@ impl<S: Storage> Writer<S> {
         Ok(())
     }
 
-    /// Writes bytes to whole clusters that `claim` covers; zeros where there are none.
+    /// Writes bytes to whole clusters that `claim` covers; zeros for `None`.
     async fn fill(
         &self,
         range: ByteRange,

@@ -14,8 +14,8 @@ use blockhouse_format::{Intent, SpaceMode};
 use super::Writer;
 
 impl<S: Storage> Writer<S> {
-    /// Takes the space of `range`, which reads as zeros before and after; what is left of it, from
-    /// the first byte on for which that could not be. The caller has the claim.
+    /// Allocates the space of `range`, which reads as zeros before and after; returns the rest,
+    /// from the first byte that failed on. The caller has the claim.
     ///
     /// # Errors
     /// As a write; `Unsupported` where `mode` reserves space, and the storage cannot.

@@ -7,8 +7,8 @@ use blockhouse_format::{Abort, Format};
 
 use crate::durability::FlushTracker;
 
-/// An extent that the format has prepared for a change: linked once its data is written, else given
-/// back, also where the request is dropped.
+/// An extent that the format has prepared for a change: linked once its data is written, else
+/// freed, also if the request's future is dropped.
 pub(super) struct PreparedExtent<'a, S: Storage> {
     format: &'a Format<FlushTracker<S>>,
     extent: Extent,
@@ -40,8 +40,8 @@ impl<'a, S: Storage> PreparedExtent<'a, S> {
         self.stage = Stage::Idle;
     }
 
-    /// The storage has ended with `outcome`, and its data is as durable as `data` says: links the
-    /// extent, or gives it back where that failed.
+    /// The storage operation has ended with `outcome`, and its data is as durable as `data` says:
+    /// links the extent, or frees it after an error.
     pub(super) async fn complete<T>(mut self, outcome: Result<T>, data: Durability) -> Result<T> {
         self.stage = Stage::Idle;
         let value = outcome?;

@@ -44,7 +44,7 @@ impl<S: Storage> Writer<S> {
             let start = (guest.offset() - chunk.offset()) as usize;
             let length = guest.length() as usize;
             from.copy_to(&mut buffer.bytes_mut()[start..start + length]);
-            // Zeros in the place of a guest's lost memory are not to be stored.
+            // Zeros that replace a guest's lost memory must not be stored.
             from.check_intact()?;
             from.advance(length);
             let vector = claim.attach_to(buffer.lend());

@@ -23,14 +23,14 @@ use crate::durability::{RequestSync, Writes};
 pub(crate) struct ZeroOptions {
     pub(crate) unmap: Unmap,
     pub(crate) fallback: Fallback,
-    /// Whether a part of up to [`CHUNK_SIZE`] bytes of what has its place is written: a hole there
-    /// would take an extent of the file, and save nothing that stays.
+    /// Whether parts of at most [`CHUNK_SIZE`] bytes with allocated space are written as zeros: a
+    /// hole there would split an extent of the file, and save nothing that lasts.
     pub(crate) writes_small: bool,
 }
 
 impl<S: Storage> Writer<S> {
-    /// Makes `range` read as zeros: whole blocks first, because only they can be refused, then
-    /// what is left at the edges. `claim` covers all blocks of the range.
+    /// Makes `range` read as zeros: whole blocks first, because only they can be refused, then the
+    /// edges. `claim` covers all blocks of the range.
     pub(crate) async fn write_zeroes(
         &self,
         range: ByteRange,
@@ -113,7 +113,7 @@ impl<S: Storage> Writer<S> {
         how: ZeroOptions,
         sync: &RequestSync<'_, S>,
     ) -> Result<()> {
-        // New space may lie past the end, where a zero write would be no write at all.
+        // New space may lie past the end, where a zero write would write nothing.
         let is_inside = host.end() <= self.layer.data().size();
         let is_small = how.writes_small && host.length() <= CHUNK_SIZE as u64;
         let has_offload = self.layer.data_capabilities().write_zeroes == Offload::Available;

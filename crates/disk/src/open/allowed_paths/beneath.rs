@@ -43,7 +43,7 @@ pub(super) fn find_beneath(
     }
     loop {
         match openat2(folder, name, FIND, Mode::empty(), resolve) {
-            // A rename elsewhere came between (openat2(2)).
+            // A concurrent rename elsewhere (openat2(2)).
             Err(Errno::AGAIN) => {}
             Err(Errno::NOSYS | Errno::PERM) => return walk_beneath(folder, name, symlinks),
             outcome => return outcome,
@@ -51,7 +51,7 @@ pub(super) fn find_beneath(
     }
 }
 
-/// The file of a name, wherever that is, without the links of /proc that stand for open files.
+/// The file of a name, in any folder, but not through the links in /proc that stand for open files.
 ///
 /// # Errors
 /// The kernel's.
@@ -62,7 +62,7 @@ pub(super) fn find_anywhere(folder: BorrowedFd<'_>, name: &Path) -> Result<Owned
     }
 }
 
-/// As [`find_beneath`], by a descriptor for each step.
+/// As [`find_beneath`], with a descriptor for each step.
 pub(super) fn walk_beneath(
     folder: BorrowedFd<'_>,
     name: &Path,

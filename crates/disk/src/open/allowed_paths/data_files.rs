@@ -34,8 +34,9 @@ impl Namer<'_> {
         self.file.is_some_and(|file| is_noted(file, name)) || self.is_called_after(folder, found)
     }
 
-    /// Whether the image has this name in its attribute, set by the user who opens it or by root:
-    /// only they can write to the image. Such a file may lie anywhere, and be a block device.
+    /// Whether the image has this name in its extended attribute, set by the user who opens it or
+    /// by root: only they can write to the image. Such a file may lie anywhere, and be a block
+    /// device.
     pub(super) fn is_chosen_by_owner(&self, name: &[u8]) -> bool {
         let Some(file) = self.file.filter(|file| is_noted(*file, name)) else { return false };
         fstat(file).is_ok_and(|status| {
@@ -55,7 +56,7 @@ impl Namer<'_> {
     }
 }
 
-/// Whether a name goes on where another one ends: after a dot, a hyphen or an underscore.
+/// Whether `name` is `stem`, continued with a dot, a hyphen or an underscore.
 fn is_called_after(stem: &OsStr, name: &OsStr) -> bool {
     let rest = name.as_bytes().strip_prefix(stem.as_bytes());
     rest.is_some_and(|rest| matches!(rest, [b'.' | b'-' | b'_', _, ..]))

@@ -26,14 +26,15 @@ use beneath::{Symlinks, find_anywhere, find_beneath};
 pub(super) use data_files::Namer;
 pub use data_files::note_data_file;
 
-/// The files that images may name beside regular files below their own folders. Cloning shares it.
+/// The files that images may name in addition to regular files below their own folders. Cloning
+/// shares it.
 #[derive(Clone, Debug, Default)]
 pub struct AllowedPaths {
     roots: Arc<[Root]>,
-    /// Images on other servers that may be named whatever they say of files and users of this
-    /// host.
+    /// Images on other servers that may be named, with the files and users of this host in their
+    /// names.
     remote: Arc<[Location]>,
-    /// The hint where no name is followed at all.
+    /// The hint if no name is followed at all.
     refuses_all: Option<&'static str>,
 }
 
@@ -48,7 +49,7 @@ struct Root {
 /// The folder from which the names of an image are looked up.
 #[derive(Debug)]
 pub(super) struct Folder {
-    /// `None` where an image was found through a folder that may not be named itself.
+    /// `None` if an image was found through a folder that may not be named itself.
     descriptor: Option<OwnedFd>,
     path: PathBuf,
 }
@@ -64,9 +65,9 @@ pub(super) struct Found {
 /// The use of a file that an image names.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NameUse<'a> {
-    /// It is read, or the user asked for its change (a commit).
+    /// It is read, or its change was requested by the user (a commit).
     Asked,
-    /// Its data is read as that of this image.
+    /// Its data is read as the data of this image.
     Read(Namer<'a>),
     /// It is written to because this image names it.
     Written(Namer<'a>),
@@ -84,7 +85,7 @@ impl NameUse<'_> {
     }
 }
 
-/// Where a file lies that an image names.
+/// Location of a file that an image names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     /// Below the folder of the image.
@@ -113,13 +114,13 @@ impl From<Error> for FindError {
 /// Why a name is not followed.
 #[derive(Debug)]
 enum Refusal {
-    /// It leads out of the folder of its image.
+    /// It is outside of its image's folder.
     Outside,
     /// A name on the way to it begins with a dot.
     Hidden,
-    /// It is no regular file, and not allowed by its path.
+    /// It is not a regular file, and its path is not allowed.
     NotRegular(&'static str),
-    /// It would be written to, and was not made as the data file of its image.
+    /// It would be written to, but was not made as the data file of its image.
     NotItsOwn,
     /// The host refuses.
     Host(Errno),
@@ -137,7 +138,7 @@ impl AllowedPaths {
     /// on another server allows that image, with the files and the user of this host that it names.
     ///
     /// # Errors
-    /// One that names the path: it is missing, or the host refuses; the address makes no sense.
+    /// Names the path: it is missing, or the host refuses; the address is invalid.
     pub fn new<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         let is_remote = |path: &&P| Location::is_remote(path.as_ref().as_os_str().as_bytes());
         let (remote, paths): (Vec<_>, Vec<_>) = paths.iter().partition(is_remote);
@@ -152,7 +153,7 @@ impl AllowedPaths {
         Self::none("leave --no-references out, if you know who made the image")
     }
 
-    /// No file or server that an image names is opened; `hint` says what to do where one is named.
+    /// No file or server that an image names is opened; `hint` is the advice in the error.
     pub fn none(hint: &'static str) -> Self {
         Self { refuses_all: Some(hint), ..Self::default() }
     }
@@ -162,7 +163,7 @@ impl AllowedPaths {
         self.refuses_all.is_some()
     }
 
-    /// Refuses a name where none is followed.
+    /// Refuses a name if none is followed.
     fn check_any(&self, name: &[u8], role: &str, image: &str) -> Result<(), FindError> {
         let Some(hint) = self.refuses_all else { return Ok(()) };
         let name = String::from_utf8_lossy(name);
@@ -193,7 +194,7 @@ impl AllowedPaths {
     /// Finds the file that `image` names as its `role` ("backing file").
     ///
     /// # Errors
-    /// Where the image may not name it, and what the host answers.
+    /// If the image may not name it; errors of the host.
     pub(super) fn find(
         &self,
         folder: &Folder,
@@ -316,8 +317,7 @@ impl AllowedPaths {
                 Err(error) => return Err(error.into()),
             }
         }
-        // A name that is absolute, or that leaves the folder on its way, may end below it all the
-        // same.
+        // An absolute name, or one that leaves the folder on its way, may still end below it.
         let from = match below {
             Some(below) => below,
             None if name.is_absolute() => CWD,
@@ -325,7 +325,7 @@ impl AllowedPaths {
         };
         let found = match find_anywhere(from, name) {
             Ok(found) => found,
-            // Only paths that may be named get an error that says whether the file is missing.
+            // Only for paths that may be named, the error shows whether the file is missing.
             Err(error) if self.is_text_below(folder, name) => return Err(error.into()),
             Err(_) => return Err(Refusal::Outside),
         };
@@ -359,7 +359,7 @@ impl AllowedPaths {
         Ok((found, place))
     }
 
-    /// The file, opened again from the allowed path that it lies below; `None` where it lies below
+    /// The file, opened again from the allowed path that it lies below; `None` if it lies below
     /// none.
     fn allowed(&self, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
         for root in self.roots.iter() {
@@ -377,7 +377,7 @@ impl AllowedPaths {
         Ok(None)
     }
 
-    /// Whether the text of a name lies below what may be named.
+    /// Whether the text of a name lies below an allowed folder.
     fn is_text_below(&self, folder: &Folder, name: &Path) -> bool {
         let has_parent = name.components().any(|part| part == Component::ParentDir);
         let whole = folder.path.join(name);
@@ -409,7 +409,7 @@ impl Folder {
         Self { descriptor: None, path: image.parent().unwrap_or(Path::new("")).to_owned() }
     }
 
-    /// Of an image on another server: no relative name of it leads to a file of this host.
+    /// For an image on another server: no relative name in it leads to a file of this host.
     pub(super) fn of_remote() -> Self {
         Self { descriptor: None, path: PathBuf::new() }
     }
@@ -439,10 +439,10 @@ impl Root {
     }
 }
 
-/// The file `found`, opened again from `root` down without any symlink; `None` where it does not
-/// lie below `root`.
+/// The file `found`, opened again from `root` down without any symlink; `None` if it does not lie
+/// below `root`.
 fn reach(root: BorrowedFd<'_>, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
-    // Without /proc there is no telling where it lies.
+    // Without /proc its location cannot be determined.
     let (Ok(top), Ok(real)) = (real_path(root), real_path(found)) else { return Ok(None) };
     let Ok(rest) = real.strip_prefix(&top) else { return Ok(None) };
     let rest = if rest.as_os_str().is_empty() { Path::new(".") } else { rest };
@@ -450,7 +450,7 @@ fn reach(root: BorrowedFd<'_>, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>,
     Ok(is_same(descriptor.as_fd(), found)?.then_some(descriptor))
 }
 
-/// Where an open file lies now.
+/// The current path of an open file.
 fn real_path(file: BorrowedFd<'_>) -> Result<PathBuf, Errno> {
     use std::os::fd::AsRawFd;
     let link = format!("/proc/self/fd/{}", file.as_raw_fd());

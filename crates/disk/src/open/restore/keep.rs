@@ -30,9 +30,9 @@ pub(crate) enum LogSession {
     GoesOn,
 }
 
-/// Makes the state file of a disk whose log is empty, in the place of any other one, with failures
-/// of flushes. `vouched` is when an earlier process has written to the data file for the last time,
-/// as its state file says: what the file itself says may be another program's.
+/// Makes the state file of a disk whose log is empty, replacing any other one, with failures of
+/// flushes. `vouched` is the time of an earlier process's last write to the data file by its state
+/// file: the file's own time may be another program's.
 pub(crate) async fn make_state(
     disk: &StoredImage,
     dir: &StateDir,
@@ -48,7 +48,7 @@ pub(crate) async fn make_state(
     let modified = modification_time(&status).unwrap_or_default();
     let mark = disk.format().header().data_file_mark();
     let data = disk.format().data().storage().as_file();
-    // Of a device the mark has no time, but says how much was written to it.
+    // For a device the mark has no time, but the amount written to it.
     let writes = match data.filter(|_| mark.is_some()) {
         Some(device) => device.device_writes().await?,
         None => None,
@@ -88,8 +88,8 @@ pub(crate) async fn make_state(
     Ok(())
 }
 
-/// Whether it is found out at the next opening that another program has changed the image
-/// meanwhile: by the image itself, or by the time of its file's last modification.
+/// Whether the next opening can detect changes of the image by another program: by the image
+/// itself, or by its file's modification time.
 ///
 /// # Errors
 /// The host's.
@@ -105,15 +105,15 @@ pub(crate) fn tells_of_changes(disk: &StoredImage) -> Result<bool> {
 pub(crate) const NOTHING_TELLS: &str = "nothing tells whether other programs change an image of version 2 on a block device, or on a file system with \
      another host's clock (NFS)";
 
-/// The state file that the new owner of an image makes which another process hands over. Until then
-/// that process has the state file, whose log is empty.
+/// The state file that the new owner of an image makes after a hand-over. Until then the other
+/// process has the state file, whose log is empty.
 pub(crate) struct FutureState {
     dir: StateDir,
     owner: Owner,
 }
 
 impl FutureState {
-    /// Of a disk that is opened; `None` where none is kept.
+    /// For a disk that is opened; `None` if none is kept.
     pub(crate) fn of(disk: &StoredImage, path: &Path, uses: &StateUse) -> Option<Self> {
         let (StateUse::Keep(dir) | StateUse::TryKeep(dir)) = uses else { return None };
         if disk.access() == Access::ReadOnly {

@@ -25,12 +25,12 @@ enum LostSession {
 }
 
 impl LostSession {
-    /// Of an image; `None` where it has no session, or is on another host.
+    /// For an image; `None` if it has no session, or is on another host.
     fn of(disk: &StoredImage) -> Option<Self> {
         // An image of another host has no state here.
         disk.format().redo().filter(|redo| redo.has_session_bit())?;
         let file = disk.file()?;
-        // Of a block device there is no such time.
+        // A block device has no such time.
         let status = status_of(file).ok();
         let status =
             status.filter(|one| FileType::from_raw_mode(one.st_mode) == FileType::RegularFile);
@@ -58,7 +58,7 @@ fn time_of_boot() -> Duration {
     read(ClockId::Realtime).saturating_sub(read(ClockId::Boottime))
 }
 
-/// Tells of an image that may lack what its last server answered.
+/// Warns of an image that may lack answered changes of its last server.
 pub(crate) fn warn_of_lost_session(disk: &StoredImage, uses: &StateUse) {
     match LostSession::of(disk) {
         None => {}
@@ -75,8 +75,8 @@ pub(crate) fn warn_of_lost_session(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// Fails for an image to be changed, whose state file may be elsewhere: after the change it would
-/// no longer fit.
+/// Fails for a writable image whose state file may be elsewhere: after a change it would no longer
+/// fit.
 ///
 /// # Errors
 /// `InvalidInput` with a hint.

@@ -21,16 +21,15 @@ use rustix::fs::{FileType, Stat, fstatfs};
 use super::examine::status_of;
 use crate::state::StatePage;
 
-/// How far two times may differ that are meant to be one: the clock of file systems has ticks, and
-/// a write is stamped a moment before and after it is made.
+/// Tolerance between two times of one event: the clock of file systems has ticks, and a write is
+/// stamped slightly before and after it.
 const TICKS: Duration = Duration::from_secs(2);
 
 /// How long a write may hang in the kernel.
 const HANG: Duration = Duration::from_secs(60);
 
-/// File systems whose files are modified by nothing but this host, by their magic numbers
-/// (`statfs(2)`): ext4, XFS, Btrfs, tmpfs, F2FS, ZFS, bcachefs, and overlayfs, whose upper file
-/// system is one of these.
+/// File systems whose files only this host modifies, by their magic numbers (`statfs(2)`): ext4,
+/// XFS, Btrfs, tmpfs, F2FS, ZFS, bcachefs, and overlayfs, whose upper file system is one of these.
 const LOCAL_FILE_SYSTEMS: [u64; 8] = [
     0xef53,
     0x5846_5342,
@@ -64,7 +63,7 @@ pub(crate) enum Clock {
 /// The note of a server in the state file, each time since the Unix epoch.
 #[derive(Clone, Copy)]
 struct Noted {
-    /// The file's time of modification when it was opened; zero where it is not known.
+    /// The file's time of modification when it was opened; zero if unknown.
     modified_before: Duration,
     /// When it was opened.
     opened: Duration,
@@ -73,8 +72,8 @@ struct Noted {
 }
 
 impl Modification {
-    /// Of an image's file, and of what its last server noted. `None` for a block device, which has
-    /// no such time.
+    /// From an image's file, and from the note of its last server. `None` for a block device, which
+    /// has no such time.
     ///
     /// # Errors
     /// The host's.
@@ -94,8 +93,8 @@ impl Modification {
         Ok(Some(Self { at, clock, noted }))
     }
 
-    /// Why the file cannot be as its server left it. `has_session` says whether the image itself
-    /// tells whether another program opened it for writing.
+    /// Why the file cannot be as its server left it. `has_session`: the image itself shows whether
+    /// another program opened it for writing.
     pub(crate) fn contradiction(&self, has_session: bool) -> Option<String> {
         let Self { at, clock, noted } = *self;
         let is_before = |time: Duration, slack| at + slack < time;

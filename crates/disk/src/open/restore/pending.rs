@@ -15,16 +15,16 @@ use crate::state::StateDir;
 pub struct PendingChanges {
     /// How many entries of the redo log there are.
     pub changes: u64,
-    /// The process that answered them, which is gone.
+    /// The process that answered them, which has ended.
     pub process: u32,
     /// The path of the state file.
     pub state_file: String,
 }
 
 impl StoredImage {
-    /// The changes that a server of this image answered before it died, and that no opening for
-    /// writing has brought to the image since; `None` also while a server has the image open.
-    /// `dir` is where that server kept its state. The disk is open for reading.
+    /// The answered changes of a killed server that no opening for writing has replayed to the
+    /// image since; `None` also while a server has the image open. `dir` is that server's state
+    /// directory. The disk is open for reading.
     ///
     /// # Errors
     /// The host's.
@@ -40,8 +40,8 @@ impl StoredImage {
     }
 }
 
-/// Fails for an image that is opened for reading only and lacks what its server answered, or, for a
-/// tool, may lack it. Commands that only look warn.
+/// Fails for a read-only image that lacks answered changes of its server, or, for a tool, may lack
+/// them. Commands that only inspect it warn.
 ///
 /// # Errors
 /// As [`refuse_pending`] and [`refuse_lost_session`].
@@ -63,8 +63,7 @@ pub(crate) fn check_nothing_pending(disk: &StoredImage, uses: &StateUse) -> Resu
     Ok(())
 }
 
-/// Tells of an image that is opened for reading only and lacks what its server answered, or may
-/// lack it.
+/// Warns of a read-only image that lacks answered changes of its server, or may lack them.
 pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
     if matches!(uses, StateUse::Off) {
         return;
@@ -84,22 +83,21 @@ pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// Of an image of which nothing is known to be missing: tells where its server may have left state
-/// elsewhere.
+/// For an image without known missing changes: warns if its server may have left state elsewhere.
 fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
     if may_lack_changes(disk, uses) {
         warn_of_lost_session(disk, uses);
     }
 }
 
-/// Whether an image has no server, and no state where it is looked for.
+/// Whether an image has no server, and no state in the directory in use.
 fn may_lack_changes(disk: &StoredImage, uses: &StateUse) -> bool {
     let Some(file) = disk.file() else { return false };
     let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());
     !has_state && !is_being_written(file)
 }
 
-/// Fails for an image that lacks what its server answered, and cannot get it here.
+/// Fails for an image that lacks answered changes of its server, and cannot get them here.
 ///
 /// # Errors
 /// `InvalidInput` with a hint, or the host's.

@@ -26,11 +26,11 @@ enum Rule {
     ForgetsKills,
     /// The kernel's count is read while the page cache holds what it will count.
     LooksPastCache,
-    /// A zeroing counts once, also where the device refuses it.
+    /// A zeroing counts once, even if the device refuses it.
     CountsZeroesOnce,
 }
 
-/// A block device, and what its kernel counts.
+/// A block device, and its kernel's counts.
 struct Device {
     era: u64,
     sectors: u64,
@@ -58,7 +58,7 @@ impl Device {
         self.sectors += std::mem::take(&mut self.dirty);
     }
 
-    /// A zeroing; where the device refuses it, the kernel sends zeros.
+    /// A zeroing; if the device refuses it, the kernel sends zeros.
     fn zero(&mut self, sectors: u64) {
         let is_refused = std::mem::take(&mut self.refuses_zeroes);
         self.sectors += if is_refused { 2 * sectors } else { sectors };
@@ -73,7 +73,7 @@ impl Device {
 struct Left {
     closed_at: std::time::Duration,
     sent: Option<u64>,
-    /// Sectors that were counted and never sent: a stranger may write this many unnoticed.
+    /// Sectors that were counted and never sent: an attacker may write this many unnoticed.
     slack: u64,
 }
 
