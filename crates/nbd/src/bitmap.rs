@@ -5,12 +5,12 @@ use std::sync::Arc;
 use blockhouse_core::{ByteRange, Result, Storage};
 use blockhouse_disk::{BitmapExtent, DirtyMap, Disk};
 
-/// A bitmap that clients of an export may ask for (`qemu:dirty-bitmap:NAME`).
+/// A bitmap that clients of an export may request (`qemu:dirty-bitmap:NAME`).
 #[derive(Clone)]
 pub enum ExportBitmap {
-    /// A bitmap of the disk, as it is when a client asks.
+    /// A bitmap of the disk, in its state at the client's request.
     OfDisk(String),
-    /// As [`OfDisk`](Self::OfDisk), of the nearest image of the disk's chain that has it.
+    /// As [`OfDisk`](Self::OfDisk), for the nearest image of the disk's chain that has it.
     OfChain(String),
     /// One that stays as it is.
     Fixed {
@@ -29,8 +29,7 @@ impl ExportBitmap {
         }
     }
 
-    /// Its record of `range`: extents that follow each other, `max` at least unless there are
-    /// fewer.
+    /// Its record of `range`: adjacent extents, at least `max` unless there are fewer.
     ///
     /// # Errors
     /// As [`DiskBitmaps::extents`](blockhouse_disk::DiskBitmaps::extents).

@@ -60,27 +60,27 @@ pub enum Command {
     BlockStatus {
         /// The bytes of the export.
         range: ByteRange,
-        /// Whether one extent is asked for.
+        /// Whether one extent is requested.
         req_one: ReqOne,
     },
-    /// Describe the range that the payload says, in the contexts that it selects
+    /// Describe the range in the payload, in the contexts that it selects
     /// ([`SelectedStatus`](crate::status_payload::SelectedStatus)).
     SelectedStatus {
         /// First byte of the export.
         offset: u64,
         /// How many bytes the payload has.
         length: u32,
-        /// Whether one extent is asked for.
+        /// Whether one extent is requested.
         req_one: ReqOne,
     },
     /// Succeed and do nothing: a request of length zero, of the given type.
     Empty(EmptyKind),
-    /// Finish what is outstanding and close; there is no reply.
+    /// Complete the requests in flight and close; there is no reply.
     Disconnect,
 }
 
 impl Command {
-    /// Whether it changes what the export reads as.
+    /// Whether it changes the export's content.
     pub fn is_change(&self) -> bool {
         matches!(self, Self::Write { .. } | Self::WriteZeroes { .. } | Self::Trim { .. })
     }
@@ -105,7 +105,7 @@ impl Command {
 /// The type of a request of length zero: the replies differ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EmptyKind {
-    /// A read, whose reply must be a chunk where there are chunks.
+    /// A read, whose reply must be a chunk if chunks were negotiated.
     Read,
     /// Anything else.
     Other,
@@ -134,12 +134,12 @@ pub struct RequestError {
 pub struct DecodedRequest {
     /// The command, or the reason why it fails.
     pub command: Result<Command, RequestError>,
-    /// How many bytes of payload follow the header; they have to be received in any case. At most
+    /// How many bytes of payload follow the header; they must be received in any case. At most
     /// [`MAX_PAYLOAD`], and for [`Command::Write`] and [`Command::SelectedStatus`] their length.
     pub payload: u32,
 }
 
-/// The client would send more than the server ever takes: the connection ends.
+/// The client would send more than the server ever accepts: the connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a request has a payload of {0} bytes, more than the announced {MAX_PAYLOAD}")]
 pub struct PayloadTooLong(pub u64);
@@ -199,8 +199,7 @@ fn decode_command(
     }
 }
 
-/// Checks that the type is known and that it has no flags which do not belong to it or were not
-/// offered.
+/// Checks that the type is known and that it has only flags which it allows and which were offered.
 fn check_flags(header: &RequestHeader, options: &NegotiatedOptions) -> Result<(), RequestError> {
     let allowed = match header.kind {
         kind::READ if options.framing.has_chunks() => CommandFlags::DF,
@@ -213,7 +212,7 @@ fn check_flags(header: &RequestHeader, options: &NegotiatedOptions) -> Result<()
         kind::READ..=kind::CACHE => CommandFlags::empty(),
         _ => return Err(invalid("the request type is unknown")),
     };
-    // SEND_FUA offers the flag for all requests, also where it means nothing.
+    // SEND_FUA offers the flag for all requests, even where it has no effect.
     if (allowed | CommandFlags::FUA).contains(header.flags) {
         Ok(())
     } else {
@@ -224,7 +223,7 @@ fn check_flags(header: &RequestHeader, options: &NegotiatedOptions) -> Result<()
 fn read_length(length: u64, framing: Framing) -> Result<u32, RequestError> {
     match u32::try_from(length) {
         Ok(length) if length <= MAX_PAYLOAD => Ok(length),
-        // EOVERFLOW is reserved for clients that know of chunks.
+        // EOVERFLOW is reserved for clients that negotiated chunks.
         _ => Err(RequestError {
             errno: if framing.has_chunks() { Errno::Overflow } else { Errno::Inval },
             message: "a read is longer than the announced maximum",

@@ -9,7 +9,7 @@ use blockhouse_core::ByteRange;
 use crate::command::{RequestError, check_status_payload, invalid};
 use crate::handshake::MetaContext;
 
-/// A status that is asked for in some of the negotiated contexts.
+/// A status request for some of the negotiated contexts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SelectedStatus<'a> {
     /// The bytes of the export; not empty.
@@ -23,7 +23,7 @@ impl<'a> SelectedStatus<'a> {
     ///
     /// # Errors
     /// The payload is too short or too long, the range is empty or ends beyond 64 bits, or a
-    /// context was not negotiated or is there twice.
+    /// context was not negotiated or is selected twice.
     pub fn parse(
         payload: &[u8],
         offset: u64,

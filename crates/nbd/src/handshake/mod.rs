@@ -22,7 +22,7 @@ use crate::proto::option::{
 
 /// Option data of up to this many bytes is parsed; longer data is skipped.
 pub const MAX_OPTION: u32 = 64 << 10;
-/// Option data of more than this many bytes is not even skipped: the connection ends.
+/// Option data of more than this many bytes is not skipped: the connection ends.
 pub const MAX_SKIP: u32 = 32 << 20;
 /// With this many bytes to send, no further option is answered before they are sent.
 pub const OUTPUT_PAUSE: usize = 16 << 10;
@@ -32,12 +32,12 @@ pub const OUTPUT_PAUSE: usize = 16 << 10;
 pub enum Progress {
     /// Receive more and feed it.
     More,
-    /// Send the output, then feed nothing: there is more to answer.
+    /// Send the output, then feed nothing: there are more replies.
     Again,
-    /// The transmission phase starts; bytes that came early are in [`Handshake::into_rest`].
+    /// The transmission phase starts; bytes received early are in [`Handshake::into_rest`].
     Transmit(NegotiatedOptions),
-    /// Send the output and do the TLS handshake, then call [`Handshake::tls_started`]. No byte that
-    /// came before belongs to it.
+    /// Send the output and do the TLS handshake, then call [`Handshake::tls_started`]. No byte
+    /// received before belongs to it.
     StartTls,
     /// Close the connection.
     Close(HandshakeError),
@@ -94,7 +94,7 @@ impl Handshake {
         bytes
     }
 
-    /// Takes in what the client sent, and appends to `output` what it gets for it.
+    /// Processes the client's bytes, and appends the replies to `output`.
     pub fn feed(
         &mut self,
         input: &[u8],
@@ -126,7 +126,7 @@ impl Handshake {
         progress
     }
 
-    /// Goes on under TLS, as if nothing but the client's flags had come before.
+    /// Continues under TLS, with only the client's flags kept from before.
     pub fn tls_started(&mut self) {
         self.negotiator.start_over_with_tls();
     }

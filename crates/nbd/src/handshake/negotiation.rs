@@ -43,13 +43,13 @@ impl ExportInfo {
     }
 }
 
-/// A metadata context: something that block status can tell about an export.
+/// A metadata context: a property of an export that block status reports.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum MetaContext {
-    /// `base:allocation`: what is allocated, and what reads as zeros.
+    /// `base:allocation`: allocated ranges, and ranges that read as zeros.
     Allocation,
-    /// `qemu:dirty-bitmap:` and this name: what the bitmap says to have changed.
+    /// `qemu:dirty-bitmap:` and this name: the dirty ranges of the bitmap.
     DirtyBitmap(String),
     /// `qemu:allocation-depth`: which image of the chain has the data.
     AllocationDepth,
@@ -65,7 +65,7 @@ impl fmt::Display for MetaContext {
     }
 }
 
-/// The exports that a client may ask for.
+/// The exports that a client may request.
 pub trait ExportLookup {
     /// The export with this name; the empty name means the default one.
     fn find(&self, name: &str) -> Option<ExportInfo>;
@@ -87,7 +87,7 @@ pub enum TlsState {
     Off,
     /// It may begin.
     Optional,
-    /// It has to begin before anything else is answered.
+    /// It must begin before any other option is answered.
     Required,
     /// It has begun.
     Active,
@@ -100,8 +100,8 @@ pub struct NegotiatedOptions {
     pub export: String,
     /// The framing of requests and replies.
     pub framing: Framing,
-    /// The contexts that BLOCK_STATUS is answered with, by their ids; empty where it is an error,
-    /// because none was selected for the export that was then chosen.
+    /// The contexts of replies to BLOCK_STATUS, by their ids; empty if that is an error, because
+    /// none was selected for the export finally chosen.
     pub contexts: Vec<(u32, MetaContext)>,
 }
 
@@ -123,14 +123,14 @@ pub enum HandshakeError {
     /// EXPORT_NAME after extended headers were negotiated, which the protocol forbids.
     #[error("EXPORT_NAME after extended headers")]
     ExportNameForbidden,
-    /// An option that is too long even to be skipped.
+    /// An option that is too long even to skip.
     #[error("an option of {0} bytes")]
     OptionTooLong(u32),
     /// EXPORT_NAME, which has no error reply, without TLS.
     #[error("the client chose an export without TLS, which is required")]
     TlsRequired,
-    /// Bytes behind STARTTLS that did not wait for its reply. They came in plain, perhaps from an
-    /// attacker between the two.
+    /// Bytes after STARTTLS that did not wait for its reply. They were sent in plain, perhaps by a
+    /// man in the middle.
     #[error("the client sent data in plain after STARTTLS")]
     DataBeforeTls,
     /// More options than [`MAX_OPTIONS`].

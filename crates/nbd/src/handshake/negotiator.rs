@@ -13,7 +13,7 @@ use crate::proto::{Framing, TransmissionFlags};
 /// Whether the reply to EXPORT_NAME is padded (`NBD_FLAG_C_NO_ZEROES`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padding {
-    /// It is, unless the client says otherwise.
+    /// It is, unless the client sets the flag.
     Sent,
     /// The client does without.
     Omitted,
@@ -48,13 +48,12 @@ impl Negotiator {
         Self { tls, padding: Padding::Sent, framing: Framing::Simple, selected: None }
     }
 
-    /// Forgets what was agreed on without TLS, but for the client's flags, which came before any
-    /// option.
+    /// Forgets the negotiation without TLS, except the client's flags, which precede all options.
     pub fn start_over_with_tls(&mut self) {
         *self = Self { padding: self.padding, ..Self::new(TlsState::Active) };
     }
 
-    /// The error of every option but two where TLS has to begin first.
+    /// The error of every option but two if TLS must begin first.
     fn check_tls(&self, exports: &dyn ExportLookup) -> Result<(), OptionError> {
         if self.tls != TlsState::Required {
             return Ok(());
@@ -129,8 +128,7 @@ impl Negotiator {
         }
     }
 
-    /// Does what an option asks for that has replies. The last one, ACK or an error, is left to the
-    /// caller.
+    /// Carries out an option that has replies. The caller sends the last one, ACK or an error.
     fn answer_with_replies(
         &mut self,
         option: ClientOption,
@@ -241,7 +239,7 @@ impl Negotiator {
         Ok(())
     }
 
-    /// Replies to INFO and GO with what is known of the export.
+    /// Replies to INFO and GO with the export's properties.
     fn describe(
         &self,
         option: ClientOption,
@@ -308,7 +306,7 @@ impl Negotiator {
             flags |= Flag::SEND_DF;
         }
         if self.framing == Framing::Extended {
-            // Before contexts are selected INFO says what would be possible.
+            // Before contexts are selected, INFO reports what is possible.
             let has_status = option == ClientOption::Info || !self.selected_for(info).is_empty();
             flags.set(Flag::BLOCK_STATUS_PAYLOAD, has_status);
         }

@@ -4,7 +4,7 @@ use super::negotiation::MetaContext;
 use crate::proto::option::InfoType;
 use crate::proto::{ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, MAX_STRING};
 
-/// The data of an option contradicts the protocol; says how, for people.
+/// The data of an option contradicts the protocol; with the reason, for the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
@@ -25,7 +25,7 @@ pub fn string(bytes: &[u8]) -> Result<&str, Malformed> {
 pub struct ExportRequest<'a> {
     /// The name asked for.
     pub name: &'a str,
-    /// The numbers of the information types asked for, two bytes each.
+    /// The numbers of the requested information types, two bytes each.
     wanted: &'a [u8],
 }
 
@@ -40,7 +40,7 @@ impl<'a> ExportRequest<'a> {
         Ok(Self { name, wanted })
     }
 
-    /// Whether the client asked for this information.
+    /// Whether the client requested this information.
     pub fn asks_for(&self, info: InfoType) -> bool {
         self.wanted.chunks_exact(2).any(|number| number == (info as u16).to_be_bytes())
     }
@@ -73,7 +73,7 @@ enum Query<'a> {
 }
 
 impl<'a> Query<'a> {
-    /// `None` for what means no context of this server.
+    /// `None` for a query that matches no context of this server.
     fn parse(query: &'a str) -> Option<Self> {
         match query {
             BASE_ALLOCATION => Some(Self::Allocation),

@@ -106,8 +106,8 @@ impl<S: Storage> Connection<S> {
         let activity = Arc::new(if paused.is_used { Activity::of_used() } else { Activity::new() });
         let credential = tls.map(|tls| Arc::clone(tls.credential()));
         let shutdown = self.guard.start_transmission(id, credential.clone(), &activity);
-        // Files that are read again from now on end this connection. They may have been read since
-        // the handshake.
+        // Reading the files again from now on ends this connection. It may have happened since the
+        // handshake.
         if let (Some(shown), Some(tls)) = (&credential, self.exports.tls())
             && !tls.server.still_admits(shown)
         {
@@ -332,7 +332,7 @@ impl<S: Storage> ExportLookup for LoggedLookup<'_, S> {
     }
 }
 
-/// A name for the log: in quotes, on one line, and cut where it is long.
+/// A name for the log: in quotes, on one line, and cut if it is long.
 fn quoted(name: &str) -> String {
     let mut quoted = String::from("\"");
     name.chars().take(MAX_LOGGED_NAME).for_each(|each| quoted.extend(each.escape_debug()));

@@ -16,7 +16,7 @@ use crate::handshake::{ExportInfo, ExportLookup};
 use crate::proto::{MAX_PAYLOAD, MAX_STRING};
 use crate::tls::{ClientIdentity, SocketTls};
 
-/// How many bitmaps an export offers at most: one reply tells of all that a client has selected.
+/// How many bitmaps an export offers at most: one reply has all that a client has selected.
 pub const MAX_EXPORT_BITMAPS: usize = 64;
 
 /// How long the name of a bitmap may be, in bytes: as in qcow2.
@@ -30,18 +30,18 @@ pub struct Export<S: Storage> {
     pub description: String,
     /// The disk.
     pub disk: Arc<Disk<S>>,
-    /// The bitmaps that clients may ask for: at most [`MAX_EXPORT_BITMAPS`], with names of at most
+    /// The bitmaps that clients may request: at most [`MAX_EXPORT_BITMAPS`], with names of at most
     /// 1023 bytes.
     pub bitmaps: Vec<ExportBitmap>,
     /// The access of clients; that of the disk may be less.
     pub access: Access,
-    /// Whether clients may ask which image of the disk's chain has the data
+    /// Whether clients may query which image of the disk's chain has the data
     /// (`qemu:allocation-depth`).
     pub has_depth: bool,
 }
 
 impl<S: Storage> Export<S> {
-    /// Refuses what the protocol cannot carry.
+    /// Refuses names and numbers that the protocol does not allow.
     fn check(&self) -> Result<(), ExportError> {
         let unfit = |what, why| Err(ExportError::Unfit { what, why });
         for (what, text) in [("name", &self.name), ("description", &self.description)] {
@@ -89,7 +89,7 @@ pub enum ExportError {
     },
 }
 
-/// A client of an export came or left.
+/// A client of an export connected or disconnected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientEvent {
     /// It has chosen the export.
@@ -182,7 +182,7 @@ impl<S: Storage> Exports<S> {
         self.0.tls.get()
     }
 
-    /// Whether a client may use an export: one whose TLS has shown who it is, or one without TLS.
+    /// Whether a client may use an export: with TLS by its identity, or without TLS.
     pub(super) fn admits(&self, export: &str, client: Option<&ClientIdentity>) -> bool {
         self.tls().is_none_or(|tls| tls.server.admits(export, client))
     }
@@ -207,7 +207,7 @@ impl<S: Storage> Exports<S> {
         self.0.entries.read().is_empty()
     }
 
-    /// Offers a disk no longer. Connections to it go on; [`Server::remove`](crate::Server::remove)
+    /// Stops offering a disk. Connections to it continue; [`Server::remove`](crate::Server::remove)
     /// ends them.
     pub fn remove(&self, name: &str) -> Option<Export<S>> {
         self.take(name).map(|(export, _)| export)
@@ -234,9 +234,8 @@ impl<S: Storage> Exports<S> {
         self.0.entries.read().iter().any(|entry| entry.id == id)
     }
 
-    /// Has each socket where they are offered accept a client only while it has fewer connections
-    /// than `max`, those in their handshakes included. Others wait until one ends. The first call
-    /// decides.
+    /// Limits the connections of each socket where they are offered to `max`, including those in
+    /// their handshakes. Further clients wait until one ends. The first call decides.
     pub fn limit_connections(&self, max: NonZeroUsize) {
         // It is said once.
         let _ = self.0.max_connections.set(max);
@@ -247,7 +246,7 @@ impl<S: Storage> Exports<S> {
         self.0.max_connections.get().copied()
     }
 
-    /// Has no socket accept clients for them.
+    /// Makes all sockets stop accepting clients for them.
     pub(super) fn close(&self) {
         self.0.is_closed.store(true, Ordering::SeqCst);
     }
@@ -257,7 +256,8 @@ impl<S: Storage> Exports<S> {
         self.0.is_closed.load(Ordering::SeqCst)
     }
 
-    /// Tells the observer that a client came, and when the guard is dropped that it left.
+    /// Reports to the observer that a client connected, and when the guard is dropped that it
+    /// disconnected.
     pub(super) fn observe(&self, name: &str, peer: String) -> ClientGuard<S> {
         let guard = ClientGuard { exports: self.clone(), name: name.into(), peer };
         guard.tell(ClientEvent::Came);
@@ -299,9 +299,9 @@ impl<S: Storage> ExportLookup for Exports<S> {
 impl<S: Storage> Exports<S> {
     fn info_of(&self, export: &Export<S>) -> ExportInfo {
         let disk = &export.disk;
-        // Requests of any alignment are served, so no client needs to do worse by itself. But
-        // clients that make a block device of the export take its sectors from the smallest block,
-        // and some refuse a size that is no multiple of it.
+        // Requests of any alignment are served, so no client needs to align them itself. But
+        // clients that make a block device of the export use the smallest block as its sector, and
+        // some refuse a size that is not a multiple of it.
         let sector = disk.logical_block_size();
         let has_sectors = sector > 512 && disk.size().is_multiple_of(sector);
         let preferred =

@@ -23,17 +23,17 @@ pub struct Limits {
     pub stall: Option<Duration>,
     /// How long a client may send no request; `None`: without a limit.
     pub idle: Option<Duration>,
-    /// After how much silence a TCP client is probed, and in how long again without an answer it
-    /// is taken for dead; `None` for never.
+    /// After how much silence a TCP client is probed, and the additional time without an answer
+    /// after which the connection is dropped; `None` for never.
     pub keepalive: Option<Duration>,
     /// Requests in flight on one connection. Further ones wait in the socket.
     pub requests: usize,
     /// Bytes of payloads in flight on one connection; one request is always admitted. Further ones
     /// wait in the socket.
     pub bytes: usize,
-    /// Bytes of payloads in flight on all connections together. Half of them are reserved, in
-    /// equal parts for all connections that there can be; of the other half no connection
-    /// holds more than what is left for all others. One request of each is always admitted.
+    /// Bytes of payloads in flight on all connections together. Half of them are reserved, in equal
+    /// parts for the maximum number of connections; of the other half no connection holds more than
+    /// is left for all others. One request of each is always admitted.
     pub bytes_of_all: usize,
     /// The time that a drain leaves clients to receive their last replies.
     pub drain: Duration,
@@ -59,7 +59,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// Bytes that each connection can have whatever others hold.
+    /// Bytes that each connection can always have.
     fn reserved(&self) -> usize {
         self.bytes_of_all / 2 / self.connections.max(1)
     }

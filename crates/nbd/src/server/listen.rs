@@ -23,7 +23,7 @@ use crate::uri::Address;
 /// The longest path of a Unix socket, in bytes (`sun_path` in unix(7), without the final NUL).
 const MAX_SOCKET_PATH: usize = 107;
 
-/// Connections that may wait to be accepted.
+/// Connections that may wait for accept.
 const BACKLOG: i32 = 128;
 
 /// A listening socket, for [`Listener::new`](blockhouse_engine::Listener::new).
@@ -31,7 +31,7 @@ const BACKLOG: i32 = 128;
 pub struct BoundSocket {
     /// The socket.
     pub socket: OwnedFd,
-    /// The address, with the real port where port 0 was asked for.
+    /// The address, with the real port instead of port 0.
     pub address: Address,
     /// Removes a Unix socket's file; keep it as long as the server listens.
     pub file: Option<SocketFile>,
@@ -40,9 +40,9 @@ pub struct BoundSocket {
 /// The file of a Unix socket, removed on drop if the path still names it.
 ///
 /// A server that started later may have put its own socket there, and that one stays. Drop this
-/// while the socket still listens: then no server that asks first takes the path meanwhile. What
-/// remains: a program that replaces the file without asking, between the comparison and the
-/// removal, loses its socket.
+/// while the socket still listens: then no server that connects to it first takes the path. One
+/// race remains: a program that replaces the file without connecting first, between the comparison
+/// and the removal, loses its socket.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
@@ -64,7 +64,7 @@ impl SocketFile {
     /// another process has left listening. From now on this process removes it.
     pub fn find(path: &Path, identity: (u64, u64)) -> Option<Self> {
         let found = Self::at(path).ok()?;
-        // It is not ours to remove before that is known.
+        // It must not be removed before its identity is known.
         found.set_kept(true);
         let is_it = found.identity()? == identity && found.is_at_its_path();
         is_it.then(|| {
@@ -73,19 +73,19 @@ impl SocketFile {
         })
     }
 
-    /// Its device and inode; `None` where the host does not tell.
+    /// Its device and inode; `None` if the host does not provide it.
     pub fn identity(&self) -> Option<(u64, u64)> {
         let found = fstat(&self.file).ok()?;
         Some((found.st_dev, found.st_ino))
     }
 
-    /// Has it stay when this is dropped, or removed after all: another process goes on to listen,
-    /// or does not.
+    /// Whether the file stays when this is dropped: another process continues to listen, or does
+    /// not.
     pub fn set_kept(&self, is_kept: bool) {
         self.is_kept.store(is_kept, Ordering::Relaxed);
     }
 
-    /// Gives it the group and the mode of those who may connect.
+    /// Sets its group and its mode, by which users may connect.
     ///
     /// # Errors
     /// The host's, with the path.
@@ -120,11 +120,11 @@ impl Drop for SocketFile {
     }
 }
 
-/// The users who may connect to a Unix socket: the mode and the group of its file. At no moment may
-/// anybody else.
+/// The users who may connect to a Unix socket: the mode and the group of its file. No other user
+/// can connect at any moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SocketPermissions {
-    /// The file's mode, whatever the umask, from 0 to 0o777; `None`: as the umask says.
+    /// The file's mode, from 0 to 0o777, independent of the umask; `None`: by the umask.
     pub mode: Option<u32>,
     /// The id of the file's group; `None`: the process's.
     pub group: Option<u32>,
@@ -143,10 +143,10 @@ pub fn bind(address: &Address) -> Result<BoundSocket> {
     bind_for(address, SocketPermissions::default())
 }
 
-/// As [`bind`], for those who may connect; over TCP all may.
+/// As [`bind`], with permissions for a Unix socket; over TCP everyone may connect.
 ///
 /// # Errors
-/// As [`bind`]; where the process may not give its socket to the group.
+/// As [`bind`]; if the process may not give its socket to the group.
 pub fn bind_for(address: &Address, permissions: SocketPermissions) -> Result<BoundSocket> {
     match address {
         Address::Tcp { host, port } => bind_tcp(host, *port),
@@ -212,7 +212,7 @@ fn bind_unix(path: &Path, permissions: SocketPermissions) -> Result<BoundSocket>
         let _ = fs::remove_file(path);
         failed(errno)
     })?;
-    // The file goes with `file` where this fails. No client can connect before the socket listens.
+    // If this fails, dropping `file` removes it. No client can connect before the socket listens.
     permit(&file, permissions).map_err(|error| error.on(&name))?;
     net::listen(&socket, BACKLOG).map_err(failed)?;
     Ok(BoundSocket { socket, address: Address::Unix(path.into()), file: Some(file) })
@@ -259,7 +259,7 @@ fn permit(file: &SocketFile, permissions: SocketPermissions) -> Result<()> {
     }
 }
 
-/// Removes the socket that a dead server left at `path`.
+/// Removes the socket of a dead server at `path`.
 fn remove_stale_socket(path: &Path, name: &str) -> Result<()> {
     let in_use = |hint: &'static str| {
         let error = IoError::from(Errno::ADDRINUSE);
@@ -279,8 +279,8 @@ fn remove_stale_socket(path: &Path, name: &str) -> Result<()> {
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_DELAY: Duration = Duration::from_millis(20);
 
-/// Whether a server listens at the socket, and goes on doing so: the kernel needs a moment to close
-/// the socket of one that was killed. A running server sees one connection, which ends as soon as
+/// Whether a server listens at the socket, and still does after a moment: the kernel needs that to
+/// close the socket of a killed server. A running server sees one connection, which ends as soon as
 /// the server sends its first bytes.
 fn is_listening(path: &Path) -> bool {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
@@ -306,7 +306,7 @@ fn connect(path: &Path) -> std::result::Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Whether the server at the other end sends something, or does not hang up for so long.
+/// Whether the server at the other end sends something, or does not hang up in this time.
 fn is_alive(socket: &OwnedFd, limit: Duration) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::IN)];
     let limit = Timespec::try_from(limit).ok();

@@ -43,8 +43,8 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// half of [`Limits::handshake`].
 const MAX_END_TIME: Duration = Duration::from_secs(5);
 
-/// An NBD server: what the clients of all its sockets share. Clones are the same server. The
-/// [crate's page](crate) has a whole program.
+/// An NBD server: the state shared by the clients of all its sockets. Clones are the same server.
+/// The [crate's page](crate) has a whole program.
 #[derive(Clone)]
 pub struct Server(Arc<Shared>);
 
@@ -94,7 +94,7 @@ impl Server {
         self.serve_with(listener, exports, loops, Vec::new()).await
     }
 
-    /// As [`serve`](Self::serve), and goes on with connections of this socket that have paused in
+    /// As [`serve`](Self::serve), and resumes connections of this socket that have paused in
     /// another process.
     ///
     /// # Errors
@@ -180,15 +180,15 @@ impl Server {
     }
 
     /// Accepts no clients at the sockets where `exports` are served: their [`serve`](Self::serve)
-    /// returns. Connections go on.
+    /// returns. Connections continue.
     pub fn close<S: Storage>(&self, exports: &Exports<S>) {
         exports.close();
         self.0.registry.wake();
     }
 
-    /// Offers an export no longer, and ends the connections to it as [`drain`](Self::drain) ends
-    /// all: what they have in flight completes. When it returns, none uses the export's disk.
-    /// `None` where no export has this name.
+    /// Stops offering an export, and ends the connections to it as [`drain`](Self::drain) does:
+    /// requests in flight complete. When it returns, no connection uses the export's disk. `None`
+    /// if no export has this name.
     pub async fn remove<S: Storage>(&self, exports: &Exports<S>, name: &str) -> Option<Export<S>> {
         let Shared { registry, limits, .. } = &*self.0;
         let (export, id) = exports.take(name)?;
@@ -212,14 +212,14 @@ impl Server {
         peers.into_iter().flatten().map(|peer| peer.to_string()).collect()
     }
 
-    /// How many connections use TLS. They can pause, but not go on in another process.
+    /// How many connections use TLS. They can pause, but another process cannot continue them.
     pub fn encrypted_clients(&self) -> usize {
         self.0.registry.clients(Clients::Encrypted)
     }
 
-    /// Ends the connections that use TLS, as [`drain`](Self::drain) ends all: what they have in
-    /// flight completes. Those that have not taken their replies in `time` are disconnected.
-    /// Where requests do not complete, it returns after twice that time all the same.
+    /// Ends the connections that use TLS, as [`drain`](Self::drain) does: requests in flight
+    /// complete. Clients that have not received their replies in `time` are disconnected. If
+    /// requests do not complete, it still returns after twice that time.
     pub async fn end_encrypted_clients(&self, time: Duration) {
         let ended = self.0.registry.end_clients(Clients::Encrypted, time);
         if timeout(time * 2, ended).await != Some(true) {
@@ -228,7 +228,7 @@ impl Server {
     }
 
     /// Disconnects the clients with TLS that `tls` no longer admits, after its files were read
-    /// again. What they have in flight completes without replies.
+    /// again. Requests in flight complete without replies.
     pub fn end_refused_clients(&self, tls: &TlsServer) {
         for peer in self.0.registry.disconnect_refused(|shown| tls.still_admits(shown)) {
             tracing::info!(%peer, "client disconnected: what it has shown was revoked");
@@ -249,7 +249,8 @@ impl Server {
     /// by [`serve_with`](Self::serve_with).
     ///
     /// # Errors
-    /// The peers that have not taken their replies in `time`, or whose requests have not completed.
+    /// The peers that have not received their replies in `time`, or whose requests have not
+    /// completed.
     pub async fn pause(&self, time: Duration) -> Result<Vec<PausedConnection>, Vec<String>> {
         self.0.registry.pause(time).await
     }
@@ -260,16 +261,16 @@ impl Server {
         self.0.registry.resume();
     }
 
-    /// Accepts nothing more, and has every connection end when it has replied to what it has in
-    /// flight: the beginning of [`drain`](Self::drain).
+    /// Accepts no more connections, and ends each one when it has sent its replies in flight: the
+    /// beginning of [`drain`](Self::drain).
     pub fn begin_drain(&self) {
         self.0.registry.drain();
     }
 
-    /// Ends the server: accepts nothing more, has every connection complete what it has in flight
-    /// and reply to it, and waits for that. Clients that make no progress for two seconds, or
-    /// do not receive all of their replies in [`Limits::drain`], are disconnected; their
-    /// requests complete all the same. The disks are left to their owner to flush.
+    /// Ends the server: accepts no more connections, and waits until every connection has completed
+    /// and answered its requests in flight. Clients that make no progress for two seconds, or do
+    /// not receive all of their replies in [`Limits::drain`], are disconnected; their requests
+    /// still complete. The owner of the disks must flush them.
     pub async fn drain(&self) {
         let Shared { registry, limits, .. } = &*self.0;
         self.begin_drain();

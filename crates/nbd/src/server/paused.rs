@@ -5,7 +5,7 @@ use blockhouse_engine::Stream;
 
 use crate::handshake::NegotiatedOptions;
 
-/// The state that a connection goes on from.
+/// The state from which a connection resumes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PausedSession {
     /// The options of the handshake.
@@ -21,7 +21,7 @@ pub struct PausedSession {
 /// operation is in flight on its socket.
 #[derive(Clone, Debug)]
 pub struct PausedConnection {
-    /// Which listening socket it came by: 0 is the one that
+    /// The listening socket that accepted it: 0 is the one that
     /// [`Server::serve`](crate::Server::serve) was called for first.
     pub socket: usize,
     /// The connection.

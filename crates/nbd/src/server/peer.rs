@@ -8,7 +8,7 @@ use blockhouse_engine::{Stream, peer_process};
 use rustix::fd::AsFd;
 use rustix::net::{AddressFamily, getpeername, sockopt};
 
-/// A client as far as the kernel knows it: all connections of one are counted together.
+/// A client as identified by the kernel: its connections are counted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Peer {
     /// A process of this host, by its id.
@@ -16,7 +16,7 @@ pub enum Peer {
     /// Another host, or this one over TCP. An IPv6 host has all addresses of its network of 64
     /// bits.
     Host(IpAddr),
-    /// The kernel does not tell, as for a process of another PID namespace.
+    /// The kernel does not identify it, as for a process of another PID namespace.
     Unknown,
 }
 
@@ -66,7 +66,7 @@ impl Transport {
     }
 }
 
-/// Probes without an answer after which a peer is dead.
+/// Probes without an answer after which the connection is dropped.
 const KEEPALIVE_PROBES: u32 = 4;
 
 fn host(address: IpAddr) -> IpAddr {
@@ -103,7 +103,7 @@ mod tests {
         let own = i32::try_from(std::process::id()).unwrap();
         let (one, _other) = UnixStream::pair().unwrap();
         assert_eq!(peer(one.into()), Peer::Process(own));
-        // Without a peer the kernel tells 0, as for a peer of another PID namespace.
+        // Without a peer the kernel returns 0, as for a peer of another PID namespace.
         let alone = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
         assert_eq!(peer(alone), Peer::Unknown);
     }

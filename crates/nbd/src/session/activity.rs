@@ -39,7 +39,7 @@ impl Activity {
         self.in_flight.store(count, Relaxed);
     }
 
-    /// Whether no request came since the connection began.
+    /// Whether no request was received since the connection began.
     pub fn is_unused(&self) -> bool {
         self.in_flight.load(Relaxed) == 0 && self.idle_since.load(Relaxed) == self.began
     }

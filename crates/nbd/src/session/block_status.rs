@@ -15,11 +15,11 @@ use crate::proto::reply::{
 use crate::proto::{DIRTY, Framing, StatusFlags};
 
 /// Bytes of memory of a reply: about a thousand extents with 64-bit lengths, two thousand with
-/// 32-bit ones, of all contexts together. A client that wants to know more asks again, as the
-/// protocol foresees.
+/// 32-bit ones, of all contexts together. A client sends another request for the rest, as the
+/// protocol intends.
 pub const REPLY_BYTES: usize = HEAD_ROOM + (16 << 10);
 
-/// ReqOne that are looked up for a reply, at most: neighbours of the same status become one
+/// Maximum extents that are looked up for a reply: neighbours of the same status become one
 /// descriptor, so the memory of the reply alone would not limit the work.
 const MAX_LOOKUPS: usize = 8192;
 
@@ -72,7 +72,7 @@ async fn allocation<S: Storage>(
     runs(range, req_one, list, flags).await
 }
 
-/// Lists the runs of equal flags that `ask` tells of the first bytes of a range.
+/// Lists the runs of equal flags that `ask` returns for the first bytes of a range.
 async fn runs(
     range: ByteRange,
     req_one: ReqOne,
@@ -113,8 +113,8 @@ fn allocation_flags(status: BlockStatus) -> u32 {
     flags.bits()
 }
 
-/// The changes by the bitmap of this name. Of one that changes meanwhile: all changes that were
-/// acknowledged before the request, and perhaps later ones.
+/// The changes in the bitmap of this name. If it records changes: all that were acknowledged before
+/// the request, and perhaps later ones.
 async fn dirty_bitmap<S: Storage>(
     state: &SessionState<S>,
     name: &str,
@@ -140,12 +140,12 @@ struct Chunks {
     buffer: Buffer,
     framing: Framing,
     to: ReplyTo,
-    /// Where the next chunk begins.
+    /// Start of the next chunk.
     end: usize,
 }
 
 impl Chunks {
-    /// The descriptors of the next of `left` chunks, which share what is left of the buffer.
+    /// The descriptors of the next of `left` chunks, which share the rest of the buffer.
     fn begin(&mut self, left: usize) -> List<'_> {
         let Self { buffer, framing, end, .. } = self;
         let limit = *end + (buffer.len() - *end) / left;

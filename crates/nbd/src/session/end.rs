@@ -34,7 +34,7 @@ pub enum End {
     /// The client closed the connection in the middle of a request.
     #[error("the connection ended inside of a request")]
     Truncated,
-    /// The server requested shutdown: it ends itself, or makes room for another client.
+    /// The server requested shutdown: it ends itself, or another client takes the place.
     #[error("the server ended it")]
     Drained,
     /// The server requested a pause.
@@ -69,7 +69,7 @@ pub enum End {
 }
 
 impl End {
-    /// The same end, where it came while a request was incomplete.
+    /// The same end, if it came while a request was incomplete.
     pub fn inside_request(self) -> Self {
         match self {
             Self::Closed => Self::Truncated,

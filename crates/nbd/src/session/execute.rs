@@ -93,7 +93,7 @@ async fn execute<S: Storage>(
     Ok(Reply::Success(SuccessForm::Shortest))
 }
 
-/// The reader has let through what it handles itself.
+/// The reader has passed on a command that it handles itself.
 fn unexpected(command: &Command) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("a command that has no reply here: {command:?}"))
 }

@@ -61,7 +61,7 @@ impl Handler {
 pub struct IdleHandlers(RefCell<Vec<Rc<Handler>>>);
 
 impl IdleHandlers {
-    /// Takes one out, the one that was busy last.
+    /// Removes the handler that was busy last.
     pub fn pop(&self) -> Option<Rc<Handler>> {
         self.0.borrow_mut().pop()
     }

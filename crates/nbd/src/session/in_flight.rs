@@ -15,9 +15,9 @@ use futures_util::future::{Either, select};
 use super::activity::Activity;
 use super::byte_limit::ByteLimit;
 
-/// One request in flight and the bytes that it occupies, or several. It is held from before a
-/// request's payload is received until its reply was sent, or was dropped because the client is
-/// gone.
+/// One request in flight and the bytes that it occupies, or several. It is held from before the
+/// receipt of a request's payload until its reply was sent, or was dropped because the client has
+/// disconnected.
 pub type Permit = InFlightPermit<Rc<InFlightLimit>>;
 
 /// The limit of one connection.

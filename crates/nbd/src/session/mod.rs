@@ -74,7 +74,7 @@ pub struct Session<S: Storage> {
     pub access: Access,
     /// The options of the handshake.
     pub options: NegotiatedOptions,
-    /// Where the memory of payloads comes from.
+    /// The allocator of payloads' memory.
     pub pool: BufferPool,
     /// The limits of requests in flight, and of time.
     pub limits: ConnectionLimits,
@@ -88,8 +88,8 @@ pub struct Session<S: Storage> {
 pub enum Outcome {
     /// The connection has ended.
     Ended(End),
-    /// It goes on in another session, which gets these bytes: they were received, and belong to no
-    /// request that was executed. All replies were sent.
+    /// It continues in another session, which gets these bytes: they were received, and belong to
+    /// no executed request. All replies were sent.
     Paused(Vec<u8>),
 }
 
@@ -119,7 +119,7 @@ impl<S: Storage> Session<S> {
         if let End::Paused = end {
             return Outcome::Paused(unparsed);
         }
-        // Where the client has ended it, no operation on the socket is in flight, and closing it is
+        // If the client has ended it, no operation on the socket is in flight, and closing it is
         // enough.
         if !matches!(end, End::Disconnected | End::Closed) {
             state.stream.shutdown();
@@ -159,8 +159,8 @@ impl<S: Storage> Session<S> {
     }
 }
 
-/// Reads requests until there are no more, and waits for what is in flight. Also what was received
-/// and not parsed.
+/// Reads requests until there are no more, and waits for those in flight. Also returns the bytes
+/// that were received and not parsed.
 async fn serve<S: Storage>(
     state: &Rc<SessionState<S>>,
     shutdown: Arc<ShutdownSignal>,
@@ -193,7 +193,7 @@ async fn too_slow<S: Storage>(
     }
 }
 
-/// Resolves when nothing has been in flight for so long.
+/// Resolves when nothing has been in flight for this time.
 async fn idle_for(activity: &Activity, limit: Duration) {
     loop {
         let left = limit.saturating_sub(activity.idle().unwrap_or_default());

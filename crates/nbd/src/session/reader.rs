@@ -53,7 +53,7 @@ pub struct Reader<S: Storage> {
 }
 
 impl<S: Storage> Reader<S> {
-    /// A reader for a connection; `staging` holds what was received already.
+    /// A reader for a connection; `staging` holds the bytes received already.
     pub fn new(
         state: Rc<SessionState<S>>,
         shutdown: Arc<ShutdownSignal>,
@@ -85,7 +85,7 @@ impl<S: Storage> Reader<S> {
         }
     }
 
-    /// Handles one request, or receives more bytes where none is complete.
+    /// Handles one request, or receives more bytes if none is complete.
     async fn next(&mut self) -> Result<(), End> {
         if self.shutdown.get() == Some(Stop::Pause) {
             return Err(End::Paused);
@@ -155,7 +155,7 @@ impl<S: Storage> Reader<S> {
             if left == 0 {
                 break;
             }
-            // To its end also at a pause: the bytes that were skipped are gone.
+            // To its end also at a pause: the skipped bytes are lost.
             self.fill_refused().await?;
         }
         self.reply(to, Reply::Error(error)).await;
@@ -221,7 +221,7 @@ impl<S: Storage> Reader<S> {
         Ok(())
     }
 
-    /// As [`receive`](Self::receive), for the rest of a request, which the client has to send.
+    /// As [`receive`](Self::receive), for the rest of a request, which the client must send.
     async fn receive_inside_request(
         &mut self,
         payload: Option<Payload<'_>>,
@@ -233,8 +233,8 @@ impl<S: Storage> Reader<S> {
         count
     }
 
-    /// Receives at least one byte: into the rest of a payload first, and what follows into the
-    /// staging buffer. Ends early at one of `stops`.
+    /// Receives at least one byte: into the rest of a payload first, and the following bytes into
+    /// the staging buffer. Ends early at one of `stops`.
     async fn receive(
         &mut self,
         payload: Option<Payload<'_>>,

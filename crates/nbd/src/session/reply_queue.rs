@@ -17,7 +17,7 @@ use crate::proto::Framing;
 use crate::proto::reply::{MAX_SMALL_REPLY, ReplyTo, SuccessForm, encode_error, encode_success};
 
 /// Where the data of a reply starts in its buffer: at a page, so that direct I/O can fill it. The
-/// head stands right before it, so that both are sent as one piece.
+/// head is right before it, so that both are sent as one buffer.
 pub const HEAD_ROOM: usize = blockhouse_core::BLOCK_ALIGNMENT;
 
 /// The outcome of a request, for the client.
@@ -34,7 +34,7 @@ pub enum Reply {
 pub struct DataReply {
     /// The reply reaches to the end of it.
     buffer: Buffer,
-    /// Where the bytes start that were not lent out yet.
+    /// Start of the bytes that are not lent yet.
     start: usize,
 }
 
@@ -69,7 +69,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// An empty batch with room for `limit` replies.
+    /// An empty batch with capacity for `limit` replies.
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
@@ -100,8 +100,8 @@ impl Batch {
         }
     }
 
-    /// Lends out the next bytes to be sent, `limit` at most: those of the replies without data
-    /// first. The number of replies with data that end in these bytes.
+    /// Lends the next bytes to be sent, `limit` at most: those of the replies without data first.
+    /// Returns the number of replies with data that end in these bytes.
     pub fn lend(&mut self, list: &mut IoVectorList, limit: usize) -> usize {
         if self.small_permit.is_some() {
             list.push(self.small.lend_range(0, self.small_end));
@@ -122,7 +122,7 @@ impl Batch {
         ended
     }
 
-    /// As [`lend`](Self::lend), by handing each piece to `take`, which wants the bytes themselves.
+    /// As [`lend`](Self::lend), by passing each piece to `take`, for a consumer of plain bytes.
     ///
     /// # Errors
     /// That of `take`.
@@ -185,14 +185,14 @@ enum State {
 pub enum WriterAction {
     /// Send the batch.
     Send,
-    /// Drop the batch: the client is gone.
+    /// Drop the batch: the client has disconnected.
     Discard,
     /// End: nothing is left.
     End,
 }
 
 impl ReplyQueue {
-    /// An empty queue with room for `limit` replies, which are encoded in this framing.
+    /// An empty queue with capacity for `limit` replies, which are encoded in this framing.
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
@@ -223,7 +223,7 @@ impl ReplyQueue {
         action
     }
 
-    /// Has the writer drop replies from now on.
+    /// Makes the writer drop replies from now on.
     pub fn abort(&self) {
         self.state.set(State::Aborted);
     }

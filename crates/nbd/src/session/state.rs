@@ -31,7 +31,7 @@ pub struct SessionState<S: Storage> {
     pub access: Access,
     /// The options of the handshake.
     pub options: NegotiatedOptions,
-    /// Where the memory of payloads comes from.
+    /// The allocator of payloads' memory.
     pub pool: BufferPool,
     /// How much may be in flight.
     pub in_flight: Rc<InFlightLimit>,

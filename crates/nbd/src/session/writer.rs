@@ -11,11 +11,11 @@ use super::state::SessionState;
 use crate::tls;
 
 /// Bytes of replies that one system call sends at most. The rest waits for the next one, so that
-/// memory comes free while the client still receives.
+/// memory is freed while the client still receives.
 pub const SEND_LIMIT: usize = 1 << 20;
 
-/// Sends replies until the queue is closed. `batch` is empty and has room for as many replies as
-/// there can be at once.
+/// Sends replies until the queue is closed. `batch` is empty and has capacity for the maximum
+/// number of replies.
 pub async fn run<S: Storage>(state: Rc<SessionState<S>>, mut batch: Batch) {
     let mut list = IoVectorList::new();
     loop {

@@ -21,7 +21,7 @@ use super::{ClientIdentity, TlsServer, pace};
 /// Why there is no TLS with a client.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceptError {
-    /// The client's fault, or that of what it has shown.
+    /// The fault of the client, or of its certificate or key.
     #[error("{0}")]
     Refused(String),
     /// The client closed the connection.
@@ -40,10 +40,10 @@ pub struct TlsChannel {
 }
 
 impl TlsChannel {
-    /// Does the handshake. The client has been told to begin, and nothing of it was received yet.
+    /// Does the handshake. The client was told to begin, and nothing of it was received yet.
     ///
     /// # Errors
-    /// Why the client is refused, in words for an operator; it was told by an alert.
+    /// Why the client is refused, in words for the operator; the client got an alert.
     pub async fn accept(
         stream: &Stream,
         server: &TlsServer,
@@ -82,7 +82,7 @@ impl TlsChannel {
                     }
                 }
                 Err(error) => {
-                    // The alert; the client may be gone.
+                    // The alert; the client may have disconnected.
                     send_if_room(stream, output);
                     return Err(AcceptError::Refused(describe(&note, &error)));
                 }
@@ -110,11 +110,11 @@ impl TlsChannel {
     }
 
     /// Receives at least one byte, waiting for the first; 0 is the end. `is_stopped` ends the wait,
-    /// as in [`Stream::receive_until`]. `progress` is called when bytes came, also where they
-    /// were no whole record.
+    /// as in [`Stream::receive_until`]. `progress` is called when bytes arrive, even if they are
+    /// not a whole record.
     ///
     /// # Errors
-    /// The socket's; EPROTO-like ones where the client breaks TLS.
+    /// The socket's; EPROTO-like ones if the client violates TLS.
     pub async fn read(
         &self,
         stream: &Stream,
@@ -148,7 +148,7 @@ impl TlsChannel {
         self.session.borrow_mut().encrypt(bytes)
     }
 
-    /// Ends a batch: all that was encrypted, to be sent in this order.
+    /// Ends a batch: all encrypted bytes, to be sent in this order.
     ///
     /// # Errors
     /// As [`encrypt`](Self::encrypt).
@@ -166,7 +166,7 @@ impl TlsChannel {
         send(stream, batch).await
     }
 
-    /// Tells the client that nothing follows, if its socket has room for that.
+    /// Sends the client the end of the stream, if its socket buffer has space for that.
     pub fn close(&self, stream: &Stream) {
         send_if_room(stream, self.session.borrow_mut().close());
     }
@@ -179,11 +179,12 @@ fn identity_of(session: &TlsSession, note: Note) -> ClientIdentity {
     ClientIdentity { names }
 }
 
-/// Lets a Unix socket take a batch while the client has the one before: by itself it has room for
-/// less than one, and both sides wait for each other. TCP makes room by itself.
+/// Makes a Unix socket's buffer large enough for a batch while the client reads the one before: by
+/// default it holds less than one, and both sides would wait for each other. TCP grows its buffer
+/// by itself.
 fn make_room(stream: &Stream) {
     if sockopt::socket_domain(stream) == Ok(AddressFamily::UNIX) {
-        // The kernel doubles it, and takes less where the host's limit is lower.
+        // The kernel doubles it, and uses less if the host's limit is lower.
         let _ = sockopt::set_socket_send_buffer_size(stream, SEND_LIMIT);
     }
 }
@@ -198,7 +199,7 @@ async fn send(stream: &Stream, output: Option<Buffer>) -> io::Result<()> {
 fn send_if_room(stream: &Stream, output: Option<Buffer>) {
     if let Some(output) = output {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        // The client may be gone, or not read.
+        // The client may have disconnected, or not read.
         let _ = rustix::net::send(stream, output.bytes(), flags);
     }
 }

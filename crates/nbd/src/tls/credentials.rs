@@ -72,7 +72,7 @@ impl TlsServer {
     ///
     /// # Errors
     /// A file is missing, unfit or does not fit another one; `allowed` names clients, and no file
-    /// tells who they are.
+    /// identifies them.
     pub fn load(files: TlsFiles, allowed: Vec<(String, String)>) -> Result<Self, TlsError> {
         let secrets = Arc::new(Secrets::read(&files)?);
         let server = Self { files, allowed, current: RwLock::new(secrets) };
@@ -80,7 +80,7 @@ impl TlsServer {
         Ok(server)
     }
 
-    /// Reads the files again, for connections that come from now on.
+    /// Reads the files again, for connections from now on.
     ///
     /// # Errors
     /// As [`load`](Self::load); then the earlier files stay in use.
@@ -103,13 +103,13 @@ impl TlsServer {
         }
     }
 
-    /// Whether clients have to show who they are.
+    /// Whether clients must present a certificate or PSK identity.
     pub fn has_client_check(&self) -> bool {
         !matches!(self.current.read().check, ClientCheck::None)
     }
 
-    /// Whether what a client has shown admits it by the files as they were read last. A client that
-    /// was not asked is not admitted where clients are asked by now.
+    /// Whether the credential admits a client by the files as last read. A client that was not
+    /// asked for one is not admitted if clients are asked by now.
     pub fn still_admits(&self, credential: &Credential) -> bool {
         let secrets = Arc::clone(&self.current.read());
         match (&secrets.check, credential) {
@@ -223,7 +223,7 @@ fn use_certificates(
     Ok(ClientCheck::Certificates(store.build()))
 }
 
-/// Notes what is wrong with a client's certificate.
+/// Records the fault of a client's certificate.
 fn check_client(is_good: bool, context: &mut X509StoreContextRef) -> bool {
     if !is_good {
         let whose = context.current_cert().map(|certificate| names_of(certificate).join(", "));

@@ -24,7 +24,7 @@ pub(crate) use channel::{AcceptError, TlsChannel};
 pub(crate) use credentials::Credential;
 pub use credentials::TlsServer;
 
-/// Where the secrets of a server are.
+/// Location of a server's secrets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TlsFiles {
     /// A folder with `server-cert.pem` and `server-key.pem`. With `ca-cert.pem`, clients must show
@@ -57,7 +57,7 @@ pub struct SocketTls {
 /// The identity that a client has shown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClientIdentity {
-    /// The common names and DNS names of its certificate, or its PSK identity. None where nothing
-    /// was asked for.
+    /// The common names and DNS names of its certificate, or its PSK identity. Empty if nothing was
+    /// requested.
     pub names: Vec<String>,
 }

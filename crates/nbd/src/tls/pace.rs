@@ -25,7 +25,7 @@ impl Pace {
         self.cost = (self.cost * 7 + time) / 8;
     }
 
-    /// For how long a step waits that asks at `now`.
+    /// How long a step that begins at `now` has to wait.
     fn wait(&mut self, now: Instant) -> Duration {
         let begin = self.next.map_or(now, |next| next.max(now));
         self.next = Some(begin + self.cost * SHARE);
@@ -37,7 +37,7 @@ thread_local! {
     static PACE: RefCell<Pace> = RefCell::default();
 }
 
-/// A step on this thread's loop has taken so long.
+/// Records how long a step on this thread's loop has taken.
 pub(super) fn took(time: Duration) {
     PACE.with_borrow_mut(|pace| pace.took(time));
 }

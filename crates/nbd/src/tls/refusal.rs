@@ -15,7 +15,7 @@ pub struct Note {
     pub identity: Option<String>,
     /// Whether there is no key for it.
     pub is_unknown: bool,
-    /// The fault of its certificate: whose it is, and why.
+    /// The fault of its certificate, with the certificate's names and the reason.
     pub certificate: Option<String>,
 }
 

@@ -15,15 +15,14 @@ use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
 use crate::tls::Credential;
 
-/// A connection that has sent no request for this long may be ended to make room for another
-/// client.
+/// A connection that has sent no request for this long may be ended in favor of another client.
 const UNUSED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Connections beyond the limit that may wait. Further ones are closed, those first whose peer has
-/// most of them waiting.
+/// Connections beyond the limit that may wait. Beyond that the waiting connections of the peer with
+/// the most of them are closed first.
 pub const MAX_WAITING: usize = 64;
 
-/// Whether one more connection is taken in.
+/// The result for one more connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
     /// It may begin its handshake.
@@ -74,7 +73,7 @@ enum Pause {
     /// Both.
     #[default]
     None,
-    /// None is accepted; those in the transmission phase go on.
+    /// No new connection is accepted; those in the transmission phase continue.
     Accepting,
     /// None is accepted, and none reads requests.
     All,
@@ -118,8 +117,8 @@ impl AdmissionState {
         self.is_draining
     }
 
-    /// Takes a connection in, to be admitted now or later, where `limit` connections are admitted
-    /// at once. Its number; `None` when the server ends, or too many wait.
+    /// Registers a connection, to be admitted now or later, if `limit` connections are admitted at
+    /// once. Returns its number; `None` when the server ends, or too many wait.
     pub fn enter(&mut self, stream: &Stream, origin: Origin, limit: usize) -> Option<u64> {
         if self.is_draining {
             return None;
@@ -131,8 +130,8 @@ impl AdmissionState {
         Some(self.push(stream, origin, is_free))
     }
 
-    /// Takes a connection in that has done its handshake with another process, also beyond the
-    /// limit. Its number; `None` when the server ends.
+    /// Registers a connection that has done its handshake with another process, also beyond the
+    /// limit. Returns its number; `None` when the server ends.
     pub fn enter_served(&mut self, stream: &Stream, origin: Origin) -> Option<u64> {
         (!self.is_draining).then(|| self.push(stream, origin, true))
     }
@@ -163,7 +162,7 @@ impl AdmissionState {
         self.pause == Pause::None && !self.is_draining
     }
 
-    /// Has all tasks stop accepting connections.
+    /// Makes all tasks stop accepting connections.
     pub fn pause_accepting(&mut self) {
         self.pause = Pause::Accepting;
         self.wake();
@@ -208,7 +207,7 @@ impl AdmissionState {
         busy.map(|entry| entry.origin().peer.to_string()).collect()
     }
 
-    /// Has connections accepted again, and all that have paused go on.
+    /// Accepts connections again, and resumes all paused ones.
     pub fn resume(&mut self) {
         self.pause = Pause::None;
         self.entries.iter().for_each(Entry::resume);
@@ -222,8 +221,8 @@ impl AdmissionState {
         self.wake();
     }
 
-    /// The session that a connection goes on from: outside `None` while it is paused, inside where
-    /// it is to end.
+    /// The session from which a connection resumes: outside `None` while it is paused, inside
+    /// `None` if it must end.
     pub fn take_resumed(&mut self, id: u64) -> Option<Option<PausedSession>> {
         let is_over = self.pause != Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id)?;
@@ -260,7 +259,7 @@ impl AdmissionState {
         signal.unwrap_or_default()
     }
 
-    /// Removes a connection that has ended. One that waits may be admitted.
+    /// Removes a connection that has ended. A waiting one may be admitted.
     pub fn remove(&mut self, id: u64, limit: usize) {
         self.entries.retain(|entry| entry.id() != id);
         if self.entries.len() >= limit {
@@ -276,7 +275,7 @@ impl AdmissionState {
         self.wake();
     }
 
-    /// Has all operations on all sockets end.
+    /// Ends all operations on all sockets.
     pub fn disconnect_all(&self) {
         self.entries.iter().for_each(Entry::shut_stream_down);
     }
@@ -312,14 +311,14 @@ impl AdmissionState {
         peers
     }
 
-    /// Has all operations on their sockets end.
+    /// Ends all operations on their sockets.
     pub fn disconnect_clients(&self, which: Clients) {
         let clients = self.entries.iter().filter(|entry| which.contain(entry));
         clients.for_each(Entry::shut_stream_down);
     }
 
-    /// Ends a connection for the one with this number, which waits, unless enough are ending
-    /// already. If none can be ended now: in what time to try again, if it can be said. A
+    /// Ends a connection in favor of the waiting one with this number, unless enough are ending
+    /// already. If none can be ended now, returns the time until the next try, if known. A
     /// connection that was asked to end `end_time` ago is disconnected.
     pub fn make_room(&mut self, id: u64, end_time: Duration) -> Option<Duration> {
         let overdue_in = self.disconnect_overdue(end_time);
@@ -355,7 +354,7 @@ impl AdmissionState {
         }
     }
 
-    /// Has all tasks that are registered look again.
+    /// Makes all registered tasks check again.
     pub fn wake(&mut self) {
         self.waiters.drain(..).for_each(Waker::wake);
     }
@@ -383,7 +382,7 @@ impl AdmissionState {
         true
     }
 
-    /// Admits connections that wait while there is room: first from where fewest are, then the
+    /// Admits waiting connections up to the limit: first from the origin with the fewest, then the
     /// oldest.
     fn admit_waiting(&mut self, limit: usize) {
         while self.admitted().count() < limit {
@@ -398,7 +397,7 @@ impl AdmissionState {
         }
     }
 
-    /// Disconnects what was asked to end `end_time` ago. In what time the next one is due.
+    /// Disconnects those asked to end `end_time` ago. Returns the time until the next is due.
     fn disconnect_overdue(&mut self, end_time: Duration) -> Option<Duration> {
         let mut next: Option<Duration> = None;
         for entry in &mut self.entries {
@@ -418,7 +417,8 @@ impl AdmissionState {
         next
     }
 
-    /// The connection without a request that is first to be ended, and since when it has sent none.
+    /// The connection without a request that is to be ended first, and the time since which it has
+    /// sent none.
     fn oldest_unused(&self, counts: &Counts) -> Option<(u64, Instant)> {
         let unused = self.admitted().filter_map(|entry| {
             let (is_through_handshake, since) = entry.unused_since()?;
@@ -428,8 +428,8 @@ impl AdmissionState {
         unused.min().map(|((_, _, since), id)| (id, since))
     }
 
-    /// A connection of a socket or peer that has two more at least than `origin`: the one that has
-    /// been idle for longest, or the newest where all are busy.
+    /// A connection of a socket or peer with at least two more than `origin`: the one that has been
+    /// idle longest, or the newest if all are busy.
     fn beyond_its_share(&self, counts: &Counts, origin: Origin) -> Option<u64> {
         let (&socket, &largest) = counts.sockets.iter().max_by_key(|(_, count)| **count)?;
         let is_other_socket = largest >= counts.socket(origin.socket) + 2;

@@ -11,7 +11,7 @@ use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
 use crate::tls::Credential;
 
-/// Where a connection comes from: what shares of the connections are counted by.
+/// The origin of a connection, by which the shares of connections are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Origin {
     /// The listening socket.
@@ -24,17 +24,17 @@ pub struct Origin {
 enum Phase {
     /// It is beyond the limit.
     Waiting,
-    /// In the handshake since then.
+    /// In the handshake since this time.
     Handshake(Instant),
-    /// In the transmission phase since then.
+    /// In the transmission phase since this time.
     Transmission {
         since: Instant,
         shutdown: Arc<ShutdownSignal>,
         activity: Arc<Activity>,
-        /// The session that it goes on from, while it is paused.
+        /// The session from which it resumes, while it is paused.
         paused: Option<PausedSession>,
     },
-    /// Shutdown was requested then; `None` where its stream is shut down.
+    /// Shutdown was requested at this time; `None` if its stream is shut down.
     Ending(Option<Instant>),
 }
 
@@ -81,7 +81,7 @@ impl Entry {
         matches!(self.phase, Phase::Ending(_))
     }
 
-    /// Whether it has completed its handshake and was not told to end.
+    /// Whether it has completed its handshake and was not asked to end.
     pub fn is_in_transmission(&self) -> bool {
         matches!(self.phase, Phase::Transmission { .. })
     }
@@ -129,7 +129,7 @@ impl Entry {
         (self.export, self.credential) = (Some(export), credential);
         let shutdown = Arc::new(ShutdownSignal::default());
         if self.is_ending() {
-            // It was told to end while its last option was answered.
+            // It was asked to end while its last option was answered.
             shutdown.request();
         } else {
             self.phase = Phase::Transmission {
@@ -171,7 +171,7 @@ impl Entry {
         }
     }
 
-    /// It has paused. Gives the session back where it was told to end.
+    /// It has paused. Returns the session if it was asked to end.
     pub fn set_paused(&mut self, session: PausedSession) -> Option<PausedSession> {
         match &mut self.phase {
             Phase::Transmission { paused, .. } => paused.replace(session),
@@ -179,7 +179,7 @@ impl Entry {
         }
     }
 
-    /// The session that it goes on from, while it is paused.
+    /// The session from which it resumes, while it is paused.
     pub fn paused(&self) -> Option<&PausedSession> {
         match &self.phase {
             Phase::Transmission { paused, .. } => paused.as_ref(),
@@ -218,7 +218,7 @@ impl Entry {
         self.phase = Phase::Ending(None);
     }
 
-    /// Has all operations on its socket end.
+    /// Ends all operations on its socket.
     pub fn shut_stream_down(&self) {
         self.stream.shutdown();
     }

@@ -52,7 +52,7 @@ use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
 use crate::tls::Credential;
 
-/// All connections of a server. Used when one comes or goes, never while it works.
+/// All connections of a server. Used when one begins or ends, never for its requests.
 pub struct Registry {
     state: Mutex<AdmissionState>,
     limit: usize,
@@ -61,13 +61,13 @@ pub struct Registry {
 
 impl Registry {
     /// A registry that admits `limit` connections at once, at least one. A connection that is asked
-    /// to end for a client that waits is disconnected after `end_time`.
+    /// to end for a waiting client is disconnected after `end_time`.
     pub fn new(limit: usize, end_time: Duration) -> Self {
         Self { state: Mutex::default(), limit: limit.max(1), end_time }
     }
 
-    /// Takes a connection in, to be admitted now or later. `None` when the server ends, or too many
-    /// wait: the caller closes it.
+    /// Registers a connection, to be admitted now or later. `None` when the server ends, or too
+    /// many wait: the caller closes it.
     pub fn enter(self: &Arc<Self>, stream: &Stream, origin: Origin) -> Option<ConnectionGuard> {
         let id = self.state.lock().enter(stream, origin, self.limit)?;
         Some(ConnectionGuard { registry: Arc::clone(self), id })
@@ -108,7 +108,7 @@ impl Registry {
         !self.state.lock().is_draining()
     }
 
-    /// Has no connection accepted until [`resume`](Self::resume), and waits until all have done
+    /// Stops accepting connections until [`resume`](Self::resume), and waits until all have done
     /// their handshakes; those that have not in `time` are disconnected.
     pub async fn pause_accepting(&self, time: Duration) {
         self.state.lock().pause_accepting();
@@ -119,10 +119,10 @@ impl Registry {
         }
     }
 
-    /// Has all connections pause, and waits until they have: what each goes on from.
+    /// Pauses all connections, and waits until they have paused; returns their states.
     ///
     /// # Errors
-    /// The peers that have not paused in `time`. They go on to do so.
+    /// The peers that have not paused in `time`. They continue to pause.
     pub async fn pause(&self, time: Duration) -> Result<Vec<PausedConnection>, Vec<String>> {
         self.state.lock().pause();
         let paused = poll_fn(|context| self.poll(context, AdmissionState::is_paused));
@@ -132,18 +132,18 @@ impl Registry {
         }
     }
 
-    /// Has connections accepted again, and all that have paused go on.
+    /// Accepts connections again, and resumes all paused ones.
     pub fn resume(&self) {
         self.state.lock().resume();
     }
 
-    /// Ends all connections: those in the handshake at once, the others when they have completed
-    /// what they have in flight. No more are taken in.
+    /// Ends all connections: those in the handshake at once, the others when their requests in
+    /// flight have completed. No more are accepted.
     pub fn drain(&self) {
         self.state.lock().drain();
     }
 
-    /// Disconnects all clients. What they have in flight completes without replies.
+    /// Disconnects all clients. Requests in flight complete without replies.
     pub fn disconnect_all(&self) {
         self.state.lock().disconnect_all();
     }
@@ -153,14 +153,13 @@ impl Registry {
         poll_fn(|context| self.poll(context, AdmissionState::is_empty)).await;
     }
 
-    /// Has all tasks that wait look again at what they wait for.
+    /// Makes all waiting tasks check their condition again.
     pub fn wake(&self) {
         self.state.lock().wake();
     }
 
-    /// Ends these connections: what they have in flight completes. Those that have not taken their
-    /// replies in `time` are disconnected; false if there was one. When it returns there are
-    /// none.
+    /// Ends these connections: requests in flight complete. Clients that have not received their
+    /// replies in `time` are disconnected; false if there was one. When it returns there are none.
     pub async fn end_clients(&self, which: Clients, time: Duration) -> bool {
         self.state.lock().end_clients(which);
         let gone = || poll_fn(|context| self.poll(context, |state| state.clients(which) == 0));
@@ -172,14 +171,14 @@ impl Registry {
         false
     }
 
-    /// Disconnects the clients with TLS that are no longer admitted: their peers. What they have in
-    /// flight completes without replies.
+    /// Disconnects the clients with TLS that are no longer admitted, and returns their peers.
+    /// Requests in flight complete without replies.
     pub fn disconnect_refused(&self, admits: impl Fn(&Credential) -> bool) -> Vec<Peer> {
         self.state.lock().disconnect_refused(admits)
     }
 
     /// Waits until there are fewer of these connections than `limit`, the server accepts no more,
-    /// or `is_closed` says so after a [`wake`](Self::wake).
+    /// or `is_closed` returns true after a [`wake`](Self::wake).
     pub async fn wait_fewer(&self, which: Clients, limit: usize, is_closed: impl Fn() -> bool) {
         poll_fn(|context| {
             let is_over = |state: &AdmissionState| {
@@ -263,8 +262,8 @@ impl ConnectionGuard {
 }
 
 impl ConnectionGuard {
-    /// The connection has paused. Waits until it goes on, and gives back what it goes on from;
-    /// `None` where it is to end.
+    /// The connection has paused. Waits until it is resumed, and returns the session; `None` if it
+    /// must end.
     pub async fn paused(&self, session: PausedSession) -> Option<PausedSession> {
         self.registry.state.lock().set_paused(self.id, session);
         poll_fn(|context| {
