@@ -15,9 +15,9 @@ use crate::protocol::BackendChannel;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RegisteredMemory {
     /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once
-    /// for each loop. What the guest gives back to the host (balloon, free page reporting,
-    /// virtio-mem) stays taken, and if it is handed to the guest anew, the guest does not see
-    /// what is read into it.
+    /// for each loop. Memory that the guest returns to the host (balloon, free page reporting,
+    /// virtio-mem) stays allocated, and if the guest gets it again, it does not see data read into
+    /// it.
     On,
     /// None.
     Off,
@@ -50,17 +50,17 @@ impl<S: Storage> Export<S> {
 /// A device for one disk. The [crate's page](crate) has a whole program.
 pub struct Device<S: Storage> {
     pub(crate) export: Export<S>,
-    /// How the front-end is notified of changes, if it asked to be.
+    /// The channel that notifies the front-end of changes, if it set one up.
     pub(crate) backend_channel: Mutex<Option<BackendChannel>>,
     observer: Option<FrontendObserver>,
 }
 
-/// A front-end of a device came or left.
+/// A front-end of a device connected or disconnected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrontendEvent {
     /// It has connected.
     Came,
-    /// Its connection is over, and none of its requests is in flight.
+    /// Its connection has ended, and none of its requests is in flight.
     Left,
 }
 
@@ -86,7 +86,7 @@ impl<S: Storage> Device<S> {
         Self { export, backend_channel: Mutex::new(None), observer: None }
     }
 
-    /// As [`new`](Self::new); `observer` is called when front-ends come and leave.
+    /// As [`new`](Self::new); `observer` is called when front-ends connect and disconnect.
     pub fn observed(export: Export<S>, observer: FrontendObserver) -> Self {
         Self { observer: Some(observer), ..Self::new(export) }
     }
@@ -97,7 +97,8 @@ impl<S: Storage> Device<S> {
         }
     }
 
-    /// Tells the observer that a front-end came, and when the guard is dropped that it left.
+    /// Reports to the observer that a front-end connected, and when the guard is dropped that it
+    /// disconnected.
     pub(crate) fn observe(&self, stream: &UnixStream) -> FrontendGuard<'_, S> {
         let process = peer_process(stream).ok().flatten();
         let peer = process.map_or_else(|| "unknown".into(), |id| format!("process {id}"));
@@ -105,8 +106,8 @@ impl<S: Storage> Device<S> {
         FrontendGuard { device: self, peer }
     }
 
-    /// The disk has another size: tells the front-end, which asks for the configuration again and
-    /// tells the guest.
+    /// The disk has another size: notifies the front-end, which reads the configuration again and
+    /// notifies the guest.
     pub fn resized(&self) {
         let channel = self.backend_channel.lock();
         if let Some(Err(error)) = channel.as_ref().map(BackendChannel::notify_config_change) {

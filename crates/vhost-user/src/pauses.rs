@@ -16,10 +16,10 @@ use crate::frontend::{PauseError, PausedFrontend};
 /// The result of a pause.
 pub type Outcome = Result<Option<PausedFrontend>, PauseError>;
 
-/// How long after its deadline the outcome of a pause may come.
+/// How long after its deadline the outcome of a pause may arrive.
 const MARGIN: Duration = Duration::from_millis(500);
 
-/// The pauses that a device's thread is asked for.
+/// The pauses requested from a device's thread.
 pub struct Pauses {
     /// An eventfd, readable while there is something to take.
     wake: OwnedFd,
@@ -30,11 +30,11 @@ pub struct Pauses {
 pub struct Asked {
     deadline: Instant,
     outcome: Sender<Outcome>,
-    /// Closed when the device is to go on.
+    /// Closed when the device should continue.
     resumed: Receiver<()>,
 }
 
-/// A pause that will come, or not.
+/// A requested pause, which may fail.
 #[must_use]
 pub struct PendingPause {
     deadline: Instant,
@@ -45,8 +45,8 @@ impl PendingPause {
     /// Waits for it. The front-end that has paused, if the device has one.
     ///
     /// # Errors
-    /// Why the device has not paused in time; the [`Server`](crate::Server) must be told to resume
-    /// all the same.
+    /// Why the device has not paused in time; the [`Server`](crate::Server) must still be told to
+    /// resume.
     pub fn wait(self) -> Outcome {
         let limit = (self.deadline + MARGIN).saturating_duration_since(Instant::now());
         match self.outcome.recv_timeout(limit) {
@@ -62,13 +62,13 @@ impl Pauses {
     /// None.
     ///
     /// # Errors
-    /// The kernel's, where there can be no more descriptors.
+    /// The kernel's, if no more descriptors are available.
     pub fn new() -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { wake, asked: Mutex::new(None) })
     }
 
-    /// Asks for a pause. The device goes on when the sender is dropped.
+    /// Requests a pause. The device continues when the sender is dropped.
     pub fn ask(&self, deadline: Instant) -> (PendingPause, Sender<()>) {
         let (to_outcome, outcome) = channel();
         let (hold, resumed) = channel();
@@ -78,16 +78,16 @@ impl Pauses {
     }
 
     fn signal(&self) {
-        // It fails only where the counter is full.
+        // It fails only if the counter is full.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// The descriptor that becomes readable when a pause is asked for.
+    /// The descriptor that becomes readable when a pause is requested.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
-    /// The pause that is asked for, unless the thread that asked has gone on.
+    /// The requested pause, unless the requesting thread no longer waits.
     pub fn take(&self) -> Option<Asked> {
         // Nothing to read is no error.
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
@@ -108,11 +108,11 @@ impl Asked {
         self.deadline
     }
 
-    /// Tells the outcome. After a pause it waits until the device is to go on.
+    /// Reports the outcome. After a pause it waits until the device should continue.
     pub fn answer(self, outcome: Outcome) {
         let has_paused = outcome.is_ok();
         if self.outcome.send(outcome).is_ok() && has_paused {
-            // The end of the other side is what is waited for.
+            // It returns when the other side drops its sender.
             let _ = self.resumed.recv();
         }
     }

@@ -33,7 +33,7 @@ pub struct Server<S: Storage> {
     device: Arc<Device<S>>,
     shared: Arc<Shared>,
     thread: JoinHandle<()>,
-    /// Dropped, the device goes on after a pause.
+    /// When dropped, the device continues after a pause.
     hold: Mutex<Option<Sender<()>>>,
 }
 
@@ -60,8 +60,7 @@ impl<S: Storage + Send + Sync> Server<S> {
         Self::restore(device, socket, None)
     }
 
-    /// As [`start`](Self::start), first with the front-end that paused in another process, if there
-    /// was one.
+    /// As [`start`](Self::start), first with the front-end that paused in another process, if any.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -86,16 +85,16 @@ impl<S: Storage + Send + Sync> Server<S> {
         self.shared.listener.as_fd()
     }
 
-    /// Asks the device to pause: it handles no more messages and accepts no connection; its queues
-    /// pop no more requests, and those in flight complete until the deadline.
-    /// [`resume`](Self::resume) follows, whatever the outcome.
+    /// Requests a pause of the device: it handles no more messages and accepts no connection; its
+    /// queues pop no more requests, and those in flight complete until the deadline.
+    /// [`resume`](Self::resume) follows in every case.
     pub fn pause(&self, deadline: Instant) -> PendingPause {
         let (pending, hold) = self.shared.pauses.ask(deadline);
         *self.hold.lock() = Some(hold);
         pending
     }
 
-    /// Has the device go on after a pause.
+    /// Resumes the device after a pause.
     pub fn resume(&self) {
         *self.hold.lock() = None;
     }
@@ -118,7 +117,7 @@ impl<S: Storage + Send + Sync> Server<S> {
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
     }
 
-    /// Accepts no front-end, completes what is in flight, and ends. The loops must still run.
+    /// Accepts no front-end, completes requests in flight, and ends. The loops must still run.
     pub fn stop(self) {
         self.begin_stop();
         // A thread that panicked is over as well.
@@ -148,7 +147,7 @@ fn serve<S: Storage + Send + Sync>(
             Ok(None) => shared.pauses.take().into_iter().for_each(|asked| asked.answer(Ok(None))),
             Ok(Some(stream)) => {
                 // Steps that may fail for lack of descriptors come first: a socket left in
-                // `current` would stay open, and its front-end would never get an answer.
+                // `current` would stay open, and its front-end would never get a reply.
                 let current = stream.try_clone();
                 let served = current
                     .and_then(|copy| serve_one(shared, copy, || Session::new(device, stream)));
@@ -162,8 +161,8 @@ fn serve<S: Storage + Send + Sync>(
     }
 }
 
-/// Logs that there is one front-end less; shortages at a bounded rate, since a front-end that is
-/// refused may come again at once.
+/// Logs the loss of a front-end; shortages at a bounded rate, since a refused front-end may
+/// reconnect at once.
 fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
     if is_shortage(error) {
         shortages.warn(effect, error)
@@ -172,8 +171,8 @@ fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
     }
 }
 
-/// Waits for a front-end before it is accepted: the kernel takes a descriptor before it looks for
-/// one. `None` when a pause is asked for.
+/// Waits for a front-end before it is accepted: accept(2) allocates a descriptor before it waits.
+/// `None` when a pause is requested.
 fn accept(shared: &Shared) -> io::Result<Option<UnixStream>> {
     let wake = shared.pauses.wake();
     let mut polled =

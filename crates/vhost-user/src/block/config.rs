@@ -24,7 +24,7 @@ pub const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// The offset of the one byte that a driver may write: whether the write cache is volatile.
 pub const WRITEBACK: u32 = 32;
 
-/// Bytes of the configuration space; what follows reads as zeros.
+/// Bytes of the configuration space; bytes beyond read as zeros.
 const LENGTH: usize = 60;
 /// As far as a front-end may read it (`VHOST_USER_MAX_CONFIG_SIZE`).
 const READABLE: usize = 256;
@@ -50,8 +50,8 @@ pub fn initial_cache(features: u64) -> WriteCache {
     }
 }
 
-/// The features of a device for this disk, as it is now. One that was made read-only while it is
-/// served offers no changes, nor does an export that is read-only.
+/// The current features of a device for this disk. A disk that became read-only while it is served
+/// offers no changes, nor does a read-only export.
 pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     match (disk.access(), export) {
         (Access::ReadWrite, Access::ReadWrite) => basic_features() | change_features(disk),
@@ -59,8 +59,8 @@ pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     }
 }
 
-/// The features that a driver may have: those of the device at any time, whether the disk was
-/// read-only or not, so that a front-end that comes again with a driver's older ones goes on.
+/// The features that a driver may have: those of the device at any time, read-only or not, so that
+/// a front-end that reconnects with a driver's older ones continues.
 pub fn acceptable_features<S: Storage>(disk: &Disk<S>) -> u64 {
     basic_features() | change_features(disk) | READ_ONLY
 }
@@ -82,7 +82,7 @@ fn basic_features() -> u64 {
     .fold(LOG_ALL | PROTOCOL_FEATURES, |all, feature| all | bit(feature))
 }
 
-/// Of changes beside writes, where the disk may ever be changed.
+/// The features of changes other than writes, if the disk may ever be changed.
 fn change_features<S: Storage>(disk: &Disk<S>) -> u64 {
     match (disk.image().access(), disk.capabilities().discard) {
         (Access::ReadOnly, _) => 0,
@@ -117,8 +117,8 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&SEG_MAX.to_le_bytes());
     // Cylinders, heads and sectors: none.
     put(&[0; 4]);
-    // A request may be of one logical block; the topology says in such blocks which alignment is
-    // cheaper.
+    // A request may be of one logical block; the topology gives the cheaper alignment in such
+    // blocks.
     put(&(logical as u32).to_le_bytes());
     let exponent = (block / logical).ilog2() as u8;
     put(&[exponent, 0]);

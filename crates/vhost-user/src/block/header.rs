@@ -13,7 +13,7 @@ use crate::ring::{Buffers, Chain};
 /// Bytes of a request's header.
 const HEADER_BYTES: usize = 16;
 
-/// Bytes of a sector, the unit of offsets whatever the block size.
+/// Bytes of a sector, the unit of offsets for any block size.
 pub const SECTOR: u64 = 512;
 
 /// The outcome of a request.
@@ -21,7 +21,7 @@ pub const SECTOR: u64 = 512;
 pub enum Status {
     /// It succeeded.
     Ok,
-    /// It failed, or made no sense.
+    /// It failed, or was invalid.
     Failed,
     /// The device has no such request.
     Unsupported,
@@ -52,7 +52,7 @@ pub enum Command {
         /// The first byte of the disk.
         offset: u64,
     },
-    /// Make what was written durable.
+    /// Make earlier writes durable.
     Flush,
     /// Return the disk's serial.
     Identify,
@@ -65,7 +65,7 @@ pub enum Command {
 /// Takes the header out of a chain and decodes it.
 ///
 /// # Errors
-/// The status to answer with instead, and why.
+/// The status to reply with instead, and the reason.
 pub fn decode_header(
     chain: &mut Chain,
     memory: &GuestMemory,

@@ -23,8 +23,8 @@ pub const SIZE_MAX: u32 = 8 << 20;
 pub const SEG_MAX: u32 = 126;
 
 /// The limits of a queue's requests in flight. Their number is bounded by its ring. Requests move
-/// data from and to the guest's own memory, so the bytes cost time, not memory: those beyond wait
-/// in the ring.
+/// data from and to the guest's own memory, so bytes in flight take time, not memory: further
+/// requests wait in the ring.
 pub const QUEUE_LIMITS: InFlightLimits = InFlightLimits {
     request_bytes: 1 << 30,
     requests: MAX_ENTRIES as usize,

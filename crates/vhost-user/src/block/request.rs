@@ -34,7 +34,7 @@ pub struct RequestContext<'a> {
     pub limits: RequestLimits,
 }
 
-/// The requests for the disk that a guest's request stands for.
+/// The disk requests of a guest's request.
 pub enum BlockRequests {
     /// No request: it is done already.
     None,
@@ -59,7 +59,7 @@ impl BlockRequests {
 /// Decodes the request in `chain`, which was walked.
 ///
 /// # Errors
-/// The status to answer with at once.
+/// The status to reply with at once.
 pub fn decode(
     context: &RequestContext<'_>,
     memory: &Arc<GuestMemory>,
@@ -110,7 +110,7 @@ fn inside(context: &RequestContext<'_>, offset: u64, length: u64) -> Result<Byte
     range.ok_or(Status::Failed)
 }
 
-/// Writes the serial, or as much of it as the guest has room for; all of that, or nothing.
+/// Writes the serial, or the part of it that fits into the guest's buffer; all of that, or nothing.
 fn identify(
     context: &RequestContext<'_>,
     memory: &Arc<GuestMemory>,
@@ -130,8 +130,8 @@ fn identify(
     Ok(())
 }
 
-/// One request for each range that the chain's data names. All ranges are checked before the first
-/// request is carried out.
+/// One request for each range in the chain's data. All ranges are checked before the first request
+/// is carried out.
 fn decode_ranges(
     context: &RequestContext<'_>,
     memory: &GuestMemory,

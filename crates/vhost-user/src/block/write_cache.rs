@@ -7,7 +7,7 @@ use blockhouse_disk::Disk;
 
 /// The mode of the write cache: writeback (volatile) or writethrough.
 pub struct WriteCacheMode {
-    /// Whether writes need no flush whatever the driver says.
+    /// Whether writes need no flush, whatever the driver negotiated.
     forced_writethrough: bool,
     volatile: AtomicBool,
     /// Whether the driver flushes, or sets the mode.
@@ -27,8 +27,7 @@ impl WriteCacheMode {
         if self.volatile.load(Ordering::Acquire) { WriteCache::Volatile } else { WriteCache::None }
     }
 
-    /// The state that writes are done by: the reported one, but a driver that knows of no cache
-    /// cannot flush it.
+    /// The effective write cache: the reported one, but none for a driver that cannot flush it.
     pub fn state(&self) -> WriteCache {
         if self.driver_flushes.load(Ordering::Acquire) { self.reported() } else { WriteCache::None }
     }
@@ -55,11 +54,11 @@ impl WriteCacheMode {
     }
 }
 
-/// Whether a driver knows that there may be a volatile write cache.
+/// Whether a driver knows of a possible volatile write cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverFlushes {
     /// It flushes, or turns the cache off.
     Yes,
-    /// It takes every write for durable.
+    /// It expects every write to be durable.
     No,
 }

@@ -105,7 +105,7 @@ impl TestDriver {
         self.start()
     }
 
-    /// Where the memory for requests begins, as an offset in [`memory`](Self::memory).
+    /// Start of the memory for requests, as an offset in [`memory`](Self::memory).
     pub fn requests(&self) -> usize {
         usize::from(self.options.queues) * DriverQueue::ring_bytes(self.options.entries)
     }
@@ -228,8 +228,8 @@ impl TestDriver {
         self.start_queue(index)
     }
 
-    /// Has requests in flight tracked, so that another server can take over. The queues start
-    /// again.
+    /// Makes the device track requests in flight, so that another server can take over. The queues
+    /// start again.
     ///
     /// # Errors
     /// The server's.
@@ -274,7 +274,7 @@ impl TestDriver {
         self.frontend.set_config(WRITEBACK, flags, &[on]).map_err(failed)
     }
 
-    /// Whether the device says that its write cache is volatile.
+    /// Whether the device reports a volatile write cache.
     ///
     /// # Errors
     /// The server's.

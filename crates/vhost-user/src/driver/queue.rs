@@ -14,14 +14,14 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 use super::GUEST;
 use crate::ring::{DESCRIPTOR_BYTES, NEXT};
 
-/// One descriptor to be written: a buffer of a request.
+/// A descriptor to write: a buffer of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DescriptorSpec {
     /// The guest's address.
     pub address: u64,
     /// Bytes.
     pub length: u32,
-    /// Flags of its descriptor, but [`NEXT`] where it follows from the chain.
+    /// Flags of its descriptor, except [`NEXT`] if that follows from the chain.
     pub flags: u16,
 }
 
@@ -104,7 +104,7 @@ impl DriverQueue {
         Self::parts(self.start, self.entries)
     }
 
-    /// Where the device goes on if it knows nothing else: after what it has used.
+    /// The index at which the device continues by default: after its used entries.
     pub(super) fn base(&self) -> u16 {
         self.next_used
     }
@@ -127,14 +127,14 @@ impl DriverQueue {
         write_chain(&self.table, head, buffers);
     }
 
-    /// Adds a chain to the available ring, to be seen after [`publish`](Self::publish).
+    /// Adds a chain to the available ring, visible after [`publish`](Self::publish).
     pub fn add_available(&mut self, head: u16) {
         let slot = usize::from(self.next_available & (self.entries - 1));
         self.available.store_u16(4 + 2 * slot, head);
         self.next_available = self.next_available.wrapping_add(1);
     }
 
-    /// Publishes what was added, and kicks the device if it asks for that.
+    /// Publishes the added chains, and kicks the device if it requested that.
     pub fn publish(&mut self) {
         let old = std::mem::replace(&mut self.published, self.next_available);
         self.available.store_u16(2, self.next_available);
@@ -147,7 +147,7 @@ impl DriverQueue {
             self.used.load_u16(0, Relaxed) & 1 == 0
         };
         if wanted {
-            // It fails only when the counter is full: then the device is kicked anyhow.
+            // It fails only if the counter is full: then the device is kicked anyway.
             let _ = self.kick.write(1);
         }
     }
@@ -178,7 +178,8 @@ impl DriverQueue {
         self.used.load_u16(2, Acquire) != self.next_used
     }
 
-    /// Sleeps until the device has notified us, or a signal comes. Says whether that was in time.
+    /// Sleeps until the device has sent a notification, or a signal arrives. Returns whether that
+    /// was in time.
     pub fn sleep(&self, limit: Duration) -> bool {
         let limit = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
         let mut events = [EpollEvent::default()];

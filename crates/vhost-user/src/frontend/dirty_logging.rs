@@ -49,7 +49,7 @@ impl DirtyLogging {
     /// The description of the log, and its file, for another process.
     ///
     /// # Errors
-    /// The kernel's, where there can be no more descriptors.
+    /// The kernel's, if no more descriptors are available.
     pub fn describe(&self) -> io::Result<Option<(LogDescription, OwnedFd)>> {
         let describe = |(given, file): &(_, OwnedFd)| Ok((*given, file.try_clone()?));
         self.area.as_ref().map(describe).transpose()

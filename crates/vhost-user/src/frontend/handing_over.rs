@@ -25,9 +25,9 @@ use crate::device::{Device, RegisteredMemory};
 use crate::protocol::{BackendChannel, Result, feature, refused};
 
 impl<S: Storage + Send + Sync> Frontend<S> {
-    /// Has all queues that run end until the deadline, and describes the current state.
-    /// [`resume`](Self::resume) follows, also after an error. `None` when the front-end is over, or
-    /// has lost memory, so that its end comes next.
+    /// Ends all running queues until the deadline, and describes the current state.
+    /// [`resume`](Self::resume) follows, also after an error. `None` when the front-end has ended,
+    /// or has lost memory, so that its end comes next.
     pub fn pause(&mut self, deadline: Instant) -> Result<Option<PausedFrontend>, PauseError> {
         let running = |vring: &Vring| vring.is_running();
         self.paused = (0..self.vrings.len()).filter(|&at| running(&self.vrings[at])).collect();
@@ -123,12 +123,11 @@ pub struct PreparedFrontend {
 }
 
 impl PreparedFrontend {
-    /// Maps a front-end's memory, and checks what another process says of it, for a device of this
-    /// many queues. With registered memory it waits for all pages.
+    /// Maps a front-end's memory, and checks another process's description of it, for a device of
+    /// this many queues. Memory to be registered is populated first.
     ///
     /// # Errors
-    /// Memory that cannot be mapped, a queue that has no place in it, what this version does not
-    /// know.
+    /// Memory that cannot be mapped, a queue outside of it, or a part unknown to this version.
     pub fn new(
         paused: PausedFrontend,
         queues: u16,

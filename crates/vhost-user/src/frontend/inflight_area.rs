@@ -48,7 +48,7 @@ impl InflightArea {
     /// Its description, and its file, for another process.
     ///
     /// # Errors
-    /// The kernel's, where there can be no more descriptors.
+    /// The kernel's, if no more descriptors are available.
     pub fn describe(&self) -> io::Result<(InflightDescription, OwnedFd)> {
         Ok((self.given, self.file.try_clone()?))
     }
@@ -59,7 +59,7 @@ impl InflightArea {
     }
 
     /// The in-flight log of a queue of `size` entries, whose next used entry is number `used`;
-    /// `None` when the memory has no part for it.
+    /// `None` if the memory has no part for it.
     pub fn open_queue(
         &self,
         index: usize,

@@ -2,7 +2,7 @@
 
 use blockhouse_engine::{Fault, GuestMemory, MemoryKind, SharedMemory};
 
-/// A line for a person: which memory, why, and what helps.
+/// A line for the log: which memory, why, and what helps.
 pub fn describe(fault: Fault, memory: &GuestMemory, inflight: Option<&SharedMemory>) -> String {
     let in_guest = memory.regions().iter().find_map(|region| {
         let address = region.guest + region.memory.offset_of(fault.address())? as u64;

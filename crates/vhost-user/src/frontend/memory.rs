@@ -16,7 +16,7 @@ pub const MAX_REGIONS: u64 = 509;
 
 /// A front-end's memory.
 pub struct MemoryTable {
-    /// Of all memory that the front-end shares.
+    /// For all memory that the front-end shares.
     domain: Arc<FaultDomain>,
     guest: GuestMemory,
     /// The regions as the front-end described them.
@@ -59,7 +59,8 @@ impl ChangedMemory {
 }
 
 impl MemoryTable {
-    /// No memory yet; what comes fails in this domain, and is registered if that is wanted.
+    /// No memory yet; memory added later belongs to this fault domain, and is registered if
+    /// `wanted`.
     pub fn new(domain: Arc<FaultDomain>, wanted: RegisteredMemory) -> Self {
         let registration = Registration::new(wanted);
         Self { domain, guest: GuestMemory::new(), regions: Vec::new(), registration }
@@ -93,7 +94,7 @@ impl MemoryTable {
         Ok(changed)
     }
 
-    /// The memory as it is, to be changed.
+    /// The present memory, to be changed.
     fn unchanged(&self) -> ChangedMemory {
         let (guest, regions) = (self.guest.clone(), self.regions.clone());
         ChangedMemory { guest, regions, added: Vec::new() }
@@ -120,7 +121,7 @@ impl MemoryTable {
         Ok(changed)
     }
 
-    /// Applies a change. It waits for the pages of what was added, where to be registered.
+    /// Applies a change. With registered memory it waits for the pages of the added regions.
     pub fn adopt(&mut self, changed: ChangedMemory) {
         changed.added.iter().for_each(|memory| self.registration.prepare(memory));
         (self.guest, self.regions) = (changed.guest, changed.regions);
@@ -129,7 +130,7 @@ impl MemoryTable {
     /// The regions with their files, for another process.
     ///
     /// # Errors
-    /// The kernel's, where there can be no more descriptors.
+    /// The kernel's, if no more descriptors are available.
     pub fn describe(&self) -> io::Result<Vec<(MemoryRegion, OwnedFd)>> {
         let describe = |(region, file): &Region| Ok((*region, file.try_clone()?));
         self.regions.iter().map(describe).collect()
@@ -140,7 +141,7 @@ impl MemoryTable {
         self.registration.register(&self.guest, event_loop, disk);
     }
 
-    /// Maps other memory of the front-end; `what` it is for.
+    /// Maps other memory of the front-end; `what` names its purpose.
     pub fn map(&self, file: &OwnedFd, offset: u64, size: u64, what: &str) -> Result<SharedMemory> {
         map(file, offset, size, what, &self.domain)
     }

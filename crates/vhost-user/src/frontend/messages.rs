@@ -22,7 +22,7 @@ use crate::queue::{Kick, StopMode};
 
 /// The answer to a request.
 enum Reply {
-    /// Nothing but the acknowledgement that the front-end may have asked for.
+    /// Only the acknowledgement that the front-end may have requested.
     Done,
     /// This payload, and a descriptor.
     Payload(Vec<u8>, Option<OwnedFd>),
@@ -37,7 +37,7 @@ impl Reply {
 /// Executes a message and replies to it.
 ///
 /// # Errors
-/// The connection is to end: a reply cannot be sent, or a refusal cannot be told.
+/// The connection must end: a reply cannot be sent, or a refusal cannot be reported.
 pub fn handle<S: Storage + Send + Sync>(
     frontend: &mut Frontend<S>,
     message: Message,
@@ -62,7 +62,7 @@ pub fn handle<S: Storage + Send + Sync>(
                 frontend.log_refusal(&why);
                 return connection.reply(request, &1u64.to_ne_bytes(), None);
             }
-            // A guest makes its front-end send this one, and finds out by reading what it wrote.
+            // A guest makes its front-end send this one, and reads the result back.
             if request == request::SET_CONFIG {
                 frontend.log_refusal(&why);
                 return Ok(());
@@ -183,7 +183,7 @@ fn execute_on_ring<S: Storage + Send + Sync>(
     Ok(Reply::Done)
 }
 
-/// Bytes of the configuration space; a length of 0 where it does not have them.
+/// Bytes of the configuration space; a length of 0 if it does not have them.
 fn get_config<S: Storage + Send + Sync>(
     frontend: &Frontend<S>,
     mut payload: Payload<'_>,

@@ -87,8 +87,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         &self.device
     }
 
-    /// The memory of the front-end that has vanished, if any has: a line for the log. The
-    /// connection is over then.
+    /// The memory of the front-end that has vanished, if any has: a line for the log. Then the
+    /// connection must end.
     pub fn lost_memory(&self) -> Option<String> {
         self.memory.lost(self.inflight.as_ref().map(InflightArea::memory))
     }
@@ -129,7 +129,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let was_negotiated = self.features & config::KNOWS_WRITE_CACHE;
         let is_negotiated = features & config::KNOWS_WRITE_CACHE;
         self.features = features;
-        // Another driver, as opposed to one that goes on after its server was restarted.
+        // Another driver, not the same one after a restart of the server.
         if was_negotiated != is_negotiated && !self.is_cache_restored {
             self.cache.set(config::initial_cache(features));
             self.keep_cache();
@@ -159,7 +159,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         vring.ok_or_else(|| refused(format_args!("there is no queue {index}, but {count} in all")))
     }
 
-    /// Sets where a ring is, also that of a running queue.
+    /// Sets the addresses of a ring, also of a running queue.
     pub fn set_addresses(&mut self, index: u32, addresses: UserAddresses) -> Result<()> {
         self.vring(index)?;
         let vring = &mut self.vrings[index as usize];
@@ -224,7 +224,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         for vring in &self.vrings {
             vring.move_to(self.memory.guest(), &self.log)?;
         }
-        // Only now, when no queue uses what was replaced: that need not be pinned at the same time.
+        // Only now, when no queue uses the replaced regions: they need not be pinned at the same
+        // time.
         let export = &self.device.export;
         for (index, vring) in self.vrings.iter().enumerate() {
             if vring.is_running() {
@@ -246,7 +247,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.update_log()
     }
 
-    /// Has all running queues log as is wanted now.
+    /// Updates the dirty logging of all running queues.
     fn update_log(&self) -> Result<()> {
         self.vrings.iter().try_for_each(|vring| vring.update_log(&self.log))
     }
@@ -277,7 +278,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         Ok(())
     }
 
-    /// Has everything written so far made durable.
+    /// Makes everything written so far durable.
     fn flush(&self) -> Result<()> {
         let disk = Arc::clone(&self.device.export.disk);
         let flushed = self.device.export.loops[0].spawn(move || async move { disk.flush().await });

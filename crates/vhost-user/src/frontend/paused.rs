@@ -11,7 +11,7 @@ use crate::protocol::{InflightDescription, LogDescription, MemoryRegion, UserAdd
 use crate::queue::Kick;
 
 /// A front-end that has paused: no request of its queues is in flight, every one that was popped is
-/// in the used ring, and no message is received in part.
+/// in the used ring, and no message is partly received.
 #[derive(Debug)]
 pub struct PausedFrontend {
     /// The connection.
@@ -56,7 +56,7 @@ pub struct PausedVring {
     pub addresses: Option<UserAddresses>,
     /// The number of the next available entry.
     pub base: u16,
-    /// How the guest kicks, if that was said.
+    /// How the guest kicks, if that is set.
     pub kick: Option<Kick>,
     /// How the driver is notified.
     pub call: Option<OwnedFd>,
@@ -68,7 +68,7 @@ pub struct PausedVring {
     pub is_running: bool,
 }
 
-/// Why a device has not paused. It goes on.
+/// Why a device has not paused. It continues.
 #[derive(Debug, thiserror::Error)]
 pub enum PauseError {
     /// Requests are still in flight.

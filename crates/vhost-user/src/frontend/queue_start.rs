@@ -66,7 +66,7 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
         Ok(())
     }
 
-    /// The ring with all that belongs to it.
+    /// The ring with its state.
     fn virtqueue(
         &self,
         index: usize,
@@ -100,10 +100,10 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
     }
 }
 
-/// The end of queue `index` that its driver has broken: it is logged, and signalled to the
-/// front-end by the queue's eventfd for errors. Other queues go on, and this one when its ring is
-/// set up anew. The connection ends where the front-end gave no such eventfd, or where its memory
-/// is lost.
+/// Handles the end of queue `index` after an error of its driver: it is logged, and signalled to
+/// the front-end by the queue's eventfd for errors. Other queues continue, and this one when its
+/// ring is set up again. The connection ends if the front-end gave no such eventfd, or if its
+/// memory is lost.
 fn error_handler(
     index: usize,
     stream: &UnixStream,

@@ -23,8 +23,8 @@ impl Registration {
         Self { wanted, has_logged: false }
     }
 
-    /// Prepares memory that came for being registered: its pages are taken now, on this thread,
-    /// which may wait. A loop that had to wait for them would hold up all its guests.
+    /// Populates new memory that will be registered: its pages are allocated now, on this thread,
+    /// which may block. On a loop this would delay all its guests.
     pub fn prepare(&self, memory: &SharedMemory) {
         if self.wanted == RegisteredMemory::On {
             memory.populate();
@@ -32,7 +32,7 @@ impl Registration {
     }
 
     /// Registers the memory with the ring of `event_loop`, if that is wanted, and waits until it
-    /// is. What is there already stays; regions that are gone are given back by themselves.
+    /// is. Registered regions stay; removed regions are released by themselves.
     pub fn register(&mut self, memory: &GuestMemory, event_loop: &Handle, disk: &str) {
         if self.wanted == RegisteredMemory::Off {
             return;

@@ -20,8 +20,7 @@ use crate::ring::{Broken, RingAddresses, SplitRing};
 pub struct RunningQueue {
     /// Where its commands go.
     pub requests: mpsc::UnboundedSender<QueueRequest>,
-    /// Its end, and the number of the next available entry then. Without a sender the loop has
-    /// ended.
+    /// Its end, with the number of the next available entry. Without a sender the loop has ended.
     pub end: Receiver<u16>,
 }
 
@@ -112,7 +111,7 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets where the ring is. A running queue keeps its addresses until
+    /// Sets the addresses of the ring. A running queue keeps its addresses until
     /// [`move_to`](Self::move_to).
     pub fn set_addresses(&mut self, addresses: UserAddresses, memory: &GuestMemory) -> Result<()> {
         if self.is_running() {
@@ -156,7 +155,7 @@ impl Vring {
         self.is_enabled = true;
     }
 
-    /// Has no more requests popped until it is enabled.
+    /// Stops popping requests until it is enabled.
     pub fn disable(&mut self) {
         self.is_enabled = false;
         self.stop(StopMode::Graceful);
@@ -175,7 +174,8 @@ impl Vring {
         SplitRing::check(memory, addresses, self.size).map_err(refused)
     }
 
-    /// Has a running queue use the ring at its addresses in this memory, and log as is wanted now.
+    /// Moves a running queue to the ring at its addresses in this memory, and updates its dirty
+    /// logging.
     pub fn move_to(&self, memory: &GuestMemory, log: &DirtyLogging) -> Result<()> {
         let (Some(addresses), true) = (&self.addresses, self.is_running()) else { return Ok(()) };
         // A copy for each queue, so that their threads count references apart.
@@ -185,7 +185,7 @@ impl Vring {
         self.update_log(log)
     }
 
-    /// Has a running queue log as is wanted now.
+    /// Updates the dirty logging of a running queue.
     pub fn update_log(&self, log: &DirtyLogging) -> Result<()> {
         if !self.is_running() {
             return Ok(());
@@ -205,8 +205,8 @@ impl Vring {
         }
     }
 
-    /// Sends a command to the running queue, and does not wait. `None` where no queue runs that
-    /// takes commands.
+    /// Sends a command to the running queue, and does not wait. `None` if no queue runs that
+    /// accepts commands.
     fn post(&self, command: QueueCommand) -> Option<oneshot::Receiver<Result<(), Broken>>> {
         let (done, outcome) = oneshot::channel();
         let request = QueueRequest { command, done };
@@ -218,7 +218,8 @@ impl Vring {
     pub fn stop(&mut self, mode: StopMode) {
         // A stop does not fail.
         let _ = self.send(QueueCommand::Stop(mode));
-        // The front-end does nothing else until it is answered, so room could not be made.
+        // The front-end does nothing else until the queue ends, so it could not free space on the
+        // host.
         let _ = self.post(QueueCommand::EndHolding);
         if let Some(running) = self.running.take()
             && let Ok(base) = running.end.recv()
@@ -227,13 +228,13 @@ impl Vring {
         }
     }
 
-    /// Has the queue, if one runs, pop no more requests, and end. [`wait_ended`](Self::wait_ended)
-    /// and [`take_back_end`](Self::take_back_end) follow.
+    /// Makes the queue, if one runs, pop no more requests, and end.
+    /// [`wait_ended`](Self::wait_ended) and [`take_back_end`](Self::take_back_end) follow.
     pub fn begin_end(&self) {
         let _ = self.post(QueueCommand::Stop(StopMode::Graceful));
     }
 
-    /// Waits for the end that was begun until the deadline. Says whether it came.
+    /// Waits for the requested end until the deadline. Returns whether it came.
     pub fn wait_ended(&mut self, deadline: Instant) -> bool {
         let Some(running) = &self.running else { return true };
         match running.end.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
@@ -256,10 +257,10 @@ impl Vring {
         }
     }
 
-    /// The description that another process needs to go on with the ring.
+    /// The description that another process needs to continue with the ring.
     ///
     /// # Errors
-    /// The kernel's, where there can be no more descriptors.
+    /// The kernel's, if no more descriptors are available.
     pub fn describe(&self, is_running: bool) -> io::Result<PausedVring> {
         let duplicate =
             |event: &Option<OwnedFd>| event.as_ref().map(OwnedFd::try_clone).transpose();
@@ -276,7 +277,7 @@ impl Vring {
         })
     }
 
-    /// A ring of which another process knows this; it does not run.
+    /// A ring from another process's description; it does not run.
     ///
     /// # Errors
     /// A descriptor that is no eventfd, or a ring that ran and is not in this memory.

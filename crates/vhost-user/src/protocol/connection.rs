@@ -32,9 +32,9 @@ const MAX_PAYLOAD: usize = 4096;
 /// The most descriptors of a message: one for each region of `SET_MEM_TABLE`.
 pub const MAX_DESCRIPTORS: usize = 32;
 
-/// How long a message may take from its first bytes to its last. Front-ends send a message whole;
-/// one that stops in the middle would hold the descriptors of its first half, and the device, for
-/// ever.
+/// How long a message may take from its first bytes to its last. Front-ends send whole messages;
+/// one that stops in the middle would occupy the descriptors of its first half, and the device,
+/// forever.
 const MAX_MESSAGE_TIME: Duration = Duration::from_secs(10);
 
 /// `VHOST_USER_REPLY_MASK`, `VHOST_USER_NEED_REPLY_MASK`.
@@ -46,7 +46,7 @@ const NEED_REPLY: u32 = 1 << 3;
 pub struct Message {
     /// The type of the request.
     pub request: u32,
-    /// Whether the front-end waits for a reply also where the request has none of its own.
+    /// Whether the front-end waits for a reply even if the request has none of its own.
     pub needs_reply: bool,
     /// The bytes after the header.
     pub payload: Vec<u8>,
@@ -54,7 +54,7 @@ pub struct Message {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// The connection of a front-end. It blocks the thread that reads, and no other.
+/// The connection of a front-end. It blocks the thread that reads, only.
 #[derive(Debug)]
 pub struct Connection {
     stream: UnixStream,
@@ -117,10 +117,10 @@ impl Connection {
     /// Waits for the next message. `None` when the front-end has closed the connection.
     ///
     /// # Errors
-    /// The kernel's; `InvalidData` when no further message can be told apart: a header that is
-    /// none, a payload of more than 4096 bytes, an end in the middle, descriptors that got
-    /// lost; also for a message with more than [`MAX_DESCRIPTORS`]. `TimedOut` when a message
-    /// is incomplete 10 seconds after its first bytes.
+    /// The kernel's; `InvalidData` when no further message can be parsed: an invalid header, a
+    /// payload of more than 4096 bytes, an end in the middle, lost descriptors; also for a message
+    /// with more than [`MAX_DESCRIPTORS`]. `TimedOut` when a message is incomplete 10 seconds after
+    /// its first bytes.
     pub fn receive(&self) -> io::Result<Option<Message>> {
         let mut partial = Partial::default();
         let mut header = [0; HEADER_BYTES];
@@ -191,7 +191,7 @@ impl Connection {
                     partial.deadline.get_or_insert_with(deadline);
                 }
                 Err(Errno::INTR) => {}
-                // It closed the connection without reading everything.
+                // The front-end closed the connection without reading everything.
                 Err(Errno::CONNRESET) => break,
                 Err(error) => return Err(error.into()),
             }
@@ -199,8 +199,8 @@ impl Connection {
         Ok(filled)
     }
 
-    /// The number of the request that comes next; `None` where its bytes are not there yet, or no
-    /// request comes. Waits for the first byte.
+    /// The number of the next request; `None` if its bytes have not arrived yet, or no request
+    /// comes. Waits for the first byte.
     fn peek(&self) -> io::Result<Option<u32>> {
         let mut request = [0; 4];
         loop {
@@ -351,7 +351,7 @@ mod tests {
     fn descriptors_that_no_request_takes_never_become_this_processs() {
         let (connection, peer) = pair();
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        // REM_MEM_REG, GET_FEATURES, one that is not known.
+        // REM_MEM_REG, GET_FEATURES, and an unknown one.
         for request in [38, 1, 1000] {
             let message = words(&[request, VERSION, 4, 9]);
             for (first, rest) in [message.split_at(4), message.split_at(HEADER_BYTES)] {

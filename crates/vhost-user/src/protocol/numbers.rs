@@ -8,8 +8,7 @@ pub const VERSION: u32 = 1;
 /// The mask for it.
 pub const VERSION_MASK: u32 = 3;
 
-/// Types of requests (`VHOST_USER_*`). Those that belong to features which are not offered are
-/// missing.
+/// Types of requests (`VHOST_USER_*`). Requests of features that are not offered are left out.
 pub mod request {
     pub const GET_FEATURES: u32 = 1;
     pub const SET_FEATURES: u32 = 2;
@@ -63,7 +62,7 @@ pub mod feature {
         | CONFIGURE_MEM_SLOTS;
 }
 
-/// Whether descriptors come with a request that are used.
+/// Whether a request uses the descriptors that come with it.
 pub fn takes_descriptors(request: u32) -> bool {
     matches!(
         request,
@@ -79,7 +78,7 @@ pub fn takes_descriptors(request: u32) -> bool {
     )
 }
 
-/// Whether a request has a reply of its own, which cannot tell of a refusal.
+/// Whether a request has a reply of its own, which cannot report a refusal.
 pub fn has_own_reply(request: u32) -> bool {
     matches!(
         request,

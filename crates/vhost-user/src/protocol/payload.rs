@@ -52,7 +52,7 @@ pub struct LogDescription {
     pub offset: u64,
 }
 
-/// The parts of a ring in the front-end's own addresses.
+/// The parts of a ring in the front-end's own address space.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct UserAddresses {

@@ -19,7 +19,7 @@ impl Call {
         EventSignal::new(descriptor).map(Self)
     }
 
-    /// Signals it. Where the counter is full, a signal waits to be read anyhow.
+    /// Signals it. If the counter is full, a signal is pending anyway.
     pub fn signal(&self) {
         self.0.signal();
     }

@@ -18,17 +18,16 @@ pub enum QueueCommand {
     SetKick(Kick),
     /// The driver is notified in another way.
     SetCall(Option<Call>),
-    /// Where changed pages are logged, the used ring's address for that, and how the front-end is
-    /// told.
+    /// The log of changed pages, the used ring's address in it, and the eventfd that notifies the
+    /// front-end.
     SetLog(Option<DirtyLog>, Option<u64>, Option<Call>),
     /// The queue pops no more requests. It ends when those in flight have completed; in a graceful
-    /// stop also those that an earlier server had begun, since the returned base counts them as
-    /// popped.
+    /// stop also those begun by an earlier server, since the returned base counts them as popped.
     Stop(StopMode),
-    /// Requests in flight in the queue wait no longer for room on the host (`Disk::hold`):
+    /// Requests in flight in the queue no longer wait for free space on the host (`Disk::hold`):
     /// they fail.
     EndHolding,
-    /// The queue goes on, if it was told to stop in a graceful way and has not ended yet.
+    /// The queue continues, if it was told to stop gracefully and has not ended yet.
     Continue,
 }
 
@@ -37,8 +36,8 @@ pub enum QueueCommand {
 pub enum StopMode {
     /// The driver learns of everything that completed.
     Graceful,
-    /// The front-end is gone: ring and in-flight log stay as they are, so that a later front-end
-    /// has the requests executed again whose completion was not published.
+    /// The front-end has disconnected: ring and in-flight log stay as they are, so that a later
+    /// front-end has the requests without a published completion executed again.
     Disconnected,
 }
 

@@ -3,7 +3,7 @@
 
 use blockhouse_engine::{GuestRange, VolatileSlice};
 
-/// Bytes that one bit stands for.
+/// Bytes per bit.
 const PAGE: u64 = 4096;
 
 /// The log, in memory of the front-end. Clones are the same log.

@@ -16,8 +16,8 @@ use super::virtqueue::{CompletionKind, Element, Outcome};
 use crate::block::{BlockRequests, Status, decode};
 use crate::ring::{Broken, Chain};
 
-/// The cost of a request that completed inline besides its bytes: after 16 of 4 KiB, or a long one,
-/// the handler yields to other tasks.
+/// The cost of a request that completed inline, in addition to its bytes: after 16 of 4 KiB, or a
+/// long one, the handler yields to other tasks.
 const REQUEST_COST: u64 = WorkBudget::QUANTUM / 32;
 
 /// Publishes completed requests, and wakes handlers for those that are available.
@@ -51,14 +51,13 @@ fn wake_handlers<S: Storage>(queue: &Rc<Queue<S>>, count: usize) {
         match queue.handlers.next() {
             NextHandler::Idle(handler) => handler.notify(),
             NextHandler::New => spawn_detached(run(Rc::clone(queue))),
-            // Each of them looks for the next request when its own completes.
+            // Each of them pops the next request when its own completes.
             NextHandler::None => return,
         }
     }
 }
 
-/// A handler has to wait: others pop what is available, and requests that completed before are
-/// published.
+/// A handler has to wait: others pop available requests, and completed ones are published.
 fn wake_others<S: Storage>(queue: &Rc<Queue<S>>) {
     queue.recently_async.set(true);
     let virtqueue = queue.virtqueue.borrow();
@@ -118,7 +117,7 @@ async fn park<S: Storage>(queue: &Rc<Queue<S>>, handler: &Rc<Handler>, kind: Com
     handler.notified().await;
 }
 
-/// Executes a request, whose chain is `length` bytes long, and completes it.
+/// Executes a request with a chain of `length` bytes, and completes it.
 async fn serve<S: Storage>(
     queue: &Rc<Queue<S>>,
     element: Element,
@@ -128,7 +127,7 @@ async fn serve<S: Storage>(
     let permit = queue.in_flight.acquire(length);
     let failed = |status| (Outcome { status, written: 0 }, CompletionKind::Inline);
     let (outcome, kind) = match decode(&queue.request_context(), &element.memory, chain) {
-        // It was read from memory that has vanished: nothing is executed.
+        // It was read from memory that has vanished: it is not executed.
         _ if queue.has_lost_memory() => failed(Status::Failed),
         Ok(requests) => {
             let written = requests.written();
@@ -139,7 +138,7 @@ async fn serve<S: Storage>(
     };
     drop(permit);
     if queue.has_lost_memory() {
-        // Its data need not have been the guest's, whatever the outcome.
+        // Its data may not have been the guest's, even if it succeeded.
         queue.break_off(&Broken::MemoryLost);
     } else if queue.stop_mode() != Some(StopMode::Disconnected) {
         queue.virtqueue.borrow_mut().complete(&element, chain, outcome, kind);
@@ -169,7 +168,7 @@ async fn execute<S: Storage>(
     (status, kind)
 }
 
-/// Has the disk execute requests one after the other, until one fails.
+/// Makes the disk execute requests one after the other, until one fails.
 async fn submit_all<S: Storage>(
     queue: &Rc<Queue<S>>,
     requests: Vec<Request>,
@@ -187,7 +186,7 @@ async fn submit_all<S: Storage>(
     (Ok(()), slowest)
 }
 
-/// Has the disk execute a request. If it has to wait, other handlers go on with the ring.
+/// Submits a request to the disk. If it has to wait, other handlers continue with the ring.
 async fn submit<S: Storage>(
     queue: &Rc<Queue<S>>,
     request: Request,

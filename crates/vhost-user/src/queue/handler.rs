@@ -13,7 +13,7 @@ pub struct Handler {
 }
 
 impl Handler {
-    /// Has the handler try to pop a request.
+    /// Makes the handler try to pop a request.
     pub fn notify(&self) {
         self.is_notified.set(true);
         self.notification.notify();

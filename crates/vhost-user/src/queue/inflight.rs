@@ -150,8 +150,8 @@ impl InflightQueue {
 
     /// The requests that were begun and did not complete, the oldest first.
     fn inflight_heads(&mut self) -> Vec<u16> {
-        // Copied before they are sorted: the front-end may change the counters meanwhile, and a
-        // sort by keys that change may panic.
+        // Copied before they are sorted: the front-end may change the counters concurrently, and a
+        // sort by changing keys may panic.
         let mut begun: Vec<(u64, u16)> = (0..self.entries)
             .filter(|&head| self.view.load_u8(self.entry(head)) == 1)
             .map(|head| (self.view.load_u64(self.entry(head) + COUNTER, Relaxed), head))

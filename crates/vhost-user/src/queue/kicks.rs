@@ -14,8 +14,8 @@ use std::time::Duration;
 use blockhouse_engine::{PollSource, Sleep, Watch, sleep};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// A polled ring is read this often while requests come, and half as often after each time that it
-/// was empty, down to once a millisecond.
+/// A polled ring is read this often while requests arrive, and half as often after each time that
+/// it was empty, down to once a millisecond.
 const MIN_INTERVAL: Duration = Duration::from_micros(50);
 const MAX_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -56,8 +56,8 @@ struct Timer {
 }
 
 impl Kicks {
-    /// Watches the ring in the way that the front-end asks for. A descriptor that cannot be watched
-    /// was refused before.
+    /// Watches the ring in the way that the front-end requested. A descriptor that cannot be
+    /// watched was refused before.
     pub fn new(ring: Rc<dyn PollSource>, kick: Kick) -> Self {
         let (descriptor, timer) = match kick {
             Kick::Event(descriptor) => (Some(descriptor), None),

@@ -74,7 +74,7 @@ pub async fn run<S: Storage>(
     // The handlers still hold the queue for a moment, so the number is copied out of it.
     let mut virtqueue = queue.virtqueue.borrow_mut();
     if queue.stop_mode() != Some(StopMode::Disconnected) {
-        // A handler that yields after its request may not have asked for it.
+        // A handler that yields after its request may not have requested the publishing yet.
         virtqueue.publish();
     }
     virtqueue.last_avail_idx()

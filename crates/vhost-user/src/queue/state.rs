@@ -27,7 +27,7 @@ pub struct Setup<S: Storage> {
     pub serial: [u8; SERIAL_BYTES],
     /// How durable writes are, at each moment.
     pub cache: Arc<WriteCacheMode>,
-    /// The ring and what belongs to it.
+    /// The ring and its state.
     pub virtqueue: Virtqueue,
     /// How the guest kicks.
     pub kick: Kick,
@@ -45,7 +45,7 @@ pub struct Queue<S: Storage> {
     access: Access,
     serial: [u8; SERIAL_BYTES],
     cache: Arc<WriteCacheMode>,
-    /// The ring and what belongs to it.
+    /// The ring and its state.
     pub(super) virtqueue: RefCell<Virtqueue>,
     limits: RequestLimits,
     error_handler: Box<dyn Fn(&Broken)>,
@@ -106,7 +106,7 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Has the ring task process the ring, after all tasks that are ready were polled.
+    /// Makes the ring task process the ring, after all ready tasks were polled.
     pub fn wake_ring_task(&self) {
         if !self.wake_pending.replace(true)
             && let Some(ring_task) = &*self.ring_task.borrow()
@@ -130,12 +130,13 @@ impl<S: Storage> Queue<S> {
         self.stop.get()
     }
 
-    /// Changes that wait for room fail: who waits for the end must not wait for room.
+    /// Changes that wait for free space fail: a caller that waits for the end must not wait for
+    /// that.
     pub fn end_holding(&self) {
         self.held.end();
     }
 
-    /// Has the queue end in this way. One whose front-end is gone ends as that says.
+    /// Ends the queue in this way. A queue whose front-end has disconnected keeps that way.
     pub fn stop(&self, mode: StopMode) {
         if self.stop.get() != Some(StopMode::Disconnected) {
             self.stop.set(Some(mode));
@@ -145,7 +146,7 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Cancels the stop of the queue, unless its front-end is gone.
+    /// Cancels the stop of the queue, unless its front-end has disconnected.
     pub fn take_back_stop(&self) {
         if self.stop.get() == Some(StopMode::Graceful) {
             self.stop.set(None);
@@ -219,7 +220,7 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Whether the ring, or a request's memory, is not what the driver has stored there.
+    /// Whether the ring, or a request's memory, may differ from the driver's data.
     pub fn has_lost_memory(&self) -> bool {
         self.virtqueue.borrow().has_lost_memory()
     }
@@ -242,8 +243,8 @@ impl<S: Storage> Queue<S> {
         }
         let disk = self.disk.name();
         if error.errno() == errno::EFAULT {
-            // The guest named such addresses, or memory begins to vanish, which the end of the
-            // connection tells: the host has not failed.
+            // The guest gave such addresses, or its memory begins to vanish, which is logged at the
+            // end of the connection: not a failure of the host.
             tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }

@@ -13,12 +13,12 @@ use crate::block::Status;
 use crate::ring::{Broken, Chain, RingAddresses, SplitRing};
 
 /// The used ring's index is updated after this many requests at the latest: with this store a
-/// driver that is awake goes on while the device does.
+/// running driver continues in parallel.
 const INDEX_INTERVAL: u16 = 4;
 
 /// While up to this many requests are available, the driver is notified after each quarter of them,
-/// so that it goes on while the device does. More are signalled together: waking a driver that
-/// sleeps costs as much as several requests.
+/// so that it works in parallel. More are signalled together: waking a sleeping driver takes as
+/// long as several requests.
 const FEW_REQUESTS: u16 = 16;
 
 /// The most requests that the driver is notified of together.
@@ -41,7 +41,7 @@ pub struct Virtqueue {
     log: Option<DirtyLog>,
     /// The guest's address of the used ring, if its changes are logged.
     logged_used: Option<u64>,
-    /// How the front-end is notified that the log has changed, if it wants to be.
+    /// The eventfd that notifies the front-end of changes of the log, if it gave one.
     log_call: Option<Call>,
     /// How many requests were completed since the driver was last notified.
     unsignalled: u16,
@@ -55,7 +55,7 @@ pub struct Virtqueue {
 pub enum CompletionKind {
     /// It did.
     Inline,
-    /// It waited; other requests could run meanwhile.
+    /// It waited; other requests could run in between.
     Async,
 }
 
@@ -165,7 +165,7 @@ impl Virtqueue {
         self.ring.has_available()
     }
 
-    /// Has the driver kick from now on. Returns whether requests wait already.
+    /// Makes the driver kick from now on. Returns whether requests wait already.
     pub fn enable_notify(&mut self) -> bool {
         let stores = !self.ring.is_notify_enabled();
         let is_available = self.ring.enable_notify();
@@ -175,11 +175,11 @@ impl Virtqueue {
         is_available
     }
 
-    /// Logs a change of `length` bytes of the used ring, after it was stored: a migration that
-    /// takes the mark first would copy the page as it was before.
+    /// Logs a change of `length` bytes of the used ring, after the store: otherwise a migration
+    /// could clear the bit and copy the page before the store.
     fn log_used(&self, offset: usize, length: u64) {
         if let (Some(log), Some(used)) = (&self.log, self.logged_used)
-            // The front-end names the address; one that wraps has no page.
+            // The front-end gives the address; one that wraps has no page.
             && let Some(address) = used.checked_add(offset as u64)
         {
             log.mark(address, length);
@@ -195,8 +195,8 @@ impl Virtqueue {
             self.batch = batch_of(self.ring.update_avail_idx()?);
         }
         let Some(head) = self.ring.pop()? else { return Ok(None) };
-        // Before the entry in the in-flight log: a server that takes over would execute a request
-        // that does not exist.
+        // Before the entry in the in-flight log: otherwise a server that takes over would execute a
+        // request that does not exist.
         self.check_memory()?;
         self.inflight.iter_mut().for_each(|inflight| inflight.begin(head));
         self.walk(head, chain).map(Some)
@@ -242,7 +242,7 @@ impl Virtqueue {
         let batch = match kind {
             CompletionKind::Inline => self.batch,
             // Others complete in the same iteration of the loop, and the ring task runs after them.
-            // The storage works meanwhile, so the driver had better submit more soon.
+            // The storage works at the same time, so the driver should submit more soon.
             CompletionKind::Async => FEW_REQUESTS,
         };
         if self.unsignalled >= batch || self.unsignalled_bytes >= MAX_BATCH_BYTES {
@@ -257,7 +257,7 @@ impl Virtqueue {
         self.unsignalled > 0
     }
 
-    /// Publishes completed requests, and notifies the driver if it asks for that.
+    /// Publishes completed requests, and notifies the driver if it requested that.
     pub fn publish(&mut self) {
         if self.unsignalled == 0 {
             return;
@@ -280,7 +280,7 @@ impl Virtqueue {
     }
 }
 
-/// Of how many requests the driver is notified together when this many are available.
+/// How many requests complete per notification of the driver when this many are available.
 fn batch_of(count: u16) -> u16 {
     match count {
         ..=FEW_REQUESTS => (count / 4).max(1),

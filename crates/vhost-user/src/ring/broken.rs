@@ -23,10 +23,10 @@ pub enum Broken {
     /// An indirect table inside of another, or together with `NEXT` or `WRITE`.
     #[error("an indirect table that virtio does not allow: flags {0:#x}, {1} bytes")]
     Indirect(u16, u32),
-    /// Memory that the front-end shares has vanished: what was read from it is worth nothing.
+    /// Memory that the front-end shares has vanished: data read from it is invalid.
     #[error("memory that the front-end shares has vanished")]
     MemoryLost,
-    /// No byte for the status, so that the outcome cannot be told.
+    /// No byte for the status, so that the outcome cannot be reported.
     #[error("a request without a place for its status")]
     NoStatus,
 }

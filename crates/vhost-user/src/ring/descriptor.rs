@@ -14,7 +14,7 @@ pub const MAX_CHAIN: usize = MAX_ENTRIES as usize + 2;
 
 /// A descriptor is followed by another one (`VRING_DESC_F_NEXT`).
 pub const NEXT: u16 = 1;
-/// Its buffer is for the device to write (`VRING_DESC_F_WRITE`).
+/// The device writes to its buffer (`VRING_DESC_F_WRITE`).
 pub const WRITE: u16 = 2;
 /// Its buffer is a table of descriptors (`VRING_DESC_F_INDIRECT`).
 pub const INDIRECT: u16 = 4;

@@ -31,13 +31,13 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// Whether `VIRTIO_RING_F_EVENT_IDX` was negotiated: the two ends tell each other from which index
-/// on they want to be notified.
+/// Whether `VIRTIO_RING_F_EVENT_IDX` was negotiated: each side publishes the index from which on it
+/// wants notifications.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventIndex {
     /// It was.
     Negotiated,
-    /// It was not: each has a flag.
+    /// It was not: each side has a flag.
     Absent,
 }
 
@@ -56,7 +56,7 @@ pub struct SplitRing {
     last_used_idx: u16,
     /// The index of the used ring as it was published last.
     published_used_idx: u16,
-    /// The published index when [`should_notify`](Self::should_notify) was last asked.
+    /// The published index at the last call of [`should_notify`](Self::should_notify).
     signalled_used: Option<u16>,
     /// The entry for which the device has enabled notifications.
     avail_event: Option<u16>,
@@ -195,7 +195,7 @@ impl SplitRing {
         self.published_used_idx = self.last_used_idx;
     }
 
-    /// Whether the driver has to be notified of what was published since the last call of this.
+    /// Whether the driver needs a notification of the entries published since the last call.
     pub fn should_notify(&mut self) -> bool {
         // The driver writes `used_event` (or its flag), then reads the used index; the device
         // writes the used index, then reads `used_event`. With a full fence on both sides,
@@ -244,7 +244,7 @@ impl SplitRing {
     /// was stored in the used ring.
     #[must_use]
     pub fn disable_notify(&mut self) -> bool {
-        // An event index asks for a notification of one entry only.
+        // An event index requests a notification for one entry only.
         let stores = self.avail_event.take().is_some() && self.event_index == EventIndex::Absent;
         if stores {
             self.used.store_u16(0, USED_F_NO_NOTIFY);
