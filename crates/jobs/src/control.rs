@@ -14,11 +14,11 @@ use parking_lot::Mutex;
 /// The treatment of the disk when its mirror is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completion {
-    /// Its guest goes on with the mirror.
+    /// Its guest continues on the mirror.
     Switch,
-    /// It refuses all changes from then on: the guest is going to use the mirror elsewhere.
+    /// It refuses all changes from then on: the guest will use the mirror elsewhere.
     HandOver,
-    /// Its guest goes on with it: the mirror is a copy of it at that moment.
+    /// Its guest continues on it: the mirror is a copy of it at that moment.
     Copy,
 }
 
@@ -38,26 +38,25 @@ pub enum JobStage {
 /// How a job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEnd {
-    /// It did all that it was to do, durably.
+    /// It has finished all its work, durably.
     Completed {
         /// The treatment of the disk.
         completion: Completion,
         /// For how long the guest's changes were held off.
         pause: Duration,
     },
-    /// It was cancelled. What it was to change is as if it had not been begun.
+    /// It was cancelled. Everything that it would have changed is as before it began.
     Cancelled,
-    /// It failed: why, in one line. The disk goes on as before.
+    /// It failed, with the reason in one line. The disk continues as before.
     Failed(String),
 }
 
 /// Figures of a job, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct JobProgress {
-    /// The bytes that were written to the target. More than `total` where the guest changes copied
-    /// ranges.
+    /// The bytes written to the target. More than `total` if the guest changes copied ranges.
     pub copied: u64,
-    /// The bytes that have to be copied still, as far as is known.
+    /// The bytes still to be copied, as far as known.
     pub remaining: u64,
     /// The bytes that were copied and that remain, the second time and later ones included.
     pub total: u64,
@@ -65,7 +64,7 @@ pub struct JobProgress {
     pub rate: u64,
 }
 
-/// A job's control. Shared by the job and by all who have to do with it.
+/// A job's control. Shared by the job and by its users.
 #[derive(Debug, Default)]
 pub struct JobControl {
     state: Mutex<State>,
@@ -145,8 +144,7 @@ impl JobControl {
         self.state.lock().speed
     }
 
-    /// Ends it without its result. `false` where it is too late: it has ended, or does in this
-    /// moment.
+    /// Ends it without its result. `false` if it is too late: it has ended, or is just ending.
     pub fn cancel(&self) -> bool {
         let mut state = self.state.lock();
         if state.is_committed || matches!(state.stage, JobStage::Ended(_)) {
@@ -159,8 +157,8 @@ impl JobControl {
         true
     }
 
-    /// Ends it with its result, as soon as that is there. A job that is paused goes on. `false`
-    /// where it has ended, is cancelled, or was asked for another completion.
+    /// Ends it with its result, as soon as that is complete. A paused job continues. `false` if it
+    /// has ended, is cancelled, or was asked for another completion.
     pub fn complete(&self, completion: Completion) -> bool {
         let mut state = self.state.lock();
         let is_over = matches!(state.stage, JobStage::Ended(_)) || state.is_cancelled;
@@ -192,13 +190,13 @@ impl JobControl {
         self.state.lock().postponed.0
     }
 
-    /// Why it could not complete yet when it was asked last; empty where it never was so.
+    /// The reason of the last postponement; empty if there was none.
     pub fn why_postponed(&self) -> String {
         self.state.lock().postponed.1.clone()
     }
 
-    /// Waits for its end, or until it cannot be completed yet: one time more than `known`. Then the
-    /// error says why, and it can be asked again.
+    /// Waits for its end, or for one postponement more than `known`. Then the error has the reason,
+    /// and completion can be requested again.
     ///
     /// # Errors
     /// Why it cannot be completed yet, in one line.
@@ -214,9 +212,8 @@ impl JobControl {
         self.changed.wait_until(outcome).await
     }
 
-    /// Waits until it is known how the job is going to end, or for its end. What is left to do then
-    /// may take as long as the target, or an image that was replaced, takes to answer. Nothing of
-    /// the guest waits for it.
+    /// Waits until the kind of its end is decided, or for its end. The remaining work may take as
+    /// long as the target, or a replaced image, takes to answer. Nothing of the guest waits for it.
     pub async fn decided(&self) -> JobEnd {
         let decided = || {
             let state = self.state.lock();
@@ -228,13 +225,12 @@ impl JobControl {
         self.changed.wait_until(decided).await
     }
 
-    /// The job is over: all that belongs to it is done. A job has one end, the first.
+    /// The job has ended: all of its work is done. A job has one end, the first.
     pub fn end(&self, end: JobEnd) {
         self.set_stage(JobStage::Ended(end));
     }
 
-    /// Notified of every change of what is wanted, of the stage, and of what a job notifies itself
-    /// of.
+    /// Notified of every change of the requests to the job, of its stage, and of events of the job.
     pub(crate) fn changed(&self) -> &Condvar {
         &self.changed
     }
@@ -247,14 +243,14 @@ impl JobControl {
         self.state.lock().completion
     }
 
-    /// Refuses to be cancelled from now on. `false` where it was cancelled.
+    /// Refuses to be cancelled from now on. `false` if it was cancelled.
     pub(crate) fn commit(&self) -> bool {
         let mut state = self.state.lock();
         state.is_committed = !state.is_cancelled;
         state.is_committed
     }
 
-    /// It cannot be completed yet: it goes on, and can be cancelled and asked again.
+    /// It cannot be completed yet: it continues, and can be cancelled or asked again.
     pub(crate) fn postpone(&self, error: &Error) {
         {
             let mut state = self.state.lock();
@@ -264,7 +260,7 @@ impl JobControl {
         self.changed.notify_all();
     }
 
-    /// It is going to end so: the first one holds.
+    /// Decides its end: the first decision holds.
     pub(crate) fn decide(&self, end: JobEnd) {
         self.state.lock().decided.get_or_insert(end);
         self.changed.notify_all();

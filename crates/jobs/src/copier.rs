@@ -29,21 +29,21 @@ use crate::tracker::{ForwardedWrite, Tracker, UrgentCopy, UrgentWork};
 
 /// Bytes of one copy.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// Bytes of a copy are about what is copied in this part of a second, where the rate is limited.
+/// A copy has about the bytes of this part of a second, if the rate is limited.
 const CHUNKS_A_SECOND: u64 = 256;
-/// Bytes of a copy at a limited rate, at least, where this many follow each other.
+/// Minimum bytes of a copy at a limited rate, if this many are adjacent.
 const MIN_CHUNK_SIZE: u64 = 64 << 10;
 /// Copies in the background that are in flight together.
 const MAX_IN_FLIGHT: usize = 8;
-/// Copies in the background that are in flight together where the rate is limited, and short.
+/// Maximum short background copies in flight if the rate is limited.
 const MAX_SHORT_IN_FLIGHT: usize = 16;
 /// Work in flight that guests wait for.
 const MAX_URGENT: usize = 256;
-/// How long it rests between two passes while it keeps up with a guest, so that what changes often
-/// is not copied each time.
+/// Pause between two passes while it keeps up with a guest, so that often changed ranges are not
+/// copied each time.
 const PASS_INTERVAL: Duration = Duration::from_millis(100);
-/// The number of pieces of work after which tasks that wait for the job are woken, where nothing
-/// else happens.
+/// The number of pieces of work after which tasks that wait for the job are woken, if nothing else
+/// happens.
 const NEWS_INTERVAL: u32 = 32;
 
 /// The ranges that are not copied as they are found.
@@ -76,9 +76,9 @@ pub(crate) struct Copier<S: Storage> {
     /// When the next copy in the background may begin.
     schedule: Schedule,
     meter: RefCell<Meter>,
-    /// Pieces of work that have ended since news were told.
+    /// Pieces of work that have ended since the last notification.
     untold: Cell<u32>,
-    /// Whether the disks were equal when that was looked at last.
+    /// Whether the disks were equal at the last check.
     was_idle: Cell<bool>,
     /// Whether limits and rests do not count, because the guest waits.
     is_hurried: Cell<bool>,
@@ -144,7 +144,7 @@ impl<S: Storage> Copier<S> {
         &self.copy
     }
 
-    /// How many times it came to the end of the disk.
+    /// How many times it reached the end of the disk.
     pub(crate) fn passes(&self) -> u64 {
         self.passes.get()
     }
@@ -183,7 +183,7 @@ impl<S: Storage> Copier<S> {
         self.control.changed().notify_all();
     }
 
-    /// Copies what is dirty while it is [started](Self::start), until `is_over` or a copy fails;
+    /// Copies dirty ranges while it is [started](Self::start), until `is_over` or a copy fails;
     /// then all copies have ended.
     ///
     /// # Errors
@@ -192,7 +192,7 @@ impl<S: Storage> Copier<S> {
         let mut works = FuturesUnordered::new();
         let mut outcome = Ok(());
         loop {
-            // Before it looks, so that it misses nothing.
+            // Before the check, so that no notification is missed.
             let news = select(self.control.changed().listen(), self.tracker.work_added().listen());
             let mut later = None;
             while outcome.is_ok() && works.len() < MAX_IN_FLIGHT + MAX_SHORT_IN_FLIGHT + MAX_URGENT
@@ -228,8 +228,8 @@ impl<S: Storage> Copier<S> {
         }
     }
 
-    /// Tells who waits for the job when the disks have become equal. The source may be the last to
-    /// end a change: then no work ends that would tell.
+    /// Notifies tasks that wait for the job when the disks have become equal. The source may be the
+    /// last to end a change: then no piece of work ends that would notify them.
     fn tell_of_rest(&self) {
         let is_idle = self.is_idle();
         if is_idle && !self.was_idle.get() {
@@ -238,7 +238,7 @@ impl<S: Storage> Copier<S> {
         self.was_idle.set(is_idle);
     }
 
-    /// Tells who waits for the job, not of each piece of work: there are many.
+    /// Notifies tasks that wait for the job, but not of each piece of work: there are many.
     fn tell_news(&self, is_all: bool) {
         let untold = self.untold.get() + 1;
         let is_told = is_all || self.is_hurried.get() || untold >= NEWS_INTERVAL;
@@ -255,8 +255,8 @@ impl<S: Storage> Copier<S> {
             |range: ByteRange| !self.in_flight.borrow().iter().any(|busy| busy.overlaps(range));
         // Whole granules: they are made clean.
         let limit = CHUNK_SIZE.max(self.tracker.dirty().granularity());
-        // Where the target is slower than the guest there is always more: the background has room
-        // of its own.
+        // If the target is slower than the guest there is always more: background copies have a
+        // limit of their own.
         let has_room = self.urgent.get() < MAX_URGENT;
         let urgent = has_room.then(|| self.tracker.next_urgent(limit, is_free)).flatten();
         self.urgent.set(self.urgent.get() + usize::from(urgent.is_some()));
@@ -298,7 +298,7 @@ impl<S: Storage> Copier<S> {
         if copies >= room.copies || (copies > 0 && bytes >= room.bytes) {
             return Next::Nothing;
         }
-        // A change that makes something dirty wakes no task: it costs the guest nothing.
+        // A change that makes a range dirty wakes no task, to save the guest's time.
         let Some(range) = self.next_dirty(room.chunk) else { return Next::Later(PASS_INTERVAL) };
         // Clean before it is read.
         self.tracker.dirty().clear(range);
@@ -376,8 +376,8 @@ impl<S: Storage> Copier<S> {
         self.control.changed().notify_all();
     }
 
-    /// Carries a piece of work out. Who waits for it goes on when it is dropped, whatever the
-    /// outcome.
+    /// Carries out a piece of work. Requests that wait for it continue when it is dropped, also
+    /// after an error.
     async fn carry_out(&self, work: Work) -> Result<()> {
         let is_urgent = !matches!(work, Work::Copy(_));
         let outcome = match work {
@@ -397,7 +397,7 @@ impl<S: Storage> Copier<S> {
         Ok(())
     }
 
-    /// Copies a range, but for what is left out; how many bytes were written.
+    /// Copies a range, except the part that is left out; returns the number of bytes written.
     async fn copy_range(&self, range: ByteRange) -> Result<u64> {
         let left_out = self.rule.left_out.saturating_sub(range.offset());
         let wanted = range.skip(left_out.min(range.length()));
@@ -409,7 +409,8 @@ impl<S: Storage> Copier<S> {
         outcome
     }
 
-    /// Writes what the source gets at the same time, but for what is left out; how many bytes.
+    /// Forwards a write of the source, except the part that is left out; returns the number of
+    /// bytes.
     async fn forward(&self, write: ForwardedWrite) -> Result<u64> {
         let offset = write.range.offset();
         let (mut from, end) = write.into_parts();

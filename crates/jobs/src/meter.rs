@@ -37,8 +37,8 @@ impl Meter {
         (self.since, self.copied_before, self.left_before) = (now, self.copied, Some(left));
     }
 
-    /// Whether what is left became less by under half of what was copied lately: the guest changed
-    /// the rest.
+    /// Whether the remaining bytes decreased by less than half of those copied lately: the guest
+    /// changed the rest.
     pub(crate) fn is_losing(&self) -> bool {
         self.is_losing
     }

@@ -21,7 +21,7 @@ pub(crate) async fn next_event(
             None => news.await,
         }
     };
-    // Of an empty set there is nothing to wait for.
+    // An empty set has no event to wait for.
     let ended =
         async { if operations.is_empty() { pending().await } else { operations.next().await } };
     match select(pin!(ended), pin!(wait)).await {

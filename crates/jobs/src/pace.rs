@@ -20,7 +20,7 @@ use blockhouse_disk::ExportLoad;
 const WINDOW: Duration = Duration::from_millis(50);
 /// Windows of a cycle, the first of which is the rest.
 const CYCLE: u32 = 10;
-/// A guest with fewer requests in a window counts as idle: their times say too little.
+/// A guest with fewer requests in a window counts as idle: their times are not significant.
 const MIN_REQUESTS: u64 = 8;
 /// Requests may take this many times as long as in a rest.
 const MAX_SLOWDOWN: f64 = 1.25;
@@ -28,7 +28,7 @@ const MAX_SLOWDOWN: f64 = 1.25;
 const MIN_RATE: f64 = (4 << 20) as f64;
 /// No disk is faster.
 const MAX_RATE: f64 = (64_u64 << 30) as f64;
-/// How long a job waits for what followed from a rate that is no longer wanted.
+/// How long a job waits at most for the pace of a former rate.
 const MAX_OLD_WAIT: Duration = Duration::from_millis(100);
 /// The rate that a job begins with.
 const FIRST_RATE: f64 = (64 << 20) as f64;
@@ -64,8 +64,8 @@ pub(crate) struct Schedule {
 }
 
 impl Schedule {
-    /// From now on pieces are paced by this rate, in bytes a second. What followed from another one
-    /// is waited for no longer than [`MAX_OLD_WAIT`].
+    /// Paces pieces by this rate from now on, in bytes a second. A wait due to a former rate ends
+    /// after [`MAX_OLD_WAIT`].
     pub(crate) fn follow(&self, rate: Option<NonZeroU64>, now: Duration) {
         if self.rate.replace(rate) != rate {
             self.next.set(self.next.get().min(now + MAX_OLD_WAIT));
@@ -116,8 +116,8 @@ impl Pace {
         Self { end, window: 0, before: load, undisturbed, rate, copied: 0, is_guest_idle: false }
     }
 
-    /// The bytes that may be copied at this time. `load` tells the guest's counters until now; it
-    /// is asked once in a window.
+    /// The bytes that may be copied at this time. `load` returns the guest's counters until now; it
+    /// is called once in a window.
     pub(crate) fn allowance(
         &mut self,
         now: Duration,

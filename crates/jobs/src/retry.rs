@@ -18,8 +18,8 @@ pub(crate) struct Retry {
 }
 
 impl Retry {
-    /// Something failed. How long the pause is that begins now; `None` where one is going on, which
-    /// another operation began that was in flight at the same time.
+    /// Records a failure. Returns the length of the pause that begins now; `None` during a pause,
+    /// which another failed operation in flight has begun.
     pub(crate) fn fail(&self, now: Duration) -> Option<Duration> {
         if self.wait(now).is_some() {
             return None;
@@ -30,14 +30,14 @@ impl Retry {
         Some(pause)
     }
 
-    /// Something succeeded that was begun when no pause went on.
+    /// Records a success of an operation that began outside of a pause.
     pub(crate) fn succeed(&self, now: Duration) {
         if self.wait(now).is_none() {
             self.pause.set(None);
         }
     }
 
-    /// For how long the pause goes on.
+    /// The remaining time of the pause.
     pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
         self.pause.get()?;
         self.end.get().checked_sub(now).filter(|wait| !wait.is_zero())

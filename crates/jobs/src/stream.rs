@@ -43,14 +43,15 @@ use crate::retry::Retry;
 
 /// Parts that are in flight together.
 const MAX_IN_FLIGHT: usize = 8;
-/// Parts that are in flight together where the rate is limited.
+/// Maximum parts in flight if the rate is limited.
 const MAX_AT_RATE: usize = 2;
-/// With this many failures in a row the storage is gone, and all is left until a pause is over.
+/// After this many failures in a row the storage counts as unavailable, and all is left until a
+/// pause is over.
 const MAX_FAILED: u32 = 32;
-/// Bytes that are left out where it cannot be looked up which part is the next one.
+/// Bytes that are left out if the next part cannot be looked up.
 const SKIPPED: u64 = 1 << 20;
 
-/// A disk that is going to be filled. See the module's page.
+/// A disk to be filled. See the module's page.
 pub struct Stream<S: Storage> {
     disk: Arc<Disk<S>>,
     control: Arc<JobControl>,
@@ -62,16 +63,16 @@ pub struct Stream<S: Storage> {
     pass: Cell<Pass>,
     /// When the next part may begin.
     schedule: Schedule,
-    /// Of parts that could not be filled; `None`: the job fails.
+    /// For parts that could not be filled; `None`: the job fails.
     retry: Option<Retry>,
     work: Work<S>,
 }
 
-/// Which image gets what of which others.
+/// The image to be filled, and the images that it is filled from.
 enum Work<S: Storage> {
-    /// The disk's, of its backing files down to a base.
+    /// The disk, from its backing files down to a base.
     Fill { base: Option<FurtherBase>, _guard: PopulatingGuard },
-    /// A base, of layers above it.
+    /// A base, from layers above it.
     Commit(Rc<LayerCommit<S>>),
 }
 
@@ -130,16 +131,16 @@ impl<S: Storage> Stream<S> {
         Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, work }
     }
 
-    /// Tries again what cannot be filled, until it is cancelled: for a job without supervision,
-    /// over storage that may be gone for a while. Each pause is twice the last one, from 10 seconds
-    /// to 5 minutes; the log has it.
+    /// Retries parts that cannot be filled, until it is cancelled: for a job without supervision,
+    /// over storage that may be unavailable for a while. Each pause is twice the last one, from 10
+    /// seconds to 5 minutes; they are logged.
     #[must_use]
     pub fn try_again(mut self) -> Self {
         self.retry = Some(Retry::default());
         self
     }
 
-    /// Fills the disk with what the images before `base` have, and keeps that.
+    /// Fills the disk with the data of the images above `base`, and keeps `base`.
     #[must_use]
     pub fn down_to(mut self, base: FurtherBase) -> Self {
         if let Work::Fill { base: down_to, .. } = &mut self.work {
@@ -148,8 +149,8 @@ impl<S: Storage> Stream<S> {
         self
     }
 
-    /// Fills the disk, and ends as its control says; the caller passes the [end](JobControl::end)
-    /// to the control.
+    /// Fills the disk, and ends as its control requests; the caller passes the
+    /// [end](JobControl::end) to the control.
     pub async fn run(&self) -> JobEnd {
         let outcome = self.take_steps().await;
         match outcome {
@@ -159,9 +160,9 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// For how long detaching may have held changes off; `None` where it was cancelled.
+    /// For how long detaching may have held changes off; `None` if it was cancelled.
     async fn take_steps(&self) -> Result<Option<Duration>> {
-        // Ranges that the guest changes meanwhile are the image's own, so one pass is enough.
+        // Ranges that the guest changes during this are the image's own, so one pass is enough.
         self.fill().await?;
         if self.control.is_cancelled() {
             return Ok(None);
@@ -184,7 +185,7 @@ impl<S: Storage> Stream<S> {
         let mut outcome = Ok(());
         let mut is_all_begun = false;
         loop {
-            // Before it looks, so that it misses nothing.
+            // Before the check, so that no notification is missed.
             let news = self.control.changed().listen();
             let is_over = outcome.is_err() || self.control.is_cancelled();
             if is_all_begun && !is_over && parts.is_empty() && self.begin_next_pass() {
@@ -216,7 +217,7 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// The next part, while those in flight go on: guests may wait for them.
+    /// The next part, while those in flight continue: guests may wait for them.
     ///
     /// # Errors
     /// An error of the lookup, or one of a part in flight that ends the job.
@@ -290,7 +291,7 @@ impl<S: Storage> Stream<S> {
         pass.left.unwrap_or_else(ahead).saturating_add(pass.failed)
     }
 
-    /// Something could not be filled, or not be looked up.
+    /// A part could not be filled, or not be looked up.
     fn bear(&self, error: Error) -> Result<()> {
         let Some(retry) = &self.retry else {
             // Other parts may be in flight for long yet: nothing of the disk is to wait for them.
@@ -315,7 +316,7 @@ impl<S: Storage> Stream<S> {
         Ok(())
     }
 
-    /// The work that may be begun beside this many parts.
+    /// The work that may begin in addition to this many parts in flight.
     fn turn(&self, in_flight: usize) -> Turn {
         if self.control.is_paused() {
             return Turn::Nothing;

@@ -26,16 +26,17 @@ use futures_channel::oneshot;
 use futures_util::future::select;
 use parking_lot::Mutex;
 
-/// Bytes of forwarded writes whose write to the target has not ended: more than a backlog, because
-/// those that have waited for it begin together.
+/// Maximum bytes of forwarded writes in flight to the target: more than a backlog, because those
+/// that have waited for it begin together.
 const MAX_FORWARDED_BYTES: u64 = 16 << 20;
 /// A short forwarded write counts as this many bytes, because each is an operation.
 const MIN_FORWARDED_BYTES: u64 = 4 << 10;
-/// Changes that wait for the backlog go on when it is shorter by this many bytes, or half as long.
+/// Changes that wait for the backlog continue when it is shorter by this many bytes, or half as
+/// long.
 const BACKLOG_STEP: u64 = 64 << 10;
 /// The name of a change that is not forwarded.
 const NOT_FORWARDED: ChangeId = 0;
-/// The name of a write that is not forwarded because it overlaps one that is.
+/// The id of a write that is not forwarded because it overlaps one that is.
 const OVERLAPPING: ChangeId = ChangeId::MAX;
 
 /// Observes the disk that is copied.
@@ -50,7 +51,7 @@ pub(crate) struct Tracker {
     state: Mutex<State>,
 }
 
-/// How far the target is behind.
+/// Bytes that the target still lacks.
 struct Backlog {
     /// Bytes of forwarded writes that it does not have.
     bytes: AtomicU64,
@@ -60,7 +61,7 @@ struct Backlog {
     shortened: Condvar,
 }
 
-/// Lets all requests go that wait, whatever they wait for.
+/// Releases all waiting requests, whatever they wait for.
 #[derive(Default)]
 struct Release {
     is_released: AtomicBool,
@@ -91,7 +92,7 @@ pub(crate) enum UrgentWork {
     Write(ForwardedWrite),
 }
 
-/// Whole granules to be copied. The request goes on when all parts of them are dropped.
+/// Whole granules to be copied. The request continues when all parts of them are dropped.
 pub(crate) struct UrgentCopy {
     pub(crate) range: ByteRange,
     waiter: Arc<oneshot::Sender<()>>,
@@ -105,7 +106,7 @@ pub(crate) struct ForwardedWrite {
 }
 
 impl ForwardedWrite {
-    /// The bytes, and what is left of it to be [ended](Tracker::end_forwarded).
+    /// The bytes, and the rest of it to be [ended](Tracker::end_forwarded).
     pub(crate) fn into_parts(self) -> (IoVector, ForwardedEnd) {
         (self.from, ForwardedEnd { id: self.id, range: self.range })
     }
@@ -118,7 +119,7 @@ pub(crate) struct ForwardedEnd {
 }
 
 impl Tracker {
-    /// Changes wait where the target is behind by `backlog` bytes.
+    /// Changes wait if the target lacks `backlog` bytes.
     pub(crate) fn new(dirty: DirtyMap, backlog: u64) -> Arc<Self> {
         let buffers = BufferPool::new(MAX_FORWARDED_BYTES as usize);
         let (is_blocking, work_added) = (AtomicBool::new(false), Condvar::new());
@@ -137,7 +138,7 @@ impl Tracker {
         &self.work_added
     }
 
-    /// Has changes wait for the target from now on.
+    /// Makes changes wait for the target from now on.
     pub(crate) fn block_writes(&self) {
         self.state.lock().is_blocking = true;
         self.is_blocking.store(true, Ordering::SeqCst);
@@ -152,21 +153,21 @@ impl Tracker {
         self.backlog.bytes.load(Ordering::SeqCst)
     }
 
-    /// Has changes wait where the target is behind by this many bytes.
+    /// Makes changes wait if the target lacks this many bytes.
     pub(crate) fn limit_backlog(&self, limit: u64) {
         self.backlog.limit.store(limit, Ordering::SeqCst);
         self.backlog.shortened.notify_all();
     }
 
-    /// Has changes wait until the target is behind by a little less than it is now, if that is more
+    /// Makes changes wait until the target lacks a little less than it does now, if that is more
     /// than `enough` bytes.
     pub(crate) fn shorten_backlog(&self, enough: u64) {
         let limit = self.backlog().saturating_sub(BACKLOG_STEP).max(enough);
         self.backlog.limit.fetch_min(limit, Ordering::SeqCst);
     }
 
-    /// Lets no change wait from then on: those that do go on at once, whatever the target does, and
-    /// what they wait for is dirty.
+    /// No change waits from then on: waiting ones continue at once, even if the target hangs, and
+    /// the ranges that they wait for become dirty.
     pub(crate) fn release_writes(&self) {
         self.is_blocking.store(false, Ordering::SeqCst);
         self.release.is_released.store(true, Ordering::SeqCst);
@@ -215,7 +216,7 @@ impl Tracker {
         self.backlog.shorten(counted(end.range));
     }
 
-    /// The first part of `range` that is not to be copied now.
+    /// The first part of `range` that must not be copied now.
     pub(crate) fn first_live(&self, range: ByteRange) -> Option<ByteRange> {
         if self.is_blocking() { self.state.lock().first_live(range) } else { None }
     }
@@ -226,7 +227,7 @@ impl Tracker {
         state.copies.is_empty() && state.live.is_empty()
     }
 
-    /// Takes a write to be forwarded, if it can be: its name.
+    /// Queues a write to be forwarded, if possible; returns its id.
     fn forward(&self, range: ByteRange, bytes: &IoVector) -> ChangeId {
         let length = counted(range);
         let is_full = || self.backlog() + length > MAX_FORWARDED_BYTES;
@@ -237,7 +238,7 @@ impl Tracker {
         bytes.copy_to(buffer.bytes_mut());
         let from = buffer.lend();
         let mut state = self.state.lock();
-        // It is added to under this lock alone.
+        // The backlog grows only under this lock.
         if !state.is_blocking || is_full() {
             return NOT_FORWARDED;
         }
@@ -258,7 +259,7 @@ impl Tracker {
         }
         let is_first = state.forwarded.len() == 1;
         drop(state);
-        // The copier takes all that there is, or has them wait for what is in flight.
+        // The copier takes all queued writes, or makes them wait for those in flight.
         if is_first {
             self.work_added.notify_all();
         }
@@ -276,8 +277,8 @@ impl Tracker {
         ended.is_some()
     }
 
-    /// The sender is dropped when the work is done. The request goes on then, or when all are let
-    /// go.
+    /// The sender is dropped when the work is done. The request then continues, or when all are
+    /// released.
     fn wait_for(&self, done: oneshot::Receiver<()>) -> ChangeWait {
         let release = Arc::clone(&self.release);
         Box::pin(async move {
@@ -327,7 +328,7 @@ impl Backlog {
         }
     }
 
-    /// With this many bytes changes go on that have waited: some of them together.
+    /// At this many bytes changes that have waited continue: some of them together.
     fn enough(&self) -> u64 {
         let limit = self.limit.load(Ordering::SeqCst);
         limit.saturating_sub(BACKLOG_STEP).max(limit / 2).min(limit.saturating_sub(1))
@@ -343,8 +344,8 @@ impl State {
         first.map(|(_, write)| write.range)
     }
 
-    /// A live write has ended at one disk, as `ended` notes. Whether it has at both; `None` where
-    /// it was released.
+    /// Records the end of a live write at one disk by `ended`. Returns whether both have it; `None`
+    /// if it was released.
     fn end_live(
         &mut self,
         id: ChangeId,
@@ -391,7 +392,7 @@ impl ChangeObserver for Tracker {
     }
 
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId {
-        // One past the end is going to be refused.
+        // A change past the end will be refused.
         let is_inside = !range.is_empty() && range.end() <= self.dirty.size();
         let Some(bytes) = bytes.filter(|_| is_inside && self.is_blocking()) else {
             return NOT_FORWARDED;

@@ -45,11 +45,11 @@ pub(super) struct Claimed<'a> {
 }
 
 impl Index {
-    /// Of a disk of `size` bytes, nothing of which is saved. Tables of granules take `max_tables`
+    /// For a disk of `size` bytes, nothing of which is saved. Tables of granules take `max_tables`
     /// bytes at most.
     ///
     /// # Errors
-    /// `Io` where the host has no memory for the list of regions.
+    /// `Io` if the host has no memory for the list of regions.
     pub(super) fn new(size: u64, max_tables: u64) -> Result<Self> {
         let count = size.div_ceil(REGION) as usize;
         let mut regions = Vec::new();
@@ -62,7 +62,7 @@ impl Index {
         Ok(Self { size, regions: regions.into(), max_tables, tables, changed })
     }
 
-    /// Is notified when a change that had to [wait](Claim::Wait) may ask again.
+    /// Notified when a change that had to [wait](Claim::Wait) may try again.
     pub(super) fn changed(&self) -> &Condvar {
         &self.changed
     }
@@ -99,8 +99,8 @@ impl Index {
         Claim::Nothing
     }
 
-    /// Where the first bytes of `range` are, which is on the disk and not empty, and for how many
-    /// of them that holds. Those in the log follow each other there.
+    /// Location of the first bytes of `range`, which is on the disk and not empty, and the number
+    /// of bytes there. Bytes in the log are adjacent.
     pub(super) fn lookup(&self, range: ByteRange) -> (Place, u64) {
         let mut found: Option<(Place, u64)> = None;
         'regions: for (number, mut blocks) in parts(range) {
@@ -156,8 +156,7 @@ impl Claimed<'_> {
         self.index.changed.notify_all();
     }
 
-    /// As [`finish_part`](Self::finish_part), of all granules that end before `end`, or there: they
-    /// are zeros.
+    /// As [`finish_part`](Self::finish_part), for all granules up to `end`: they are zeros.
     pub(super) fn finish_zeros(&mut self, end: u64) {
         while !self.rest.is_empty() && self.first_granules(GRANULE).end() <= end {
             self.finish_part(Place::Zeros);

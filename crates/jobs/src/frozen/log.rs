@@ -108,15 +108,15 @@ impl<S: Storage> Log<S> {
         self.written.notify_all();
     }
 
-    /// Has the scratch disk give its space back.
+    /// Makes the scratch disk deallocate its space.
     pub(super) async fn discard(&self) {
         let (range, durability) = (ByteRange::between(0, self.scratch.size()), Durability::None);
         // Otherwise the space is free when the scratch disk is closed.
         let _ = self.scratch.submit(Request::Discard { range, durability }).await;
     }
 
-    /// Appends `bytes`, at most half of what memory has room for; waits until it has. Where they
-    /// are: together, from this byte on.
+    /// Appends `bytes`, at most half of the memory, once there is space for them. Returns their
+    /// location: together, from this byte on.
     ///
     /// # Errors
     /// `NoSpace` at the limit; ENOMEM; `Io` once the log has ended.
@@ -124,7 +124,7 @@ impl<S: Storage> Log<S> {
         self.written.wait_until(|| self.try_append(bytes).transpose()).await
     }
 
-    /// `None` without room in memory.
+    /// `None` if memory is full.
     fn try_append(&self, mut bytes: &[u8]) -> Result<Option<u64>> {
         let mut tail = self.tail.lock();
         if tail.has_ended {
@@ -161,7 +161,7 @@ impl<S: Storage> Log<S> {
         Ok(Some(start))
     }
 
-    /// Fills `into` with what the log has from `offset` on.
+    /// Fills `into` with the log's bytes from `offset` on.
     ///
     /// # Errors
     /// Errors of the scratch disk; `Io` once the log has ended.

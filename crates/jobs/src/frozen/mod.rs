@@ -31,7 +31,8 @@ use futures_util::future::try_join_all;
 use old_bytes::{OldBytes, Watch};
 use region::BLOCK;
 
-/// Is told once why a backup has failed. Called by a guest's request: it must not wait.
+/// Receives the reason once when a backup has failed. Called by a guest's request: it must not
+/// wait.
 pub type FailureTeller = Box<dyn Fn(&str) + Send + Sync>;
 
 /// Begins to wait for as long as a guest's change may be held off while none of its old bytes are
@@ -43,30 +44,30 @@ pub struct FreezeOptions {
     /// Bytes of the scratch disk that may be in use. With more, the backup fails, as with more
     /// than 8 TiB.
     pub scratch_limit: u64,
-    /// Bytes of memory for what the scratch disk has not got yet: from 128 KiB to 16 MiB. When it
-    /// is full, changes wait.
+    /// Bytes of memory for data not yet on the scratch disk: from 128 KiB to 16 MiB. When it is
+    /// full, changes wait.
     pub memory: u64,
-    /// Bytes of memory that tell where the scratch disk has single blocks of 4 KiB. When they are
-    /// full, blocks that change are copied with those around them, up to 64 KiB.
+    /// Bytes of memory for the locations of single blocks of 4 KiB on the scratch disk. When they
+    /// are full, changed blocks are copied with those around them, up to 64 KiB.
     pub max_index_bytes: u64,
     /// When a change of which nothing is saved stops waiting, and the backup fails; `None`: never.
     pub timer: Option<CopyTimer>,
 }
 
-/// A disk as it was when it was [frozen](freeze), for reading. See the module's page. Dropped, the
-/// disk goes on without copies.
+/// A disk as of the moment when it was [frozen](freeze), for reading. See the module's page. When
+/// it is dropped, the disk continues without copies.
 pub struct FrozenDisk<S: Storage> {
     old: Arc<OldBytes<S>>,
     observer: Arc<dyn ChangeObserver>,
 }
 
 impl<S: Storage + Send + Sync> FrozenDisk<S> {
-    /// Prepares to freeze `source`. `scratch` takes the old bytes:
-    /// [`scratch_size`](Self::scratch_size) bytes long, and nothing else uses it. What it holds
-    /// is of no use afterwards.
+    /// Prepares to freeze `source`. `scratch` gets the old bytes: it must be
+    /// [`scratch_size`](Self::scratch_size) bytes long, and unused otherwise. Its content is of no
+    /// use afterwards.
     ///
     /// # Errors
-    /// `InvalidInput` for a scratch disk of another size; `Io` where the host has no memory for 16
+    /// `InvalidInput` for a scratch disk of another size; `Io` if the host has no memory for 16
     /// bytes for each 64 MiB.
     pub fn new(
         source: Arc<Disk<S>>,
@@ -114,7 +115,8 @@ impl<S: Storage> FrozenDisk<S> {
         self.old.failure()
     }
 
-    /// Ends the copies of old data: the disk goes on alone, and this one cannot be read any more.
+    /// Ends the copies of old data: the disk continues alone, and this one cannot be read any
+    /// longer.
     pub fn thaw(&self) {
         // First, so that nothing newer is read.
         self.old.end();
@@ -122,8 +124,8 @@ impl<S: Storage> FrozenDisk<S> {
     }
 }
 
-/// Writes old bytes. Where it is dropped while it does, nothing else ever would: changes are not to
-/// wait for it.
+/// Writes old bytes. If it is dropped while it writes, no other task writes them: changes must not
+/// wait for that.
 struct Writer<S: Storage>(Arc<OldBytes<S>>);
 
 impl<S: Storage> Drop for Writer<S> {
@@ -138,11 +140,11 @@ impl<S: Storage> Drop for FrozenDisk<S> {
     }
 }
 
-/// Freezes disks that were prepared, all at the same moment: this is it. For how long their changes
-/// were held off. A future that is dropped has frozen none, and changes go on.
+/// Freezes prepared disks, all at the same moment: during this call. Returns for how long their
+/// changes were held off. A dropped future has frozen none, and changes continue.
 ///
 /// # Errors
-/// As [`Disk::quiesced`]: none is frozen, and changes go on.
+/// As [`Disk::quiesced`]: none is frozen, and changes continue.
 pub async fn freeze<S: Storage>(disks: &[&FrozenDisk<S>]) -> Result<Duration> {
     let began = Instant::now();
     let quiesced = try_join_all(disks.iter().map(|disk| disk.old.source().quiesced())).await?;

@@ -31,7 +31,7 @@ use super::{FailureTeller, FreezeOptions};
 const MAX_READ: u64 = 4 * GRANULE;
 /// Copies that are in flight together.
 const MAX_COPIES: usize = 64;
-/// Bytes of a change whose old bytes are saved one after the other.
+/// Bytes of a change whose old bytes are saved together, one part after the other.
 const PART: u64 = 4 << 20;
 /// Parts of one change that are saved together.
 const MAX_PARTS: usize = 16;
@@ -126,9 +126,9 @@ impl<S: Storage> OldBytes<S> {
         self.failure.get().map(String::as_str)
     }
 
-    /// Saves nothing more: as if the backup had failed, without telling.
+    /// Saves nothing more: as if the backup had failed, but without a report.
     pub(super) fn end(&self) {
-        // Where it has failed, that stays.
+        // An earlier failure stays.
         let _ = self.failure.set("it has ended".into());
         self.stop_waiting();
     }
@@ -146,9 +146,8 @@ impl<S: Storage> OldBytes<S> {
         self.index.changed().notify_all();
     }
 
-    /// Writes what memory has to the scratch disk, until the backup has ended or failed. Then no
-    /// write is in flight, and the space is given back: others may need it. No guest's change
-    /// waits for that.
+    /// Writes memory to the scratch disk, until the backup has ended or failed. Then no write is in
+    /// flight, and the space is freed for others. No guest's change waits for that.
     pub(super) async fn write_behind(&self) {
         if let Err(error) = self.log.write_behind().await {
             self.fail(&error);
@@ -170,7 +169,7 @@ impl<S: Storage> OldBytes<S> {
         }
     }
 
-    /// Ends when nothing was saved of a change for as long as the timer says: why.
+    /// Ends, with the reason, when nothing was saved of a change before the timer expires.
     async fn time_out(&self, saving: &Saving) -> Error {
         let Some(timer) = &self.options.timer else { return std::future::pending().await };
         let progress = || match saving.reads.get() + saving.appends.get() {
@@ -222,7 +221,7 @@ impl<S: Storage> OldBytes<S> {
         let mut cache = BlockStatusCache::default();
         while !claimed.rest().is_empty() {
             let rest = claimed.rest();
-            // To read what is short costs less than to ask whether it is there.
+            // A short range is read at once: a query of its allocation takes as long.
             if rest.length() > GRANULE {
                 let asked = InFlight::begin(&saving.reads, saving);
                 let (status, length) = self.source.block_status(rest, &mut cache).await?;
@@ -268,8 +267,8 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Copies `range`, the first granules that are claimed, or what is claimed of one. Where the
-    /// last of them is.
+    /// Copies `range`, the first claimed granules, or the claimed part of one. Returns the location
+    /// of the last of them.
     async fn copy_data(
         &self,
         claimed: &mut Claimed<'_>,
@@ -278,7 +277,7 @@ impl<S: Storage> OldBytes<S> {
     ) -> Result<Place> {
         let length = range.length() as usize;
         let mut buffer = self.log.pool().get(length.next_multiple_of(BLOCK as usize))?;
-        // The last block of a disk may end before its own end.
+        // The disk may end inside its last block.
         buffer.bytes_mut()[length..].fill(0);
         let (offset, into) = (range.offset(), buffer.lend_range(0, length));
         let read = InFlight::begin(&saving.reads, saving);
@@ -318,7 +317,7 @@ fn is_zero(bytes: &[u8]) -> bool {
     bytes.chunks(ZEROS.len()).all(|block| block == ZEROS)
 }
 
-/// Has the changes of a disk wait for [`OldBytes`].
+/// Makes the changes of a disk wait for [`OldBytes`].
 pub(super) struct Watch<S: Storage>(pub(super) Arc<OldBytes<S>>);
 
 impl<S: Storage + Send + Sync> ChangeObserver for Watch<S> {

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 /// The unit that is saved, in bytes.
 pub(super) const BLOCK: u64 = 4 << 10;
-/// Blocks that have one word where they are saved together.
+/// Blocks that share one word if they are saved together.
 const GRANULE_BLOCKS: usize = 16;
 /// Bytes of such blocks.
 pub(super) const GRANULE: u64 = BLOCK * GRANULE_BLOCKS as u64;
@@ -25,7 +25,7 @@ pub(super) const TABLE_BYTES: u64 = size_of::<Table>() as u64;
 /// Where old bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// In the disk that goes on: they are not saved, but perhaps are copied just now.
+    /// In the disk that continues: they are not saved, but may be in the middle of a copy.
     Source,
     /// Nowhere: they are zeros.
     Zeros,
@@ -34,7 +34,7 @@ pub(super) enum Place {
 }
 
 impl Place {
-    /// Of what lies `length` bytes further, where it was saved together.
+    /// The location `length` bytes further, if both were saved together.
     pub(super) fn skip(self, length: u64) -> Self {
         match self {
             Self::Log(at) => Self::Log(at + length),
@@ -65,7 +65,7 @@ impl Word {
         (self.0 & Self::TABLE != 0).then_some((self.0 & !Self::TABLE) as usize)
     }
 
-    /// Of the block that lies `count` after one in this state, where they were saved together.
+    /// The state of the block `count` after one in this state, if they were saved together.
     fn of_next(self, count: usize) -> Self {
         if self.0 >= Self::FIRST_LOG { Self(self.0 + count as u32) } else { self }
     }
@@ -80,7 +80,7 @@ impl Word {
 }
 
 impl From<Place> for Word {
-    /// Of blocks that start there. A place in the log is a whole block's, and below `MAX_LOG`.
+    /// For blocks that start there. A location in the log is a whole block's, and below `MAX_LOG`.
     fn from(place: Place) -> Self {
         match place {
             Place::Source => Self::UNSAVED,
@@ -92,8 +92,8 @@ impl From<Place> for Word {
 
 type Table = [Word; GRANULE_BLOCKS];
 
-/// A region is dense where one of this many of its blocks is saved or claimed: changes are likely
-/// to touch the others, too.
+/// A region is dense if at least one in this many of its blocks is saved or claimed: changes are
+/// likely to touch the others, too.
 const DENSE: usize = 16;
 
 /// See the module's page. Blocks are counted from the region's first.
@@ -121,7 +121,7 @@ impl Region {
         }
     }
 
-    /// Where a block's old bytes are, and for how many blocks from it on that holds at least.
+    /// Location of a block's old bytes, and the minimum number of blocks for which it holds.
     pub(super) fn place(&self, block: usize) -> (Place, usize) {
         let has_table = self.granules[block / GRANULE_BLOCKS].table().is_some();
         let count = if has_table { 1 } else { GRANULE_BLOCKS - block % GRANULE_BLOCKS };
@@ -132,12 +132,12 @@ impl Region {
         self.get(*block) == Word::UNSAVED
     }
 
-    /// Claims the blocks of `wanted` from its first on, which is unsaved, as far as they are. More
-    /// of the last granule with them, as many as there are claimed or saved ones directly
-    /// before: changes that go on in order read ahead so. In a dense region, as many around
-    /// them in their granules as are unsaved: one read of many blocks costs little more than
-    /// one of a single block. Without `has_room` the granules that have no table yet are claimed
-    /// whole. The region has `end` blocks. What was claimed, and how many tables were made.
+    /// Claims the unsaved blocks at the start of `wanted`, whose first one is unsaved. Reads ahead
+    /// in the last granule by as many blocks as are claimed or saved directly before, for
+    /// sequential changes. In a dense region it also claims the unsaved blocks around them in their
+    /// granules: one read of many blocks takes little longer than one of a single block. Without
+    /// `has_room` granules without a table are claimed whole. The region has `end` blocks. Returns
+    /// the claimed blocks, and the number of new tables.
     pub(super) fn claim(
         &mut self,
         wanted: Range<usize>,

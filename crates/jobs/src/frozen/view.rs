@@ -13,14 +13,15 @@ use super::region::Place;
 
 /// Bytes that are read together, at most.
 const MAX_READ: u64 = 1 << 20;
-/// Reads that are in flight together. What was saved from many places lies in many places.
+/// Maximum reads in flight. Data that was saved in many steps is in many locations.
 const MAX_READS: usize = 16;
 
 impl<S: Storage> FrozenDisk<S> {
-    /// Fills `into` with what the disk held from `offset` on. Bytes past its end are zeros.
+    /// Fills `into` with the disk's bytes from `offset` on at the freeze. Bytes past its end are
+    /// zeros.
     ///
     /// # Errors
-    /// `Io` once the backup has failed; what the disk or the scratch disk answers.
+    /// `Io` once the backup has failed; errors of the disk or the scratch disk.
     pub async fn read(&self, offset: u64, mut into: IoVector) -> Result<()> {
         let inside = self.old.size().saturating_sub(offset).min(into.len() as u64);
         into.split_off(inside as usize).fill(0);
@@ -58,7 +59,7 @@ impl<S: Storage> FrozenDisk<S> {
 
     async fn read_log(&self, at: u64, into: IoVector) -> Result<()> {
         let outcome = self.old.log().read(at, into).await;
-        // Why the backup has failed says more.
+        // The reason of the backup's failure says more.
         self.check().and(outcome)
     }
 
@@ -98,7 +99,7 @@ impl<S: Storage> FrozenDisk<S> {
                     let mut cache = BlockStatusCache::default();
                     let part = range.truncate(length);
                     let (status, length) = self.old.source().block_status(part, &mut cache).await?;
-                    // As in `read_source`. What is saved stays saved, so this ends.
+                    // As in `read_source`. Saved blocks stay saved, so this ends.
                     let (place, unchanged) = self.old.index().lookup(part.truncate(length));
                     if place != Place::Source {
                         continue;

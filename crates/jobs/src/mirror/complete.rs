@@ -40,7 +40,7 @@ impl Failure<'_> {
 }
 
 impl Stop {
-    /// It is not to be tried again.
+    /// It must not be tried again.
     fn for_good(self) -> Self {
         match self {
             Self::Late(error) => Self::Failed(error),
@@ -56,8 +56,8 @@ impl From<Stop> for Failure<'_> {
 }
 
 impl<S: Storage> Mirror<S> {
-    /// Holds the guest's changes off, copies what is left, and ends the job; for how long they were
-    /// held off.
+    /// Holds the guest's changes off, copies the rest, and ends the job; returns for how long they
+    /// were held off.
     pub(super) async fn complete(&self, completion: Completion) -> Result<Duration, Stop> {
         if completion != Completion::Copy {
             (self.before_completion)()?;
@@ -73,7 +73,7 @@ impl<S: Storage> Mirror<S> {
             }
         };
         if let Err(failure) = self.copy_rest(end).await {
-            // In this order: after a crash the source has no record if its guest has gone on.
+            // In this order: after a crash the source has no record if its guest has continued.
             (self.source_kept)();
             self.copier.hurry(false);
             if !failure.is_late() {
@@ -82,15 +82,14 @@ impl<S: Storage> Mirror<S> {
             drop(quiesced);
             return Err(self.undo(failure).await);
         }
-        // Nothing may copy when the disk's requests go to the target: it would bring older bytes
-        // back.
+        // No copy may run when the disk's requests go to the target: it would restore older bytes.
         self.finish_copier();
         let replaced = self.end_source(quiesced, completion)?;
         let pause = self.clock.now().saturating_sub(began);
         self.stop_observing();
         if let Some(replaced) = replaced {
             (self.switched)();
-            // Before the old image is closed: its storage may never answer.
+            // Before the old image is closed: its storage may hang.
             self.control.decide(JobEnd::Completed { completion, pause });
             if let Err(error) = replaced.close().await {
                 // The guest no longer needs it.
@@ -100,7 +99,7 @@ impl<S: Storage> Mirror<S> {
         Ok(pause)
     }
 
-    /// Copies what is left while changes are held off, and makes the target complete, until `end`.
+    /// Copies the rest while changes are held off, and makes the target complete, until `end`.
     async fn copy_rest(&self, end: Duration) -> Result<(), Failure<'_>> {
         self.copier.hurry(true);
         self.before(end, &self.target, async {
@@ -120,7 +119,7 @@ impl<S: Storage> Mirror<S> {
         if self.kind == TargetKind::Base {
             let action = (self.before_switch)();
             let outcome = self.before(end, &self.target, async { Ok(action.await?) }).await;
-            // Where it was late it may be half done.
+            // After the time limit it may be half done.
             return outcome.map_err(|stop| Failure::Marked(stop.for_good()));
         }
         if !self.has_mark() {
@@ -135,8 +134,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Gives the target its mark again where it may have lost it: then the write that took it has
-    /// ended. Why the job fails.
+    /// Writes the target's mark again if it may be gone, after the write that removed it has ended.
+    /// Returns why the job fails.
     async fn undo(&self, failure: Failure<'_>) -> Stop {
         match failure {
             Failure::Marked(stop) => {
@@ -147,7 +146,7 @@ impl<S: Storage> Mirror<S> {
             }
             Failure::Unknown(error) => {
                 let unmarked = unmarked(&error);
-                // Until the mark is there, this is what there is to say.
+                // Until the mark is written, this is the end to report.
                 self.control.decide(JobEnd::failed(&unmarked));
                 self.mark_again(unmarked).await.map_or_else(Stop::Failed, |()| error.into())
             }
@@ -155,7 +154,7 @@ impl<S: Storage> Mirror<S> {
                 let error = late(&self.target);
                 let unmarked = unmarked(&error);
                 self.control.postpone(&unmarked);
-                // Its outcome makes no difference.
+                // Its outcome does not matter.
                 let _ = write.await;
                 if let Err(unmarked) = self.mark_again(unmarked).await {
                     return Stop::Failed(unmarked);
@@ -166,7 +165,7 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Writes the mark again. Where that fails, this is what there is to say.
+    /// Writes the mark again. On error the job ends with `unmarked`.
     async fn mark_again(&self, unmarked: Error) -> Result<()> {
         mark_incomplete(&self.target, self.source.name()).await.map_err(|_| unmarked)
     }
@@ -186,8 +185,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Awaits a step of `disk` while the guest's changes are held off: they go on at this time
-    /// whatever it does.
+    /// Awaits a step of `disk` while the guest's changes are held off: at this time they continue,
+    /// even if it hangs.
     async fn before<T>(
         &self,
         end: Duration,
