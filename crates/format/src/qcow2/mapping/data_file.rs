@@ -40,7 +40,7 @@ impl Mapper<'_> {
         let DataPlacement::DataFile(file) = &self.mapping.data else {
             return self.map_zero_by_entries(range, unmap);
         };
-        // Zeros are written over data; elsewhere the entries say zero.
+        // Zeros are written over data; other entries are set to zero.
         if file.is_raw_disk() || self.starts_with_data(range)? {
             return self.map_write(range);
         }

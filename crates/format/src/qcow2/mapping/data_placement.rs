@@ -30,14 +30,14 @@ pub(super) enum DataPlacement {
     DataFile(DataFilePlacement),
 }
 
-/// The data file, as far as the mapping knows it.
+/// The mapping's knowledge of the data file.
 pub(super) struct DataFilePlacement {
     /// Its block in bytes: writes there are aligned to it.
     block: u64,
     is_raw_disk: bool,
     /// Writes that carry COW padding.
     cow_writes: WaitGroup,
-    /// Clusters of those whose future was dropped.
+    /// Clusters of writes with dropped futures.
     dropped: HashSet<u64>,
 }
 
@@ -54,7 +54,7 @@ impl DataPlacement {
         }
     }
 
-    /// Blocked while writes whose future was dropped may write their COW padding to these clusters.
+    /// Blocked while writes with dropped futures may write their COW padding to these clusters.
     pub(super) fn wait_for_cow_writes(&mut self, clusters: &Range<u64>) -> Step<()> {
         let Self::DataFile(file) = self else { return Ok(()) };
         if clusters.clone().any(|cluster| file.dropped.contains(&cluster)) {
@@ -82,8 +82,7 @@ impl DataPlacement {
         }
     }
 
-    /// The memory of a write that carries COW padding: the write is known to be in flight until it
-    /// is dropped.
+    /// The memory of a write with COW padding: the write counts as in flight until it is dropped.
     pub(super) fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
             Self::Image => from,

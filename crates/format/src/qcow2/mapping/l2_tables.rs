@@ -8,7 +8,7 @@ use super::Mapper;
 
 impl Mapper<'_> {
     /// The slice with a cluster's L2 entry, in an L2 table that only the active L1 table refers to:
-    /// allocated or copied where it must be.
+    /// allocated or copied if necessary.
     pub(super) fn writable_l2_slice(&mut self, cluster: u64) -> Step<SliceId> {
         let at = self.tables.geometry().l2_index(cluster);
         let table = match self.tables.l2_table(at.l1_index)? {

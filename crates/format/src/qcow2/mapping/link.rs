@@ -26,7 +26,7 @@ struct EntryChange<'a> {
 }
 
 impl Mapper<'_> {
-    /// The data of the extent arrived: all entries change, or none if something is missing. Returns
+    /// The data of the extent is written: all entries change, or none if a step is blocked. Returns
     /// the clusters whose references left the tables, for the caller to free.
     pub(crate) fn link(&mut self, extent: Extent, data: Durability) -> Step<Vec<DeferredFree>> {
         let mut dropped = Vec::new();
@@ -101,7 +101,7 @@ impl Mapper<'_> {
         Ok(dropped)
     }
 
-    /// Notes in the redo log what the entries of these clusters became, all in one slice.
+    /// Records the new entries of these clusters, all in one slice, in the redo log.
     fn append_redo(&mut self, slice: SliceId, clusters: Range<u64>, change: &Change) -> Step<()> {
         if !self.tables.redo.is_attached() {
             return Ok(());

@@ -22,7 +22,7 @@ impl Mapper<'_> {
         let geometry = self.tables.geometry();
         let header = self.tables.header();
         let wanted = self.mapping.runs.wanted(clusters.start, geometry.cluster_bits);
-        // Zeros of the file have to be zeros of the disk, and clusters are mapped as a whole.
+        // Zeros in the file must read as zeros of the disk, and clusters are mapped as a whole.
         if wanted == 0 || header.encryption.is_some() || geometry.extended_l2 {
             return Ok(0);
         }
@@ -30,8 +30,8 @@ impl Mapper<'_> {
         let in_slice = geometry.slice_l2_entries() - geometry.l2_index(clusters.start).index as u64;
         let end = (clusters.end + wanted).min(clusters.start + in_slice);
         let end = end.min(geometry.clusters_for(header.size));
-        // A disk that becomes longer covers its backing file's bytes beyond the end before it has
-        // the size.
+        // A growing disk covers its backing file's bytes beyond the old end before it has the new
+        // size.
         if end <= clusters.end {
             return Ok(0);
         }
@@ -45,7 +45,7 @@ impl Mapper<'_> {
             }
             found += 1;
         }
-        // A record of their own is noted, before those of the changes that are pending.
+        // A record of their own is appended, before those of the pending changes.
         let pending = self.mapping.changes.len() + 1;
         let has_room = found > clusters.end && self.tables.redo.check_room(pending).is_ok();
         Ok(if has_room { found - clusters.end } else { 0 })

@@ -50,8 +50,8 @@ pub(crate) struct Mapping {
     changes: PendingChanges,
     data: DataPlacement,
     runs: RunsAhead,
-    /// Where the bytes of the backing file end: 0 for none, the largest number while that is not
-    /// known, and before the image gets one.
+    /// End of the backing file's bytes: 0 for none, the maximum while unknown, and before the image
+    /// gets a backing file.
     backing_end: u64,
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct Mapper<'a> {
 }
 
 impl Mapping {
-    /// Of an image with this header.
+    /// For an image with this header.
     pub(crate) fn new(header: &Header) -> Self {
         Self {
             changes: PendingChanges::default(),
@@ -82,7 +82,7 @@ impl Mapping {
         Mapper { tables, allocator, mapping: self }
     }
 
-    /// Where the backing file ends: past that it reads as zeros.
+    /// End of the backing file: past it the backing file reads as zeros.
     pub(crate) fn set_backing_end(&mut self, end: u64) {
         self.backing_end = end;
     }
@@ -115,12 +115,12 @@ impl Mapper<'_> {
         self.tables.header().backing.is_some() || self.mapping.backing_end > 0
     }
 
-    /// Blocked where a writeback has to run, or a change to end, before another one is prepared.
+    /// Blocked if a writeback must run, or a change must end, before another one is prepared.
     fn check_room(&mut self) -> Step<()> {
         self.tables.check_dirty_limit()?;
         let checked = self.tables.redo.check_room(self.mapping.changes.len());
         match self.mapping.changes.first() {
-            // The changes that are prepared take all room: a writeback gives none back.
+            // The prepared changes take all space of the log: a writeback frees none.
             Some(pending) if checked.is_err() && self.tables.redo.is_empty() => {
                 Err(Blocked::NoRoom(pending.listen()))
             }

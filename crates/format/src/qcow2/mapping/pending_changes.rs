@@ -21,12 +21,12 @@ pub(super) enum Change {
     Write { host: u64, allocated: bool },
     /// It refers to its compressed data.
     Compressed(CompressedDescriptor),
-    /// They read as zeros, and keep their host clusters or not.
+    /// They read as zeros, with or without their host clusters.
     Zero { keep: bool },
     /// They have no host cluster, and read as zeros if that can be encoded.
     Discard,
-    /// The subclusters `mask` of the one cluster get into `state`. Without any subcluster of data
-    /// left the cluster loses its host cluster, unless it is to `keep` it.
+    /// The subclusters `mask` of the one cluster change to `state`. Once no subcluster has data the
+    /// cluster loses its host cluster, except with `keep`.
     Subclusters { mask: u32, state: SubclusterState, keep: bool },
 }
 
@@ -63,8 +63,8 @@ pub(super) struct PendingChanges {
 }
 
 impl PendingChanges {
-    /// The end of the clusters from `first` on that no change has locked, at most `end`; or what to
-    /// wait for, if `first` itself is locked.
+    /// The end of the clusters from `first` on that no change has locked, at most `end`; or the
+    /// event to wait for, if `first` itself is locked.
     pub(super) fn unlocked_until(&self, first: u64, end: u64) -> Result<u64, EventListener> {
         if let Some((_, before)) = self.changes.range(..=first).next_back()
             && before.clusters.end > first
@@ -127,7 +127,7 @@ impl PendingChanges {
         self.changes.get(&first)
     }
 
-    /// Ends a change, and wakes those who wait for it.
+    /// Ends a change, and wakes the tasks that wait for it.
     pub(super) fn end(&mut self, first: u64) -> Option<PendingChange> {
         let pending = self.changes.remove(&first)?;
         pending.ended.notify(usize::MAX);

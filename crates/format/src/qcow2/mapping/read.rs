@@ -97,7 +97,8 @@ fn extent(tables: &Tables, guest: ByteRange, content: SubclusterContent) -> Exte
     Extent { guest, alloc_range: whole, state, flags: ExtentFlags::empty() }
 }
 
-/// The extent up to the end of the file. What begins past the end is lost: it is not read as zeros.
+/// The extent up to the end of the file. An extent that begins past the end is lost: it is not read
+/// as zeros.
 fn within_file(tables: &Tables, extent: Extent) -> Step<Extent> {
     let geometry = tables.geometry();
     let host = match extent.state {

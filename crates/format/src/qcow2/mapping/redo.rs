@@ -9,8 +9,8 @@ use crate::qcow2::tables::{DataStability, RedoRecord, SliceId, Step};
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// The first part of `clusters` that lies in one slice: which clusters of it have other entries
-    /// than after `record`, and what these become. Changes nothing.
+    /// The first part of `clusters` that lies in one slice: its clusters whose entries differ from
+    /// those after `record`, with the entries after it. Changes nothing.
     pub(crate) fn differing_entries(
         &mut self,
         record: &RedoRecord,
@@ -33,8 +33,8 @@ impl Mapper<'_> {
         Ok((end, differing))
     }
 
-    /// Sets these entries, all in one slice. Their data is where they say, and counted. Returns the
-    /// clusters whose references left the tables, for the caller to free.
+    /// Sets these entries, all in one slice. Their data must be at their host offsets, with
+    /// refcounts. Returns the clusters whose references left the tables, for the caller to free.
     pub(crate) fn set_entries(&mut self, entries: &[(u64, Entry)]) -> Step<Vec<DeferredFree>> {
         let mut dropped = Vec::new();
         let Some(&(first, _)) = entries.first() else { return Ok(dropped) };
@@ -57,10 +57,10 @@ impl Mapper<'_> {
         Ok(dropped)
     }
 
-    /// The entry without its COPIED flag where its host cluster is counted more than once. Such a
-    /// cluster was freed and used again, and the process has died before its lower refcount was
-    /// written. The flag would be wrong; the refcount is not lowered, because nothing shows
-    /// that no other table refers to the cluster. So a cluster leaks at most.
+    /// The entry without its COPIED flag if its host cluster's refcount exceeds one: the cluster
+    /// was freed and used again, and the process was killed before its lower refcount was written.
+    /// The flag would be wrong; the refcount is not lowered, because another table may refer to the
+    /// cluster. So at most a cluster leaks.
     fn with_found_refcount(&mut self, entry: Entry) -> Step<Entry> {
         let geometry = self.tables.geometry();
         match entry {

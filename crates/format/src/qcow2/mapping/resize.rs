@@ -22,8 +22,8 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// Has the L2 entries from that of `cluster` to the end of its slice, or to `end`, refer to
-    /// their places in the raw disk. Returns the cluster after them.
+    /// Makes the L2 entries from that of `cluster` to the end of its slice, or to `end`, refer to
+    /// their host offsets in the raw disk. Returns the cluster after them.
     pub(crate) fn map_raw_slice(&mut self, cluster: u64, end: u64) -> Step<u64> {
         let geometry = self.tables.geometry();
         let first = geometry.l2_index(cluster).index as u64;
@@ -80,7 +80,7 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// The disk ends earlier, and with it the L1 table. Nothing beyond is in use, durably.
+    /// Shortens the disk, and with it the L1 table. Nothing beyond `size` may be in use, durably.
     pub(crate) fn cut(&mut self, size: u64) -> Step<()> {
         // An L1 table of no entries at all is unusual: other programs may not expect it.
         let entries = self.tables.geometry().l1_entries_for(size).max(1);
@@ -104,7 +104,7 @@ impl Mapper<'_> {
         self.tables.check_dirty_limit()?;
         let unlocked = self.mapping.changes.unlocked_until(first, end).map_err(Blocked::Wait)?;
         if unlocked < end {
-            // Only a locked cluster tells what to wait for.
+            // Only a locked cluster has an event to wait for.
             for cluster in first..end {
                 self.wait_for_change(cluster)?;
             }

@@ -17,7 +17,7 @@ use std::ops::Range;
 const MAX_CLUSTERS: u64 = 64;
 const MAX_BYTES: u64 = 4 << 20;
 
-/// How many runs go on side by side: a file system's journal and several files.
+/// Maximum number of parallel runs: a file system's journal and several files.
 const MAX_RUNS: usize = 4;
 
 /// The latest runs, the latest one last.

@@ -15,8 +15,7 @@ use super::write::WriteMethod;
 use super::{Mapper, noop_extent};
 
 impl Mapper<'_> {
-    /// The extent of the first bytes of `range` for making them zeros, by entries where they can
-    /// say it.
+    /// The extent of the first bytes of `range` for making them zeros, by entries if possible.
     pub(super) fn map_zero_by_entries(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
         let Some(clusters) = self.whole_clusters(range) else {
             let keep = unmap == Unmap::Forbidden;
@@ -57,8 +56,8 @@ impl Mapper<'_> {
     pub(super) fn map_discard_in_image(&mut self, range: ByteRange) -> Step<Extent> {
         let geometry = self.tables.geometry();
         let is_backed = self.is_backed(geometry.cluster_of(range.offset()));
-        // Such an image has no zero flag: what the guest has written stays, or the backing file's
-        // bytes would come back.
+        // Such an image has no zero flag: the guest's data stays, or the backing file's bytes would
+        // reappear.
         if is_backed && geometry.version < 3 {
             return Ok(noop_extent(
                 range.truncate(self.tables.geometry().rest_of_cluster(range.offset())),
@@ -84,8 +83,8 @@ impl Mapper<'_> {
         self.prepare_unmapping(range, clusters, Change::Discard, needs)
     }
 
-    /// Whether a cluster would show bytes of the backing file if it had no entry. An image with a
-    /// zero flag sets it up to its end, also where the backing file is shorter now.
+    /// Whether a cluster without an entry would show bytes of the backing file. In images with zero
+    /// flags this holds up to the disk's end, even if the backing file is shorter now.
     fn is_backed(&self, cluster: u64) -> bool {
         let geometry = self.tables.geometry();
         let is_before_end = geometry.offset_of(cluster) < self.mapping.backing_end;
@@ -120,8 +119,8 @@ impl Mapper<'_> {
         }
     }
 
-    /// Prepares a change of whole subclusters of one cluster by its entry alone; `None` where that
-    /// cannot be.
+    /// Prepares a change of whole subclusters of one cluster by its entry alone; `None` if that is
+    /// impossible.
     fn prepare_subclusters(
         &mut self,
         part: ByteRange,
@@ -160,8 +159,7 @@ impl Mapper<'_> {
         Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
     }
 
-    /// A part of a cluster: the host's file can have a hole there where no other entry refers to
-    /// it.
+    /// A part of a cluster: the host's file can have a hole there if no other entry refers to it.
     fn discard_part(&mut self, part: ByteRange) -> Step<Extent> {
         let cluster = self.tables.geometry().cluster_of(part.offset());
         self.wait_for_change(cluster)?;
@@ -174,8 +172,8 @@ impl Mapper<'_> {
         Ok(noop_extent(part))
     }
 
-    /// The clusters from the start of `range` on that it covers, if that is at least one. What lies
-    /// beyond the disk's end counts as covered.
+    /// The whole clusters from the start of `range` on that it covers, if at least one. Bytes
+    /// beyond the disk's end count as covered.
     fn whole_clusters(&self, range: ByteRange) -> Option<Range<u64>> {
         let geometry = self.tables.geometry();
         if !geometry.is_cluster_aligned(range.offset()) {
@@ -241,9 +239,9 @@ impl Mapper<'_> {
         Ok(Extent { guest, alloc_range: guest, state: ExtentState::Zero, flags })
     }
 
-    /// Space for `length` bytes that the cluster `guest` is compressed to. It starts at a multiple
-    /// of `block` and has whole blocks for itself, so that a write never touches a block of
-    /// another one.
+    /// Space for the compressed form of the cluster `guest`, `length` bytes. It starts at a
+    /// multiple of `block` and has whole blocks for itself, so that a write never touches a block
+    /// of another one.
     pub(crate) fn map_compressed(
         &mut self,
         guest: ByteRange,

@@ -17,7 +17,7 @@ pub(super) enum WriteMethod {
     InPlace { host: u64 },
     /// In the host cluster that it has, which does not hold its data yet.
     Preallocated { host: u64 },
-    /// In a new host cluster; nothing of an old one has to be copied.
+    /// In a new host cluster; no old data has to be copied.
     Allocate,
     /// In a new host cluster that gets all that the old one holds.
     Cow(CowReason),
@@ -30,7 +30,7 @@ pub(super) enum CowReason {
     Shared,
     /// It is compressed.
     Compressed,
-    /// A write whose future was dropped may still fill it around its own bytes.
+    /// A write with a dropped future may still write its COW padding there.
     Quarantined,
 }
 
@@ -39,13 +39,13 @@ pub(super) struct Target {
     pub(super) host: u64,
     /// Allocated for it.
     pub(super) allocated: bool,
-    /// Reads as zeros, as does what is replaced.
+    /// Reads as zeros, as do the replaced clusters.
     pub(super) zeroed: bool,
     /// These zeros are written and durable.
     pub(super) prepared: bool,
 }
 
-/// How a guest cluster can be written, as far as its entry tells.
+/// How a guest cluster can be written, by its entry.
 pub(super) fn write_method(
     tables: &mut Tables,
     slice: SliceId,
@@ -66,7 +66,7 @@ pub(super) fn write_method(
                 WriteMethod::Preallocated { host: host.offset }
             }
         }
-        // Nothing is worth copying where all reads as zeros.
+        // A cluster that reads as zeros needs no copy.
         Entry::Standard { subclusters, .. } if subclusters == SubclusterBitmap::ZERO => {
             WriteMethod::Allocate
         }
@@ -109,7 +109,7 @@ impl Mapper<'_> {
             WriteMethod::Allocate | WriteMethod::Cow(_) => {
                 self.check_room()?;
                 if method == WriteMethod::Cow(CowReason::Quarantined) {
-                    // Clusters that are written in place now have to be copied, too.
+                    // Clusters with overwrites in flight must be copied, too.
                     self.wait_for_overwrites(&(first..first + 1))?;
                 }
                 let (clusters, target) = self.allocate_target(slice, clusters)?;
@@ -144,7 +144,7 @@ impl Mapper<'_> {
             (InPlace { host }, InPlace { host: next })
             | (Preallocated { host }, Preallocated { host: next }) => host + distance == next,
             (Allocate, Allocate) => true,
-            // Without subclusters it makes no difference what is replaced.
+            // Without subclusters the replaced content does not matter.
             (Allocate | Cow(_), Allocate | Cow(_)) => !geometry.extended_l2,
             _ => false,
         }
@@ -175,7 +175,7 @@ impl Mapper<'_> {
         slice: SliceId,
         clusters: Range<u64>,
     ) -> Step<(Range<u64>, Target)> {
-        // Nothing was ever written past the end, where the file did not reach further before.
+        // Space past the end is unwritten, unless the file was longer before.
         let unused = self.tables.file.end();
         let count = clusters.end - clusters.start;
         let ahead = self.clusters_ahead(slice, &clusters)?;
@@ -222,7 +222,7 @@ impl Mapper<'_> {
         Ok(Extent { guest, alloc_range: whole, state: ExtentState::Mapped { host }, flags })
     }
 
-    /// Whether these clusters, all in one slice, read as zeros whatever the backing file holds.
+    /// Whether these clusters, all in one slice, read as zeros whatever the backing file has.
     fn reads_as_zeros(&mut self, slice: SliceId, clusters: Range<u64>) -> Step<bool> {
         for cluster in clusters {
             let index = self.tables.geometry().l2_index(cluster).index;

@@ -23,13 +23,13 @@ use super::backing::free_first_sector;
 use super::metadata_transaction::MetadataTransaction;
 use super::zero_clusters::replace_zero_clusters;
 
-/// The hint where an image cannot change in place.
+/// The hint if an image cannot be changed in place.
 const CONVERT: &str = "'blockhouse convert -O qcow2 -o compat=0.10 IMAGE NEW' makes another image";
 
 /// The changes of an image; `None` stays as it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amendments {
-    /// The revision of the format; an earlier one where the image uses nothing that it lacks but
+    /// The revision of the format; an earlier one only if the image needs no newer feature except
     /// zero clusters.
     pub version: Option<Version>,
     /// Whether refcounts may be written late: only in version 3.
@@ -38,13 +38,12 @@ pub struct Amendments {
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Changes options of the image, durably: after a crash the image has the old ones or the new
-    /// ones. What [`features`](Self::features) answers is new, all else is as it was when the image
-    /// was opened; the caller closes the image after this.
+    /// ones. [`features`](Self::features) returns the new ones, all else is as when the image was
+    /// opened; the caller closes the image after this.
     ///
     /// # Errors
-    /// `Unsupported` for what cannot be changed in place; `InvalidInput` where the header has no
-    /// room, or the options contradict each other; `ReadOnly`; `NoSpace`; or what the storage
-    /// answers.
+    /// `Unsupported` for options that cannot be changed in place; `InvalidInput` if the header has
+    /// no space, or the options contradict each other; `ReadOnly`; `NoSpace`; storage errors.
     pub async fn amend(&self, amendments: Amendments) -> Result<()> {
         let Qcow2 { metadata, transactions, .. } = self.image;
         metadata.check_writable()?;
@@ -88,7 +87,7 @@ impl<S: Storage> Qcow2Header<'_, S> {
     }
 }
 
-/// The header with the new options; `None` where it has them.
+/// The header with the new options; `None` if it has them already.
 fn amended(name: &str, old: &Header, amendments: Amendments) -> Result<Option<Header>> {
     let mut new = old.clone();
     match amendments.version {
@@ -139,7 +138,7 @@ fn check_features(name: &str, header: &Header) -> Result<()> {
     Err(unfit(name, what, hint))
 }
 
-/// Refuses an image that says of itself what version 2 has no bits for.
+/// Refuses an image with header bits that version 2 lacks.
 fn check_marks(name: &str, header: &Header) -> Result<()> {
     if header.incompatible == Incompatible::empty() {
         Ok(())
@@ -148,7 +147,7 @@ fn check_marks(name: &str, header: &Header) -> Result<()> {
     }
 }
 
-/// Refuses snapshots that need more than an entry of version 2 has room for.
+/// Refuses snapshots that do not fit into an entry of version 2.
 fn check_snapshots(name: &str, entries: &[SnapshotEntry], size: u64) -> Result<()> {
     let fits = |entry: &SnapshotEntry| {
         entry.disk_size().is_none_or(|of_snapshot| of_snapshot == size)

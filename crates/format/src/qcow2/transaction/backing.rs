@@ -26,12 +26,12 @@ use crate::qcow2::writeback::Metadata;
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Gives the image another backing file or none, durably. The [facts](crate::Qcow2::facts) stay
-    /// what they were when the image was opened; the caller closes the image after this. That the
-    /// new file has the content that the image relies on is the caller's business.
+    /// what they were when the image was opened; the caller closes the image after this. The caller
+    /// ensures that the new file has the content that the image relies on.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is empty, too long, or for which the header has no room; or
-    /// what the storage answers.
+    /// `InvalidInput` for a name that is empty, too long, or too long for the header; storage
+    /// errors.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         change_backing(&self.image.metadata, backing, NamePlace::BehindExtensions).await
     }
@@ -40,9 +40,9 @@ impl<S: Storage> Qcow2Header<'_, S> {
 /// Where the name goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NamePlace {
-    /// Where there is room, as other programs have it.
+    /// Directly after the extensions, as in images of other programs.
     BehindExtensions,
-    /// Where the first sector keeps its room, if clusters have more.
+    /// Beyond the first sector, if clusters are larger, so that the sector keeps its free space.
     BeyondFirstSector,
 }
 
@@ -87,7 +87,7 @@ async fn change_backing<S: Storage>(
         bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
         bytes[new.length..SECTOR].copy_from_slice(&after[new.length..SECTOR]);
     };
-    // A writeback may change other fields meanwhile.
+    // A writeback may change other fields at the same time.
     metadata.writer().write_header(patch).await?;
     metadata.sync(SyncMode::Data).await?;
     let mut state = metadata.lock();
@@ -96,8 +96,8 @@ async fn change_backing<S: Storage>(
     Ok(())
 }
 
-/// Moves the name of the backing file out of the first sector, if it is there and clusters have
-/// more, so that extensions find room: durably.
+/// Moves the name of the backing file out of the first sector, if it is there and clusters are
+/// larger, to make space for extensions: durably.
 ///
 /// # Errors
 /// As [`Qcow2Header::set_backing`].
@@ -143,13 +143,13 @@ fn with_backing(old: &Header, backing: Option<Backing>) -> Header {
 
 /// The parts after the fields of a header.
 struct NewLayout {
-    /// The extensions, which begin behind the fields.
+    /// The extensions, which follow the fields.
     list: Vec<u8>,
-    /// Where the name of the backing file is.
+    /// Offset of the backing file's name.
     name_offset: Option<usize>,
 }
 
-/// The new extensions and the place of the name; `None` where there is no room. `bytes` is the old
+/// The new extensions and the offset of the name; `None` if there is no space. `bytes` is the old
 /// first cluster.
 fn lay_out(old: &Header, new: &Header, bytes: &[u8], place: NamePlace) -> Option<NewLayout> {
     let name_length = new.backing.as_ref().map_or(0, |backing| backing.name.len());

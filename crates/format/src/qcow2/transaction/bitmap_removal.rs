@@ -24,11 +24,11 @@ use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::writeback::Metadata;
 
 /// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. The caller
-/// loads the bitmaps again, also after an error. `no_space` says why it is not done by a
-/// transaction.
+/// loads the bitmaps again, also after an error. `no_space` is the error of the transaction tried
+/// before.
 ///
 /// # Errors
-/// `no_space` where the directory is too long; what the storage answers.
+/// `no_space` if the directory is too long; storage errors.
 pub(super) async fn remove_in_place<S: Storage>(
     Qcow2 { metadata, transactions, bitmaps: live, .. }: &Qcow2<S>,
     name: &str,
@@ -83,7 +83,7 @@ async fn write_directory<S: Storage>(
     metadata.sync(SyncMode::Data).await
 }
 
-/// Says in the header where the directory is, durably.
+/// Writes the directory's new location to the header, durably.
 async fn switch<S: Storage>(metadata: &Metadata<S>, new: Option<DirectoryLocation>) -> Result<()> {
     let switched = metadata.rewrite_header(|header| {
         let is_directory = |extension: &Extension| extension.kind == extensions::BITMAPS;

@@ -34,8 +34,8 @@ use super::metadata_transaction::MetadataTransaction;
 pub struct NewBitmap {
     /// 1 to 1023 bytes, different from all others in the image.
     pub name: String,
-    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB. `None`: a
-    /// cluster, but 4 KiB at least and 64 KiB at most.
+    /// How many bytes of the disk one bit covers: a power of two, 512 B to 2 GiB. `None`: a
+    /// cluster, but at least 4 KiB and at most 64 KiB.
     pub granularity: Option<u64>,
     /// Whether changes of the disk are recorded in it.
     pub is_enabled: bool,
@@ -57,7 +57,7 @@ pub enum BitmapAction {
 /// A change of one bitmap, of several that are made together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BitmapChange {
-    /// It is added without any change in it.
+    /// It is added without any changes in it.
     Add(NewBitmap),
     /// It is changed.
     Change {
@@ -66,7 +66,7 @@ pub enum BitmapChange {
         /// The change of this bitmap.
         action: BitmapAction,
     },
-    /// It gets what another one of the image has recorded.
+    /// It gets the changes of another bitmap of the image.
     Merge {
         /// Its name.
         name: String,
@@ -98,10 +98,10 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// the disk without recording its changes in them.
     ///
     /// # Errors
-    /// `Corrupt` where the directory contradicts the format.
+    /// `Corrupt` if the directory contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
-        // A change of the bitmaps meanwhile gives no cluster of the old ones to the guest.
+        // A concurrent change of the bitmaps must not give a cluster of the old ones to the guest.
         let _read = metadata.begin_read();
         let header = metadata.lock().tables.headers.disk().clone();
         let entries = bitmap_directory::read(metadata.storage(), &header).await?;
@@ -117,13 +117,13 @@ impl<S: Storage> Bitmaps<'_, S> {
         Ok(described.collect())
     }
 
-    /// The record of the bitmap of this name for `range`, which lies inside the disk: extents that
-    /// follow each other, `max` at least unless there are fewer. An enabled bitmap of an image
-    /// that is open for writing says what was recorded up to now.
+    /// The record of the bitmap of this name for `range`, which lies inside the disk: adjacent
+    /// extents, at least `max` unless there are fewer. An enabled bitmap of a writable image
+    /// returns its records up to now.
     ///
     /// # Errors
-    /// `InvalidInput` where there is no such bitmap, or where it is inconsistent; `Corrupt`; or
-    /// what the storage answers.
+    /// `InvalidInput` if there is no such bitmap, or if it is inconsistent; `Corrupt`; storage
+    /// errors.
     pub async fn extents(
         &self,
         name: &str,
@@ -147,13 +147,13 @@ impl<S: Storage> Bitmaps<'_, S> {
         self.image.bitmaps.observe_losses(observer);
     }
 
-    /// Has each session begin with a voucher, which `vouch` gives. Of a side file whose raw image
-    /// is this process's alone, which [renews](Self::renew_voucher) the voucher in time.
+    /// Makes each session begin with a voucher from `vouch`. For a side file whose raw image this
+    /// process alone uses; it must [renew](Self::renew_voucher) the voucher in time.
     pub fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
         self.image.bitmaps.vouch_by(vouch);
     }
 
-    /// Notes a new voucher durably, where a session goes on in which one was noted.
+    /// Writes a new voucher durably, if the session has one.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -161,15 +161,15 @@ impl<S: Storage> Bitmaps<'_, S> {
         self.image.bitmaps.renew_voucher(&self.image.metadata).await
     }
 
-    /// The most bytes of the disk that each enabled bitmap may say to have changed although they
-    /// have not, because a process died that recorded changes in it; 0 where none did. Of an image
-    /// that is open for writing.
+    /// Maximum bytes that each enabled bitmap may mark as changed although they have not, because a
+    /// process was killed that recorded changes in it; 0 if none was. For an image that is open for
+    /// writing.
     pub fn excess(&self) -> u64 {
         self.image.bitmaps.excess(&self.image.metadata)
     }
 
-    /// Has the enabled bitmaps say that `range` changes, though nothing is written to it; durable
-    /// when it returns. One in which that cannot be recorded is lost, as by a change.
+    /// Marks `range` as changed in the enabled bitmaps, though it is not written; durable when it
+    /// returns. A bitmap that cannot record it is lost, as with a change.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -186,9 +186,9 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// Adds a bitmap without any change in it.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is taken, empty or too long, a granularity that the format
-    /// does not have or that makes too large a bitmap, or a header without room; `Unsupported`
-    /// for version 2; `NoSpace`; or what the storage answers. Nothing has changed then.
+    /// `InvalidInput` for a name that exists, is empty or too long, an unsupported granularity or
+    /// one that makes too large a bitmap, or a full header; `Unsupported` for version 2; `NoSpace`;
+    /// storage errors. On error nothing has changed.
     pub async fn add(&self, new: &NewBitmap) -> Result<()> {
         let change = async |entries: &mut Vec<BitmapEntry>,
                             transaction: &mut MetadataTransaction<'_, S>| {
@@ -200,8 +200,8 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// Changes the bitmap of this name.
     ///
     /// # Errors
-    /// `InvalidInput` where no bitmap has this name, or where it is inconsistent and `action` does
-    /// not remove it; or as [`add`](Self::add).
+    /// `InvalidInput` if no bitmap has this name, or if it is inconsistent and `action` does not
+    /// remove it; or as [`add`](Self::add).
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         let change = async |entries: &mut Vec<BitmapEntry>,
@@ -213,7 +213,7 @@ impl<S: Storage> Bitmaps<'_, S> {
                 let removed = remove_in_place(self.image, name, error).await;
                 let _ = live.load(metadata).await;
                 removed?;
-                // The bitmap is gone, whatever comes of its clusters.
+                // The bitmap is gone, even if its clusters cannot be freed.
                 let _ = metadata.reclaim().await;
                 Ok(())
             }
@@ -222,7 +222,7 @@ impl<S: Storage> Bitmaps<'_, S> {
     }
 
     /// Makes changes of bitmaps, all of them or none. `prepared` is awaited when all is written,
-    /// before one write makes the changes effective; where it fails, none is made.
+    /// before one write makes the changes effective; if it fails, none is made.
     ///
     /// # Errors
     /// As [`add`](Self::add) and [`change`](Self::change), or that of `prepared`.
@@ -235,7 +235,7 @@ impl<S: Storage> Bitmaps<'_, S> {
         let change = async |entries: &mut Vec<BitmapEntry>,
                             transaction: &mut MetadataTransaction<'_, S>| {
             for change in changes {
-                // A change may read what an earlier one has placed.
+                // A change may read tables that an earlier one has stored.
                 transaction.write_waiting().await?;
                 match change {
                     BitmapChange::Add(new) => {
@@ -259,8 +259,8 @@ impl<S: Storage> Bitmaps<'_, S> {
         run_prepared(self.image, change, prepared).await
     }
 
-    /// Adds what the bitmap `source_name` of `source`, which may be of this image, has recorded to
-    /// the bitmap `name`, whose granularity may be another one.
+    /// Merges the bitmap `source_name` of `source`, which may be this image, into the bitmap
+    /// `name`, whose granularity may differ.
     ///
     /// # Errors
     /// `InvalidInput` for disks of different sizes; or as [`change`](Self::change).
@@ -386,13 +386,13 @@ async fn run_prepared<S: Storage>(
     };
     prepare_directory(metadata, live).await?;
     let outcome = transactions.run_beside_guest_data(metadata, transaction).await;
-    // Where that fails, the next change tries again.
+    // If that fails, the next change retries it.
     let _ = live.load(metadata).await;
     outcome
 }
 
-/// Before a transaction that changes the directory: ends the session, whose marks are those of
-/// bitmaps that stay.
+/// Before a transaction that changes the directory: ends the session; its marks belong to bitmaps
+/// that stay.
 pub(super) async fn prepare_directory<S: Storage>(
     metadata: &Metadata<S>,
     live: &LiveBitmaps,
@@ -490,7 +490,7 @@ pub(super) fn check_consistent(image: &str, entry: &BitmapEntry, header: &Header
         .hint("it can only be removed; the next backup has to be a full one"))
 }
 
-/// Clusters of a bitmap that is gone are free.
+/// Frees the clusters of a removed bitmap.
 pub(super) async fn release_bitmap<S: Storage>(
     entry: &BitmapEntry,
     storage: &S,
@@ -546,9 +546,8 @@ pub(super) async fn place_table<S: Storage>(
 }
 
 /// Changes the size of the disk, and with it the tables of all bitmaps: a table has exactly as many
-/// entries as the disk needs. Of a longer disk, enabled bitmaps say that the new part has changed:
-/// it may have had other content before a shrink. Nothing is in use past the new end of a shorter
-/// one.
+/// entries as the disk needs. If it grows, enabled bitmaps mark the new part as changed: it may
+/// have had other content before a shrink. Nothing is in use past the new end of a shorter one.
 pub(super) async fn resize_with_bitmaps<S: Storage>(image: &Qcow2<S>, size: u64) -> Result<()> {
     let Qcow2 { metadata, bitmaps: live, .. } = image;
     let storage = metadata.storage();
@@ -582,12 +581,12 @@ async fn resize_table<S: Storage>(
 ) -> Result<()> {
     let geometry = transaction.geometry();
     if entry.is_inconsistent(transaction.header()) {
-        // Its bits say nothing, and its table may have any length.
+        // Its bits are meaningless, and its table may have any length.
         return Ok(());
     }
     check_bounds(storage.name(), entry, entry.clusters_for(size, geometry), geometry)?;
     let reader = BitsReader::open(storage, geometry, entry, old_size).await?;
-    // The last bit of the old size may stand for new bytes as well.
+    // The last bit of the old size may cover new bytes as well.
     let (old_bits, bits) = (old_size >> entry.granularity_bits, entry.bits_for(size));
     let in_cluster = reader.cluster_bits();
     let is_recorded = entry.flags.contains(BitmapFlags::AUTO);
@@ -626,7 +625,7 @@ async fn resize_table<S: Storage>(
     place_table(entry, table, transaction).await
 }
 
-/// All of the disk changes: bitmaps that are enabled say so.
+/// The whole disk changes: enabled bitmaps mark all of it.
 pub(super) async fn mark_all<S: Storage>(
     entries: &mut [BitmapEntry],
     storage: &S,
@@ -642,7 +641,7 @@ pub(super) async fn mark_all<S: Storage>(
     Ok(())
 }
 
-/// Finds the first changed bytes at an offset or behind it.
+/// Finds the first changed bytes at an offset or after it.
 pub type NextChange<'a> = &'a (dyn Fn(u64) -> Option<ByteRange> + Sync);
 
 /// The bits of two bitmaps in one, with the granularity of the first. One cluster of them is in
@@ -658,7 +657,7 @@ pub(super) struct Merge<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> Merge<'a, S> {
-    /// Stores the merged bits, and answers their table.
+    /// Stores the merged bits, and returns their table.
     pub(super) async fn run(
         old: &'a BitsReader<'a, S>,
         other: &BitsReader<'_, S>,

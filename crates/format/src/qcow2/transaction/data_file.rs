@@ -7,8 +7,7 @@ use crate::qcow2::layout::header::Header;
 use crate::qcow2::writeback::Metadata;
 
 /// Makes the data file as long as a disk of `size` bytes, durably, or leaves it longer: it is never
-/// shorter than the disk, whatever a crash leaves. Before that `note` changes the header of a
-/// side file.
+/// shorter than the disk, even after a crash. Before that `note` changes the header of a side file.
 pub(super) async fn lengthen_data_file<S: Storage>(
     metadata: &Metadata<S>,
     size: u64,

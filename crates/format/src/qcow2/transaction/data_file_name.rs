@@ -15,12 +15,12 @@ use super::backing::free_first_sector;
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Gives the data file another name, durably, by one write of the header: after a crash the
     /// image names it by the old one or the new one. The [facts](crate::Qcow2::facts) stay what
-    /// they were when the image was opened; the caller closes the image after this, and gives the
-    /// file that name.
+    /// they were when the image was opened; the caller closes the image after this, and renames the
+    /// file.
     ///
     /// # Errors
-    /// `InvalidInput` where the image has no data file that it names, the name is empty or too
-    /// long, or the header has no room for it; or what the storage answers.
+    /// `InvalidInput` if the image names no data file, the name is empty or too long, or the header
+    /// has no space for it; storage errors.
     pub async fn rename_data_file(&self, name: &[u8]) -> Result<()> {
         let metadata = &self.image.metadata;
         metadata.check_writable()?;

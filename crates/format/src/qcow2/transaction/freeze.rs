@@ -10,7 +10,7 @@ use crate::qcow2::writeback::WritebackBlock;
 pub(super) struct FreezeGuard<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     stage: Stage,
-    /// Ends after the freeze: fields are dropped after what `drop` does.
+    /// Ends after the freeze: fields are dropped after `drop` has run.
     block: Option<WritebackBlock<'a, S>>,
 }
 
@@ -23,7 +23,7 @@ enum Stage {
 }
 
 impl<'a, S: Storage> FreezeGuard<'a, S> {
-    /// Freezes the tables. All that is dirty is on disk then.
+    /// Freezes the tables. Then all dirty metadata is on disk.
     pub(super) async fn freeze(metadata: &'a Metadata<S>) -> Result<Self> {
         {
             let mut state = metadata.lock();
@@ -33,7 +33,7 @@ impl<'a, S: Storage> FreezeGuard<'a, S> {
                 return Err(Error::new(ErrorKind::InvalidInput, what).on(metadata.storage().name()));
             }
             state.tables.freeze = FreezeState::Frozen(ThawEvent::default());
-            // The new tables may take what was reserved for others.
+            // The new tables may use the reserved space.
             state.allocator.release_reserve(&mut state.tables);
             state.allocator.drop_end_reserve();
         }
@@ -59,12 +59,12 @@ impl<S: Storage> Drop for FreezeGuard<'_, S> {
         let writer = self.metadata.writer();
         if self.stage == Stage::Switching {
             let what = "a change of the snapshots was dropped at its last step";
-            // The first failure is the one that led here.
+            // The first error is the cause of this one.
             writer.fail(&Error::new(ErrorKind::Io, what).on(writer.storage().name()));
         }
         let mut state = self.metadata.lock();
         state.tables.freeze = match writer.failure() {
-            // It is unknown which tables are active: nothing may be overwritten.
+            // It is unknown which tables are active: none may be overwritten.
             Some(error) if self.stage == Stage::Switching => {
                 FreezeState::Failed(error.duplicate().hint("open the image again"))
             }

@@ -15,20 +15,19 @@ use super::bitmaps::{
 };
 use super::metadata_transaction::MetadataTransaction;
 
-/// The content of bitmaps that go on in another image.
+/// The content of bitmaps that continue in another image.
 #[derive(Clone, Copy)]
 pub enum InheritedBits<'a> {
-    /// All of the disk has changed: more than has, while what has changed is not known yet.
+    /// The whole disk counts as changed, while the real changes are not known yet.
     All,
     /// Their content in the image that is no longer changed, and these changes.
     Exact(NextChange<'a>),
 }
 
 impl<S: Storage> Bitmaps<'_, S> {
-    /// Has the bitmaps of these names, which `source` has, go on in this image, with their
-    /// granularity and state. What ones of these names said here is replaced. No change of `source`
-    /// may be made from then on, unless `bits` say that all has changed or the bitmaps are
-    /// disabled.
+    /// Continues the bitmaps of these names of `source` in this image, with their granularity and
+    /// state. They replace bitmaps of these names here. `source` must not change from then on,
+    /// unless `bits` is `All` or the bitmaps are disabled.
     ///
     /// # Errors
     /// As [`merge`](Self::merge).

@@ -26,7 +26,7 @@ use super::shadow_refcounts::{NewRefcounts, ShadowRefcounts};
 /// How many L2 tables are read, and tables written, together.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// Whether references come or go.
+/// Whether references are added or removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RefcountDelta {
     Increment,
@@ -82,8 +82,8 @@ impl Transactions {
         self.preparation.acquire().await
     }
 
-    /// Makes a change of the whole image, durably. No change of the guest's may be in flight; those
-    /// that begin meanwhile wait.
+    /// Makes a change of the whole image, durably. No change of the guest's may be in flight;
+    /// changes that begin during it wait.
     pub(super) async fn run<S: Storage, T>(
         &self,
         metadata: &Metadata<S>,
@@ -96,7 +96,7 @@ impl Transactions {
         self.run_begun(metadata, change).await
     }
 
-    /// As [`run`](Self::run), for a change that neither changes the guest's data nor who has it:
+    /// As [`run`](Self::run), for a change that affects neither the guest's data nor its clusters:
     /// bitmaps stay in step with the disk, and a data file is no obstacle.
     pub(super) async fn run_beside_guest_data<S: Storage, T>(
         &self,
@@ -119,14 +119,14 @@ impl Transactions {
         let mut transaction = MetadataTransaction::begin(metadata).await?;
         let outcome = change(&mut transaction).await?;
         let freed = transaction.commit(&mut freeze).await?;
-        // A cluster that a read has looked up gets no new owner.
+        // A cluster that a read has looked up is not reallocated.
         metadata.reads_ended().await;
         metadata.give_to_host(&freed).await;
         Ok(outcome)
     }
 }
 
-/// Refuses snapshots, whose disks share clusters, of an image with a data file: there each guest
+/// Refuses snapshots, whose disks share clusters, for an image with a data file: there each guest
 /// cluster has one host offset.
 ///
 /// # Errors
@@ -188,10 +188,11 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         &self.header
     }
 
-    /// Says where the directory of bitmaps is. `sector` is the header's first sector, as it is now.
+    /// Sets the location of the bitmap directory. `sector` is the present first sector of the
+    /// header.
     ///
     /// # Errors
-    /// `InvalidInput` where the header has no room.
+    /// `InvalidInput` if the header has no space.
     pub(super) fn set_bitmaps(
         &mut self,
         location: Option<DirectoryLocation>,
@@ -213,7 +214,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     /// its first sector, as it is now.
     ///
     /// # Errors
-    /// `InvalidInput` where the header has no room.
+    /// `InvalidInput` if the header has no space.
     pub(super) fn change_header(
         &mut self,
         change: impl FnOnce(&mut Header),
@@ -235,9 +236,9 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.header.size = size;
     }
 
-    /// Changes the size that the data file of a side file may have beside the disk's, one of which
-    /// is `larger`. Its bitmaps are marked as those of a session, of which the changes are this
-    /// process's also where it dies.
+    /// Changes the second size that the data file of a side file may have beside the disk's size;
+    /// `larger` is the larger of the two. Its bitmaps are marked as in use by a session, so that
+    /// changes count as this process's even if it is killed.
     pub(super) fn set_data_size(&mut self, size: u64, larger: u64, voucher: Option<Voucher>) {
         self.data_length = size;
         if DataFileMark::of(&self.header).is_some() {
@@ -282,7 +283,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(())
     }
 
-    /// Counts what the entries of an L2 table refer to. `offset` is for messages.
+    /// Counts the references of an L2 table's entries. `offset` is for messages.
     pub(super) fn count_entries(
         &mut self,
         l2: &[u8],
@@ -407,7 +408,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Reference { offset, copied }
     }
 
-    /// Stores bytes in free clusters; answers their offset.
+    /// Stores bytes in free clusters; returns their offset.
     pub(super) async fn put(&mut self, bytes: Vec<u8>) -> Result<u64> {
         let first = self.refcounts.allocate(self.geometry.clusters_for(bytes.len() as u64))?;
         let offset = self.geometry.offset_of(first);
@@ -418,24 +419,24 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(offset)
     }
 
-    /// Writes all that was [put](Self::put): it can be read then.
+    /// Writes all bytes that were [put](Self::put): then they can be read.
     pub(super) async fn write_waiting(&mut self) -> Result<()> {
         let writes = mem::take(&mut self.waiting);
         write_beside(self.metadata, &writes).await
     }
 
-    /// The reserve of these clusters, one refcount of each, is gone.
+    /// Ends the reservation of these clusters: lowers the refcount of each by one.
     pub(super) fn release_clusters(&mut self, clusters: Range<u64>) -> Result<()> {
         self.refcounts.decrement_all(clusters)
     }
 
-    /// Bytes at `offset` are referred to no more.
+    /// Releases the clusters of these bytes at `offset`.
     pub(super) fn release(&mut self, offset: u64, length: u64) -> Result<()> {
         let first = self.geometry.cluster_of(offset);
         self.refcounts.decrement_all(first..first + self.geometry.clusters_for(length))
     }
 
-    /// Writes what is left, durably, and switches. Returns what is free now.
+    /// Writes the rest, durably, and switches. Returns the clusters that are free now.
     async fn commit(mut self, freeze: &mut FreezeGuard<'_, S>) -> Result<Vec<Range<u64>>> {
         self.put_l1().await?;
         self.put_snapshots().await?;
@@ -446,7 +447,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         write_beside(metadata, &writes).await?;
         drop(writes);
         metadata.sync(SyncMode::Data).await?;
-        // All that may find no room has found it.
+        // No step that could get ENOSPC is left.
         lengthen_data_file(metadata, data_length, |disk_header| {
             disk_header.autoclear |= header.autoclear & LIVE_BITMAPS;
             DataFileMark::copy(&header, disk_header);

@@ -15,11 +15,11 @@ use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::tables::{Step, Tables};
 use crate::qcow2::writeback::Metadata;
 
-/// Sets every refcount to what the tables say, durably, and marks the image as clean. Nothing is
-/// placed in `hosts`: data of a log that is replayed later.
+/// Sets every refcount to the number of references, durably, and marks the image as clean. Nothing
+/// is placed in `hosts`: data of a log that is replayed later.
 ///
 /// # Errors
-/// `Corrupt` when the tables themselves are damaged: nothing is changed then.
+/// `Corrupt` if the tables themselves are damaged: then nothing is changed.
 pub(crate) async fn recount<S: Storage>(
     metadata: &Metadata<S>,
     hosts: &ClusterRanges,
@@ -37,7 +37,7 @@ pub(crate) async fn recount<S: Storage>(
     let on_disk = DiskRefcounts::read(storage, &header).await?;
     let is_taken = |cluster| counts.get(cluster) > 0 || hosts.overlaps(&(cluster..cluster + 1));
     let mut gaps = Gaps::new(whole_clusters(metadata), &is_taken);
-    // Clusters that are counted too often are free: refcount blocks find room there.
+    // Clusters whose refcount is too high are free: refcount blocks find space there.
     for is_raised in [false, true] {
         let wrong = beside(counts, &on_disk)
             .filter(|&(_, count, recorded)| count != recorded && (count > recorded) == is_raised);
@@ -52,11 +52,11 @@ pub(crate) async fn recount<S: Storage>(
     metadata.finish().await
 }
 
-/// Makes a change of the refcount of `cluster`, with a refcount block in a gap where the file has
-/// no space at its end.
+/// Makes a change of the refcount of `cluster`, with a refcount block in a gap if the file has no
+/// space at its end.
 ///
 /// # Errors
-/// `NoSpace` where there is no gap either.
+/// `NoSpace` if there is no gap either.
 pub(super) async fn change_refcount<S: Storage>(
     metadata: &Metadata<S>,
     cluster: u64,
@@ -83,7 +83,7 @@ pub(super) async fn change_refcount<S: Storage>(
     }
 }
 
-/// How many clusters the file has, without a last one that is not whole.
+/// How many whole clusters the file has, without a last one that is incomplete.
 pub(super) fn whole_clusters<S: Storage>(metadata: &Metadata<S>) -> u64 {
     metadata.geometry().cluster_of(metadata.storage().size())
 }

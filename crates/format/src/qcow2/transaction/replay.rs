@@ -59,18 +59,17 @@ impl<S: Storage> ImageRedo<'_, S> {
         REDO_LOG_WORDS
     }
 
-    /// Brings to the image what a process had linked that died with it open: `memory` is what it
-    /// had attached. Durable when it returns; the log stays as it is, so that a death meanwhile
-    /// loses nothing. To be called before anything is changed, and before
-    /// [`attach`](Self::attach), of an image that was [opened for it](Qcow2::open_before_replay).
+    /// Replays the linked changes of a killed process that had the image open: `memory` is the log
+    /// that it had attached. Durable when it returns; the log stays as it is, so that a crash
+    /// during this loses nothing. To be called before any change, and before
+    /// [`attach`](Self::attach), for an image that was [opened for it](Qcow2::open_before_replay).
     ///
     /// The caller guarantees that the log belongs to this file, and that the host has not started
-    /// since. Changes of the image by other programs since are found out, except for qcow2 of
+    /// since. Later changes of the image by other programs are detected, except for qcow2 of
     /// version 2.
     ///
     /// # Errors
-    /// Errors of the storage; `Corrupt` where the image contradicts itself. The log is still good
-    /// then.
+    /// Storage errors; `Corrupt` if the image contradicts itself. The log is then still valid.
     pub async fn replay(&self, memory: &dyn StateMemory) -> Result<Replay> {
         self.image.check_data_file()?;
         let metadata = &self.image.metadata;
@@ -96,17 +95,17 @@ impl<S: Storage> ImageRedo<'_, S> {
         Ok(Replay::Applied { changes })
     }
 
-    /// Empties `log` and notes there from now on what is linked and not yet on disk, so that the
-    /// next process can [`replay`](Self::replay) it if this one dies. To be called before
-    /// anything is changed.
+    /// Empties `log` and records there from now on changes that are linked and not yet on disk, so
+    /// that the next process can [`replay`](Self::replay) it if this one is killed. To be called
+    /// before any change.
     pub fn attach(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
         metadata.autoclear().attach_redo_log(RedoLog::new(log, metadata.geometry()));
     }
 
-    /// As [`attach`](Self::attach), in the place of a process that has settled the image and
-    /// changes it no more: its session goes on, so that the header need not be written before
-    /// the first change. `log` takes the place of that process's, which nothing finds any more.
+    /// As [`attach`](Self::attach), replacing a process that has settled the image and no longer
+    /// changes it: its session continues, so that the header need not be written before the first
+    /// change. `log` replaces that process's, which is no longer found.
     pub fn take_over(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
         let found = metadata.lock().tables.headers.disk().autoclear & SESSION_BITS;
@@ -126,8 +125,8 @@ impl<S: Storage> ImageRedo<'_, S> {
         self.image.metadata.geometry().version >= 3
     }
 
-    /// Whether the header has the mark of a process that keeps a redo log: one that has the image
-    /// open, or died.
+    /// Whether the header has the mark of a process that keeps a redo log: it has the image open,
+    /// or was killed.
     pub fn has_session_bit(&self) -> bool {
         self.image.metadata.lock().tables.headers.disk().autoclear & SESSION != 0
     }
@@ -147,8 +146,8 @@ fn refusal<S: Storage>(metadata: &Metadata<S>, session: u64) -> Option<String> {
     })
 }
 
-/// The latest changes inside the disk. Those beyond its end are of a disk that was about to become
-/// longer, or shorter: neither was answered.
+/// The latest changes inside the disk. Changes beyond its end belong to a resize in progress, which
+/// was not answered.
 fn on_disk<S: Storage>(
     metadata: &Metadata<S>,
     records: &[RedoRecord],
@@ -163,7 +162,7 @@ fn on_disk<S: Storage>(
     })
 }
 
-/// Why changes cannot be of this file: the data that they refer to would lie past its end.
+/// Why changes cannot belong to this file: their data would lie past its end.
 fn missing_data<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Option<String> {
     let geometry = metadata.geometry();
     if geometry.has_data_file {
@@ -174,7 +173,7 @@ fn missing_data<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Op
     (last > clusters).then(|| "the file is shorter than it was".into())
 }
 
-/// The host clusters that the entries refer to after a change, as far as the change says it.
+/// The host clusters of the entries after a change, as far as its record has them.
 fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> {
     let count = record.clusters.end - record.clusters.start;
     match record.change {
@@ -187,9 +186,9 @@ fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> 
     }
 }
 
-/// Why changes cannot be of this file: the data that they refer to would lie in its tables. Reads
-/// all tables that the changes concern, and changes nothing: an image that contradicts itself is
-/// not marked as corrupt either.
+/// Why changes cannot belong to this file: their data would lie in its tables. Reads all tables of
+/// the changes, and changes nothing: an image that contradicts itself is not marked as corrupt
+/// either.
 async fn misplaced_data<S: Storage>(
     metadata: &Metadata<S>,
     latest: &[RedoRecord],
@@ -237,7 +236,7 @@ async fn apply<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Res
     Ok(changes)
 }
 
-/// Has each host cluster counted that the changes refer to.
+/// Counts each host cluster of the changes.
 async fn count_hosts<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Result<()> {
     let geometry = metadata.geometry();
     let hosts = hosts_of(geometry, latest);

@@ -79,8 +79,8 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
         metadata.marking(prepared).await
     }
 
-    /// Makes the disk longer. What lies past the old end in the last cluster or in the backing file
-    /// becomes visible, unless it was made zeros before.
+    /// Makes the disk longer. Bytes past the old end in the last cluster or in the backing file
+    /// become visible, unless they were made zeros before.
     pub async fn grow(&self, size: u64) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         check_size(metadata, size)?;
@@ -124,7 +124,7 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
             metadata.step(|state| state.thawed_mapper()?.cut(size)).await?;
         }
         if let Some(data) = metadata.writer().data_file() {
-            // The data file is not cut off before the disk is known to be shorter.
+            // The data file must not be cut off before the disk is durably shorter.
             metadata.flush(SyncMode::Data).await?;
             data.resize(size).await?;
         }
@@ -133,7 +133,7 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
     }
 }
 
-/// Of a raw disk all clusters have their entries.
+/// In a raw disk all clusters have their entries.
 async fn make_entries<S: Storage>(metadata: &Metadata<S>, from: u64, size: u64) -> Result<()> {
     metadata.step(|state| state.thawed_mapper()?.grow_l1(size)).await?;
     let is_raw = |file: &DataFile| file.is_raw_disk();
@@ -153,8 +153,8 @@ async fn make_entries<S: Storage>(metadata: &Metadata<S>, from: u64, size: u64) 
     Ok(())
 }
 
-/// Drops what the active tables have after the disk: a guest with a longer disk would read it
-/// there.
+/// Drops clusters of the active tables after the disk's end: a guest with a longer disk would read
+/// them there.
 async fn drop_vm_state<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     let of_disk = metadata.geometry().l1_entries_for(metadata.size()) as usize;
     let (has_any, entries) = {
@@ -167,7 +167,7 @@ async fn drop_vm_state<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
 
 /// Takes these L2 tables out of the L1 table and frees all they refer to, durably.
 async fn drop_l2_tables<S: Storage>(metadata: &Metadata<S>, indexes: Range<usize>) -> Result<()> {
-    // Tables that are going to be free must no longer be written.
+    // Tables about to be freed must no longer be written.
     metadata.flush(SyncMode::Data).await?;
     let entries = metadata.geometry().l2_entries();
     let together = (MAX_CLUSTERS_PER_WRITEBACK / entries).max(1) as usize;
@@ -183,7 +183,7 @@ async fn drop_l2_tables<S: Storage>(metadata: &Metadata<S>, indexes: Range<usize
     metadata.flush(SyncMode::Data).await
 }
 
-/// Takes the clusters beyond `size` out of the L2 table that is kept in part.
+/// Removes the clusters beyond `size` from the L2 table that is kept in part.
 async fn empty_last_table<S: Storage>(metadata: &Metadata<S>, size: u64) -> Result<()> {
     let geometry = metadata.geometry();
     let first = geometry.clusters_for(size);
@@ -198,7 +198,7 @@ async fn empty_last_table<S: Storage>(metadata: &Metadata<S>, size: u64) -> Resu
 /// Whether the image may have a disk of this size.
 ///
 /// # Errors
-/// It may not be changed; `InvalidInput`.
+/// The image is read-only; `InvalidInput`.
 fn check_size<S: Storage>(metadata: &Metadata<S>, size: u64) -> Result<()> {
     metadata.check_writable()?;
     metadata.check_intact()?;

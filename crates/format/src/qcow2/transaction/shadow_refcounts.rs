@@ -50,7 +50,7 @@ struct Block {
     new_cluster: Option<u64>,
 }
 
-/// The writes for the new refcounts, and the place where the header finds them.
+/// The writes for the new refcounts, and their location for the header.
 pub(crate) struct NewRefcounts {
     pub(crate) writes: Vec<TableWrite>,
     /// The refcount table.
@@ -215,7 +215,7 @@ impl ShadowRefcounts {
         self.decrement_all(self.old_table.clone())?;
         let mut table = 0..0;
         loop {
-            // Taking space changes blocks, maybe one that did not change before.
+            // Allocation changes blocks, maybe one that did not change before.
             while let Some(index) = self.unallocated_blocks.pop_first() {
                 let cluster = self.allocate(1)?;
                 let absent = Block { offset: None, new_cluster: None };
@@ -239,8 +239,8 @@ impl ShadowRefcounts {
         self.into_writes(&table)
     }
 
-    /// Of a table of this many entries: as many as before, or half as many again as needed, so that
-    /// growing stays rare.
+    /// For a table of this many entries: as many as before, or half as many again as needed, so
+    /// that growing stays rare.
     fn table_clusters(&self, entries: u64) -> Result<u64> {
         let before = self.old_table.end - self.old_table.start;
         if entries * 8 <= before << self.geometry.cluster_bits {
@@ -309,8 +309,8 @@ impl ShadowRefcounts {
     }
 }
 
-/// The slices of refcount blocks that are not all zeros, by their number. `blocks` says which block
-/// of the refcount table is at an offset.
+/// The slices of refcount blocks that are not all zeros, by their number. `blocks` maps offsets to
+/// indexes of the refcount table.
 async fn read_slices<S: Storage>(
     storage: &S,
     geometry: Geometry,

@@ -10,9 +10,9 @@ use std::collections::HashMap;
 #[derive(Default)]
 pub(super) struct ShadowSlices {
     slices: Vec<Slice>,
-    /// Where the slice of a number is.
+    /// Index of the slice of a number.
     index: HashMap<u64, usize>,
-    /// The number that was looked up last, and where its slice is.
+    /// The last looked up number, and the index of its slice.
     last: Cell<Option<(u64, usize)>>,
 }
 

@@ -66,11 +66,12 @@ impl<S: Storage> InternalSnapshots<'_, S> {
     /// All snapshots, in the order in which they were taken.
     ///
     /// # Errors
-    /// `Corrupt` where the table contradicts the format; why it is unknown which table is active,
-    /// after a change of it failed at its last step.
+    /// `Corrupt` if the table contradicts the format; the reason if it is unknown which table is
+    /// active, after a change of it failed at its last step.
     pub async fn list(&self) -> Result<Vec<Snapshot>> {
         let metadata = &self.image.metadata;
-        // A change of the snapshots meanwhile gives no cluster of the old table to the guest.
+        // A concurrent change of the snapshots must not give a cluster of the old table to the
+        // guest.
         let _read = metadata.begin_read();
         let header = {
             let state = metadata.lock();
@@ -85,8 +86,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
     ///
     /// # Errors
     /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` when refcounts
-    /// cannot count so far, or when the image has a data file; `NoSpace`; or what the storage
-    /// answers. Nothing has changed then, and `vm_state` is as it was.
+    /// cannot count so far, or when the image has a data file; `NoSpace`; storage errors. Then
+    /// nothing has changed, and `vm_state` is as before.
     pub async fn create(
         &self,
         new: &NewSnapshot,
@@ -126,8 +127,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         transactions.run(metadata, change).await
     }
 
-    /// Makes the disk what it was when the snapshot was taken, its size included. What was written
-    /// since is gone. Enabled bitmaps say that all of the disk changed.
+    /// Reverts the disk to the snapshot, its size included. Later writes are lost. Enabled bitmaps
+    /// mark the whole disk as changed.
     ///
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` for an unknown name.
@@ -154,7 +155,7 @@ impl<S: Storage> InternalSnapshots<'_, S> {
                 let what = format!("the snapshot '{name}' has {} L1 entries", l1.len());
                 return Err(Error::new(ErrorKind::Corrupt, what).on(image));
             }
-            // A VM state whose size the snapshot tells stays the snapshot's alone.
+            // A VM state whose size is in the snapshot belongs to the snapshot alone.
             if entry.vm_state_size() > 0 {
                 l1.truncate(entries as usize);
             }
@@ -169,7 +170,7 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         }
         prepare_directory(metadata, live).await?;
         let outcome = transactions.run(metadata, change).await;
-        // Where that fails, the next change tries again.
+        // If that fails, the next change retries it.
         let _ = live.load(metadata).await;
         outcome
     }
@@ -210,11 +211,11 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         transactions.run(metadata, change).await
     }
 
-    /// Frees what changes that were made or dropped no longer need. Otherwise that is done with the
-    /// next flushes.
+    /// Frees clusters that finished or dropped changes no longer need. Otherwise the next flushes
+    /// do that.
     pub async fn give_back(&self) {
         let metadata = &self.image.metadata;
-        // A failure is recorded where it has to be; the rest is freed later.
+        // A failure is recorded as usual; the rest is freed later.
         if metadata.reclaim().await.is_ok() {
             let _ = metadata.write_back_all().await;
         }
@@ -234,7 +235,7 @@ fn check_size(image: &str, name: &str, of_snapshot: u64, of_disk: u64) -> Result
         .hint("remove the bitmaps first, and add others afterwards"))
 }
 
-/// Has an image that was opened for reading show the disk as it was when a snapshot was taken.
+/// Makes a read-only image show the disk as of a snapshot.
 pub(crate) async fn show_snapshot<S: Storage>(
     metadata: &Metadata<S>,
     name: &str,
@@ -295,8 +296,8 @@ pub(super) fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> 
     Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint("delete some of them first"))
 }
 
-/// Drops what the active tables have after the disk: another program's VM state, where the new
-/// snapshot brings one.
+/// Drops clusters of the active tables after the disk's end: another program's VM state, if the new
+/// snapshot has its own.
 async fn drop_active_vm_state<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {

@@ -41,7 +41,7 @@ enum ZeroEncoding {
     None,
 }
 
-/// Where a cluster of the state is.
+/// Location of a cluster of the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmStateCluster {
     /// Nowhere; it reads as zeros.
@@ -70,7 +70,7 @@ impl<S: Storage> VmStates<'_, S> {
         self.image.cluster_size()
     }
 
-    /// Where a machine's state begins: past the end of the disk, at a whole L1 entry.
+    /// Start of a machine's state: past the end of the disk, at a whole L1 entry.
     pub fn start(&self) -> u64 {
         let metadata = &self.image.metadata;
         let geometry = metadata.geometry();
@@ -81,8 +81,8 @@ impl<S: Storage> VmStates<'_, S> {
     /// that the image was opened on; empty for a snapshot without one.
     ///
     /// # Errors
-    /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` where the
-    /// snapshot's tables do not reach so far; `Unsupported` for an image with a data file.
+    /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` if the snapshot's
+    /// tables do not reach so far; `Unsupported` for an image with a data file.
     pub fn location(&self) -> Result<ByteRange> {
         let Qcow2 { metadata, facts, .. } = self.image;
         check_no_data_file(metadata)?;
@@ -169,7 +169,7 @@ impl VmStateTables {
     /// The state reaches at least up to here.
     ///
     /// # Errors
-    /// `NoSpace` when it would be larger than the format allows.
+    /// `NoSpace` if it would be larger than the format allows.
     pub fn extend(&mut self, end: u64) -> Result<()> {
         let entries = end.div_ceil(self.geometry.l1_entry_span());
         if self.first_l1.saturating_add(entries) > MAX_L1_BYTES / 8 {
@@ -189,14 +189,14 @@ impl VmStateTables {
         }
     }
 
-    /// All clusters of the state, to be freed; the tables are empty then.
+    /// All clusters of the state, to be freed; then the tables are empty.
     pub fn release_all(&mut self) -> Vec<ByteRange> {
         self.tables.clear();
         let reserved = std::mem::take(&mut self.reserved);
         reserved.into_iter().map(|clusters| self.geometry.bytes_of(clusters)).collect()
     }
 
-    /// Where a cluster of the state is; `None` where nothing was stored.
+    /// Location of a cluster of the state; `None` if nothing was stored.
     pub fn get(&self, cluster: u64) -> Option<VmStateCluster> {
         let (l1, index) = self.index_of(cluster);
         match Entry::read(self.tables.get(&l1)?, index, self.geometry).ok()? {
@@ -212,7 +212,7 @@ impl VmStateTables {
         }
     }
 
-    /// Says where a cluster of the state is from now on.
+    /// Sets the location of a cluster of the state.
     pub fn set(&mut self, cluster: u64, content: VmStateCluster) {
         let (l1, index) = self.index_of(cluster);
         let entry = match content {
@@ -234,7 +234,7 @@ impl VmStateTables {
         (cluster / entries, (cluster % entries) as usize)
     }
 
-    /// A table with zero entries for what was never stored.
+    /// A table with zero entries for clusters that were never stored.
     fn with_zero_entries(&self, number: u64) -> Vec<u8> {
         let geometry = self.geometry;
         let absent = || vec![0; geometry.cluster_size() as usize];

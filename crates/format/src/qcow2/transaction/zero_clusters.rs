@@ -18,7 +18,7 @@ use super::metadata_transaction::{MetadataTransaction, RefcountDelta, references
 /// Replaces the zero clusters of the disk and of all snapshots.
 ///
 /// # Errors
-/// `Corrupt` where tables contradict the format; `NoSpace`; or what the storage answers.
+/// `Corrupt` if tables contradict the format; `NoSpace`; storage errors.
 pub(super) async fn replace_zero_clusters<S: Storage>(
     metadata: &Metadata<S>,
     transaction: &mut MetadataTransaction<'_, S>,
@@ -56,7 +56,7 @@ pub(super) async fn replace_zero_clusters<S: Storage>(
     Ok(())
 }
 
-/// An L1 table that refers to the copies of L2 tables; `None` where it has none of those.
+/// An L1 table that refers to the copies of L2 tables; `None` if it has none of those.
 fn refer_to<S: Storage>(
     copies: &BTreeMap<u64, u64>,
     metadata: &Metadata<S>,
@@ -74,8 +74,8 @@ fn refer_to<S: Storage>(
     Ok(has_changed.then_some(l1))
 }
 
-/// The offset of a copy of the L2 table at `offset`, to which `users` L1 entries refer; `None`
-/// where it has no zero clusters.
+/// The offset of a copy of the L2 table at `offset`, to which `users` L1 entries refer; `None` if
+/// it has no zero clusters.
 async fn copy_without_zero_clusters<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
     offset: u64,

@@ -22,7 +22,7 @@ impl<S: Storage> ReserveFiller<'_, S> {
     /// Gets what a step lacked.
     ///
     /// # Errors
-    /// `NoSpace` when the host has no space; or what else the storage answers.
+    /// `NoSpace` if the host has no space; other storage errors.
     pub(super) async fn fill(&self, need: ReserveRequest) -> Result<()> {
         match need {
             ReserveRequest::AtEnd(count) => match self.fill_at_end(count).await {
@@ -51,8 +51,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
         }
     }
 
-    /// Makes the file longer than it needs to be now: file systems let writes that make a file
-    /// longer through one at a time.
+    /// Makes the file longer than needed now: file systems process writes that extend a file one at
+    /// a time.
     async fn extend_file(&self, needed: u64) {
         let _alone = self.0.end_lock.acquire().await;
         if !self.0.state.lock().allocator.is_file_short(needed) {
@@ -66,8 +66,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
         state.allocator.note_extended(self.0.geometry, length, needed, size);
     }
 
-    /// Prepares clusters at the end for durable writes, where the storage can, and the host has
-    /// enough space.
+    /// Prepares clusters at the end for durable writes, if the storage can, and the host has enough
+    /// space.
     ///
     /// A host that cannot is no failure: space is taken as without it. A flush that fails is one
     /// for all requests, as any other.
@@ -91,7 +91,7 @@ impl<S: Storage> ReserveFiller<'_, S> {
         let mut state = self.0.state.lock();
         let state = &mut *state;
         match outcome {
-            // A transaction that waits for the guard may take them: this task no longer knows them.
+            // A transaction that waits for the guard may take them: this task must forget them.
             Ok(()) if !state.tables.freeze.is_active() => {}
             Ok(()) => state.allocator.put_prepared(claimed),
             Err(_) => state.allocator.give_up_preparing(&mut state.tables, claimed),
@@ -99,8 +99,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
         Ok(())
     }
 
-    /// Frees what waits for it, unless the storage becomes longer with what is written to it: such
-    /// a storage only could not be made longer ahead.
+    /// Runs pending frees, unless the storage grows with writes: then only extending it ahead has
+    /// failed.
     ///
     /// # Errors
     /// Why tables cannot be written, which keeps those clusters from being freed.
@@ -137,8 +137,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
         outcome
     }
 
-    /// Reserves clusters in a row elsewhere, where the end of the file has no space. Returns
-    /// whether it is worth to try once more.
+    /// Reserves clusters in a row elsewhere, if the end of the file has no space. Returns whether
+    /// another try is worthwhile.
     async fn fill_in_row(&self, count: u64) -> Result<bool> {
         let _alone = self.0.end_lock.acquire().await;
         let found = self.0.step(|state| {

@@ -22,7 +22,7 @@ use super::Metadata;
 
 /// The autoclear bits before the first change.
 pub(super) struct AutoclearState {
-    /// Whether they have to be changed.
+    /// Whether they must be changed.
     is_due: AtomicBool,
     /// The bits that stay set because they are kept true: those of bitmaps.
     kept: AtomicU64,
@@ -56,7 +56,7 @@ impl<S: Storage> Autoclear<'_, S> {
         if self.needs_begin_changes() {
             let _alone = self.0.autoclear.lock.acquire().await;
             if !self.needs_begin_changes() {
-                // Another change began meanwhile.
+                // Another change has begun first.
                 return Ok(());
             }
             let session = self.0.state.lock().tables.redo.session();
@@ -104,8 +104,7 @@ impl<S: Storage> Autoclear<'_, S> {
         self.look_at_autoclear();
     }
 
-    /// These autoclear bits stay as they are from now on: what they say is kept true, whatever is
-    /// changed.
+    /// Keeps these autoclear bits from now on: their meaning stays true with every change.
     pub(crate) fn keep_autoclear(&self, kept: u64) {
         self.0.autoclear.kept.store(kept, Ordering::Release);
         self.look_at_autoclear();
@@ -115,7 +114,7 @@ impl<S: Storage> Autoclear<'_, S> {
         self.0.autoclear.kept.load(Ordering::Acquire)
     }
 
-    /// Finds out whether autoclear bits have to be changed before the first change.
+    /// Determines whether autoclear bits must be changed before the first change.
     fn look_at_autoclear(&self) {
         let kept = self.kept_autoclear();
         let state = self.0.state.lock();
@@ -137,8 +136,8 @@ impl<S: Storage> Metadata<S> {
         self.sync(SyncMode::Data).await
     }
 
-    /// As [`rewrite_header`](Self::rewrite_header), without a flush of the data: for what says
-    /// nothing of it.
+    /// As [`rewrite_header`](Self::rewrite_header), without a flush of the data: for fields that do
+    /// not depend on it.
     pub(crate) async fn write_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         self.writer.check_failure()?;
         self.change_header(change).await?;
@@ -171,7 +170,7 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Flushes an image whose changes are all written, for another process that opens it. The
-    /// session bits stay: this process may go on, and the other one keeps a redo log, too.
+    /// session bits stay: this process may continue, and the other one keeps a redo log, too.
     pub(crate) async fn settle(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
         self.mark_clean(0).await
@@ -197,8 +196,8 @@ impl<S: Storage> Metadata<S> {
         .await
     }
 
-    /// The outcome of a step. Where the image contradicts itself it is marked as corrupt on disk,
-    /// and not changed again while it is open, if it is open for writing.
+    /// The outcome of a step. If the image contradicts itself and is open for writing, it is marked
+    /// as corrupt on disk, and not changed again while it is open.
     pub(crate) async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
         if let Err(error) = &outcome
             && error.kind() == ErrorKind::Corrupt
@@ -206,15 +205,15 @@ impl<S: Storage> Metadata<S> {
         {
             self.writer.record(error);
             if self.geometry.version >= 3 {
-                // The error that counts is the one that led here.
+                // The caller returns the first error.
                 let _ = rare(self.mark_as_corrupt()).await;
             }
         }
         outcome
     }
 
-    /// Marks the image as corrupt, durably, also where tables could not be written before: a
-    /// storage that takes no flush says so itself.
+    /// Marks the image as corrupt, durably, even if tables could not be written before: a storage
+    /// that refuses flushes returns that error itself.
     async fn mark_as_corrupt(&self) -> Result<()> {
         if self.state.lock().tables.headers.is_marked_durably(Incompatible::CORRUPT) {
             return Ok(());
@@ -234,7 +233,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Refuses changes of an image whose tables were found to be wrong.
+    /// Refuses changes of an image whose tables were found to be corrupt.
     pub(crate) fn check_intact(&self) -> Result<()> {
         match self.writer.failure() {
             Some(error) if error.kind() == ErrorKind::Corrupt => {

@@ -135,7 +135,7 @@ impl<S: Storage> Metadata<S> {
         self.size.store(size, Ordering::Release);
     }
 
-    /// The image itself, where its tables are.
+    /// The image's storage, which has its tables.
     pub(crate) fn storage(&self) -> &S {
         self.writer.storage()
     }
@@ -149,7 +149,7 @@ impl<S: Storage> Metadata<S> {
         self.writer.set_data_file(data);
     }
 
-    /// Takes the lock. Not to be held over I/O.
+    /// Acquires the lock. It must not be held over I/O.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
@@ -159,12 +159,12 @@ impl<S: Storage> Metadata<S> {
         ReadGuard { _read: self.reads.enter() }
     }
 
-    /// Waits for the reads that may have looked up what was freed before.
+    /// Waits for reads that may have looked up clusters freed before.
     pub(crate) async fn reads_ended(&self) {
         self.reads.synchronize().await;
     }
 
-    /// Plain data is about to be written that needs metadata after it.
+    /// Data that needs metadata after it is about to be written without FUA.
     pub(crate) fn begin_data_write(&self) -> DataWriteGuard<'_> {
         DataWriteGuard { _data: self.data_writes.enter() }
     }
@@ -178,7 +178,7 @@ pub struct ReadGuard<'a> {
     _read: EpochGuard<'a>,
 }
 
-/// Has the next flush wait for data. See [`Format::begin_data_write`].
+/// Makes the next flush wait for data. See [`Format::begin_data_write`].
 ///
 /// [`Format::begin_data_write`]: crate::Format::begin_data_write
 pub struct DataWriteGuard<'a> {

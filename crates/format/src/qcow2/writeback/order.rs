@@ -20,7 +20,7 @@ use super::Metadata;
 /// one where FUA brings a flush with it.
 pub(super) const MAX_FUA_WRITES: usize = 3;
 
-/// Whether a flush was among what was done.
+/// Whether a flush was part of the operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Flushed {
     Yes,
@@ -37,7 +37,7 @@ impl<S: Storage> BatchWriter<'_, S> {
             self.0.set_dirty_bit().await?;
         }
         if self.is_small(batch) {
-            // In this order, each durable: refcounts, then what refers to the clusters.
+            // In this order, each durable: refcounts, then the references to the clusters.
             self.0.writer.write(batch.unordered(), Durability::Data).await?;
             batch.note_new_tables_linked();
             self.0.writer.write(batch.mappings(), Durability::Data).await?;
@@ -90,9 +90,8 @@ impl<S: Storage> BatchWriter<'_, S> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Makes the refcounts of clusters durable that were allocated before the call, and what was
-    /// written to them. Where refcounts are written late, the mark of an image whose refcounts
-    /// may be wrong is durable instead.
+    /// Makes the refcounts of clusters allocated before the call durable, and data written to them.
+    /// With lazy refcounts the dirty bit is made durable instead.
     pub(crate) async fn flush_allocated(&self) -> Result<()> {
         if self.state.lock().tables.headers.disk().has_late_refcounts() {
             self.set_dirty_bit().await?;
@@ -100,7 +99,7 @@ impl<S: Storage> Metadata<S> {
         self.flush(SyncMode::Data).await
     }
 
-    /// Marks the image as one whose refcounts may be wrong, durably.
+    /// Sets the dirty bit (refcounts may be wrong), durably.
     async fn set_dirty_bit(&self) -> Result<()> {
         // Another task may be writing the mark: it counts when it is durable.
         if self.state.lock().tables.headers.is_marked_durably(Incompatible::DIRTY) {

@@ -11,9 +11,8 @@ use crate::qcow2::tables::{Blocked, WritebackReason};
 
 use super::{Metadata, State};
 
-/// Clusters that are being freed. What is left of them when it is dropped is freeable still, but
-/// for those that are being punched: they stay allocated, a leak, since their hole may come at any
-/// time.
+/// Clusters that are being freed. When it is dropped, the rest is still freeable, except clusters
+/// in the middle of a punch: they stay allocated, a leak, since their hole may appear at any time.
 struct FreeingGuard<'a> {
     state: &'a Mutex<State>,
     free: DeferredFree,
@@ -30,8 +29,8 @@ impl Drop for FreeingGuard<'_> {
 impl<S: Storage> Metadata<S> {
     /// Frees clusters whose references left the tables in memory. If discarded ranges read as
     /// zeros, the host range is punched at once: the L2 entry on disk may still refer to it, so
-    /// after a crash the guest must read its old data or zeros. Not where the data is
-    /// encrypted, because a hole would not read as zeros.
+    /// after a crash the guest must read its old data or zeros. Not for encrypted data, because a
+    /// hole would not read as zeros.
     pub(crate) async fn free_clusters(&self, dropped: Vec<DeferredFree>) {
         if dropped.is_empty() {
             return;
@@ -40,8 +39,8 @@ impl<S: Storage> Metadata<S> {
         let is_zeroed = read_after_discard == ReadAfterDiscard::Zeros && !self.is_encrypted;
         for mut free in dropped {
             if free.punch == Punch::Yes && self.discard == Discard::Unmap && is_zeroed {
-                // They have no other owner before. One that is dropped here stays allocated: a
-                // leak, since its hole may come at any time.
+                // They have no other owner yet. If this future is dropped they stay allocated: a
+                // leak, since the hole may appear at any time.
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
                 free.punch = Punch::No;
             }
@@ -50,8 +49,8 @@ impl<S: Storage> Metadata<S> {
         self.reclaim_if_much().await;
     }
 
-    /// Runs a writeback and frees if so much waits for it that this is worth it. A failure is
-    /// recorded where it has to be; the caller's change is made already.
+    /// Runs a writeback and frees clusters if enough are pending. A failure is recorded as usual;
+    /// the caller's change is made already.
     async fn reclaim_if_much(&self) {
         let has_many = {
             let state = self.state.lock();
@@ -63,7 +62,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Makes what is pending free or freeable now free: runs a writeback, or waits for one.
+    /// Frees all clusters that are pending or freeable now: runs a writeback, or waits for one.
     ///
     /// The caller may have prepared changes and hold a claim, a copy's memory or the permit for a
     /// new L2 table: a writeback waits for none of these, only for writes of tables and, at its
@@ -72,8 +71,8 @@ impl<S: Storage> Metadata<S> {
     /// # Errors
     /// Why tables cannot be written.
     pub(crate) async fn reclaim(&self) -> Result<()> {
-        // One that runs may have begun before; then the second one takes what is pending. What it
-        // is writing has to wait for it as well.
+        // A running writeback may have begun before; then the second one has the pending frees. The
+        // clusters of the running one's batch must wait for it as well.
         for _ in 0..2 {
             self.writer.check_failure()?;
             let is_due = {
@@ -89,7 +88,8 @@ impl<S: Storage> Metadata<S> {
         self.marking(freed).await
     }
 
-    /// Lowers the refcounts of what no table refers to, and gives space back to the host.
+    /// Lowers the refcounts of clusters without references, and deallocates their space on the
+    /// host.
     pub(super) async fn process_frees(&self) -> Result<()> {
         let _alone = self.free_lock.acquire().await;
         let count = self.state.lock().allocator.frees.freeable();

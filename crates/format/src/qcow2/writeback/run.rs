@@ -22,8 +22,8 @@ enum WritebackStep {
     Run,
 }
 
-/// The one writeback that runs. Dropped, it lets others run; unfinished, what it had copied is
-/// dirty again.
+/// The only running writeback. When dropped, it lets others run; if unfinished, the tables that it
+/// had copied are dirty again.
 struct WritebackGuard<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     batch: Option<WritebackBatch>,
@@ -71,20 +71,19 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Makes the metadata of what was linked so far durable, with the data that it refers to.
+    /// Makes the metadata of all linked changes durable, with their data.
     pub(crate) async fn sync_metadata(&self) -> Result<()> {
         self.make_durable(WritebackReason::StableData).await.map(drop)
     }
 
-    /// As [`sync_metadata`](Self::sync_metadata); serves the data writes in flight, too.
+    /// As [`sync_metadata`](Self::sync_metadata); covers the data writes in flight, too.
     pub(crate) async fn sync_data_and_metadata(&self) -> Result<()> {
         self.make_durable(WritebackReason::PendingData).await.map(drop)
     }
 
     /// How extents become durable with the fewest operations: by FUA while few changes are pending
-    /// and the next writeback is a few writes whose data is stable. Not where FUA brings a
-    /// flush with it, as it does where the file grows: one flush for data and refcounts is
-    /// cheaper than one for each.
+    /// and the next writeback is a few writes whose data is stable. Not if FUA implies a flush, as
+    /// it does when the file grows: one flush for data and refcounts is cheaper than one for each.
     pub(crate) fn metadata_sync_mode(&self) -> MetadataSync {
         let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
         let mut state = self.state.lock();
@@ -106,7 +105,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Brings all changes to the disk: nothing waits to be freed then.
+    /// Writes all changes to the disk: afterwards no frees are pending.
     pub(crate) async fn write_everything(&self) -> Result<()> {
         {
             let mut state = self.state.lock();
@@ -117,7 +116,7 @@ impl<S: Storage> Metadata<S> {
         while self.has_changes() {
             rare(self.write_back(WritebackReason::Full)).await?;
         }
-        // One that was dropped may still be in flight.
+        // A dropped writeback may still be in flight.
         self.writer.drained().await;
         Ok(())
     }
@@ -127,8 +126,8 @@ impl<S: Storage> Metadata<S> {
         state.tables.has_dirty() || state.allocator.frees.has_any()
     }
 
-    /// Waits until the changes made so far are durable, running writebacks where no other task
-    /// does. Returns whether a flush that began after the call was part of it.
+    /// Waits until the changes made so far are durable, running writebacks if no other task does.
+    /// Returns whether a flush that began after the call was part of it.
     async fn make_durable(&self, reason: WritebackReason) -> Result<Flushed> {
         let target = self.state.lock().tables.version();
         let mut flushed = Flushed::No;
@@ -159,8 +158,9 @@ impl<S: Storage> Metadata<S> {
         rare(self.write_back(WritebackReason::Full)).await.map(drop)
     }
 
-    /// Writes everything that is dirty, and keeps writebacks from running. While the result is held
-    /// no refcount is lowered either: what a writeback makes freeable it frees after its end.
+    /// Writes all dirty metadata, and keeps writebacks from running. While the result is held no
+    /// refcount is lowered either: clusters that a writeback makes freeable are freed after its
+    /// end.
     pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S>> {
         loop {
             self.writer.check_failure()?;
@@ -222,8 +222,7 @@ impl<S: Storage> Metadata<S> {
         Ok(flushed)
     }
 
-    /// Copies what has to be written; `None` when that is nothing, and then what is pending free is
-    /// freeable.
+    /// Copies the dirty metadata; `None` if there is none, and then pending frees become freeable.
     fn begin_writeback(&self, reason: WritebackReason) -> Option<WritebackBatch> {
         let mut state = self.state.lock();
         state.allocator.frees.begin_writeback();

@@ -24,7 +24,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Runs a step until it is made, or blocked by the dirty limit: `None` then.
+    /// Runs a step until it succeeds, or is blocked by the dirty limit: then `None`.
     pub(crate) async fn try_step<T>(
         &self,
         mut step: impl FnMut(&mut State) -> Step<T>,
@@ -47,7 +47,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Brings a slice into the cache. It is read once, however many tasks need it.
+    /// Reads a slice into the cache. It is read once for any number of tasks.
     async fn load(&self, id: SliceId) -> Result<()> {
         let fetch = self.state.lock().tables.cache.fetch(id.offset);
         let ticket = match fetch {
@@ -66,7 +66,7 @@ impl<S: Storage> Metadata<S> {
     }
 }
 
-/// A slice that is being read. Dropped, also unfinished, it wakes those who wait for it.
+/// A slice that is being read. When dropped, even unfinished, it wakes the tasks that wait for it.
 struct SliceLoadGuard<'a> {
     state: &'a Mutex<State>,
     offset: u64,

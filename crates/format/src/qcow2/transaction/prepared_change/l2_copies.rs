@@ -52,7 +52,7 @@ pub(super) struct L2Copies {
     entries: L2References,
 }
 
-/// An L1 entry to be looked at.
+/// An L1 entry to be processed.
 struct Look {
     index: usize,
     reference: Option<Reference>,
@@ -88,7 +88,7 @@ impl L2Copies {
         all.filter(|table| table.copy.is_some()).map(|table| table.active)
     }
 
-    /// Copies what changed since it was copied.
+    /// Copies the tables that changed since they were copied.
     pub(super) async fn update<S: Storage>(
         &mut self,
         metadata: &Metadata<S>,
@@ -207,7 +207,7 @@ impl L2Copies {
         let mut writes = Vec::new();
         for look in looks {
             let (copy, counted, mut bytes) = look?;
-            // Another table lies there, of which the L1 table tells, or one whose flags stay.
+            // Another table is there, which the L1 table shows, or one whose flags stay.
             let Some(offset) = copy else { continue };
             let name = metadata.storage().name();
             if let Some(bytes) = &counted {
@@ -220,8 +220,8 @@ impl L2Copies {
         Ok(write(metadata, &writes).await?)
     }
 
-    /// Makes slices of a table what they will be, and counts what a new snapshot refers to by them.
-    /// Whether they are others then.
+    /// Converts slices of a table to their future content, and counts the references of a new
+    /// snapshot by them. Returns whether they differ.
     async fn convert(
         &self,
         l2: &mut [u8],
@@ -238,7 +238,7 @@ impl L2Copies {
         }
     }
 
-    /// Where the copy of a slice is.
+    /// Location of the copy of a slice.
     fn copy_of(&self, slice: u64) -> Option<u64> {
         let table = slice & !(self.geometry.cluster_size() - 1);
         let copy = self.tables[*self.by_offset.get(&table)?]?.copy?;

@@ -29,7 +29,7 @@ impl L2References {
         Self { geometry, budget: WorkBudget::new() }
     }
 
-    /// Counts what the entries refer to.
+    /// Counts the references of the entries.
     pub(super) async fn count(&self, l2: Located<'_>, counts: &mut ReferenceCounts) -> Result<()> {
         let add = |cluster| {
             counts.add(cluster);
@@ -38,10 +38,10 @@ impl L2References {
         self.for_each_cluster(l2, add).await
     }
 
-    /// Takes back what was counted for the entries of a copy.
+    /// Subtracts the counts of the entries of a copy.
     ///
     /// # Errors
-    /// `Corrupt` where that is not what was counted: the copy was overwritten.
+    /// `Corrupt` if they were not counted so: the copy was overwritten.
     pub(super) async fn take_back(
         &self,
         l2: Located<'_>,
@@ -91,7 +91,7 @@ impl L2References {
     /// changed. `name` and `offset` are for messages.
     ///
     /// # Errors
-    /// `Corrupt` where a cluster has none left.
+    /// `Corrupt` if a cluster has none left.
     pub(super) async fn set_copied(
         &self,
         l2: &mut [u8],
@@ -109,7 +109,7 @@ impl L2References {
         self.change_references(l2, set).await
     }
 
-    /// Changes references to clusters; whether any is another one then.
+    /// Changes references to clusters; returns whether any has changed.
     async fn change_references(
         &self,
         l2: &mut [u8],
@@ -144,8 +144,8 @@ fn corrupt(what: String, name: &str, offset: u64) -> Error {
     error.hint("check the image before using it")
 }
 
-/// The error of a copy that does not hold what was written to it: its cluster has another user,
-/// which the refcounts do not tell of.
+/// The error of a copy whose content differs from the bytes written to it: its cluster has another
+/// user, unknown to the refcounts.
 pub(super) fn overwritten(name: &str, offset: u64) -> Error {
     corrupt("a new table was overwritten: a refcount is wrong".to_owned(), name, offset)
 }

@@ -55,9 +55,9 @@ use unreferenced::Unreferenced;
 
 pub use plan::SnapshotPlan;
 
-/// Where no more slices are left to copy, another pass is not worth it.
+/// If no more slices than this are left to copy, another pass is not worthwhile.
 const FEW_LEFT: usize = 16;
-/// After this many passes it is taken whatever is left: guests change more than can be copied.
+/// After this many passes it is taken with any number left: guests change more than can be copied.
 const MAX_PASSES: u32 = 24;
 
 /// See the module's page.
@@ -66,12 +66,12 @@ pub struct PreparedChange<'a, S: Storage> {
     transactions: &'a Transactions,
     plan: SnapshotPlan,
     counts: ReferenceCounts,
-    /// Whether `counts` has what it has before the active tables are looked at.
+    /// Whether `counts` is complete apart from the active tables.
     is_counted: bool,
     l2: L2Copies,
     refcounts: RefcountCopies,
     space: Space<'a, S>,
-    /// How many clusters are ready for what changes last.
+    /// Number of clusters reserved for the last changes.
     spare: u64,
     /// After the change: the clusters to free.
     unreferenced: Option<Unreferenced<'a, S>>,
@@ -84,21 +84,21 @@ pub struct PreparedChange<'a, S: Storage> {
 pub enum Preparation {
     /// The change can be made.
     Ready,
-    /// It cannot be prepared, and has to be made at once, where nothing else can take the space
-    /// that is left: there is little of it, another program has left a state of a machine after
-    /// the disk, or the tables contradict each other.
+    /// It cannot be prepared, and must be made at once, while nothing else can take the free space:
+    /// there is little of it, another program has left a VM state after the disk, or the tables
+    /// contradict each other.
     AtOnce,
     /// It is no longer wanted.
     Cancelled,
 }
 
 impl<'a, S: Storage> InternalSnapshots<'a, S> {
-    /// Begins to prepare a change while the guest's data is changed, so that making it takes a
-    /// moment however much is mapped: nothing is copied yet. What is dropped before it is taken
-    /// has changed nothing; [`give_back`](Self::give_back) frees its space.
+    /// Begins to prepare a change while the guest's data is changed, so that making it is quick for
+    /// any number of mappings: nothing is copied yet. If it is dropped before it is taken, nothing
+    /// has changed; [`give_back`](Self::give_back) frees its space.
     ///
     /// # Errors
-    /// `ReadOnly`, `Unsupported`, or what the storage answers.
+    /// `ReadOnly`, `Unsupported`, or storage errors.
     pub async fn prepare(&self, plan: SnapshotPlan) -> Result<PreparedChange<'a, S>> {
         let Qcow2 { metadata, transactions, .. } = self.image;
         metadata.check_writable()?;
@@ -128,10 +128,10 @@ impl<S: Storage> PreparedChange<'_, S> {
         self.plan.purpose()
     }
 
-    /// Copies what changed, until little is left. Stops soon after `is_cancelled` says so.
+    /// Copies the changes, until little is left. Stops soon after `is_cancelled` returns true.
     ///
     /// # Errors
-    /// As [`take`](Self::take), as far as it is known yet.
+    /// As [`take`](Self::take), as far as known yet.
     pub async fn update(&mut self, is_cancelled: &dyn Fn() -> bool) -> Result<Preparation> {
         self.space.set_closed(false);
         loop {
@@ -149,17 +149,17 @@ impl<S: Storage> PreparedChange<'_, S> {
                 Err(Halt::Failed(error)) if error.kind() == ErrorKind::NoSpace => {
                     return Ok(Preparation::AtOnce);
                 }
-                // What was read may have been no table.
+                // The bytes read may not have been a table.
                 _ if !is_watched => self.metadata.writer().check_failure()?,
                 Ok(()) => return Ok(Preparation::Ready),
                 Err(Halt::Failed(error)) => return Err(error),
-                // There is no space beside the tables, although they are not frozen.
+                // No space is left in addition to the tables, although they are not frozen.
                 Err(Halt::NoSpare) => return Ok(Preparation::AtOnce),
             }
         }
     }
 
-    /// Begins anew, with the clusters that it has.
+    /// Starts over, with the clusters that it has.
     fn begin(&mut self) {
         let (geometry, purpose) = (self.metadata.geometry(), self.purpose());
         self.counts = ReferenceCounts::new(geometry);
@@ -180,7 +180,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         let mut before = usize::MAX;
         for _ in 0..MAX_PASSES {
             self.reserve().await?;
-            // What could not be encoded is tried again.
+            // Slices that could not be encoded are retried.
             drop(self.copy_changes(is_cancelled).await?);
             self.space.fill(self.spare).await?;
             // So that little is left to write and to flush in the end, too.
@@ -199,7 +199,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         self.metadata.lock().tables.watch.count()
     }
 
-    /// Has clusters ready for all that is written while the tables are frozen.
+    /// Reserves clusters for all writes while the tables are frozen.
     async fn reserve(&mut self) -> Result<()> {
         let (header, l1, table) = {
             let state = self.metadata.lock();
@@ -224,14 +224,15 @@ impl<S: Storage> PreparedChange<'_, S> {
         self.space.fill(self.spare).await
     }
 
-    /// Copies what changed since it was copied; why something of it could not be, as it is now.
+    /// Copies the changes since the last copy; returns why some of them cannot be encoded in their
+    /// present state.
     async fn copy_changes(
         &mut self,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Option<Error>, Halt> {
         let Self { metadata, plan, counts, l2, refcounts, space, .. } = self;
-        // Counts of the active tables go by their copies, and flags by what is left of other
-        // counts.
+        // Refcounts depend on the copies of the active tables, and COPIED flags on the references
+        // left.
         let SnapshotPlan::Delete(name) = plan else {
             l2.update(metadata, counts, space, is_cancelled).await?;
             return refcounts.update(metadata, counts, space, is_cancelled).await;
@@ -245,8 +246,8 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(refused)
     }
 
-    /// After the change: frees what nothing refers to, while guests go on. Otherwise that is done
-    /// with the next flushes.
+    /// After the change: frees unreferenced clusters, while guests continue. Otherwise the next
+    /// flushes do that.
     pub async fn free_unreferenced(mut self) {
         if let Some(unreferenced) = self.unreferenced.take() {
             unreferenced.free().await;

@@ -16,10 +16,10 @@ use super::reference_counts::ReferenceCounts;
 use super::space::Halt;
 use super::table_parts::{MAX_SLICES_IN_FLIGHT, Notes, Part, look};
 
-/// How many pages are looked at together, if there are this many.
+/// How many pages are checked together, if there are this many.
 const PAGES: usize = 1024;
 
-/// Looks at the refcounts of new pages, where there are many.
+/// Checks the refcounts of new pages, if there are many.
 ///
 /// # Errors
 /// `Implausible` where most of them are zeros.

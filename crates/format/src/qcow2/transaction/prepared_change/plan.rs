@@ -32,8 +32,9 @@ impl SnapshotPlan {
         }
     }
 
-    /// Changes the entries of the snapshot table of a disk of this many bytes and L1 entries. The
-    /// entry that came or went: a new one is the last, and its L1 table has no place yet.
+    /// Changes the entries of the snapshot table of a disk of this many bytes and L1 entries.
+    /// Returns the added or removed entry: a new one is the last, and its L1 table has no offset
+    /// yet.
     pub(super) fn change(
         &self,
         image: &str,

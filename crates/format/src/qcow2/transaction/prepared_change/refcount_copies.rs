@@ -36,7 +36,7 @@ pub(super) struct RefcountCopies {
 struct Target {
     /// The first slice.
     slice: u64,
-    /// Where it is, and how much of it.
+    /// Its location and length.
     active: Part,
     /// Where its copy goes.
     copy: u64,
@@ -62,8 +62,8 @@ impl RefcountCopies {
         self.geometry.cluster_size() / self.geometry.slice_size()
     }
 
-    /// Encodes what changed since it was encoded. The first slice that cannot be, as it is now: it
-    /// is tried again with the next update.
+    /// Encodes the slices that changed since they were encoded. Returns the first slice that cannot
+    /// be in its present state: the next update retries it.
     pub(super) async fn update<S: Storage>(
         &mut self,
         metadata: &Metadata<S>,
@@ -112,13 +112,12 @@ impl RefcountCopies {
         Ok(refused)
     }
 
-    /// Whether a slice has to be encoded: its block is replaced, or a cluster of it has a
-    /// reference.
+    /// Whether a slice must be encoded: its block is replaced, or a cluster of it has a reference.
     fn is_needed(&self, slice: u64, counts: &ReferenceCounts) -> bool {
         self.copies.contains_key(&(slice / self.slices_in_block())) || counts.has_any(slice)
     }
 
-    /// Leaves out what need not be encoded.
+    /// Removes slices that need not be encoded.
     fn drop_unneeded(&self, slices: &mut BTreeSet<u64>, counts: &mut ReferenceCounts) {
         slices.retain(|&slice| {
             let is_needed = self.is_needed(slice, counts);

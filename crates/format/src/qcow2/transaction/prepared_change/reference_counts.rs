@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use crate::qcow2::layout::geometry::Geometry;
 
-/// A counter that says that the count is in the list of large ones.
+/// A counter that refers to the list of large counts.
 const LARGE: u8 = u8::MAX;
 
 /// How many references a cluster has after some were taken.
@@ -27,20 +27,20 @@ pub(super) enum Left {
 pub(super) struct ReferenceCounts {
     in_page: u64,
     pages: Vec<Page>,
-    /// Where the page of a slice is.
+    /// Index of the page of a slice.
     index: HashMap<u64, usize>,
-    /// The slice and the page that were used last: references come in runs.
+    /// The last used slice and page: references come in runs.
     last: Cell<(u64, usize)>,
     large: HashMap<u64, u64>,
-    /// Slices whose pages changed since they were encoded.
+    /// Slices whose pages have changed since they were encoded.
     stale: BTreeSet<u64>,
-    /// Slices whose pages are new since this was asked for.
+    /// Slices whose pages are new since the last call.
     new: Vec<u64>,
 }
 
 struct Page {
     counts: Box<[u8]>,
-    /// By cluster, as `counts`; empty where no references were taken.
+    /// By cluster, as `counts`; empty if no references were removed.
     left: Box<[Left]>,
     is_stale: bool,
 }
@@ -146,7 +146,7 @@ impl ReferenceCounts {
         runs
     }
 
-    /// How many pages are new since this was asked for last.
+    /// How many pages are new since the last call.
     pub(super) fn new_pages(&self) -> usize {
         self.new.len()
     }
@@ -156,7 +156,7 @@ impl ReferenceCounts {
         std::mem::take(&mut self.new)
     }
 
-    /// The slices of refcounts that have to be encoded again.
+    /// The slices of refcounts that must be encoded again.
     pub(super) fn stale(&self) -> &BTreeSet<u64> {
         &self.stale
     }

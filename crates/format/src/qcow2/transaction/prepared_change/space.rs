@@ -24,11 +24,11 @@ pub(super) enum Halt {
     NoSpare,
     /// The change is no longer wanted.
     Cancelled,
-    /// The tables refer to what the refcounts do not tell of.
+    /// The tables have references that the refcounts lack.
     Implausible,
 }
 
-/// Stops copying that is no longer wanted.
+/// Stops copying if it was cancelled.
 pub(super) fn check_wanted(is_cancelled: &dyn Fn() -> bool) -> Result<(), Halt> {
     if is_cancelled() { Err(Halt::Cancelled) } else { Ok(()) }
 }
@@ -39,7 +39,7 @@ impl From<Error> for Halt {
     }
 }
 
-/// A table in clusters of its own, one after the other.
+/// A table in adjacent clusters of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Run {
     /// The active L1 table.
@@ -73,7 +73,7 @@ impl<'a, S: Storage> Space<'a, S> {
         self.is_closed = is_closed;
     }
 
-    /// Fails where this many clusters cannot be had now.
+    /// Fails if this many clusters are not available now.
     pub(super) fn check_room(&self, count: usize) -> Result<(), Halt> {
         if self.is_closed && self.spare.len() < count { Err(Halt::NoSpare) } else { Ok(()) }
     }
@@ -102,7 +102,7 @@ impl<'a, S: Storage> Space<'a, S> {
         self.spare.extend(std::mem::take(&mut self.used));
     }
 
-    /// Has at least this many clusters ready.
+    /// Reserves at least this many clusters.
     pub(super) async fn fill(&mut self, count: u64) -> Result<()> {
         while (self.spare.len() as u64) < count {
             self.allocate_spare(count - self.spare.len() as u64).await?;
@@ -110,7 +110,7 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(())
     }
 
-    /// Has exactly this many clusters ready for a table.
+    /// Reserves exactly this many clusters for a table.
     pub(super) async fn fill_run(&mut self, run: Run, count: u64) -> Result<()> {
         let ready = &mut self.runs[run as usize];
         if ready.end - ready.start == count {
@@ -138,7 +138,7 @@ impl<'a, S: Storage> Space<'a, S> {
     /// The clusters that are ready for a table of this many bytes.
     ///
     /// # Errors
-    /// `NoSpare` where it takes another number of clusters.
+    /// `NoSpare` if it takes another number of clusters.
     pub(super) fn run(&self, run: Run, bytes: u64) -> Result<Range<u64>, Halt> {
         let ready = self.runs[run as usize].clone();
         if self.metadata.geometry().clusters_for(bytes) == ready.end - ready.start {
@@ -164,8 +164,8 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(())
     }
 
-    /// The tables in the taken clusters are about to become the active ones, so these are no longer
-    /// given back. Returns the clusters that are left.
+    /// The tables in the allocated clusters are about to become the active ones, so these are no
+    /// longer freed. Returns the unused clusters.
     pub(super) fn leave(&mut self) -> Vec<u64> {
         self.used.clear();
         self.runs = std::array::from_fn(|_| 0..0);

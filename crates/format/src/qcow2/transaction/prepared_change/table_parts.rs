@@ -26,13 +26,13 @@ pub(super) struct Part {
 /// The use of the notes of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notes {
-    /// They are taken back: what is read is copied.
+    /// They are taken back: the bytes read are copied.
     Take,
     /// They stay.
     Leave,
 }
 
-/// The bytes of a part as they are now, to be copied.
+/// The present bytes of a part, to be copied.
 pub(super) async fn look_at<S: Storage>(metadata: &Metadata<S>, part: Part) -> Result<Vec<u8>> {
     look(metadata, part, Notes::Take).await
 }

@@ -26,17 +26,17 @@ struct NewMetadata {
     header: Header,
     l1: Vec<u64>,
     refcount_table: Vec<u64>,
-    /// The one that is taken or deleted.
+    /// The snapshot that is taken or deleted.
     snapshot: Snapshot,
-    /// Clusters without a reference then.
+    /// Clusters without a reference afterwards.
     replaced: Vec<DeferredFree>,
 }
 
 impl<S: Storage> PreparedChange<'_, S> {
     /// Makes the change; durable when it returns. No change of the guest's data may be in flight.
-    /// Answers the snapshot that is taken or deleted. `None` where nothing has changed, and it
-    /// has to be [updated](Self::update) first: guests changed too much since. `now` is when a
-    /// new snapshot is taken, since 1970-01-01 UTC.
+    /// Returns the snapshot that is taken or deleted. `None` if nothing has changed, and it must be
+    /// [updated](Self::update) first: guests changed too much since. `now` is the time of a new
+    /// snapshot, since 1970-01-01 UTC.
     ///
     /// # Errors
     /// As [`Snapshots::create`](crate::Snapshots::create) and
@@ -59,7 +59,7 @@ impl<S: Storage> PreparedChange<'_, S> {
             Ok(made) => made,
             Err(Halt::Failed(error)) => return Err(error),
             Err(Halt::Implausible) => {
-                // What was copied is not complete.
+                // The copies are incomplete.
                 metadata.lock().tables.watch.end();
                 return Ok(None);
             }
@@ -95,7 +95,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(Some(made.snapshot))
     }
 
-    /// Copies what is left, and writes the tables that the header names.
+    /// Copies the rest, and writes the tables that the header names.
     async fn finish(&mut self) -> Result<NewMetadata, Halt> {
         if let Some(error) = self.copy_changes(&|| false).await? {
             return Err(error.into());
@@ -147,7 +147,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) }
     }
 
-    /// Where a table goes: 0 for an empty one.
+    /// Offset of a table: 0 for an empty one.
     fn place(&self, run: Run, bytes: Vec<u8>, writes: &mut Vec<TableWrite>) -> Result<u64, Halt> {
         let clusters = self.space.run(run, bytes.len() as u64)?;
         if bytes.is_empty() {

@@ -26,14 +26,13 @@ pub(super) struct Unreferenced<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> Unreferenced<'a, S> {
-    /// The clusters without a reference by `counts`. The tables that say so are the active ones, on
-    /// disk too.
+    /// The clusters without a reference by `counts`. The active tables must agree, on disk too.
     pub(super) fn new(metadata: &'a Metadata<S>, counts: ReferenceCounts) -> Self {
         let slices = counts.slices();
         Self { metadata, counts, slices }
     }
 
-    /// Frees it. What fails is recorded where it has to be, and what is left is freed later.
+    /// Frees it. Errors are recorded as usual, and the rest is freed later.
     pub(super) async fn free(mut self) {
         let budget = WorkBudget::new();
         while !self.slices.is_empty() {
@@ -47,7 +46,7 @@ impl<'a, S: Storage> Unreferenced<'a, S> {
         }
     }
 
-    /// Has the clusters of the next slice freed.
+    /// Queues the clusters of the next slice to be freed.
     fn defer_next(&mut self) {
         let Some(slice) = self.slices.pop_first() else { return };
         let runs = self.counts.without_any_left(slice);
