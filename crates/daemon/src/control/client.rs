@@ -54,7 +54,7 @@ fn other_kind(line: &str) -> Option<&'static str> {
     kinds.iter().find(|(begin, _)| line.starts_with(begin)).map(|(_, kind)| *kind)
 }
 
-/// Refuses what no control socket sends.
+/// Refuses a first line that no control socket sends.
 fn check_kind(name: &dyn fmt::Display, line: &str) -> Result<()> {
     match other_kind(line) {
         Some(kind) => bail!("{name}: {kind}, and takes no requests; name the socket of --control"),
@@ -98,10 +98,10 @@ impl Connection {
         Ok(Self { name, stream: BufReader::new(stream), next_id: 1 })
     }
 
-    /// Has a method carried out, and waits for its result.
+    /// Calls a method, and waits for its result.
     ///
     /// # Errors
-    /// The server is gone, or refuses: then it is an [`RpcError`].
+    /// The server has ended, or refuses: then it is an [`RpcError`].
     pub fn call(&mut self, method: &str, params: Value) -> Result<Value> {
         let id = self.next_id;
         self.next_id += 1;
@@ -113,7 +113,7 @@ impl Connection {
         loop {
             let mut message = self.receive()?;
             if message["id"] != id {
-                // An event, or the answer to nothing of ours.
+                // An event, or an error that answers no request.
                 if message["id"].is_null() && message.get("error").is_some() {
                     return Err(refusal(&message["error"]).into());
                 }

@@ -30,9 +30,9 @@ use crate::running::reload;
 use crate::running::room::{set_threshold, set_write_threshold};
 use crate::running::{Refreshed, Running, RunningDisk, RunningExport};
 
-/// Carries a request out that changes or tells what runs. Those about the connection or the process
-/// are the server's. A long call stops soon after `is_cancelled` says that it is not wanted, if
-/// that is still possible.
+/// Carries out a request that changes or queries the server. The server itself handles requests
+/// about the connection or the process. A long call stops soon after `is_cancelled` returns true,
+/// if that is still possible.
 pub(crate) async fn call(
     running: &Running,
     answers: &Answers,

@@ -26,7 +26,7 @@ pub(super) async fn create(running: &Running, given: ImageCreateParams) -> Outco
     result(Done {})
 }
 
-/// Refuses what a raw image does not have.
+/// Refuses options that a raw image does not have.
 fn check_plain(given: &ImageCreateParams) -> Result<(), Failure> {
     let has_options = given.backing.is_some()
         || given.cluster_size.is_some()

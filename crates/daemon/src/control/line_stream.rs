@@ -11,7 +11,7 @@ use super::MAX_LINE;
 
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
-/// How long a peer may take to receive an answer.
+/// Maximum time for a peer to receive an answer.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The lines that a peer sends.
@@ -40,7 +40,7 @@ pub fn line_stream(stream: Stream) -> (LineReader, LineWriter) {
 }
 
 impl LineReader {
-    /// The next line; `None` when the peer has closed the connection. Not to be dropped before it
+    /// The next line; `None` when the peer has closed the connection. Must not be dropped before it
     /// is ready: bytes would be lost.
     pub async fn next(&mut self) -> io::Result<Option<Frame>> {
         let mut searched = 0;
@@ -81,8 +81,8 @@ impl LineWriter {
         Self(stream)
     }
 
-    /// Whether the peer has closed the connection for both directions. One that sends no more may
-    /// still read.
+    /// Whether the peer has closed the connection for both directions. A peer that sends no more
+    /// may still read.
     pub async fn is_closed(&self) -> bool {
         // The kernel refuses also to send nothing.
         self.0.send_directly(IoVectorList::new()).await.0.is_err()

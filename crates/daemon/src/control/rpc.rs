@@ -21,7 +21,7 @@ pub const LACKS_CHANGES: i64 = -32001;
 /// A request.
 #[derive(Debug)]
 pub(super) struct Call {
-    /// The request of this answer; `None`: it is not to be answered.
+    /// The id of the answered request; `None`: no answer is expected.
     pub(super) id: Option<Value>,
     pub(super) method: String,
     /// An object.
@@ -54,7 +54,7 @@ impl Failure {
 /// The request that an object is.
 ///
 /// # Errors
-/// The reason why the object is no request, and the id that the answer refers to.
+/// The reason why the object is no request, and the id for the answer.
 pub(super) fn parse(mut object: Map<String, Value>) -> Result<Call, (Value, Failure)> {
     let id = object.remove("id");
     let refused = |id: Option<&Value>, why: &str| {
@@ -97,7 +97,7 @@ pub(super) fn response(id: &Value, outcome: Result<Value, Failure>) -> Value {
     }
 }
 
-/// A message that answers no request.
+/// A message that is not an answer.
 pub(super) fn notification(method: &str, params: Value) -> Value {
     json!({ "jsonrpc": "2.0", "method": method, "params": params })
 }

@@ -40,9 +40,9 @@ use crate::running::Running;
 
 /// Connections at the same time; further ones are refused.
 const MAX_CLIENTS: usize = 16;
-/// How often a client that sends no more is asked for.
+/// How often the server checks for a client that sends no more.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// The answer to what was asked of a server that has handed over.
+/// The answer to requests to a server that has handed over.
 const REPLACED: &str = "another process serves now: ask again";
 
 /// A control socket that is served.
@@ -67,8 +67,8 @@ struct Served {
 }
 
 impl Control {
-    /// Answers at a socket, by a loop of its own, what is asked of what runs, if it is one of the
-    /// methods of `answers`.
+    /// Answers requests about the server at a socket, on a loop of its own, if their method is in
+    /// `answers`.
     ///
     /// # Errors
     /// The socket cannot be used.
@@ -100,7 +100,7 @@ impl Control {
         &self.address
     }
 
-    /// Its file, if this process is to remove that.
+    /// Its file, if this process must remove that.
     pub fn file(&self) -> Option<&SocketFile> {
         self.file.as_ref()
     }
@@ -118,14 +118,14 @@ impl Control {
         self.finish()
     }
 
-    /// As [`stop`](Self::stop), where another process goes on with the socket and its file.
+    /// As [`stop`](Self::stop), if another process continues with the socket and its file.
     pub fn leave(mut self) {
         std::mem::forget(self.file.take());
         self.finish().stop();
     }
 
     fn finish(self) -> Workers {
-        // The main thread, which would carry them out, is here.
+        // The main thread, which would carry them out, runs this.
         self.upgrades.end();
         // It may have ended already.
         let _ = self.stop.send(());
@@ -143,7 +143,7 @@ struct Caller {
 }
 
 impl Caller {
-    /// Whether what was asked for is no longer wanted: the client is gone, or the server ends.
+    /// Whether the request was cancelled: the client has disconnected, or the server ends.
     fn is_cancelled(&self) -> bool {
         self.is_gone.get() || self.stopped.peek().is_some()
     }
@@ -157,8 +157,8 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     .await;
 }
 
-/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Those that are
-/// served then end first.
+/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Then it ends
+/// them.
 pub(crate) async fn accept_clients<'a>(
     listener: Listener,
     stopped: Stopped,
@@ -188,7 +188,8 @@ struct Client {
 }
 
 impl Client {
-    /// Waits for the next event that it wants. One that is dropped while it waits loses none.
+    /// Waits for the next subscribed event. If the future is dropped while it waits, no event is
+    /// lost.
     async fn next_event(&self) -> Event {
         let Some((subscription, SubscribeParams { events })) = &self.events else {
             return pending().await;
@@ -221,7 +222,7 @@ async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
                 (Some(notification("event", event)), false)
             }
             line = lines.select_next_some() => match line {
-                // A client that is gone needs no answer.
+                // A disconnected client needs no answer.
                 Err(_) | Ok(None) => return,
                 Ok(Some(Frame::TooLong)) => {
                     let why = format!("a request has more than {MAX_LINE} bytes");
@@ -262,7 +263,7 @@ async fn watch(
     pending().await
 }
 
-/// Carries out what a line asks for. Its answer, if it wants one.
+/// Carries out the request in a line. Returns its answer, if it wants one.
 async fn answer(
     served: &Served,
     client: &mut Client,
@@ -282,7 +283,7 @@ async fn answer(
     }
 }
 
-/// The answer to a line that is no request.
+/// The answer to a line that is not a request.
 fn refusal(code: i64, why: String) -> Value {
     response(&Value::Null, Err(Failure::new(code, why)))
 }
@@ -323,7 +324,7 @@ async fn call_method(
     }
 }
 
-/// Waits until another process goes on, or cannot.
+/// Waits until another process has taken over, or has failed to.
 async fn upgrade(
     served: &Served,
     binary: Option<PathBuf>,

@@ -14,25 +14,24 @@ use super::methods::UpgradeReply;
 /// The treatment of clients with TLS, which cannot be handed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EncryptedClients {
-    /// They go on, and nothing is handed over while there is one.
+    /// They continue, and nothing is handed over while there is one.
     #[default]
     Keep,
-    /// They are disconnected, when what they have in flight is done. They may connect again.
+    /// They are disconnected when their requests in flight have completed. They may connect again.
     Disconnect,
 }
 
-/// An upgrade that was asked for.
+/// A requested upgrade.
 pub struct UpgradeRequest {
-    /// The program to go on with; left out, the one that this process was started from, as it is
-    /// on disk now.
+    /// The program to continue with; if left out, this process's own program, as it is on disk now.
     pub binary: Option<PathBuf>,
     /// The treatment of clients with TLS.
     pub encrypted: EncryptedClients,
-    /// Where the outcome goes: why not, in one line.
+    /// Receives the outcome: or why not, in one line.
     pub reply: oneshot::Sender<Result<UpgradeReply, String>>,
 }
 
-/// The upgrades that were asked for. Clones are of the same ones.
+/// The requested upgrades. Clones share them.
 #[derive(Clone, Default)]
 pub struct UpgradeRequests(Arc<Mutex<State>>);
 
@@ -43,7 +42,7 @@ struct State {
 }
 
 impl UpgradeRequests {
-    /// Asks the main thread for an upgrade, and wakes it. What it gives is cancelled where none is
+    /// Requests an upgrade from the main thread, and wakes it. The result is cancelled if none is
     /// carried out.
     pub fn ask(
         &self,
@@ -58,7 +57,7 @@ impl UpgradeRequests {
             }
             state.waiting.push_back(UpgradeRequest { binary, encrypted, reply });
         }
-        // As a person would: the main thread waits for signals. It fails for no signal that exists.
+        // As a user would: the main thread waits for signals. It fails for invalid ones only.
         let _ = raise(SIGUSR2);
         outcome
     }
@@ -68,7 +67,7 @@ impl UpgradeRequests {
         self.0.lock().waiting.pop_front()
     }
 
-    /// Cancels those that wait and those to come: this process carries none out.
+    /// Cancels waiting and future requests: this process carries none out.
     pub fn end(&self) {
         let mut state = self.0.lock();
         state.is_over = true;

@@ -15,7 +15,7 @@ const MAX_NAME: usize = 255;
 
 /// A backup that has begun.
 pub(crate) struct RunningBackup {
-    /// Its name, unlike all others.
+    /// Its unique name.
     pub(crate) name: String,
     /// As in its setup.
     pub(crate) bitmap: Option<String>,
@@ -34,7 +34,7 @@ pub(crate) struct BackupDisk {
     pub(super) source: Arc<RunningDisk>,
     /// The disk that is served.
     pub(crate) frozen: Arc<RunningDisk>,
-    /// The bitmap that tells what has changed; `None`: the disk comes in full.
+    /// The bitmap with the changes; `None`: the disk comes in full.
     pub(crate) since: Option<String>,
     /// Its view of the disk.
     pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
@@ -43,7 +43,7 @@ pub(crate) struct BackupDisk {
 }
 
 impl BackupDisk {
-    /// The name of the disk that goes on.
+    /// The name of the disk that continues.
     pub(crate) fn source(&self) -> &str {
         self.source.name()
     }
@@ -80,7 +80,7 @@ impl State {
     }
 }
 
-/// The name of a backup that is about to begin, which no other one gets until this is dropped.
+/// The name of a backup that is about to begin, reserved until this is dropped.
 pub(super) struct NewName<'a> {
     backups: &'a Backups,
     pub(super) name: String,
@@ -108,7 +108,7 @@ impl Backups {
         self.0.lock().backups.retain(|other| !Arc::ptr_eq(other, backup));
     }
 
-    /// Reserves a name for a backup: the one that is wanted, or any.
+    /// Reserves a name for a backup: the given one, or any.
     ///
     /// # Errors
     /// Another backup has the name, or it is not valid.

@@ -40,21 +40,20 @@ use crate::running::scratch::open_scratch;
 
 /// How long changes may be held off until all disks are frozen.
 pub(super) const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
-/// How long a guest's change waits while nothing of what it overwrites is copied, before the backup
-/// fails.
+/// How long a guest's change waits without progress of its copy, before the backup fails.
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
-/// Bytes of memory of each disk for what its scratch file has not got yet.
+/// Bytes of memory of each disk for data not yet in its scratch file.
 const COPY_MEMORY: u64 = 16 << 20;
-/// Bytes of memory of each disk that tell where its scratch file has single blocks, at most: a
-/// thousandth of what is copied.
+/// Maximum bytes of memory of each disk for the locations of single blocks in its scratch file: a
+/// thousandth of the copied data.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 /// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
 const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
-/// Bytes of the bits of a bitmap that begins with a backup, where a bit stands for less than
-/// `MAX_GRANULARITY`: finer bits make increments smaller, and what changes of them is in memory.
+/// Maximum bytes for the bits of a bitmap that begins with a backup, below `MAX_GRANULARITY`: finer
+/// bits make increments smaller, but their changes are kept in memory.
 const MAX_FINE_BITS: u64 = 4 << 20;
-/// Bytes of a disk that a bit of such a bitmap stands for.
+/// Minimum bytes of a disk per bit of such a bitmap.
 const MIN_GRANULARITY: u64 = 4 << 10;
 const MAX_GRANULARITY: u64 = 64 << 10;
 
@@ -65,12 +64,12 @@ pub(crate) struct BackupSetup {
     pub(crate) name: Option<String>,
     /// The names of the disks.
     pub(crate) disks: Vec<String>,
-    /// Where they are served, each under its own name; an only one under the URI's, if that has
+    /// Where they are served, each under its own name; a single one under the URI's, if that has
     /// one. `None`: nowhere yet.
     pub(crate) export: Option<NbdUri>,
     /// The bitmap that begins on each disk.
     pub(crate) bitmap: Option<String>,
-    /// The bitmap of each disk that clients may ask what has changed since.
+    /// The bitmap of each disk that clients may query for changes.
     pub(crate) since: Option<String>,
     /// The folder of the scratch files; `None`: that of each disk's image.
     pub(crate) scratch: Option<PathBuf>,
@@ -78,7 +77,7 @@ pub(crate) struct BackupSetup {
     pub(crate) scratch_size: Option<u64>,
 }
 
-/// A disk that a backup is going to be made of.
+/// A disk to be backed up.
 struct Source {
     disk: Arc<RunningDisk>,
     /// The bitmap of the setup, if it has that: the disk comes as an increment.
@@ -98,9 +97,8 @@ struct Begun {
 /// Begins a backup. When this returns its disks are served.
 ///
 /// # Errors
-/// There is no such disk, one is used by a job or another backup, or has no such bitmap; a
-/// scratch file or an address cannot be had; the disks are too busy. Nothing has changed
-/// then.
+/// There is no such disk, one is used by a job or another backup, or has no such bitmap; a scratch
+/// file cannot be made or an address not be used; the disks are too busy. Then nothing has changed.
 pub(crate) async fn begin_backup(
     running: &Running,
     setup: BackupSetup,
@@ -176,7 +174,7 @@ async fn begin_claimed(
     Ok(pause)
 }
 
-/// Lists a disk that was frozen as a backup of its own, which is served nowhere yet.
+/// Lists a frozen disk as a backup of its own, which is served nowhere yet.
 ///
 /// # Errors
 /// A backup or disk has its name.
@@ -199,8 +197,8 @@ pub(super) async fn adopt_backup(
     Ok(())
 }
 
-/// The disks of a backup, which are claimed. One that lacks the bitmap comes in full, where
-/// another one has it.
+/// The claimed disks of a backup. A disk that lacks the bitmap comes in full, if another one has
+/// it.
 async fn sources(running: &Running, setup: &BackupSetup, name: &str) -> Result<Vec<Source>> {
     let mut sources = Vec::new();
     for disk in &setup.disks {
@@ -288,11 +286,11 @@ async fn adopt_frozen(
     Ok(running.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
 }
 
-/// A disk that a backup has frozen, with copies of bitmaps of the disk that goes on, or of another
-/// one (`of`): they have all changes up to the moment, and perhaps later ones.
+/// A disk that a backup has frozen, with copies of bitmaps of the disk that continues, or of
+/// another one (`of`): they have all changes up to the freeze, and perhaps later ones.
 ///
 /// # Errors
-/// It is no such disk, or there is no such bitmap.
+/// The disk is not frozen, or there is no such bitmap.
 pub(super) async fn with_bitmaps(
     running: &Running,
     name: &str,
@@ -324,7 +322,7 @@ pub(super) async fn with_bitmaps(
     Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group }))
 }
 
-/// Ends a backup: its disks are served no longer, and go on without copies. Its bitmaps stay.
+/// Ends a backup: its disks are no longer served, and continue without copies. Its bitmaps stay.
 ///
 /// # Errors
 /// There is no such backup.
@@ -341,7 +339,7 @@ pub(crate) async fn end_backup(running: &Running, name: &str) -> Result<()> {
     };
     let names: Vec<_> = backup.disks.iter().flat_map(of_disk).collect();
     let _claim = running.claims.claim(names).await;
-    // It may have ended meanwhile.
+    // It may have ended since.
     find().ok_or_else(missing)?;
     for disk in &backup.disks {
         end_frozen(running, disk).await?;
@@ -352,7 +350,7 @@ pub(crate) async fn end_backup(running: &Running, name: &str) -> Result<()> {
 }
 
 async fn end_frozen(running: &Running, disk: &BackupDisk) -> Result<()> {
-    // Ranges that are read meanwhile have the old bytes still.
+    // Ranges that are read until then still have the old bytes.
     for export in running.exports.of_disk(disk.frozen.name()) {
         running.exports.end(&export).await?;
     }
@@ -360,7 +358,7 @@ async fn end_frozen(running: &Running, disk: &BackupDisk) -> Result<()> {
     running.forget(&disk.frozen).await
 }
 
-/// Undoes what was done for a backup that cannot begin.
+/// Undoes the steps of a backup that cannot begin.
 async fn undo(running: &Running, begun: Begun) {
     for disk in &begun.disks {
         if let Err(error) = end_frozen(running, disk).await {
@@ -425,7 +423,7 @@ pub(super) fn frozen_name(disk: &str, backup: &str) -> String {
     format!("{disk}@{backup}")
 }
 
-/// Bytes of a disk that a bit of a bitmap stands for that begins with a backup.
+/// Bytes of a disk per bit of a bitmap that begins with a backup.
 fn granularity(size: u64) -> u64 {
     DirtyMap::min_granularity(size, MAX_FINE_BITS).clamp(MIN_GRANULARITY, MAX_GRANULARITY)
 }

@@ -79,7 +79,7 @@ mod tests {
         assert!(both.as_mut().now_or_never().is_none());
         drop(first);
         assert!(both.as_mut().now_or_never().is_none(), "one is claimed still");
-        // A task that waits for several holds none of them meanwhile.
+        // A task that waits for several claims holds none of them.
         drop(claims.claim([a]).now_or_never().expect("it is free"));
         drop(second);
         drop(both.now_or_never().expect("both are free"));

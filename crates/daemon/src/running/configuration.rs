@@ -23,12 +23,12 @@ impl Configuration {
         self.path.as_deref()
     }
 
-    /// The disks that are asked for.
+    /// The requested disks.
     pub(crate) fn disks(&self) -> Vec<DiskConfig> {
         self.disks.lock().clone()
     }
 
-    /// These are the disks that are asked for.
+    /// Sets the requested disks.
     pub(crate) fn set(&self, disks: Vec<DiskConfig>) {
         *self.disks.lock() = disks;
     }

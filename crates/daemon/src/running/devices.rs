@@ -20,8 +20,8 @@ use crate::events::Event;
 use crate::process::blocking;
 use crate::process::kept_sockets;
 
-/// The interval at which a removed device is checked for users: a task that tells it of a new size
-/// may hold it.
+/// The interval at which a removed device is checked for users: a task that reports a new size to
+/// it may hold it.
 const RETRY: Duration = Duration::from_millis(1);
 
 impl ExportList {
@@ -49,7 +49,7 @@ impl ExportList {
         Ok(())
     }
 
-    /// Lists the front-ends of a device, and tells subscribers of them.
+    /// Lists the front-ends of a device, and reports them to subscribers.
     fn frontend_observer(&self, socket: &DeviceSocket, frontends: Frontends) -> FrontendObserver {
         let (events, address) = (self.events.clone(), socket.bound.address.clone());
         Box::new(move |peer, what| {
@@ -88,7 +88,7 @@ impl ExportList {
         self.serve_device(DeviceSocket { bound, frontend: None, access }, &disk)
     }
 
-    /// Serves it no longer: what the guest has in flight completes.
+    /// Stops serving it: the guest's requests in flight complete.
     pub(super) async fn remove_device(&self, path: &Path) -> Result<()> {
         let device = {
             let mut list = self.state.lock();
@@ -113,7 +113,7 @@ impl ExportList {
         self.resize_ublk(disk);
     }
 
-    /// Begins the end of all devices, which [`stop`](RunningDevice::stop) goes on with.
+    /// Begins the end of all devices, which [`stop`](RunningDevice::stop) completes.
     pub(crate) fn begin_stop_devices(&self) -> Vec<RunningDevice> {
         let devices = std::mem::take(&mut self.state.lock().devices);
         let mut devices: Vec<_> = devices.into_iter().filter_map(Arc::into_inner).collect();

@@ -22,15 +22,15 @@ pub(crate) struct RunningDisk {
     pub(crate) setup: DiskConfig,
     /// The canonical path of the image that it was opened with.
     pub(super) path: PathBuf,
-    /// Where a mirror had moved it before another process handed it over.
+    /// The path to which a mirror had moved it before the hand-over.
     pub(super) moved: Option<Moved>,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
-    /// The bitmaps that its NBD clients may ask for.
+    /// The bitmaps that its NBD clients may request.
     pub(super) bitmaps: Vec<ExportBitmap>,
-    /// How little room may be left.
+    /// Watches its free space.
     pub(super) room: Arc<RoomWatch>,
-    /// The name of the group whose limits it shares. Changed where the list is locked.
+    /// The name of the group whose limits it shares. Changed while the list is locked.
     pub(super) group: Mutex<Option<String>>,
 }
 
@@ -40,7 +40,7 @@ impl RunningDisk {
         self.setup.name()
     }
 
-    /// How it would be opened to be as it is now, but for its limits.
+    /// The configuration that would open it in its present state, except its limits.
     pub(crate) fn setup_now(&self) -> DiskConfig {
         DiskConfig { threshold: self.threshold(), ..self.setup.clone() }
     }
@@ -51,12 +51,12 @@ impl RunningDisk {
         self.disk.image().layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
     }
 
-    /// Whether NBD clients may ask for the bitmap of this name.
+    /// Whether NBD clients may request the bitmap of this name.
     pub(crate) fn offers_bitmap(&self, name: &str) -> bool {
         self.setup.bitmaps.iter().any(|offered| offered == name)
     }
 
-    /// Refuses to remove a bitmap that NBD clients may ask for.
+    /// Refuses to remove a bitmap that NBD clients may request.
     pub(crate) fn check_bitmap_unused(&self, name: &str) -> Result<()> {
         if self.offers_bitmap(name) {
             bail!(
@@ -76,7 +76,7 @@ impl RunningDisk {
         }
     }
 
-    /// The room left on the host below which an event reports it.
+    /// The free space on the host below which an event is reported.
     pub(crate) fn threshold(&self) -> Option<Threshold> {
         self.room.threshold()
     }
@@ -86,12 +86,12 @@ impl RunningDisk {
         self.room.write_threshold()
     }
 
-    /// The canonical path of the image, or where it was moved since.
+    /// The canonical path of the image, or of the one that it has moved to.
     pub(crate) fn path(&self) -> PathBuf {
         self.moved().map_or_else(|| self.path.clone(), |moved| moved.path)
     }
 
-    /// The image that has taken the place of the one that it was opened with.
+    /// The image that has replaced the one that it was opened with.
     pub(crate) fn moved(&self) -> Option<Moved> {
         if !self.disk.is_replaced() {
             return self.moved.clone();
@@ -113,7 +113,7 @@ impl RunningDisk {
     }
 }
 
-/// An image that has taken the place of the one that a disk was opened with.
+/// An image that has replaced the one that a disk was opened with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Moved {
     /// Where it is.

@@ -56,7 +56,7 @@ impl DiskList {
         self.0.lock().push(disk);
     }
 
-    /// Lists a disk no longer. It stays open.
+    /// Removes a disk from the list. It stays open.
     pub(crate) fn forget(&self, name: &str) {
         self.0.lock().retain(|other| other.name() != name);
     }

@@ -27,7 +27,7 @@ use crate::running::claims::{Claim, Name};
 use crate::running::io_poll;
 use crate::running::open::open_disk;
 
-/// A disk that is not closed or changed meanwhile.
+/// A disk that cannot be closed or changed by others until this is dropped.
 pub(crate) struct ClaimedDisk<'a> {
     /// The disk.
     pub(crate) disk: Arc<RunningDisk>,
@@ -73,7 +73,7 @@ fn tell_of_holding(disk: &str, events: &Events, room: Arc<RoomWatch>) -> HoldObs
 }
 
 impl Running {
-    /// Takes in a disk that is open, at the start. Its name must be new.
+    /// Lists an open disk, at the start. Its name must be new.
     pub(crate) fn adopt(
         &self,
         setup: DiskConfig,
@@ -86,7 +86,7 @@ impl Running {
         self.adopt_with(setup, disk, moved, bitmaps)
     }
 
-    /// As [`adopt`](Self::adopt), with the bitmaps that its NBD clients may ask for.
+    /// As [`adopt`](Self::adopt), with the bitmaps that its NBD clients may request.
     pub(super) fn adopt_with(
         &self,
         setup: DiskConfig,
@@ -94,7 +94,7 @@ impl Running {
         moved: Option<Moved>,
         bitmaps: Vec<ExportBitmap>,
     ) -> Arc<RunningDisk> {
-        // Where it is no file, or its path can no longer be found, it is known by what was given.
+        // If it is not a file, or its path is no longer found, the given path is used.
         let canonical = disk.image().file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
         let has_lost_flush = disk.image().flush_failures().iter().any(Option::is_some);
@@ -142,7 +142,7 @@ impl Running {
         Ok(ClaimedDisk { disk: self.disks.get(name)?, _claim: claim })
     }
 
-    /// Opens a disk, and serves it at its addresses; where one cannot be had it is closed again.
+    /// Opens a disk, and serves it at its addresses; if one cannot be used, closes it again.
     ///
     /// # Errors
     /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
@@ -169,7 +169,7 @@ impl Running {
         // Before an image is made.
         self.disks.check_limits(&setup.limits)?;
         self.sandbox().check_image(&setup.path)?;
-        // A file that the image names there could not be opened, and the kernel would not say why.
+        // Otherwise opening a file there fails later, and the kernel's error has no reason.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
         let named = setup.bitmaps_in.iter().chain(&setup.key_files).chain(&setup.passphrase_files);
         named.into_iter().try_for_each(|path| self.sandbox().check(path))?;
@@ -200,8 +200,8 @@ impl Running {
     /// Flushes and closes a disk; with `force` its exports are removed first.
     ///
     /// # Errors
-    /// No disk has this name, or it has exports: it stays open. The last changes cannot be made
-    /// durable: it is closed all the same.
+    /// No disk has this name, or it has exports: it stays open. If the last changes cannot be made
+    /// durable, it is closed nevertheless.
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         self.check_free(name)?;
@@ -233,9 +233,9 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, to clients with these rights; `bitmaps`: of a disk that
-    /// a backup has frozen, those of the disk that goes on, or of another one, of which clients may
-    /// ask. Returns the address, with the real port if port 0 was requested.
+    /// Serves a disk at an address, to clients with these rights; `bitmaps`: for a disk frozen by a
+    /// backup, those of the disk that continues, or of another one, that clients may request.
+    /// Returns the address, with the real port if port 0 was requested.
     ///
     /// # Errors
     /// There is no such disk, or the address is in use or cannot be had.
@@ -272,7 +272,7 @@ impl Running {
         self.exports.add(disk, address, rights).await
     }
 
-    /// Serves an export no longer. What its clients have in flight completes.
+    /// Stops serving an export. Its clients' requests in flight complete.
     ///
     /// # Errors
     /// No export has this address.
@@ -330,9 +330,9 @@ impl Running {
         self.disks.limit(&claimed.disk, limits)
     }
 
-    /// Makes a disk longer; shorter only if `shrink` says so and it has no exports, because what
-    /// lies beyond is lost to its users. Guests are told of the new size; NBD clients learn it
-    /// when they connect again.
+    /// Makes a disk longer; shorter only if `shrink` is set and it has no exports, because its
+    /// users lose the data beyond. Guests are notified of the new size; NBD clients see it when
+    /// they connect again.
     ///
     /// # Errors
     /// There is no such disk, or it cannot have that size.
@@ -361,8 +361,8 @@ impl Running {
         Ok(Resized { old, new })
     }
 
-    /// Takes in the size of an image that another program made longer, has guests told, and has
-    /// held changes tried again.
+    /// Updates the size of an image that another program made longer, notifies guests, and retries
+    /// held changes.
     ///
     /// # Errors
     /// There is no such disk, or its image became shorter.

@@ -37,14 +37,14 @@ pub(crate) struct ServedSocket {
     pub(super) number: usize,
     /// Whether its clients must use TLS.
     pub(super) security: Security,
-    /// Of this socket alone: clients of others do not find them.
+    /// For this socket only: clients of others do not find them.
     pub(super) exports: Exports<ImageStorage>,
     /// Whether the socket listens while it has no exports.
     pub(super) is_kept: AtomicBool,
 }
 
 impl ServedSocket {
-    /// The number by which the server of clients knows it.
+    /// Its number at the server of clients.
     pub(crate) fn number(&self) -> usize {
         self.number
     }
@@ -64,7 +64,7 @@ impl ServedSocket {
         &self.address
     }
 
-    /// Its file, if this process is to remove that.
+    /// Its file, if this process must remove that.
     pub(crate) fn file(&self) -> Option<&SocketFile> {
         self.file.as_ref()
     }
@@ -97,7 +97,7 @@ impl RunningDevice {
         self.access
     }
 
-    /// Ends it: what guests have in flight completes.
+    /// Ends it: guests' requests in flight complete.
     pub(crate) fn stop(self) {
         self.served.stop();
     }

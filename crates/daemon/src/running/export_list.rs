@@ -23,7 +23,7 @@ use crate::endpoints::tls::Tls;
 use crate::endpoints::vhost_user::registered_memory;
 use crate::events::{Event, Events};
 
-/// The exports of a server, whatever their disks.
+/// The exports of a server, of all disks.
 pub(crate) struct ExportList {
     pub(super) loops: Vec<Handle>,
     pub(super) server: Server,
@@ -35,9 +35,9 @@ pub(crate) struct ExportList {
     pub(super) memory: RegisteredMemory,
     /// Whether exports can be added later.
     pub(super) can_grow: bool,
-    /// How many NBD clients each socket has at once, where that is limited.
+    /// Maximum NBD clients of each socket at once, if limited.
     pub(super) max_connections: Option<NonZeroUsize>,
-    /// Counts NBD clients where the server ends with the last one.
+    /// Counts NBD clients if the server ends with the last one.
     pub(super) clients: Option<Arc<AtomicUsize>>,
     pub(super) state: Mutex<State>,
 }
@@ -55,7 +55,7 @@ pub(super) struct State {
 }
 
 impl ExportList {
-    /// None yet, to be served on these loops.
+    /// An empty list, to be served on these loops.
     pub(super) fn new(
         loops: Vec<Handle>,
         report: &EngineReport,
@@ -98,7 +98,7 @@ impl ExportList {
         self.state.lock().exports.iter().filter(|export| export.disk == disk).cloned().collect()
     }
 
-    /// Serves a disk at an address: that, with the real port where port 0 was asked for.
+    /// Serves a disk at an address: returns it, with the real port instead of port 0.
     ///
     /// # Errors
     /// The address is in use or cannot be had.
@@ -125,7 +125,7 @@ impl ExportList {
         Ok(address)
     }
 
-    /// Ends an export. What its clients have in flight completes.
+    /// Ends an export. Its clients' requests in flight complete.
     pub(super) async fn end(&self, export: &RunningExport) -> Result<()> {
         match &export.address {
             ExportAddress::Nbd(uri) => self.remove_nbd(uri).await,
@@ -137,7 +137,7 @@ impl ExportList {
         Ok(())
     }
 
-    /// The clients of an export; `None` where they are not known.
+    /// The clients of an export; `None` if they are not known.
     pub(crate) fn peers(&self, export: &RunningExport) -> Option<Vec<String>> {
         match &export.address {
             ExportAddress::Nbd(uri) => Some(self.nbd_peers(uri)),

@@ -33,9 +33,9 @@ const MAX_NUMBER: u32 = 100_000;
 /// may read them.
 ///
 /// # Errors
-/// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a
-/// file cannot be made. Nothing has changed then. What a disk was cannot be made durable:
-/// then it is forked all the same.
+/// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a file
+/// cannot be made. Then nothing has changed. If the layer cannot be made durable, the disk is
+/// forked nevertheless.
 pub(crate) async fn fork_disks(
     running: &Running,
     setups: Vec<ForkDiskParams>,
@@ -111,7 +111,7 @@ fn plan<'a>(
     Ok(ForkOf { disk: &disk.disk, options, overlay, is_overlay_made, children })
 }
 
-/// Has the children served to be, and makes the layers durable.
+/// Serves the children as requested, and makes the layers durable.
 async fn take_in(
     running: &Running,
     disks: &[Arc<RunningDisk>],
@@ -175,7 +175,7 @@ fn take_in_child(
     running.events.tell(Event::DiskOpened { disk: name.to_owned() });
 }
 
-/// Tells of an image that its layer can be opened behind only where that is allowed.
+/// Warns if an image may name its layer as backing file only with an allowed path.
 fn tell_if_not_free(image: &Path, layer: &Path) {
     use std::os::unix::ffi::OsStrExt;
     if !AllowedPaths::is_free_to_name(image, layer.as_os_str().as_bytes()) {

@@ -20,8 +20,8 @@ pub(crate) async fn name_backing(running: &Running, disk: &str, name: &str) -> R
     Ok(claimed.disk.disk.jobs().name_backing(name.as_bytes()).await?)
 }
 
-/// Makes an image: a qcow2 one where there are options for it, and else a raw one. With
-/// `overwrite` a file that is there becomes it.
+/// Makes an image: a qcow2 one if there are options for it, else a raw one. With `overwrite` it
+/// replaces an existing file.
 ///
 /// # Errors
 /// A file is there without `overwrite`, or is in use; the host refuses.

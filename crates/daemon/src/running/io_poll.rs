@@ -6,11 +6,11 @@ use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_engine::{Engine, EngineReport, check_io_poll};
 
-/// Whether completions on all these images can be polled for. One that is still to be made is
-/// judged by the folder that it will lie in.
+/// Whether completions on all these images can be polled for. For an image still to be made its
+/// folder decides.
 ///
 /// # Errors
-/// The engine cannot, or an image's disk; with what to do.
+/// The engine or an image's disk cannot, with advice.
 pub fn check(report: &EngineReport, disks: &[DiskConfig]) -> Result<()> {
     if report.engine != Engine::IoUring {
         bail!(
@@ -29,7 +29,7 @@ pub fn check_disk(disk: &DiskConfig) -> Result<()> {
         _ => Path::new("."),
     };
     let place = if image.exists() || disk.create.is_none() { image } else { folder };
-    // A missing place is the business of opening, which says it better.
+    // If it is missing, opening it returns the better error.
     if place.exists() {
         check_io_poll(place)?;
     }

@@ -23,7 +23,7 @@ impl DiskList {
     /// Whether these limits can be applied.
     ///
     /// # Errors
-    /// They are those of a group that does not exist.
+    /// They belong to a group that does not exist.
     pub(super) fn check_limits(&self, limits: &LimitsConfig) -> Result<()> {
         let Some(name) = &limits.group else { return Ok(()) };
         let is_unlimited = limits.rates().map_err(Error::msg)?.is_unlimited();
@@ -44,8 +44,8 @@ impl DiskList {
         Ok(())
     }
 
-    /// Gives a disk the limits that it had in the process that has handed it over, before it is
-    /// served. They begin anew, with nothing saved and nothing owed.
+    /// Gives a disk the limits that it had before the hand-over, before it is served. They start
+    /// over, without credit or debt.
     ///
     /// # Errors
     /// None that a server with these limits could give.

@@ -65,7 +65,7 @@ pub(crate) use nbd_sockets::SocketOffer;
 pub(crate) struct Running {
     loops: Vec<Handle>,
     state: StateSetup,
-    /// The user that the server becomes when everything is open; `None` if it keeps its own.
+    /// The user that the server switches to when everything is open; `None` if it keeps its own.
     user: Option<u32>,
     /// Whether completions must be polled for.
     io_poll: bool,
@@ -143,7 +143,7 @@ impl Running {
         &self.backups
     }
 
-    /// Fails if a job or a backup uses the disk: it must not be changed then.
+    /// Fails if a job or a backup uses the disk: then it must not be changed.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
         self.jobs.check_free(disk)?;
         self.backups.check_free(disk)
@@ -152,7 +152,7 @@ impl Running {
     /// The use of state files by a disk that is opened after the start.
     ///
     /// # Errors
-    /// The directory that was asked for cannot be used.
+    /// The requested directory cannot be used.
     pub(crate) fn state_use(&self, setup: &DiskConfig) -> Result<StateUse> {
         state_use(&self.state, slice::from_ref(setup), self.user)
     }

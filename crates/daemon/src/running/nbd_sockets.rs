@@ -122,7 +122,7 @@ impl ExportList {
         }
     }
 
-    /// An empty set of exports whose clients cause events.
+    /// An empty set of exports that report their clients as events.
     fn observed_exports(&self, address: &Address, security: Security) -> Exports<ImageStorage> {
         let (events, address) = (self.events.clone(), address.clone());
         let clients = self.clients.clone();
@@ -239,7 +239,7 @@ impl ExportList {
         Ok(NbdUri { security, address, export })
     }
 
-    /// Has a socket listen while it has no exports, too, and limits its connections.
+    /// Makes a socket listen even without exports, and limits its connections.
     pub(crate) fn keep_socket(&self, address: &Address, max_connections: Option<NonZeroUsize>) {
         let socket = self.state.lock().socket(address);
         if let Some(socket) = socket {

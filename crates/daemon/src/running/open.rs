@@ -16,8 +16,8 @@ use futures_util::stream::{self, StreamExt};
 /// How many disks are opened at the same time: each waits for its host's disk more than once.
 const MAX_OPENINGS: usize = 32;
 
-/// The state that outlives the server, which becomes `user` later. A directory that was asked for
-/// must be usable; without the usual one the server serves, and says what that means.
+/// The state that outlives the server, which will run as `user`. A requested directory must be
+/// usable; without the usual one the server warns of the consequences.
 ///
 /// # Errors
 /// The directory cannot be used.
@@ -47,11 +47,11 @@ pub(crate) fn state_use(
     }
 }
 
-/// The usual directory, or none where this host has no place for it.
+/// The usual directory, or none if this host has no tmpfs for it.
 ///
 /// # Errors
 /// The directory is another user's, or open to others. Any user may take its name in `/dev/shm`,
-/// and must not be able to decide that a server's death loses what it answered.
+/// and must not be able to make a killed server lose answered changes.
 fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
     match dir {
         Ok(dir) => Ok(StateUse::TryKeep(dir)),
@@ -95,11 +95,11 @@ pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<Image
     .in_part(disk.part))
 }
 
-/// Opens a disk, and makes its image first if that is wanted and missing.
+/// Opens a disk, and makes its image first if that is requested and missing.
 ///
 /// # Errors
-/// Why it cannot be opened, that it has another size than the one that it was to be made with, or
-/// that it lacks a bitmap to be offered.
+/// Why it cannot be opened, that its size differs from the one to create it with, or that it lacks
+/// a bitmap to be offered.
 pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<ImageDisk> {
     let (path, options) = (&*setup.path, image_options(setup, state)?);
     if let Some(size) = setup.create
@@ -176,7 +176,7 @@ pub(crate) async fn open_all(disks: &[DiskConfig], state: &StateUse) -> Vec<Resu
     outcomes.filter_map(std::future::ready).collect().await
 }
 
-/// Adds a hint for an image that cannot be opened to be served.
+/// Adds a hint for an image that cannot be opened for serving.
 fn with_hint(error: Error, image: &Path, access: Access) -> Error {
     match error.errno() {
         // EACCES, EROFS.

@@ -11,12 +11,12 @@ use super::disk::RunningDisk;
 use crate::events::Event;
 use crate::running::open::image_options;
 
-/// Has a disk go back to the layer that its last fork left, and drops its overlay. With `force`
-/// also while clients use it.
+/// Reverts a disk to the layer of its last fork, and drops its overlay. With `force` also while
+/// clients use it.
 ///
 /// # Errors
-/// There is no such disk, a job or a backup uses it, or clients do; others stand on the layer,
-/// or it cannot be gone back to. Nothing has changed then.
+/// There is no such disk, a job or a backup uses it, or clients do; other images are over the
+/// layer, or it cannot be reverted to. Then nothing has changed.
 pub(crate) async fn roll_back_disk(
     running: &Running,
     name: &str,
@@ -45,7 +45,7 @@ pub(crate) async fn roll_back_disk(
     Ok(done)
 }
 
-/// Refuses to change a disk below clients that know what it holds.
+/// Refuses to change a disk under clients that may have cached its data.
 fn check_unused(running: &Running, name: &str) -> Result<()> {
     for export in running.exports.of_disk(name) {
         let clients = match running.exports.peers(&export) {
@@ -61,7 +61,7 @@ fn check_unused(running: &Running, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Refuses to change the layers at these depths of a disk's chain where others stand on one.
+/// Refuses to change the layers at these depths of a disk's chain if one has other overlays.
 pub(crate) fn check_nobody_stands(
     running: &Running,
     disk: &RunningDisk,

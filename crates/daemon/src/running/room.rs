@@ -16,7 +16,7 @@ const LOOK: Duration = Duration::from_millis(500);
 /// Sets the free space below which a disk causes an event; `None`: no event.
 ///
 /// # Errors
-/// There is no such disk, or nothing tells how much room it has.
+/// There is no such disk, or its free space is unknown.
 pub(crate) async fn set_threshold(
     running: &Running,
     name: &str,
@@ -35,7 +35,7 @@ pub(crate) async fn set_threshold(
 /// Sets the space above which a disk's image causes one event; `None`: no event.
 ///
 /// # Errors
-/// There is no such disk, or nothing tells how much its image uses.
+/// There is no such disk, or its image's use of space is unknown.
 pub(crate) async fn set_write_threshold(
     running: &Running,
     name: &str,
@@ -51,14 +51,14 @@ pub(crate) async fn set_write_threshold(
     Ok(())
 }
 
-/// As [`set_write_threshold`], of a disk that is claimed or not served yet.
+/// As [`set_write_threshold`], for a disk that is claimed or not served yet.
 pub(crate) fn watch_use(running: &Running, disk: &Arc<RunningDisk>, threshold: Option<u64>) {
     if disk.room.set_write_threshold(threshold) {
         begin_watch(running, disk);
     }
 }
 
-/// As [`set_threshold`], of a disk that is claimed or not served yet.
+/// As [`set_threshold`], for a disk that is claimed or not served yet.
 pub(super) fn watch_room(running: &Running, disk: &Arc<RunningDisk>, threshold: Option<Threshold>) {
     if disk.room.set(threshold) {
         begin_watch(running, disk);

@@ -22,8 +22,8 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
         purpose: Purpose::Image,
         ..ImageOptions::default()
     };
-    // Long writes in order, that are read once: the page cache would only copy them. A file system
-    // without direct I/O has it. It is never flushed: what it holds is of no use after a crash.
+    // Long sequential writes that are read once: the page cache would only copy them. A file system
+    // without direct I/O uses it. It is never flushed: its content is of no use after a crash.
     let opened = match open(&path, options(CacheMode::None)).await {
         Ok(disk) => Ok(disk),
         Err(_) => open(&path, options(CacheMode::Unsafe)).await,
@@ -34,8 +34,8 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
     Ok(opened?)
 }
 
-/// Makes the file under a name that no other one has. A process that was killed may have left one
-/// of its own behind, and this process may have the number of that one.
+/// Makes the file under an unused name. A killed process with the same process ID may have left a
+/// file.
 async fn create_file(folder: &Path, size: u64) -> Result<PathBuf> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let process = std::process::id();

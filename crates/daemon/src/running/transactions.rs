@@ -29,7 +29,7 @@ use crate::running::claims::Name;
 /// A backup that begins in a transaction.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupPart {
-    /// Its job, with the name of the disk. A backup that no job makes is called so.
+    /// Its job, with the name of the disk. A backup without a job has this name, too.
     pub(crate) job: JobSetup,
     /// The kind of backup of the disk.
     pub(crate) kind: BackupKind,
@@ -42,9 +42,9 @@ pub(crate) enum BackupKind {
     Copied {
         /// The disk's name.
         target: String,
-        /// The bitmap that says what is copied; `None`: all.
+        /// The bitmap of the ranges to copy; `None`: all.
         bitmap: Option<String>,
-        /// Whether the bitmap says what has changed since the moment, when the job is complete.
+        /// Whether the bitmap has the changes since the start when the job is complete.
         is_synced: bool,
     },
     /// Clients of the disk that was frozen.
@@ -59,7 +59,7 @@ pub(crate) enum BackupKind {
 pub(crate) enum PartChange {
     /// That concerns no other disk.
     Own(BitmapChange),
-    /// It is in memory, and gets what a bitmap of another disk has recorded.
+    /// It is in memory, and gets the changes of another disk's bitmap.
     MergeFrom {
         /// Its name.
         name: String,
@@ -70,7 +70,7 @@ pub(crate) enum PartChange {
     },
 }
 
-/// A disk, and what is changed of its bitmaps, in this order.
+/// A disk, and the changes of its bitmaps, in this order.
 type DiskChanges = (Arc<RunningDisk>, Vec<PartChange>);
 
 impl PartChange {
@@ -100,7 +100,7 @@ struct ReadyBackup {
 }
 
 impl BackupPart {
-    /// The bitmap that is synced, and the one that records changes since the moment.
+    /// The synced bitmap, and the one that records changes since the start.
     fn synced(&self, name: &str) -> Option<CopiedBitmap> {
         match &self.kind {
             BackupKind::Copied { bitmap: Some(bitmap), is_synced: true, .. } => {
@@ -115,9 +115,9 @@ impl BackupPart {
 /// changes were held off.
 ///
 /// # Errors
-/// There is no such disk or bitmap, one is there already or is offered to clients, a disk has
-/// no bitmaps that can be changed, is used by a job or backup, or is too busy; a target
-/// cannot be written to. Nothing has changed then.
+/// There is no such disk or bitmap, one exists already or is offered to clients, a disk has no
+/// bitmaps that can be changed, is used by a job or backup, or is too busy; a target cannot be
+/// written to. Then nothing has changed.
 pub(crate) async fn transact(
     running: &Running,
     mut changes: Vec<(String, PartChange)>,
@@ -204,7 +204,7 @@ fn by_disk(running: &Running, changes: Vec<(String, PartChange)>) -> Result<Vec<
     Ok(parts)
 }
 
-/// Looks whether a backup can begin, and prepares it. Its disks are claimed.
+/// Checks whether a backup can begin, and prepares it. Its disks are claimed.
 async fn make_ready(
     running: &Running,
     part: BackupPart,
@@ -287,7 +287,7 @@ fn own_changes(changes: &[PartChange]) -> Vec<BitmapChange> {
     changes.iter().filter_map(PartChange::own).cloned().collect()
 }
 
-/// The changes of each disk, with what bitmaps of other disks have recorded. All are quiesced.
+/// The changes of each disk, including merges from bitmaps of other disks. All are quiesced.
 async fn with_merged(running: &Running, parts: &[DiskChanges]) -> Result<Vec<Vec<BitmapChange>>> {
     let mut all = Vec::new();
     for (target, changes) in parts {
@@ -340,7 +340,7 @@ impl BackupPart {
     }
 }
 
-/// Refuses a bitmap that does not say what has changed, unless the transaction adds it.
+/// Refuses a bitmap that cannot be read, unless the transaction adds it.
 async fn check_readable(
     disk: &RunningDisk,
     name: &str,

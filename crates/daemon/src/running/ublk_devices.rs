@@ -45,7 +45,7 @@ impl ExportList {
         self.state.lock().ublk.clone()
     }
 
-    /// Removes a block device. What it has in flight completes.
+    /// Removes a block device. Its requests in flight complete.
     pub(super) async fn remove_ublk(&self, id: u32) -> Result<()> {
         let device = {
             let mut list = self.state.lock();
@@ -71,7 +71,7 @@ impl ExportList {
         }
     }
 
-    /// Removes all block devices: what they have in flight completes.
+    /// Removes all block devices: their requests in flight complete.
     pub(crate) fn stop_ublk(&self) {
         let devices = std::mem::take(&mut self.state.lock().ublk);
         devices.into_iter().filter_map(Arc::into_inner).for_each(|device| device.server.stop());
