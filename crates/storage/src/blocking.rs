@@ -5,8 +5,8 @@ use std::io;
 
 use futures_channel::oneshot;
 
-/// Makes the call on a thread of this name. If the future is dropped, the call runs to its end all
-/// the same.
+/// Makes the call on a thread of this name. If the future is dropped, the call still runs to its
+/// end.
 ///
 /// # Errors
 /// There is no thread for it.

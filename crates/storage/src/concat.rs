@@ -18,17 +18,17 @@ pub struct Concat<S> {
     name: String,
     /// In the order of their ranges.
     files: Vec<(ByteRange, S)>,
-    /// Where in the only file its range begins; 0 where there are several.
+    /// Offset of its range in a single file; 0 if there are several.
     skip: u64,
     /// Whether it is a part of one file.
     is_part: bool,
 }
 
 impl<S: Storage> Concat<S> {
-    /// Of these files, at least one, as the storage of this name.
+    /// A storage of this name with these files, at least one.
     ///
     /// # Errors
-    /// `InvalidInput` for no file, or where all together are too long.
+    /// `InvalidInput` for no file, or if all together are too long.
     pub fn new(name: String, files: Vec<S>) -> Result<Self> {
         let mut placed: Vec<(ByteRange, S)> = Vec::with_capacity(files.len());
         for file in files {
@@ -159,7 +159,7 @@ impl<S: Storage> Storage for Concat<S> {
         file.discard(range).await
     }
 
-    /// Of several files nothing is ever written.
+    /// Several files are never written.
     async fn flush(&self, sync: SyncMode) -> Result<()> {
         if self.is_part { self.files[0].1.flush(sync).await } else { Ok(()) }
     }

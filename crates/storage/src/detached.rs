@@ -40,7 +40,7 @@ impl DetachedSyncs {
     /// Waits until none is in flight.
     ///
     /// # Errors
-    /// A failure that was not reported yet. It is reported once.
+    /// An error that was not reported yet. It is reported once.
     pub(crate) async fn drained(&self) -> Result<()> {
         self.ended
             .wait_until(|| {

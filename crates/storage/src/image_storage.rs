@@ -10,10 +10,10 @@ use blockhouse_engine::HostFile;
 
 use crate::{Concat, NbdStorage, NullStorage, RbdStorage, ViewStorage};
 
-/// A file, or what another server or a cluster has.
+/// A file, or an image or export on another server or cluster.
 ///
-/// A file's operations are as they would be without this. Those of the others are behind a pointer,
-/// so that they do not make these longer.
+/// A file's operations are as without this enum. The futures of the others are boxed, so that they
+/// do not make a file's longer.
 pub enum ImageStorage {
     /// A file or block device of this host.
     File(HostFile),
@@ -38,15 +38,15 @@ impl ImageStorage {
         }
     }
 
-    /// From now on a request to another server that is not answered in this time fails; with `None`
-    /// it waits as long as it takes. A file and a cluster of Ceph have limits of their own.
+    /// From now on a request to another server without an answer in this time fails; with `None` it
+    /// waits without limit. Files and Ceph clusters have limits of their own.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         if let Self::Nbd(nbd) = self {
             nbd.set_answer_time(time);
         }
     }
 
-    /// The file, where it is exactly one.
+    /// The file, if the storage is exactly one.
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {
             Self::File(file) => Some(file),
@@ -71,8 +71,8 @@ impl ImageStorage {
         }
     }
 
-    /// Its size as the host or the cluster says just now, which another program may have changed.
-    /// `None` where it is what it was at the opening.
+    /// The present size at the host or the cluster, which another program may have changed. `None`
+    /// if it cannot change after opening.
     ///
     /// # Errors
     /// The host's, or the cluster's.
@@ -84,7 +84,7 @@ impl ImageStorage {
         }
     }
 
-    /// Takes in a [new size](Self::query_size) that is not less than the one so far.
+    /// Accepts a [new size](Self::query_size) that is not less than the present one.
     pub fn set_min_size(&self, size: u64) {
         match self {
             Self::File(file) => file.set_min_size(size),

@@ -12,7 +12,7 @@ use blockhouse_nbd_protocol::uri::ClientUri;
 use crate::null::NullLocation;
 use crate::rbd::{RbdLocation, SCHEME};
 
-/// How long requests may wait for a server that is gone, at most.
+/// Maximum time that requests may wait for a server that is gone.
 const MAX_RECONNECT: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The place of an image.
@@ -20,10 +20,10 @@ const MAX_RECONNECT: Duration = Duration::from_secs(24 * 60 * 60);
 pub enum Location {
     /// A file or block device.
     File(PathBuf),
-    /// An export of an NBD server, and how long requests wait for the server where the connection
+    /// An export of an NBD server, and how long requests wait for the server after the connection
     /// fails.
     Nbd {
-        /// The server and the export, and what TLS takes.
+        /// The server and the export, and its TLS parameters.
         uri: ClientUri,
         /// Zero: requests fail at once.
         reconnect: Duration,
@@ -36,12 +36,12 @@ pub enum Location {
 
 impl Location {
     /// The meaning of a name: `nbd://`, `nbd+unix://`, `nbds://` and `nbds+unix://` begin the URI
-    /// of an export, to whose parameters `reconnect=SECONDS` may belong; `rbd:` begins the name
-    /// of an image in Ceph; `null-co://` and `null-aio://` that of nothing; everything else is a
-    /// path. A file of such a name is reached by a path that begins with `./`.
+    /// of an export, whose parameters may include `reconnect=SECONDS`; `rbd:` begins the name of an
+    /// image in Ceph; `null-co://` and `null-aio://` that of nothing; everything else is a path. A
+    /// file of such a name is reached by a path that begins with `./`.
     ///
     /// # Errors
-    /// `InvalidInput` where a URI or a name cannot be used.
+    /// `InvalidInput` if a URI or a name is invalid.
     pub fn of(name: &Path) -> Result<Self> {
         let bytes = name.as_os_str().as_bytes();
         if bytes.starts_with(SCHEME.as_bytes()) {
@@ -79,8 +79,8 @@ impl Location {
         }
     }
 
-    /// The name of a disk whose image has no other name: the [base name](Self::base_name), or what
-    /// follows the last slash where the URI of an export names none. `None` where there is neither.
+    /// The name of a disk whose image has no other name: the [base name](Self::base_name), or the
+    /// part after the last slash if the URI of an export names none. `None` if there is neither.
     pub fn label(name: &Path) -> Option<String> {
         let name = Self::base_name(name).or_else(|| name.file_name().map(OsStr::to_owned))?;
         Some(name.to_string_lossy().into_owned())

@@ -29,7 +29,7 @@ pub struct NullLocation {
 }
 
 impl NullLocation {
-    /// The driver of which a name is: what stands before `://`.
+    /// The driver in a name: the part before `://`.
     pub(crate) fn driver_of(name: &[u8]) -> Option<&'static str> {
         let is_of = |driver: &&str| {
             name.strip_prefix(driver.as_bytes()).is_some_and(|rest| rest.starts_with(b"://"))

@@ -8,8 +8,8 @@ use blockhouse_core::{
 };
 use futures_util::future::LocalBoxFuture;
 
-/// The view of a [`ViewStorage`]. Each method is as that of [`Storage`] of this name says. Any
-/// range may be asked for.
+/// The view of a [`ViewStorage`]. Each method behaves as that of [`Storage`] of this name. Any
+/// range is allowed.
 pub trait StorageView: Send + Sync + 'static {
     /// How people call it.
     fn name(&self) -> &str;

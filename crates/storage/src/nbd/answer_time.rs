@@ -38,7 +38,7 @@ impl AnswerTime {
     /// Waits for an answer.
     ///
     /// # Errors
-    /// The answer's, or that it did not come in time. `name` is the export's.
+    /// The answer's error, or that it did not come in time. `name` is the export's.
     pub(super) async fn wait<T>(
         &self,
         name: &str,
@@ -50,7 +50,7 @@ impl AnswerTime {
         }
     }
 
-    /// As [`wait`](Self::wait); a limit that is set meanwhile counts from then on.
+    /// As [`wait`](Self::wait); a limit set during the wait counts from then on.
     pub(super) async fn wait_for_sync(
         &self,
         name: &str,

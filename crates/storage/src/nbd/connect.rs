@@ -11,11 +11,10 @@ use socket2::{Domain, SockAddr, SockRef, Socket, TcpKeepalive, Type};
 
 use crate::blocking::run_blocking;
 
-/// After so much silence the kernel asks a server over TCP whether it is still there.
+/// After this much silence the kernel probes a TCP server.
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
-/// Connects on a thread of its own: looking a name up and connecting have no form that does not
-/// block.
+/// Connects on a thread of its own: name look-up and connecting have no non-blocking form.
 pub(super) async fn connect(address: Address, time: Duration) -> io::Result<OwnedFd> {
     run_blocking("blockhouse-connect", move || connect_blocking(&address, time)).await?
 }
@@ -41,8 +40,7 @@ fn connect_blocking(address: &Address, time: Duration) -> io::Result<OwnedFd> {
     }
 }
 
-/// Where a server has as many clients waiting as it allows, the kernel waits to connect for as long
-/// as to send.
+/// If a server's backlog is full, the kernel waits to connect for as long as to send.
 fn connect_unix(path: &Path, time: Duration) -> io::Result<OwnedFd> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_write_timeout(Some(time))?;

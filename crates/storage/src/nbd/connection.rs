@@ -44,7 +44,7 @@ pub(super) fn start(
     let guard = transmission.begin_stream();
     let served = Arc::clone(&transmission);
     spawn_detached(async move {
-        // The last to be dropped: the stream has ended then.
+        // Dropped last: then the stream has ended.
         let _ending = LoopGuard(Arc::clone(&served));
         run(served, stream, guard, halves).await;
     });

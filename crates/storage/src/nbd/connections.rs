@@ -33,7 +33,7 @@ use crate::detached::DetachedSyncs;
 /// Connections of one storage.
 const MAX_CONNECTIONS: usize = 16;
 
-/// A loop that was refused a connection of its own asks again after so long.
+/// A loop that was refused a connection of its own tries again after this time.
 const ASK_AGAIN: Duration = Duration::from_secs(60);
 
 /// The connections to one export.
@@ -41,7 +41,7 @@ pub(super) struct Connections {
     shared: Arc<Shared>,
 }
 
-/// The connections, also of a loop that asks for its own meanwhile.
+/// The connections, also used by a task that opens one for its loop.
 struct Shared {
     dial: Arc<Dial>,
     list: Mutex<List>,
@@ -54,7 +54,7 @@ struct List {
     /// By the loops that have made them; never empty. Of an export without `CAN_MULTI_CONN` one of
     /// them has a loop that runs.
     connections: Vec<(ThreadId, Arc<Transmission>)>,
-    /// The loops that have asked for a connection of their own, and when they may do so again.
+    /// The loops that have tried to get a connection of their own, and when they may try again.
     asked: Vec<(ThreadId, Instant)>,
     is_closed: bool,
 }
@@ -62,7 +62,7 @@ struct List {
 /// How a request gets a connection.
 enum Choice {
     Known(Arc<Transmission>),
-    /// This one meanwhile; the loop asks for its own.
+    /// This one at first; the loop tries to get its own.
     Meanwhile(Arc<Transmission>),
     /// No connection has a loop that runs.
     New,
@@ -85,7 +85,7 @@ impl Connections {
     /// The connection that requests of this loop take.
     ///
     /// # Errors
-    /// As [`Dial::again`], once it has been tried for as long as requests wait for a server.
+    /// As [`Dial::again`], after trying for as long as requests wait for a server.
     pub(super) async fn own(&self) -> Result<Arc<Transmission>> {
         let choice = self.shared.choose();
         match choice {
@@ -97,7 +97,7 @@ impl Connections {
             Choice::New => {
                 let stream = self.connect().await?;
                 let mut list = self.shared.list.lock();
-                // Several requests may have come here.
+                // Several requests may have connected at the same time.
                 let known = list.running().next().map(|(_, known)| Arc::clone(known));
                 match known {
                     Some(known) => {
@@ -110,8 +110,8 @@ impl Connections {
         }
     }
 
-    /// Another stream. A server that is gone is waited for as long as requests of a connection that
-    /// has failed wait.
+    /// Another stream. Waits for a server that is gone as long as requests of a failed connection
+    /// do.
     async fn connect(&self) -> Result<Link> {
         let dial = &self.shared.dial;
         let end = Instant::now() + dial.reconnect_time();
@@ -131,7 +131,7 @@ impl Connections {
         list.connections.iter().for_each(|(_, connection)| connection.close());
     }
 
-    /// Waits for flushes and durable writes whose future was dropped.
+    /// Waits for flushes and durable writes with dropped futures.
     ///
     /// # Errors
     /// The failure of one of them that was not reported yet.
@@ -153,8 +153,8 @@ impl Connections {
         };
         let (kind, flags, body) = (kind::FLUSH, CommandFlags::empty(), Body::Flush(mark));
         let flushed = connection.submit(Command { kind, flags, offset: 0, length: 0, body }).await;
-        // Where the stream ended meanwhile, the flush was sent again over another one, and its
-        // success means nothing.
+        // If the stream has ended since, the flush was sent again over another one, and its success
+        // proves nothing.
         unflushed.check()?;
         flushed.map(drop)
     }
@@ -185,8 +185,7 @@ impl Shared {
         }
     }
 
-    /// Adds a connection of this loop over `stream`, in the place of one whose loop has ended where
-    /// there is such a one.
+    /// Adds a connection of this loop over `stream`, replacing one whose loop has ended, if any.
     fn add(&self, list: &mut List, stream: Link) -> Result<Arc<Transmission>> {
         let (dial, detached) = (Arc::clone(&self.dial), Arc::clone(&self.detached));
         let unflushed = Arc::clone(&self.unflushed);
@@ -223,13 +222,13 @@ async fn ask(shared: Arc<Shared>) {
 }
 
 impl List {
-    /// The connections whose loops run, the first one first.
+    /// The connections whose loops run, the oldest one first.
     fn running(&self) -> impl Iterator<Item = &(ThreadId, Arc<Transmission>)> {
         self.connections.iter().filter(|(_, connection)| !connection.has_no_loop())
     }
 
-    /// Whether a loop that has no connection of its own may ask for one now; then it does not for
-    /// some time.
+    /// Whether a loop without a connection of its own may try to get one now; then it may not again
+    /// for some time.
     fn may_ask(&mut self, thread: ThreadId) -> bool {
         let now = Instant::now();
         self.asked.retain(|(_, again)| *again > now);

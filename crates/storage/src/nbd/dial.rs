@@ -27,7 +27,7 @@ struct Way {
 pub(super) struct Dial {
     way: Way,
     name: String,
-    /// The metadata context that block status tells of.
+    /// The metadata context of block status requests.
     context: String,
     reconnect_time: Duration,
     export: Negotiated,
@@ -53,7 +53,7 @@ impl Dial {
     /// Another connection to the same export.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect); and where the export is not what it was.
+    /// As [`connect`](Self::connect); and if the export has changed.
     pub(super) async fn again(&self) -> Result<Link> {
         if let Some(tls) = &self.way.tls {
             tls.refresh();
@@ -78,7 +78,7 @@ impl Dial {
         &self.export
     }
 
-    /// How long requests wait for a server that is gone; zero: it is not waited for.
+    /// How long requests wait for a server that is gone; zero: they do not wait.
     pub(super) fn reconnect_time(&self) -> Duration {
         self.reconnect_time
     }
@@ -88,8 +88,8 @@ impl Dial {
     }
 }
 
-/// Connects, and agrees with the server on the export. One that ends the connection at an option
-/// that it does not know is asked again without.
+/// Connects, and negotiates the export. If the server ends the connection at an option that it does
+/// not know, this connects again without that.
 async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negotiated)> {
     let outcome = match attempt(way, name, context, false).await? {
         Err(Failure::Options(refusal)) => {
@@ -120,7 +120,7 @@ async fn attempt(
     Ok(negotiated)
 }
 
-/// A connection to the server of this URI, whose `name` errors have.
+/// A connection to the server of this URI; errors have `name`.
 pub(super) async fn connect_stream(uri: &NbdUri, name: &str) -> Result<Stream> {
     let failed = |error: io::Error| {
         let hint = match error.kind() {

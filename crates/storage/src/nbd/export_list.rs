@@ -36,11 +36,11 @@ pub struct ListedExport {
     pub contexts: Vec<String>,
 }
 
-/// The exports of the server of this URI, whose export name does not matter.
+/// Lists the exports of the server of this URI, whose export name is ignored.
 ///
 /// # Errors
-/// What failed, with the URI: there is no server, it has no list, it takes longer than 30 seconds,
-/// or there is no TLS with it as the URI asks for.
+/// The error, with the URI: there is no server, it has no list, it takes longer than 30 seconds, or
+/// TLS with it is not possible as the URI requests.
 ///
 /// # Panics
 /// Outside of an event loop.
@@ -74,7 +74,7 @@ async fn list(stream: Stream, tls: Option<&Arc<ClientTls>>) -> Result<Vec<Listed
             contexts(&mut wire, export).await?;
         }
     }
-    // A courtesy: the server may be gone.
+    // Optional: the server may have disconnected.
     let _ = wire.option(ClientOption::Abort, &[]).await;
     Ok(exports)
 }
@@ -116,7 +116,7 @@ async fn names(wire: &mut Wire) -> Result<Vec<ListedExport>, Refusal> {
     }
 }
 
-/// Asks for an export's size, flags and blocks; `false` where the server tells nothing.
+/// Requests an export's size, flags and blocks; `false` if the server returns nothing.
 async fn describe(wire: &mut Wire, export: &mut ListedExport) -> Result<bool, Refusal> {
     let mut data = string(&export.name);
     data.extend(1u16.to_be_bytes());

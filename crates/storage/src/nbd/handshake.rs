@@ -23,7 +23,7 @@ use super::link::Link;
 use super::refusal::Refusal;
 use super::tls::ClientTls;
 
-/// The longest reply to an option: a name of 4096 bytes and what is around it, with much to spare.
+/// The longest reply to an option: a name of 4096 bytes and its fields, with much to spare.
 const MAX_REPLY: u32 = 64 << 10;
 /// How many replies one option may have.
 pub(super) const MAX_REPLIES: usize = 1000;
@@ -69,8 +69,7 @@ pub(super) struct Wish<'a> {
 
 /// Why there is no export.
 pub(super) enum Failure {
-    /// The server has ended the connection at the first option: it may know nothing but
-    /// EXPORT_NAME.
+    /// The server has ended the connection at the first option: it may know only EXPORT_NAME.
     Options(Refusal),
     Other(Refusal),
 }
@@ -156,7 +155,7 @@ pub(super) async fn greet(
     Ok((wire, Some(flags)))
 }
 
-/// Chooses the export of a server that does not know GO, and that ends the connection where it has
+/// Chooses the export of a server that does not know GO, and that ends the connection if it has
 /// none of this name.
 async fn by_name(
     wire: &mut Wire,
@@ -172,7 +171,7 @@ async fn by_name(
     describe(&told, agreed)
 }
 
-/// Takes the only export of an oldstyle server, which says by itself what it is.
+/// Accepts the only export of an oldstyle server, which sends its properties unasked.
 async fn oldstyle(
     wire: &mut Wire,
     wish: &Wish<'_>,
@@ -205,7 +204,7 @@ fn without_tls() -> Refusal {
     Refusal { what: "the server has no TLS".into(), hint: Some(hint) }
 }
 
-/// Has the server begin with TLS.
+/// Makes the server begin TLS.
 async fn start_tls(wire: &mut Wire) -> Result<(), Refusal> {
     wire.option(ClientOption::StartTls, &[]).await?;
     let reply = wire.reply(ClientOption::StartTls).await?;
@@ -264,7 +263,7 @@ async fn block_status(wire: &mut Wire, export: &str, context: &str) -> Result<bo
 
 pub(super) const TOO_MANY: &str = "the server sends too many replies to an option";
 
-/// Chooses the export; `false` where the server does not know the option.
+/// Chooses the export; `false` if the server does not know the option.
 async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<bool, Refusal> {
     let mut data = string(export);
     data.extend(1u16.to_be_bytes());
@@ -321,7 +320,7 @@ fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
     Ok(false)
 }
 
-/// An option that was refused in a way that no other option would help.
+/// Returns the error of a refusal after which no other option would succeed.
 fn check_not_final(reply: &OptionReply) -> Result<(), Refusal> {
     match reply.kind {
         ERR_POLICY | ERR_TLS_REQUIRED | ERR_SHUTDOWN => Err(refusal(reply, "")),
@@ -394,7 +393,7 @@ impl Wire {
         list.push(buffer.lend());
         let (result, _) = self.link.send(list).await;
         let Err(error) = result else { return Ok(()) };
-        // A server that refuses a client says why before it closes the connection.
+        // A server that refuses a client sends the reason before it closes the connection.
         let said = self.read(1).await.err().filter(|_| self.link.is_secured());
         Err(said.unwrap_or_else(|| Refusal::of_connection(error)))
     }

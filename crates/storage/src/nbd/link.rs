@@ -41,7 +41,7 @@ impl Link {
         Self { stream, tls: None }
     }
 
-    /// Does the handshake of TLS with a server that has been told to begin.
+    /// Carries out the TLS handshake with a server that was told to begin.
     ///
     /// # Errors
     /// Why there is no TLS with it.
@@ -81,7 +81,7 @@ impl Link {
     }
 
     /// Receives what is there, as much as fits, waiting for the first byte. 0 is the server's end.
-    /// Gives the list back as it was.
+    /// Returns the list unchanged.
     pub(super) async fn receive(
         &self,
         mut into: IoVectorList,
@@ -128,7 +128,7 @@ impl Link {
             && let Some(output) = tls.session.borrow_mut().close()
         {
             let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
-            // The server may be gone, or not read.
+            // The server may have disconnected, or not read.
             let _ = rustix::net::send(&self.stream, output.bytes(), flags);
         }
         self.stream.shutdown();
@@ -136,7 +136,7 @@ impl Link {
 }
 
 impl Secured {
-    /// Decrypts what was received into the list: how many bytes. `None`: no whole record was
+    /// Decrypts received bytes into the list; returns their number. `None`: no whole record was
     /// received.
     fn decrypt(&self, into: &mut IoVectorList) -> io::Result<Option<usize>> {
         let (mut session, mut plain) = (self.session.borrow_mut(), self.received.borrow_mut());

@@ -66,7 +66,7 @@ const MAX_COMPACT_RANGE: u64 = 1 << 30;
 /// The longest range of one zero write or trim with extended headers.
 const MAX_EXTENDED_RANGE: u64 = 1 << 40;
 
-/// How long a request of a storage that is being closed waits for its answer: a flush may take
+/// How long a request waits for its answer while the storage is being closed: a flush may take
 /// minutes.
 const CLOSE_TIME: Duration = Duration::from_secs(120);
 
@@ -78,7 +78,7 @@ pub struct NbdStorage {
 }
 
 impl NbdStorage {
-    /// Connects to a server. Where the connection fails later, requests wait for `reconnect_time`
+    /// Connects to a server. If the connection fails later, requests wait for `reconnect_time`
     /// until the server is back.
     ///
     /// If writes were answered when the connection failed, and not flushed, the server may have
@@ -94,11 +94,11 @@ impl NbdStorage {
         Self::connect_for(uri, reconnect_time, BASE_ALLOCATION.to_owned()).await
     }
 
-    /// Connects to ask what a bitmap says to have changed, by [`dirty_extent`](Self::dirty_extent):
-    /// block status tells of that alone.
+    /// Connects for queries of a bitmap's changes by [`dirty_extent`](Self::dirty_extent): block
+    /// status has only these.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect); `InvalidInput` where the server does not offer the bitmap.
+    /// As [`connect`](Self::connect); `InvalidInput` if the server does not offer the bitmap.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -117,11 +117,11 @@ impl NbdStorage {
         })
     }
 
-    /// Connects to ask for the block status of a context of any name, by
-    /// [`context_extent`](Self::context_extent): [`Storage::block_status`] tells of that alone.
+    /// Connects for the block status in a context of any name, by
+    /// [`context_extent`](Self::context_extent): [`Storage::block_status`] has only that.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect); `InvalidInput` where the server does not offer it.
+    /// As [`connect`](Self::connect); `InvalidInput` if the server does not offer it.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -160,8 +160,8 @@ impl NbdStorage {
         Ok(Self { dial, connections, answer_time: AnswerTime::default() })
     }
 
-    /// Whether the bitmap that was connected for says that the first bytes of `range`, which is on
-    /// the export and not empty, have changed; and for how many bytes that holds.
+    /// Whether the first bytes of `range`, which is on the export and not empty, are dirty in the
+    /// bitmap of the connection; and for how many bytes that holds.
     ///
     /// # Errors
     /// Errors of the server.
@@ -212,9 +212,9 @@ impl NbdStorage {
         answer.await.map_err(|error| error.at(offset))
     }
 
-    /// From now on a request that is not answered in this time fails; with `None` it waits as long
-    /// as it takes, as it does at first. Requests wait for a server that is gone longer where
-    /// they are allowed to.
+    /// From now on a request without an answer in this time fails; with `None`, the default, it
+    /// waits without limit. Requests may wait longer for a server that is gone, if the reconnect
+    /// time allows.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         self.answer_time.set(time.map(|time| time.max(self.dial.reconnect_time())));
     }
@@ -376,7 +376,7 @@ impl Storage for NbdStorage {
             return Ok((Allocation::Data, inside));
         }
         let (flags, told) = self.first_status(range.truncate(inside)).await?;
-        // Only what reads as zeros for sure may be skipped.
+        // Only ranges that certainly read as zeros may be skipped.
         let allocation =
             if flags.contains(StatusFlags::ZERO) { Allocation::Hole } else { Allocation::Data };
         Ok((allocation, told))

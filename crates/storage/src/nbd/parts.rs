@@ -17,7 +17,7 @@ const FEW_PARTS: usize = 16;
 /// A part of the export, with the memory for it.
 type Part = (u64, IoVector);
 
-/// The memory of a read. What is taken out is given back with its data.
+/// The memory of a read. Parts that are taken out are given back with their data.
 pub(super) struct Parts {
     /// The missing parts: one as a rule.
     first: Option<Part>,
@@ -30,7 +30,7 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// All of a read that begins at `offset`: nothing of it has come.
+    /// All of a read that begins at `offset`: no data has arrived.
     pub(super) fn new(offset: u64, into: IoVector) -> Self {
         Self {
             max_parts: FEW_PARTS + into.len() / MIN_PART,
@@ -41,8 +41,8 @@ impl Parts {
         }
     }
 
-    /// Takes the memory of `length` bytes at `offset` out. `None` unless all of it is missing, and
-    /// where there are too many parts.
+    /// Takes the memory of `length` bytes at `offset` out. `None` if any of it has arrived already,
+    /// or if there are too many parts.
     pub(super) fn take(&mut self, offset: u64, length: usize) -> Option<IoVector> {
         let end = offset.checked_add(length as u64)?;
         if self.filled.len() >= self.max_parts {
@@ -74,7 +74,7 @@ impl Parts {
         Some(taken)
     }
 
-    /// Takes everything out. `None` if something has come.
+    /// Takes everything out. `None` if any data has arrived.
     pub(super) fn take_all(&mut self) -> Option<(u64, IoVector)> {
         if !self.rest.is_empty() || self.taken > 0 || !self.filled.is_empty() {
             return None;
@@ -84,7 +84,7 @@ impl Parts {
         Some(all)
     }
 
-    /// Gives what was taken out back, with its data.
+    /// Gives back a part that was taken out, with its data.
     pub(super) fn give_back(&mut self, offset: u64, memory: IoVector) {
         self.taken -= 1;
         self.filled.push((offset, memory));

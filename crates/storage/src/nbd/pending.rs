@@ -25,7 +25,7 @@ use super::parts::Parts;
 use super::unflushed::{FlushMark, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
-/// The server's answer about the first blocks of a range: for how many bytes it holds, and their
+/// The server's status of the first blocks of a range: for how many bytes it holds, and their
 /// flags.
 pub(super) type BlockStatus = (u64, StatusFlags);
 
@@ -58,7 +58,7 @@ struct Slot {
     is_detached: bool,
 }
 
-/// All requests of a connection whose outcome was not taken yet.
+/// All requests of a connection whose outcome was not returned yet.
 pub(super) struct Pending {
     slots: Slab<Slot>,
     /// The cookies of those that were not sent.
@@ -68,7 +68,7 @@ pub(super) struct Pending {
     generation: u32,
 }
 
-/// A reply that the protocol does not allow: the connection cannot go on.
+/// A reply that the protocol does not allow: the connection cannot continue.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Violation(pub(super) &'static str);
 
@@ -130,8 +130,8 @@ impl Pending {
         self.queue.is_empty()
     }
 
-    /// Gives a payload back after it was sent, or could not be. The future to be woken: the reply
-    /// may have come before.
+    /// Gives a payload back after it was sent, or could not be. Returns the task to be woken: the
+    /// reply may have arrived first.
     pub(super) fn give_back(
         &mut self,
         cookie: u64,
@@ -156,8 +156,8 @@ impl Pending {
         find(&mut self.slots, cookie)
     }
 
-    /// The memory for data that comes for `range`, or without one for all of a read; and the offset
-    /// of its first byte. The caller gives it back.
+    /// The memory for data of `range`, or with `None` for all of a read; and the offset of its
+    /// first byte. The caller gives it back.
     pub(super) fn take_memory(
         &mut self,
         cookie: u64,
@@ -187,7 +187,7 @@ impl Pending {
         Ok(matches!(self.find(cookie)?.body, Body::Data(_)))
     }
 
-    /// Notes the first status that the server tells.
+    /// Records the first status that the server sends.
     pub(super) fn set_status(&mut self, cookie: u64, status: BlockStatus) -> Result<(), Violation> {
         let slot = self.find(cookie)?;
         match slot.body {
@@ -203,7 +203,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Ends a request whose reply is complete. The future to be woken.
+    /// Ends a request whose reply is complete. Returns the task to be woken.
     pub(super) fn complete(
         &mut self,
         cookie: u64,
@@ -225,7 +225,7 @@ impl Pending {
         Ok(self.publish(cookie, detached))
     }
 
-    /// Has the future see the outcome, once the connection has no memory of the request.
+    /// Makes the outcome visible to the future, once the connection has no memory of the request.
     fn publish(&mut self, cookie: u64, detached: &DetachedSyncs) -> Option<Waker> {
         let slot = &mut self.slots[key(cookie)];
         if matches!(slot.body, Body::BeingSent) {
@@ -242,8 +242,8 @@ impl Pending {
         None
     }
 
-    /// Queues all requests again, the oldest first, whose replies are not complete. Nothing is
-    /// being sent or received.
+    /// Queues all requests with incomplete replies again, the oldest first. Nothing may be in the
+    /// middle of being sent or received.
     pub(super) fn queue_again(&mut self) {
         let mut again = Vec::new();
         for (_, slot) in self.slots.iter_mut().filter(|(_, slot)| slot.outcome.is_none()) {
@@ -253,13 +253,13 @@ impl Pending {
             }
             again.push(slot.header.cookie);
         }
-        // By generation; where it has wrapped, the distance to the last one counts.
+        // By generation; after a wrap-around, the distance to the last one counts.
         let last = self.generation;
         again.sort_by_key(|cookie| std::cmp::Reverse(last.wrapping_sub((cookie >> 32) as u32)));
         self.queue = again.into();
     }
 
-    /// Ends all requests with an error. The futures to be woken.
+    /// Ends all requests with an error. Returns the tasks to be woken.
     pub(super) fn fail_all(&mut self, error: &Error, detached: &DetachedSyncs) -> Vec<Waker> {
         self.queue.clear();
         let open = |(_, slot): (usize, &Slot)| slot.outcome.is_none().then_some(slot.header.cookie);

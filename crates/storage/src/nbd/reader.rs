@@ -21,7 +21,7 @@ use super::transmission::Transmission;
 /// Bytes that are received in bulk.
 const STAGING_BYTES: usize = 128 << 10;
 /// Chunks without data are not longer: an error has a message of 4096 bytes at most, and block
-/// status was asked for one extent.
+/// status is requested for one extent.
 const MAX_SMALL_PAYLOAD: u64 = 64 << 10;
 /// After data of this many bytes more of them are expected, and only a header is received in bulk.
 const LARGE_DATA: usize = 32 << 10;
@@ -201,7 +201,7 @@ impl Reader {
         &self.staging.bytes()[self.start..self.end]
     }
 
-    /// Lends out the free memory after what was not consumed, which is moved to the front.
+    /// Lends the free memory after the unconsumed bytes, which are moved to the front.
     fn lend_free(&mut self) -> IoVector {
         if self.start > 0 {
             self.staging.bytes_mut().copy_within(self.start..self.end, 0);
@@ -222,8 +222,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Receives data of a read, and what comes after it. The memory goes back to its request, also
-    /// where the stream fails.
+    /// Receives data of a read, and the bytes after it. The memory goes back to its request, even
+    /// if the stream fails.
     async fn receive_part(
         &mut self,
         cookie: u64,

@@ -1,7 +1,7 @@
 //! Why there is no export, in a line for people. It passes as an `io::Error` through code that
 //! moves bytes.
 
-/// A reason, and what to do about it where that is known.
+/// A reason, with advice if known.
 #[derive(Debug)]
 pub(super) struct Refusal {
     pub(super) what: String,
@@ -21,7 +21,7 @@ impl From<&str> for Refusal {
 }
 
 impl Refusal {
-    /// The connection failed; TLS may know better why.
+    /// The connection failed; TLS may have a better reason.
     pub(super) fn of_connection(error: std::io::Error) -> Self {
         match error.downcast::<Self>() {
             Ok(refusal) => refusal,

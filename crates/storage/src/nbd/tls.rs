@@ -56,10 +56,10 @@ pub(super) struct Beginning {
 }
 
 impl ClientTls {
-    /// The parameters of this URI; `None` where it is one without TLS.
+    /// The parameters of this URI; `None` for a URI without TLS.
     ///
     /// # Errors
-    /// One that names the file that is missing or not what it has to be.
+    /// Names the missing or invalid file.
     pub(super) fn load(uri: &ClientUri) -> Result<Option<Self>> {
         if uri.export.security == Security::Plain {
             return Ok(None);
@@ -76,7 +76,7 @@ impl ClientTls {
         Ok(Some(Self { parameters: uri.tls.clone(), hostname, current: Mutex::new(read) }))
     }
 
-    /// Reads the files again; where that fails, says so and leaves it at what was read before.
+    /// Reads the files again; on error warns and keeps those read before.
     pub(super) fn refresh(&self) {
         match read(&self.parameters) {
             Ok(context) => *self.current.lock() = context,
@@ -113,7 +113,8 @@ impl ClientTls {
         Ok(Beginning { session: TlsSession::new(ssl, pool)?, fault })
     }
 
-    /// Whether the server has shown what it has to, after a handshake without an error.
+    /// Whether the server has presented the required certificate or key, after a handshake without
+    /// an error.
     ///
     /// # Errors
     /// It does not have the key.
@@ -135,7 +136,7 @@ impl ClientTls {
     }
 
     /// Why there is no TLS with the server, after an error of a step of the handshake or of the
-    /// first bytes behind it.
+    /// first bytes after it.
     pub(super) fn refusal(&self, fault: Option<String>, error: &ssl::Error) -> Refusal {
         let reason = reason(error);
         let is = |part: &str| reason.contains(part);
@@ -176,7 +177,7 @@ impl ClientTls {
     fn refusal_by_server(&self, reason: &str) -> Refusal {
         let is = |part: &str| reason.contains(part);
         if let Some((identity, _)) = self.parameters.psk() {
-            // A binder that does not fit: what OpenSSL and GnuTLS say of it.
+            // The errors of OpenSSL and GnuTLS for a wrong PSK binder.
             let alerts = ["illegal parameter", "unknown psk identity", "decrypt", "bad record mac"];
             let is_about_key = alerts.into_iter().any(is);
             let what = if is_about_key {
@@ -228,8 +229,7 @@ fn read(parameters: &TlsParameters) -> Result<SslContext, TlsError> {
 }
 
 /// Trusts the authorities that `$SSL_CERT_FILE` and `$SSL_CERT_DIR` name, else those that the
-/// system trusts. A distribution's OpenSSL knows where they are; one that was built from source
-/// does not.
+/// system trusts. A distribution's OpenSSL has their paths; one built from source does not.
 fn trust_system(builder: &mut SslContextBuilder) -> Result<(), TlsError> {
     let is_named =
         ["SSL_CERT_FILE", "SSL_CERT_DIR"].iter().any(|name| std::env::var_os(name).is_some());

@@ -32,7 +32,7 @@ pub(super) struct Transmission {
     dial: Arc<Dial>,
     detached: Arc<DetachedSyncs>,
     unflushed: Arc<UnflushedWrites>,
-    /// Its number among those of the storage.
+    /// Its number among the storage's connections.
     number: usize,
     state: Mutex<State>,
     /// Something was queued, or the stream is over.
@@ -127,8 +127,8 @@ impl Transmission {
         Submitted { transmission: Some(Arc::clone(self)), result: Ok(cookie) }
     }
 
-    /// Waits for requests to be sent, and takes `limit` of them at most. `false`: the stream is
-    /// over.
+    /// Waits for requests to be sent, and takes `limit` of them at most. `false`: the stream has
+    /// ended.
     pub(super) async fn next_requests(
         &self,
         requests: &mut Vec<(RequestHeader, Option<IoVector>)>,
@@ -177,8 +177,8 @@ impl Transmission {
         self.changed.notify_all();
     }
 
-    /// Ends all requests with an error, and those that come, for good or until there is another
-    /// stream.
+    /// Ends all requests, present and future ones, with an error, for good or until there is
+    /// another stream.
     pub(super) fn fail_all(&self, error: Error, is_final: bool) {
         let mut state = self.state.lock();
         let wakers = state.pending.fail_all(&error, &self.detached);
@@ -212,7 +212,7 @@ impl Transmission {
         self.state.lock().has_stream
     }
 
-    /// Tells the server, after all that is queued, that nothing more comes.
+    /// Queues the notice to the server, after all requests, that nothing more follows.
     pub(super) fn close(&self) {
         self.state.lock().is_closing = true;
         self.changed.notify_all();
@@ -224,8 +224,8 @@ impl Transmission {
     }
 }
 
-/// A request that was begun. Dropped, it goes on; its memory stays with the connection until its
-/// reply has come.
+/// A request that was begun. If it is dropped, the request continues; its memory stays with the
+/// connection until the reply has arrived.
 pub(super) struct Submitted {
     transmission: Option<Arc<Transmission>>,
     /// Its cookie.

@@ -66,7 +66,7 @@ pub(super) struct StreamGuard {
 }
 
 impl UnflushedWrites {
-    /// Of an export that nothing was written to yet.
+    /// For an export without writes yet.
     pub(super) fn new(name: &str, has_flush: bool) -> Self {
         let (name, lost) = (name.into(), ErrorLatch::new(LOST_HINT));
         Self { name, has_flush, state: Mutex::default(), lost }
@@ -86,16 +86,16 @@ impl UnflushedWrites {
         }
     }
 
-    /// The connection that a flush goes to which begins now: the one with the oldest stream, or any
-    /// where there is no stream. And which writes it covers.
+    /// The connection of a flush that begins now: the one with the oldest stream, or any if there
+    /// is no stream. And the writes that it covers.
     pub(super) fn begin_flush(&self) -> (Option<usize>, FlushMark) {
         let state = self.state.lock();
         (state.streams.first().copied(), FlushMark(state.writes.answered))
     }
 
-    /// A flush was answered with success. Where the stream that it was begun on has ended, all that
-    /// it covers is flushed or known to be lost since then, so it may be answered on another
-    /// one.
+    /// A flush has succeeded. It may have been sent first on a stream that has ended: then every
+    /// write that it covers is flushed or recorded as lost, so the answer may come on another
+    /// stream.
     pub(super) fn flushed(&self, FlushMark(covered): FlushMark) {
         let writes = &mut self.state.lock().writes;
         writes.flushed = writes.flushed.max(covered);
@@ -162,7 +162,7 @@ mod tests {
         Flush,
         /// The client notices that its stream has ended.
         Break,
-        /// The server loses its cache and is back. Streams of before never answer again.
+        /// The server loses its cache and restarts. Earlier streams never answer again.
         LosePower,
     }
 
@@ -183,16 +183,16 @@ mod tests {
     }
 
     proptest! {
-        /// Against a server that knows what it has lost: a flush succeeds only if that is nothing.
-        /// And flushes fail only after a stream has ended while something was not flushed.
+        /// Against a server that tracks its lost writes: a flush succeeds only if there are none.
+        /// And flushes fail only after a stream has ended with unflushed writes.
         #[test]
         fn a_flush_that_succeeds_covers_every_answered_write(
             steps in prop::collection::vec((0..CONNECTIONS, step()), 1..200),
         ) {
             let writes = Arc::new(UnflushedWrites::new("export", true));
             let mut streams: [Option<(StreamGuard, u32)>; CONNECTIONS] = [const { None }; CONNECTIONS];
-            // The server: how often it lost its cache, what is in there, and whether anything was
-            // lost, ever.
+            // The server: how often it lost its cache, its cached writes, and whether any write was
+            // ever lost.
             let (mut server, mut cached, mut has_lost) = (0, 0, false);
             let mut may_fail = false;
             for (connection, step) in steps {

@@ -24,7 +24,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Room for what one system call sends.
+    /// Capacity for the bytes of one system call.
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
@@ -76,7 +76,7 @@ impl Batch {
     }
 }
 
-/// Sends requests until the connection ends. One that is closed says so to the server.
+/// Sends requests until the connection ends. When it is closed, it notifies the server.
 pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch: Batch) {
     while transmission.next_requests(&mut batch.requests, MAX_REQUESTS).await {
         batch.fill(transmission.framing());
@@ -90,7 +90,7 @@ pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch
     if transmission.is_closing() {
         batch.requests.push((disconnect(), None));
         batch.fill(transmission.framing());
-        // A courtesy to the server: the end of the stream says the same.
+        // Optional: the end of the stream has the same meaning.
         let _ = stream.send(take(&mut batch.list)).await;
     }
     stream.shutdown();

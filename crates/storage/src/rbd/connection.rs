@@ -83,14 +83,14 @@ pub(super) struct Connection {
     image: RwLock<Option<Arc<Image>>>,
     /// The eventfd of the completions.
     notifier: OwnedFd,
-    /// The threads whose loops watch it.
+    /// The threads whose loops watch its eventfd.
     reapers: Mutex<Vec<ThreadId>>,
     /// One blocking call at a time: their threads are bounded.
     blocking: async_lock::Mutex<()>,
 }
 
 impl Connection {
-    /// Of an image that was just opened.
+    /// For an image that was just opened.
     ///
     /// # Errors
     /// The process has no descriptor left.
@@ -126,7 +126,7 @@ impl Connection {
         self.outcomes.error(what, offset, source)
     }
 
-    /// Begins an operation; `what` says in an error what failed. `is_sync`: it makes data durable.
+    /// Begins an operation; `what` names it in errors. `is_sync`: it makes data durable.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -165,9 +165,8 @@ impl Connection {
         called.flatten().map_err(|error| self.error(what, None, error))
     }
 
-    /// Takes the image out, to be closed, which blocks. Operations that begin later fail. `None`
-    /// where it was taken before, or a blocking call whose future was dropped still uses it: that
-    /// call closes it.
+    /// Takes the image out, to be closed, which blocks. Later operations fail. `None` if it was
+    /// taken before, or a blocking call with a dropped future still uses it: that call closes it.
     pub(super) fn take_image(&self) -> Option<Image> {
         let image = self.image.write().take();
         // The tasks that watch end.
@@ -178,7 +177,7 @@ impl Connection {
     /// Gives the image back, with its lock.
     ///
     /// # Errors
-    /// The cluster's; the image is closed all the same.
+    /// Errors of the cluster; the image is closed nevertheless.
     pub(super) async fn close(&self) -> Result<()> {
         let _one = self.blocking.lock().await;
         let Some(image) = self.take_image() else { return Ok(()) };
@@ -190,7 +189,7 @@ impl Connection {
         Error::new(ErrorKind::Io, "the image was closed").on(self.name())
     }
 
-    /// Has the current thread's loop watch for completions.
+    /// Makes the current thread's loop watch for completions.
     fn watch(self: &Arc<Self>) -> Result<()> {
         let thread = std::thread::current().id();
         if self.reapers.lock().contains(&thread) {
@@ -205,7 +204,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Completes what librbd has completed. `false`: the image was closed.
+    /// Completes the operations that librbd has completed. `false`: the image was closed.
     fn reap(&self) -> bool {
         let image = self.image.read();
         let Some(image) = &*image else { return false };
@@ -239,8 +238,8 @@ async fn reap_events(watch: Watch, registration: Registration) {
     }
 }
 
-/// An operation that librbd has. Dropped, it goes on; its memory stays with librbd until it has
-/// completed.
+/// An operation in flight in librbd. If it is dropped, the operation continues; its memory stays
+/// with librbd until it has completed.
 struct InFlight<'a> {
     connection: &'a Connection,
     slot: Arc<Slot>,

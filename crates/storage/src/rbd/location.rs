@@ -15,7 +15,7 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_enco
 /// The prefix of a location.
 pub(crate) const SCHEME: &str = "rbd:";
 
-/// Characters that do not stand for themselves in a name or a value.
+/// Characters that must be escaped in a name or a value.
 const ENCODED: &AsciiSet = &CONTROLS.add(b'%').add(b'?').add(b'&').add(b'@').add(b' ').add(b':');
 /// Options that mark a name as one of QEMU's form.
 const QEMU_OPTIONS: [&str; 6] = ["id", "conf", "mon_host", "auth_supported", "key", "keyring"];
@@ -52,13 +52,12 @@ impl RbdLocation {
         self.snapshot.as_deref()
     }
 
-    /// The path of the cluster's configuration file; `None` stands for `$CEPH_CONF`, or the usual
-    /// files.
+    /// The path of the cluster's configuration file; `None`: `$CEPH_CONF`, or the usual files.
     pub fn configuration(&self) -> Option<&str> {
         self.configuration.as_deref()
     }
 
-    /// The user, without `client.`; `None` stands for `admin`.
+    /// The user, without `client.`; `None`: `admin`.
     pub fn user(&self) -> Option<&str> {
         self.user.as_deref()
     }

@@ -41,8 +41,8 @@ pub use open::RbdAccess;
 /// The longest range of one zero write or discard: librbd has an operation in memory for each
 /// object of it.
 const MAX_RANGE: u64 = 1 << 30;
-/// The longest range whose extents are asked for at once: without an object map that is a message
-/// for each object.
+/// The longest range whose extents are queried at once: without an object map that is a message for
+/// each object.
 const MAX_STATUS_RANGE: u64 = 4 << 30;
 /// An image that grows by writes past its end becomes longer by a multiple of this, since each
 /// change of its size notifies all its clients.
@@ -60,15 +60,15 @@ pub struct RbdStorage {
 }
 
 impl RbdStorage {
-    /// Opens an image, and locks it as `access` says.
+    /// Opens an image, and locks it for this `access`.
     ///
-    /// The lock of a client that is gone is waited for until the cluster has noticed that, 30
-    /// seconds mostly.
+    /// It waits for the lock of a client that is gone until the cluster has noticed that, mostly 30
+    /// seconds.
     ///
     /// # Errors
-    /// `Locked` with the holder's name, where another client has the image open for writing;
-    /// `Unsupported` where Ceph's libraries are missing, or the image has no exclusive lock;
-    /// `ReadOnly` for a snapshot to be written; or what failed, with the errno of Ceph.
+    /// `Locked` with the holder's name, if another client has the image open for writing;
+    /// `Unsupported` if Ceph's libraries are missing, or the image has no exclusive lock;
+    /// `ReadOnly` for writing to a snapshot; other errors with Ceph's errno.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -103,7 +103,8 @@ impl RbdStorage {
         if size > self.size() { self.set_size(size).await } else { Ok(()) }
     }
 
-    /// The identity of the image: its pool, the namespace, and the pool's id, whatever its name.
+    /// The identity of the image: its pool, the namespace, and the pool's id, independent of its
+    /// name.
     ///
     /// # Errors
     /// The cluster's.
@@ -122,7 +123,7 @@ impl RbdStorage {
         self.connection.run_blocking("cannot ask for the size", ask).await
     }
 
-    /// Takes in a size that is not less than the one so far.
+    /// Accepts a size that is not less than the present one.
     pub fn set_min_size(&self, size: u64) {
         self.size.fetch_max(size, Ordering::AcqRel);
     }
@@ -163,7 +164,7 @@ impl Storage for RbdStorage {
             write_zeroes: Offload::Available,
             prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
-            // librbd leaves out what is smaller than a part of an object.
+            // librbd ignores ranges smaller than a part of an object.
             read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
@@ -235,7 +236,7 @@ impl Storage for RbdStorage {
     }
 
     async fn extend_hint(&self, size: u64) {
-        // It is a hint: the write that needs the space tells what is wrong.
+        // It is a hint: the write that needs the space gets the error.
         let _ = self.grow(size).await;
     }
 

@@ -9,8 +9,7 @@ use super::location::RbdLocation;
 use super::open::{OPTIONS, TIMEOUTS, describe};
 use crate::blocking::run_blocking;
 
-/// Makes an image of `size` bytes, all holes, with the features that the cluster's configuration
-/// says.
+/// Makes an image of `size` bytes, all holes, with the features in the cluster's configuration.
 ///
 /// # Errors
 /// The failure, with the location: there is one of this name (errno 17), or no such pool.

@@ -15,8 +15,8 @@ use super::ffi::{CallError, LockHolder};
 use super::location::RbdLocation;
 use crate::blocking::run_blocking;
 
-/// The options that are set in any case: a completion means durable, clusters that do not answer
-/// are not waited for for long, and messages are ours.
+/// The options that are always set: a completion means durable, waits for hung clusters are short,
+/// and messages are our own.
 pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"rbd_cache", c"false"),
     (c"client_mount_timeout", c"30"),
@@ -24,12 +24,12 @@ pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"err_to_stderr", c"false"),
 ];
 
-/// The options that are set where the configuration has no limit, in seconds: no request waits for
-/// ever.
+/// The options that are set if the configuration has no limit, in seconds: no request waits
+/// forever.
 pub(super) const TIMEOUTS: &[(&CStr, &CStr)] =
     &[(c"rados_osd_op_timeout", c"30"), (c"rados_mon_op_timeout", c"30")];
 
-/// A lock that is not had after so long has a holder that does not answer.
+/// If a lock is not acquired in this time, its holder is taken as hung.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// How an image is opened.
@@ -37,8 +37,8 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 pub enum RbdAccess {
     /// For reading, while no other client writes. That is made sure of once, at the opening.
     Read,
-    /// For reading, also while another client writes: what is read may never have been there as a
-    /// whole.
+    /// For reading, also while another client writes: the bytes read may never have existed
+    /// together.
     ReadShared,
     /// For reading and writing, with the image's exclusive lock.
     Write,
@@ -48,11 +48,11 @@ pub enum RbdAccess {
 pub(super) struct Opened {
     pub(super) connection: Arc<Connection>,
     pub(super) size: u64,
-    /// Whether librbd completes writes that are only in a cache of its own.
+    /// Whether librbd completes writes that are only in its own cache.
     pub(super) is_cached: bool,
 }
 
-/// Opens an image and locks it as `access` says.
+/// Opens an image and locks it for this `access`.
 pub(super) async fn open(location: RbdLocation, access: RbdAccess) -> Result<Opened> {
     let name = location.to_string();
     if access == RbdAccess::Write && location.snapshot().is_some() {
@@ -79,7 +79,7 @@ pub(super) async fn open(location: RbdLocation, access: RbdAccess) -> Result<Ope
     Ok(Opened { connection, size, is_cached })
 }
 
-/// Whether the image's own metadata, or its pool's, has librbd complete writes before they are
+/// Whether the image's own metadata, or its pool's, makes librbd complete writes before they are
 /// durable.
 fn is_cached(image: &Image) -> io::Result<bool> {
     let is_on = |value: Option<String>| {

@@ -28,7 +28,7 @@ enum State {
 }
 
 impl Slot {
-    /// Of an operation that is about to begin.
+    /// For an operation that is about to begin.
     pub(super) fn new(is_sync: bool) -> Self {
         Self { is_sync, state: Mutex::new(State::InFlight(None)) }
     }

@@ -4,7 +4,7 @@ use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SnapshotChange, Stora
 
 use super::connection::{Connection, Image};
 
-/// The longest range that one call looks for changes in: each of its objects is a message, and a
+/// The longest range that one call queries for changes: each of its objects is a message, and a
 /// request may have changed as little as a sector.
 const MAX_CHANGE_RANGE: u64 = 1 << 30;
 
@@ -30,7 +30,7 @@ pub(super) async fn change(connection: &Connection, change: SnapshotChange<'_>) 
     })
 }
 
-/// The parts of a range, which is asked for in pieces, that have changed since a snapshot.
+/// The parts of a range, queried in pieces, that have changed since a snapshot.
 pub(super) async fn changes_since(
     connection: &Connection,
     snapshot: &str,

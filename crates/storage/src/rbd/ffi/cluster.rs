@@ -11,8 +11,8 @@ use super::{CallError, c_string, check};
 /// Room for the value of an option that is a number.
 const OPTION_LENGTH: usize = 64;
 
-/// A client of a cluster, with one pool. It has an identity of its own: to fence it concerns no
-/// other.
+/// A client of a cluster, with one pool. It has an identity of its own: fencing it affects no other
+/// client.
 pub(crate) struct Cluster {
     ceph: &'static Ceph,
     client: Handle,
@@ -27,7 +27,7 @@ unsafe impl Sync for Cluster {}
 
 impl Cluster {
     /// Connects as the location says; blocks. `options` are set after the configuration file was
-    /// read; `defaults` where that leaves an option 0.
+    /// read; `defaults` if that leaves an option 0.
     ///
     /// # Errors
     /// The failure, and the errno of librados.
@@ -123,8 +123,8 @@ impl Cluster {
 impl Drop for Cluster {
     /// Ends the connection; blocks.
     fn drop(&mut self) {
-        // SAFETY: what was made is given back once, the pool before its client. An image holds the
-        // cluster that it is of, so none is open.
+        // SAFETY: each handle is released once, the pool before its client. An image owns its
+        // cluster, so none is open.
         unsafe {
             if !self.pool.is_null() {
                 (self.ceph.rados.rados_ioctx_destroy)(self.pool);

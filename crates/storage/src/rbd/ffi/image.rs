@@ -20,7 +20,7 @@ use super::{CallError, c_string, check};
 const EVENT_TYPE_EVENTFD: c_int = 2;
 /// `RBD_LOCK_MODE_EXCLUSIVE`.
 const LOCK_MODE_EXCLUSIVE: c_int = 0;
-/// Watchers of an image that are asked for.
+/// Watchers of an image that are queried.
 const MAX_WATCHERS: usize = 64;
 /// Bytes of an image's id, with the zero at its end.
 const MAX_ID: usize = 256;
@@ -50,7 +50,7 @@ pub(crate) enum Extent {
 pub(crate) struct Image<W: Waiter> {
     cluster: Cluster,
     pub(super) handle: Handle,
-    /// Operations that librbd has and whose completion was not taken out.
+    /// Operations in flight in librbd whose completion was not fetched.
     pub(super) in_flight: AtomicUsize,
     /// librbd adds to it for each completion. No one has to read it.
     pub(super) notifier: OwnedFd,
@@ -68,7 +68,7 @@ impl<W: Waiter> Image<W> {
     /// an image that is opened for writing is known to other clients.
     ///
     /// # Errors
-    /// The failure; ENOENT where there is no such image.
+    /// The error; ENOENT if there is no such image.
     pub(crate) fn open(
         location: &RbdLocation,
         is_writable: bool,
@@ -106,7 +106,7 @@ impl<W: Waiter> Image<W> {
         &self.cluster.ceph().rbd
     }
 
-    /// The pool's own id of the image, whatever its name: no other one there ever has it.
+    /// The pool's own id of the image, independent of its name: never reused in the pool.
     pub(crate) fn id(&self) -> io::Result<String> {
         let mut id: [c_char; MAX_ID] = [0; MAX_ID];
         // SAFETY: the image is open, and the last byte stays zero.
@@ -115,7 +115,7 @@ impl<W: Waiter> Image<W> {
         Ok(unsafe { text(id.as_ptr()) })
     }
 
-    /// Bytes, as the cluster said last.
+    /// Size in bytes by the cluster's last report.
     pub(crate) fn size(&self) -> io::Result<u64> {
         let mut size = 0;
         // SAFETY: the image is open.
@@ -135,7 +135,7 @@ impl<W: Waiter> Image<W> {
     }
 
     /// The value of one of librbd's options for this image, which its pool or its own metadata may
-    /// set. `None` where the library has no such option.
+    /// set. `None` if the library has no such option.
     pub(crate) fn option(&self, name: &str) -> io::Result<Option<String>> {
         let empty = OptionRecord {
             name: ptr::null_mut(),
@@ -167,17 +167,17 @@ impl<W: Waiter> Image<W> {
         Ok(value)
     }
 
-    /// Takes the image's exclusive lock and keeps it. Waits for a holder that is gone until the
-    /// cluster has found that out.
+    /// Acquires the image's exclusive lock and keeps it. Waits until the cluster detects that a
+    /// former holder is gone.
     ///
     /// # Errors
-    /// EROFS where another client keeps it; EINVAL where the image has no such lock.
+    /// EROFS if another client keeps it; EINVAL if the image has no such lock.
     pub(crate) fn lock(&self) -> io::Result<()> {
         // SAFETY: the image is open.
         check(unsafe { (self.rbd().rbd_lock_acquire)(self.handle, LOCK_MODE_EXCLUSIVE) }).map(drop)
     }
 
-    /// The holder of the exclusive lock. It may be gone.
+    /// The holder of the exclusive lock. It may have disconnected.
     pub(crate) fn lock_holder(&self) -> io::Result<Option<LockHolder>> {
         let mut exclusive = 0;
         let mut texts = [[0_u8; MAX_TEXT]; 4];
@@ -186,7 +186,7 @@ impl<W: Waiter> Image<W> {
             texts.each_mut().map(|text| text.as_mut_ptr().cast());
         let [tag_length, clients_length, cookies_length, addresses_length] =
             lengths.each_mut().map(|length| length as *mut usize);
-        // SAFETY: each text has room for as many bytes as its length says.
+        // SAFETY: each text has as many bytes as its length says.
         let count = unsafe {
             (self.rbd().rbd_list_lockers)(
                 self.handle,
@@ -220,7 +220,7 @@ impl<W: Waiter> Image<W> {
         let none = WatcherRecord { address: ptr::null_mut(), id: 0, cookie: 0 };
         let (mut records, mut count) = ([none; MAX_WATCHERS], MAX_WATCHERS);
         let list = self.rbd().rbd_watchers_list;
-        // SAFETY: there is room for as many records.
+        // SAFETY: there is memory for that many records.
         check(unsafe { list(self.handle, records.as_mut_ptr(), &raw mut count) })?;
         let watchers = records[..count].iter().map(|record| record.id).collect();
         // SAFETY: they are the records that librbd has filled, and none is used afterwards.
@@ -232,8 +232,8 @@ impl<W: Waiter> Image<W> {
     pub(crate) fn first_extent(&self, range: ByteRange) -> io::Result<Extent> {
         let mut scan = Scan { range, data_end: range.offset(), hole_end: range.end() };
         let (whole_objects, with_parent) = (1, 1);
-        // SAFETY: the callback is called during the call only, and gets the scan, which nothing
-        // else uses meanwhile.
+        // SAFETY: the callback is called during the call only, and gets the scan, which has no
+        // other user during it.
         let code = unsafe {
             (self.rbd().rbd_diff_iterate2)(
                 self.handle,
@@ -253,20 +253,20 @@ impl<W: Waiter> Image<W> {
     }
 }
 
-/// The answer of a diff's callback when it knows enough.
+/// The return value of a diff's callback that ends the scan.
 const STOP: c_int = -rustix::io::Errno::CANCELED.raw_os_error();
 
 /// The findings on the start of a range.
 struct Scan {
     range: ByteRange,
-    /// Where the data ends that the range starts with.
+    /// End of the data at the start of the range.
     data_end: u64,
-    /// Where the hole ends that the range starts with, if there is no such data.
+    /// End of the hole at the start of the range, if there is no such data.
     hole_end: u64,
 }
 
 impl Scan {
-    /// Takes in the next extent with data. `false`: nothing more has to be known.
+    /// Adds the next extent with data. `false`: the scan can end.
     fn add(&mut self, offset: u64, length: u64) -> bool {
         if offset > self.data_end {
             if self.data_end == self.range.offset() {
@@ -313,7 +313,7 @@ impl<W: Waiter> Image<W> {
     /// Waits for the operations in flight, completes them, gives the lock back and closes.
     ///
     /// # Errors
-    /// The cluster's; the image is closed all the same.
+    /// Errors of the cluster; the image is closed nevertheless.
     pub(crate) fn close(mut self) -> io::Result<()> {
         self.close_once()
     }

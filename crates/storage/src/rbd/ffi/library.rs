@@ -20,10 +20,10 @@ pub(super) type Handle = *mut c_void;
 /// Negative: stop.
 pub(super) type ExtentCallback = unsafe extern "C" fn(u64, usize, c_int, Handle) -> c_int;
 
-/// Long operations tell their progress: done, total, argument. Negative: stop.
+/// Progress of long operations: done, total, argument. Negative: stop.
 pub(super) type ProgressCallback = unsafe extern "C" fn(u64, u64, Handle) -> c_int;
 
-/// Called with a completion and its argument, where there is one.
+/// Called with a completion and its argument, if any.
 pub(super) type CompletionCallback = Option<unsafe extern "C" fn(Handle, Handle)>;
 
 /// `rbd_snap_info_t`.
@@ -151,7 +151,7 @@ impl Ceph {
     /// Loads the libraries, once in a process.
     ///
     /// # Errors
-    /// One line that says what is missing and what to install.
+    /// One line with the missing library and the package to install.
     pub(super) fn get() -> io::Result<&'static Self> {
         static LOADED: OnceLock<Result<Ceph, String>> = OnceLock::new();
         let load = || Ok(Self { rados: Rados::load()?, rbd: Rbd::load()? });
@@ -171,8 +171,8 @@ fn load(file: &str) -> Result<&'static Library, String> {
     // their code ends before the process does.
     let library = unsafe { Library::new(file) };
     let install = "install Ceph's client library (Debian: librbd1, Fedora: librbd1)";
-    // The loader calls a file that it may not open missing. A process that cannot even ask is
-    // confined.
+    // The loader reports a file that it may not open as missing. A process that cannot even query
+    // this is confined.
     let confined = if rustix::thread::no_new_privs().unwrap_or(true) {
         "; a server in its sandbox cannot load it: start it with an image in Ceph, or with --sandbox off"
     } else {

@@ -30,7 +30,7 @@ pub(super) struct CallError {
     pub(super) source: io::Error,
 }
 
-/// Ceph's way to say a count or an errno in one number.
+/// Ceph's encoding of a count or an errno in one number.
 fn check(code: c_int) -> io::Result<u32> {
     u32::try_from(code).map_err(|_| io::Error::from_raw_os_error(-code))
 }

@@ -7,10 +7,10 @@ use super::cluster::Cluster;
 use super::{c_string, check};
 
 impl Cluster {
-    /// Makes an image with the features that the configuration says.
+    /// Makes an image with the features in the configuration.
     ///
     /// # Errors
-    /// EEXIST where there is one of this name.
+    /// EEXIST if there is one of this name.
     pub(crate) fn create_image(&self, name: &str, size: u64) -> io::Result<()> {
         let rbd = &self.ceph().rbd;
         let name = c_string(name)?;
@@ -28,7 +28,7 @@ impl Cluster {
     /// Removes an image, object by object.
     ///
     /// # Errors
-    /// EBUSY where a client has it open; ENOTEMPTY where it has snapshots.
+    /// EBUSY if a client has it open; ENOTEMPTY if it has snapshots.
     pub(crate) fn remove_image(&self, name: &str) -> io::Result<()> {
         let name = c_string(name)?;
         // SAFETY: the pool is open as long as this lives.
@@ -38,7 +38,7 @@ impl Cluster {
     /// Gives an image another name in its pool.
     ///
     /// # Errors
-    /// EEXIST where there is one of the new name.
+    /// EEXIST if there is one of the new name.
     pub(crate) fn rename_image(&self, name: &str, new_name: &str) -> io::Result<()> {
         let (name, new_name) = (c_string(name)?, c_string(new_name)?);
         let rename = self.ceph().rbd.rbd_rename;

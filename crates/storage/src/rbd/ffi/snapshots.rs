@@ -11,7 +11,7 @@ use super::library::{Handle, SnapshotRecord, Time};
 use super::waiter::Waiter;
 use super::{c_string, check};
 
-/// Snapshots that are asked for at first.
+/// Snapshots that are queried at first.
 const USUAL_COUNT: usize = 16;
 
 impl<W: Waiter> Image<W> {
@@ -22,7 +22,7 @@ impl<W: Waiter> Image<W> {
         let count = loop {
             let mut room = c_int::try_from(records.len()).unwrap_or(c_int::MAX);
             let list = self.rbd().rbd_snap_list;
-            // SAFETY: there is room for as many records. One more than there are snapshots is
+            // SAFETY: there is memory for that many records. One more than there are snapshots is
             // filled, with a null name.
             let code = unsafe { list(self.handle, records.as_mut_ptr(), &raw mut room) };
             let needed = usize::try_from(room).unwrap_or(0);
@@ -46,10 +46,10 @@ impl<W: Waiter> Image<W> {
         Ok(snapshots)
     }
 
-    /// When a snapshot was taken; zero where that is no longer known.
+    /// The time of a snapshot; zero if it is no longer known.
     fn time_of(&self, id: u64) -> Duration {
         let mut time = Time::default();
-        // SAFETY: there is room for the time.
+        // SAFETY: the time's memory is large enough.
         let code = unsafe { (self.rbd().rbd_snap_get_timestamp)(self.handle, id, &raw mut time) };
         let seconds = u64::try_from(time.seconds).unwrap_or(0);
         match check(code) {
@@ -61,8 +61,8 @@ impl<W: Waiter> Image<W> {
     /// The ranges that were written or discarded in a range since a snapshot was taken, in order.
     ///
     /// # Errors
-    /// ENOENT where there is no such snapshot, EINVAL for one that is younger than what the image
-    /// was opened on.
+    /// ENOENT if there is no such snapshot, EINVAL for one younger than the one that the image was
+    /// opened on.
     pub(crate) fn changes_since(
         &self,
         snapshot: &str,
@@ -71,8 +71,8 @@ impl<W: Waiter> Image<W> {
         let snapshot = c_string(snapshot)?;
         let mut found = Changes { range, changes: Vec::new() };
         let (whole_objects, with_parent) = (0, 1);
-        // SAFETY: the callback is called during the call only, and gets what was found, which
-        // nothing else uses meanwhile.
+        // SAFETY: the callback is called during the call only, and gets the list, which has no
+        // other user during it.
         let code = unsafe {
             (self.rbd().rbd_diff_iterate2)(
                 self.handle,
@@ -93,8 +93,7 @@ impl<W: Waiter> Image<W> {
     /// Changes the snapshots.
     ///
     /// # Errors
-    /// EEXIST for a name that is taken, ENOENT for one that there is not; EBUSY for a snapshot that
-    /// is protected.
+    /// EEXIST for an existing name, ENOENT for a missing one; EBUSY for a protected snapshot.
     pub(crate) fn change_snapshots(&self, change: SnapshotChange<'_>) -> io::Result<()> {
         let (rbd, image) = (self.rbd(), self.handle);
         let code = match change {
