@@ -30,8 +30,8 @@ pub const DEFAULT_POLLING: Duration = Duration::from_micros(50);
 /// How many estimates there are. Sources that share one make it less exact, and nothing else.
 const ESTIMATES: usize = 1024;
 
-/// An interval counts as at most this many times the longest poll time, so that the estimate comes
-/// down within few events when a source becomes quick again.
+/// An interval counts as at most this many times the longest poll time, so that the estimate falls
+/// within few events when a source becomes fast again.
 const MAX_INTERVAL: u64 = 4;
 
 /// An estimate moves this fraction of the way to each interval that is seen. A comparison of two
@@ -39,19 +39,19 @@ const MAX_INTERVAL: u64 = 4;
 const WEIGHT: u64 = 4;
 const SLOW_WEIGHT: u64 = 8;
 
-/// Polling wins where it makes the interval shorter by this fraction at least.
+/// Polling wins if it makes the interval shorter by at least this fraction.
 const MIN_GAIN: u64 = 8;
 
 /// After how many waits the other choice is probed, at first and when it has lost often.
 const MIN_BACKOFF: u16 = 16;
 const MAX_BACKOFF: u16 = 256;
 
-/// Where the estimate is above the limit, but events are not rare either, one wait in this many
-/// polls all the same: an interval in which the loop slept includes the time that waking takes.
+/// If the estimate is above the limit, but events are not rare, one wait in this many still polls:
+/// an interval with sleep includes the time of the wake-up.
 const PROBE_ONE_IN: u32 = 8;
 
-/// A loop may waste this fraction of the time in which it works, and of what it may waste it saves
-/// up so much, in nanoseconds.
+/// A loop may waste this fraction of its working time, and accumulates at most this budget, in
+/// nanoseconds.
 const WASTE_SHARE: u64 = 8;
 const MAX_BUDGET: u64 = 1_000_000;
 
@@ -76,7 +76,7 @@ impl EventSource {
         Self((((descriptor as usize) << 4 | 15) % ESTIMATES) as u16)
     }
 
-    /// `None` where the event says nothing of the next: an operation was submitted that waits for a
+    /// `None` if the event does not predict the next: an operation was submitted that waits for a
     /// peer.
     pub(crate) fn of(operation: &Operation, phase: Phase) -> Option<Self> {
         if operation.waits_for_others() && phase == Phase::Submitted {
@@ -117,7 +117,7 @@ pub(crate) struct PollGovernor {
     /// Waits in which the estimate was against polling.
     declined: u32,
     budget: u64,
-    /// When the last wait ended, or began if it goes on: the loop works from then until the next
+    /// End of the last wait, or its begin if it continues: the loop works from then until the next
     /// one.
     works_since: Option<Timestamp>,
 }
@@ -125,9 +125,9 @@ pub(crate) struct PollGovernor {
 /// How a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PollResult {
-    /// The event came while the loop polled.
+    /// The event arrived while the loop polled.
     Hit,
-    /// The loop slept, after it had polled for so long without an event.
+    /// The loop slept, after it had polled for this time without an event.
     Slept { wasted: Duration },
 }
 
@@ -181,7 +181,7 @@ impl PollGovernor {
         self.budget = self.budget.saturating_add(worked / WASTE_SHARE).min(MAX_BUDGET);
     }
 
-    /// Updates the estimate after the wait that `poll_time` was asked for: the next event came
+    /// Updates the estimate after a wait with [`poll_time`](Self::poll_time): the next event came
     /// after `interval`.
     pub(crate) fn update(&mut self, interval: Duration, outcome: PollResult) {
         self.works_since = self.works_since.map(|began| began + interval);
@@ -209,7 +209,7 @@ impl Estimate {
         Self { interval, polled: None, blocked: None, polling_wins: true, until_probe, backoff }
     }
 
-    /// Whether the choice is to poll: the one that wins so far, or for once the other.
+    /// Whether to poll: the choice that wins so far, or for one wait the other.
     fn should_poll(&mut self) -> bool {
         let polling_wins = match (self.polled, self.blocked) {
             (Some(polled), Some(blocked)) => polled < blocked - blocked / MIN_GAIN,
@@ -229,7 +229,7 @@ impl Estimate {
     }
 }
 
-/// `known`, moved a fraction of the way to what was seen.
+/// `known`, moved a fraction of the way to `seen`.
 fn closer(known: u64, seen: u64, weight: u64) -> u64 {
     (known * (weight - 1) + seen) / weight
 }

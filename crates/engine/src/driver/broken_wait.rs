@@ -18,7 +18,7 @@ const MAX_FAILURES: u32 = 10_000;
 pub(crate) struct BrokenWait(u32);
 
 impl BrokenWait {
-    /// The call did what it is for.
+    /// The call succeeded.
     pub(crate) fn worked(&mut self) {
         self.0 = 0;
     }
@@ -31,7 +31,7 @@ impl BrokenWait {
         assert!(self.goes_on(call, error), "{call} fails all the time: {error}");
     }
 
-    /// As [`failed`](Self::failed), for a wait that must not unwind: it ends the process.
+    /// As [`failed`](Self::failed), for a wait that must not unwind: it aborts the process.
     pub(crate) fn failed_or_abort(&mut self, call: &str, error: &io::Error) {
         if !self.goes_on(call, error) {
             eprintln!("blockhouse: {call} fails all the time: {error}");

@@ -4,12 +4,12 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Takes a shared lock on the byte at `offset`, without waiting. It goes with the last copy of the
-/// descriptor.
+/// Acquires a shared lock on the byte at `offset`, without waiting. It is released with the last
+/// copy of the descriptor.
 ///
 /// # Errors
-/// EAGAIN or EACCES when another open of the file holds it exclusively; EBADF for a file not open
-/// for reading; what a file system without locks answers.
+/// EAGAIN or EACCES if another open of the file holds it exclusively; EBADF for a file not open for
+/// reading; the errno of a file system without locks.
 pub fn lock_byte_shared(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte(offset)).map(drop)
 }
@@ -36,7 +36,7 @@ pub(crate) fn release_all(file: BorrowedFd<'_>) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_UNLCK, ALL).map(drop)
 }
 
-/// Where a range starts, and its length; 0 for up to any end.
+/// Start of a range, and its length; 0 for up to any end.
 type Range = (i64, i64);
 
 const ALL: Range = (0, 0);

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 #[derive(Default)]
 pub(crate) struct DetachedSyncs {
     in_flight: AtomicUsize,
-    /// The errno of one that failed and was not reported yet, or 0.
+    /// The errno of a failed operation that was not reported yet, or 0.
     failure: AtomicI32,
     completed: Condvar,
 }
@@ -25,8 +25,8 @@ impl DetachedSyncs {
         self.in_flight.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// A detached operation has completed with the kernel's `result`. A write whose memory is gone
-    /// (EFAULT) made nothing durable, and lost nothing that was.
+    /// A detached operation has completed with the kernel's `result`. A write whose memory is lost
+    /// (EFAULT) made nothing durable, and lost no durable data.
     pub(crate) fn complete(&self, result: i32) {
         if result < 0 && result != -libc::EFAULT {
             self.failure.store(-result, Ordering::Release);

@@ -67,7 +67,7 @@ impl FromStr for EngineChoice {
     }
 }
 
-/// The engine of a loop, and what stood against better ones.
+/// The engine of a loop, and why better ones are not used.
 #[derive(Clone, Debug)]
 pub struct EngineReport {
     /// The engine in use.

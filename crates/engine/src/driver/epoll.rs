@@ -32,8 +32,8 @@ const WATCH: u64 = 1 << 32;
 /// Events taken by one system call.
 const MAX_EVENTS: usize = 128;
 
-/// How long the kernel is left alone after it had no room for a submission and nothing in flight
-/// whose completion could make some.
+/// Pause after the kernel refused a submission for lack of space while nothing was in flight whose
+/// completion could free some.
 const AIO_RETRY: Duration = Duration::from_millis(1);
 
 pub(crate) struct Epoll {
@@ -52,7 +52,7 @@ pub(crate) struct Epoll {
     broken_wait: BrokenWait,
 }
 
-/// The operations that wait for a socket, first come, first served.
+/// The operations that wait for a socket, in order.
 #[derive(Default)]
 struct SocketWaiters {
     input: VecDeque<Token>,
@@ -82,10 +82,10 @@ impl Epoll {
         })
     }
 
-    /// Tries a socket operation, unless others wait for the same: those come first.
+    /// Tries a socket operation, unless others of its direction wait: those are first.
     fn attempt_on_socket(&mut self, operation: &Operation) -> Option<i32> {
         if let Operation::Accept { socket } = operation {
-            // Two loops may be told of one connection: the second must not block.
+            // Two loops may be notified of one connection: the second must not block.
             if let Err(error) = rustix::io::ioctl_fionbio(socket, true) {
                 return Some(-error.raw_os_error());
             }
@@ -183,7 +183,7 @@ impl Driver for Epoll {
         }
     }
 
-    /// No system call that this engine makes knows another name for a file than its descriptor.
+    /// This engine's system calls identify files by descriptors only.
     fn set_fixed_files(&mut self, _: FixedFiles) {}
 
     fn unregister_file(&mut self, _: &FileId) {}
@@ -195,7 +195,7 @@ impl Driver for Epoll {
         false
     }
 
-    /// No system call that this engine makes knows another name for memory than its address.
+    /// This engine's system calls identify memory by addresses only.
     fn register_memory(&mut self, _: &Registrations<Mapping>) -> io::Result<()> {
         Ok(())
     }
@@ -232,7 +232,7 @@ impl Driver for Epoll {
     }
 
     fn unwatch(&mut self, _key: WatchKey, descriptor: BorrowedFd<'_>) {
-        // It fails only for one that could not be added.
+        // It fails only for a descriptor that could not be added.
         let _ = epoll::delete(&self.epoll, descriptor);
     }
 
@@ -264,8 +264,9 @@ impl Driver for Epoll {
     }
 }
 
-/// Has epoll tell once when a waiter of the socket may go on. The peer's end of stream is input; it
-/// is not watched apart from that, because an operation that waits to send cannot go on by it.
+/// Makes epoll notify once when a waiter of the socket may continue. The peer's end of stream
+/// counts as input; it is not watched separately, because an operation that waits to send cannot
+/// continue by it.
 fn watch(
     epoll: &OwnedFd,
     socket: BorrowedFd<'_>,

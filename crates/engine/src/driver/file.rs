@@ -14,18 +14,18 @@ use crate::driver::fixed_files::FileId;
 use crate::driver::io_poll::Pollable;
 use crate::driver::registrations::Registrations;
 
-/// An open file and what an engine must know to choose a way for it.
+/// An open file and the properties by which an engine chooses its method.
 pub(crate) struct File {
     descriptor: OwnedFd,
     pub(crate) medium: Medium,
     pub(crate) caching: Caching,
-    /// Of the file, however often it is open.
+    /// For the file, however often it is open.
     pub(crate) detached_syncs: Arc<DetachedSyncs>,
     /// In which rings it has a slot.
     pub(crate) registrations: Registrations<FileId>,
     /// Which completions can be polled for.
     pub(crate) pollable: Pollable,
-    /// Whether its locks are given back when it is dropped, or belong to another process as well.
+    /// Whether its locks are released when it is dropped, or belong to another process as well.
     releases_locks: AtomicBool,
 }
 
@@ -39,7 +39,7 @@ pub(crate) enum Medium {
     Device,
 }
 
-/// Whether the host's page cache stands in between.
+/// Whether I/O goes through the host's page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Caching {
     /// `O_DIRECT`.
@@ -72,16 +72,17 @@ impl File {
         self.releases_locks.load(Ordering::Acquire)
     }
 
-    /// Says whether the file's locks are given back when it is dropped. They belong to the open
-    /// file description, which another process may have, too.
+    /// Sets whether the file's locks are released when it is dropped. They belong to the open file
+    /// description, which another process may have, too.
     pub(crate) fn set_releases_locks(&self, releases: bool) {
         self.releases_locks.store(releases, Ordering::Release);
     }
 
-    /// The same file opened once more, through the page cache. `path` is where it was opened.
+    /// Opens the same file again, through the page cache. `path` is the path by which it was
+    /// opened.
     ///
     /// # Errors
-    /// The kernel's; ESTALE where there is no /proc and another file is at `path` by now.
+    /// The kernel's; ESTALE if there is no /proc and another file is at `path` by now.
     pub(crate) fn reopen_cached(&self, access: OFlags, path: &Path) -> rustix::io::Result<Self> {
         let flags = access | OFlags::CLOEXEC;
         let link = format!("/proc/self/fd/{}", self.raw());
@@ -121,7 +122,7 @@ impl File {
         Ok(descriptor)
     }
 
-    /// Where it is now, for messages.
+    /// Its present path, for messages.
     pub(crate) fn path(&self) -> String {
         let link = std::fs::read_link(format!("/proc/self/fd/{}", self.raw()));
         link.map_or_else(|_| "an open file".into(), |path| path.display().to_string())

@@ -21,18 +21,18 @@ use crate::driver::registrations::{Registrations, Unregister};
 /// Slots of one ring. A ring with more images uses the descriptors of the others.
 const SLOTS: u32 = 256;
 
-/// Whether the rings know open files by slots of their own tables.
+/// Whether the rings identify open files by slots of their own tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FixedFiles {
-    /// Every request names a slot, where the kernel (5.19 on) has such tables and the file found
+    /// Every request names a slot, if the kernel (5.19 or later) has such tables and the file got
     /// one.
     On,
     /// Every request names the plain descriptor.
     Off,
 }
 
-/// The id of an open file in this process. It goes back when the last owner is gone: the file
-/// itself, or a ring that has it in a slot.
+/// The id of an open file in this process. It is released by the last owner: the file itself, or a
+/// ring that has it in a slot.
 pub(crate) struct FileId(u32);
 
 /// The free ids below `next`, the smallest id that was never given out.
@@ -74,7 +74,7 @@ pub(crate) enum FileRef {
 /// The state of a file in a ring's table.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FileSlot {
-    /// It has no slot, as far as is known.
+    /// It has no slot, by the last known state.
     Unregistered,
     Registered(u32),
     /// The kernel does not take it.
@@ -94,15 +94,15 @@ pub(crate) struct FixedTable {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// The kernel has not been asked for a table yet.
+    /// The kernel was not asked for a table yet.
     Pending,
     Registered,
-    /// Not asked for, or refused: the kernel is too old, or the limit on open files too low.
+    /// Not requested, or refused: the kernel is too old, or the limit on open files too low.
     Absent,
 }
 
 impl FixedTable {
-    /// The table of a ring that the loop `owner` has. It takes nothing before the first file comes.
+    /// The table of a ring of the loop `owner`. It allocates nothing before the first file.
     pub(crate) fn new(owner: Arc<dyn Unregister<FileId>>, fixed: FixedFiles) -> Self {
         let state = match fixed {
             FixedFiles::On => State::Pending,
@@ -111,7 +111,7 @@ impl FixedTable {
         Self { owner, state, file_slots: Vec::new(), slots: Vec::new(), free: Vec::new() }
     }
 
-    /// The name of that file in a request. Its first request puts it into a free slot.
+    /// The reference to that file in a request. Its first request puts it into a free slot.
     pub(crate) fn file_ref(
         &mut self,
         ring: &Submitter<'_>,
@@ -169,8 +169,8 @@ impl FixedTable {
         let Some(file_slot) = self.file_slots.get_mut(id.index()) else { return };
         let file_slot = std::mem::replace(file_slot, FileSlot::Unregistered);
         if let FileSlot::Registered(slot) = file_slot {
-            // It cannot fail for a slot of the table. If it did, the slot would be filled anew all
-            // the same: to fill it replaces what is there.
+            // It cannot fail for a slot of the table. If it did, the slot would still be reused:
+            // filling it replaces the old file.
             let _ = fill(ring, slot, EMPTY);
             self.slots[slot as usize] = None;
             self.free.push(slot);
@@ -190,7 +190,7 @@ impl FixedTable {
     }
 }
 
-/// The value that stands for "no file" where a descriptor is expected.
+/// The value for "no file" in place of a descriptor.
 const EMPTY: RawFd = -1;
 
 fn fill(ring: &Submitter<'_>, slot: u32, descriptor: RawFd) -> io::Result<()> {

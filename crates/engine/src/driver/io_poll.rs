@@ -14,7 +14,7 @@ use rustix::fs::FileType;
 
 use crate::driver::request_queue::RequestQueue;
 
-/// Whether a loop polls for the completions of reads and writes, on files where that is possible.
+/// Whether a loop polls for the completions of reads and writes, on files that support it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoPoll {
     /// It does, and does not sleep while any such operation is in flight.
@@ -27,8 +27,8 @@ pub enum IoPoll {
 /// for.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] with the reason and what to do; the host's, if it cannot be found
-/// out.
+/// [`ErrorKind::Unsupported`] with the reason and advice; host errors, if this cannot be
+/// determined.
 pub fn check_io_poll(path: &Path) -> Result<()> {
     let name = path.display().to_string();
     let status = rustix::fs::stat(path)
@@ -57,11 +57,11 @@ pub(crate) struct Pollable {
 /// Which writes can be polled for, where reads can.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PollableWrites {
-    /// None: after a write to a file in a file system there is more to do, so Linux completes it by
-    /// an interrupt (`fs/iomap/direct-io.c`), and to poll for it would be waste.
+    /// None: a write to a file in a file system needs more work after the I/O, so Linux completes
+    /// it by an interrupt (`fs/iomap/direct-io.c`), and polling for it would be waste.
     None,
-    /// Writes without `RWF_DSYNC`. Where the device has no FUA, the kernel makes a flush of its own
-    /// after a durable one, and may not poll for that.
+    /// Writes without `RWF_DSYNC`. If the device has no FUA, the kernel adds a flush after a
+    /// durable one, and cannot poll for that.
     Plain,
     All,
 }
@@ -107,7 +107,7 @@ impl Pollable {
 
 #[cfg(test)]
 impl Pollable {
-    /// Every operation, whatever the device supports.
+    /// Every operation, for any device.
     pub(crate) fn everything() -> Self {
         Self { reads: true.into(), writes: PollableWrites::All }
     }

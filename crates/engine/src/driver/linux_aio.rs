@@ -18,7 +18,7 @@ const PWRITEV: u16 = 8;
 /// `IOCB_FLAG_RESFD`: the completion signals `aio_resfd`.
 const RESFD: u32 = 1;
 
-/// CompletionMode fetched by one system call.
+/// Completions fetched by one system call.
 const BATCH: usize = 128;
 
 /// `struct iocb`, little-endian layout of its flag pair.
@@ -68,7 +68,7 @@ pub(crate) struct LinuxAio {
     /// One block per token; the kernel copies a block when it is submitted.
     blocks: Box<[ControlBlock]>,
     queued: Vec<Token>,
-    /// The addresses of the queued blocks, for `io_submit`; kept for its room.
+    /// The addresses of the queued blocks, for `io_submit`; kept for its capacity.
     addresses: Vec<*const ControlBlock>,
     in_flight: usize,
     broken_wait: BrokenWait,
@@ -76,8 +76,8 @@ pub(crate) struct LinuxAio {
 
 impl LinuxAio {
     /// # Errors
-    /// The kernel's: ENOSYS where it is not built in, EAGAIN when `/proc/sys/fs/aio-max-nr` is used
-    /// up, EPERM where it is forbidden.
+    /// The kernel's: ENOSYS if it is not built in, EAGAIN if `/proc/sys/fs/aio-max-nr` is used up,
+    /// EPERM if it is forbidden.
     pub(crate) fn open() -> io::Result<Self> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let event = rustix::event::eventfd(0, flags)?;
@@ -94,8 +94,8 @@ impl LinuxAio {
         self.event.as_fd()
     }
 
-    /// Whether the operation is asynchronous this way. A file in memory takes `O_DIRECT` and copies
-    /// all the same, in `io_submit`.
+    /// Whether the operation is asynchronous this way. A file in memory accepts `O_DIRECT` but
+    /// still copies, in `io_submit`.
     pub(crate) fn serves(operation: &Operation) -> bool {
         match operation {
             Operation::Read(Transfer { file, .. }) | Operation::Write(Transfer { file, .. }, _) => {
@@ -131,8 +131,8 @@ impl LinuxAio {
         self.queued.push(token);
     }
 
-    /// Submits what is queued. What the kernel refuses for good is reported to `done`; what it has
-    /// no room for stays queued.
+    /// Submits queued operations. Those that the kernel refuses for good are reported to `done`;
+    /// those that it has no space for stay queued.
     pub(crate) fn submit(&mut self, done: &mut Vec<Completion>) {
         let mut first = 0;
         self.addresses.clear();
@@ -140,8 +140,8 @@ impl LinuxAio {
         self.addresses.extend(self.queued.iter().map(address));
         while first < self.queued.len() {
             let batch = &self.addresses[first..];
-            // SAFETY: `batch` holds as many valid addresses as it says; each block points to
-            // segments of an operation that stays in the loop's table until its completion.
+            // SAFETY: `batch` holds that many valid addresses; each block points to segments of an
+            // operation that stays in the loop's table until its completion.
             let result = check(unsafe {
                 libc::syscall(libc::SYS_io_submit, self.context, batch.len(), batch.as_ptr())
             });
@@ -171,7 +171,7 @@ impl LinuxAio {
         while self.in_flight > 0 && self.has_completions() {
             let mut events = [Event::default(); BATCH];
             let mut no_wait = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-            // SAFETY: `events` has room for BATCH events; the timeout is only read.
+            // SAFETY: `events` has capacity for BATCH events; the timeout is only read.
             let result = check(unsafe {
                 libc::syscall(
                     libc::SYS_io_getevents,
@@ -209,7 +209,7 @@ impl LinuxAio {
 
 impl Drop for LinuxAio {
     fn drop(&mut self) {
-        // SAFETY: the context is this object's own. The call waits for what is in flight.
+        // SAFETY: the context is this object's own. The call waits for operations in flight.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
     }
 }
@@ -233,8 +233,7 @@ impl Signaller {
         // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
         check(unsafe { libc::syscall(libc::SYS_io_setup, 1, &raw mut context) })?;
         let signaller = Self { context, readable, event };
-        // The kernel looks at the eventfd first, then finds that nothing can be read to this
-        // address.
+        // The kernel checks the eventfd first, then finds that this address cannot be read.
         let nowhere =
             ControlBlock { opcode: PREAD, buffer: u64::MAX, bytes: 8, ..signaller.block() };
         match signaller.submit(&nowhere) {

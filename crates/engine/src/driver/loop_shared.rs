@@ -57,7 +57,7 @@ impl LoopShared {
     /// Posts a message and wakes the loop if it sleeps.
     pub(crate) fn post(&self, message: LoopMessage) {
         if self.mailbox.post(message) == mailbox::Wake::Needed {
-            // It can only fail when the counter is full, and then the loop is being woken already.
+            // It fails only if the counter is full, and then the loop is being woken already.
             let _ = rustix::io::write(&self.notifier, &1u64.to_ne_bytes());
         }
     }
@@ -111,7 +111,7 @@ impl TaskHeader {
         Arc::new(Self { index, queued, shared: Arc::clone(shared) })
     }
 
-    /// Puts the task into its loop's ready queue, from whatever thread.
+    /// Puts the task into its loop's ready queue, from any thread.
     fn queue(self: Arc<Self>) {
         let mut header = Some(self);
         Ready::of_this_thread(|ready| {
@@ -148,7 +148,7 @@ impl Ready {
 
     /// Runs `f` with the queue of the current thread, if a loop runs on it.
     fn of_this_thread(f: impl FnOnce(&Self)) {
-        // The thread may be ending, its storage gone: then no loop runs on it.
+        // The thread may be ending, and its storage destroyed: then no loop runs on it.
         let _ = READY.try_with(|ready| ready.borrow().as_deref().map(f));
     }
 
@@ -167,7 +167,7 @@ impl Ready {
         self.queue.borrow_mut().pop_front()
     }
 
-    /// Keeps those tasks of which `keep` says so.
+    /// Keeps the tasks for which `keep` returns true.
     pub(crate) fn retain(&self, keep: impl FnMut(&Arc<TaskHeader>) -> bool) {
         self.queue.borrow_mut().retain(keep);
     }
@@ -187,7 +187,7 @@ impl Ready {
         self.main.set(true);
     }
 
-    /// Takes the mark that the main future is ready to be polled, if it is set.
+    /// Removes the mark that the main future is ready to be polled; returns whether it was set.
     pub(crate) fn take_main(&self) -> bool {
         self.main.take()
     }

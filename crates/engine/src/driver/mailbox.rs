@@ -23,15 +23,15 @@ use std::sync::{
 /// Messages for one loop, from any thread.
 pub(crate) struct Mailbox<M> {
     inbox: Mutex<Inbox<M>>,
-    /// Whether the inbox holds something: lets a running loop look without taking the mutex. Only
-    /// a hint for it to look soon; what counts is decided under the mutex.
+    /// Whether the inbox has messages: lets a running loop check without locking the mutex. Only a
+    /// hint; the mutex decides.
     maybe_nonempty: AtomicBool,
 }
 
 struct Inbox<M> {
     messages: Vec<M>,
     asleep: bool,
-    /// Whether the loop is gone: no message is taken.
+    /// Whether the loop has ended: no message is accepted.
     closed: bool,
 }
 
@@ -39,9 +39,9 @@ struct Inbox<M> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Wake {
-    /// The loop sleeps and no poster was told to notify it yet: do so.
+    /// The loop sleeps and no poster was asked to notify it yet: do so.
     Needed,
-    /// The loop runs, or another poster was told to notify it.
+    /// The loop runs, or another poster was asked to notify it.
     NotNeeded,
 }
 
@@ -53,11 +53,11 @@ impl<M> Mailbox<M> {
         }
     }
 
-    /// Posts a message, from any thread. It is dropped when the loop is gone.
+    /// Posts a message, from any thread. It is dropped if the loop has ended.
     pub(crate) fn post(&self, message: M) -> Wake {
         let mut inbox = self.lock();
         if inbox.closed {
-            // Before the message, whose drop may do anything.
+            // Before the message, whose drop may run any code.
             drop(inbox);
             return Wake::NotNeeded;
         }
@@ -66,7 +66,7 @@ impl<M> Mailbox<M> {
         if std::mem::take(&mut inbox.asleep) { Wake::Needed } else { Wake::NotNeeded }
     }
 
-    /// Whether there is probably something to take. Only `prepare_to_sleep` answers for certain.
+    /// Whether there is probably a message. Only `prepare_to_sleep` decides.
     pub(crate) fn may_have_messages(&self) -> bool {
         self.maybe_nonempty.load(Ordering::Acquire)
     }
@@ -88,12 +88,12 @@ impl<M> Mailbox<M> {
         inbox.asleep
     }
 
-    /// Declares the loop running again, whatever ended its sleep. For the loop's thread.
+    /// Marks the loop as running again, after any end of its sleep. For the loop's thread.
     pub(crate) fn wake_up(&self) {
         self.lock().asleep = false;
     }
 
-    /// Declares the loop gone. Gives the messages that it never saw.
+    /// Marks the loop as ended. Returns the messages that it has not received.
     pub(crate) fn close(&self) -> Vec<M> {
         let mut inbox = self.lock();
         inbox.closed = true;
@@ -136,7 +136,7 @@ mod loom_model {
         }
     }
 
-    /// Whether posters do what `post` tells them.
+    /// Whether posters follow the result of `post`.
     #[derive(Clone, Copy, PartialEq)]
     enum Posters {
         Obey,

@@ -39,25 +39,25 @@ use crate::mapping::Mapping;
 
 /// Gets operations to the kernel and their results back, for one loop on one thread.
 pub(crate) trait Driver {
-    /// Does an operation inline, if this engine can do so without waiting.
-    /// The answer is the result as in [`Completion`].
+    /// Carries out an operation inline, if this engine can do so without waiting. Returns the
+    /// result as in [`Completion`].
     fn try_inline(&mut self, operation: &Operation) -> Option<i32>;
 
     /// Starts an operation. It stays where it is, unmoved and unchanged by the caller, until its
-    /// result was reported by a later `poll`. The engine may put off the actual submission to the
-    /// next `poll`, so that one system call submits many.
+    /// result was reported by a later `poll`. The engine may defer the submission to the next
+    /// `poll`, so that one system call submits many.
     fn start(&mut self, token: Token, operation: &Operation);
 
-    /// Asks for an operation that may wait without bound (on a socket) to be cancelled. Its result
-    /// is reported all the same, `-ECANCELED` if it was.
+    /// Cancels an operation that may wait without bound (on a socket). Its result is still
+    /// reported, `-ECANCELED` if it was cancelled.
     fn cancel(&mut self, token: Token, operation: &Operation);
 
-    /// Whether `poll` may find something. A loop that busy-polls asks again and again. No event is
-    /// missed; an engine that cannot tell says yes.
+    /// Whether `poll` may find an event. A loop that busy-polls calls it repeatedly. No event is
+    /// missed; an engine that cannot know returns true.
     fn may_have_events(&mut self) -> bool;
 
-    /// Has each time that the descriptor becomes readable reported by a later `poll`, and once if
-    /// it is readable already. It stays open until `unwatch`.
+    /// Makes a later `poll` report each time that the descriptor becomes readable, and once if it
+    /// is readable already. It stays open until `unwatch`.
     fn watch(&mut self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()>;
 
     /// Ends a watch. Events of it that were found before may still be reported.
@@ -66,7 +66,8 @@ pub(crate) trait Driver {
     /// The next event of a watch that the last `poll` found.
     fn next_event(&mut self) -> Option<WatchKey>;
 
-    /// Whether files get slots in the engine's own table, from now on. No operation is in flight.
+    /// Whether files get slots in the engine's own table, from now on. No operation may be in
+    /// flight.
     fn set_fixed_files(&mut self, fixed: FixedFiles);
 
     /// A file that may have a slot was closed: the slot is free.
@@ -83,18 +84,18 @@ pub(crate) trait Driver {
     /// Puts memory into slots of the engine's own table, if it has such a table.
     ///
     /// # Errors
-    /// The kernel's; requests for what has no slot are carried out all the same.
+    /// The kernel's; requests for memory without a slot still work.
     fn register_memory(&mut self, memory: &Registrations<Mapping>) -> io::Result<()>;
 
-    /// This memory, which may have slots, is no longer used: the slots are free.
+    /// This memory, which may have slots, is no longer used: frees the slots.
     fn unregister_memory(&mut self, mapping: &Mapping);
 
     /// Gives back all slots of memory. No operation is in flight.
     fn unregister_all_memory(&mut self);
 
-    /// Submits what waits for submission, then sleeps as `wait` says until something happens (a
-    /// completion, a notification, the deadline), then appends all results to `done`. `operations`
-    /// holds everything that was started.
+    /// Submits deferred operations, then sleeps as `wait` says until an event (a completion, a
+    /// notification, the deadline), then appends all results to `done`. `operations` has all
+    /// started operations.
     fn poll(&mut self, wait: Wait, operations: &OperationTable, done: &mut Vec<Completion>);
 
     /// Opens a file by the ring: its descriptor or a negative errno. `None` without a ring. For
@@ -105,7 +106,7 @@ pub(crate) trait Driver {
     }
 }
 
-/// An operation's end: the kernel's answer, a count of bytes or a negative errno.
+/// An operation's end: the kernel's result, a count of bytes or a negative errno.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Completion {
     pub(crate) token: Token,
@@ -119,7 +120,7 @@ pub(crate) enum Wait {
     Never,
     /// Until something happens.
     Event,
-    /// Until something happens, or for so long.
+    /// Until an event, or for this time.
     AtMost(Duration),
 }
 

@@ -47,7 +47,7 @@ mod loom_model {
     #[test]
     fn a_wake_up_that_finds_the_task_queued_is_seen_by_the_poll() {
         loom::model(|| {
-            // QueuedFlag for another reason; the poll is about to begin.
+            // Queued for another reason; the poll is about to begin.
             let queued = Arc::new(QueuedFlag::new(true));
             let happened = Arc::new(AtomicBool::new(false));
             let other = {

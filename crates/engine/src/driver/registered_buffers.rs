@@ -23,7 +23,7 @@ use io_uring::Submitter;
 use crate::driver::registrations::{Registrations, Unregister};
 use crate::mapping::Mapping;
 
-/// Slots of one ring, enough for 4 TiB. They cost 8 bytes each, once there is memory to register.
+/// Slots of one ring, enough for 4 TiB. They take 8 bytes each, once there is memory to register.
 const SLOTS: u16 = 4096;
 
 /// The most that the kernel takes for one slot (`SZ_1G` in io_uring's `rsrc.c`).
@@ -59,14 +59,12 @@ pub(crate) struct BufferTable {
 }
 
 impl BufferTable {
-    /// The table of a ring that the loop `owner` has. It takes nothing before the first memory
-    /// comes.
+    /// The table of a ring of the loop `owner`. It allocates nothing before the first memory.
     pub(crate) fn new(owner: Arc<dyn Unregister<Mapping>>) -> Self {
         Self { owner, exists: false, buffers: Vec::new(), free: Vec::new() }
     }
 
-    /// Puts all of the memory that is not there yet into slots. What could not be registered when
-    /// this fails is used without a slot.
+    /// Puts all memory without a slot into slots. On an error the rest is used without a slot.
     ///
     /// # Errors
     /// The kernel's: it is too old for such tables (before 5.19), does not pin memory of this kind,
@@ -126,7 +124,7 @@ impl BufferTable {
         let is_unused = |buffer: &mut BufferSlot| ptr::eq(&*buffer.mapping, mapping);
         for buffer in self.buffers.extract_if(.., is_unused) {
             // SAFETY: no memory at all. It cannot fail for a slot of the table; if it did, the slot
-            // would be filled anew all the same, as to fill it replaces what is there.
+            // would still be reused, as filling it replaces the old memory.
             let _ = unsafe { fill(ring, buffer.slot, ptr::null_mut(), 0) };
             self.free.push(buffer.slot);
         }
@@ -181,8 +179,7 @@ mod tests {
         Arc::new(Mapping::of(&file, 0, length, page, &FaultDomain::unconnected()).unwrap())
     }
 
-    /// A table with the buffers of these mappings, in slots by their order, that no kernel knows
-    /// of.
+    /// A table with the buffers of these mappings, in slots by their order, unknown to any kernel.
     fn table(mappings: &[Arc<Mapping>]) -> BufferTable {
         let mut table = BufferTable::new(Arc::new(Ignore));
         for mapping in mappings {

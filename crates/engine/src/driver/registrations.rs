@@ -15,7 +15,7 @@ pub(crate) trait Unregister<T>: Send + Sync {
 }
 
 /// A resource and the loops that have it in slots. Each user of the resource owns this. When the
-/// last one drops it, every loop is asked to empty its slots.
+/// last one drops it, every loop empties its slots.
 pub(crate) struct Registrations<T> {
     resource: Arc<T>,
     tables: Mutex<Vec<Weak<dyn Unregister<T>>>>,

@@ -8,7 +8,7 @@ use rustix::fs::{FileType, Stat};
 
 /// The queue of the block device that a file is or lies on.
 pub(crate) struct RequestQueue {
-    /// The device's folder. `None` where the file system has no device: the kernel gives those the
+    /// The device's folder. `None` if the file system has no device: the kernel gives those the
     /// major number 0, and no folder.
     device: Option<PathBuf>,
 }
@@ -25,22 +25,22 @@ impl RequestQueue {
         Self { device: (major != 0).then(folder) }
     }
 
-    /// An attribute, without white space around. `None` where the kernel has no such attribute, or
-    /// the file system is on no block device that it tells of.
+    /// An attribute, without surrounding white space. `None` if the kernel has no such attribute,
+    /// or the file system is on no known block device.
     pub(crate) fn attribute(&self, name: &str) -> Option<String> {
         let device = self.device.as_ref()?;
-        // A partition has no queue of its own: the disk that it is on stands above it.
+        // A partition has no queue of its own: its disk's folder is the parent.
         let read = |queue: &str| fs::read_to_string(device.join(queue).join(name));
         let text = read("queue").or_else(|_| read("../queue")).ok()?;
         Some(text.trim().to_owned())
     }
 
-    /// Whether what the device has completed is stable.
+    /// Whether the device's completed writes are stable.
     pub(crate) fn has_no_cache(&self) -> bool {
         self.attribute("write_cache").is_some_and(|text| text == "write through")
     }
 
-    /// Whether a write can ask to be stable when it completes.
+    /// Whether a write can be durable by itself (FUA).
     pub(crate) fn has_fua(&self) -> bool {
         self.attribute("fua").is_some_and(|text| text == "1")
     }

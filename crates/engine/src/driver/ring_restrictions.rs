@@ -37,8 +37,8 @@ pub(crate) mod registration {
     pub(crate) const BUFFERS_UPDATE: u8 = 16;
 }
 
-/// Whether a loop's ring may be asked for commands to devices (`IORING_OP_URING_CMD`): what those
-/// do is up to a device's driver, so only loops that serve such a device have them.
+/// Whether a loop's ring accepts commands to devices (`IORING_OP_URING_CMD`): what those do is up
+/// to a device's driver, so only loops that serve such a device have them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceCommands {
     /// The kernel refuses them.
@@ -58,9 +58,9 @@ pub(crate) enum VectoredSlots {
 }
 
 impl VectoredSlots {
-    /// Linux 6.15 has them, but may reach for other bytes of memory in huge pages that does not
+    /// Linux 6.15 has them, but may access the wrong bytes of memory in huge pages that does not
     /// begin with one (fixed by "io_uring: don't assume uaddr alignment in io_vec_fill_bvec" in
-    /// 6.16). What came with 6.16 tells the two apart.
+    /// 6.16). Another feature of 6.16 distinguishes the two.
     pub(crate) fn of(probe: &Probe) -> Self {
         let needed = VECTORED.iter().chain(&[opcode::Pipe::CODE]);
         if needed.copied().all(|code| probe.is_supported(code)) {
@@ -74,7 +74,7 @@ impl VectoredSlots {
 /// The opcodes of requests in several segments of registered memory.
 const VECTORED: [u8; 2] = [opcode::ReadvFixed::CODE, opcode::WritevFixed::CODE];
 
-/// The operations that a kind of ring may be asked for.
+/// The operations that a kind of ring accepts.
 #[derive(Clone, Copy)]
 pub(crate) struct Allowed {
     /// Opcodes of submission entries.
@@ -87,7 +87,8 @@ pub(crate) struct Allowed {
     required: squeue::Flags,
     /// Beside the opcodes.
     commands: DeviceCommands,
-    /// Beside the opcodes. A kernel that does not know an opcode refuses a list that has it.
+    /// In addition to the opcodes. A kernel that does not know an opcode refuses a list that has
+    /// it.
     vectored_slots: VectoredSlots,
 }
 
@@ -155,8 +156,8 @@ pub(crate) const SIGNAL: Allowed = Allowed {
     vectored_slots: VectoredSlots::Unavailable,
 };
 
-/// Restricts a ring that was made disabled, and enables it. The calling thread is the one that
-/// submits to it, where the ring is for one thread.
+/// Restricts a ring that was created disabled, and enables it. If the ring is for one thread, the
+/// calling thread must be the one that submits to it.
 ///
 /// # Errors
 /// The kernel's: EBADFD for a ring that is enabled already.
@@ -233,7 +234,7 @@ mod tests {
             assert_eq!(result_of(&mut ring, entry), -libc::EACCES, "{what}");
         }
         let mut fds = [0; 2];
-        // SAFETY: room for the two descriptors that the call stores.
+        // SAFETY: there is memory for the two descriptors that the call stores.
         assert_eq!(unsafe { libc::pipe(fds.as_mut_ptr()) }, 0);
         let word = b"word";
         let entry = opcode::Write::new(Fd(fds[1]), word.as_ptr(), 4).build();
@@ -254,7 +255,7 @@ mod tests {
         let Some(mut plain) = ring(&LOOP) else { return };
         assert_eq!(result_of(&mut plain, entry()), -libc::EACCES);
         let Some(mut allowed) = ring(&LOOP.with(DeviceCommands::Allowed)) else { return };
-        // Its effect is up to the file's driver.
+        // Its effect depends on the file's driver.
         assert!(result_of(&mut allowed, entry()) != -libc::EACCES);
         assert_eq!(result_of(&mut allowed, opcode::Nop::new().build()), -libc::EACCES);
     }

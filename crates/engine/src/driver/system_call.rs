@@ -11,8 +11,8 @@ use crate::driver::operation::{Message, Operation};
 /// The largest transfer that is worth doing inline: about 50 microseconds of copying.
 const MAX_INLINE: usize = 512 << 10;
 
-/// A file operation reduced to what a system call takes. It borrows from an [`Operation`] without
-/// saying so, see [`FileCall::run`].
+/// A file operation reduced to the arguments of a system call. It borrows from an [`Operation`]
+/// without a lifetime, see [`FileCall::run`].
 #[derive(Clone, Copy)]
 pub(crate) enum FileCall {
     Read { file: RawFd, offset: u64, segments: Segments },
@@ -70,14 +70,16 @@ impl FileCall {
     /// Makes the call and waits for it.
     ///
     /// # Safety
-    /// The operation that this was made of still exists, unmoved, and is not used otherwise.
+    /// The operation that this was made from must still exist, unmoved, and must not be used
+    /// otherwise.
     pub(crate) unsafe fn run(self) -> i32 {
         // SAFETY: descriptor and segments belong to an operation that exists (the caller guarantees
         // it), so the descriptor is open and the segments are valid for the kernel to read
         // and write.
         retry(|| unsafe {
             match self {
-                // One segment needs no array to be copied in: a twentieth of a short read.
+                // One segment needs no array to be copied in, which saves a twentieth of a short
+                // read.
                 Self::Read { file, offset, segments: Segments { first, count: 1 } } => {
                     let Segment { address, length } = *first;
                     libc::pread(file, address.as_ptr().cast(), length, offset as i64)
@@ -98,8 +100,8 @@ impl FileCall {
     }
 }
 
-/// Does what takes no time with a file in memory: a short transfer, or a sync, which has nothing to
-/// do there. `None` for everything else.
+/// Carries out operations that are immediate for a file in memory: a short transfer, or a sync,
+/// which has nothing to do there. `None` for all others.
 pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
     let (file, length) = match operation {
         Operation::Read(transfer) | Operation::Write(transfer, _) => {
@@ -115,7 +117,7 @@ pub(crate) fn run_inline(operation: &Operation) -> Option<i32> {
     FileCall::of(operation).map(|call| unsafe { call.run() })
 }
 
-/// Tries a socket operation without waiting: `-EAGAIN` when it would have to.
+/// Tries a socket operation without waiting: `-EAGAIN` if it would have to wait.
 pub(crate) fn try_socket(operation: &Operation) -> i32 {
     match operation {
         Operation::Receive(message) => transfer(message, |socket, header| {
@@ -128,7 +130,7 @@ pub(crate) fn try_socket(operation: &Operation) -> i32 {
         }),
         Operation::Accept { socket } => retry(|| {
             let (no_address, no_length) = (std::ptr::null_mut(), std::ptr::null_mut());
-            // SAFETY: null is allowed for both: the peer's address is not wanted. The descriptor is
+            // SAFETY: null is allowed for both: the peer's address is not needed. The descriptor is
             // open: the operation owns it.
             let accepted = unsafe {
                 libc::accept4(socket.as_raw_fd(), no_address, no_length, libc::SOCK_CLOEXEC)

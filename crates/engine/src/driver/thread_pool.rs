@@ -55,8 +55,8 @@ impl ThreadPool {
     /// Makes the call on a worker and reports its result to `shared` under `token`.
     ///
     /// # Safety
-    /// The operation that `call` was made of stays in the loop's table, unmoved and unused, until
-    /// the loop was told the result.
+    /// The operation that `call` was made from stays in the loop's table, unmoved and unused, until
+    /// the loop has received the result.
     pub(crate) unsafe fn run_file(
         self: &Arc<Self>,
         call: FileCall,
@@ -89,7 +89,7 @@ impl ThreadPool {
         }
     }
 
-    /// A thread could not be started. With none at all, what is queued is done here.
+    /// A thread could not be started. Without any threads, queued calls run here.
     fn go_on_without_thread(&self, error: &io::Error) {
         let mut state = self.state.lock();
         state.threads -= 1;
@@ -144,7 +144,7 @@ fn spawn(pool: Arc<ThreadPool>) -> io::Result<()> {
 }
 
 /// Runs `call` on a worker thread and waits for it without blocking the loop. If the waiting future
-/// is dropped the call runs to its end all the same.
+/// is dropped the call still runs to its end.
 pub(crate) async fn blocking<R: Send + 'static>(call: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = oneshot::channel();
     ThreadPool::shared().queue(Job::Call(Box::new(move || {

@@ -18,7 +18,7 @@ pub(crate) struct WaitQueue {
     woken: usize,
 }
 
-/// A position in the queue. Its holder passes it to `try_acquire` until it has a slot, or to
+/// A position in the queue. Its owner passes it to `try_acquire` until it has a slot, or to
 /// `cancel`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Ticket(u64);
@@ -52,7 +52,7 @@ impl WaitQueue {
         }
     }
 
-    /// A slot is free: reserves it for the next task, to be woken by the caller.
+    /// A slot is free: reserves it for the next task, which the caller wakes.
     #[must_use]
     pub(crate) fn wake_next(&mut self) -> Option<Waker> {
         let (_, waiter) = self.waiting.pop_front()?;

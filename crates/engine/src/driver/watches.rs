@@ -6,8 +6,8 @@ use std::task::{Context, Poll, Waker};
 
 use crate::driver::adaptive_poll::EventSource;
 
-/// A source of events that a loop polls by itself, such as a ring in shared memory. Neither method
-/// may make or drop watches, or run a loop.
+/// A source of events that a loop polls by itself, such as a ring in shared memory. The methods
+/// must not make or drop watches, or run a loop.
 pub trait PollSource {
     /// Whether there is something to do. Called in every iteration of the loop, so it must be
     /// quick.
@@ -98,8 +98,8 @@ impl Watches {
         drop(entry);
     }
 
-    /// Passes an event on. One for a watch that is gone is ignored. Gives its source, unless the
-    /// loop has polled the event before: then it says nothing of what comes next.
+    /// Passes an event on, unless its watch was removed. Returns its source, unless the loop has
+    /// polled the event before: then it does not predict the next one.
     pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;
@@ -112,8 +112,7 @@ impl Watches {
         self.signal_those(|source| source.is_ready())
     }
 
-    /// Enables the notifications of all sources, as the loop is about to sleep. Gives one that is
-    /// ready.
+    /// Enables the notifications of all sources, before the loop sleeps. Returns one that is ready.
     pub(crate) fn enable_notify(&self) -> Option<EventSource> {
         self.signal_those(|source| source.enable_notify())
     }

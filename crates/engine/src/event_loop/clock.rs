@@ -9,8 +9,8 @@ use super::sleep::sleep;
 /// A future that completes when a time has passed.
 pub type ClockSleep = Pin<Box<dyn Future<Output = ()>>>;
 
-/// A clock, and waiting for it. That of event loops is the usual one; tests and other executors
-/// bring their own.
+/// A clock, and waiting for it. The default is the one of event loops; tests and other executors
+/// have their own.
 pub trait Clock {
     /// Time since any moment that stays the same. Never goes back.
     fn now(&self) -> Duration;

@@ -26,8 +26,8 @@ impl EventSignal {
     /// A way to signal `event`.
     ///
     /// # Errors
-    /// `InvalidInput` when it is no eventfd; the kernel's when neither io_uring nor Linux AIO can
-    /// be used.
+    /// `InvalidInput` if it is no eventfd; the kernel's if neither io_uring nor Linux AIO can be
+    /// used.
     pub fn new(event: impl AsFd) -> io::Result<Self> {
         let event = event.as_fd();
         let by_aio = || Signaller::new(event).map(Way::Aio);
@@ -47,7 +47,7 @@ impl EventSignal {
         })
     }
 
-    /// Adds 1 to the counter, unless it is full: then there is a signal to be read anyhow.
+    /// Adds 1 to the counter, unless it is full: then a signal is pending anyway.
     pub fn signal(&self) {
         match &self.0 {
             Way::Ring(ring) => ring.borrow_mut().signal(),
@@ -56,7 +56,7 @@ impl EventSignal {
     }
 }
 
-/// Whether the kernel says that a descriptor is no eventfd.
+/// Whether the kernel's error means that a descriptor is no eventfd.
 fn is_other_kind(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EBADF))
 }
@@ -66,13 +66,12 @@ fn by_ring(ring: SignalRing, event: BorrowedFd<'_>) -> io::Result<Way> {
     Ok(Way::Ring(Box::new(RefCell::new(ring))))
 }
 
-/// Whether a descriptor that came from elsewhere is an eventfd. Where that cannot be found out, the
-/// answer is no.
+/// Whether a descriptor from elsewhere is an eventfd; false if this cannot be determined.
 pub fn is_eventfd(descriptor: impl AsFd) -> bool {
     is_eventfd_by("/proc/self/fd", descriptor.as_fd())
 }
 
-/// As [`is_eventfd`], by the links in this folder, or by the kernel's refusal where there are none.
+/// As [`is_eventfd`], by the links in this folder, or by the kernel's refusal if there are none.
 fn is_eventfd_by(links: &str, descriptor: BorrowedFd<'_>) -> bool {
     match std::fs::read_link(format!("{links}/{}", descriptor.as_raw_fd())) {
         Ok(target) => target.as_os_str() == "anon_inode:[eventfd]",
@@ -80,8 +79,8 @@ fn is_eventfd_by(links: &str, descriptor: BorrowedFd<'_>) -> bool {
     }
 }
 
-/// As [`is_eventfd`], by registering it with a ring that this thread keeps for that: to make one
-/// for each question costs more than a front-end pays for asking it.
+/// As [`is_eventfd`], by registering it with a ring that this thread keeps for that: making one for
+/// each check would take longer than a front-end needs to request it.
 fn is_eventfd_by_ring(descriptor: BorrowedFd<'_>) -> bool {
     thread_local! {
         static RING: Option<SignalRing> = SignalRing::new().ok();
@@ -102,7 +101,7 @@ mod tests {
 
     use super::*;
 
-    /// Each way to signal, whatever this machine would choose.
+    /// Each way to signal, independent of this machine's choice.
     fn ways(event: &OwnedFd) -> Vec<EventSignal> {
         let aio = Signaller::new(event.as_fd()).map(Way::Aio);
         let ring = SignalRing::new().and_then(|ring| by_ring(ring, event.as_fd()));
@@ -157,7 +156,7 @@ mod tests {
             std::fs::File::open("/dev/zero").unwrap().into(),
         ];
         for links in ["/proc/self/fd", "/nowhere"] {
-            // Also twice: nothing is left of the first answer.
+            // Twice: the first check leaves no state.
             assert!(is_eventfd_by(links, event.as_fd()), "{links}");
             assert!(is_eventfd_by(links, event.as_fd()), "{links}");
             for other in &others {

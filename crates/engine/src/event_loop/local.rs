@@ -28,14 +28,14 @@ thread_local! {
     static CURRENT: RefCell<Option<Rc<Local>>> = const { RefCell::new(None) };
 }
 
-/// Everything of a loop that its own thread uses.
+/// The parts of a loop that its own thread uses.
 pub(crate) struct Local {
     pub(crate) shared: Arc<LoopShared>,
     pub(crate) tasks: Tasks,
     pub(crate) timers: Timers,
     pub(crate) watches: Watches,
     pub(crate) report: EngineReport,
-    /// Whether completions on files are polled for where that is possible.
+    /// Whether completions on files are polled for if possible.
     pub(crate) io_poll: Cell<IoPoll>,
     driver: RefCell<Box<dyn Driver>>,
     operations: RefCell<OperationTable>,
@@ -50,7 +50,7 @@ pub(crate) fn current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> R {
     try_current(f).expect("this needs an event loop: call it inside of EventLoop::block_on")
 }
 
-/// As [`current`], with `None` where there is no loop.
+/// As [`current`], with `None` if there is no loop.
 pub(crate) fn try_current<R>(f: impl FnOnce(&Rc<Local>) -> R) -> Option<R> {
     CURRENT.try_with(|current| current.borrow().as_ref().map(f)).ok().flatten()
 }
@@ -84,7 +84,7 @@ impl Local {
         *self.governor.borrow_mut() = PollGovernor::new(time);
     }
 
-    /// Whether the ring knows files by slots. No operation is in flight.
+    /// Whether the ring identifies files by slots. No operation may be in flight.
     pub(crate) fn set_fixed_files(&self, fixed: FixedFiles) {
         self.driver.borrow_mut().set_fixed_files(fixed);
     }
@@ -136,7 +136,7 @@ impl Local {
         operations.in_flight().any(is_transfer)
     }
 
-    /// Takes an operation in as one that the kernel has and never completes.
+    /// Adds an operation that the kernel never completes.
     #[cfg(test)]
     pub(crate) fn hold(&self, operation: Operation) {
         let inserted =
@@ -144,7 +144,7 @@ impl Local {
         assert!(inserted.is_ok(), "there is a free slot");
     }
 
-    /// Does the operation inline, where that needs no waiting.
+    /// Carries out the operation inline, if that needs no waiting.
     pub(crate) fn try_inline(&self, operation: &Operation) -> Option<i32> {
         self.driver.borrow_mut().try_inline(operation)
     }
@@ -179,8 +179,8 @@ impl Local {
         }
     }
 
-    /// The future of an operation was dropped. The operation goes on; one that may wait without
-    /// bound is asked to stop.
+    /// The future of an operation was dropped. The operation continues; one that may wait without
+    /// bound is cancelled.
     pub(crate) fn detach(&self, token: Token) {
         let result = self.operations.borrow_mut().detach(token);
         match result {
@@ -198,8 +198,8 @@ impl Local {
         }
     }
 
-    /// Asks the operation of a future that waits for it to stop if it may wait without bound. It
-    /// may have completed.
+    /// Cancels the operation of a waiting future if it may wait without bound. It may have
+    /// completed already.
     pub(crate) fn stop(&self, token: Token) {
         if self.operations.borrow().is_in_flight(token) {
             self.cancel(token);
@@ -223,7 +223,7 @@ impl Local {
         operation
     }
 
-    /// Has the engine watch a descriptor.
+    /// Makes the engine watch a descriptor.
     pub(crate) fn watch(&self, key: WatchKey, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         self.driver.borrow_mut().watch(key, descriptor)
     }
@@ -233,8 +233,7 @@ impl Local {
         self.driver.borrow_mut().unwatch(key, descriptor);
     }
 
-    /// One iteration: waits if there is nothing to do, then passes on everything that happened
-    /// meanwhile.
+    /// One iteration: waits if there is nothing to do, then passes on everything that has happened.
     pub(crate) fn poll(&self, done: &mut Vec<Completion>, messages: &mut Vec<LoopMessage>) {
         let has_events = self.poll_sources();
         let is_busy = has_events || !self.tasks.is_idle() || self.driver.borrow().is_polling();
@@ -273,7 +272,7 @@ impl Local {
         if let Some(poll_time) = poll_time {
             self.run_driver(Wait::Never, done);
             if !done.is_empty() || !self.tasks.ready.is_empty() {
-                // It completed as soon as it was submitted: that was no wait.
+                // It completed at its submission: that was no wait.
                 return;
             }
             let until = due.map_or(began + poll_time, |due| due.min(began + poll_time));
@@ -288,7 +287,7 @@ impl Local {
         self.governor.borrow_mut().update(interval, PollResult::Slept { wasted });
     }
 
-    /// Says whether something happened before the time came.
+    /// Returns whether an event arrived in time.
     fn busy_poll(&self, until: Timestamp, done: &mut Vec<Completion>) -> bool {
         while clock::read_now() < until {
             if self.driver.borrow_mut().may_have_events() {
@@ -330,7 +329,7 @@ impl Local {
     }
 }
 
-/// Makes a loop the current one of its thread, in place of the one that was it before.
+/// Makes a loop the current one of its thread, until the guard restores the former one.
 pub(crate) struct EnterGuard(Option<Rc<Local>>);
 
 impl EnterGuard {

@@ -42,7 +42,7 @@ impl LoopThread {
     /// configures the loop before it runs.
     ///
     /// # Errors
-    /// As [`EventLoop::new`]; or the kernel's, when the thread cannot be started.
+    /// As [`EventLoop::new`]; or the kernel's, if the thread cannot be started.
     pub fn start(
         name: String,
         choice: EngineChoice,
@@ -51,7 +51,7 @@ impl LoopThread {
         Self::start_with_commands(name, choice, DeviceCommands::Refused, prepare)
     }
 
-    /// As [`start`](Self::start), with a loop as [`EventLoop::with_commands`] makes it.
+    /// As [`start`](Self::start), with a loop from [`EventLoop::with_commands`].
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -93,8 +93,8 @@ impl LoopThread {
         &self.report
     }
 
-    /// Runs the future that `make` returns on the loop, and blocks the calling thread until it is
-    /// ready. Must not be called on the loop's own thread, which would wait for itself.
+    /// Runs the future of `make` on the loop, and blocks the calling thread until it is ready. Must
+    /// not be called on the loop's own thread, which would wait for itself.
     ///
     /// # Panics
     /// When the loop's thread panicked.

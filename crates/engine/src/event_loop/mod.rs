@@ -37,7 +37,7 @@ use crate::event_loop::local::{EnterGuard, Local, try_current};
 use crate::event_loop::spawn::spawn_party;
 
 /// How often the tasks that are ready are polled between two system calls. A request goes from task
-/// to task (receiver, handler, sender). With one poll for each iteration it would cost as many
+/// to task (receiver, handler, sender). With one poll for each iteration it would need as many
 /// system calls.
 const MAX_POLLS_PER_ITERATION: usize = 3;
 
@@ -67,14 +67,14 @@ impl EventLoop {
     /// A loop with the engine that `choice` allows.
     ///
     /// # Errors
-    /// When the engine that was asked for cannot be had here, with the kernel's reason; `Auto`
-    /// always finds one.
+    /// If the requested engine cannot be used here, with the kernel's reason; `Auto` always finds
+    /// one.
     pub fn new(choice: EngineChoice) -> io::Result<Self> {
         Self::with_commands(choice, DeviceCommands::Refused)
     }
 
     /// As [`new`](Self::new), with a ring that carries out commands to devices or refuses them, for
-    /// as long as it exists. The other engines carry out none.
+    /// its whole life. The other engines carry out none.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -94,9 +94,9 @@ impl EventLoop {
     }
 
     /// Whether this loop's ring keeps open files in a table of its own, [`FixedFiles::Off`] unless
-    /// set here. The other engines have no such table, and nothing changes for them. A file
-    /// that is dropped on another thread, or while this loop does not run, stays open in the
-    /// table until the loop's next iteration; its locks go at once.
+    /// set here. Without effect on the other engines. A file that is dropped on another thread, or
+    /// while this loop does not run, stays open in the table until the loop's next iteration; its
+    /// locks are released at once.
     ///
     /// # Panics
     /// While operations are in flight.
@@ -109,11 +109,11 @@ impl EventLoop {
     }
 
     /// Whether this loop polls for completions where [`check_io_poll`] finds nothing against it;
-    /// [`IoPoll::Off`] unless set here. Those are completions of direct reads, and on block devices
-    /// of writes, durable ones among them where the device needs no flush for that. While any
-    /// such operation is in flight the loop does not sleep; with none, it sleeps as usual.
-    /// Everything else, and what the kernel refuses to poll for, completes as without. Only the
-    /// io_uring engine can; nothing changes for the others.
+    /// [`IoPoll::Off`] unless set here. These are completions of direct reads, and on block devices
+    /// of writes, including durable ones if the device needs no flush for them. While any such
+    /// operation is in flight the loop does not sleep; with none, it sleeps as usual. Everything
+    /// else, and operations that the kernel refuses to poll for, complete by interrupts. Without
+    /// effect on engines other than io_uring.
     ///
     /// [`check_io_poll`]: crate::check_io_poll
     ///
@@ -139,7 +139,7 @@ impl EventLoop {
         &self.local.report
     }
 
-    /// Runs `future` and everything that is spawned meanwhile, until `future` is ready.
+    /// Runs `future` and all tasks spawned by it, until `future` is ready.
     ///
     /// # Panics
     /// Inside of another loop.
@@ -175,22 +175,22 @@ impl EventLoop {
 }
 
 impl Drop for EventLoop {
-    /// Drops all tasks, then waits until the kernel has given back everything that it holds, but
-    /// for commands to devices: these complete when their device is stopped, which may have
-    /// been refused. They keep their memory and their files until the process ends.
+    /// Drops all tasks, then waits until the kernel has completed all operations, except commands
+    /// to devices: these complete when their device is stopped, which may have been refused. They
+    /// keep their memory and their files until the process ends.
     fn drop(&mut self) {
         let local = &self.local;
         let _entered = EnterGuard::new(local);
         local.tasks.clear();
-        // Operations whose futures live on elsewhere were not cancelled yet.
+        // Operations whose futures live elsewhere were not cancelled yet.
         local.in_flight().into_iter().for_each(|token| local.cancel(token));
         while local.has_transfers_in_flight() {
             local.poll(&mut self.done, &mut self.messages);
-            // No task runs, neither a new one nor one that was woken.
+            // No task runs, neither a new one nor a woken one.
             local.tasks.clear();
         }
         drop(local.shared.mailbox.close());
-        // Nothing tells of closed files and unused memory; a future may keep the ring itself.
+        // Closed files and unused memory are no longer reported; a future may keep the ring itself.
         local.set_fixed_files(FixedFiles::Off);
         local.unregister_all_memory();
     }
@@ -217,9 +217,9 @@ impl Drop for EventLoop {
 pub struct Handle(Arc<LoopShared>);
 
 impl Handle {
-    /// Runs the future that `make` makes on the loop's thread. With what it spawns it is a party:
-    /// while it computes for long, those of others get their turns in between. The loop is
-    /// woken if it sleeps, once for all that is submitted before it runs again.
+    /// Runs the future of `make` on the loop's thread. With its spawned tasks it is a party: while
+    /// it computes for long, other parties get their turns in between. A sleeping loop is woken,
+    /// once for everything that is submitted before it runs again.
     pub fn spawn<F, R>(&self, make: impl FnOnce() -> F + Send + 'static) -> Submission<R>
     where
         F: Future<Output = R> + 'static,
@@ -228,7 +228,7 @@ impl Handle {
         let (sender, receiver) = oneshot::channel();
         self.0.post(LoopMessage::Call(Box::new(move || {
             spawn_party(async move {
-                // The submission may have been dropped; the task has run all the same.
+                // The submission may have been dropped; the task has still run.
                 let _ = sender.send(make().await);
             });
         })));
@@ -236,7 +236,7 @@ impl Handle {
     }
 }
 
-/// The outcome of what was submitted through a [`Handle`]. Dropping it lets the task run on.
+/// The outcome of a future submitted through a [`Handle`]. If it is dropped, the task continues.
 pub struct Submission<R>(oneshot::Receiver<R>);
 
 impl<R> Submission<R> {

@@ -56,18 +56,18 @@ impl SignalRing {
         Ok(Self(ManuallyDrop::new(ring)))
     }
 
-    /// Has completions signal `event`.
+    /// Makes completions signal `event`.
     ///
     /// # Errors
-    /// The kernel's: EINVAL or EBADF for what is no eventfd.
+    /// The kernel's: EINVAL or EBADF if it is no eventfd.
     pub(crate) fn attach(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         self.0.submitter().register_eventfd(event.as_raw_fd())
     }
 
-    /// Has completions signal nothing.
+    /// Makes completions signal nothing.
     ///
     /// # Errors
-    /// The kernel's: ENXIO where nothing is attached.
+    /// The kernel's: ENXIO if nothing is attached.
     pub(crate) fn detach(&self) -> io::Result<()> {
         self.0.submitter().unregister_eventfd()
     }
@@ -77,8 +77,8 @@ impl SignalRing {
         let ring = &mut *self.0;
         // SAFETY: the entry refers to no memory and to no descriptor.
         let pushed = unsafe { ring.submission().push(&opcode::Nop::new().build()) };
-        // If the queue is full, then an entry whose submission failed is still in it; to submit
-        // that is enough.
+        // If the queue is full, an entry whose submission failed is still in it; submitting that is
+        // enough.
         drop(pushed);
         for _ in 0..ATTEMPTS {
             // No completion is asked for.
@@ -131,7 +131,7 @@ mod tests {
             rustix::io::read(event, &mut count).expect("it was signalled");
             assert_eq!(u64::from_ne_bytes(count), 10);
         }
-        // Other tests may use some meanwhile.
+        // Other tests may use some at the same time.
         let reserve = RESERVE.lock();
         assert!(reserve.rings.len() <= reserve.capacity);
     }

@@ -16,7 +16,7 @@ struct Outcome<T> {
     waiter: Cell<Option<Waker>>,
 }
 
-/// Runs a future on the current thread's loop. It shares the turns of the task that spawns it.
+/// Runs a future on the current thread's loop. It shares the turns of the spawning task.
 ///
 /// # Panics
 /// Outside of an event loop.
@@ -41,15 +41,14 @@ pub fn spawn_detached(future: impl Future<Output = ()> + 'static) {
     local::current(|local| local.tasks.add(Box::pin(future)));
 }
 
-/// As [`spawn_detached`], as a party of its own, which gets its turns beside the others whatever
-/// they do.
+/// As [`spawn_detached`], as a party of its own, with turns independent of the others'.
 pub(crate) fn spawn_party(future: impl Future<Output = ()> + 'static) {
     local::current(|local| local.tasks.add_party(Box::pin(future)));
 }
 
-/// The party of the current task: what was submitted through a [`Handle`](crate::Handle), a
-/// client's connection or a guest's queue, with all that it spawned. A number that no other party
-/// of the process has while it exists; 0 where no event loop runs.
+/// The party of the current task: a future submitted through a [`Handle`](crate::Handle), a
+/// client's connection or a guest's queue, with all tasks that it spawned. The number is unique in
+/// the process while the party exists; 0 outside of event loops.
 pub fn current_party() -> usize {
     local::try_current(|local| local.tasks.current_party()).unwrap_or(0)
 }

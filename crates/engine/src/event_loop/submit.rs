@@ -12,9 +12,9 @@ use crate::driver::operation::{Operation, Token};
 use crate::driver::wait_queue::Ticket;
 use crate::event_loop::local::{self, Local};
 
-/// Starts `operation` on the current loop when first polled. Gives the kernel's answer and the
-/// operation back. From then on it belongs to that loop, wherever it is polled or dropped. Dropped
-/// before it is ready, it leaves the operation to complete by itself, with all it owns.
+/// Starts `operation` on the current loop when first polled. Resolves to the kernel's result and
+/// the operation. From then on it belongs to that loop, wherever it is polled or dropped. If it is
+/// dropped before it is ready, the operation completes by itself, with all that it owns.
 pub(crate) fn submit(operation: Operation) -> Submit {
     Submit { operation: Some(operation), stage: Stage::New }
 }
@@ -33,7 +33,7 @@ enum Stage {
     Over,
 }
 
-// Nothing points into the future itself: what must stay in place is in the loop's table.
+// Nothing points into the future itself: the parts that must not move are in the loop's table.
 impl Unpin for Submit {}
 
 impl Future for Submit {
@@ -111,10 +111,10 @@ impl Drop for Submit {
     }
 }
 
-/// As [`submit`], for an operation that may wait without bound; it is asked to stop when
-/// `is_stopped` says so, which registers the task to be woken otherwise. It completes all the same:
-/// with what it has done by then, or with ECANCELED if that is nothing. So nothing that the kernel
-/// has taken in is lost.
+/// As [`submit`], for an operation that may wait without bound; it is cancelled when `is_stopped`
+/// returns true, which otherwise registers the task to be woken. It still completes: with the part
+/// done by then, or with ECANCELED if there is none. So no bytes that the kernel has accepted are
+/// lost.
 pub(crate) async fn submit_until(
     operation: Operation,
     mut is_stopped: impl FnMut(&Context<'_>) -> bool,
@@ -125,7 +125,7 @@ pub(crate) async fn submit_until(
         let is_stopped = !was_asked && is_stopped(context);
         let poll = Pin::new(&mut submit).poll(context);
         if is_stopped && poll.is_pending() {
-            // One that waits for its start is polled again, and asked then.
+            // An operation that waits for its start is polled again, and cancelled then.
             was_asked = submit.stop();
         }
         poll
@@ -133,7 +133,7 @@ pub(crate) async fn submit_until(
     .await
 }
 
-/// The kernel's way to say a count or an errno in one number.
+/// The kernel's encoding of a count or an errno in one number.
 fn outcome(result: i32) -> Result<usize, Errno> {
     usize::try_from(result).map_err(|_| Errno::from_raw_os_error(-result))
 }

@@ -55,8 +55,8 @@ struct Party {
 /// How many tasks of a party are polled in an iteration before it is deferred.
 const MAX_POLLS: u32 = 32;
 
-/// For how long a party that is the only one goes on beyond that: tasks that take longer each
-/// compute much, and what the first ones asked the kernel for should not wait for the others.
+/// For how long a single party continues beyond that: longer tasks compute much, and operations
+/// that the first ones requested from the kernel should not wait for the others.
 const MAX_TIME_ALONE: Duration = Duration::from_millis(1);
 
 /// How often in a row deferred parties let the others go first.
@@ -65,7 +65,7 @@ const MAX_WAITS: u32 = 2;
 /// How many operations a task may do in one poll without waiting for any.
 const BUDGET: u32 = 32;
 
-/// The rest of it in the current poll. An operation that completes inline never makes its task
+/// The rest of the current poll's budget. An operation that completes inline never makes its task
 /// wait: without a bound, a task that does many of them would keep all others from running.
 #[derive(Default)]
 pub(crate) struct Budget(Cell<u32>);
@@ -119,13 +119,13 @@ impl Tasks {
         }
     }
 
-    /// Takes a future in, ready to be polled, of the party that spawns it.
+    /// Adds a future, ready to be polled, to the spawning party.
     pub(crate) fn add(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
         let party = Rc::clone(&self.party.borrow());
         self.add_to(party, future);
     }
 
-    /// As [`add`](Self::add), of a party of its own.
+    /// As [`add`](Self::add), as a party of its own.
     pub(crate) fn add_party(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
         self.add_to(Rc::default(), future);
     }
@@ -152,7 +152,7 @@ impl Tasks {
     }
 
     /// Polls every task that is ready now, except those of deferred parties. Tasks that become
-    /// ready meanwhile wait for the next iteration, so that no task keeps the loop from its
+    /// ready later wait for the next iteration, so that no task keeps the loop from its
     /// completions.
     pub(crate) fn run_ready(&self) {
         self.iteration.update(|number| number + 1);
@@ -164,7 +164,7 @@ impl Tasks {
                 self.poll(&header, &party, work);
                 let count = party.count_poll(self.iteration.get());
                 let is_enough = count.is_multiple_of(MAX_POLLS) && !self.may_go_on(start);
-                // One that is ready again has yielded.
+                // A task that is ready again has yielded.
                 if header.queued.is_set() || is_enough {
                     self.defer(party);
                 }
@@ -186,8 +186,8 @@ impl Tasks {
         self.waited.set(0);
         let next = self.deferred.borrow_mut().pop_front();
         let Some(party) = next else { return };
-        // Not read again after a task that has measured what it did: a turn is longer at most by
-        // what its last task computed after that.
+        // Not read again after a task that has read it: a turn is longer at most by the last task's
+        // work after that.
         let mut now = clock::now();
         let (end, end_alone) = (now + InFlightLimits::DEFAULT.turn, now + MAX_TIME_ALONE);
         let mut has_yielded = false;
@@ -285,7 +285,7 @@ impl Tasks {
         self.party.replace(outside);
     }
 
-    /// Takes the task out to be polled, or passes it to its party if that is deferred.
+    /// Takes the task's future to be polled, or passes the task to its party if that is deferred.
     fn take_work(&self, header: &Arc<TaskHeader>) -> Option<(Rc<Party>, Work)> {
         let mut table = self.table.borrow_mut();
         // The slot may be empty, or belong to a later task: then this was a late wake-up.
@@ -307,7 +307,7 @@ impl Tasks {
         }
     }
 
-    /// As [`take_work`](Self::take_work), of the party that has its turn.
+    /// As [`take_work`](Self::take_work), for the party whose turn it is.
     fn take_deferred_work(&self, header: &Arc<TaskHeader>) -> Option<Work> {
         let mut table = self.table.borrow_mut();
         header.queued.clear();
@@ -315,7 +315,7 @@ impl Tasks {
         entry.and_then(|entry| entry.work.take())
     }
 
-    /// Drops all tasks, those too that are spawned meanwhile, and forgets what is ready.
+    /// Drops all tasks, including those spawned during this, and clears the ready queue.
     pub(crate) fn clear(&self) {
         while !self.table.borrow().is_empty() {
             let table = self.table.take();
@@ -344,7 +344,7 @@ impl Party {
 mod tests {
     use super::*;
 
-    /// How many of this many tasks of one party are polled at once, beside another party or alone.
+    /// How many of this many tasks of one party are polled at once, alone or with another party.
     fn polled_at_once(count: usize, is_alone: bool) -> usize {
         let shared = LoopShared::new().expect("a loop");
         let tasks = Rc::new(Tasks::new(&shared));
@@ -378,7 +378,7 @@ mod tests {
 
     #[test]
     fn a_party_that_is_alone_goes_on() {
-        // A machine that is busy may take longer than the limit now and then.
+        // A busy machine may sometimes take longer than the limit.
         assert!((0..10_000).any(|_| polled_at_once(100, true) == 100));
     }
 }

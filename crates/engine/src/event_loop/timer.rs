@@ -39,7 +39,7 @@ impl Timers {
         (first.key().0 <= now).then(|| first.remove())
     }
 
-    /// Has the waker called at `due`, for a timer that is new (no key yet) or was set before.
+    /// Sets the timer to call the waker at `due`, for a new timer (no key yet) or one set before.
     pub(crate) fn set(&self, due: Timestamp, key: &mut Option<Key>, waker: &Waker) {
         let key = *key.get_or_insert_with(|| {
             self.numbers.update(|number| number + 1);

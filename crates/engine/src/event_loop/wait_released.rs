@@ -10,15 +10,15 @@ use std::time::{Duration, Instant};
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Asks `is_released` until it is so, or has not become so for a second; the last answer. Blocks
-/// the thread.
+/// Calls `is_released` until it returns true, or for a second; returns its last result. Blocks the
+/// thread.
 ///
 /// # Errors
 /// The first of `is_released`.
 pub fn wait_until_released<E>(mut is_released: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {
-        // Looked at before, so that it is asked once more after the last pause.
+        // Read first, so that there is one more check after the last pause.
         let is_late = Instant::now() >= deadline;
         if is_released()? {
             return Ok(true);

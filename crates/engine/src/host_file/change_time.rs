@@ -19,7 +19,7 @@ use crate::event_loop::sleep::sleep;
 
 /// How long one wait is.
 const PAUSE: Duration = Duration::from_millis(1);
-/// After how many it gives up: the file system has the clock of another host then.
+/// After how many it stops: then the file system has another host's clock.
 const MAX_PAUSES: usize = 50;
 
 pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {

@@ -17,7 +17,7 @@ use crate::process::device_user::device_folder;
 
 /// Bits of a count: 512 TiB in sectors.
 const COUNT_BITS: u32 = 40;
-/// Bits of the era beside a count, in one word.
+/// Bits of the era in one word with a count.
 const ERA_BITS: u32 = 64 - COUNT_BITS;
 /// Bits of the era in the nanoseconds of a time.
 const REST_BITS: u32 = 29;
@@ -39,7 +39,7 @@ impl DeviceWrites {
         Self { era, sectors }
     }
 
-    /// As a time, for those who compare times.
+    /// As a time, for comparisons of times.
     pub fn to_time(self) -> Duration {
         let rest = (self.era >> ERA_BITS) & ((1 << REST_BITS) - 1);
         Duration::new(self.to_word(), rest as u32)
@@ -69,7 +69,7 @@ pub(super) struct WriteCounter {
 }
 
 impl WriteCounter {
-    /// `None` where the kernel counts nothing, or does not tell which era it is.
+    /// `None` if the kernel counts nothing, or does not provide the era.
     pub(super) fn of(device: Dev) -> Option<Self> {
         let folder = device_folder(device);
         // The folder of a partition is in the folder of its disk.

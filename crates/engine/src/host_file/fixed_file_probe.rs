@@ -16,9 +16,9 @@ use crate::host_file::{HostFile, OpenMode, PageCache};
 
 const BLOCK: usize = 4096;
 
-/// Whether the current loop's reads of the file at `path` go by a slot ([`FixedFiles::On`]) or by
-/// the descriptor, found out by trying. The file is opened anew for it, with `cache`, and only
-/// read; it must begin with a block of 4096 bytes that are not all zero.
+/// Whether the current loop's reads of the file at `path` use a slot ([`FixedFiles::On`]) or the
+/// descriptor, by trying. The file is opened again for it, with `cache`, and only read; it must
+/// begin with a block of 4096 bytes that are not all zero.
 ///
 /// # Errors
 /// The host's; `InvalidInput` for a file that begins otherwise.
@@ -53,7 +53,7 @@ pub async fn probe_fixed_file(path: &Path, cache: PageCache) -> Result<FixedFile
 fn replace_fd(file: &HostFile, other: BorrowedFd<'_>) -> rustix::io::Result<()> {
     let number = file.descriptor().as_raw_fd();
     // SAFETY: both descriptors are open, and the number stays that of an open descriptor, which the
-    // file goes on to own.
+    // file continues to own.
     match unsafe { libc::dup3(other.as_raw_fd(), number, libc::O_CLOEXEC) } {
         -1 => Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)),
         _ => Ok(()),

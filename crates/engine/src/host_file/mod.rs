@@ -52,14 +52,13 @@ const BLKDISCARD: libc::Ioctl = 0x1277;
 /// An open file or block device.
 pub struct HostFile {
     file: Arc<File>,
-    /// For the last partial block, which direct I/O cannot reach: the same file through the page
-    /// cache. Where it is written, a block is no less than a page then, so that the two ways never
-    /// share one.
+    /// For the last partial block, which direct I/O cannot access: the same file through the page
+    /// cache. For writing, a block is then at least a page, so that the two ways never share one.
     tail: Option<Arc<File>>,
     /// The open file that is flushed. The kernel reports a failure to write back once to each open
-    /// file (`errseq_t`, Linux 4.13), to its next fsync or durable write. So where bytes of
-    /// ours may be in the page cache, durable writes go by an open file of their own, and a
-    /// flush hears of every failure.
+    /// file (`errseq_t`, Linux 4.13), to its next fsync or durable write. So if our bytes may be in
+    /// the page cache, durable writes use an open file of their own, and a flush gets every
+    /// failure.
     flushed: Arc<File>,
     name: String,
     kind: FileKind,
@@ -67,13 +66,13 @@ pub struct HostFile {
     alignment: Alignment,
     /// Blocks that are zeroed and discarded as a whole.
     offload_block: u32,
-    /// Whether the kernel knows `RWF_DSYNC` for the file, as it said at the opening.
+    /// Whether the kernel supports `RWF_DSYNC` for the file, as probed at the opening.
     probed_fua: Fua,
     fua_cost: FuaCost,
     write_cache: WriteCache,
     /// The operations that the kernel has refused so far. Support is found out per file, once.
     unsupported: Unsupported,
-    /// Of a block device: how much was written to it.
+    /// For a block device: how much was written to it.
     writes: Option<WriteCounter>,
 }
 
@@ -93,8 +92,8 @@ impl HostFile {
         self.kind
     }
 
-    /// The room in the file's file system: what this process may still take, which others may take
-    /// first, and all that there is.
+    /// The space in the file's file system: free space for this process, shared with others, and
+    /// the total.
     ///
     /// # Errors
     /// The host's.
@@ -103,7 +102,7 @@ impl HostFile {
         found.map_err(|error| self.error("cannot find the free space", error))
     }
 
-    /// The same at once: blocks where the file system does not answer.
+    /// The same at once: blocks if the file system hangs.
     ///
     /// # Errors
     /// The host's.
@@ -112,9 +111,9 @@ impl HostFile {
         found.map_err(|error| self.error("cannot find the free space", error))
     }
 
-    /// The bytes that all processes of this host have written to the block device; `None` of a
-    /// file, and where the kernel does not tell. Every write that has completed is in it: what the
-    /// page cache holds is written out first.
+    /// The bytes that all processes of this host have written to the block device; `None` for a
+    /// file, and if the kernel does not count. Every completed write is included: the page cache is
+    /// written out first.
     ///
     /// # Errors
     /// The host's.
@@ -124,7 +123,7 @@ impl HostFile {
         Ok(counter.read())
     }
 
-    /// Writes out what the page cache holds of a range of the device.
+    /// Writes out the page cache of a range of the device.
     async fn write_out(&self, range: ByteRange) -> Result<()> {
         let outcome = write_out(&self.file, range).await;
         outcome.map_err(|error| {
@@ -133,8 +132,8 @@ impl HostFile {
         })
     }
 
-    /// Comes before a range is zeroed or discarded: what was answered is not only in pages that the
-    /// kernel drops for that.
+    /// Precedes zeroing or discarding of a range: answered writes must not be only in pages that
+    /// the kernel drops for that.
     async fn keep_answered(&self, range: ByteRange) -> Result<()> {
         match (self.kind, self.file.caching) {
             (FileKind::BlockDevice, Caching::PageCache) => self.write_out(range).await,
@@ -167,7 +166,7 @@ impl HostFile {
                 let status = rustix::fs::fstat(&*self.file);
                 let status =
                     status.map_err(|error| self.error("cannot find the space taken", error))?;
-                // In units of 512 bytes, whatever the file system's blocks are.
+                // In units of 512 bytes, for any block size of the file system.
                 Ok((status.st_blocks as u64).saturating_mul(512))
             }
         }
@@ -186,7 +185,7 @@ impl HostFile {
         self.error(what, error).at(offset)
     }
 
-    /// The way to this range: the last partial block takes one of its own.
+    /// The open file for this range: the last partial block has one of its own.
     fn file_for(&self, offset: u64, length: usize) -> Arc<File> {
         match &self.tail {
             Some(tail) if self.is_in_tail(offset, length) => Arc::clone(tail),
@@ -278,7 +277,7 @@ impl HostFile {
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) if count == transfer.vector.len() => return Ok(()),
                 // A short read is the end of the file or a partial transfer. Another read would
-                // tell, but at the end the rest is usually not aligned for O_DIRECT. So check the
+                // decide, but at the end the rest is usually not aligned for O_DIRECT. So check the
                 // size.
                 Ok(count) => {
                     advance(&mut transfer, count);
@@ -294,8 +293,8 @@ impl HostFile {
         }
     }
 
-    /// Whether the file ends at `offset` or before. It is asked anew: another process may have made
-    /// it longer, and what is taken for the end here reads as zeros.
+    /// Whether the file ends at `offset` or before. The size is queried again: another process may
+    /// have made it longer, and bytes past the assumed end would read as zeros.
     fn ends_at(&self, offset: u64) -> Result<bool> {
         let size = probe::size(&*self.file);
         let size =
@@ -331,8 +330,8 @@ impl HostFile {
         }
     }
 
-    /// Zeros with space behind them. Where the file system does not do that at once (tmpfs, NFS), a
-    /// hole that gets space.
+    /// Zeros with allocated space. If the file system cannot do that in one step (tmpfs, NFS), a
+    /// hole that is then allocated.
     async fn zero_with_space(&self, range: ByteRange) -> Result<()> {
         let Unsupported { punch_hole, zero_range, set_aside, .. } = &self.unsupported;
         match self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await {
@@ -356,8 +355,8 @@ impl HostFile {
         if pays_twice { Fua::Emulated } else { self.probed_fua }
     }
 
-    /// A file in memory has nothing to flush. Out of the page cache comes a write and a flush,
-    /// whatever the disk has.
+    /// A file in memory has nothing to flush. Through the page cache it is a write and a flush, for
+    /// any disk.
     fn fua_cost(&self) -> FuaCost {
         match (self.file.medium, self.file.caching) {
             (Medium::Memory, _) => FuaCost::NoFlush,
@@ -367,9 +366,9 @@ impl HostFile {
     }
 
     /// In the page cache durable writes to one file go one after the other, each with a flush of
-    /// its own, while plain ones are copies. Past it they go side by side and the kernel has
-    /// them share flushes, as many as the engine has in flight: of the engine `threads` each
-    /// takes a thread until the disk has flushed, and those beyond wait.
+    /// its own, while plain ones are copies. With direct I/O they run in parallel and the kernel
+    /// makes them share flushes, as many as the engine has in flight: with the engine `threads`
+    /// each needs a thread until the disk has flushed, and further ones wait.
     fn group_commit(&self) -> GroupCommit {
         let has_few_in_flight = || local::engine() == Some(Engine::Threads);
         match (self.fua_cost(), self.file.caching) {
@@ -381,8 +380,8 @@ impl HostFile {
         }
     }
 
-    /// Whether zeros can be written without sending them. A file in memory has nothing that it
-    /// would spare.
+    /// Whether zeros can be written without sending them. For a file in memory that would save
+    /// nothing.
     fn can_prepare_zeroes(&self) -> Offload {
         let is_refused = self.unsupported.prepare_zeroes.load(Relaxed);
         if is_refused || self.file.medium == Medium::Memory {
@@ -444,7 +443,7 @@ const DISCARD: ErrorText =
 
 const DURABLE_WRITE: &str = "a durable write as one request";
 
-/// Why an operation of another kind cannot come back.
+/// Why no operation of another kind can be returned.
 const CAME_BACK: &str = "an operation comes back as it went";
 
 fn advance(transfer: &mut Transfer, count: usize) {
@@ -506,8 +505,8 @@ impl Storage for HostFile {
     async fn write(&self, offset: u64, from: IoVector, durability: Durability) -> Result<()> {
         match durability {
             Durability::None => self.write_all(offset, from, WriteThrough::No).await,
-            // The last partial block goes by the open file that is flushed: a durable write would
-            // take the report of a failure to write back from the next flush.
+            // The last partial block uses the open file that is flushed: a durable write would
+            // consume the report of a writeback error before the next flush.
             Durability::Data
                 if self.fua() == Fua::Native && !self.is_in_tail(offset, from.len()) =>
             {
@@ -633,8 +632,8 @@ impl Storage for HostFile {
         change_time::last_change(self).await
     }
 
-    /// Allocates the last sector: unlike truncating to a larger size, that can never cut off what
-    /// was written beyond it meanwhile.
+    /// Allocates the last sector: unlike truncating to a larger size, that can never cut off bytes
+    /// written beyond it concurrently.
     async fn extend_hint(&self, size: u64) {
         let refused = &self.unsupported.extend;
         if size <= self.size() || refused.load(Relaxed) {
@@ -680,7 +679,7 @@ fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Allocation,
             Ok(data) => data.min(end),
             // No data from here to the end of the file.
             Err(Errno::NXIO) => end,
-            // A file system that does not say: everything may be data.
+            // A file system without this query: everything may be data.
             Err(Errno::INVAL) => return Ok((Allocation::Data, range.length())),
             Err(error) => return Err(error),
         };
@@ -689,7 +688,7 @@ fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Allocation,
         }
         match rustix::fs::seek(file, SeekFrom::Hole(start)) {
             Ok(hole) if hole > start => return Ok((Allocation::Data, hole.min(end) - start)),
-            // The data of the call before is gone: once again.
+            // The data of the call before has vanished: try again.
             Ok(_) | Err(Errno::NXIO) => {}
             Err(error) => return Err(error),
         }

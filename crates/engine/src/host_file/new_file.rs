@@ -35,8 +35,8 @@ pub struct NewFile {
 }
 
 impl NewFile {
-    /// Tells the file system. One that does not know such wishes does without, as QEMU has it; of a
-    /// size of extents, which is never a guess, it logs that.
+    /// Passes the hints to the file system. If it does not support them, nothing happens, as in
+    /// QEMU; for an extent size, which is always explicit, this is logged.
     pub(super) fn apply(self, file: BorrowedFd<'_>, path: &Path) {
         if self.no_copy_on_write
             && let Ok(flags) = ioctl_getflags(file)

@@ -64,23 +64,22 @@ struct Reopened {
     flushed: Option<OwnedFd>,
 }
 
-/// How much is read to find out what the kernel takes: one block of any device.
+/// Bytes of the sample reads of the kernel's alignment probe: one block of any device.
 const SAMPLE: usize = 4096;
 
 impl HostFile {
     /// Makes a new regular file of `size` bytes, all holes, and opens it for writing. Its mode is
-    /// 0600 less the umask: what guests keep on their disks, and in snapshots their memory, is
-    /// their owner's alone.
+    /// 0600 less the umask: only the owner may read guests' disks, and their memory in snapshots.
     ///
     /// # Errors
-    /// The kernel's: EEXIST for one that exists, which is left alone. When the size cannot be set,
-    /// or the new file cannot be opened as it was asked for, it is removed again.
+    /// The kernel's: EEXIST for an existing file, which stays unchanged. If the size cannot be set,
+    /// or the new file cannot be opened as requested, it is removed again.
     pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
         Self::create_as(path, size, cache, NewFile::default())
     }
 
-    /// As [`create`](Self::create), with what its file system is to know; or what is there is
-    /// emptied, which stays where that fails.
+    /// As [`create`](Self::create), with hints for the file system; or an existing file is emptied,
+    /// which stays on an error.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -88,8 +87,8 @@ impl HostFile {
         let failed = |what: &'static str, error: Errno| {
             Error::host(what, error.into()).on(&path.display().to_string())
         };
-        // Without O_DIRECT: a file system that does not know it refuses to open what it has just
-        // made.
+        // Without O_DIRECT: a file system that does not support it would refuse to open a file that
+        // it has just created.
         let makes = if how.is_in_place { OFlags::TRUNC } else { OFlags::CREATE | OFlags::EXCL };
         let flags = makes | OFlags::WRONLY | OFlags::CLOEXEC;
         let rights = Mode::RUSR | Mode::WUSR;
@@ -117,14 +116,14 @@ impl HostFile {
     /// Opens an existing file or block device.
     ///
     /// # Errors
-    /// The kernel's; [`ErrorKind::InvalidInput`] for what is neither file nor block device;
-    /// [`ErrorKind::Locked`] for a block device to be written and is mounted, or in use by
-    /// another writer.
+    /// The kernel's; [`ErrorKind::InvalidInput`] if it is neither a file nor a block device;
+    /// [`ErrorKind::Locked`] for writing to a block device that is mounted, or in use by another
+    /// writer.
     pub fn open(path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
         Self::open_at(path, path, access, cache)
     }
 
-    /// Opens what is at `place` and has the name `path`.
+    /// Opens the file at `place` with the name `path`.
     fn open_at(place: &Path, path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
         let name = path.display().to_string();
         let failed = |error: Errno| Error::host("cannot open", error.into()).on(&name);
@@ -134,7 +133,7 @@ impl HostFile {
             Caching::Direct => OFlags::DIRECT,
         };
         let mode = access.flags();
-        // Opening a pipe for reading would wait for a writer.
+        // Without it, opening a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let opened = match access {
             OpenMode::ReadOnly => rustix::fs::open(place, flags, Mode::empty()),
@@ -163,13 +162,13 @@ impl HostFile {
         Self::examine(file, path, mode, Reopened::default())
     }
 
-    /// As [`open`](Self::open), for a file that was found before: `found` was opened with `O_PATH`.
-    /// So the file that was found is the file that is opened, whatever its path leads to by
-    /// now. `path` is for messages.
+    /// As [`open`](Self::open), for a file found before: `found` was opened with `O_PATH`. So
+    /// exactly that file is opened, even if its path leads elsewhere by now. `path` is for
+    /// messages.
     ///
     /// # Errors
-    /// As [`open`](Self::open); ESTALE where /proc is not mounted and the path leads to another
-    /// file by now.
+    /// As [`open`](Self::open); ESTALE if /proc is not mounted and the path leads to another file
+    /// by now.
     pub fn open_found(
         found: BorrowedFd<'_>,
         path: &Path,
@@ -192,10 +191,10 @@ impl HostFile {
         }
     }
 
-    /// As [`open`](Self::open), for a file that another process has opened so, and for the same
-    /// ways to it.
+    /// As [`open`](Self::open), for a file that another process has opened so, with the same open
+    /// files.
     ///
-    /// The locks that it holds belong to both processes. They stay when the value is dropped, until
+    /// Its locks belong to both processes. They stay when the value is dropped, until
     /// [`own_locks`](Self::own_locks).
     ///
     /// # Errors
@@ -328,9 +327,9 @@ impl HostFile {
     }
 }
 
-/// Opens for writing. `O_EXCL` has the kernel refuse a block device that is mounted, is part of
-/// another device, or was opened so by another program, by whatever node; of files it means nothing
-/// without `O_CREAT`.
+/// Opens for writing. With `O_EXCL` the kernel refuses a block device that is mounted, is part of
+/// another device, or was opened so by another program, through any node; for files it means
+/// nothing without `O_CREAT`.
 fn open_alone(place: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     let mut opened = Err(Errno::BUSY);
     // A killed process holds its devices until its I/O has ended.
@@ -352,8 +351,8 @@ fn busy(name: &str, user: Option<String>) -> Error {
         .hint("unmount it, or stop its user, first; two writers would destroy each other's data")
 }
 
-/// The open file that is flushed: one that no durable write goes by, where the page cache may hold
-/// what was written. If it cannot be opened once more, then the same one serves for both.
+/// The open file that is flushed: one without durable writes, if the page cache may hold written
+/// data. If it cannot be opened again, the same one serves for both.
 fn open_for_flushes(
     file: &Arc<File>,
     access: OFlags,
@@ -370,8 +369,8 @@ fn open_for_flushes(
     opened.and_then(|opened| opened.ok()).map_or_else(|| Arc::clone(file), Arc::new)
 }
 
-/// Sets the flags that reads and writes are to have. Not `O_NONBLOCK`: to io_uring that would mean
-/// "fail rather than wait".
+/// Sets the flags for reads and writes. Not `O_NONBLOCK`: to io_uring that would mean "fail rather
+/// than wait".
 fn set_file_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()> {
     // To note when a disk was last read is work at every read. Only the file's owner may leave it
     // out.
@@ -403,7 +402,7 @@ fn no_disk(name: &str) -> Error {
 
 const READ_ONLY_FILE_SYSTEM: &str = "its file system is mounted for reading only";
 
-/// The hint about a file that does not open, whatever it was to be opened for.
+/// The hint about a file that cannot be opened, for any purpose.
 fn advice(error: Errno, path: &Path, cache: PageCache) -> Option<String> {
     Some(match error {
         Errno::NOENT => missing(path),

@@ -18,7 +18,7 @@ pub struct OpenFiles<F> {
     pub file: F,
     /// The same file through the page cache, for the last partial block, if it has one.
     pub tail: Option<F>,
-    /// The open file that is flushed, where that is neither of the two.
+    /// The open file that is flushed, if it is neither of the two.
     pub flushed: Option<F>,
 }
 

@@ -44,9 +44,8 @@ pub(crate) fn size(file: &impl AsFd) -> io::Result<u64> {
     Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
 }
 
-/// Whether the bytes are in memory: those of a regular file in a file system that lives there. The
-/// node of a block device mostly lies on such a file system too, which says nothing about its
-/// bytes.
+/// Whether the bytes are in memory: for a regular file in a file system in memory. The node of a
+/// block device is mostly on such a file system too, which does not matter for its bytes.
 pub(crate) fn medium(descriptor: &impl AsFd) -> Medium {
     let regular = rustix::fs::fstat(descriptor)
         .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::RegularFile);
@@ -92,8 +91,8 @@ pub(crate) fn offload_block(file: &File, kind: FileKind) -> io::Result<u32> {
     }
 }
 
-/// Whether the kernel knows `RWF_DSYNC` for this file. A read may carry it, to no effect, so this
-/// can be asked without writing.
+/// Whether the kernel supports `RWF_DSYNC` for this file. A read may have the flag, without effect,
+/// so this can be tested without writing.
 pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
     let segments = vector.segments();
     // SAFETY: the segments belong to `vector`, which is borrowed for the time of the call.
@@ -125,11 +124,11 @@ fn prepare_zeroes(queue: &RequestQueue) -> Offload {
     }
 }
 
-/// Asks the block device that the file is or lies on. A file system without one is taken to know
-/// its own ways with zeros and holes.
+/// Queries the block device that the file is or is on. A file system without one is assumed to
+/// support zeros and holes.
 ///
-/// Only what goes straight to a device without a write cache is stable when it completes: the page
-/// cache is volatile, and so are a file system's metadata, whatever is of_file.
+/// Only direct writes to a device without a write cache are stable when they complete: the page
+/// cache is volatile, and so is a file system's metadata, on any device.
 pub(crate) fn device(file: &File, kind: FileKind) -> io::Result<Device> {
     let queue = RequestQueue::of_file(&rustix::fs::fstat(file)?);
     let has_no_cache = queue.has_no_cache();

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Whether two paths lead to the same file, by whatever links. Where one leads to no file that this
-/// process may look at, whether both are written the same: so are the addresses of servers.
+/// Whether two paths lead to the same file, through any links. If one leads to no accessible file,
+/// whether both are the same text, as addresses of servers are.
 pub fn is_same_file(one: &Path, other: &Path) -> bool {
     let identity = |path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
     one == other || matches!((identity(one), identity(other)), (Ok(one), Ok(other)) if one == other)

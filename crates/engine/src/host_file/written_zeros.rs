@@ -19,7 +19,7 @@ use crate::event_loop::submit::submit;
 /// `FALLOC_FL_WRITE_ZEROES` from `<linux/falloc.h>`.
 const WRITE_ZEROES: i32 = 0x80;
 
-/// The log's line where it is refused.
+/// The log's line after a refusal.
 pub(super) const REFUSED: &str = "the kernel, its file system or its disk writes no zeros without being sent them \
     (FALLOC_FL_WRITE_ZEROES): first durable writes to new space change the file system's journal, too";
 
@@ -38,7 +38,7 @@ pub(super) async fn write(file: &Arc<File>, range: ByteRange, held: IoVector) ->
     }
 }
 
-/// Whether an error says that this is not to be had here.
+/// Whether an error means that this is not supported here.
 pub(super) fn is_refusal(error: Errno) -> bool {
     matches!(error, Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV | Errno::INVAL)
 }

@@ -52,8 +52,8 @@ pub struct FaultDomain {
 }
 
 impl FaultDomain {
-    /// A domain whose first fault shuts this connection down, both ways. So who waits for a message
-    /// on it is woken, and who looks at [`has_failed`](Self::has_failed) knows.
+    /// A domain whose first fault shuts this connection down, both ways. That wakes tasks that wait
+    /// for a message on it, and then [`has_failed`](Self::has_failed) returns true.
     pub fn of_connection(connection: UnixStream) -> Arc<Self> {
         Self::new(Some(connection.into()))
     }
@@ -71,7 +71,7 @@ impl FaultDomain {
     }
 
     /// Whether memory of the domain has vanished under an access. `false` means that no value that
-    /// this thread has read so far came from a page of zeros that stands for a lost one.
+    /// this thread has read so far came from a page of zeros in place of a lost one.
     #[inline]
     pub fn has_failed(&self) -> bool {
         // The value was read before the mark is.
@@ -91,7 +91,7 @@ impl FaultDomain {
         })
     }
 
-    /// The mark by itself, for vectors of the memory.
+    /// The mark itself, for vectors of the memory.
     pub(crate) fn mark(&self) -> &AtomicBool {
         &self.failed
     }
@@ -106,13 +106,13 @@ impl FaultDomain {
         }
     }
 
-    /// Counts a mapping to be made. Says whether there can be one more.
+    /// Counts a mapping to be made. Returns whether one more is allowed.
     pub(super) fn acquire_mapping(&self) -> bool {
         let next = |count: usize| (count < MAX_DOMAIN_MAPPINGS).then_some(count + 1);
         self.mappings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
-    /// A mapping that was counted is gone.
+    /// A counted mapping was removed.
     pub(super) fn release_mapping(&self) {
         self.mappings.fetch_sub(1, Ordering::Relaxed);
     }
@@ -126,7 +126,7 @@ impl FaultDomain {
     /// Shuts the connection down. Async-signal-safe: one system call.
     pub(super) fn disconnect(&self) {
         if let Some(connection) = &self.connection {
-            // It fails only for a connection that is over.
+            // It fails only for a connection that has ended.
             let _ = rustix::net::shutdown(connection, rustix::net::Shutdown::Both);
         }
     }

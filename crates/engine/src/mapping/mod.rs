@@ -66,8 +66,8 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `length` bytes of the file from `offset` on, to be read and written; both are multiples
-    /// of `page`, the size of the file's pages. A fault there is one of `domain`. Core files do
-    /// not get them.
+    /// of `page`, the size of the file's pages. A fault there belongs to `domain`. Core files leave
+    /// the pages out.
     ///
     /// # Errors
     /// The kernel's; `QuotaExceeded` for more mappings at a time than are kept track of, in all or
@@ -95,7 +95,7 @@ impl Mapping {
         let start = NonNull::new(mapped.cast()).expect("a mapping is nowhere near address 0");
         let pages = registry::Pages { start: start.addr().get(), length, page };
         let Some(registration) = registry::MAPPINGS.insert(pages, domain) else {
-            // SAFETY: mapped just now, and nothing knows of it.
+            // SAFETY: it was mapped just now, and is not used anywhere.
             let _ = unsafe { rustix::mm::munmap(mapped, length) };
             let what =
                 format!("{} mappings of guests' memory exist already", registry::MAX_MAPPINGS);
@@ -106,8 +106,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Keeps the pages out of core files (`MADV_DONTDUMP`): they hold what a guest has in its
-    /// memory.
+    /// Keeps the pages out of core files (`MADV_DONTDUMP`): they have the guest's memory.
     fn leave_out_of_core_files(&self) -> rustix::io::Result<()> {
         // SAFETY: the mapping is this object's own. Neither its content nor its pages change.
         unsafe {
@@ -116,11 +115,10 @@ impl Mapping {
         }
     }
 
-    /// Has the kernel take all pages now that were not touched yet. Where it cannot, they are taken
-    /// when they are touched, as always.
+    /// Makes the kernel allocate all untouched pages now. If that fails, they are allocated at
+    /// first access, as usual.
     pub(crate) fn populate(&self) {
-        // SAFETY: the mapping is this object's own. Pages come to be there, and none changes its
-        // content.
+        // SAFETY: the mapping is this object's own. Pages are added, and none changes its content.
         let _ = unsafe {
             let start = self.start.as_ptr().cast();
             rustix::mm::madvise(start, self.length, rustix::mm::Advice::LinuxPopulateWrite)
@@ -142,11 +140,10 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // First, so that the handler never finds addresses that are another's by then.
+        // First, so that the handler never finds addresses that are reused by then.
         registry::MAPPINGS.remove(&self.registration);
-        // SAFETY: the mapping is this object's own, and nothing that refers to it outlives it: who
-        // uses the bytes, and a ring that has them in a slot, own it. It fails only for a
-        // mapping that is not there.
+        // SAFETY: the mapping is this object's own, and no reference outlives it: users of the
+        // bytes, and a ring that has them in a slot, own it. It fails only for a missing mapping.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.length) };
     }
 }

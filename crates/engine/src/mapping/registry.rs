@@ -16,9 +16,9 @@ use parking_lot::Mutex;
 
 use super::fault_domain::FaultDomain;
 
-/// How many mappings there can be at a time: a quarter of what the kernel allows a process by
-/// default (`vm.max_map_count`), so that pages can still be replaced, which divides mappings, when
-/// all are taken.
+/// Maximum mappings at a time: a quarter of the kernel's default limit for a process
+/// (`vm.max_map_count`), so that pages can still be replaced, which divides mappings, when all are
+/// taken.
 pub(super) const MAX_MAPPINGS: usize = 1 << 14;
 
 /// All mappings of this process.
@@ -80,8 +80,8 @@ impl<const N: usize> Registry<N> {
         }
     }
 
-    /// Notes a mapping, which nothing has touched yet; `None` when all slots are taken. The domain
-    /// must live until [`remove`](Self::remove).
+    /// Records a mapping, untouched yet; `None` if all slots are in use. The domain must live until
+    /// [`remove`](Self::remove).
     pub(super) fn insert(&self, pages: Pages, domain: &Arc<FaultDomain>) -> Option<Registration> {
         let mut free = self.free.lock();
         let index = match free.pop() {
@@ -102,8 +102,8 @@ impl<const N: usize> Registry<N> {
         free.push(registration.0);
     }
 
-    /// The mapping that has this address, and its domain. Async-signal-safe. Always finds a
-    /// mapping that the current thread keeps alive; others may be missed while they come and go.
+    /// The mapping with this address, and its domain. Async-signal-safe. Always finds a mapping
+    /// that the current thread keeps alive; others may be missed while they are added or removed.
     pub(super) fn find(&self, address: usize) -> Option<(Pages, *const FaultDomain)> {
         let used = self.used.load(Acquire).min(N);
         self.slots[..used].iter().filter_map(Slot::read).find(|(pages, _)| {
@@ -137,7 +137,7 @@ impl Slot {
         self.version.store(version.wrapping_add(2), Release);
     }
 
-    /// The content, if it did not change meanwhile.
+    /// The content, if it did not change during the read.
     fn read(&self) -> Option<(Pages, *const FaultDomain)> {
         let version = self.version.load(Acquire);
         let (start, length) = (self.start.load(Relaxed), self.length.load(Relaxed));
@@ -193,7 +193,7 @@ mod tests {
             for thread in 1..=2 {
                 let (stop, domain) = (&stop, &domain);
                 scope.spawn(move || {
-                    // Halves of two of these would make a mapping that has our address.
+                    // A mix of halves of two of these would be a mapping with our address.
                     for start in [0x10_0000 * thread, 0x90_0000 * thread].into_iter().cycle() {
                         let length = if start > 0x50_0000 { 8192 } else { 0x10_0000 };
                         let pages = Pages { start, length, page: 4096 };

@@ -39,7 +39,7 @@ const BUS_MCEERR_AO: c_int = 5;
 /// The earlier handler of the signal. Stored before our handler is installed.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// A handler that wants to know more (`SA_SIGINFO`).
+/// A handler with the signal's details (`SA_SIGINFO`).
 type InfoHandler = extern "C" fn(c_int, *mut libc::siginfo_t, *mut libc::c_void);
 type PlainHandler = extern "C" fn(c_int);
 
@@ -70,7 +70,7 @@ fn default_action() -> libc::sigaction {
 /// The current action. Async-signal-safe.
 fn current() -> io::Result<libc::sigaction> {
     let mut action = default_action();
-    // SAFETY: a null pointer asks without a change; the answer goes to a variable of our own.
+    // SAFETY: a null pointer queries without a change; the result goes to a variable of our own.
     match unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut action) } {
         0 => Ok(action),
         _ => Err(io::Error::last_os_error()),
@@ -101,7 +101,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     if !fault.is_some_and(recover) {
         pass_on(signal, code, info, context);
     }
-    // SAFETY: as above. What was interrupted finds its errno as it was.
+    // SAFETY: as above. The interrupted code finds its errno unchanged.
     unsafe { *libc::__errno_location() = errno };
 }
 
@@ -127,13 +127,13 @@ fn replace(pages: Pages, address: usize, domain: &FaultDomain) -> bool {
     if domain.may_replace_page() {
         page() || whole()
     } else {
-        // The kernel may have no memory for the whole where it does not overcommit.
+        // The kernel may lack memory for the whole if it does not overcommit.
         whole() || page()
     }
 }
 
-/// Puts zeros in the place of whole pages of one mapping. It fails for lack of memory, and where
-/// the process would have more mappings than the kernel allows.
+/// Replaces whole pages of one mapping by zeros. It fails without memory, and if the process would
+/// have more mappings than the kernel allows.
 fn put_zeros(start: usize, length: usize) -> bool {
     let start = ptr::without_provenance_mut(start);
     let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -141,12 +141,12 @@ fn put_zeros(start: usize, length: usize) -> bool {
     // SAFETY: whole pages of a mapping that exists and that this thread owns. Their bytes are never
     // referred to, only loaded and stored, and may change at any time.
     let replaced = unsafe { rustix::mm::mmap_anonymous(start, length, access, kind) }.is_ok();
-    // SAFETY: the same pages. They get what is read for the guest, as their mapping did.
+    // SAFETY: the same pages. They get data read for the guest, as their mapping did.
     let _ = unsafe { rustix::mm::madvise(start, length, rustix::mm::Advice::LinuxDontDump) };
     replaced
 }
 
-/// Does what would be done without us.
+/// Handles the signal as without this handler.
 fn pass_on(signal: c_int, code: c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let previous = PREVIOUS.get().copied().unwrap_or_else(default_action);
     // The kernel's faults have positive codes, a signal that was sent has none.
@@ -169,7 +169,7 @@ fn pass_on(signal: c_int, code: c_int, info: *mut libc::siginfo_t, context: *mut
         }
     }
     // The default action may have been set by the handler (the standard library's does that). It
-    // follows for a fault by itself, for a signal that was sent only if it is sent again.
+    // follows for a fault by itself, for a sent signal only if it is sent again.
     if was_sent && current().is_ok_and(|action| action.sa_sigaction == libc::SIG_DFL) {
         // SAFETY: async-signal-safe; the signal is pending until we return.
         unsafe { libc::raise(signal) };

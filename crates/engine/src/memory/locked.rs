@@ -58,7 +58,7 @@ impl Drop for Pages {
                 words.add(index).write_volatile(0);
             }
             compiler_fence(Ordering::SeqCst);
-            // It fails only for a mapping that is not there.
+            // It fails only for a missing mapping.
             let _ = rustix::mm::munmap(self.start.as_ptr().cast(), self.length);
         }
     }
@@ -104,7 +104,7 @@ impl<T> Deref for Locked<T> {
 
 impl<T> Drop for Locked<T> {
     fn drop(&mut self) {
-        // SAFETY: `new` stored a value. It is not used afterwards: its pages go next.
+        // SAFETY: `new` stored a value. It is not used afterwards: its pages are unmapped next.
         unsafe { self.pages.start.cast::<T>().drop_in_place() };
     }
 }
@@ -134,7 +134,7 @@ impl LockedBytes {
         Ok(copy)
     }
 
-    /// Leaves out what follows the first `length` bytes.
+    /// Removes the bytes after the first `length` ones.
     pub fn truncate(&mut self, length: usize) {
         self.length = self.length.min(length);
     }

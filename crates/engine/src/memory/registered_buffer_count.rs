@@ -6,15 +6,15 @@
 use std::io;
 use std::path::Path;
 
-/// How often a busy ring is asked.
+/// How often a busy ring is queried.
 const MAX_ATTEMPTS: u32 = 10_000;
 
-/// How many slots of `length` bytes the io_uring rings of a process have, which is named by its
-/// folder in `/proc`. A ring that is closed meanwhile has none.
+/// How many slots of `length` bytes the io_uring rings of a process have, given by its folder in
+/// `/proc`. A ring that is closed during this has none.
 ///
 /// # Errors
-/// The host's, for a process that is gone or another user's; `TimedOut` for a ring that does not
-/// tell.
+/// Host errors, for a process that has ended or another user's; `TimedOut` for a ring that stays
+/// busy.
 pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usize> {
     let ending = format!("/{length}");
     let mut count = 0;
@@ -30,8 +30,8 @@ pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usi
     Ok(count)
 }
 
-/// The kernel's text about a ring; nothing if it is gone. While the ring is busy the kernel leaves
-/// its tables out, so it is asked again.
+/// The kernel's text about a ring; empty if it was closed. While the ring is busy the kernel leaves
+/// its tables out, so it is queried again.
 fn about(ring: &Path) -> io::Result<String> {
     for _ in 0..MAX_ATTEMPTS {
         let about = match std::fs::read_to_string(ring) {

@@ -80,13 +80,13 @@ pub fn change_user() -> io::Result<()> {
     }
 }
 
-/// Has the kernel signal the parent process about a socket (`F_SETOWN`).
+/// Makes the kernel signal the parent process about a socket (`F_SETOWN`).
 ///
 /// # Errors
 /// The kernel's.
 pub fn signal_another() -> io::Result<()> {
     let (socket, _other) = std::os::unix::net::UnixStream::pair()?;
-    // SAFETY: neither call takes any memory.
+    // SAFETY: neither call uses any memory.
     let result = unsafe { libc::fcntl(socket.as_raw_fd(), libc::F_SETOWN, libc::getppid()) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -94,7 +94,7 @@ pub fn signal_another() -> io::Result<()> {
 /// Sends so that a socket connects, by a descriptor that is no socket.
 ///
 /// # Errors
-/// The kernel's: ENOTSOCK where nothing else forbids it.
+/// The kernel's: ENOTSOCK if nothing else forbids it.
 pub fn connect_by_sending() -> io::Result<()> {
     let file = rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC)?;
     let (file, flags) = (file.as_raw_fd(), libc::MSG_FASTOPEN);

@@ -18,10 +18,10 @@ use parking_lot::Mutex;
 
 /// How long a thread may take to handle the signal.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a thread may sleep with the signal blocked, as threads do for a moment when they start
-/// others. One that goes on to, as those of Ceph's library, never handles it.
+/// How long a thread may sleep with the signal blocked, as threads do briefly when they start
+/// others. A thread that keeps it blocked, as those of Ceph's library do, never handles it.
 const BLOCKED_TIMEOUT: Duration = Duration::from_millis(100);
-/// How often it is asked whether it has.
+/// Interval of the checks for that.
 const RETRY_DELAY: Duration = Duration::from_micros(50);
 
 /// The ruleset that the handler applies to its thread, or -1.
@@ -42,11 +42,12 @@ pub struct Confinement<'a> {
     pub capabilities: u64,
 }
 
-/// Confines all threads for good, and takes from them the right to gain privileges by executing
+/// Confines all threads for good, and makes them unable to gain privileges by executing
 /// (`no_new_privs`). The calling thread comes last.
 ///
 /// # Errors
-/// The kernel's; `TimedOut` where a thread blocks the signal. Some threads may be restricted then.
+/// The kernel's; `TimedOut` if a thread blocks the signal. Then some threads may be restricted
+/// already.
 pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _guard = ONE_AT_A_TIME.lock();
@@ -56,8 +57,8 @@ pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     FAILURE.store(0, Ordering::SeqCst);
     let signal = libc::SIGRTMAX() - 1;
     let before = install(signal, on_signal as *const () as usize)?;
-    // Where that fails the handler stays: the signal may still wait for a thread, and would end the
-    // process.
+    // If that fails the handler stays: the signal may still be pending for a thread, and would end
+    // the process.
     restrict_others(signal)?;
     install(signal, before)?;
     match restrict_this_thread() {
@@ -68,7 +69,7 @@ pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
 
 /// Restricts all threads but the calling one.
 fn restrict_others(signal: c_int) -> io::Result<()> {
-    // SAFETY: neither takes any memory.
+    // SAFETY: neither uses any memory.
     let (process, own) = unsafe { (libc::getpid(), libc::gettid()) };
     let mut restricted = HashSet::from([own]);
     loop {
@@ -90,8 +91,8 @@ fn restrict_others(signal: c_int) -> io::Result<()> {
 }
 
 /// Whether a thread is one of io_uring's workers (`PF_IO_WORKER` in `<linux/sched.h>`), which runs
-/// no code of the process and takes no signal. What it does for a request it does with the rights
-/// of the thread that made the request.
+/// no code of the process and handles no signal. It carries out each request with the rights of the
+/// thread that made the request.
 fn is_of_kernel(thread: libc::pid_t) -> bool {
     const IO_WORKER: u32 = 0x10;
     // The fields that follow the name (proc_pid_stat(5)); a thread that has ended has none.
@@ -101,7 +102,7 @@ fn is_of_kernel(thread: libc::pid_t) -> bool {
     flags.and_then(|flags| flags.parse::<u32>().ok()).is_some_and(|flags| flags & IO_WORKER != 0)
 }
 
-/// Has a thread restrict itself. False where it has ended.
+/// Makes a thread restrict itself. False if it has ended.
 fn signal_and_wait(process: libc::pid_t, thread: libc::pid_t, signal: c_int) -> io::Result<bool> {
     let handled = HANDLED.load(Ordering::SeqCst);
     // SAFETY: it takes no memory, and the handler of this signal is installed.
@@ -138,7 +139,7 @@ fn sleeps_and_blocks(status: &str, signal: c_int) -> bool {
     is_asleep && blocked.is_some_and(|mask| mask >> (signal - 1) & 1 != 0)
 }
 
-/// Installs a handler, or an action like `SIG_DFL`. Gives what was there.
+/// Installs a handler, or an action like `SIG_DFL`. Returns the former one.
 fn install(signal: c_int, handler: usize) -> io::Result<usize> {
     // SAFETY: all-zero is a valid sigaction: the default action, no flags, an empty mask.
     let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -155,7 +156,7 @@ fn install(signal: c_int, handler: usize) -> io::Result<usize> {
 
 /// Async-signal-safe.
 extern "C" fn on_signal(_: c_int) {
-    // SAFETY: errno belongs to this thread. What was interrupted finds it as it was.
+    // SAFETY: errno belongs to this thread. The interrupted code finds it unchanged.
     let errno = unsafe { *libc::__errno_location() };
     let failure = restrict_this_thread();
     if failure != 0 {
@@ -169,7 +170,7 @@ extern "C" fn on_signal(_: c_int) {
 /// Restricts the calling thread; an errno, or zero. Async-signal-safe.
 fn restrict_this_thread() -> c_int {
     let ruleset = RULESET.load(Ordering::SeqCst);
-    // SAFETY: neither call takes any memory.
+    // SAFETY: neither call uses any memory.
     let restricted = unsafe {
         match libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) {
             0 if ruleset >= 0 => libc::syscall(libc::SYS_landlock_restrict_self, ruleset, 0),
@@ -198,15 +199,15 @@ struct CapabilityBits {
     inheritable: u32,
 }
 
-/// Leaves to the calling thread those of its capabilities that `kept` has, and none to what it
-/// would execute. False where the kernel refuses, with the errno. A thread that has no others calls
-/// nothing: a service manager's filter may forbid the call. Async-signal-safe.
+/// Reduces the calling thread's capabilities to those in `kept`, and allows none to an executed
+/// program. False if the kernel refuses, with the errno. A thread without others makes no call: a
+/// service manager's filter may forbid it. Async-signal-safe.
 fn keep_capabilities(kept: u64) -> bool {
     const VERSION_3: u32 = 0x2008_0522;
     let mut header = CapabilityHeader { version: VERSION_3, thread: 0 };
     let mut halves = [CapabilityBits::default(); 2];
-    // SAFETY: the kernel reads and may write the header, and stores two halves, which both are
-    // variables of our own.
+    // SAFETY: the kernel reads and may write the header, and stores two halves; both are variables
+    // of our own.
     if unsafe { libc::syscall(libc::SYS_capget, &raw mut header, halves.as_mut_ptr()) } != 0 {
         return false;
     }
@@ -253,7 +254,7 @@ mod tests {
                 libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
                 ask.send(libc::gettid()).unwrap();
             }
-            // Sleeps until the other end is gone.
+            // Sleeps until the other end is dropped.
             let _ = ended.recv();
         });
         let path = format!("/proc/self/task/{}/status", asked.recv().unwrap());

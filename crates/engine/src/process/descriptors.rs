@@ -14,10 +14,10 @@ pub const DESCRIPTORS_HINT: &str =
 /// How often a shortage that lasts is reported.
 const REPORT_PERIOD: Duration = Duration::from_secs(60);
 
-/// Raises this process's limit on open descriptors as far as it may, and says what it is then.
+/// Raises this process's limit on open descriptors as far as allowed, and returns the new limit.
 /// `None` is no limit.
 ///
-/// The soft limit is low for programs that use `select(2)`, which takes no descriptors from 1024
+/// The soft limit is low for programs that use `select(2)`, which accepts no descriptors from 1024
 /// on. This one does not.
 ///
 /// # Errors
@@ -30,9 +30,9 @@ pub fn raise_descriptor_limit() -> io::Result<Option<u64>> {
     Ok(maximum)
 }
 
-/// Keeps what this process has inherited from what it executes: standard input, output and error
-/// excepted. Reason: sockets of the service manager come without `FD_CLOEXEC`, and a process that
-/// has one keeps its address in use.
+/// Keeps programs that this process executes from inheriting its descriptors, except standard
+/// input, output and error. Reason: sockets of the service manager come without `FD_CLOEXEC`, and a
+/// process that has one keeps its address in use.
 ///
 /// # Errors
 /// The kernel's: ENOSYS or EINVAL before Linux 5.11.

@@ -13,7 +13,7 @@ pub fn device_folder(device: Dev) -> PathBuf {
     format!("/sys/dev/block/{}:{}", major(device), minor(device)).into()
 }
 
-/// The user of a block device that bars others from writing to it, in words; `None` where the host
+/// The user of a block device that keeps others from writing to it, in words; `None` if the host
 /// names none. A mount in another mount namespace, or a program with the device open exclusively,
 /// has no name here: [`is_in_use`] finds it.
 pub fn device_user(device: Dev) -> Option<String> {
@@ -36,7 +36,7 @@ pub fn device_user(device: Dev) -> Option<String> {
 /// Whether a block device is mounted, part of another device, or open exclusively by a program. A
 /// device that this process may not open counts as free.
 pub fn is_in_use(device: Dev) -> bool {
-    // The link's target is the device's folder, whose name has '!' where the node's has '/'.
+    // The link's target is the device's folder, whose name has '!' instead of the node's '/'.
     let Ok(folder) = device_folder(device).canonicalize() else { return false };
     let name = folder.file_name().unwrap_or_default().to_string_lossy().replace('!', "/");
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -46,12 +46,12 @@ pub fn is_in_use(device: Dev) -> bool {
     }
 }
 
-/// Holds a block device exclusively until the descriptor is closed, and writes back what the page
-/// cache has of it. What merely has it open does not count: so do programs that look at every
-/// device. `None` where it cannot be opened, such as without a node.
+/// Holds a block device exclusively until the descriptor is closed, and writes back its page cache.
+/// Other programs that merely have it open are no obstacle: some scan every device. `None` if it
+/// cannot be opened, for instance without a node.
 ///
 /// # Errors
-/// `ResourceBusy` where it is mounted, or held by another device; the flush fails.
+/// `ResourceBusy` if it is mounted, or held by another device; the flush fails.
 pub fn hold_unused(device: &Path) -> io::Result<Option<OwnedFd>> {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
     let held = match rustix::fs::open(device, flags, Mode::empty()) {

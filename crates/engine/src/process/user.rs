@@ -2,9 +2,10 @@
 
 use std::io;
 
-/// Becomes another user for good, on all threads: real, effective and saved ids, and no
+/// Switches to another user for good, on all threads: real, effective and saved ids, and no
 /// supplementary groups. A process that is this user and group already stays as it is. The kernel's
-/// workers of io_uring keep their ids, and do what a thread asks by the rights of that thread.
+/// io_uring workers keep their ids, and carry out a thread's requests with the rights of that
+/// thread.
 ///
 /// # Errors
 /// The kernel's: EPERM for a process that may not. Then some of it may have been done, and the
@@ -21,8 +22,8 @@ pub fn become_user(user: u32, group: u32) -> io::Result<()> {
         return Ok(());
     }
     // The functions of the C library, which change all threads; a system call changes its own
-    // thread only. SAFETY: no groups are read from the null pointer, and the other calls take
-    // no memory.
+    // thread only. SAFETY: no groups are read from the null pointer, and the other calls use no
+    // memory.
     let result = unsafe {
         match libc::setgroups(0, std::ptr::null()) {
             0 => match libc::setresgid(group, group, group) {

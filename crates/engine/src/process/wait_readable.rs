@@ -7,8 +7,8 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// Waits until a descriptor can be read, or has come to its end as that of a process does: `false`
-/// where that takes longer.
+/// Waits until a descriptor can be read, or has ended as that of a process does: `false` at the
+/// time limit.
 ///
 /// # Errors
 /// The kernel's.

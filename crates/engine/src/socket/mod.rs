@@ -20,7 +20,7 @@ use crate::process::descriptors::{ShortageLog, is_shortage};
 
 /// A connected socket. Clones are the same connection. It may move to another loop as long as no
 /// operation is in flight. A receive and a send may be in flight at the same time, but not two of a
-/// kind: which of them gets which bytes is open.
+/// kind: it is undefined which of them gets which bytes.
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<OwnedFd>);
 
@@ -28,25 +28,25 @@ impl Stream {
     /// Takes a connected stream socket over.
     ///
     /// # Errors
-    /// The kernel's, when the descriptor cannot be made blocking, which the engines expect: each
-    /// has its own way not to block.
+    /// The kernel's, if the descriptor cannot be made blocking, which the engines expect: each has
+    /// its own way not to block.
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, false)?;
         Ok(Self(Arc::new(socket)))
     }
 
     /// Receives what is there, as much as fits, waiting for the first byte. 0 is the peer's end of
-    /// stream. Gives the list back as it was.
+    /// stream. Returns the list unchanged.
     pub async fn receive(&self, into: IoVectorList) -> (io::Result<usize>, IoVectorList) {
         let message = Message { socket: Arc::clone(&self.0), list: into };
         let (result, operation) = submit(Operation::Receive(message)).await;
         (result.map_err(Into::into), list_of(operation))
     }
 
-    /// As [`receive`](Self::receive), until `is_stopped` says so, which registers the task to be
-    /// woken otherwise. Stopped, the receive ends soon: with the bytes that the kernel has
-    /// taken out of the socket, or with an error that [`is_stopped`] tells if there are none.
-    /// No byte is lost.
+    /// As [`receive`](Self::receive), until `is_stopped` returns true, which otherwise registers
+    /// the task to be woken. Then the receive ends soon: with the bytes that the kernel has taken
+    /// out of the socket, or, if there are none, with an error that [`is_stopped`] recognizes. No
+    /// byte is lost.
     pub async fn receive_until(
         &self,
         into: IoVectorList,
@@ -69,8 +69,8 @@ impl Stream {
         (Ok(()), from)
     }
 
-    /// Sends what the socket takes at once, in order, waiting until it takes something. Gives the
-    /// list back with all that was sent passed over.
+    /// Sends as many bytes as the socket accepts at once, in order, waiting until it accepts some.
+    /// Returns the list advanced by the bytes sent.
     pub async fn send_some(&self, from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         let message = Message { socket: Arc::clone(&self.0), list: from };
         let (result, operation) = submit(Operation::Send(message)).await;
@@ -79,8 +79,8 @@ impl Stream {
         (result, from)
     }
 
-    /// As [`send`](Self::send); what the socket takes without waiting goes by a system call of its
-    /// own. That is the cheaper way where the task then only waits for the peer's answer: the
+    /// As [`send`](Self::send); bytes that the socket accepts without waiting are sent by a
+    /// separate system call. That is cheaper if the task then only waits for the peer's answer: the
     /// engine's next system call can sleep until then, and has no completion of the send to report.
     pub async fn send_directly(&self, from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         let operation = Operation::Send(Message { socket: Arc::clone(&self.0), list: from });
@@ -96,7 +96,7 @@ impl Stream {
 
     /// Ends the connection in both directions: operations in flight on it complete.
     pub fn shutdown(&self) {
-        // It fails only for a connection that is over already.
+        // It fails only for a connection that has ended already.
         let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
     }
 }
@@ -116,7 +116,7 @@ pub fn is_stopped(error: &io::Error) -> bool {
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 /// A listening socket. Several loops may accept from clones of it, if all have the same engine:
-/// some engines need it to be blocking, others not to be.
+/// some engines need it to be blocking, others not.
 #[derive(Clone, Debug)]
 pub struct Listener {
     socket: Arc<OwnedFd>,
@@ -134,8 +134,8 @@ impl Listener {
     }
 
     /// Waits for the next connection. Dropping the future ends the wait; a connection that comes in
-    /// at that very moment is closed. Where descriptors or memory run out, clients wait in the
-    /// kernel's queue until there are some again, with a warning a minute if there is a client.
+    /// at that very moment is closed. Without free descriptors or memory, clients wait in the
+    /// kernel's queue, with one warning a minute.
     ///
     /// # Errors
     /// The kernel's (`accept4(2)`): some, like ECONNABORTED, are about one connection only, and the
@@ -144,9 +144,9 @@ impl Listener {
         self.accept_until(|_| false).await
     }
 
-    /// As [`accept`](Self::accept), until `is_stopped` says so, which registers the task to be
-    /// woken otherwise. Stopped, it ends soon: with a connection that was accepted in that
-    /// moment, or with an error that [`is_stopped`] tells. No connection is lost.
+    /// As [`accept`](Self::accept), until `is_stopped` returns true, which otherwise registers the
+    /// task to be woken. Then it ends soon: with a connection that was accepted in that moment, or
+    /// with an error that [`is_stopped`] recognizes. No connection is lost.
     ///
     /// # Errors
     /// As [`accept`](Self::accept).
@@ -170,7 +170,7 @@ impl Listener {
                     if !is_shortage(&error) {
                         return Err(error);
                     }
-                    // The kernel takes a descriptor before it looks for a client.
+                    // The kernel allocates a descriptor before it checks for a client.
                     if self.has_client() {
                         let effect = "a client waits because its connection cannot be accepted";
                         self.shortages.warn(effect, &error);

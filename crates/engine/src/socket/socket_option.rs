@@ -5,8 +5,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Process at the other end of a connected Unix socket (`SO_PEERCRED`, unix(7)), as this process's
-/// PID namespace names it. `None` where it has no id there, as a process of another PID namespace.
+/// Process at the other end of a connected Unix socket (`SO_PEERCRED`, unix(7)), by its id in this
+/// process's PID namespace. `None` if it has no id there.
 ///
 /// # Errors
 /// The kernel's (`getsockopt(2)`).
@@ -70,7 +70,7 @@ mod tests {
         let (one, _other) = UnixStream::pair().unwrap();
         let own = i32::try_from(std::process::id()).unwrap();
         assert_eq!(peer_process(&one).unwrap(), Some(own));
-        // Without a peer the kernel tells 0, as for a peer of another PID namespace.
+        // Without a peer the kernel returns 0, as for a peer of another PID namespace.
         let alone = rustix::net::socket(
             rustix::net::AddressFamily::UNIX,
             rustix::net::SocketType::STREAM,

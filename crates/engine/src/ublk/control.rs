@@ -51,7 +51,7 @@ impl UblkControl {
         Ok(Self { ring, personality, broken_wait: BrokenWait::default(), last: 0 })
     }
 
-    /// Has the driver carry out a command for device `id`. The command's documentation describes
+    /// Makes the driver carry out a command for device `id`. The command's documentation describes
     /// the argument and the buffer.
     ///
     /// # Errors
@@ -73,9 +73,8 @@ impl UblkControl {
         self.wait(None).unwrap_or_else(|| std::process::abort())
     }
 
-    /// As [`command`](Self::command) without a buffer, but not waited for longer than `limit`:
-    /// `None` then. The driver goes on with it, and it is interrupted when this value is
-    /// dropped.
+    /// As [`command`](Self::command) without a buffer, but waits at most for `limit`: then `None`.
+    /// The driver continues with the command, and it is interrupted when this value is dropped.
     ///
     /// # Errors
     /// The driver's.
@@ -102,13 +101,13 @@ impl UblkControl {
         self.last += 1;
         let entry = entry.personality(self.personality).user_data(self.last);
         // SAFETY: the entry refers to the buffer, whose length it tells the driver, and to nothing
-        // else. The caller keeps it borrowed until the completion. Each entry is submitted
-        // before the next one is pushed, so there is room.
+        // else. The caller keeps it borrowed until the completion. Each entry is submitted before
+        // the next one is pushed, so there is space.
         unsafe { self.ring.submission().push(&entry) }.expect("an empty queue has room");
     }
 
     /// Submits, and waits for the completion of the last command; `None` at the end of `limit`. It
-    /// does not unwind while the driver has a buffer: a wait that fails for seconds ends the
+    /// does not unwind while the driver has a buffer: a wait that fails for seconds aborts the
     /// process.
     fn wait(&mut self, limit: Option<Duration>) -> Option<io::Result<()>> {
         let end = limit.map(|limit| Instant::now() + limit);
@@ -128,7 +127,7 @@ impl UblkControl {
                     _ => self.broken_wait.failed_or_abort("io_uring_enter", &error),
                 },
             }
-            // A former command that was not waited for may complete meanwhile.
+            // An earlier command that was not waited for may complete first.
             let last = self.last;
             if let Some(completion) = self.ring.completion().find(|one| one.user_data() == last) {
                 return Some(match completion.result() {
@@ -145,7 +144,7 @@ impl UblkControl {
     /// The description of device `id`.
     ///
     /// # Errors
-    /// The driver's: ENODEV where there is no such device.
+    /// The driver's: ENODEV if there is no such device.
     pub fn info(&mut self, id: u32) -> io::Result<UblkInfo> {
         let mut bytes = [0; UblkInfo::BYTES];
         self.command(UblkCommand::GetInfo, id, 0, &mut bytes)?;

@@ -72,8 +72,8 @@ impl Descriptors {
         let offset = usize::from(tag) * DESCRIPTOR_BYTES;
         assert!(offset + DESCRIPTOR_BYTES <= self.length, "a tag of the queue");
         // SAFETY: inside of the mapping, as was just checked, and aligned: it starts at a page, and
-        // a descriptor has a multiple of 8 bytes. The loads are volatile because the driver
-        // may write meanwhile; every value is valid.
+        // a descriptor has a multiple of 8 bytes. The loads are volatile because the driver may
+        // write concurrently; every value is valid.
         unsafe {
             let start = self.start.add(offset);
             UblkDescriptor {
@@ -97,8 +97,8 @@ impl UblkDevice {
     /// Opens device `id`, which was added or whose recovery was started.
     ///
     /// # Errors
-    /// The kernel's: `NotFound` where its file did not appear, `ResourceBusy` where another process
-    /// has it open; `Unsupported` for a device whose data does not go by plain copies.
+    /// The kernel's: `NotFound` if its file did not appear, `ResourceBusy` if another process has
+    /// it open; `Unsupported` for a device whose data is not transferred by plain copies.
     pub fn open(control: &mut UblkControl, id: u32) -> io::Result<Self> {
         let info = control.info(id)?;
         if info.flags & OTHER_WAYS != 0 {
@@ -129,9 +129,9 @@ impl UblkDevice {
         self.descriptors[usize::from(queue)].get(tag)
     }
 
-    /// Takes the first request of a tag. Data of a write is in `memory` then, and that of a read is
-    /// to be put there before [`commit`](Self::commit). All tags of a queue are fetched by one
-    /// thread, whose loop must take commands.
+    /// Fetches the first request of a tag. Then the data of a write is in `memory`, and the data of
+    /// a read must be put there before [`commit`](Self::commit). One thread fetches all tags of a
+    /// queue, and its loop must accept commands.
     ///
     /// # Errors
     /// ENODEV when the device was stopped; EACCES on a loop that takes no commands, EOPNOTSUPP on
@@ -188,8 +188,8 @@ mod tests {
     use crate::driver::ring_restrictions::DeviceCommands;
     use crate::event_loop::EventLoop;
 
-    /// The outcome of a command to a file that takes none, on such a loop; `None` where it cannot
-    /// be had here.
+    /// The outcome of a command to a file without commands, on such a loop; `None` if there is no
+    /// such loop here.
     fn command_on(engine: Engine, commands: DeviceCommands) -> Option<io::Error> {
         let choice = EngineChoice::Only(engine);
         let mut event_loop = EventLoop::with_commands(choice, commands).ok()?;

@@ -9,7 +9,7 @@ pub mod ublk_flag {
     pub const NEED_GET_DATA: u64 = 1 << 2;
     /// The device outlives its server.
     pub const USER_RECOVERY: u64 = 1 << 3;
-    /// Requests that a dead server had are given to the next one.
+    /// Requests of a dead server are given to the next one.
     pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// Commands are numbered like ioctls.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
@@ -31,7 +31,7 @@ pub mod ublk_state {
     pub const DEAD: u16 = 0;
     /// It takes requests.
     pub const LIVE: u16 = 1;
-    /// Its server is gone: requests wait for the next one.
+    /// Its server has ended: requests wait for the next one.
     pub const QUIESCED: u16 = 2;
 }
 
@@ -42,14 +42,15 @@ pub enum UblkCommand {
     GetFeatures,
     /// Stores an [`UblkInfo`] in the buffer.
     GetInfo,
-    /// Makes the device that the [`UblkInfo`] in the buffer describes, and stores what it is like.
+    /// Makes the device described by the [`UblkInfo`] in the buffer, and stores its properties
+    /// there.
     Add,
     /// Removes a device, and waits until no process has it open.
     Delete,
     /// Removes a device, which vanishes when no process has it open.
     DeleteAsync,
-    /// Has the block device appear. Waits until each tag of each queue is fetched. The argument is
-    /// the server's process.
+    /// Makes the block device appear. Waits until each tag of each queue is fetched. The argument
+    /// is the server's process.
     Start,
     /// Removes the block device; all commands of its queues complete.
     Stop,
@@ -57,7 +58,7 @@ pub enum UblkCommand {
     SetParameters,
     /// Stores the parameters in the buffer.
     GetParameters,
-    /// Has a device whose server is gone take commands of this process.
+    /// Makes a device whose server has ended accept commands of this process.
     StartRecovery,
     /// Ends the recovery of a device. Waits and takes an argument like [`Start`](Self::Start).
     EndRecovery,
@@ -136,7 +137,7 @@ pub struct UblkInfo {
     pub state: u16,
     /// The most bytes that one request has.
     pub max_io_bytes: u32,
-    /// Its number; `u32::MAX` asks for any.
+    /// Its number; `u32::MAX` requests any.
     pub id: u32,
     /// The server's process; -1 after it was stopped.
     pub server: i32,
@@ -197,7 +198,7 @@ pub struct UblkDescriptor {
 /// Bytes of a descriptor: those of the fields, and an address of ours.
 pub(super) const DESCRIPTOR_BYTES: usize = 24;
 
-/// `UBLK_MAX_QUEUE_DEPTH`, by which the driver tells where the descriptors of a queue are.
+/// `UBLK_MAX_QUEUE_DEPTH`, by which the driver computes the location of a queue's descriptors.
 pub(super) const MAX_DEPTH: usize = 4096;
 
 #[cfg(test)]

@@ -62,7 +62,7 @@ pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32
     }
 }
 
-/// The entry that sends a command. What it refers to belongs to the command.
+/// The entry that sends a command. Its memory belongs to the command.
 pub(super) fn command(command: &DeviceCommand) -> squeue::Entry {
     let DeviceCommand { file, code, argument, memory } = command;
     let address = memory.segments().first().map_or(0, |first| first.address.addr().get());
@@ -72,7 +72,7 @@ pub(super) fn command(command: &DeviceCommand) -> squeue::Entry {
     opcode::UringCmd16::new(Fd(file.as_raw_fd()), *code).cmd(bytes).build()
 }
 
-/// A transfer's length, cut to what the kernel does at once (`MAX_RW_COUNT`, a multiple of a page).
+/// A transfer's length, limited to the kernel's maximum (`MAX_RW_COUNT`, a multiple of a page).
 fn bounded(length: usize) -> u32 {
     length.min(0x7fff_f000) as u32
 }

@@ -34,7 +34,7 @@ use crate::mapping::Mapping;
 use polled::PolledRing;
 use ring::{CompletionMode, Ring};
 
-/// CompletionMode that belong to no operation of the table.
+/// Completions that belong to no operation of the table.
 const NOTIFIER: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
 /// An attempt to open a file (`attempts`).
@@ -49,17 +49,17 @@ pub(crate) struct Uring {
     shared: Arc<LoopShared>,
     /// Whether the ring watches the notifier.
     watches_notifier: bool,
-    /// Fetched already, to be reported by the next `poll`.
+    /// Fetched already; the next `poll` reports them.
     ready: Vec<Completion>,
-    /// Of the operation with that token, if it is one on a socket: the kernel reads it there.
+    /// For the operation with that token, if it is one on a socket: the kernel reads it there.
     headers: Box<[libc::msghdr]>,
     /// The watched descriptors.
     watches: HashMap<WatchKey, RawFd>,
     /// Events of watches that were not reported yet.
     events: Vec<WatchKey>,
-    /// Watches that the kernel ended, to be renewed.
+    /// Watches that the kernel has ended, to be renewed.
     ended: Vec<WatchKey>,
-    /// Whether the log says that threads carry out operations of the ring.
+    /// Whether it was logged that threads carry out operations of the ring.
     has_reported_unstarted: bool,
     /// The outcome of an attempt to open a file.
     #[cfg(debug_assertions)]
@@ -96,7 +96,7 @@ impl Uring {
     fn push(&mut self, entry: &squeue::Entry) {
         while self.ring.push(entry).is_err() {
             self.ring.enter(0, None);
-            // The kernel may have refused because it has no room for more completions.
+            // The kernel may have refused because its completion queue is full.
             let mut ready = std::mem::take(&mut self.ready);
             self.reap(&mut ready);
             self.ready = ready;
@@ -133,7 +133,7 @@ impl Uring {
             }
             Operation::Send(message) => {
                 let socket = Fd(message.socket.as_raw_fd());
-                // Not MSG_WAITALL: the sender shall see each part that a slow peer makes room for.
+                // Not MSG_WAITALL: the sender must see each part for which a slow peer makes space.
                 let header = self.header(token, message);
                 opcode::SendMsg::new(socket, header).flags(libc::MSG_NOSIGNAL as u32).build()
             }
@@ -170,7 +170,7 @@ impl Uring {
 
     fn renew_watches(&mut self) {
         while let Some(key) = self.ended.pop() {
-            // One that is gone, or ends by being cancelled, is not renewed.
+            // A watch that was removed, or ends by being cancelled, is not renewed.
             if let Some(&descriptor) = self.watches.get(&key) {
                 let entry = opcode::PollAdd::new(Fd(descriptor), libc::POLLIN as u32).multi(true);
                 self.push(&entry.build().user_data(WATCH | u64::from(key.0)));
@@ -182,7 +182,7 @@ impl Uring {
         for entry in self.ring.completions() {
             match entry.user_data() {
                 // The eventfd is not read: each write to it is an event of its own, and it is
-                // polled anew only after the watch ended.
+                // polled again only after the watch has ended.
                 NOTIFIER => self.watches_notifier &= cqueue::more(entry.flags()),
                 CANCEL => {}
                 #[cfg(debug_assertions)]
@@ -291,7 +291,7 @@ impl Driver for Uring {
         self.renew_watches();
         let waiting = !self.ready.is_empty() || !self.ring.completions().is_empty();
         match wait {
-            // CompletionMode of this ring show in memory, and the other one is entered anyhow.
+            // Completions of this ring show in memory, and the other one is entered anyway.
             _ if self.is_polling() && !self.ring.needs_enter() => {}
             _ if self.is_polling() => self.ring.enter(0, None),
             // Completions show in memory.

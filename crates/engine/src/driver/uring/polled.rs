@@ -28,7 +28,7 @@ pub(super) struct PolledRing {
     state: State,
     /// How many operations the kernel has.
     in_flight: usize,
-    /// Completed, to be reported by the next `poll`.
+    /// Completed; the next `poll` reports them.
     ready: Vec<Completion>,
 }
 
@@ -39,7 +39,7 @@ enum State {
 }
 
 impl PolledRing {
-    /// None yet, and none asked for.
+    /// No ring yet, and none requested.
     pub(super) fn new(shared: &Arc<LoopShared>) -> Self {
         let (shared, fixed) = (Arc::clone(shared), FixedFiles::Off);
         Self { shared, fixed, state: State::Off, in_flight: 0, ready: Vec::new() }
@@ -123,8 +123,8 @@ impl PolledRing {
         self.in_flight -= self.ready.len() - before;
     }
 
-    /// Submits everything, looks for completions without waiting, and appends them to `done`.
-    /// Returns the operations that the kernel does not poll for: the caller starts them elsewhere.
+    /// Submits everything, fetches completions without waiting, and appends them to `done`. Returns
+    /// the operations that the kernel does not poll for: the caller starts them elsewhere.
     #[must_use]
     pub(super) fn poll(
         &mut self,
@@ -162,7 +162,7 @@ fn pollable(operation: &Operation) -> Option<&Transfer> {
     can_be.then_some(transfer)
 }
 
-/// Has nothing more polled for on the operation's file, and says so once.
+/// Stops polling for the operation's file, and logs that once.
 fn note_refusal(operation: &Operation) {
     let (Operation::Read(transfer) | Operation::Write(transfer, _)) = operation else { return };
     if transfer.file.pollable.refuse() {

@@ -26,7 +26,8 @@ use crate::driver::registrations::Registrations;
 use crate::driver::ring_restrictions::{DeviceCommands, LOOP, VectoredSlots, enable};
 use crate::mapping::Mapping;
 
-/// Entries of the submission queue between two system calls. More cost an extra call, nothing else.
+/// Entries of the submission queue between two system calls. More than these only need an extra
+/// call.
 const SUBMISSIONS: u32 = 256;
 
 /// `enter` flags, from `<linux/io_uring.h>`.
@@ -52,7 +53,7 @@ pub(super) enum CompletionMode {
     Polled,
 }
 
-/// The submission queue has no room: the caller enters the ring first.
+/// The submission queue is full: the caller enters the ring first.
 pub(super) struct Full;
 
 /// The argument of `io_uring_enter` with `ENTER_EXT_ARG` (`struct io_uring_getevents_arg`).
@@ -83,18 +84,18 @@ impl Ring {
         Ok(Self { uring, shared, files, memory, vectored_slots, broken_wait })
     }
 
-    /// Adds an entry, to be submitted by the next `enter`.
+    /// Adds an entry; the next `enter` submits it.
     pub(super) fn push(&mut self, entry: &squeue::Entry) -> Result<(), Full> {
         // SAFETY: what the entry points to belongs to an operation in the loop's table, which stays
         // there unmoved until its completion (guaranteed by `operation`); or it is the header for
-        // that operation, which the engine keeps as long; or it points to nothing. No
-        // completion is made up: those that the caller reports come from the kernel, which
-        // is done then. Where the kernel loses one, the process ends (`enter`).
+        // that operation, which the engine keeps as long; or it points to nothing. All completions
+        // that the caller reports come from the kernel, which has finished then. If the kernel
+        // loses one, the process ends (`enter`).
         unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
     }
 
-    /// The entry that `build` makes for the file, by its slot if it has one. The flag that says so
-    /// comes last: what builds an entry sets all of its flags.
+    /// The entry that `build` makes for the file, by its slot if it has one. The flag for that is
+    /// set last, because `build` overwrites all flags.
     pub(super) fn on_file(
         &mut self,
         file: &File,
@@ -106,14 +107,14 @@ impl Ring {
         }
     }
 
-    /// The slot that has all of this memory, if there is one that a request for it can name.
+    /// The slot that has all of this memory, if a request for it can name one.
     pub(super) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
         let can_name =
             vector.segments().len() == 1 || self.vectored_slots == VectoredSlots::Available;
         can_name.then(|| self.memory.slot_of(vector)).flatten()
     }
 
-    /// Submits everything and waits for `want` completions, or for as long as `limit` says.
+    /// Submits everything and waits for `want` completions, or at most for `limit`.
     pub(super) fn enter(&mut self, want: u32, limit: Option<Duration>) {
         let timeout =
             limit.map(|limit| Timespec::new().sec(limit.as_secs()).nsec(limit.subsec_nanos()));
@@ -125,14 +126,14 @@ impl Ring {
         };
         let count = self.uring.submission().len() as u32;
         let flags = ENTER_GETEVENTS | ENTER_EXT_ARG;
-        // SAFETY: the entries were checked by `push`; `argument` is what EXT_ARG asks for and
+        // SAFETY: the entries were checked by `push`; `argument` is of the type for EXT_ARG and
         // lives, as the timeout that it points to, until the call returns.
         let entered = unsafe { self.uring.submitter().enter(count, want, flags, Some(&argument)) };
         match entered {
             Ok(_) => self.broken_wait.worked(),
             Err(error) => match error.raw_os_error() {
-                // Interrupted, timed out, or the kernel wants its completions reaped first, which
-                // is what happens next anyhow.
+                // Interrupted, timed out, or completions must be reaped first, which comes next
+                // anyway.
                 Some(libc::EINTR | libc::ETIME | libc::EBUSY) => self.broken_wait.worked(),
                 Some(libc::EBADR) => end_process_without_completions(),
                 // No memory for a request: without a completion to reap, only time helps.
@@ -152,7 +153,8 @@ impl Ring {
         self.uring.submission().taskrun()
     }
 
-    /// Whether there is something to submit, or to be run, or completions wait for room.
+    /// Whether there are entries to submit, work for the kernel to run, or completions that wait
+    /// for queue space.
     pub(super) fn needs_enter(&mut self) -> bool {
         let submission = self.uring.submission();
         !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
@@ -185,10 +187,10 @@ impl Ring {
     }
 }
 
-/// The kernel ran out of memory and dropped completions (io_uring_enter(2)). Nothing tells which: a
-/// cancel does not find a direct transfer that its device still makes, and its memory must not be
-/// used again. So the process ends; the kernel then waits for the devices, and a service manager
-/// starts the server anew.
+/// The kernel ran out of memory and dropped completions (io_uring_enter(2)). It is unknown which: a
+/// cancel does not find a direct transfer in progress at its device, and its memory must not be
+/// reused. So the process ends; the kernel then waits for the devices, and a service manager
+/// restarts the server.
 pub(super) fn end_process_without_completions() -> ! {
     eprintln!(
         "blockhouse: io_uring dropped completions, because the kernel is short of memory: ending"
@@ -228,8 +230,8 @@ fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
     Err(refused)
 }
 
-/// Refuses a ring that lacks something this engine uses. Says whether it has what is used only
-/// where it is there.
+/// Refuses a ring that lacks a feature that this engine needs. Returns which optional features it
+/// has.
 fn check(ring: &IoUring) -> io::Result<VectoredSlots> {
     let too_old = |what: &str| {
         let text = format!("this kernel's io_uring is too old: it lacks {what}");
@@ -239,7 +241,7 @@ fn check(ring: &IoUring) -> io::Result<VectoredSlots> {
     if !parameters.is_feature_nodrop() || !parameters.is_feature_ext_arg() {
         return too_old("kept completions or timed waits");
     }
-    // It came together with this feature, and nothing else tells.
+    // It was added together with this feature, and cannot be queried.
     if !parameters.is_feature_resource_tagging() {
         return too_old("polls that stay");
     }

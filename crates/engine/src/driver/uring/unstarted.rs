@@ -22,9 +22,9 @@ use crate::driver::thread_pool::ThreadPool;
 pub(super) const REPORT: &str = "io_uring lacks a worker or memory in the kernel: threads carry out what \
     it cannot; raise the limit on processes (ulimit -u, TasksMax= of the service)";
 
-/// Has threads carry out those operations from `first` on in `done` that were not carried out, and
-/// takes them out of `done`: the loop hears of their ends by its mailbox. Returns whether there
-/// were any.
+/// Makes threads carry out those operations from `first` on in `done` that were not carried out,
+/// and removes them from `done`: the loop gets their results through its mailbox. Returns whether
+/// there were any.
 pub(super) fn run_elsewhere(
     shared: &Arc<LoopShared>,
     operations: &OperationTable,

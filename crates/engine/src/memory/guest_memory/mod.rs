@@ -46,8 +46,8 @@ impl GuestRegion {
 pub const MAX_SEGMENTS: usize = 4096;
 
 /// A range of `n` bytes may have at most `2 + n / MIN_PIECE` pieces, one for each region. Regions
-/// of whole pages never cut it into more. Reason: a guest could name a range that lies in hundreds
-/// of tiny regions many times, and each piece costs time.
+/// of whole pages never cut it into more. Reason: a guest could repeatedly name a range across
+/// hundreds of tiny regions, and each piece takes time.
 const MIN_PIECE: usize = 4096;
 
 /// The regions of a guest. Changing the set makes a new one; operations keep the one they began
@@ -78,7 +78,7 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// Takes a region in. Says whether it could: it must neither overlap another one nor reach past
+    /// Adds a region. Returns whether it could: it must neither overlap another one nor reach past
     /// the end of the guest's addresses.
     ///
     /// # Panics
@@ -112,18 +112,17 @@ impl GuestMemory {
     }
 
     /// Registers all regions with the ring of the current thread's loop, so that requests need not
-    /// have their pages found and pinned; those registered before are left as they are. Without
-    /// effect where the engine has no ring.
+    /// have their pages found and pinned; registered regions are left as they are. Without effect
+    /// if the engine has no ring.
     ///
-    /// A region is given back when nothing uses it, neither a set of regions nor an operation.
-    /// Until then its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are taken
-    /// out of the file (a balloon does that), operations go on with the pages that were there
-    /// before. The loop waits for pages that are not there yet, unless
-    /// [`SharedMemory::populate`] has before.
+    /// A region is unregistered when neither a set of regions nor an operation uses it. Until then
+    /// its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are removed from the
+    /// file (as by a balloon), operations continue with the old pages. The loop waits for missing
+    /// pages, unless [`SharedMemory::populate`] was called before.
     ///
     /// # Errors
-    /// The kernel's error; `OutOfMemory` beyond `RLIMIT_MEMLOCK`. Requests for memory that was not
-    /// registered work as without this call.
+    /// The kernel's error; `OutOfMemory` beyond `RLIMIT_MEMLOCK`. Requests for unregistered memory
+    /// work as without this call.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -142,7 +141,7 @@ impl GuestMemory {
         })
     }
 
-    /// The bytes from `address` on, all in one region; `None` where there are none.
+    /// The bytes from `address` on, all in one region; `None` if there are none.
     pub fn view(&self, address: u64, length: usize) -> Option<VolatileSlice> {
         let (_, region, offset) = self.find(address)?;
         VolatileSlice::new(Arc::clone(&region.memory), offset, length)
@@ -211,9 +210,9 @@ impl GuestMemory {
         region.offset_of(address).map(|offset| (index, region, offset as usize))
     }
 
-    /// Calls `f` for each region's part of the range, in order, until it says `false`. `false` when
-    /// a part is missing, when there are more parts than [`MIN_PIECE`] allows, or when `f` says
-    /// so.
+    /// Calls `f` for each region's part of the range, in order, until it returns `false`. `false`
+    /// if a part is missing, if there are more parts than [`MIN_PIECE`] allows, or if `f` returned
+    /// it.
     fn each_part(
         &self,
         mut address: u64,

@@ -30,10 +30,10 @@ use crate::mapping::{FaultDomain, Mapping};
 /// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Memory shared with others. It is unmapped when it is dropped and every ring has emptied the
-/// slots that it has there.
+/// Memory shared with others. It is unmapped once it is dropped and every ring has emptied its
+/// slots there.
 pub struct SharedMemory {
-    /// Of the bytes that were asked for.
+    /// Of the requested bytes.
     address: NonNull<u8>,
     length: usize,
     kind: MemoryKind,
@@ -56,9 +56,9 @@ impl MemoryKind {
         self.page != rustix::param::page_size()
     }
 
-    /// Looks at a file, without asking its file system anything unless it is one in memory: a FUSE
-    /// daemon may leave even `fstatfs(2)` without an answer. The kernel knows of seals for files of
-    /// tmpfs and hugetlbfs only (`memfd_file_seals_ptr` in its `mm/memfd.c`), so they tell.
+    /// Inspects a file without a query to its file system, unless that is in memory: a FUSE daemon
+    /// may leave even `fstatfs(2)` without an answer. The kernel supports seals only for files of
+    /// tmpfs and hugetlbfs (`memfd_file_seals_ptr` in its `mm/memfd.c`), so they identify these.
     fn of(file: impl AsFd) -> io::Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| {
             let what = "its pages may have to be waited for; use a memfd (QEMU: -object \
@@ -87,9 +87,9 @@ impl SharedMemory {
     /// to the end of the file's last page. If they vanish later, `domain` fails.
     ///
     /// # Errors
-    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` when the file has
-    /// fewer bytes, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of `domain`,
-    /// or the kernel's.
+    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` if the file has fewer
+    /// bytes, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of `domain`, or the
+    /// kernel's.
     pub fn map(
         file: impl AsFd,
         offset: u64,
@@ -137,8 +137,8 @@ impl SharedMemory {
         inside.then(|| address.saturating_sub(self.address.addr().get()))
     }
 
-    /// Has the host take all pages now (`MADV_POPULATE_WRITE`), which may take its time; best
-    /// fallback. To register memory is quick then.
+    /// Makes the host allocate all pages now (`MADV_POPULATE_WRITE`), which may take time; best
+    /// effort. Afterwards registering the memory is quick.
     pub fn populate(&self) {
         self.pages.resource().populate();
     }
@@ -165,7 +165,7 @@ impl SharedMemory {
     fn at(&self, offset: usize, length: usize) -> NonNull<u8> {
         let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
         assert!(inside, "{length} bytes at {offset} of a mapping of {}", self.length);
-        // SAFETY: just checked to be inside of the mapping.
+        // SAFETY: checked to be inside of the mapping.
         unsafe { self.address.add(offset) }
     }
 
@@ -187,7 +187,7 @@ impl SharedMemory {
     /// When the range is not inside.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let source = self.at(offset, into.len()).as_ptr();
-        // SAFETY: inside of the mapping, just checked; what is ours accesses it atomically or by
+        // SAFETY: inside of the mapping, just checked; this process accesses it only by atomics or
         // such copies. The target is borrowed, so it is elsewhere.
         unsafe { copy_from_shared(source, into.as_mut_ptr(), into.len()) };
     }
