@@ -19,7 +19,8 @@ impl Cache {
     }
 }
 
-/// Makes six tests of each function that takes an [`Engine`](crate::Engine) and a [`Cache`](crate::Cache).
+/// Makes six tests of each function that takes an [`Engine`](crate::Engine) and a
+/// [`Cache`](crate::Cache).
 #[macro_export]
 macro_rules! on_every_engine_and_cache {
     ($($function:ident)*) => { $(
