@@ -1,8 +1,8 @@
-//! Options of commands that are defined when their command is met.
+//! Options of a subcommand, defined only when the parser finds the subcommand in the command line.
 //!
 //! Reason: the options of all commands take longer to define than the program takes to load, and a
-//! run has one command. Invariant: what is defined so serves only to parse words that are right.
-//! Help, errors and pages are made of the whole definition ([`at_once`]).
+//! run has one command. Invariant: a deferred definition only parses a valid command line. Help,
+//! errors and man pages are made from the whole definition ([`at_once`]).
 
 use std::cell::Cell;
 

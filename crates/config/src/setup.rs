@@ -91,9 +91,9 @@ impl Setup {
 pub struct StorageDaemon {
     /// The commands, in their order. The first one that fails ends the server.
     pub commands: Vec<FirstCommand>,
-    /// Listening sockets of clients.
+    /// Sockets where the server listens for QMP clients.
     pub sockets: Vec<ControlSocket>,
-    /// Clients.
+    /// Connections to QMP clients that are open from the start: sockets, or standard I/O.
     pub connections: Vec<OwnedFd>,
     /// The id of the QMP object with the certificates or keys of the server's TLS.
     pub tls_object: Option<String>,

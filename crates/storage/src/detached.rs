@@ -1,7 +1,7 @@
 //! Flushes and durable writes whose future was dropped before it was answered.
 //!
-//! A server may report a failure once only. The next flush waits until all of these have ended, and
-//! fails if one of them failed.
+//! A storage server (NBD, Ceph) may report the failure of a flush or durable write only once. The
+//! next flush waits until all detached ones have ended, and fails if one of them failed.
 
 use blockhouse_core::sync::Condvar;
 use blockhouse_core::{Error, Result};

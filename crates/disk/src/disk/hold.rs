@@ -1,17 +1,17 @@
 //! Changes that find no room on the host, and wait until there is some (`OnFull::Hold`).
 //!
-//! - A held change holds nothing: no claim, no turn, nothing that reads, other writes, snapshots or
-//!   the disk's end wait for.
+//! - A held change is not in flight to the disk: it has no claim of its range, and no turn that a
+//!   `Quiesce` waits for. Reads, other writes, snapshots and the disk's end do not wait for it.
 //! - One change tries again every [`LOOK`]: the one that finds room lets all others try.
 //!   [`Hold::release`] lets all try at once.
-//! - The observer is notified when the first change is held, and when none is: once for each
-//!   crossing, however many changes wait.
-//! - Once holding has [ended](Hold::end), held changes fail, and so does each later one that finds
-//!   no room; or only those of one party, whose end must not wait for room
-//!   ([`PartyHold`](super::held_changes::PartyHold)).
+//! - The observer is notified of each *crossing*: the first change is held, or the last one ends.
+//!   It gets one call for each crossing, however many changes wait.
+//! - Once holding has [ended](Hold::end), held changes fail with ENOSPC, and so does each later
+//!   change that gets it. [`PartyHold`](super::held_changes::PartyHold) ends holding for one party
+//!   only, such as a guest's queue: its end must not wait for free space.
 //!
-//! Time passes on event loops only. Elsewhere, as in the simulator, a change is held until it is
-//! released.
+//! Only event loops have timers. Elsewhere, as in the simulator, a held change sleeps until
+//! [`Hold::release`] or the end of holding wakes it.
 
 use std::future::pending;
 use std::pin::pin;
@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 /// Interval of the retries.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Changes of a disk's state when its changes get ENOSPC.
+/// Events of a disk whose changes get ENOSPC: holding begins, or is over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HoldChange {
     /// The first change is held.
@@ -39,7 +39,7 @@ pub enum HoldChange {
     Released {
         /// How long changes were held.
         time: Duration,
-        /// How many of them reached their limit and failed with ENOSPC.
+        /// How many of them did not succeed: limit, end of holding, other error, dropped future.
         failed: u64,
     },
 }
@@ -75,7 +75,7 @@ struct State {
 pub(super) enum Wake {
     /// There may be free space: the change is retried.
     Retry,
-    /// The limit is reached, or nothing is held.
+    /// The limit is reached, or holding has ended, for all changes or for this party's.
     GiveUp,
 }
 
@@ -138,7 +138,8 @@ impl Hold {
     }
 
     /// Holds a change that got ENOSPC, for `limit` at most. `seen` is the number of
-    /// [releases](Self::releases) before it was tried. `None` if nothing is held.
+    /// [releases](Self::releases) before it was tried. `None` if holding has ended, for all changes
+    /// or for the current party's.
     pub(super) fn begin(
         &self,
         seen: u64,

@@ -108,7 +108,7 @@ mod tests {
     use crate::open::side_file::side_file_of;
     use crate::open::{ImageOptions, create, make_side_file, open};
 
-    /// A change is vouched for before it is made, and none is after the session's end.
+    /// The voucher is on disk before the first change. None is left after the session's end.
     #[test]
     fn a_session_of_a_raw_image_is_vouched_for() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! An image of another program's format: what the rest of the crate asks it.
+//! An image in a format that is only read (VDI, VHD, VHDX or VMDK): the functions that the rest of
+//! the crate calls.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -54,11 +55,11 @@ impl ForeignKind {
 /// An image of another program's format, for reading.
 pub struct Foreign<S: Storage> {
     storage: S,
-    /// The files with the disk's data, where they are others.
+    /// The storage with all files that a VMDK descriptor names; `None` if `storage` has the data.
     data: Option<S>,
     cache: PageCache,
     mapping: Mapping,
-    /// Set when no two blocks of the disk were found to share data.
+    /// Whether reads no longer check for shared data: the check found none, or could not run.
     is_surveyed: AtomicBool,
 }
 
@@ -109,8 +110,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Bytes of the unit in which the image allocates space, a power of two; `None` where all has
-    /// its place from the beginning.
+    /// Size of an allocation unit in bytes, a power of two; `None` if the image has none, such as a
+    /// fixed VHD or a flat VMDK, or if the files of a VMDK are not attached yet.
     pub fn cluster_size(&self) -> Option<u64> {
         match &self.mapping {
             Mapping::Vdi(vdi) => Some(vdi.block_size()),
@@ -120,7 +121,7 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Bytes of the sectors of the guest's disk, by which its partitions are numbered.
+    /// Logical sector size of the guest's disk in bytes. Its partition table counts such sectors.
     pub fn sector_size(&self) -> u64 {
         match &self.mapping {
             Mapping::Vhdx(vhdx) => vhdx.sector_size(),
@@ -133,8 +134,8 @@ impl<S: Storage> Foreign<S> {
         &self.storage
     }
 
-    /// Where the host offsets of extents point to: the file, or [those](Self::extent_files) that it
-    /// names.
+    /// The storage that the host offsets of mapped extents refer to: the image file itself, or the
+    /// [files](Self::extent_files) that it names.
     pub(crate) fn data(&self) -> &S {
         self.data.as_ref().unwrap_or(&self.storage)
     }
@@ -148,7 +149,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// The image that has what this one has not.
+    /// The backing file: the parent of a VMDK image. It has the data that this image has not
+    /// allocated.
     pub fn backing(&self) -> Option<&Backing> {
         match &self.mapping {
             Mapping::Vmdk(vmdk) => vmdk.parent(),
@@ -156,7 +158,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Refuses an image as the [backing](Self::backing) file of this one that it cannot be.
+    /// Checks that `backing` can be the parent of this VMDK image: it is a VMDK image with the CID
+    /// that this image noted. Other formats have no parent and are not checked.
     ///
     /// # Errors
     /// `Corrupt` where it was changed since this image was made, `InvalidInput` where it is of
@@ -178,8 +181,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// The same image with its [files](Self::extent_files), before anything is read: each is one of
-    /// `ranges` of `data`.
+    /// Attaches the [files](Self::extent_files) that the image names: each is one of `ranges` of
+    /// `data`, in their order. To be called before anything is read.
     ///
     /// # Errors
     /// `InvalidInput` where it has none, or another number; else as [`open`](Self::open).
@@ -211,7 +214,7 @@ impl<S: Storage> Foreign<S> {
         self.cache.counts()
     }
 
-    /// Where the first bytes of `range` are, which is not empty and inside the disk.
+    /// Looks up the first bytes of `range`, which is not empty and lies inside the disk.
     ///
     /// # Errors
     /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of what is wrong,
@@ -247,7 +250,7 @@ impl<S: Storage> Foreign<S> {
         Ok(piece.extent(range))
     }
 
-    /// The first bytes of `range`, whose data the file has.
+    /// Looks up the first piece of `range`. Fails if its data lies past the end of the file.
     async fn piece(&self, range: ByteRange) -> Result<Piece> {
         let (tables, at) = (self.tables(), range.offset());
         let piece = match &self.mapping {
@@ -288,9 +291,9 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Refuses an image whose blocks share data, before the first of it is read: some makers write
-    /// such tables, and no single block looks wrong. A table with too many blocks to count, or
-    /// that cannot be read here, is read as it is.
+    /// Refuses an image in which two blocks share data. Some programs write such tables, and no
+    /// single block looks wrong. Runs before the first look-up for a read. If the survey itself
+    /// fails (too many blocks, or a read error), the image is used unchecked.
     async fn check_apart(&self) -> Result<()> {
         if let Ok(Some(survey)) = self.survey().await {
             survey.check_apart()?;

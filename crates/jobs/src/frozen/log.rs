@@ -3,9 +3,9 @@
 //!
 //! Guarantees: what was appended can be read, at once and from then on, until the log has ended.
 //! Bytes are in memory until the scratch disk has them. At most `MAX_SEGMENTS` segments are in
-//! memory: with all of them full, `append` waits. The scratch disk gets whole segments, one after
-//! the other, where they lie in the log: writes in order, of many saved blocks each. An error of
-//! it, and that the log would get longer than its limit, is returned by the call that cannot go on.
+//! memory: with all of them full, `append` waits. Only full segments are written to the scratch
+//! disk, each at its offset in the log. Writes are large and begin in the log's order. `read` and
+//! `write_behind` return errors of the scratch disk; `append` returns `NoSpace` at the limit.
 
 use std::collections::VecDeque;
 
@@ -59,7 +59,7 @@ struct Segment {
     buffer: Option<Buffer>,
 }
 
-/// The part of the log in memory at some byte.
+/// Outcome of a read from memory, of bytes of one segment.
 enum Memory {
     Copied,
     /// The scratch disk has it.
@@ -98,7 +98,7 @@ impl<S: Storage> Log<S> {
         self.scratch.name()
     }
 
-    /// Takes no bytes, and forgets those that it has.
+    /// Ends the log: later appends and reads fail, and the segments in memory are dropped.
     pub(super) fn end(&self) {
         let mut tail = self.tail.lock();
         tail.has_ended = true;
@@ -111,12 +111,12 @@ impl<S: Storage> Log<S> {
     /// Makes the scratch disk deallocate its space.
     pub(super) async fn discard(&self) {
         let (range, durability) = (ByteRange::between(0, self.scratch.size()), Durability::None);
-        // Otherwise the space is free when the scratch disk is closed.
+        // If this fails, the space is freed when the scratch disk is closed.
         let _ = self.scratch.submit(Request::Discard { range, durability }).await;
     }
 
-    /// Appends `bytes`, at most half of the memory, once there is space for them. Returns their
-    /// location: together, from this byte on.
+    /// Appends `bytes`, at most half of the memory, once there is space for them. They are
+    /// contiguous in the log; returns the offset of the first one.
     ///
     /// # Errors
     /// `NoSpace` at the limit; ENOMEM; `Io` once the log has ended.

@@ -1,8 +1,8 @@
 //! The answer to each question in a sentence, made from the figures.
 //!
-//! A sentence tells the median over the cases of how many times as fast each way is as the
-//! baseline, and the extremes. Cases within noise are only counted: no figure of theirs makes a
-//! headline.
+//! For each variant a sentence gives the speed relative to the baseline: the median over the cases,
+//! and the extremes. Noisy cases are only counted. If all are noise, their range is printed, and
+//! called noise.
 
 use blockhouse_figures::Spread;
 
@@ -59,7 +59,8 @@ fn medians(ratios: &[Ratio]) -> Spread {
     Spread::of(medians).expect("a way has one case at least")
 }
 
-/// A sentence of the cases that stand out from noise; without any there is no difference to tell.
+/// The speed relative to the baseline, in words: the median over the cases that are not noise. If
+/// all cases are noise, the words say that no difference was found.
 fn verdict(ratios: &[Ratio]) -> String {
     let clear = clear(ratios);
     if clear.is_empty() {

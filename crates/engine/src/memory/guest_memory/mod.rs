@@ -111,9 +111,9 @@ impl GuestMemory {
         self.regions.len() < before
     }
 
-    /// Registers all regions with the ring of the current thread's loop, so that requests need not
-    /// have their pages found and pinned; registered regions are left as they are. Without effect
-    /// if the engine has no ring.
+    /// Registers all regions with the ring of the current thread's loop. The kernel then need not
+    /// find and pin their pages for each request. Regions that are registered already stay so.
+    /// Without effect if the engine has no ring.
     ///
     /// A region is unregistered when neither a set of regions nor an operation uses it. Until then
     /// its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are removed from the
@@ -141,7 +141,7 @@ impl GuestMemory {
         })
     }
 
-    /// The bytes from `address` on, all in one region; `None` if there are none.
+    /// The `length` bytes from `address` on; `None` unless one region has all of them.
     pub fn view(&self, address: u64, length: usize) -> Option<VolatileSlice> {
         let (_, region, offset) = self.find(address)?;
         VolatileSlice::new(Arc::clone(&region.memory), offset, length)

@@ -1,4 +1,4 @@
-//! The ring, its records, and the state that they add up to.
+//! Tests of the redo log: the ring, its records, and [`LatestChanges`], the sum of the records.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -42,7 +42,7 @@ fn a_log_has_what_was_appended_and_not_trimmed() {
     log.trim(7);
     assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), []);
     assert_eq!(RedoLog::count(&*memory), 0);
-    // An older writeback that ends late takes nothing back.
+    // A writeback that began earlier but ends later does not move the tail back.
     log.append(&records[0], GEOMETRY);
     log.trim(3);
     assert_eq!(RedoLog::read(&*memory, GEOMETRY).unwrap(), records[..1]);
@@ -74,7 +74,7 @@ fn a_change_is_prepared_only_where_its_records_have_room() {
     assert!(RedoLog::default().check_room(usize::MAX - 1).is_ok());
 }
 
-/// Memory that the host provides as far as it has any.
+/// Memory of which the host provides only the first `limit` words.
 struct Limited {
     words: Arc<Vec<AtomicU64>>,
     limit: usize,
@@ -131,7 +131,7 @@ fn a_log_takes_memory_as_it_needs_it_and_gives_it_back_when_it_is_empty() {
     }
     let read = |memory: &Limited| RedoLog::read(memory, GEOMETRY).unwrap();
     assert_eq!(read(&memory).len(), 9_000);
-    // Around the ring's end, and with records left nothing is given back.
+    // The records wrap around the ring's end. Memory is released only when the log is empty.
     log.trim(8_990);
     for number in 0..2_000 {
         assert!(log.check_room(5).is_ok());
@@ -149,7 +149,7 @@ fn changes_that_were_prepared_have_memory_when_an_empty_log_gives_it_back() {
     let memory = Limited::new(10_000, usize::MAX);
     let mut log = RedoLog::new(memory.clone(), GEOMETRY);
     log.append(&set(0..1, 9), GEOMETRY);
-    // 1,000 others are prepared, and this one.
+    // There is room for 1,001 prepared changes: 1,000 pending ones and one more.
     assert!(log.check_room(1_000).is_ok());
     log.trim(1);
     for number in 0..3 * 1_001 {
@@ -243,7 +243,7 @@ fn the_latest_change_of_a_cluster_counts() {
         LatestChanges::of(records, GEOMETRY).iter().collect()
     };
     let changed = |clusters, change| RedoRecord { clusters, change };
-    // In the middle, over both ends, all of it.
+    // The newer record covers the middle of an older one, the ends of two, or the whole of two.
     assert_eq!(
         latest(&[set(0..10, 100), set(3..5, 7)]),
         [set(0..3, 100), set(3..5, 7), set(5..10, 105)]
@@ -253,7 +253,7 @@ fn the_latest_change_of_a_cluster_counts() {
         [set(0..2, 100), set(2..8, 50), set(8..9, 202)]
     );
     assert_eq!(latest(&[set(2..3, 100), set(5..6, 1), set(0..9, 50)]), [set(0..9, 50)]);
-    // Zeros keep the host clusters that an older change gave, and those of the tables.
+    // Zeroed clusters keep their host clusters: those of an older record, else those in the tables.
     assert_eq!(
         latest(&[set(2..6, 100), zero(0..4)]),
         [zero(0..2), changed(2..4, zeroed(100)), set(4..6, 102)]
