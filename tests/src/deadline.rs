@@ -31,7 +31,7 @@ impl TestLimit {
     }
 }
 
-/// The seconds in this environment variable, or so many.
+/// The seconds in the environment variable `variable`; `usual` if it is not set.
 ///
 /// # Panics
 /// It is no number.

@@ -3,10 +3,10 @@
 use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::OnFull;
 
-/// What to do with writes when the host has no free space.
+/// The treatment of writes when the host has no free space.
 #[derive(clap::Args, Clone)]
 pub struct HoldArgs {
-    /// What to do with writes when the host, or the device that a qcow2 image is on, has no free
+    /// The treatment of writes when the host, or the device that a qcow2 image is on, has no free
     /// space: report fails them with ENOSPC, hold makes them wait for space.
     ///
     /// Reads, and writes to allocated space, continue meanwhile. Held writes are retried every

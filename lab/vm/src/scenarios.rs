@@ -71,7 +71,7 @@ pub fn first_writes(base: &Base) -> Result<()> {
 
 /// The kernel's NBD client on our server, and what reaches the disk below.
 pub fn nbd(base: &Base) -> Result<()> {
-    with_disk(base, DISK, "nbd disk", TIMEOUT)
+    with_disk(base, 1024, DISK, "nbd disk", TIMEOUT)
 }
 
 /// The kernel's ublk driver on our server, which is killed and upgraded as `changes` say, and what
@@ -136,17 +136,13 @@ pub fn io_poll(base: &Base) -> Result<()> {
 
 /// Increments of a device of the device mapper, by bitmaps in a side file.
 pub fn volume(base: &Base) -> Result<()> {
-    let disks = Disks::new(base)?;
     // An increment may have the whole volume, and all of them stay in the guest's memory.
-    let mut machine = Machine::new(base, 2048)?;
-    machine.disk(Bus::Nvme, "disk", &disks.empty("disk", VOLUME)?);
-    let command = format!("lab-vm in-guest volume disk {INCREMENTS}");
-    passed(machine.run(&command, PROGRAMS_TIMEOUT)?)
+    with_disk(base, 2048, VOLUME, &format!("volume disk {INCREMENTS}"), PROGRAMS_TIMEOUT)
 }
 
 /// A server whose image lies on a thin pool that fills up behind the page cache.
 pub fn lost_writes(base: &Base) -> Result<()> {
-    with_disk(base, DISK, "lost-writes disk", TIMEOUT)
+    with_disk(base, 1024, DISK, "lost-writes disk", TIMEOUT)
 }
 
 /// Our package on a Debian system, whose init is systemd.
@@ -186,11 +182,11 @@ fn on_each_kernel(base: &Base, tools: Tools, job: &str, timeout: Duration) -> Re
     Ok(())
 }
 
-/// Runs a job of this program in a guest with an NVMe disk of this size, whose serial number is
+/// Runs a job of this program in a guest with `memory` MiB and an NVMe disk, whose serial number is
 /// `disk`.
-fn with_disk(base: &Base, size: u64, job: &str, timeout: Duration) -> Result<()> {
+fn with_disk(base: &Base, memory: u32, size: u64, job: &str, timeout: Duration) -> Result<()> {
     let disks = Disks::new(base)?;
-    let mut machine = Machine::new(base, 1024)?;
+    let mut machine = Machine::new(base, memory)?;
     machine.disk(Bus::Nvme, "disk", &disks.empty("disk", size)?);
     passed(machine.run(&format!("lab-vm in-guest {job}"), timeout)?)
 }

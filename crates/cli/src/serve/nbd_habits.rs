@@ -109,7 +109,7 @@ impl NbdHabits {
     /// The URI of the server whose exports are listed.
     ///
     /// # Errors
-    /// A text that says why there is none.
+    /// The reason why the arguments name no server, as a text.
     pub(super) fn listed_uri(&self) -> Result<String, String> {
         let uri = self.uri()?.map_or_else(|| "nbd://localhost".to_owned(), |uri| uri.to_string());
         let Some(credentials) = self.tls_creds.clone() else { return Ok(uri) };

@@ -109,7 +109,7 @@ pub struct Socket {
     /// The names of those whose clients may not ask which image of the chain has the data.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub without_depth: Vec<String>,
-    /// What was said of it if it was added by control.
+    /// The options of `socket.add`, if control has added the socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub added: Option<AddedSocket>,
 }

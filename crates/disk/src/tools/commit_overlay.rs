@@ -9,7 +9,7 @@ use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage, T
 use super::chunks::{Source, for_each_chunk, make_zeros, read_or_zeros};
 use crate::disk::Disk;
 
-/// What to do with an overlay once its data is in its backing file.
+/// The treatment of an overlay once its data is in its backing file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterCommit {
     /// It is emptied: its space is freed.

@@ -113,7 +113,7 @@ impl Drop for Submit {
 
 /// As [`submit`], for an operation that may wait without bound; it is cancelled when `is_stopped`
 /// returns true, which otherwise registers the task to be woken. It still completes: with the part
-/// done by then, or with ECANCELED if there is none. So no bytes that the kernel has accepted are
+/// done by then, or with ECANCELED if no part is done. So no bytes that the kernel has accepted are
 /// lost.
 pub(crate) async fn submit_until(
     operation: Operation,

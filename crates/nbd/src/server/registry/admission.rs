@@ -417,7 +417,7 @@ impl AdmissionState {
         next
     }
 
-    /// The connection without a request that is to be ended first, and the time since which it has
+    /// The first connection to end among those without a request, and the time since which it has
     /// sent none.
     fn oldest_unused(&self, counts: &Counts) -> Option<(u64, Instant)> {
         let unused = self.admitted().filter_map(|entry| {
