@@ -16,6 +16,7 @@ use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use blockhouse_nbd::{BoundSocket, PausedSession, SocketPermissions, TlsMode};
 use blockhouse_storage::Location;
 use listenfd::ListenFd;
+use serde::{Deserialize, Serialize};
 
 use crate::process::kept_sockets;
 
@@ -25,13 +26,21 @@ pub struct ListenSocket {
     pub bound: BoundSocket,
     /// Whether its clients must use TLS whatever the setup says.
     pub security: Security,
-    /// Never empty.
+    /// Empty only if control has added the socket.
     pub offers: Vec<Offer>,
     /// The connections that another process has paused.
     pub connections: Vec<(Stream, PausedSession)>,
-    /// How many connections it has at most, if it was added by control: it listens while it has no
-    /// exports, too.
-    pub added: Option<Option<NonZeroUsize>>,
+    /// The options of `socket.add`, if control has added the socket.
+    pub added: Option<AddedSocket>,
+}
+
+/// A socket that listens while it has no exports, too.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct AddedSocket {
+    /// How many connections it has at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_connections: Option<NonZeroUsize>,
 }
 
 impl ListenSocket {

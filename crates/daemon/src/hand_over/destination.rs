@@ -220,7 +220,7 @@ fn listen_socket(
         security: if needs_tls { Security::Tls } else { Security::Plain },
         offers: offers.collect(),
         connections,
-        added: added.map(|added| added.max_connections),
+        added,
     }
 }
 

@@ -29,8 +29,6 @@
 //! eventfd for changes of the log, the socket for messages to it, and for each ring those for the
 //! guest's kicks, for notifying the driver and for errors, as far as it has them.
 
-use std::num::NonZeroUsize;
-
 use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
 use blockhouse_vhost_user::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
@@ -38,6 +36,7 @@ use serde::{Deserialize, Serialize};
 
 use self::counters::Counts;
 use self::disk::{Configured, Disk};
+use crate::endpoints::sockets::AddedSocket;
 
 pub mod counters;
 pub mod disk;
@@ -112,15 +111,6 @@ pub struct Socket {
     /// The options of `socket.add`, if control has added the socket.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub added: Option<AddedSocket>,
-}
-
-/// A socket that listens while it has no exports, too.
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub struct AddedSocket {
-    /// How many connections it has at most.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub max_connections: Option<NonZeroUsize>,
 }
 
 /// A vhost-user-blk device.

@@ -28,8 +28,7 @@ use super::fault::{Step, reach};
 use super::format::counters::Counts;
 use super::format::disk::{Configured, Disk, File, Limits, MovedTo, Opened, StandsOn};
 use super::format::{
-    AddedSocket, Address, Connection, Device, Listening, Message, Offer, Socket, Ublk, VERSION,
-    Yours,
+    Address, Connection, Device, Listening, Message, Offer, Socket, Ublk, VERSION, Yours,
 };
 use super::frontends;
 use crate::control::Closed;
@@ -423,7 +422,7 @@ fn offer_of<'a>(
             needs_tls: socket.security() == Security::Tls,
             read_only: names(|rights| rights.access == Access::ReadOnly),
             without_depth: names(|rights| !rights.has_depth),
-            added: socket.added().map(|max_connections| AddedSocket { max_connections }),
+            added: socket.added(),
             exports: exports.into_iter().map(|export| (export.name, export.image)).collect(),
         });
     }

@@ -1,6 +1,5 @@
 //! Exports that are served, and the sockets and devices at which they are.
 
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,6 +13,7 @@ use blockhouse_storage::ImageStorage;
 use blockhouse_ublk::Server;
 use parking_lot::Mutex;
 
+use crate::endpoints::sockets::AddedSocket;
 use crate::endpoints::vhost_user::ServedDevice;
 
 /// An export that is served.
@@ -69,9 +69,10 @@ impl ServedSocket {
         self.file.as_ref()
     }
 
-    /// How many connections it has at most, if it listens while it has no exports.
-    pub(crate) fn added(&self) -> Option<Option<NonZeroUsize>> {
-        self.is_kept.load(Ordering::SeqCst).then(|| self.exports.max_connections())
+    /// The options of `socket.add`, if control has added the socket.
+    pub(crate) fn added(&self) -> Option<AddedSocket> {
+        let max_connections = self.exports.max_connections();
+        self.is_kept.load(Ordering::SeqCst).then_some(AddedSocket { max_connections })
     }
 }
 

@@ -17,7 +17,7 @@ use signal_hook::consts::SIGTERM;
 use super::disk::RunningDisk;
 use super::export::{RunningExport, ServedSocket};
 use super::export_list::{ExportList, State};
-use crate::endpoints::sockets::security;
+use crate::endpoints::sockets::{AddedSocket, security};
 use crate::endpoints::tls::Tls;
 use crate::events::Event;
 use crate::process::blocking;
@@ -235,16 +235,17 @@ impl ExportList {
         let bound = blocking::run(move || kept_sockets::bind(&address, permissions)).await??;
         let (address, security) = (bound.address.clone(), security_of(tls.as_ref()));
         self.serve_socket(bound, security, Vec::new(), Vec::new())?;
-        self.keep_socket(&address, max_connections);
+        self.keep_socket(&address, AddedSocket { max_connections });
         Ok(NbdUri { security, address, export })
     }
 
     /// Makes a socket listen even without exports, and limits its connections.
-    pub(crate) fn keep_socket(&self, address: &Address, max_connections: Option<NonZeroUsize>) {
+    pub(crate) fn keep_socket(&self, address: &Address, added: AddedSocket) {
         let socket = self.state.lock().socket(address);
         if let Some(socket) = socket {
             socket.is_kept.store(true, Ordering::SeqCst);
-            max_connections.into_iter().for_each(|max| socket.exports.limit_connections(max));
+            let max = added.max_connections.into_iter();
+            max.for_each(|max| socket.exports.limit_connections(max));
         }
     }
 

@@ -77,7 +77,7 @@ impl Service {
             });
             let (address, exports) = (bound.address.clone(), running.exports());
             exports.serve_socket(bound, security, offers.collect(), connections)?;
-            added.into_iter().for_each(|max| exports.keep_socket(&address, max));
+            added.into_iter().for_each(|added| exports.keep_socket(&address, added));
         }
         Ok(Self { workers, running, control: None, qmp: None, metrics: None, reloads: None })
     }
