@@ -43,6 +43,11 @@ pub struct Options {
     /// Whether writes wait for their copy: auto, background or write-blocking
     #[arg(long, value_name = "MODE", default_value = "auto", requires = "mirror")]
     pub mirror_mode: String,
+    /// Measure for how long a guest that writes gets no answer while its disk is forked, a hundred
+    /// times a round, beside blockdev-snapshot of qemu-storage-daemon. The disk has 64 GiB, and
+    /// --size of it was written just before, without a flush
+    #[arg(long)]
+    pub forks: bool,
     /// Compare with qemu-storage-daemon where the image is on another server: on NBD servers that
     /// are started for it, or at these locations (rbd:POOL/IMAGE?conf=FILE,
     /// nbd+unix:///NAME?socket=PATH). Their content is lost
@@ -86,7 +91,7 @@ pub struct Options {
     /// Microseconds for which the vhost-user client polls for replies before it sleeps
     #[arg(long, default_value_t = 0, value_name = "MICROSECONDS")]
     pub poll_time: u64,
-    /// Size of the image in MiB; left out, 1024, of --mirror 4096
+    /// Size of the image in MiB; left out, 1024, of --mirror 4096, of --forks 2048
     #[arg(long, value_name = "MIB")]
     pub size: Option<u64>,
     /// Folder for the image of storage ext4; without it, the target folder
@@ -122,7 +127,12 @@ pub struct Options {
 impl Options {
     /// Size of the image in MiB.
     pub fn mebibytes(&self) -> u64 {
-        self.size.unwrap_or(if self.mirror { 4096 } else { 1024 })
+        let usual = match self {
+            Self { mirror: true, .. } => 4096,
+            Self { forks: true, .. } => 2048,
+            _ => 1024,
+        };
+        self.size.unwrap_or(usual)
     }
 
     /// Size of the image in bytes.
@@ -222,6 +232,7 @@ impl Config {
                 blockhouse,
                 baseline: options.baseline.clone().unwrap_or_default(),
                 serve_args: words(&options.serve_args),
+                peer_args: Vec::new(),
                 baseline_args: words(baseline_args),
                 own: std::env::current_exe().context("cannot find this program")?,
                 plain_server,

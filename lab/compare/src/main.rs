@@ -10,6 +10,7 @@
 //! - [`qcow2`]: what is special to images that map: other loads, and tools
 //! - [`backup`]: what bitmaps and backups leave of a rate
 //! - [`mirror`]: what mirrors leave of a rate, and how long their switch is
+//! - [`forks`]: for how long a guest waits while its disk is forked
 //! - [`growth`]: figures while something grows
 //! - [`vmstate`]: saving and loading a machine's state
 //! - [`tls`]: reads over TLS
@@ -18,7 +19,7 @@
 //! - [`start`]: the time until a server is ready, with its sandbox and without
 //! - [`plain_server`]: a server in C that has only what it must, as a limit
 //! - [`servers`], [`storage`]: what is loaded, and what is below it
-//! - [`light`], [`fio`], [`vhost_user`]: the clients
+//! - [`light`], [`fio`], [`vhost_user`], [`guest`]: the clients
 //! - [`report`]: rates, ratios and their output
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "it talks to the person who started it")]
@@ -28,8 +29,10 @@ mod caching;
 mod cloud_images;
 mod config;
 mod fio;
+mod forks;
 mod gaps;
 mod growth;
+mod guest;
 mod interrupt;
 mod light;
 mod measurement;
@@ -123,6 +126,9 @@ fn compare(options: &Options) -> Result<()> {
     }
     if options.mirror {
         return mirror::run(&workspace, options);
+    }
+    if options.forks {
+        return forks::run(&workspace, options);
     }
     if options.growth {
         return growth::run(&workspace, options);

@@ -9,8 +9,6 @@
 //! given, copied back with no server), so that each turn begins with the same image. Turns of all
 //! ways alternate.
 
-mod guest;
-
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -20,10 +18,10 @@ use lab_tools::control::Control;
 use lab_tools::workspace::Workspace;
 use serde_json::{Value, json};
 
-use self::guest::{Content, Progress};
 use crate::caching::Caching;
 use crate::config::{Config, Options, chosen};
 use crate::growth::layouts;
+use crate::guest::{self, Content, Progress};
 use crate::measurement::milliseconds;
 use crate::report::{Environment, spread, terminal};
 use crate::rows::Export;

@@ -242,6 +242,7 @@ impl Kind {
                 if format == Format::Qcow2 {
                     command.args(["--blockdev", "driver=qcow2,node-name=image,file=file"]);
                 }
+                command.args(&programs.peer_args);
                 let socket = socket.display();
                 let address = format!("addr.type=unix,addr.path={socket}");
                 let common = format!("id=export,node-name={node},writable=on");
@@ -296,6 +297,8 @@ pub struct Programs {
     pub baseline: PathBuf,
     /// Further arguments of our binary's `serve`.
     pub serve_args: Vec<String>,
+    /// Further arguments of qemu-storage-daemon.
+    pub peer_args: Vec<String>,
     /// The arguments of the other build's.
     pub baseline_args: Vec<String>,
     /// This program.

@@ -7,7 +7,7 @@
 //! - `backports`: newer packages than the system's own
 //! - [`qemu_driver`]: a driver of QEMU's that is a module
 //! - [`block_device`]: the disk below a folder
-//! - [`control`]: a server's control socket
+//! - [`control`], [`monitor`]: a server's control socket, and QEMU's
 //! - [`workers`]: work side by side
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
@@ -17,6 +17,7 @@ mod backports;
 pub mod block_device;
 pub mod build;
 pub mod control;
+pub mod monitor;
 pub mod process;
 pub mod qemu_driver;
 pub mod workers;

@@ -289,7 +289,7 @@ fn resize(running: &Running) -> Result<()> {
     loop {
         let refusal =
             match monitor.command("block_resize", &json!({ "device": "disk0", "size": GROWN })) {
-                Ok(()) => return Ok(()),
+                Ok(_) => return Ok(()),
                 Err(refusal) => refusal,
             };
         ensure!(Instant::now() < end, "{refusal:#}");

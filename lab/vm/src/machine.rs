@@ -17,8 +17,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use tempfile::TempDir;
 
+use lab_tools::monitor::Monitor;
+
 use super::base::{Base, EXIT_PORT, IS_UP, KernelChoice, Tools};
-use super::monitor::Monitor;
 
 /// The emulator.
 pub const QEMU: &str = "qemu-system-x86_64";

@@ -16,7 +16,6 @@ mod guest;
 mod in_guest;
 mod kernel;
 mod machine;
-mod monitor;
 mod packages;
 mod power;
 mod scenarios;

@@ -1,13 +1,12 @@
 //! A paused machine of QEMU's, told by its monitor to save and load itself.
 
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
-use serde_json::{Value, json};
+use anyhow::{Context, Result, ensure};
+use lab_tools::monitor::Monitor;
+use serde_json::json;
 
 use crate::caching::Caching;
 
@@ -17,7 +16,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 /// Ended when dropped.
 pub struct Machine {
     child: Child,
-    monitor: BufReader<UnixStream>,
+    monitor: Monitor,
 }
 
 impl Machine {
@@ -47,50 +46,25 @@ impl Machine {
         qemu.args(["-qmp", &format!("unix:{monitor},server=on,wait=off")]);
         let mut child = qemu.stdin(Stdio::null()).spawn().context("cannot start QEMU")?;
         let deadline = Instant::now() + START;
-        let stream = loop {
-            match UnixStream::connect(&socket) {
-                Ok(stream) => break stream,
+        let monitor = loop {
+            match Monitor::connect(&socket) {
+                Ok(monitor) => break monitor,
                 Err(_) if Instant::now() < deadline => std::thread::sleep(RETRY_DELAY),
                 Err(error) => {
                     let _ = child.kill();
                     let _ = child.wait();
-                    return Err(error).context("QEMU's monitor does not listen");
+                    return Err(error);
                 }
             }
         };
-        let mut machine = Self { child, monitor: BufReader::new(stream) };
-        machine.hear()?;
-        machine.ask(&json!({"execute": "qmp_capabilities"}))?;
-        Ok(machine)
-    }
-
-    fn hear(&mut self) -> Result<Value> {
-        let mut line = String::new();
-        self.monitor.read_line(&mut line).context("QEMU says nothing")?;
-        ensure!(!line.is_empty(), "QEMU has ended");
-        serde_json::from_str(&line).with_context(|| format!("QEMU says {line:?}"))
-    }
-
-    fn ask(&mut self, request: &Value) -> Result<Value> {
-        writeln!(self.monitor.get_mut(), "{request}")?;
-        loop {
-            let mut said = self.hear()?;
-            if said.get("return").is_some() {
-                return Ok(said["return"].take());
-            }
-            // Anything else is an event.
-            if said.get("error").is_some() {
-                bail!("QEMU refuses {request}: {}", said["error"]);
-            }
-        }
+        Ok(Self { child, monitor })
     }
 
     /// How long a command of the human monitor takes.
     pub fn timed(&mut self, command: &str) -> Result<Duration> {
         let arguments = json!({"command-line": command});
-        let request = json!({"execute": "human-monitor-command", "arguments": arguments});
         let began = Instant::now();
-        let said = self.ask(&request)?;
+        let said = self.monitor.command("human-monitor-command", &arguments)?;
         let spent = began.elapsed();
         ensure!(said == "", "{command}: {said}");
         Ok(spent)
@@ -98,7 +72,7 @@ impl Machine {
 
     /// Ends it.
     pub fn quit(mut self) -> Result<()> {
-        self.ask(&json!({"execute": "quit"}))?;
+        self.monitor.command("quit", &json!({}))?;
         let status = self.child.wait()?;
         ensure!(status.success(), "QEMU ended badly: {status}");
         Ok(())

@@ -1,4 +1,4 @@
-//! The guest of a mirror: an NBD client that writes blocks at random places all the time, and knows
+//! The guest of a mirror or a fork: an NBD client that writes blocks at random places all the time, and knows
 //! what the disk holds.
 //!
 //! No two writes of a block are in flight together, and each has a number, which is in its data. So
@@ -46,7 +46,7 @@ impl Progress {
     }
 }
 
-/// The content of a disk: the numbers of its blocks.
+/// The content of a disk, or of its beginning: the numbers of its blocks.
 pub struct Content {
     /// The write that was sent last; 0: none.
     sent: Vec<u64>,
@@ -56,7 +56,7 @@ pub struct Content {
 }
 
 impl Content {
-    /// Of a disk of `size` bytes that was never written.
+    /// Of `size` bytes that were never written.
     pub fn new(size: u64) -> Self {
         let blocks = vec![0; (size / BLOCK) as usize];
         Self { sent: blocks.clone(), answered: blocks, last: 0 }
@@ -75,15 +75,36 @@ impl Content {
         }
     }
 
-    /// Reads the whole disk, and demands what was answered last.
+    /// Writes all of it once, in order.
+    ///
+    /// # Errors
+    /// The server's.
+    pub fn fill(&mut self, socket: &Path, export: &str) -> Result<()> {
+        let (stream, export) = handshake::open(socket, export)?;
+        let mut client = Client::new(stream, Framing::Simple, export);
+        self.last += 1;
+        let mut part = vec![0; PART as usize];
+        pattern::fill(&mut part, 0, self.last);
+        for start in (0..self.sent.len() as u64 * BLOCK).step_by(part.len()) {
+            pattern::move_to(&mut part, start);
+            let error = client.write(start, &part, 0);
+            ensure!(error == 0, "writing at {start}: error {error}");
+        }
+        client.disconnect();
+        self.sent.fill(self.last);
+        self.answered.fill(self.last);
+        Ok(())
+    }
+
+    /// Reads it whole, and demands what was answered last.
     ///
     /// # Errors
     /// Says which block is wrong.
     pub fn verify(&self, socket: &Path, export: &str) -> Result<()> {
         let (stream, export) = handshake::open(socket, export)?;
-        ensure!(export.size / BLOCK == self.answered.len() as u64, "the disk has another size");
-        let size = export.size;
+        ensure!(export.size / BLOCK >= self.answered.len() as u64, "the disk is shorter");
         let mut client = Client::new(stream, Framing::Simple, export);
+        let size = self.answered.len() as u64 * BLOCK;
         for start in (0..size).step_by(PART as usize) {
             let read = client.read(start, PART.min(size - start));
             let bytes = read.map_err(|error| anyhow!("reading at {start}: error {error}"))?;
@@ -112,8 +133,9 @@ pub fn write(
 ) -> Result<()> {
     let (operation, check) = (Operation::Write, Check::Nothing);
     let job = Job { operation, length: BLOCK as u32, depth, generation: 0, check };
-    let (mut connection, export) = Connection::open(socket, export, job)?;
-    let mut offsets = Offsets::new(Order::Random, BLOCK, export.size / BLOCK, content.last + 1);
+    let (mut connection, _) = Connection::open(socket, export, job)?;
+    let blocks = content.sent.len() as u64;
+    let mut offsets = Offsets::new(Order::Random, BLOCK, blocks, content.last + 1);
     let batch = usize::from(depth / 8).max(1);
     let mut last = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! QEMU's monitor (QMP), through which a virtual machine is managed.
+//! QEMU's monitor (QMP), through which virtual machines and qemu-storage-daemon are managed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -9,9 +9,9 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
 /// Longer than any command used here takes on a busy host.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// A connection to the monitor of a running machine.
+/// A connection to a monitor.
 pub struct Monitor {
     stream: BufReader<UnixStream>,
 }
@@ -27,15 +27,15 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Gives a command; an error is what QEMU says against it.
-    pub fn command(&mut self, name: &str, arguments: &Value) -> Result<()> {
+    /// Gives a command and returns what it returns; an error is what QEMU says against it.
+    pub fn command(&mut self, name: &str, arguments: &Value) -> Result<Value> {
         let line = json!({ "execute": name, "arguments": arguments }).to_string() + "\n";
         self.stream.get_mut().write_all(line.as_bytes()).context("QEMU's monitor is gone")?;
         loop {
             // Between question and answer QEMU tells what else happens.
-            let message = self.message()?;
-            if message.get("return").is_some() {
-                return Ok(());
+            let mut message = self.message()?;
+            if let Some(returned) = message.get_mut("return") {
+                return Ok(returned.take());
             }
             if let Some(error) = message.get("error") {
                 bail!("QEMU refuses {name}: {}", error["desc"].as_str().unwrap_or_default());
