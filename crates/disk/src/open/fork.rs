@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache, rare};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
-use blockhouse_format::qcow2::CreateOptions;
+use blockhouse_format::qcow2::{CreateOptions, Switch};
 use blockhouse_format::{Backing, ImageFormat, Intent};
 use blockhouse_storage::ImageStorage;
 use futures_util::future::LocalBoxFuture;
@@ -36,6 +36,10 @@ use crate::image::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
 use crate::tools::set_backing_file;
+
+/// Bytes of an overlay's cluster. Its subclusters have 4 KiB: right after a fork each first write
+/// of a guest copies the rest of one, and that is usually nothing.
+const OVERLAY_CLUSTER: u64 = 128 << 10;
 
 type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
 
@@ -283,7 +287,12 @@ impl<'a> Steps<'a> {
         }
         let part = part_of(path);
         let backing = Some(self.backing_of(path));
-        let options = CreateOptions { backing, ..CreateOptions::new(self.fork.disk.size()) };
+        let options = CreateOptions {
+            backing,
+            cluster_size: OVERLAY_CLUSTER,
+            extended_l2: Switch::On,
+            ..CreateOptions::new(self.fork.disk.size())
+        };
         create_qcow2(&part, &options, NewFile::default()).await?;
         Ok(part)
     }
