@@ -5,6 +5,7 @@
 //! may go without has a default body: each implementation says what it does for every guarantee.
 
 use std::future::{Future, ready};
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use crate::{ByteRange, Durability, Error, ErrorKind, Fua, IoVector, Result, SyncMode, Unmap};
@@ -135,6 +136,14 @@ pub trait Storage: 'static {
 
     /// Starts to bring the range into the cache, if there is one. Without a cache it does nothing.
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
+
+    /// Puts the bytes of the range into an empty pipe with room for them, as references to pages of
+    /// the host's page cache, if all of it is there. Never waits. Returns how many bytes it has put
+    /// there: the length of the range, or fewer, and then the caller reads. Changes of the storage
+    /// may show until the bytes are taken out.
+    fn lend_pages(&self, _range: ByteRange, _pipe: BorrowedFd<'_>) -> usize {
+        0
+    }
 
     /// When the storage was changed for the last time, by whatever program, since the Unix epoch:
     /// by a clock that no program can set for it. No change that begins after the return has

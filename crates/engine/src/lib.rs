@@ -78,6 +78,7 @@ pub use process::descriptors::{
 };
 pub use process::device_user::{device_folder, device_user, hold_unused, is_in_use};
 pub use process::local_time::{DateTime, local_time};
+pub use socket::page_pipe::{PagePipes, Pages};
 pub use socket::socket_option::{peer_process, unsent_bytes};
 pub use socket::{Listener, Stream, is_stopped};
 pub use ublk::{

@@ -1,5 +1,6 @@
 //! The storages that an image can be on, as one type.
 
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use blockhouse_core::{
@@ -213,6 +214,10 @@ impl Storage for ImageStorage {
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {
         carry_out!(self.prefetch(range))
+    }
+
+    fn lend_pages(&self, range: ByteRange, pipe: BorrowedFd<'_>) -> usize {
+        ask!(self.lend_pages(range, pipe))
     }
 
     fn needs_close(&self) -> bool {

@@ -1,5 +1,5 @@
-//! The guest of a mirror or a fork: an NBD client that writes blocks at random places all the time, and knows
-//! what the disk holds.
+//! The guest of a mirror or a fork: an NBD client that writes blocks at random places all the time,
+//! and knows what the disk holds.
 //!
 //! No two writes of a block are in flight together, and each has a number, which is in its data. So
 //! a block that is read later shows whether it is the one that was answered last.

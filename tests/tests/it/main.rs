@@ -55,6 +55,7 @@ mod jobs;
 mod kept_sockets;
 mod launchers;
 mod layer_commits;
+mod lent_pages;
 mod libblkio;
 mod limits;
 mod locks;

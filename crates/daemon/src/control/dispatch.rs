@@ -228,7 +228,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
         room_left: disk.disk.room_left_now(),
         threshold: disk.threshold().map(|threshold| threshold.to_string()),
         held: Some(disk.disk.hold().count()).filter(|&held| held > 0),
-        waits: disk.disk.backing_wait().map(|wait| wait.to_string()),
+        waits: disk.disk.stats().backing_wait().map(|wait| wait.to_string()),
     };
     running.disks().all().into_iter().map(info).collect()
 }

@@ -101,7 +101,7 @@ impl RunningJob {
     /// The storage that does not answer, in words: the backing file of its disk where something
     /// waits for that, else its target.
     fn describe_wait(&self) -> String {
-        match self.source.upgrade().and_then(|disk| disk.backing_wait()) {
+        match self.source.upgrade().and_then(|disk| disk.stats().backing_wait()) {
             Some(wait) => wait.to_string(),
             None => format!("its target {} does not answer", self.target),
         }

@@ -123,7 +123,7 @@ impl Gathered {
         if let Some(left) = disk.room_left_now() {
             self.add(&families::ROOM, &[name], left);
         }
-        if let Some(wait) = disk.backing_wait() {
+        if let Some(wait) = disk.stats().backing_wait() {
             self.add(&families::WAIT, &[name, wait.file()], wait.seconds());
         }
         let limits = disk.stats().throttle();

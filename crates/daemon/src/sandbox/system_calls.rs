@@ -27,6 +27,9 @@ use seccompiler::{
 
 use super::needs::Needs;
 
+/// `cachestat` of `<asm-generic/unistd.h>`.
+const SYS_CACHESTAT: c_long = 451;
+
 /// Allowed with all arguments.
 const ALWAYS: &[c_long] = &[
     // Files that are open.
@@ -44,6 +47,9 @@ const ALWAYS: &[c_long] = &[
     SYS_fsync,
     SYS_fdatasync,
     SYS_sync_file_range,
+    SYS_splice,
+    SYS_pipe2,
+    SYS_CACHESTAT,
     SYS_fallocate,
     SYS_ftruncate,
     SYS_fadvise64,
@@ -145,7 +151,7 @@ const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock, SYS_mlock, SYS_
 const LISTENS: &[c_long] = &[SYS_bind, SYS_listen, SYS_connect];
 
 /// To connect to another server, whose name is looked up first.
-const CONNECTS: &[c_long] = &[SYS_connect, SYS_bind, SYS_recvmmsg, SYS_pipe2, SYS_epoll_create1];
+const CONNECTS: &[c_long] = &[SYS_connect, SYS_bind, SYS_recvmmsg, SYS_epoll_create1];
 
 /// To be confined once more, after taking over from another process.
 const CONFINES: &[c_long] = &[

@@ -153,7 +153,7 @@ async fn close(disk: &RunningDisk) -> (bool, Result<()>) {
 /// Leaves a disk as a kill does, but flushed.
 async fn give_up(disk: &RunningDisk, in_flight: u64) -> Result<()> {
     let name = disk.name();
-    let cause = match disk.disk.backing_wait() {
+    let cause = match disk.disk.stats().backing_wait() {
         Some(wait) => wait.to_string(),
         None => format!("{} does not answer", disk.disk.image().image_name()),
     };

@@ -33,6 +33,7 @@ mod hold;
 mod images;
 mod in_flight;
 mod jobs;
+mod lend_pages;
 #[cfg(test)]
 mod long_requests;
 mod patience;

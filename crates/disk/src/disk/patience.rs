@@ -10,7 +10,6 @@ use blockhouse_engine::{has_timers, sleep};
 use futures_util::future::{Either, select};
 
 use super::{Disk, QuiescedGuard};
-use crate::layer::BackingWait;
 
 /// Guests' changes are held off during this time.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -39,15 +38,10 @@ impl<S: Storage> Disk<S> {
             Either::Right(_) => Err(overdue(self, "requests")),
         }
     }
-
-    /// The read of a backing file that a request in flight waits for, if there is such a request.
-    pub fn backing_wait(&self) -> Option<BackingWait> {
-        self.image().layer().opened().longest_wait()
-    }
 }
 
 fn overdue<S: Storage>(disk: &Disk<S>, requests: &str) -> Error {
-    let cause = disk.backing_wait().map_or_else(String::new, |wait| format!(": {wait}"));
+    let cause = disk.stats().backing_wait().map_or_else(String::new, |wait| format!(": {wait}"));
     let what = format!("{requests} in flight have not ended in {PATIENCE:?}{cause}");
     Error::new(ErrorKind::Io, what).on(disk.name()).hint("try again when they have")
 }

@@ -8,6 +8,7 @@ use blockhouse_format::CacheCounts;
 
 use super::Disk;
 use super::earlier_counts::EarlierCounts;
+use crate::layer::BackingWait;
 use crate::stats::{
     self, ClientGuard, Counters, DiskMetrics, ExportKind, ExportLoad, HostStats, Operation,
     RequestTimer, Stats,
@@ -57,6 +58,11 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         let storages: Vec<&HostStats> = storages.collect();
         let earlier = self.disk.earlier.get().map(|earlier| &earlier.metrics);
         stats::gather(self.disk.request_stats(), &storages, earlier)
+    }
+
+    /// The read of a backing file that a request in flight waits for, if there is such a request.
+    pub fn backing_wait(self) -> Option<BackingWait> {
+        self.disk.image().layer().opened().longest_wait()
     }
 
     /// How many reads and writes of its exports have ended, and how long they took: cheaper than

@@ -34,6 +34,7 @@
 //! Generations are counted with atomic operations: a plain write costs one addition. Only flushes
 //! take the lock, and they never hold it across a wait.
 
+use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -594,6 +595,10 @@ impl<S: Storage> Storage for FlushTracker<S> {
 
     async fn prefetch(&self, range: ByteRange) -> Result<()> {
         self.storage.prefetch(range).await
+    }
+
+    fn lend_pages(&self, range: ByteRange, pipe: BorrowedFd<'_>) -> usize {
+        self.storage.lend_pages(range, pipe)
     }
 
     fn needs_close(&self) -> bool {

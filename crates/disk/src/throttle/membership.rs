@@ -101,13 +101,18 @@ pub struct Throttle {
 }
 
 impl Throttle {
+    /// Whether requests need admission. One relaxed load.
+    pub(crate) fn is_active(&self) -> bool {
+        self.is_active.load(Ordering::Relaxed)
+    }
+
     /// Admits a request, or returns the future to await before it may begin. One relaxed load if
     /// there are no limits.
     pub(crate) fn admit(
         &self,
         cost: impl FnOnce() -> Option<RequestCost>,
     ) -> Option<Pin<Box<dyn Future<Output = ()> + '_>>> {
-        if !self.is_active.load(Ordering::Relaxed) {
+        if !self.is_active() {
             return None;
         }
         let cost = cost()?;

@@ -113,10 +113,10 @@ fn a_read_that_waits_for_the_backing_file_holds_up_nothing_else() {
         lab.quickly(|disk| async move { disk.snapshots().create("one").await });
         lab.quickly(|disk| async move { disk.snapshots().delete("one").await });
         lab.quickly(|disk| async move { disk.resize(SIZE + CLUSTER).await });
-        let told = lab.disk.backing_wait().expect("a read waits").to_string();
+        let told = lab.disk.stats().backing_wait().expect("a read waits").to_string();
         assert!(told.contains("a read waits"), "{told}");
         assert_eq!(lab.end(read).expect("it is answered in the end")[CLUSTER as usize], OLD);
-        assert_eq!(lab.disk.backing_wait(), None);
+        assert_eq!(lab.disk.stats().backing_wait(), None);
     }
 }
 
@@ -133,7 +133,7 @@ fn a_write_that_waits_for_old_bytes_holds_up_no_other_one() {
         lab.submit(write((round + 4) * CLUSTER, 4096, 2, Durability::None));
         lab.submit(Request::Flush);
     }
-    let told = lab.disk.backing_wait().expect("a write waits").to_string();
+    let told = lab.disk.stats().backing_wait().expect("a write waits").to_string();
     assert!(told.contains("a change waits"), "{told}");
     lab.end(stuck).expect("it is answered in the end");
 }

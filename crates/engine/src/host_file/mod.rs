@@ -13,12 +13,14 @@ pub(crate) mod fixed_file_probe;
 mod new_file;
 mod open;
 mod open_files;
+mod page_cache;
 pub(crate) mod probe;
 pub(crate) mod same_file;
 mod write_out;
 mod written_zeros;
 
 use std::fmt;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -142,7 +144,7 @@ impl HostFile {
     }
 
     /// The open file, for locks and the like; not for data.
-    pub fn descriptor(&self) -> std::os::fd::BorrowedFd<'_> {
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
         std::os::fd::AsFd::as_fd(&*self.file)
     }
 
@@ -667,6 +669,13 @@ impl Storage for HostFile {
             let _ = blocking(advise).await;
         }
         Ok(())
+    }
+
+    fn lend_pages(&self, range: ByteRange, pipe: BorrowedFd<'_>) -> usize {
+        match self.file.caching {
+            Caching::PageCache => page_cache::lend(&self.file, range, pipe),
+            Caching::Direct => 0,
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Stream sockets of a loop, Unix and TCP alike.
 
+pub(crate) mod page_pipe;
 pub(crate) mod socket_option;
 
 use std::io;

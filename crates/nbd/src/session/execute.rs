@@ -4,7 +4,7 @@ use std::rc::Rc;
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Request, Result, Storage};
 use blockhouse_disk::{Access, ExportKind, Operation};
-use blockhouse_engine::spawn_detached;
+use blockhouse_engine::{Pages, spawn_detached};
 
 use super::block_status;
 use super::failure::request_error;
@@ -15,6 +15,10 @@ use crate::command::{Command, ReqOne};
 use crate::handshake::MetaContext;
 use crate::proto::reply::{ReplyTo, SuccessForm, encode_read_head, read_head_length};
 use crate::status_payload::SelectedStatus;
+
+/// The shortest read that is sent from the page cache without a copy: for a shorter one the calls
+/// cost more than the copy.
+const MIN_PAGES: usize = 64 << 10;
 
 /// How many bytes of memory a request occupies while it is in flight.
 pub fn footprint(command: &Command) -> usize {
@@ -119,11 +123,26 @@ async fn read<S: Storage>(
     offset: u64,
     length: usize,
 ) -> Result<Reply> {
+    let framing = state.options.framing;
+    let head = read_head_length(framing);
+    if let Some(pages) = lend_pages(state, offset, length) {
+        let mut buffer = state.pool.get(head)?;
+        encode_read_head(buffer.bytes_mut(), framing, to, length);
+        return Ok(Reply::Data(DataReply::of_pages(buffer, pages)));
+    }
     let mut buffer = state.pool.get(HEAD_ROOM + length)?;
     let into = buffer.lend_range(HEAD_ROOM, length);
     state.disk.submit_from(ExportKind::Nbd, Request::Read { offset, into }).await?;
-    let framing = state.options.framing;
-    let start = HEAD_ROOM - read_head_length(framing);
+    let start = HEAD_ROOM - head;
     encode_read_head(&mut buffer.bytes_mut()[start..], framing, to, length);
     Ok(Reply::Data(DataReply::new(buffer, start)))
+}
+
+/// The data of a read, if it can be sent from where it is.
+fn lend_pages<S: Storage>(state: &SessionState<S>, offset: u64, length: usize) -> Option<Pages> {
+    if length < MIN_PAGES || state.tls.is_some() {
+        return None;
+    }
+    let range = ByteRange::new(offset, length as u64)?;
+    state.pipes.fill(length, |pipe| state.disk.lend_pages(ExportKind::Nbd, range, pipe))
 }

@@ -29,7 +29,7 @@ use std::time::Duration;
 pub use activity::Activity;
 use blockhouse_core::{BufferPool, InFlightLimits, Result, Storage};
 use blockhouse_disk::{Access, Disk};
-use blockhouse_engine::{Stream, sleep, spawn};
+use blockhouse_engine::{PagePipes, Stream, sleep, spawn};
 pub use byte_limit::ByteLimit;
 pub use end::End;
 use futures_util::future::{Either, select};
@@ -149,6 +149,7 @@ impl<S: Storage> Session<S> {
             access,
             options,
             pool,
+            pipes: PagePipes::default(),
             in_flight: Rc::new(in_flight),
             replies,
             peer_wait: PeerWait::default(),

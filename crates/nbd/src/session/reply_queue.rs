@@ -10,6 +10,7 @@ use std::collections::VecDeque;
 
 use blockhouse_core::sync::LocalCondvar;
 use blockhouse_core::{Buffer, BufferPool, IoVector, IoVectorList};
+use blockhouse_engine::Pages;
 
 use super::in_flight::Permit;
 use crate::command::RequestError;
@@ -32,16 +33,23 @@ pub enum Reply {
 
 /// A reply with its head and its data, encoded.
 pub struct DataReply {
-    /// The reply reaches to the end of it.
+    /// The reply reaches to the end of it, except for pages.
     buffer: Buffer,
     /// Start of the bytes that are not lent yet.
     start: usize,
+    /// The data behind the buffer, if it is not in the buffer.
+    pages: Option<Pages>,
 }
 
 impl DataReply {
     /// The reply that begins at `start` of `buffer`, and reaches to its end.
     pub fn new(buffer: Buffer, start: usize) -> Self {
-        Self { buffer, start }
+        Self { buffer, start, pages: None }
+    }
+
+    /// The reply with this head, whose data is these pages.
+    pub fn of_pages(head: Buffer, pages: Pages) -> Self {
+        Self { buffer: head, start: 0, pages: Some(pages) }
     }
 
     /// How many bytes were not lent out yet.
@@ -114,12 +122,19 @@ impl Batch {
                 break;
             }
             list.push(reply.lend(length));
-            if length < remaining {
+            if length < remaining || reply.pages.is_some() {
                 break;
             }
             ended += 1;
         }
         ended
+    }
+
+    /// The pages of the first reply with data after `ended` ones, if all that precedes them was
+    /// lent.
+    pub fn next_pages(&mut self, ended: usize) -> Option<&mut Pages> {
+        let (reply, _) = self.data.get_mut(ended)?;
+        if reply.remaining() == 0 { reply.pages.as_mut() } else { None }
     }
 
     /// As [`lend`](Self::lend), by passing each piece to `take`, for a consumer of plain bytes.

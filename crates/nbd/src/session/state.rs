@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use blockhouse_core::{BufferPool, Storage};
 use blockhouse_disk::{Access, Disk};
-use blockhouse_engine::Stream;
+use blockhouse_engine::{PagePipes, Stream};
 
 use super::failure::FailureLog;
 use super::handler::IdleHandlers;
@@ -33,6 +33,8 @@ pub struct SessionState<S: Storage> {
     pub options: NegotiatedOptions,
     /// The allocator of payloads' memory.
     pub pool: BufferPool,
+    /// The pipes of replies that the page cache holds.
+    pub pipes: PagePipes,
     /// How much may be in flight.
     pub in_flight: Rc<InFlightLimit>,
     /// Replies for the writer.

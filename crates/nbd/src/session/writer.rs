@@ -4,6 +4,7 @@ use std::io;
 use std::rc::Rc;
 
 use blockhouse_core::{IoVectorList, Storage};
+use blockhouse_engine::Pages;
 
 use super::end::Direction;
 use super::reply_queue::{Batch, WriterAction};
@@ -39,7 +40,7 @@ async fn send<S: Storage>(
 ) -> io::Result<()> {
     while !batch.is_empty() {
         let mut encrypted = None;
-        let ended = match &state.tls {
+        let mut ended = match &state.tls {
             None => batch.lend(list, SEND_LIMIT),
             Some(tls) => {
                 let ended = batch.hand_out(tls::SEND_LIMIT, |bytes| tls.encrypt(bytes))?;
@@ -49,7 +50,11 @@ async fn send<S: Storage>(
             }
         };
         state.peer_wait.begin(Direction::Send);
-        let result = send_list(state, list).await;
+        let mut result = send_list(state, list).await;
+        if let (Ok(()), Some(pages)) = (&result, batch.next_pages(ended)) {
+            result = send_pages(state, pages).await;
+            ended += 1;
+        }
         state.peer_wait.end(Direction::Send);
         list.clear();
         result?;
@@ -65,6 +70,15 @@ async fn send_list<S: Storage>(state: &SessionState<S>, list: &mut IoVectorList)
         let (result, rest) = state.stream.send_some(std::mem::take(list)).await;
         *list = rest;
         result?;
+        state.peer_wait.step(Direction::Send);
+    }
+    Ok(())
+}
+
+/// Sends the data of a reply that the page cache holds.
+async fn send_pages<S: Storage>(state: &SessionState<S>, pages: &mut Pages) -> io::Result<()> {
+    while !pages.is_empty() {
+        pages.send_some(&state.stream, &state.pool).await?;
         state.peer_wait.step(Direction::Send);
     }
     Ok(())
