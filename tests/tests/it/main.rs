@@ -100,6 +100,7 @@ mod served_bitmaps;
 mod served_snapshots;
 mod service;
 mod shared_bitmaps;
+mod shared_layers;
 mod shutdown;
 mod sigkill;
 mod snapshots;

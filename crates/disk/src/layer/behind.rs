@@ -3,13 +3,13 @@
 //! Guarantees: a read through any of them in turn returns the same bytes. Each stays open until the
 //! image is dropped, because reads that began before may still use it.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use blockhouse_format::Backing as BackingName;
 
-use super::{Backing, Layer};
+use super::{Backing, Layer, Stands};
 use crate::options::Access;
 
 impl<S: Storage> Layer<S> {
@@ -41,9 +41,9 @@ impl<S: Storage> Layer<S> {
         OpenedLayers(self)
     }
 
-    /// How many images are read through this one's layer in this process.
-    pub(crate) fn stands(&self) -> usize {
-        self.stands.load(Ordering::SeqCst)
+    /// The images that are read through this one's layer in this process.
+    pub(crate) fn stands(&self) -> &Stands {
+        &self.stands
     }
 
     /// This layer and its backing files, the nearest first.
@@ -78,10 +78,16 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         self.0.format.set_backing_size(layer.size());
         // Its chain is a part of this one's.
         layer.remembers_chain.store(false, Ordering::Release);
-        layer.stands.fetch_add(1, Ordering::SeqCst);
+        layer.stands.enter();
         let next = OnceLock::new();
         // A second one would change data that was read already.
-        let _ = self.0.behind.0.set(Backing { layer, access, name: None, is_counted: true, next });
+        let _ = self.0.behind.0.set(Backing {
+            layer,
+            access,
+            name: None,
+            is_counted: AtomicBool::new(true),
+            next,
+        });
     }
 
     /// Replaces the backing file by `backing`, another opening of the same file, which may change
@@ -113,7 +119,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         self.0.remembers_chain.store(false, Ordering::Release);
         layer.remembers_chain.store(true, Ordering::Release);
         // The layer above counts there, and stays open as long as this one.
-        let is_counted = false;
+        let is_counted = AtomicBool::new(false);
         let next = OnceLock::new();
         self.0.behind.leave(Some(Backing { layer, access, name: Some(name), is_counted, next }));
     }
@@ -122,6 +128,16 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     /// before the image had it.
     pub(crate) fn detach(self) {
         self.0.behind.leave(None);
+    }
+
+    /// Counts this image no longer among those over the backing file, if it was
+    /// [detached](Self::detach) from it.
+    pub(crate) fn forget_detached(self) {
+        if self.0.behind.now().is_none()
+            && let Some(first) = self.0.behind.0.get()
+        {
+            first.leave();
+        }
     }
 
     /// The backing file of this layer, in the first opening of its file, and its access.
@@ -146,6 +162,15 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         })
     }
 
+    /// As [`all`](Self::all), with how many of the images over each are those before it.
+    pub(crate) fn all_counted(self) -> impl Iterator<Item = (&'a Layer<S>, usize)> {
+        let first = self.0.behind.0.get();
+        let behind = std::iter::successors(first, |one| last(&one.layer).behind.0.get());
+        let behind = behind
+            .map(|one| (&**last(&one.layer), usize::from(one.is_counted.load(Ordering::SeqCst))));
+        std::iter::once((self.0, 1)).chain(behind)
+    }
+
     /// Makes each of them look up unallocated ranges layer by layer from now on.
     pub(crate) fn forget_chains(self) {
         self.all().for_each(|layer| layer.remembers_chain.store(false, Ordering::Release));
@@ -161,6 +186,6 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     /// file of other images.
     pub(crate) fn are_shared(self) -> bool {
         let behind = self.0.backing_layer().map(|layer| &**layer);
-        self.left().chain(behind).any(|layer| layer.stands() > 1)
+        self.left().chain(behind).any(|layer| layer.stands.count() > 1)
     }
 }

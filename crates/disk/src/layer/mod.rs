@@ -11,6 +11,7 @@
 //! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
 //! - `unstable`: images behind this one with writes that no flush has covered; `stability`: what is
 //!   known of them.
+//! - `stands`: how many images are over this one.
 //! - `claims`: the ranges that requests keep for themselves.
 //! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all
 //!   layers.
@@ -27,11 +28,12 @@ mod map_entry;
 mod read;
 mod skip_table;
 mod stability;
+mod stands;
 mod unaligned;
 mod unstable;
 mod waits;
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{Alignment, ByteRange, Error, ErrorKind, Extent, Result, Storage};
@@ -46,6 +48,7 @@ use backing_chain::BackingChain;
 use backing_reads::BackingReads;
 use claims::LayerClaims;
 use stability::Stability;
+pub(crate) use stands::Stands;
 
 pub(crate) use backing_reads::Reader;
 pub(crate) use block_status::HostRuns;
@@ -66,7 +69,7 @@ struct Backing<S: Storage> {
     /// The name of its file in the image's header, if the image was opened with another name.
     name: Option<BackingName>,
     /// Whether the layer counts the image among its overlays.
-    is_counted: bool,
+    is_counted: AtomicBool,
     /// The layer that has taken its place; `None` inside for none.
     next: OnceLock<Option<Box<Self>>>,
 }
@@ -96,11 +99,18 @@ impl<S: Storage> Behind<S> {
     }
 }
 
+impl<S: Storage> Backing<S> {
+    /// The image no longer counts among the layer's overlays.
+    fn leave(&self) {
+        if self.is_counted.swap(false, Ordering::SeqCst) {
+            self.layer.stands.leave();
+        }
+    }
+}
+
 impl<S: Storage> Drop for Backing<S> {
     fn drop(&mut self) {
-        if self.is_counted {
-            self.layer.stands.fetch_sub(1, Ordering::SeqCst);
-        }
+        self.leave();
     }
 }
 
@@ -115,8 +125,8 @@ pub(crate) struct Layer<S: Storage> {
     /// Another opening of the same image, which replaces this one in the chains of others.
     successor: OnceLock<Arc<Layer<S>>>,
     stability: Stability,
-    /// How many layers have it as their backing file.
-    stands: AtomicUsize,
+    /// The layers that have it as their backing file.
+    stands: Stands,
     /// The image's backing files, if they are many.
     chain: OnceLock<Option<BackingChain<S>>>,
     /// Whether the chain may be used: it is read from here, and as it was opened.
@@ -151,7 +161,7 @@ impl<S: Storage> Layer<S> {
             behind: Behind::default(),
             successor: OnceLock::new(),
             stability: Stability::default(),
-            stands: AtomicUsize::new(0),
+            stands: Stands::default(),
             chain: OnceLock::new(),
             remembers_chain: AtomicBool::new(true),
             backing_reads: BackingReads::default(),

@@ -150,6 +150,17 @@ impl Chain {
         backing: &Backing,
         options: &ImageOptions,
     ) -> Result<StoredImage> {
+        let (storage, behind) = self.find_behind(backing, options).await?;
+        self.open_found(storage, &behind, options).await
+    }
+
+    /// Opens the file that [`open_behind`](Self::open_behind) does, which is not locked yet, and
+    /// says how its image is opened.
+    pub(super) async fn find_behind(
+        &mut self,
+        backing: &Backing,
+        options: &ImageOptions,
+    ) -> Result<(ImageStorage, ImageOptions)> {
         let (backing, part) = plain_backing(backing, self.last())?;
         let format = self.next(&backing, options)?;
         let (format, access) = (Some(format), Access::ReadOnly);
@@ -158,13 +169,24 @@ impl Chain {
         let Named { path, storage, identity, folder } =
             named.map_err(|error| self.failed(error))?;
         // Before it is locked: in a loop this process would hold the lock.
-        self.enter(path.clone(), identity, folder)?;
+        self.enter(path, identity, folder)?;
+        Ok((storage, behind))
+    }
+
+    /// Opens the image of a file that was [found](Self::find_behind) for a disk with these options.
+    pub(super) async fn open_found(
+        &mut self,
+        storage: ImageStorage,
+        behind: &ImageOptions,
+        options: &ImageOptions,
+    ) -> Result<StoredImage> {
+        let path = self.last_path().to_owned();
         if matches!(self.source, Files::Host) && options.access == Access::ReadWrite {
-            rare(restore_layer(&storage, &path, &behind)).await?;
+            rare(restore_layer(&storage, &path, behind)).await?;
         }
-        let next = disk_over(storage, &path, &behind, EarlierWrites::Unknown, None).await;
+        let next = disk_over(storage, &path, behind, EarlierWrites::Unknown, None).await;
         let (next, left) = next.map_err(|error| self.failed(error.into()))?;
-        let next = self.with_data(next, &behind).await?;
+        let next = self.with_data(next, behind).await?;
         let next = unlocked(next, &options.secrets, self.without_key).await?;
         left.finish_backing(&next, options.access).map_err(|error| self.failed(error.into()))?;
         warn_of_disguise(&next).await?;
@@ -352,6 +374,21 @@ impl Chain {
         let what = format!("the backing files form a loop: {self}");
         Err(Error::new(ErrorKind::Corrupt, what)
             .hint("restore the image, or give it the right file: 'blockhouse rebase -u'"))
+    }
+
+    /// How many files may follow.
+    pub(super) fn room(&self) -> usize {
+        MAX_FILES - self.files.len()
+    }
+
+    /// The identity of the last file; `None` for one on another server.
+    pub(super) fn last_identity(&self) -> Option<Identity> {
+        self.files.last().and_then(|(_, identity)| *identity)
+    }
+
+    /// The identities of the files, from the image down; `None` for one on another server.
+    pub(super) fn identities(&self) -> impl Iterator<Item = Option<Identity>> {
+        self.files.iter().map(|(_, identity)| *identity)
     }
 
     /// The error for a file below the first one of the chain.

@@ -44,10 +44,29 @@ pub(super) enum Files {
 }
 
 /// An image that several disks of this process read from.
-#[derive(Clone)]
 pub struct SharedLayer(Arc<Layer<ImageStorage>>);
 
+impl Clone for SharedLayer {
+    fn clone(&self) -> Self {
+        self.0.stands().enter();
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl Drop for SharedLayer {
+    fn drop(&mut self) {
+        self.0.stands().leave();
+    }
+}
+
 impl SharedLayer {
+    /// A layer that is in use, if others may stand on it; then it stays locked.
+    pub(super) fn of(layer: Arc<Layer<ImageStorage>>) -> Option<Self> {
+        layer.stands().enter();
+        let shared = Self(layer);
+        shared.0.stands().may_grow().then_some(shared)
+    }
+
     /// An image that is new here, over this one.
     ///
     /// # Errors
@@ -251,7 +270,9 @@ impl HandedOverDisk {
     pub fn layer_at(&self, depth: usize) -> Option<SharedLayer> {
         let own = self.image.layer();
         let mut layers = [own].into_iter().chain(own.opened().now());
-        layers.nth(depth).cloned().map(SharedLayer)
+        let layer = layers.nth(depth).cloned()?;
+        layer.stands().enter();
+        Some(SharedLayer(layer))
     }
 
     /// Makes the image this process's own: its locks are released when it is dropped, and it may be

@@ -63,15 +63,17 @@ impl DiskJobs<'_, ImageStorage> {
     pub fn release_detached(self) {
         self.unlock_former();
         let layer = self.disk().image().layer();
-        for layer in layer.opened().left().take_while(|layer| layer.stands() <= 1) {
+        for layer in layer.opened().left().take_while(|layer| layer.stands().count() <= 1) {
             layer.format().storage().storage().disconnect();
         }
+        layer.opened().forget_detached();
     }
 
     /// Gives the locks back that are held on images that were
     /// [replaced](crate::QuiescedDisk::switch_to) or [detached](Self::detach_backing): other
     /// programs may use them again.
     pub fn unlock_former(self) {
+        self.disk().images().former_layers().for_each(|layer| layer.stands().keep());
         let files = self.disk().images().left_layers().flat_map(|layer| {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())

@@ -27,6 +27,7 @@ mod lock;
 mod make_side_file;
 mod moved_record;
 mod open_image;
+mod open_layers;
 mod open_location;
 mod partial_block;
 mod probe_check;

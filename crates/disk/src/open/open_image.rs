@@ -24,6 +24,7 @@ use super::image_options::{BackingUse, ImageOptions, Locking, Purpose, StateUse}
 use super::left_out::without_backing;
 use super::lock::{lock, lock_in_place_of};
 use super::moved_record::{check_not_moved, check_not_moved_but_to};
+use super::open_layers;
 use super::open_location::{identity_of, open_location};
 use super::probe_check::format_by_name;
 use super::qemu_name::whole_backing;
@@ -160,6 +161,7 @@ async fn over_backing(
     chain: &mut Chain,
     options: &ImageOptions,
 ) -> Result<StoredImage> {
+    let is_anew = matches!(chain.source, Files::Host);
     let mut above = Vec::new();
     if options.backing_use == BackingUse::LeftOut {
         image = without_backing(image).await?;
@@ -171,12 +173,25 @@ async fn over_backing(
             image = shared.put_behind(image)?;
             break;
         }
-        let next = chain.open_behind(backing, options).await?;
+        let (storage, behind) = chain.find_behind(backing, options).await?;
+        if is_anew
+            && let Some(shared) =
+                open_layers::find(chain.last_identity(), behind.format, options, chain.room())
+        {
+            image = shared.put_behind(image)?;
+            break;
+        }
+        let next = chain.open_found(storage, &behind, options).await?;
         image.format().header().check_backing(next.format())?;
         above.push(std::mem::replace(&mut image, next));
     }
     chain.source.check_complete(image.name())?;
-    Ok(above.into_iter().rfold(image, |behind, image| image.with_backing(&behind)))
+    let opened = above.len();
+    let image = above.into_iter().rfold(image, |behind, image| image.with_backing(&behind));
+    if is_anew {
+        open_layers::note(&image, chain.identities().skip(1).take(opened), options);
+    }
+    Ok(image)
 }
 
 /// Completes a resize that a killed process began: cuts a raw image to the size in its side file.
@@ -327,6 +342,7 @@ pub(super) async fn open_behind(
             layer.name(),
         );
     }
+    layer.stands().keep();
     if image.opened().are_shared() {
         let what = "is the layer of other disks of this server as well, which it would spoil";
         return refuse(ErrorKind::Unsupported, what, layer.name());

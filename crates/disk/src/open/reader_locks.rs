@@ -30,6 +30,7 @@ pub(super) fn take_from_readers(
     file: &HostFile,
     options: &ImageOptions,
 ) -> Result<()> {
+    layer.stands().keep();
     let wanted = identity_of(file)?;
     for reader in readers(layer).into_iter().filter(|_| options.locking == Locking::Held) {
         if identity_of(reader)? == wanted {

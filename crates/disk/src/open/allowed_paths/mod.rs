@@ -132,6 +132,16 @@ impl From<Errno> for Refusal {
     }
 }
 
+impl PartialEq for AllowedPaths {
+    /// Whether both are of the same list.
+    fn eq(&self, other: &Self) -> bool {
+        let same = |one: usize, other: usize, is_one: bool| one + other == 0 || is_one;
+        same(self.roots.len(), other.roots.len(), Arc::ptr_eq(&self.roots, &other.roots))
+            && same(self.remote.len(), other.remote.len(), Arc::ptr_eq(&self.remote, &other.remote))
+            && self.refuses_all == other.refuses_all
+    }
+}
+
 impl AllowedPaths {
     /// Allows these folders, with all regular files and block devices below them, and these files.
     /// They are opened now: a folder that is renamed later stays allowed. The address of an image

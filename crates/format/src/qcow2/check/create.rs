@@ -66,6 +66,9 @@ pub struct CreateOptions {
     pub identity: Option<[u8; 16]>,
 }
 
+/// Bytes that are written together at least.
+const PAGE: u64 = 4096;
+
 /// How the guest's data of a new image is encrypted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NewEncryption {
@@ -348,8 +351,10 @@ pub async fn create_with<S: Storage>(
     });
     let header_bytes = header_bytes
         .ok_or_else(|| invalid("the names of other files do not fit into a cluster".into()))?;
-    let writer = ImageWriter { storage, geometry, layout };
     let old = storage.size();
+    let zeros_from = if storage.grows_with_zeros() { old } else { u64::MAX };
+    let unit = PAGE.max(u64::from(block));
+    let writer = ImageWriter { storage, geometry, layout, zeros_from, unit };
     lengthen(storage, offset_of(writer.layout.end())).await?;
     let filled = options.space_mode().map_or(0, |_| options.size);
     progress.begin((writer.layout.l2 << geometry.cluster_bits) + filled);
@@ -463,13 +468,26 @@ struct ImageWriter<'a, S> {
     storage: &'a S,
     geometry: Geometry,
     layout: Layout,
+    /// From here on the storage reads as zeros.
+    zeros_from: u64,
+    /// Bytes that are written together.
+    unit: u64,
 }
 
 impl<S: Storage> ImageWriter<'_, S> {
-    /// Writes `bytes`, filled up with zeros, as a cluster.
+    /// Writes `bytes`, filled up with zeros, as a cluster. Zeros that are there already are not
+    /// written, so that they take no space: what is in use later is in `bytes`.
     async fn write_cluster(&self, cluster: u64, mut bytes: Vec<u8>) -> Result<()> {
-        bytes.resize(self.geometry.cluster_size() as usize, 0);
-        let offset = self.geometry.offset_of(cluster);
+        let (offset, size) = (self.geometry.offset_of(cluster), self.geometry.cluster_size());
+        let used = if offset < self.zeros_from {
+            size
+        } else {
+            (bytes.len() as u64).next_multiple_of(self.unit).min(size)
+        };
+        if used == 0 {
+            return Ok(());
+        }
+        bytes.resize(used as usize, 0);
         table_io::write(self.storage, offset, &bytes, Durability::None).await
     }
 
@@ -514,9 +532,10 @@ impl<S: Storage> ImageWriter<'_, S> {
 
     async fn write_mappings(&self, options: &CreateOptions, progress: &ToolProgress) -> Result<()> {
         let (geometry, layout) = (self.geometry, &self.layout);
-        let tables: Vec<u64> = (layout.l2_start()..layout.encryption_start())
+        let mut tables: Vec<u64> = (layout.l2_start()..layout.encryption_start())
             .map(|cluster| l1_word(Reference::with_copied(geometry.offset_of(cluster))))
             .collect();
+        tables.resize(geometry.l1_entries_for(options.size) as usize, 0);
         self.write_table(layout.l1_start(), layout.l1, &tables).await?;
         let clusters = geometry.clusters_for(options.size);
         for table in 0..layout.l2 {

@@ -1,0 +1,40 @@
+//! How many images are read through a layer, and whether more may come.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// The images over a layer in this process.
+#[derive(Default)]
+pub(crate) struct Stands {
+    count: AtomicUsize,
+    is_kept: AtomicBool,
+}
+
+impl Stands {
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.count.load(Ordering::SeqCst)
+    }
+
+    /// Counts one more.
+    pub(crate) fn enter(&self) {
+        self.count.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Counts one less.
+    pub(crate) fn leave(&self) {
+        self.count.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether an image that is opened may be put over the layer. Asked after it was
+    /// [counted](Self::enter): who [keeps](Self::keep) the layer counts after that, so one of the
+    /// two finds the other.
+    pub(crate) fn may_grow(&self) -> bool {
+        !self.is_kept.load(Ordering::SeqCst)
+    }
+
+    /// Keeps images that are opened later away: the locks of the layer's file are about to be
+    /// released.
+    pub(crate) fn keep(&self) {
+        self.is_kept.store(true, Ordering::SeqCst);
+    }
+}
