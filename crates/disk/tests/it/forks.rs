@@ -11,7 +11,7 @@ use blockhouse_core::{
     WriteCache,
 };
 use blockhouse_disk::{Access, Backing, Disk, Image, ImageFormat, Options};
-use blockhouse_format::qcow2::{self, CreateOptions};
+use blockhouse_format::qcow2::{self, CreateOptions, Switch};
 use blockhouse_sim::{Config, Report, Rng, Sim, SimDisk, for_seeds};
 
 use crate::common::crash_points::at_every_operation;
@@ -36,8 +36,12 @@ pub(crate) async fn overlay(
     cluster_size: u64,
 ) -> Result<Image<SimDisk>> {
     let backing = Backing { name: BACKING.to_vec(), format: Some(format.as_str().to_owned()) };
-    let made =
-        CreateOptions { backing: Some(backing), cluster_size, ..CreateOptions::new(SIZE as u64) };
+    // With subclusters, as forks make them, where these are blocks of the storage.
+    let has_subclusters =
+        cluster_size / 32 >= SECTOR.max(storage.capabilities().alignment.offset.into());
+    let extended_l2 = if has_subclusters { Switch::On } else { Switch::Off };
+    let new = CreateOptions::new(SIZE as u64);
+    let made = CreateOptions { backing: Some(backing), cluster_size, extended_l2, ..new };
     qcow2::create(storage, &made).await?;
     storage.flush(SyncMode::Full).await?;
     // Where the layer has no write cache, its overlay makes every write durable.
