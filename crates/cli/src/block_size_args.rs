@@ -1,4 +1,4 @@
-//! The options of block sizes, of `serve` and `ctl open`.
+//! The block size options of `serve` and `ctl open`.
 
 use blockhouse_config::size;
 use blockhouse_disk::BlockSizes;
@@ -26,7 +26,7 @@ impl BlockSizeArgs {
     /// The sizes.
     ///
     /// # Errors
-    /// Why no disk has such sizes, in words.
+    /// A text that says why no disk has such sizes.
     pub fn sizes(self) -> Result<BlockSizes, String> {
         BlockSizes::new(self.logical_block_size, self.physical_block_size, self.discard_granularity)
     }

@@ -1,5 +1,5 @@
-//! JSON as it is printed: under a name of QEMU's tools with their indentation and their order of
-//! keys, which scripts that look at lines depend on, and without a key that they do not have.
+//! Printed JSON. Under the name of a QEMU tool it has QEMU's indentation and order of keys, because
+//! scripts that parse lines depend on them, and lacks a key that QEMU does not have.
 
 use serde_json::{Map, Value};
 
@@ -50,7 +50,7 @@ const ORDER: &[&str] = &[
     "encrypted",
 ];
 
-/// Our own key, beside QEMU's.
+/// The key that QEMU does not have.
 const OWN: &str = "blockhouse";
 
 /// JSON on several lines.

@@ -76,7 +76,7 @@ pub struct KeyArgs {
 }
 
 impl KeyArgs {
-    /// The files.
+    /// The files of the keys and passphrases that were named.
     pub fn files(&self) -> KeyFiles {
         let named = self.named().map(|object| object.file.clone());
         let keys = self.key_file.iter().cloned().chain(named).collect();
@@ -90,8 +90,8 @@ impl KeyArgs {
         })
     }
 
-    /// The header of LUKS for a new image, which takes about `time` to open with the key of this
-    /// name, or with the first one.
+    /// A LUKS header for a new image. The key of this name, or the first one, opens it in about
+    /// `time`.
     ///
     /// # Errors
     /// No key has this name, or there is no key at all; as [`KeyFiles::read`].
@@ -120,7 +120,7 @@ impl KeyArgs {
         }))
     }
 
-    /// Which of the keys has this name.
+    /// The index of the key with this name.
     ///
     /// # Errors
     /// No key has this name.
@@ -168,9 +168,9 @@ pub struct OpenArgs {
 }
 
 impl OpenArgs {
-    /// As [`read_only`](Self::read_only), of the image at `path`, or in a part of it: where neither
-    /// its name nor the caller says its format, it is found in the file, and no name that is in it
-    /// is followed then.
+    /// As [`read_only`](Self::read_only), for the image at `path`, or in a part of that file. If
+    /// neither the caller nor the image's name gives the format, the format is probed. Then no name
+    /// in the image is followed.
     ///
     /// # Errors
     /// As there; the file cannot be read.
@@ -196,8 +196,8 @@ impl OpenArgs {
         Ok(ImageOptions { allowed_paths, ..options })
     }
 
-    /// Options to open an image of which a tool reads metadata only. A warning says if changes are
-    /// missing that a killed server acknowledged.
+    /// Options to open an image for a tool that reads only metadata. A warning says if changes that
+    /// a killed server acknowledged are missing.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only).
@@ -210,8 +210,8 @@ impl OpenArgs {
         Ok(ImageOptions { state, ..options })
     }
 
-    /// Options to open an image that a tool reads. It is refused if changes are missing that a
-    /// killed server acknowledged.
+    /// Options to open an image that a tool reads. The open fails if changes that a killed server
+    /// acknowledged are missing.
     ///
     /// # Errors
     /// A directory that was named cannot be used.
@@ -252,7 +252,7 @@ impl OpenArgs {
     /// The files that images may name, with a file that the user named in another way.
     ///
     /// # Errors
-    /// One that names a path that is missing.
+    /// A path is missing; the error names it.
     pub fn allowed_paths(&self, named: Option<PathBuf>) -> blockhouse_core::Result<AllowedPaths> {
         let paths: Vec<_> = self.references.allow.allow_path.iter().cloned().chain(named).collect();
         AllowedPaths::new(&paths)
@@ -321,7 +321,7 @@ impl SourceCacheArgs {
 
 fn with_cache(options: ImageOptions, mode: Option<CacheMode>) -> ImageOptions {
     let cache = match mode {
-        // Tools flush what they wrote.
+        // Tools flush their writes.
         Some(CacheMode::Unsafe) => CacheMode::Writeback,
         Some(mode) => mode,
         None => options.cache,

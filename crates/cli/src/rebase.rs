@@ -1,4 +1,4 @@
-//! `blockhouse rebase`: another backing file, with the same content or (`-u`) only in the header.
+//! `blockhouse rebase`: a new backing file, with the same content or (`-u`) only in the header.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -60,7 +60,7 @@ pub struct Arguments {
     image: PathBuf,
 }
 
-/// A format's name, which is stored as it was typed: QEMU has several for the bytes themselves.
+/// A format's name, which is stored as typed: QEMU has several names for raw.
 fn parse_backing_format(name: &str) -> Result<String, String> {
     name.parse::<ImageFormat>().map(|_| name.to_owned())
 }
@@ -97,7 +97,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
 type NewBacking = (OsString, String);
 
 impl Arguments {
-    /// The new backing file, after what cannot be meant is refused.
+    /// Refuses arguments that make no sense, and returns the new backing file.
     fn new_backing(&self) -> Result<Option<NewBacking>> {
         if called_as::is_qemu_img() && self.backing.is_none() {
             if !self.only_name && !self.no_backing {
@@ -136,7 +136,7 @@ impl Arguments {
         Ok(Some(new))
     }
 
-    /// The image, with all in it that the new backing file would change.
+    /// Opens the image, and copies into it the data that the new backing file would change.
     fn with_same_content(
         &self,
         event_loop: &mut EventLoop,
@@ -190,7 +190,7 @@ async fn open_new(
     opened.map(Some).with_context(failed)
 }
 
-/// Says what looks wrong about a name that is stored all the same. The file may not be there yet.
+/// Warns if the new name looks wrong; it is stored anyway. The file may not exist yet.
 async fn warn_of_new(image: &Path, new: Option<&NewBacking>) {
     let Some((name, format)) = new else { return };
     if format.parse() != Ok(ImageFormat::Raw) {

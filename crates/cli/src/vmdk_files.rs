@@ -1,8 +1,8 @@
 //! New VMDK images of several files.
 //!
-//! Guarantees: the files of the disk come first, each as a new image of its own, and the descriptor
-//! that names them is last: an image that is not complete has none. Where an image is replaced its
-//! descriptor goes first, so that it never names files of both.
+//! Guarantees: the files of the disk are created first, each as a new image, and the descriptor
+//! that names them last: an incomplete image has no descriptor. When an image is replaced, its
+//! descriptor is removed first, so it never names files of both images.
 
 use std::path::{Path, PathBuf};
 
@@ -18,7 +18,7 @@ use blockhouse_format::{
 
 use crate::foreign_create;
 
-/// The files of an image, and where they and its descriptor are going to be.
+/// The files of a new image, and the path of its descriptor.
 pub struct VmdkFiles {
     pub(crate) path: PathBuf,
     pub(crate) options: NewForeignOptions,
@@ -26,10 +26,10 @@ pub struct VmdkFiles {
 }
 
 impl VmdkFiles {
-    /// The files of a new image at `path`; `None` where it is one file.
+    /// The files of a new image at `path`; `None` if the image is one file.
     ///
     /// # Errors
-    /// The options are none of such an image.
+    /// The options are invalid for such an image.
     pub fn of(path: &Path, kind: ForeignKind, options: &NewForeignOptions) -> Result<Option<Self>> {
         if kind != ForeignKind::Vmdk {
             return Ok(None);
@@ -40,7 +40,7 @@ impl VmdkFiles {
         if files.is_empty() {
             return Ok(None);
         }
-        // Before anything is made.
+        // Find invalid options before any file is created.
         vmdk_descriptor(&options, &files).map_err(|error| error.on(&name))?;
         Ok(Some(Self { path: path.to_owned(), options, files }))
     }
@@ -49,11 +49,10 @@ impl VmdkFiles {
         self.options.subformat == Subformat::Fixed
     }
 
-    /// Makes an empty image; files that are there are left alone, or emptied where `is_in_place`
-    /// says so.
+    /// Creates an empty image. Existing files are left alone, or emptied if `is_in_place` is true.
     ///
     /// # Errors
-    /// One that names the file; those that were made are removed.
+    /// The error names the file. The files created before it are removed.
     pub async fn create(&self, is_in_place: bool) -> Result<()> {
         let mut made = Vec::new();
         let outcome = self.create_all(is_in_place, &mut made).await;
@@ -98,7 +97,7 @@ impl VmdkFiles {
         }
     }
 
-    /// Writes the descriptor, durably, and gives it its name then.
+    /// Writes the descriptor durably, then renames it to its final name.
     pub(crate) async fn write_descriptor(&self) -> Result<()> {
         let text = vmdk_descriptor(&self.options, &self.files)?.into_bytes();
         let part = part_of(&self.path);

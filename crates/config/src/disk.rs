@@ -1,5 +1,5 @@
-//! A disk as people describe it: in the configuration and in `disk.open`, with the same words as
-//! the command line. What is served, reloaded and handed over is described so, too.
+//! Description of a disk in the configuration and in `disk.open`, with the same words as on the
+//! command line. Served, reloaded and handed-over disks have the same description.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -124,18 +124,18 @@ pub struct DiskConfig {
     #[serde(default, deserialize_with = "texts")]
     #[schemars(with = "Vec<String>", extend("default" = []))]
     pub exports: Vec<ExportAddress>,
-    /// Whether bitmaps that the image has not are looked for in its backing files.
+    /// Whether bitmaps missing from the image are looked up in its backing files.
     #[serde(skip)]
     pub bitmaps_behind: bool,
-    /// The part of its file that it is.
+    /// The part of the file that the disk consists of.
     #[serde(skip)]
     pub part: Option<FilePart>,
 }
 
-/// Refuses to fill a disk from its backing file that is read-only.
+/// Refuses to fill a read-only disk from its backing file.
 ///
 /// # Errors
-/// The contradiction, in words.
+/// A text that describes the contradiction.
 pub fn check_filling(
     copy_on_read: bool,
     prefetch: Option<u64>,
@@ -170,11 +170,11 @@ impl OnFullName {
 }
 
 impl DiskConfig {
-    /// The same in one form, whichever way it was written: with its name, sectors that are whole,
-    /// and a time for which writes are held.
+    /// The description in normalized form: with the disk's name, a size of whole sectors, and the
+    /// time for which writes are held.
     ///
     /// # Errors
-    /// The contradiction, in words.
+    /// A text that describes the contradiction.
     pub fn checked(self) -> Result<Self, String> {
         if !is_address(self.path.as_os_str().as_bytes()) {
             check_absolute(&self.path)?;
@@ -214,60 +214,60 @@ impl DiskConfig {
         })
     }
 
-    /// Its name, unlike all others.
+    /// The disk's unique name.
     pub fn name(&self) -> &str {
         self.name.as_deref().unwrap_or_default()
     }
 
-    /// Whether it may be changed.
+    /// Whether the description allows changes of the disk.
     pub fn access(&self) -> Access {
         if self.read_only { Access::ReadOnly } else { Access::ReadWrite }
     }
 
-    /// Whether nothing can change it.
+    /// Whether the disk cannot be changed: it is read-only or a snapshot.
     pub fn is_read_only(&self) -> bool {
         self.read_only || self.snapshot.is_some()
     }
 
-    /// The block sizes that it announces.
+    /// The block sizes that the disk announces.
     ///
     /// # Errors
-    /// Why no disk has such sizes, in words.
+    /// A text that says why no disk has such sizes.
     pub fn block_sizes(&self) -> Result<BlockSizes, String> {
         BlockSizes::new(self.logical_block_size, self.physical_block_size, self.discard_granularity)
     }
 
-    /// The treatment of changes that find no room.
+    /// The treatment of changes for which the host has no space.
     ///
     /// # Errors
-    /// The mistake, in words.
+    /// A text that describes the mistake.
     pub fn on_full(&self) -> Result<OnFull, String> {
         OnFull::new(self.on_full == OnFullName::Hold, self.hold_seconds)
     }
 
-    /// Whether its backing file is read.
+    /// Whether the backing file is read.
     pub fn backing_use(&self) -> BackingUse {
         if self.without_backing { BackingUse::LeftOut } else { BackingUse::Followed }
     }
 
-    /// Whether it may name exports of other servers.
+    /// Whether the image may name exports of other servers.
     pub fn remote_backing(&self) -> RemoteBacking {
         if self.allow_remote { RemoteBacking::Allowed } else { RemoteBacking::Refused }
     }
 
-    /// The keys of its encrypted images.
+    /// The keys of the disk's encrypted images.
     pub fn keys(&self) -> KeyFiles {
         KeyFiles { keys: self.key_files.clone(), passphrases: self.passphrase_files.clone() }
     }
 
-    /// Where its bitmaps are, if it is raw and they are not beside it.
+    /// The side file with the bitmaps, if the disk is raw and the file is not beside it.
     pub fn side_file(&self) -> Option<SideFile> {
         let path = self.bitmaps_in.clone()?;
         Some(SideFile { path, is_alone: self.trust_bitmaps })
     }
 
-    /// Whether a disk that is open as this one says need not be opened anew for `other`: they
-    /// differ in limits, thresholds and exports at most.
+    /// Whether a disk opened with this description can stay open for `other`: the two may differ
+    /// only in limits, thresholds and exports.
     pub fn opens_like(&self, other: &Self) -> bool {
         let image = |disk: &Self| Self {
             limits: LimitsConfig::default(),

@@ -1,4 +1,4 @@
-//! Where metrics are served, as people write it.
+//! The address of the metrics server, as users write it.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -9,14 +9,14 @@ use blockhouse_nbd::uri::Address;
 
 use crate::socket_options::{PrivatePermissions, split_options};
 
-/// Where metrics are served.
+/// The address of the metrics server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsAddress {
-    /// A TCP port of this machine itself.
+    /// A TCP port on a loopback address.
     Loopback(SocketAddr),
     /// A Unix socket.
     Unix {
-        /// Where it is.
+        /// The socket's path.
         path: PathBuf,
         /// The users that may connect.
         permissions: SocketPermissions,
@@ -70,7 +70,7 @@ impl MetricsAddress {
         }
     }
 
-    /// The address of its socket.
+    /// The socket's address.
     pub fn address(&self) -> Address {
         match self {
             Self::Unix { path, .. } => Address::Unix(path.clone()),

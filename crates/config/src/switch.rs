@@ -1,6 +1,6 @@
-//! The words of command lines for a switch: ours, and those of QEMU.
+//! Command-line words for a switch: ours and QEMU's.
 
-/// Whether a word says that something is on; `None` for other words.
+/// True for a word that means on, false for off; `None` for other words.
 pub fn parse(word: &str) -> Option<bool> {
     match word {
         "on" | "yes" | "true" | "y" => Some(true),
@@ -12,7 +12,7 @@ pub fn parse(word: &str) -> Option<bool> {
 /// `on` or `off`.
 ///
 /// # Errors
-/// It is another word.
+/// The word is neither.
 pub fn on_or_off(word: &str) -> Result<bool, String> {
     match word {
         "on" => Ok(true),

@@ -1,10 +1,9 @@
 //! Aligned memory for I/O, lent to operations and taken back.
 //!
-//! A [`Buffer`] is memory that belongs to one place of the program. To let an operation use it, its
-//! owner lends it out as an [`IoVector`]; while the loan exists the bytes cannot be looked at, and
-//! a loan that outlives its buffer (the future that waited was dropped, the kernel was not done)
-//! keeps the memory alive by itself. A [`BufferPool`] keeps returned memory for the next request,
-//! up to a bound, so that a warmed-up path allocates nothing.
+//! A [`Buffer`] is memory with one owner, which lends it to an operation as an [`IoVector`]. While
+//! the loan exists, the owner cannot access the bytes. A loan keeps the memory alive if it outlives
+//! its buffer, because the future was dropped before the kernel was done. A [`BufferPool`] keeps
+//! returned memory for the next request, up to a bound, so a warmed-up path allocates nothing.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::io;
@@ -26,8 +25,8 @@ pub const BLOCK_ALIGNMENT: usize = 4096;
 const MIN_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
 const CLASSES: usize = 15;
 
-/// From this many bytes on the kernel provides memory page by page at first use: a client that
-/// announces much and sends little uses little.
+/// From this many bytes on memory is mapped, and the kernel provides each page at first use: a
+/// client that announces much and sends little uses little memory.
 const MAPPED: usize = 256 << 10;
 
 /// Zero-initialised memory, freed on drop. No reference into it exists except those that `Buffer`
@@ -146,7 +145,7 @@ impl Buffer {
 
     /// Whether a loan is still out.
     pub fn is_lent(&self) -> bool {
-        // Acquire: what the borrower wrote before it dropped its loan is seen after this.
+        // Acquire: this thread sees all writes of the borrower before it dropped its loan.
         let lent = Arc::strong_count(&self.memory) != 1;
         fence(Ordering::Acquire);
         lent
@@ -276,7 +275,7 @@ impl BufferPool {
         let capacity = class.map_or(length, |class| 1 << (class as u32 + MIN_CLASS));
         Memory::allocate(capacity)
             .or_else(|| {
-                // Buffers of other sizes are memory, too.
+                // The cached buffers of other sizes are memory, too.
                 self.free_lists().clear();
                 Memory::allocate(capacity)
             })
@@ -366,7 +365,7 @@ mod tests {
     fn memory_that_is_not_there_is_an_error() {
         let pool = BufferPool::new(1 << 20);
         drop(pool.get(4096).unwrap());
-        // More than addresses reach; more than an allocation may have; more than can be counted.
+        // Beyond the address space; beyond the limit of an allocation; overflow when rounded up.
         for length in [1 << 60, isize::MAX as usize, usize::MAX] {
             for refused in [pool.get(length), Buffer::try_new(length)] {
                 assert_eq!(refused.unwrap_err().errno(), errno::ENOMEM);

@@ -1,7 +1,7 @@
-//! Where a guest's bytes are: the answer of a format's mapping.
+//! The location of a guest's bytes: the result of a format's mapping.
 //!
-//! An [`Extent`] is to Blockhouse what an iomap is to the kernel's file systems: the one thing that
-//! the I/O path needs to know of a format. The format maps, the path moves the data.
+//! An [`Extent`] corresponds to `struct iomap` of the kernel's file systems: it is all that the I/O
+//! path needs to know of a format. The format maps, the I/O path moves the data.
 
 use std::fmt;
 
@@ -18,8 +18,8 @@ impl ByteRange {
         offset.checked_add(length).map(|_| Self { offset, length })
     }
 
-    /// The bytes from `start` up to and without `end`: none when `end` lies before `start`. A wrong
-    /// assumption about one request or job ends no process; tests stop there.
+    /// The bytes from `start` up to but excluding `end`. If `end` is before `start`, debug builds
+    /// panic and others return none, because an error in one request must not end the process.
     pub fn between(start: u64, end: u64) -> Self {
         debug_assert!(start <= end, "a range ends before it starts: {start}..{end}");
         Self { offset: start, length: end.saturating_sub(start) }
@@ -107,22 +107,22 @@ impl fmt::Display for ByteRange {
 /// A piece of the guest's range with one state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// The guest's bytes that this speaks of.
+    /// The guest's bytes that the extent describes.
     pub guest: ByteRange,
-    /// The guest's bytes that change together with them: `guest`, or more around it. If the space
-    /// is `NEW`, all of this becomes visible at once, so the writer of `guest` fills the rest with
-    /// its old content (its host range lies around `guest`'s). If the data is `Compressed`, this is
-    /// the decompressed range.
+    /// `guest`, or a larger range around it that changes together with it. If the space is `NEW`,
+    /// all of the range becomes visible at once, so the writer of `guest` fills the rest with its
+    /// old content (the host range lies around that of `guest`). If the data is `Compressed`, this
+    /// is the decompressed range.
     pub alloc_range: ByteRange,
-    /// Where their content is.
+    /// The location of the content.
     pub state: ExtentState,
-    /// The work between a plain overwrite and its durability.
+    /// Properties that make an overwrite more than pure data.
     pub flags: ExtentFlags,
 }
 
 impl Extent {
     /// Whether a datasync write of this extent is pure data: mapped, not just allocated, not
-    /// shared, its mapping durable. Only then may FUA alone stand for the durability of the write.
+    /// shared, its mapping durable. Only then does FUA alone make the write durable.
     pub fn is_pure_overwrite(&self) -> bool {
         matches!(self.state, ExtentState::Mapped { .. }) && self.flags.is_empty()
     }
@@ -155,7 +155,7 @@ bitflags::bitflags! {
     /// Properties that make an overwrite more than pure data.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct ExtentFlags: u8 {
-        /// Prepared for this very request; takes effect when it is committed.
+        /// Allocated for this request; takes effect when it is linked.
         const NEW = 1;
         /// Another reference (of a snapshot) shares the space: copy on write.
         const SHARED = 2;
@@ -164,8 +164,8 @@ bitflags::bitflags! {
         /// With `NEW`: all of the new space reads as zeros, and so did all of `alloc_range`. The
         /// writer of `guest` may leave the rest as it is.
         const ZEROED = 8;
-        /// With `ZEROED`: these zeros are written and durable, so that a durable write may leave
-        /// the rest, too.
+        /// With `ZEROED`: the zeros are written and durable, so even a durable write may leave the
+        /// rest as it is.
         const PREPARED = 16;
     }
 }

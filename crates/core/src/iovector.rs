@@ -6,10 +6,9 @@
 //! write the bytes until it drops the vector. This upholds invariant 3 (ARCHITECTURE.md): the
 //! kernel never holds memory without an owner.
 //!
-//! The bytes are private, or shared with another process (a guest) that changes them at any time
-//! and may even take them away. Copies of shared bytes go by
-//! [`shared_copy`](crate::copy_from_shared), and [`IoVector::is_intact`] says whether they were
-//! there.
+//! The bytes are private, or shared with another process (a guest), which may change them at any
+//! time and may even remove the memory. Shared bytes are copied by
+//! [`shared_copy`](crate::copy_from_shared). [`IoVector::is_intact`] tells whether they were there.
 
 mod kept;
 
@@ -25,8 +24,8 @@ use crate::{Error, Result, errno};
 
 pub use kept::KeptVector;
 
-/// A piece of memory, laid out as `struct iovec` (POSIX, `<sys/uio.h>`), so that engines can hand
-/// a slice of them to the kernel as it is.
+/// A piece of memory, laid out as `struct iovec` (POSIX, `<sys/uio.h>`): engines pass a slice of
+/// them to the kernel unchanged.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Segment {
@@ -56,12 +55,12 @@ pub struct IoVector {
     owner: Arc<dyn Any + Send + std::marker::Sync>,
     segments: SmallVec<[Segment; 2]>,
     length: usize,
-    /// Of shared memory: set when some of it has vanished. Lives as long as `owner`.
+    /// For shared memory: set when some of it has vanished. Lives as long as `owner`.
     lost: Option<NonNull<AtomicBool>>,
 }
 
-/// The mark of vectors that were cut past their end: a wrong assumption about one request, which
-/// fails by [`IoVector::check_intact`].
+/// The `lost` flag of vectors that were cut past their end: the code was wrong about one request,
+/// and [`IoVector::check_intact`] fails only that request.
 static CUT_PAST_END: AtomicBool = AtomicBool::new(true);
 
 // SAFETY: the vector is the only view of its bytes (`from_raw` demands it, nothing here duplicates
@@ -89,9 +88,9 @@ impl IoVector {
     /// The bytes may change at any time, and a guest may name the same bytes twice: nothing
     /// here makes a reference to them, and all copies are atomic by the byte.
     ///
-    /// `lost` is set, before anything else can be seen in their place, when bytes of the memory
-    /// have vanished. It must be of all memory that is ever joined with this
-    /// ([`chain`](Self::chain)).
+    /// When bytes of the memory vanish, `lost` is set before other bytes are visible in their
+    /// place. All shared memory that is ever joined with this vector ([`chain`](Self::chain)) must
+    /// have the same `lost`.
     ///
     /// # Safety
     /// Each segment must stay valid for reads and writes as long as `owner` lives, and so must
@@ -118,7 +117,7 @@ impl IoVector {
     /// private memory; bytes of shared memory that has vanished read as zeros.
     pub fn is_intact(&self) -> bool {
         let Some(lost) = self.lost else { return true };
-        // The copied bytes were read before the flag.
+        // Orders the reads of the copied bytes before the read of the flag.
         fence(Ordering::Acquire);
         // SAFETY: it lives as long as the owner (`from_shared`).
         !unsafe { lost.as_ref() }.load(Ordering::Relaxed)
@@ -136,9 +135,9 @@ impl IoVector {
         Err(Error::host("cannot take a request's data from its memory", error))
     }
 
-    /// The same bytes, with `guard` as a further owner: it is dropped with the last of the vector
-    /// and all parts divided from it. Since an operation keeps its vector until it completes, the
-    /// guard outlives the operation even when the future that waited for it does not.
+    /// The same bytes, with `guard` as a further owner, dropped with the last part of the vector.
+    /// An operation keeps its vector until it completes, so the guard outlives the operation even
+    /// if the future that waits for it is dropped.
     #[must_use]
     pub fn with_guard(self, guard: impl Any + Send + std::marker::Sync) -> Self {
         Self { owner: Arc::new((self.owner, guard)), ..self }
@@ -154,7 +153,7 @@ impl IoVector {
             return next;
         }
         self.segments.extend_from_slice(&next.segments);
-        // Parts of one vector have one owner: thousands of them do not nest.
+        // Parts of one vector share its owner, so joining thousands of them nests no owners.
         let owner = if Arc::ptr_eq(&self.owner, &next.owner) {
             self.owner
         } else {
@@ -267,7 +266,7 @@ impl IoVector {
             unsafe { self.copy_out(address, &mut bytes[done..done + length]) };
             done += length;
         }
-        // Nothing of an earlier request's is left there.
+        // `bytes` may have data of an earlier request there.
         let end = (self.length - start).min(bytes.len());
         bytes[done.min(end)..end].fill(0);
     }
@@ -300,15 +299,15 @@ impl IoVector {
         }
     }
 
-    /// Whether every byte is zero. Looks no further than the first that is not. Shared memory that
-    /// has vanished is zero, too: see [`is_intact`](Self::is_intact).
+    /// Whether every byte is zero. Stops at the first that is not. Shared memory that has vanished
+    /// counts as zero: see [`is_intact`](Self::is_intact).
     pub fn is_zero(&self) -> bool {
         self.is_zero_at(0, self.length)
     }
 
-    /// As [`is_zero`](Self::is_zero), of `length` bytes from `start` on, as far as there are any.
+    /// As [`is_zero`](Self::is_zero), for at most `length` bytes from `start` on.
     pub fn is_zero_at(&self, start: usize, length: usize) -> bool {
-        // Mostly the first few bytes decide; then chunks that stay in the processor's L1 cache.
+        // The first few bytes usually decide. Later chunks stay in the processor's L1 cache.
         let mut chunk = [0; 4096];
         let mut size = 64;
         let (mut skipped, mut left) = (start, length);
@@ -331,7 +330,7 @@ impl IoVector {
         true
     }
 
-    /// Copies `bytes` over the first bytes of the vector, as many as both have. Not where shared
+    /// Copies `bytes` over the first bytes of the vector, as many as both have. Stops where shared
     /// memory has vanished.
     pub fn copy_from(&mut self, bytes: &[u8]) {
         self.copy_from_to(bytes, 0);
@@ -353,7 +352,7 @@ impl IoVector {
         }
     }
 
-    /// Sets every byte. Not where shared memory has vanished.
+    /// Sets every byte. Stops where shared memory has vanished.
     pub fn fill(&mut self, byte: u8) {
         for &Segment { address, length } in self.intact_segments() {
             // SAFETY: the segment is valid for writes (`from_raw`). Private bytes are only this
@@ -374,13 +373,13 @@ impl std::fmt::Debug for IoVector {
     }
 }
 
-/// Vectors of several owners, one after the other: what one socket operation sends or receives.
-/// Kept and used again, it allocates nothing.
+/// Vectors of several owners, one after the other, for one socket operation. A list that is kept
+/// and used again allocates nothing.
 #[derive(Default, Debug)]
 pub struct IoVectorList {
     vectors: Vec<IoVector>,
     segments: Vec<Segment>,
-    /// How many segments are through already.
+    /// How many segments are passed over completely.
     done: usize,
     length: usize,
 }
@@ -408,7 +407,7 @@ impl IoVectorList {
         (self.done, self.length) = (0, 0);
     }
 
-    /// Takes all vectors out, each with all of its bytes, also those that were passed over.
+    /// Takes all vectors out, each with all of its bytes, including those passed over.
     pub fn take_vectors(&mut self) -> impl Iterator<Item = IoVector> + '_ {
         self.segments.clear();
         (self.done, self.length) = (0, 0);
@@ -425,7 +424,7 @@ impl IoVectorList {
         self.length == 0
     }
 
-    /// The rest, none of the segments empty. For the kernel, as [`IoVector::segments`].
+    /// The segments that are left, none of them empty. For the kernel, as [`IoVector::segments`].
     pub fn segments(&self) -> &[Segment] {
         &self.segments[self.done..]
     }
@@ -462,8 +461,8 @@ impl IoVectorList {
         self.vectors.iter().map(IoVector::len).sum::<usize>() - self.length
     }
 
-    /// Passes over the first `count` bytes, or all that there are. Their memory stays owned until
-    /// [`clear`](Self::clear).
+    /// Passes over the first `count` bytes that are left, or all of them. Their memory stays owned
+    /// until [`clear`](Self::clear).
     pub fn advance(&mut self, count: usize) {
         let mut count = count.min(self.length);
         self.length -= count;

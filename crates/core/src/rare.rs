@@ -1,9 +1,9 @@
-//! Futures of what is rare, compiled once.
+//! Compiles the futures of rare operations once.
 //!
 //! The body of an async function is compiled again in each crate that awaits it, with all that it
-//! awaits itself: nearly half of what the command line's crate had was the path of requests. A
-//! call through a pointer ends that. An allocation is nothing beside a rare thing, which waits for
-//! a device.
+//! awaits itself: the path of requests was nearly half of the command line's crate. A call through
+//! a pointer ends that. The cost of an allocation is negligible in a rare operation, which waits
+//! for a device.
 
 use futures_util::future::LocalBoxFuture;
 

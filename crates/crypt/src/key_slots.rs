@@ -1,7 +1,7 @@
 //! Key slots of an existing header: the slot that a secret opens, and the content of a new one.
 //!
-//! Computes for as long as [`unlock`](crate::unlock), within the same limits: not for an event
-//! loop.
+//! The functions take as long as [`unlock`](crate::unlock), within the same limits. So an event
+//! loop must not call them.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::{Secret, SectorCipher, hash, stripes};
 /// The numbers of the key slots that a secret opens. `areas` are as for [`unlock`](crate::unlock).
 ///
 /// # Errors
-/// `Unsupported` where a slot asks for too much work or for what is not supported.
+/// `Unsupported` if a slot needs too much work or an unsupported feature.
 pub fn slots_of(header: &LuksHeader, areas: &[Vec<u8>], secret: &Secret) -> Result<Vec<u32>> {
     let mut work = Work::new();
     let mut found = Vec::new();
@@ -33,11 +33,11 @@ pub fn slots_of(header: &LuksHeader, areas: &[Vec<u8>], secret: &Secret) -> Resu
     Ok(found)
 }
 
-/// A key slot that `secret` opens in about `time`, with the disk's key, which one of `openers`
-/// opens.
+/// A new slot for the disk's key, which `secret` opens in about `time`. One of `openers` must open
+/// an existing slot.
 ///
 /// # Errors
-/// `Unsupported` where none of them opens a slot; the kernel has no random numbers or no memory.
+/// `Unsupported` if no opener opens a slot; the kernel has no random numbers or no memory.
 pub fn new_slot(
     header: &LuksHeader,
     areas: &[Vec<u8>],
@@ -60,7 +60,7 @@ pub fn new_slot(
     build().map_err(|error: std::io::Error| Error::host("cannot make a key slot", error))
 }
 
-/// Random bytes, as many as a key slot's area has, to overwrite one that is no longer used.
+/// Random bytes of the length of a key slot's area, to overwrite an area no longer used.
 ///
 /// # Errors
 /// The kernel has no random numbers.

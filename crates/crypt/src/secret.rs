@@ -7,7 +7,7 @@ use std::path::Path;
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::LockedBytes;
 
-/// The most bytes of a secret.
+/// Maximum bytes of a secret.
 pub const MAX_SECRET: usize = 64 << 10;
 
 /// A secret, in locked memory that is wiped.
@@ -15,15 +15,15 @@ pub const MAX_SECRET: usize = 64 << 10;
 pub struct Secret(LockedBytes);
 
 impl Secret {
-    /// All bytes of a file, a line feed at its end included: what programs call a key file.
+    /// Reads a key file: all its bytes, including a line feed at the end.
     ///
     /// # Errors
-    /// One that names the file: it cannot be read, is empty, or has more than [`MAX_SECRET`] bytes.
+    /// Names the file, which cannot be read, is empty, or has more than [`MAX_SECRET`] bytes.
     pub fn from_key_file(path: &Path) -> Result<Self> {
         read(path)
     }
 
-    /// The first line of a file, without its line feed: a passphrase as a person types it.
+    /// Reads a passphrase as a person types it: the first line of a file, without its line feed.
     ///
     /// # Errors
     /// As [`from_key_file`](Self::from_key_file).
@@ -50,7 +50,7 @@ fn read(path: &Path) -> Result<Secret> {
         error.hint("name a file that has the key and that this user may read")
     };
     let mut file = File::open(path).map_err(host)?;
-    // One more, so that a file that is too long is known.
+    // One more byte detects a file that is too long.
     let mut bytes = LockedBytes::new(MAX_SECRET + 1).map_err(host)?;
     let mut length = 0;
     loop {

@@ -1,4 +1,4 @@
-//! AES-XTS (IEEE 1619) of whole sectors, many blocks at a time, as the processor likes it.
+//! AES-XTS (IEEE 1619) of whole sectors, many blocks at a time for speed.
 
 use aes::cipher::array::Array;
 use aes::cipher::consts::U16;
@@ -10,9 +10,9 @@ pub(crate) const BATCH: usize = 256;
 
 pub(crate) type Block = Array<u8, U16>;
 
-/// Encrypts or decrypts sectors of `sector_size` bytes, at most 4 KiB. `tweaks` encrypts the
-/// initialization vectors, of which `iv` gives that of each sector by its index; `blocks` encrypts
-/// or decrypts blocks.
+/// Encrypts or decrypts sectors of `sector_size` bytes, at most 4 KiB. `iv` returns the
+/// initialization vector of a sector by its index. `tweaks` encrypts these vectors; `blocks`
+/// encrypts or decrypts blocks.
 pub(crate) fn xts(
     bytes: &mut [u8],
     sector_size: usize,
@@ -40,7 +40,7 @@ pub(crate) fn xts(
     }
 }
 
-/// The masks of a sector's blocks: each is the one before times x in GF(2^128).
+/// The masks of a sector's blocks: each is the previous one times x in GF(2^128).
 fn fill_masks(masks: &mut [Block], first: &Block) {
     let mut mask = u128::from_le_bytes(first.0);
     for place in masks {

@@ -1,11 +1,11 @@
 //! Snapshots of an open disk, also while it is served.
 //!
-//! A snapshot holds all changes that completed before the request, and those later ones that
-//! complete before the moment of the snapshot, each as a whole. Most of its tables are written and
-//! flushed while guests continue. Then the disk waits for the changes in flight, and holds off new
-//! ones until the rest of the tables is written; it reports how long that was. Reads continue.
-//! Deleting a snapshot works in the same way. Other changes of the snapshots hold off guests'
-//! changes all the time.
+//! A snapshot contains all changes that completed before the request. It contains a later change,
+//! as a whole, if that completes before the moment of the snapshot. Most of its tables are written
+//! and flushed while guests continue. Then the disk waits for the changes in flight, and holds off
+//! new ones until the remaining tables are written. It reports the length of this pause. Reads
+//! continue. Deleting a snapshot works in the same way. Other changes of the snapshots hold off
+//! guests' changes throughout.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant, SystemTime};
@@ -22,7 +22,7 @@ use crate::image::Image;
 /// The effect of a change of the snapshots on the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pause {
-    /// How long the guest's writes, zero writes and discards were held off, all in all.
+    /// The total time for which the guest's writes, zero writes and discards were held off.
     pub length: Duration,
 }
 
@@ -35,9 +35,9 @@ impl<S: Storage> Disk<S> {
 
 /// The outcome of a change prepared while guests write.
 enum Prepared {
-    /// It is made: the snapshot is taken.
+    /// The change is made: the snapshot is taken.
     Taken(Snapshot),
-    /// It has to be made at once.
+    /// The change must be made at once, while changes are held off.
     AtOnce,
     Cancelled,
 }
@@ -56,8 +56,8 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.disk.begin_use().format().snapshots()?.list().await
     }
 
-    /// The parts of `range`, which lies inside the disk, that have changed since a snapshot was
-    /// taken, in order. Only for snapshots of a storage.
+    /// The parts of `range` that have changed since a snapshot was taken, in order. `range` lies
+    /// inside the disk. Only for snapshots of a storage.
     ///
     /// # Errors
     /// `Unsupported` if the format takes the snapshots, or there are none; `InvalidInput` if there
@@ -77,8 +77,8 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.create_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
-    /// As [`create`](Self::create), unless `is_cancelled` returns true: then the result is `None`,
-    /// and nothing has changed. It is called often before changes are held off, and not after that.
+    /// As [`create`](Self::create), but once `is_cancelled` returns true, the result is `None`, and
+    /// nothing has changed. `is_cancelled` is called often, but not after changes are held off.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -97,7 +97,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         .await
     }
 
-    /// Makes a change while guests write, or, if that is impossible, with `at_once`.
+    /// Makes a change while guests write. If that is impossible, calls `at_once`.
     async fn change_unless<T>(
         &self,
         plan: SnapshotPlan,
@@ -123,7 +123,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         outcome
     }
 
-    /// Adds to `pause` for how long changes were held off.
+    /// Adds the time for which changes were held off to `pause`.
     async fn prepare_and_take(
         &self,
         image: &Image<S>,
@@ -162,7 +162,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         Error::new(ErrorKind::Io, what).on(self.disk.name())
     }
 
-    /// Refuses to change the snapshots of an image that no request goes to.
+    /// Refuses to change the snapshots of an image that is no longer the disk's image.
     fn check_current(&self, image: &Image<S>) -> Result<()> {
         if std::ptr::eq(&**self.disk.image(), image) {
             return Ok(());
@@ -172,7 +172,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         Err(Error::new(ErrorKind::InvalidInput, what).on(self.disk.name()).hint("ask for it again"))
     }
 
-    /// All of it while changes are held off.
+    /// Takes the whole snapshot while changes are held off.
     async fn create_at_once(
         &self,
         name: &str,
@@ -182,15 +182,15 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.while_quiesced(async |snapshots| snapshots.create(&new, state).await).await
     }
 
-    /// Reverts the disk to the snapshot, its size included; durable when it returns. Its users see
-    /// its bytes change: meant for disks that are not in use.
+    /// Reverts the disk to the snapshot, its size included; durable when it returns. Users see the
+    /// content change: meant for disks that are not in use.
     ///
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` when there is no such snapshot.
     pub async fn apply(&self, name: &str) -> Result<Pause> {
         let apply = async |snapshots: &Snapshots<'_, _>| {
             snapshots.apply(name).await?;
-            // Without memory they are lost.
+            // If memory is short, the transient bitmaps are lost.
             let size = self.disk.size();
             let bitmaps = self.disk.transient_bitmaps.get().resized(size).unwrap_or_default();
             bitmaps.mark(ByteRange::between(0, size));
@@ -208,8 +208,8 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.delete_unless(name, || false).await?.ok_or_else(|| self.cancelled())
     }
 
-    /// As [`delete`](Self::delete), unless `is_cancelled` returns true: then the result is `None`,
-    /// and nothing has changed. It is called often before changes are held off, and not after that.
+    /// As [`delete`](Self::delete), but once `is_cancelled` returns true, the result is `None`, and
+    /// nothing has changed. `is_cancelled` is called often, but not after changes are held off.
     ///
     /// # Errors
     /// As [`delete`](Self::delete).
@@ -237,7 +237,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         Ok(renamed.1)
     }
 
-    /// Takes a snapshot that has the machine's state.
+    /// Takes a snapshot that includes the VM state.
     pub(crate) async fn create_with_state(
         &self,
         name: &str,
@@ -262,7 +262,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.disk.format().snapshots()?.check_possible()
     }
 
-    /// The same, after a flush.
+    /// As `while_quiesced`, after the flush.
     async fn run_quiesced<T>(
         &self,
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
@@ -285,7 +285,7 @@ fn new_snapshot(name: &str) -> NewSnapshot {
     NewSnapshot { name: name.to_owned(), created: now(), vm_clock: Duration::ZERO }
 }
 
-/// Since 1970-01-01 UTC.
+/// The time since 1970-01-01 UTC.
 fn now() -> Duration {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }

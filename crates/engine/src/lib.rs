@@ -1,14 +1,14 @@
 //! The host (layer 1): event loops that do I/O, host files, sockets and guests' memory.
 //!
 //! - [`EventLoop`] runs futures on the thread that created it. It does their I/O by io_uring, Linux
-//!   AIO or worker threads: the best that the host allows, or what [`EngineChoice`] names.
+//!   AIO or worker threads: the best that the host allows, or the one named by [`EngineChoice`].
 //! - [`LoopThread`] is a loop with a thread of its own. Other threads submit to a loop through its
 //!   [`Handle`].
 //! - [`HostFile`] is a file or block device, and implements [`Storage`](blockhouse_core::Storage).
 //!   [`Stream`] and [`Listener`] are sockets. Each uses the loop of the thread that polls it.
-//! - [`UblkDevice`] takes the requests of a block device of the kernel's.
-//! - [`GuestMemory`] maps memory that another process shares. If it vanishes, its owner's
-//!   connection ends, not this process.
+//! - [`UblkDevice`] receives the requests of a kernel block device (ublk).
+//! - [`GuestMemory`] maps memory that another process shares. If the memory vanishes, the
+//!   connection of its owner ends, and this process continues.
 //!
 //! `event_loop` has tasks, timers and wake-ups; `driver` the three engines and their operations;
 //! `mapping` memory that may vanish below a running loop; `process` what this process may do at its
@@ -33,7 +33,7 @@
 //! ```
 //!
 //! Guarantees: no request waits for a sleeping loop; the kernel never holds memory without an
-//! owner, also when a future is dropped; a file slot in a ring is reused only after the last
+//! owner, even if a future is dropped; a file slot in a ring is reused only after the last
 //! operation on it completed.
 
 #[cfg(not(target_os = "linux"))]

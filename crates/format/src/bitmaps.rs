@@ -1,12 +1,12 @@
-//! Persistent dirty bitmaps of an image: those of a qcow2, also where it is the side file of a raw
-//! image.
+//! Persistent dirty bitmaps of an image: those of a qcow2 image, also if that is the side file of a
+//! raw image.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
 use crate::{Bitmaps, Flat, Format, Qcow2};
 
 impl<S: Storage> Format<S> {
-    /// Whether the image, open for writing, has persistent bitmaps that are in step with the disk.
+    /// Whether the image, open for writing, has persistent bitmaps consistent with the disk.
     pub fn has_bitmaps(&self) -> bool {
         self.qcow2().is_some_and(|qcow2| qcow2.bitmaps().has_any())
     }

@@ -1,18 +1,18 @@
-//! How the guest's data of an image is encrypted, as the image says.
+//! The encryption of the guest's data, as the image describes it.
 
 use crate::luks::LuksEncryption;
 
-/// Where a sector of the guest's data is.
+/// Location of a sector of the guest's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataPlace {
-    /// Its offset on the guest's disk, in bytes; that of a machine's state is past the end.
+    /// Its offset on the guest's disk, in bytes. VM state is past the end of the disk.
     pub guest: u64,
-    /// Its offset in the file that has it, in bytes.
+    /// Its offset in the file that stores it, in bytes.
     pub host: u64,
 }
 
 impl DataPlace {
-    /// The place this many bytes further on.
+    /// The location `bytes` further on.
     #[must_use]
     pub fn skip(self, bytes: u64) -> Self {
         Self { guest: self.guest.wrapping_add(bytes), host: self.host.wrapping_add(bytes) }
@@ -21,15 +21,15 @@ impl DataPlace {
 
 /// The encryption of an image's data.
 pub enum Encryption {
-    /// With keys in a header of LUKS.
+    /// LUKS: the keys are in a LUKS header.
     Luks(LuksEncryption),
-    /// As QEMU did before LUKS: AES-128-CBC with `plain64`, whose key is the password. Nothing in
-    /// the image tells whether a password is the right one.
+    /// QEMU's encryption before LUKS: AES-128-CBC with `plain64`; the key is the password. The
+    /// image has no data to verify a password with.
     Aes,
 }
 
 impl Encryption {
-    /// The keys in a header of LUKS, if there is one.
+    /// The keys in the LUKS header, if there is one.
     pub fn luks(&self) -> Option<&LuksEncryption> {
         match self {
             Self::Luks(encryption) => Some(encryption),
@@ -37,7 +37,7 @@ impl Encryption {
         }
     }
 
-    /// The number of the sector at a place for its initialization vector, in units of 512 bytes.
+    /// The sector number for the initialization vector at `place`, in units of 512 bytes.
     pub fn sector_number(&self, place: DataPlace) -> u64 {
         match self {
             Self::Luks(encryption) => encryption.sector_number(place.host),

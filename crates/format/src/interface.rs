@@ -1,5 +1,5 @@
-//! The vocabulary between the I/O path and an image format: the requests of the path, and its
-//! reports about an extent afterwards.
+//! Types shared by the I/O path and the image formats: the path's requests, and its later reports
+//! about an extent.
 //!
 //! This module depends on no format, so that each format can use it.
 
@@ -7,55 +7,55 @@ use blockhouse_core::Unmap;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The caller's intent with the extent of [`Format::map`](crate::Format::map).
+/// The operation that a caller of [`Format::map`](crate::Format::map) plans on the extent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
     /// Read it. Nothing is allocated.
     Read,
-    /// Overwrite all of it. The answer is always `Mapped`; the space may be `NEW`.
+    /// Overwrite all of it. The result is always `Mapped`; the space may be `NEW`.
     Write,
-    /// Make all of it read as zeros: `Mapped` where zeros have to be written, else a state that
-    /// reads as zeros once it is linked. With `Unmap::Forbidden` the space stays allocated.
+    /// Make all of it read as zeros. `Mapped` if zeros must be written, else a state that reads as
+    /// zeros once it is linked. With `Unmap::Forbidden` the space stays allocated.
     Zero(Unmap),
-    /// Free its space: `Mapped` where the storage has to be told, else a state that takes effect
-    /// when it is linked.
+    /// Free its space. `Mapped` if the storage must discard the range, else a state that takes
+    /// effect when it is linked.
     Discard,
 }
 
-/// Why an extent will not be linked.
+/// The reason why an extent will not be linked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Abort {
-    /// No operation on its host range is in flight (it failed or never started): new space can be
-    /// allocated again at once.
+    /// The operation on its host range failed or never started: new space can be allocated again
+    /// at once.
     Ended,
-    /// The request's future was dropped while the storage was writing: the host range may still
-    /// change, so new space is not allocated again while the image is open. A leak at most.
+    /// The request's future was dropped while the storage was writing. The host range may still
+    /// change, so new space is not allocated again while the image is open: a leak at most.
     InFlight,
 }
 
-/// The cheapest way for a durable write whose metadata has to be made durable, too.
+/// The cheapest way to make a write and its metadata durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetadataSync {
-    /// Each write by FUA, the data first:
-    /// [`sync_metadata`](crate::Format::sync_metadata) then needs no flush.
+    /// FUA writes, the data first: [`sync_metadata`](crate::Format::sync_metadata) then needs no
+    /// flush.
     Fua,
-    /// Plain writes and one flush, because one is needed anyway or because many requests share it.
+    /// Plain writes and one flush, which is needed anyway or shared by many requests.
     Flush,
 }
 
-/// The outcome of a redo log.
+/// The outcome of the replay of a redo log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Replay {
-    /// It was empty.
+    /// The log was empty.
     Nothing,
-    /// Its changes are in the image and durable. This many entries were not.
+    /// All changes of the log are in the image and durable.
     Applied {
-        /// How many entries of guest clusters differed.
+        /// The number of guest clusters whose entries were changed for that.
         changes: u64,
     },
-    /// It does not fit the image as it is now. Nothing was changed.
+    /// The log does not match the image. Nothing was changed.
     Refused {
-        /// Why, in words that follow "the log is refused: ".
+        /// The reason, as text that follows "the log is refused: ".
         why: String,
     },
 }
@@ -80,11 +80,11 @@ pub enum Discard {
     Ignore,
 }
 
-/// Look-ups of metadata since the image was opened, by where it was found.
+/// Metadata look-ups since the image was opened, by the place of the metadata.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheCounts {
-    /// In memory.
+    /// Metadata in memory.
     pub hits: u64,
-    /// On the host, from where it was read.
+    /// Metadata that was read from the host.
     pub misses: u64,
 }

@@ -1,14 +1,14 @@
 //! Disk image formats as mappings from guest ranges to host extents (layer 1).
 //!
-//! A [`Format`] answers where a guest's bytes are, and prepares space for new ones. It never moves
-//! guest data: the I/O path of `blockhouse-disk` does. [`Qcow2`] is QEMU's format, whose design is
-//! in `qcow2/README.md`. [`Flat`] images have no metadata to write: [`Raw`] is the disk byte for
-//! byte, whose bitmaps are in a [`SideFile`]; [`Luks`] is a container whose disk the I/O path
-//! decrypts; [`Foreign`] images are those of other programs, which are only read
-//! (`docs/formats.md`). [`NewForeign`] ones are made of a disk.
+//! A [`Format`] finds the location of a guest's data, and prepares space for new data. It never
+//! moves guest data: the I/O path of `blockhouse-disk` does. [`Qcow2`] is QEMU's format (design:
+//! `qcow2/README.md`). [`Flat`] images have no metadata to write: [`Raw`] is the disk byte for
+//! byte, with its bitmaps in a [`SideFile`]; [`Luks`] is a container whose disk the I/O path
+//! decrypts; [`Foreign`] images have formats of other programs, and are only read
+//! (`docs/formats.md`). [`NewForeign`] images are created from a disk.
 //!
 //! To use a disk, open it with `blockhouse-disk`. This crate alone is for creating images with all
-//! their options, and for looking into them:
+//! their options, and for inspecting them:
 //!
 //! ```
 //! use blockhouse_core::{ByteRange, ExtentState};

@@ -17,8 +17,8 @@ impl<S: Storage> Format<S> {
 }
 
 impl<S: Storage> SizeChange<'_, S> {
-    /// Whether the guest's disk may become `size` bytes long, as far as that is known without a
-    /// change: before work on it that takes long.
+    /// Checks whether the disk can become `size` bytes long, as far as that is known without a
+    /// change. Called before a long preparation.
     ///
     /// # Errors
     /// Errors of [`grow`](Self::grow).
@@ -26,9 +26,9 @@ impl<S: Storage> SizeChange<'_, S> {
         self.format.qcow2().map_or(Ok(()), |qcow2| qcow2.size_change().check(size))
     }
 
-    /// Lets [`map`](Format::map) for a change accept ranges up to `size`, past the end of the disk:
-    /// so the caller can make zeros of the bytes that [`grow`](Self::grow) will show. The
-    /// size stays. The space before `from` is prepared already, or a part of the disk.
+    /// Lets [`map`](Format::map) for a change accept ranges past the end of the disk, up to `size`.
+    /// So the caller can zero the bytes that [`grow`](Self::grow) will add. The disk's size stays.
+    /// The space before `from` is already prepared, or is a part of the disk.
     pub async fn prepare(&self, from: u64, size: u64) -> Result<()> {
         match self.format.qcow2() {
             Some(qcow2) => qcow2.size_change().prepare(from, size).await,
@@ -36,9 +36,9 @@ impl<S: Storage> SizeChange<'_, S> {
         }
     }
 
-    /// Makes the guest's disk longer. New bytes read as zeros, but those of the last cluster and of
-    /// a backing file. Durable with the next full flush. Refuses a size that is no multiple of
-    /// 512. The caller keeps requests away from the bytes between the old size and the new one.
+    /// Makes the guest's disk longer. New bytes read as zeros, except in the last cluster and from
+    /// a backing file. Durable with the next full flush. Refuses a size that is no multiple of 512.
+    /// The caller keeps requests away from the bytes between the old size and the new one.
     pub async fn grow(&self, size: u64) -> Result<()> {
         match self.format {
             Format::Flat(flat) => flat.resize(size).await,
@@ -46,11 +46,11 @@ impl<S: Storage> SizeChange<'_, S> {
         }
     }
 
-    /// Makes the guest's disk shorter; what lies beyond is lost, and its space given back. Durable
-    /// with the next full flush; a crash before leaves the old size with zeros, or what is in
-    /// the backing file, here and there beyond the new one. Refuses a size that is no multiple
-    /// of 512, and images of version 2 with snapshots. The caller keeps requests away from the
-    /// bytes from the new size on.
+    /// Makes the guest's disk shorter. Data past the new size is lost, and its space is freed.
+    /// Durable with the next full flush: a crash before it leaves the old size, and some bytes past
+    /// the new size read as zeros or as in the backing file. Refuses a size that is no multiple of
+    /// 512, and images of version 2 with snapshots. The caller keeps requests away from the bytes
+    /// from the new size on.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         match self.format {
             Format::Flat(flat) => flat.shrink(size).await,

@@ -1,8 +1,8 @@
-//! The view of a job for others: their wishes, and its progress.
+//! The interface of a job for its users: their requests, and its progress.
 //!
-//! Guarantees: every method returns at once, from any thread. A wish counts from when the method
-//! returns: a job whose [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or failed
-//! before. A job that has ended never changes.
+//! Guarantees: every method returns at once, from any thread. A request is in effect when its
+//! method returns: a job whose [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or
+//! has failed before. A job that has ended never changes.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -14,40 +14,40 @@ use parking_lot::Mutex;
 /// The treatment of the disk when its mirror is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completion {
-    /// Its guest continues on the mirror.
+    /// The guest continues on the mirror.
     Switch,
-    /// It refuses all changes from then on: the guest will use the mirror elsewhere.
+    /// The disk refuses all changes from then on: the guest will use the mirror elsewhere.
     HandOver,
-    /// Its guest continues on it: the mirror is a copy of it at that moment.
+    /// The guest continues on the disk. The mirror is a copy of the disk at that moment.
     Copy,
 }
 
-/// How far a job is.
+/// The stage of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobStage {
-    /// It works, and cannot be completed yet.
+    /// The job runs, and cannot be completed yet.
     Running,
-    /// Little is left: it keeps up with the guest, and can be completed.
+    /// Little work is left: the job keeps up with the guest, and can be completed.
     Ready,
-    /// It was asked to complete.
+    /// The job was asked to complete.
     Completing,
-    /// It is over.
+    /// The job has ended.
     Ended(JobEnd),
 }
 
 /// How a job ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEnd {
-    /// It has finished all its work, durably.
+    /// The job has done all its work, durably.
     Completed {
         /// The treatment of the disk.
         completion: Completion,
-        /// For how long the guest's changes were held off.
+        /// The time for which the guest's changes were held off.
         pause: Duration,
     },
-    /// It was cancelled. Everything that it would have changed is as before it began.
+    /// The job was cancelled. Everything that it would have changed is as before the job.
     Cancelled,
-    /// It failed, with the reason in one line. The disk continues as before.
+    /// The job failed, with the reason in one line. The disk continues as before.
     Failed(String),
 }
 
@@ -58,9 +58,9 @@ pub struct JobProgress {
     pub copied: u64,
     /// The bytes still to be copied, as far as known.
     pub remaining: u64,
-    /// The bytes that were copied and that remain, the second time and later ones included.
+    /// The sum of `copied` and `remaining`, repeated copies included.
     pub total: u64,
-    /// Bytes a second that were copied lately.
+    /// The recent rate of copying, in bytes per second.
     pub rate: u64,
 }
 
@@ -78,11 +78,11 @@ struct State {
     is_paused: bool,
     is_cancelled: bool,
     completion: Option<Completion>,
-    /// From here on it cannot be cancelled.
+    /// The job can no longer be cancelled.
     is_committed: bool,
-    /// Why it could not be completed last, and how many times it could not.
+    /// The number of postponed completions, and the reason of the last one.
     postponed: (u64, String),
-    /// How it is going to end.
+    /// The end that was decided.
     decided: Option<JobEnd>,
     speed: Option<NonZeroU64>,
 }
@@ -105,46 +105,46 @@ impl Default for State {
 }
 
 impl JobControl {
-    /// How far it is.
+    /// The job's stage.
     pub fn stage(&self) -> JobStage {
         self.state.lock().stage.clone()
     }
 
-    /// Its figures.
+    /// The job's figures.
     pub fn progress(&self) -> JobProgress {
         self.state.lock().progress
     }
 
-    /// Whether it is paused.
+    /// Whether the job is paused.
     pub fn is_paused(&self) -> bool {
         self.state.lock().is_paused
     }
 
-    /// Copies nothing more in the background until it is [resumed](Self::resume). Writes that wait
-    /// for their copy still get it.
+    /// Stops background copying until the job is [resumed](Self::resume). Writes that wait for a
+    /// copy still get it.
     pub fn pause(&self) {
         self.state.lock().is_paused = true;
         self.changed.notify_all();
     }
 
-    /// Goes on.
+    /// Resumes background copying.
     pub fn resume(&self) {
         self.state.lock().is_paused = false;
         self.changed.notify_all();
     }
 
-    /// The most bytes a second that are copied in the background; `None`: no limit.
+    /// Sets the maximum rate of background copying, in bytes per second; `None`: no limit.
     pub fn set_speed(&self, speed: Option<NonZeroU64>) {
         self.state.lock().speed = speed;
         self.changed.notify_all();
     }
 
-    /// The most bytes a second.
+    /// The maximum rate of background copying, in bytes per second.
     pub fn speed(&self) -> Option<NonZeroU64> {
         self.state.lock().speed
     }
 
-    /// Ends it without its result. `false` if it is too late: it has ended, or is just ending.
+    /// Ends the job without its result. `false` if it is too late: the job has ended, or is ending.
     pub fn cancel(&self) -> bool {
         let mut state = self.state.lock();
         if state.is_committed || matches!(state.stage, JobStage::Ended(_)) {
@@ -157,8 +157,8 @@ impl JobControl {
         true
     }
 
-    /// Ends it with its result, as soon as that is complete. A paused job continues. `false` if it
-    /// has ended, is cancelled, or was asked for another completion.
+    /// Ends the job with its result, as soon as the result is complete. A paused job continues.
+    /// `false` if the job has ended, is cancelled, or was asked for another completion.
     pub fn complete(&self, completion: Completion) -> bool {
         let mut state = self.state.lock();
         let is_over = matches!(state.stage, JobStage::Ended(_)) || state.is_cancelled;
@@ -171,12 +171,12 @@ impl JobControl {
         true
     }
 
-    /// Waits until its stage is another one than `known`.
+    /// Waits until the job's stage differs from `known`.
     pub async fn next_stage(&self, known: &JobStage) -> JobStage {
         self.changed.wait_until(|| Some(self.stage()).filter(|stage| stage != known)).await
     }
 
-    /// Waits for its end.
+    /// Waits for the job's end.
     pub async fn ended(&self) -> JobEnd {
         let ended = || match self.stage() {
             JobStage::Ended(end) => Some(end),
@@ -185,7 +185,7 @@ impl JobControl {
         self.changed.wait_until(ended).await
     }
 
-    /// How many times it was asked to complete, and could not yet.
+    /// The number of times that the job was asked to complete and could not yet.
     pub fn postponements(&self) -> u64 {
         self.state.lock().postponed.0
     }
@@ -195,11 +195,11 @@ impl JobControl {
         self.state.lock().postponed.1.clone()
     }
 
-    /// Waits for its end, or for one postponement more than `known`. Then the error has the reason,
-    /// and completion can be requested again.
+    /// Waits for the job's end, or for more postponements than `known`. After a postponement,
+    /// completion can be requested again.
     ///
     /// # Errors
-    /// Why it cannot be completed yet, in one line.
+    /// The reason why the job cannot be completed yet, in one line.
     pub async fn ended_or_postponed(&self, known: u64) -> Result<JobEnd, String> {
         let outcome = || {
             let state = self.state.lock();
@@ -212,8 +212,8 @@ impl JobControl {
         self.changed.wait_until(outcome).await
     }
 
-    /// Waits until the kind of its end is decided, or for its end. The remaining work may take as
-    /// long as the target, or a replaced image, takes to answer. Nothing of the guest waits for it.
+    /// Waits until the kind of the job's end is decided, or for its end. The rest may take as
+    /// long as the target, or a replaced image, takes to reply. No guest request waits for it.
     pub async fn decided(&self) -> JobEnd {
         let decided = || {
             let state = self.state.lock();
@@ -225,12 +225,12 @@ impl JobControl {
         self.changed.wait_until(decided).await
     }
 
-    /// The job has ended: all of its work is done. A job has one end, the first.
+    /// Ends the job: all its work is done. Only the first end counts.
     pub fn end(&self, end: JobEnd) {
         self.set_stage(JobStage::Ended(end));
     }
 
-    /// Notified of every change of the requests to the job, of its stage, and of events of the job.
+    /// Notified of changes of the requests to the job and of its stage, and of the job's events.
     pub(crate) fn changed(&self) -> &Condvar {
         &self.changed
     }
@@ -243,14 +243,14 @@ impl JobControl {
         self.state.lock().completion
     }
 
-    /// Refuses to be cancelled from now on. `false` if it was cancelled.
+    /// Refuses cancellation from now on. `false` if the job was cancelled.
     pub(crate) fn commit(&self) -> bool {
         let mut state = self.state.lock();
         state.is_committed = !state.is_cancelled;
         state.is_committed
     }
 
-    /// It cannot be completed yet: it continues, and can be cancelled or asked again.
+    /// Postpones the completion. The job continues, and can be cancelled or asked again.
     pub(crate) fn postpone(&self, error: &Error) {
         {
             let mut state = self.state.lock();
@@ -260,13 +260,13 @@ impl JobControl {
         self.changed.notify_all();
     }
 
-    /// Decides its end: the first decision holds.
+    /// Decides the job's end. The first decision holds.
     pub(crate) fn decide(&self, end: JobEnd) {
         self.state.lock().decided.get_or_insert(end);
         self.changed.notify_all();
     }
 
-    /// Whether it is known how it is going to end.
+    /// Whether the job's end is decided.
     pub(crate) fn is_decided(&self) -> bool {
         self.state.lock().decided.is_some()
     }

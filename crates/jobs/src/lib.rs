@@ -1,27 +1,27 @@
-//! Jobs (layer 4): long work on disks that are used meanwhile.
+//! Jobs (layer 4): long operations on disks that stay in use.
 //!
-//! A [`Mirror`] copies a disk to another one while its guest goes on, until both are equal; then
-//! the guest goes on with the copy, or the disk is held for another host. [`Mirror::commit`] copies
-//! an overlay into its backing file, with which the guest goes on. A [`JobControl`] is what others
-//! have of a running job: how far it is, and what they want of it. A job is one future, on any
-//! executor: a [`Clock`](blockhouse_engine::Clock) is all that it needs beside the disks.
+//! A [`Mirror`] copies a disk to another one while its guest runs, until both are equal. Then the
+//! guest switches to the copy, or the disk is held for another host. [`Mirror::commit`] copies an
+//! overlay into its backing file, and switches the guest to that file. A [`JobControl`] reports the
+//! progress of a running job and passes requests to it. A job is one future, on any executor.
+//! Beside the disks it needs only a [`Clock`](blockhouse_engine::Clock).
 //!
 //! A [`Stream`] fills an overlay from its backing file, and detaches it.
 //!
-//! A [`FrozenDisk`] is a disk as it was at one moment, beside the disk that goes on: what backups
-//! read.
+//! A [`FrozenDisk`] is the content of a disk at one moment, while the disk stays in use. Backups
+//! read it.
 //!
-//! From the bottom up, each uses only what is above it in this list:
+//! Modules from the bottom up; each uses only modules above it in this list:
 //!
-//! - `control`: what is wanted of a job, and what it tells
-//! - `next_event`: what a job waits for
-//! - `meter`: how a copy gets on
-//! - `pace`: how fast it goes while a guest uses the disk
-//! - `tracker`: what the guest changes meanwhile
-//! - `copier`: copies what is dirty, for as long as the job goes on
+//! - `control`: requests to a job, and its reports
+//! - `next_event`: the events that a job waits for
+//! - `meter`: the progress of a copy
+//! - `pace`: the speed of a copy while a guest uses the disk
+//! - `tracker`: the guest's changes meanwhile
+//! - `copier`: copies dirty ranges until the job ends
 //! - `mirror`: the steps of a mirror, and its end
 //! - `stream`: the steps of a stream (with `control`, `next_event`, `meter` and `pace`)
-//! - `frozen`: disks as they were (alone)
+//! - `frozen`: the content of disks at one moment (without the others)
 #![forbid(unsafe_code)]
 
 mod control;

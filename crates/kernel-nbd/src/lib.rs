@@ -1,18 +1,18 @@
-//! The kernel as an NBD client (layer 4): the export of a server of this program at a Unix socket
-//! as a block device of this host, `/dev/nbdN`.
+//! The kernel as an NBD client (layer 4): attaches an export of this program's server at a Unix
+//! socket as a block device of this host, `/dev/nbdN`.
 //!
-//! It takes the place of ublk where the kernel has no driver for that. A device of it does not
-//! outlive its server: requests fail once that has ended, and those that it had wait until the
-//! device is detached.
+//! This crate replaces ublk on kernels without the ublk driver. A device does not outlive its
+//! server: new requests fail after the server's end, and the requests that the server had wait
+//! until the device is detached.
 //!
-//! From the bottom up, each uses only what is above it in this list:
+//! From the bottom up, each module uses only modules above it in this list:
 //!
-//! - `error`: what fails, and what to do
+//! - `error`: errors, with advice
 //! - `message`: requests to the driver and its replies, as bytes
 //! - `driver`: the driver, by generic netlink
-//! - `handshake`: what the export is like
+//! - `handshake`: the properties of the export
 //! - `server`: the process that listens at a socket, and its end
-//! - `device`: devices that come and go
+//! - `device`: attaching and detaching devices
 #![forbid(unsafe_code)]
 
 mod device;

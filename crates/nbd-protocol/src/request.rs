@@ -27,11 +27,11 @@ pub mod kind {
     pub const CACHE: u16 = 5;
     /// Write zeros without sending them.
     pub const WRITE_ZEROES: u16 = 6;
-    /// Which parts are allocated, and which are zero?
+    /// Report the allocated ranges and the zero ranges.
     pub const BLOCK_STATUS: u16 = 7;
 }
 
-/// A request header as it came, with nothing checked but its magic number.
+/// A request header as received; only its magic number was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestHeader {
     /// The command flags, known or not.
@@ -46,14 +46,13 @@ pub struct RequestHeader {
     pub length: u64,
 }
 
-/// The header does not start with the magic number that was agreed on: the two ends are out of
-/// step.
+/// The header does not start with the negotiated magic number: client and server are out of sync.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a request starts with 0x{0:08x} instead of its magic number")]
 pub struct BadMagic(pub u32);
 
 impl RequestHeader {
-    /// Reads the header at the start of `bytes`; `None` when they do not hold all of it.
+    /// Reads the header at the start of `bytes`; `None` if the header is incomplete.
     pub fn parse(framing: Framing, bytes: &[u8]) -> Result<Option<Self>, BadMagic> {
         let Some(bytes) = bytes.get(..framing.request_length()) else { return Ok(None) };
         let expected = match framing {
@@ -97,8 +96,8 @@ impl RequestHeader {
 
     /// How many bytes of payload follow the header.
     ///
-    /// An extended WRITE must say so by its flag. QEMU's client (10.0 still) does not, and sends
-    /// the payload all the same, as it could not do otherwise; so a write has one in any case.
+    /// The NBD protocol requires the flag `PAYLOAD_LEN` in an extended WRITE. QEMU's client (still
+    /// in 10.0) does not set it, but sends the payload. So every WRITE has a payload here.
     pub fn payload_length(&self, framing: Framing) -> u64 {
         let extended = matches!(framing, Framing::Extended);
         let flagged = extended && self.flags.contains(CommandFlags::PAYLOAD_LEN);
@@ -106,7 +105,7 @@ impl RequestHeader {
     }
 }
 
-/// The `N` bytes at `at`, which the caller knows to be there.
+/// The `N` bytes at `at`. The caller has checked the length.
 fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut array = [0; N];
     array.copy_from_slice(&bytes[at..at + N]);

@@ -1,7 +1,7 @@
 //! NBD (layer 4): the protocol, and a server for disks.
 //!
-//! A [`Server`] accepts clients at any number of sockets. The clients of a socket find its
-//! [`Exports`] and no others. [`Limits`] bounds what they may take. A drain ends it in order: every
+//! A [`Server`] accepts clients at any number of sockets. The clients of a socket see only its
+//! [`Exports`]. [`Limits`] bounds their resource use. A drain ends the server in order: every
 //! request in flight gets its reply.
 //!
 //! ```
@@ -47,9 +47,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! [`proto`], [`handshake`], [`command`], [`status_payload`] and [`uri`] turn bytes into values
-//! and back, and do no I/O. The [`Server`] and the transmission phase are built on them. Neither
-//! knows an image format or an engine: they turn the protocol into requests for a
+//! [`proto`], [`handshake`], [`command`], [`status_payload`] and [`uri`] parse and encode bytes,
+//! and do no I/O. The [`Server`] and the transmission phase are built on them. Neither depends on
+//! an image format or an engine: both convert the protocol into requests for a
 //! [`Disk`](blockhouse_disk::Disk).
 #![forbid(unsafe_code)]
 

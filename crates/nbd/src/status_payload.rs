@@ -1,5 +1,5 @@
 //! The payload of a BLOCK_STATUS with `NBD_CMD_FLAG_PAYLOAD_LEN`: the number of bytes to describe,
-//! and the ids of the contexts to describe them in, of those that were negotiated.
+//! and the ids of the selected contexts, which were negotiated.
 //!
 //! Guarantee: any bytes are parsed or refused, with no more memory than the negotiated contexts
 //! take. Each context is described once.
@@ -19,7 +19,7 @@ pub struct SelectedStatus<'a> {
 }
 
 impl<'a> SelectedStatus<'a> {
-    /// Parses the payload of a request from `offset` on, under the contexts that were negotiated.
+    /// Parses the payload of a request at `offset`; it may select `negotiated` contexts.
     ///
     /// # Errors
     /// The payload is too short or too long, the range is empty or ends beyond 64 bits, or a

@@ -1,10 +1,10 @@
-//! The abilities that storages of tests begin with.
+//! The default capabilities of test storages.
 
 use blockhouse_core::{
     Alignment, Capabilities, Fua, FuaCost, GroupCommit, Offload, ReadAfterDiscard, WriteCache,
 };
 
-/// A volatile cache and native FUA, at any offset; no operation for zeros and discards.
+/// A volatile write cache, native FUA, byte alignment; no operation for zeros or discards.
 pub const PLAIN_CAPABILITIES: Capabilities = Capabilities {
     fua: Fua::Native,
     fua_cost: FuaCost::NoFlush,

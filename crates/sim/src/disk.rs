@@ -1,10 +1,10 @@
 //! A disk that lives in memory and virtual time.
 //!
 //! Guarantees: those of [`Storage`] and no more. Operations end in any order. A crash keeps any
-//! part of what is not stable. The death of the process keeps all that has ended, and any part of
-//! what is in flight. A discarded range holds anything, unless the configuration says zeros. What a
-//! failed flush covered counts as clean. A misaligned operation, which a caller must not start,
-//! panics.
+//! part of the data that is not stable. The death of the process keeps all ended operations, and
+//! any part of those in flight. A discarded range has any content, unless the configuration says
+//! zeros. Data that a failed flush covered counts as clean. A misaligned operation, which a caller
+//! must not start, panics.
 
 use std::future;
 use std::io;
@@ -26,9 +26,9 @@ use crate::process::Process;
 use crate::state::State;
 use crate::{Clock, Config, Fault, Latency, Operation, Sim, Size, Support};
 
-/// A simulated disk. Clones are the same disk, opened once more: what is [closed](Storage::close)
-/// is the one handle, and the test fails where anything goes on by it, if the disk
-/// [needs](Config::needs_close) that.
+/// A simulated disk. A clone is another handle of the same disk. A [close](Storage::close) concerns
+/// one handle: if the disk [needs a close](Config::needs_close), a later operation through this
+/// handle panics.
 pub struct SimDisk {
     shared: Arc<Shared>,
     is_closed: AtomicBool,
@@ -40,11 +40,10 @@ struct Shared {
     alignment: Alignment,
     fua: Fua,
     needs_close: bool,
-    /// The size as it is remembered: that of the file, but for what operations have made longer
-    /// whose futures were dropped.
+    /// The known size: that of the file, without growth by operations whose futures were dropped.
     size: AtomicU64,
     state: Mutex<State>,
-    /// Operations that do not end before they are released; `None`: all end by themselves.
+    /// Operations that wait for [`SimDisk::release`]; `None`: all end by themselves.
     held: Mutex<Option<Vec<u64>>>,
 }
 
@@ -76,12 +75,12 @@ impl SimDisk {
         std::mem::take(&mut self.shared.state.lock().log)
     }
 
-    /// Whether an operation has failed that the disk does have, also one for which it had no room.
+    /// Whether an operation has failed, also with ENOSPC; EOPNOTSUPP does not count.
     pub fn has_failed(&self) -> bool {
         self.shared.state.lock().failed > 0
     }
 
-    /// Whether a flush or durable write has failed: what used the disk may remember that.
+    /// Whether a flush or durable write has failed. Users of the disk may remember the failure.
     pub(crate) fn has_failed_sync(&self) -> bool {
         self.shared.state.lock().failed_syncs > 0
     }
@@ -97,23 +96,23 @@ impl SimDisk {
         (state.started, state.ended)
     }
 
-    /// Another program makes the disk longer by `bytes`, durably: a block device by its volume
-    /// manager. Without a notification: the known size stays until a write reaches past it.
+    /// Appends `bytes` durably, as another program does: a volume manager to a block device. There
+    /// is no notification: the known size stays until a write reaches past it.
     pub fn lengthen(&self, bytes: &[u8]) {
         self.shared.state.lock().media.append(bytes);
     }
 
-    /// From now on operations take other times.
+    /// Sets the latency of later operations.
     pub fn set_latency(&self, latency: Latency) {
         self.shared.state.lock().config.latency = latency;
     }
 
-    /// From now on no operation ends: the disk does not answer.
+    /// Holds operations: from now on none ends, as if the disk did not respond.
     pub fn hold(&self) {
         self.shared.held.lock().get_or_insert_default();
     }
 
-    /// Ends what was [held](Self::hold); from now on operations end by themselves.
+    /// Ends the [held](Self::hold) operations; later ones end by themselves.
     pub fn release(&self) {
         let held = self.shared.held.lock().take();
         for id in held.into_iter().flatten() {
@@ -122,38 +121,38 @@ impl SimDisk {
         }
     }
 
-    /// Adds a reason to fail.
+    /// Adds a fault.
     pub fn fail(&self, fault: Fault) {
         self.shared.state.lock().faults.add(fault);
     }
 
-    /// From now on nothing fails.
+    /// Removes all faults.
     pub fn clear_faults(&self) {
         self.shared.state.lock().faults.clear();
     }
 
-    /// The bytes that a crash at this moment might leave, by `random`. The disk goes on.
+    /// Bytes that a crash at this moment might leave, chosen by `random`. The disk stays usable.
     pub fn crash(&self, random: &mut Rng) -> Vec<u8> {
         self.shared.state.lock().crash(random)
     }
 
-    /// The disk as the process of the simulation `next` finds it after a loss of power at this
-    /// moment, by `random`; without reasons to fail. This one goes on.
+    /// The disk after a power loss at this moment, without faults, in the simulation `next`.
+    /// `random` chooses the content. This disk stays usable.
     #[must_use]
     pub fn after_power_loss(&self, next: &Sim, random: &mut Rng) -> Self {
         let image = self.crash(random);
         Self::new(next, self.shared.state.lock().config.clone(), image)
     }
 
-    /// The disk as the process of the simulation `next` finds it when this one dies at this moment:
-    /// all that has ended is there, though not stable, and of what is in flight any part, by
-    /// `random`; without reasons to fail. This one goes on.
+    /// The disk after the death of this process at this moment, without faults, in the simulation
+    /// `next`. It has all ended operations, though not stable, and parts of those in flight, chosen
+    /// by `random`. This disk stays usable.
     #[must_use]
     pub fn after_death(&self, next: &Sim, random: &mut Rng) -> Self {
         Self::with(next, self.shared.state.lock().after_death(random))
     }
 
-    /// The bytes that a read of everything would see now.
+    /// The current content, as a read sees it.
     pub fn content(&self) -> Vec<u8> {
         let state = self.shared.state.lock();
         let mut bytes = vec![0; state.media.size() as usize];
@@ -182,14 +181,14 @@ impl SimDisk {
                     Some(range) => error.at(range.offset()),
                     None => error,
                 };
-                // ENOSPC: a part of the range was written at most.
+                // ENOSPC: at most a part of the range was written.
                 let is_confined = code == errno::ENOSPC && !loses_older;
                 Err(if is_confined { error.confined() } else { error })
             }
         }
     }
 
-    /// Remembers the size that an operation has left.
+    /// Updates the known size after an operation.
     fn note_size(&self, operation: Operation, failure: Option<Failure>) {
         let size = &self.shared.size;
         match (operation, failure) {
@@ -227,7 +226,7 @@ impl SimDisk {
         (id, outcome)
     }
 
-    /// Waits until no detached durable operation is in flight: one whose future was dropped.
+    /// Waits until no detached durable operation (with a dropped future) is in flight.
     async fn wait_for_detached(&self) {
         loop {
             let ended = self.shared.state.lock().wait_for_detached();
@@ -325,7 +324,7 @@ impl Storage for SimDisk {
         self.operate(Operation::WriteZeroes(range, unmap), None).await
     }
 
-    /// Zeros in the cache, as written ones are.
+    /// Puts zeros into the cache, as a write does.
     async fn prepare_zeroes(&self, range: ByteRange, held: IoVector) -> Result<()> {
         self.assert_aligned(range, None);
         self.operate(Operation::PrepareZeroes(range), Some(held)).await
@@ -356,7 +355,7 @@ impl Storage for SimDisk {
         self.operate(Operation::Resize(size), None).await
     }
 
-    /// A nanosecond for each change that has started.
+    /// The number of changes that have started, in nanoseconds.
     async fn last_change(&self) -> Result<Option<Duration>> {
         Ok(Some(Duration::from_nanos(self.shared.state.lock().changes)))
     }

@@ -6,7 +6,7 @@ use fastrand::Rng;
 
 use crate::OperationKind;
 
-/// A reason for operations to fail.
+/// A reason for operations to fail or to take longer.
 #[derive(Clone, Debug)]
 pub struct Fault {
     kind: Option<OperationKind>,
@@ -14,11 +14,11 @@ pub struct Fault {
     effect: Effect,
 }
 
-/// The fate of an operation.
+/// The effect of a fault on an operation.
 #[derive(Clone, Copy, Debug)]
 enum Effect {
     Fails(Failure),
-    /// It takes so much longer.
+    /// The operation takes this much longer.
     Waits(Duration),
 }
 
@@ -26,7 +26,7 @@ enum Effect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
     pub(crate) errno: i32,
-    /// Whether writes that no flush has covered may be lost with it, and are reported by it alone.
+    /// Whether older unflushed writes may be lost too, and only this failure reports the loss.
     pub(crate) loses_older: bool,
 }
 
@@ -51,8 +51,8 @@ impl Fault {
         Self::with(Trigger::After(n), Effect::Fails(Failure::of_range(errno)))
     }
 
-    /// The `n`-th operation from now on, counted from 0, takes `time` longer: it waits for a server
-    /// that comes back then, or never.
+    /// The `n`-th operation from now on, counted from 0, takes `time` longer, as if it waited for
+    /// a server that comes back then, or never.
     pub fn late(n: u64, time: Duration) -> Self {
         Self::with(Trigger::After(n), Effect::Waits(time))
     }
@@ -73,9 +73,8 @@ impl Fault {
         self
     }
 
-    /// The failure is the only report that older writes, which no flush has covered, are lost: so a
-    /// durable write fails through a page cache, with the errno with which the host could not write
-    /// back.
+    /// Makes the failure the only report that older unflushed writes are lost. A durable write
+    /// through a page cache fails so: with the errno of the host's failed writeback.
     #[must_use]
     pub fn losing_older_writes(mut self) -> Self {
         if let Effect::Fails(failure) = &mut self.effect {
@@ -98,7 +97,7 @@ impl FaultPlan {
         self.0.clear();
     }
 
-    /// How the next operation, one of `kind`, fails, and how much longer it takes.
+    /// The failure and the extra latency of the next operation, which is of `kind`.
     pub(crate) fn decide(
         &mut self,
         kind: OperationKind,

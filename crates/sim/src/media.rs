@@ -2,8 +2,8 @@
 //! stable, and every version of a sector in between.
 //!
 //! A sector of 512 bytes is the unit that a crash keeps or drops as a whole. Until a flush covers
-//! them, all versions written since the last stable one may be what a crash leaves behind: devices
-//! write their caches back in any order and at any time.
+//! it, a crash may leave any version written since the last stable one: devices write back their
+//! caches in any order and at any time.
 
 use blockhouse_core::ByteRange;
 use fastrand::Rng;
@@ -15,19 +15,19 @@ pub(crate) const SECTOR: usize = 512;
 pub(crate) struct Media {
     size: u64,
     stable_size: u64,
-    /// Version of the size, so that a flush does not bring back an older one.
+    /// Version of the size: with it a flush does not restore an older size.
     size_version: u64,
     stable_size_version: u64,
-    /// The end of what was made stable at the newest of these versions or before, and is part of
-    /// the file.
+    /// End of the stable bytes that are part of the file. They became stable at
+    /// `stable_end_version` or before.
     stable_end: u64,
     stable_end_version: u64,
-    /// Both are whole sectors.
+    /// `visible` and `stable` consist of whole sectors.
     visible: Vec<u8>,
     stable: Vec<u8>,
     sectors: Vec<Sector>,
-    /// Number of the newest version of any sector, so that a flush does not replace something
-    /// newer.
+    /// Number of the newest version of any sector: with it a flush does not replace a newer
+    /// version.
     last_version: u64,
 }
 
@@ -107,7 +107,7 @@ impl Media {
         }
     }
 
-    /// Stores only some of the sectors of a write, as one that fails may do.
+    /// Stores only some of the sectors of a write, as a failed write may do.
     pub(crate) fn write_torn(&mut self, write: u64, offset: u64, bytes: &[u8], random: &mut Rng) {
         for sector in sectors_of(offset, bytes.len()) {
             let start = (sector * SECTOR).max(offset as usize);
@@ -119,8 +119,8 @@ impl Media {
         }
     }
 
-    /// The host has given new space for these sectors: where nothing makes their content stable, a
-    /// crash may leave what was there before.
+    /// The host has allocated new space for these sectors. If their content does not become stable,
+    /// a crash may leave the old bytes of that space.
     pub(crate) fn leave_anything_past_end(&mut self, range: ByteRange, random: &mut Rng) {
         for sector in self.present(range) {
             let start = sector * SECTOR;
@@ -130,7 +130,7 @@ impl Media {
         }
     }
 
-    /// The sectors of the range are stable as reads see them.
+    /// Makes the sectors of the range stable, with the content that reads see.
     pub(crate) fn make_stable(&mut self, range: ByteRange) {
         let sectors = self.present(range);
         for sector in sectors.clone() {
@@ -140,7 +140,7 @@ impl Media {
             self.sectors[sector] =
                 Sector { stable_version: self.last_version, versions: Vec::new() };
         }
-        // Whole sectors: nothing of them is left for a flush, which would see to the size.
+        // No version of these sectors is left for a flush, which would persist the size.
         let end = (sectors.end * SECTOR) as u64;
         self.persist_size(end.min(self.size), self.size_version);
     }
@@ -157,7 +157,7 @@ impl Media {
         self.stable_end = self.stable_end.min(size);
     }
 
-    /// Makes the medium longer by `bytes`, which are stable as its new size is.
+    /// Appends `bytes` to the medium. The bytes and the new size are stable at once.
     pub(crate) fn append(&mut self, bytes: &[u8]) {
         let start = self.size as usize;
         self.set_size(self.size + bytes.len() as u64);
@@ -165,7 +165,7 @@ impl Media {
         self.make_stable(ByteRange::between(start as u64, self.size));
     }
 
-    /// The sectors that a flush that begins now covers.
+    /// The sectors covered by a flush that begins now.
     pub(crate) fn flush_set(&self) -> FlushSet {
         self.flush_set_of(0..self.sectors.len())
     }
@@ -176,14 +176,14 @@ impl Media {
         FlushSet { versions, size: self.size, size_version: self.size_version }
     }
 
-    /// The flush succeeded; `with_size` when the size became stable, too.
+    /// Completes a successful flush; `with_size` if the size became stable, too.
     pub(crate) fn complete_flush(&mut self, flush: &FlushSet, with_size: bool) {
         for &(sector, number) in &flush.versions {
             let versions = &mut self.sectors[sector].versions;
             if let Some(found) = versions.iter().position(|version| version.number == number) {
                 let version = versions.drain(..=found).next_back().expect("the one found");
                 self.persist(sector, &version);
-                // Reading the data back takes a size that includes it.
+                // The stable size must include the data: otherwise it cannot be read back.
                 let end = ((sector + 1) * SECTOR) as u64;
                 self.persist_size(end.min(flush.size), flush.size_version);
             }
@@ -196,7 +196,7 @@ impl Media {
         }
     }
 
-    /// The size is at least this much after a crash.
+    /// Makes the size at least `size` after a crash.
     fn persist_size(&mut self, size: u64, version: u64) {
         self.stable_end = self.stable_end.max(size);
         self.stable_end_version = self.stable_end_version.max(version);
@@ -206,8 +206,8 @@ impl Media {
         }
     }
 
-    /// The flush failed: what it covered counts as clean from now on although only chance knows
-    /// which of it is stable. Reads go on to see it. That is what Linux does to its page cache.
+    /// Fails a flush: the versions that it covered count as clean from now on, but a random part of
+    /// them is stable. Reads still see them. The Linux page cache does the same.
     pub(crate) fn fail_flush(&mut self, flush: &FlushSet, random: &mut Rng) {
         for &(sector, number) in &flush.versions {
             let versions = &mut self.sectors[sector].versions;
@@ -220,13 +220,13 @@ impl Media {
         }
     }
 
-    /// As [`fail_flush`](Self::fail_flush), for a durable write that failed: its sectors only.
+    /// As [`fail_flush`](Self::fail_flush), but only for the sectors of a failed durable write.
     pub(crate) fn fail_durable_write(&mut self, range: ByteRange, random: &mut Rng) {
         let flush = self.flush_set_of(self.present(range));
         self.fail_flush(&flush, random);
     }
 
-    /// The sectors of the range that there are: a failed write may have made fewer than it wanted.
+    /// The existing sectors of the range: a failed write may have created only some.
     fn present(&self, range: ByteRange) -> std::ops::Range<usize> {
         let wanted = sectors_of(range.offset(), range.length() as usize);
         wanted.start.min(self.sectors.len())..wanted.end.min(self.sectors.len())
@@ -239,8 +239,8 @@ impl Media {
         }
     }
 
-    /// The bytes that a crash at this moment might leave: each sector is the stable one, any
-    /// version in the cache, or one that a write in flight would make.
+    /// Possible content after a crash at this moment. Each sector is its stable version, any
+    /// version in the cache, or the result of a write in flight.
     pub(crate) fn crash(&self, in_flight: &[InFlightWrite<'_>], random: &mut Rng) -> Vec<u8> {
         let outcome = CrashOutcome::pick(random);
         let mut image = self.stable.clone();
@@ -259,7 +259,7 @@ impl Media {
         image
     }
 
-    /// The sector as a write in flight would make it, if it touches it.
+    /// The sector after a write in flight; `None` if the write does not touch it.
     fn overlay(&self, sector: usize, write: &InFlightWrite<'_>) -> Option<[u8; SECTOR]> {
         let start = sector * SECTOR;
         let from = (write.offset as usize).max(start);
@@ -282,11 +282,11 @@ impl Media {
 enum CrashOutcome {
     /// All of it is lost.
     Nothing,
-    /// The newest of everything is kept.
+    /// The newest version of each sector is kept.
     Everything,
     /// Whole writes are kept or lost.
     Writes(u64),
-    /// Every sector on its own.
+    /// Each sector independently keeps one of its versions.
     Sectors,
 }
 

@@ -1,8 +1,8 @@
 //! Memory that outlives the process, as a file on tmpfs would be.
 //!
-//! Guarantees: those of [`StateMemory`]. Each store is a step of the process, so it may die between
-//! any two of them. What a dead process goes on to store, the next one does not find. A store to a
-//! word that is not reserved panics.
+//! Guarantees: those of [`StateMemory`]. Each store is a step of the process, so the process may
+//! die between any two stores. The next process does not see later stores of a dead one. A store to
+//! a word that is not reserved panics.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -16,14 +16,14 @@ use crate::process::Process;
 pub struct SimMemory {
     words: Vec<AtomicU64>,
     process: Process,
-    /// How many words there are now.
+    /// The number of words that are reserved now.
     reserved: AtomicUsize,
     /// The words of the process when it died.
     survivors: OnceLock<Vec<u64>>,
 }
 
 impl SimMemory {
-    /// New memory: this many zeros. As it is after a loss of power, too.
+    /// New memory of this many zero words. A power loss leaves the same.
     pub fn new(sim: &Sim, words: usize) -> Self {
         Self::with(sim, vec![0; words])
     }
@@ -37,7 +37,7 @@ impl SimMemory {
         }
     }
 
-    /// The memory for the next process when this one dies now, or has died before.
+    /// The memory for the next process if this one dies now, or has died before.
     #[must_use]
     pub fn after_death(&self, next: &Sim) -> Self {
         Self::with(next, self.survivors.get().cloned().unwrap_or_else(|| self.content()))
@@ -60,7 +60,7 @@ impl StateMemory for SimMemory {
     fn store(&self, index: usize, value: u64) {
         assert!(index < self.reserved.load(Ordering::Relaxed), "word {index} is not reserved");
         if !self.process.step() {
-            // The dead process goes on to see its own stores: it does not notice that it is dead.
+            // A dead process still sees its own stores: it does not notice that it is dead.
             self.survivors.get_or_init(|| self.content());
         }
         self.words[index].store(value, Ordering::Release);

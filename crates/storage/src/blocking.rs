@@ -1,5 +1,4 @@
-//! Calls that can only be waited for: each has a thread of its own, so that it holds up nothing
-//! else.
+//! Blocking calls: each runs on its own thread, so that it blocks nothing else.
 
 use std::io;
 
@@ -9,7 +8,7 @@ use futures_channel::oneshot;
 /// end.
 ///
 /// # Errors
-/// There is no thread for it.
+/// No thread can be created.
 pub(crate) async fn run_blocking<T: Send + 'static>(
     name: &str,
     call: impl FnOnce() -> T + Send + 'static,

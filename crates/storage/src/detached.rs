@@ -1,4 +1,4 @@
-//! Flushes and durable writes whose future was dropped before it was answered.
+//! Flushes and durable writes whose future was dropped before they completed.
 //!
 //! A storage server (NBD, Ceph) may report the failure of a flush or durable write only once. The
 //! next flush waits until all detached ones have ended, and fails if one of them failed.
@@ -21,12 +21,12 @@ struct State {
 }
 
 impl DetachedSyncs {
-    /// The future of a request was dropped.
+    /// Records a request whose future was dropped.
     pub(crate) fn detach(&self) {
         self.state.lock().in_flight += 1;
     }
 
-    /// A detached request has ended, perhaps with a failure.
+    /// Records the end of a detached request, and its failure if any.
     pub(crate) fn complete(&self, failure: Option<Error>) {
         let mut state = self.state.lock();
         state.in_flight -= 1;
@@ -37,7 +37,7 @@ impl DetachedSyncs {
         self.ended.notify_all();
     }
 
-    /// Waits until none is in flight.
+    /// Waits until no detached request is in flight.
     ///
     /// # Errors
     /// An error that was not reported yet. It is reported once.

@@ -1,5 +1,5 @@
-//! Where an image is, as a person writes it: a path, the URI of an NBD server's export, the name of
-//! an image in Ceph, or that of nothing.
+//! The location of an image, as a user writes it: a path, the URI of an NBD server's export, the
+//! name of an image in Ceph, or that of a null device.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -30,15 +30,15 @@ pub enum Location {
     },
     /// An image in Ceph.
     Rbd(RbdLocation),
-    /// Nothing: zeros, and writes that go nowhere.
+    /// A null device: reads return zeros, and writes are dropped.
     Null(NullLocation),
 }
 
 impl Location {
-    /// The meaning of a name: `nbd://`, `nbd+unix://`, `nbds://` and `nbds+unix://` begin the URI
-    /// of an export, whose parameters may include `reconnect=SECONDS`; `rbd:` begins the name of an
-    /// image in Ceph; `null-co://` and `null-aio://` that of nothing; everything else is a path. A
-    /// file of such a name is reached by a path that begins with `./`.
+    /// Parses a name. `nbd://`, `nbd+unix://`, `nbds://` and `nbds+unix://` begin the URI of an
+    /// export, which may have the parameter `reconnect=SECONDS`. `rbd:` begins the name of an image
+    /// in Ceph, `null-co://` or `null-aio://` that of a null device. Everything else is a path. The
+    /// prefix `./` makes any name a path.
     ///
     /// # Errors
     /// `InvalidInput` if a URI or a name is invalid.
@@ -66,8 +66,8 @@ impl Location {
         Ok(Self::Nbd { uri, reconnect })
     }
 
-    /// The image's name by the last part of a path, or of the name of an export or of an image in
-    /// Ceph. `None` without such a part.
+    /// The image's base name: the last part of its path or of its export's name, its name in Ceph,
+    /// or the null driver's name. `None` without such a part.
     pub fn base_name(name: &Path) -> Option<OsString> {
         match Self::of(name) {
             Ok(Self::Nbd { uri, .. }) => {
@@ -79,14 +79,14 @@ impl Location {
         }
     }
 
-    /// The name of a disk whose image has no other name: the [base name](Self::base_name), or the
-    /// part after the last slash if the URI of an export names none. `None` if there is neither.
+    /// The default name of a disk: its image's [base name](Self::base_name), or the part after the
+    /// last slash if the URI names no export. `None` if there is neither.
     pub fn label(name: &Path) -> Option<String> {
         let name = Self::base_name(name).or_else(|| name.file_name().map(OsStr::to_owned))?;
         Some(name.to_string_lossy().into_owned())
     }
 
-    /// The path of this host that is read to open the image: its own, or that of the files of TLS.
+    /// The local path that is read to open the image: the image's own, or that of its TLS files.
     pub fn local_path(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),
@@ -95,7 +95,7 @@ impl Location {
         }
     }
 
-    /// Whether a name that an image has for another one is no path.
+    /// Whether an image's reference to another image (`name`) is not a path.
     pub fn is_remote(name: &[u8]) -> bool {
         !matches!(Self::of(Path::new(OsStr::from_bytes(name))), Ok(Self::File(_)))
     }

@@ -4,7 +4,7 @@ use std::io;
 
 use blockhouse_core::errno;
 
-/// Why there is no device, or what became of it.
+/// An error of creating, using or removing a ublk device.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kernel has no driver.
@@ -12,7 +12,7 @@ pub enum Error {
         "cannot make a ublk device: /dev/ublk-control is missing; load the driver with 'modprobe ublk_drv' (Linux 6.5 or later), or use --nbd or --vhost-user-blk"
     )]
     NoDriver,
-    /// The driver is forbidden to this user.
+    /// This user may not use the driver.
     #[error(
         "cannot make a ublk device: {0}; /dev/ublk-control needs root's rights (CAP_SYS_ADMIN)"
     )]
@@ -35,7 +35,7 @@ pub enum Error {
         /// The driver's answer.
         cause: io::Error,
     },
-    /// The driver compares the server's process as the first PID namespace numbers it.
+    /// The driver compares the server's process ID in the initial PID namespace.
     #[error(
         "cannot {what} /dev/ublkb{id}: {cause}; Linux 6.16 and later serve no device from a PID namespace: run the \
          server in the host's (--pid=host of a container)"
@@ -76,7 +76,7 @@ pub enum Error {
         /// The process that made it.
         server: i32,
     },
-    /// The device was removed, and its block device is open.
+    /// The device was removed, but its block device is still open.
     #[error(
         "/dev/ublkb{id} was removed, but something still has it open, such as a mounted file system: unmount it, or use another number"
     )]
@@ -140,7 +140,7 @@ pub enum Error {
         /// Its server.
         server: i32,
     },
-    /// The device cannot be what the disk is now.
+    /// The disk has changed, and the device cannot take the change.
     #[error(
         "/dev/ublkb{id} waits for its server, but the image has changed: {what}; if nothing uses it, remove it with 'blockhouse detach /dev/ublkb{id}'"
     )]
@@ -169,7 +169,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether no process can have a device here: the driver is not there, or cannot be used.
+    /// Whether no process can have a device here, because the driver is missing or unusable.
     pub fn has_no_driver(&self) -> bool {
         matches!(self, Self::NoDriver | Self::TooOld | Self::Unusable(_))
     }
@@ -183,7 +183,7 @@ impl Error {
         }
     }
 
-    /// Whether the driver knows of no such device.
+    /// Whether the driver reported that there is no such device.
     pub(crate) fn is_missing(&self) -> bool {
         matches!(self, Self::Refused { cause, .. } if cause.raw_os_error() == Some(errno::ENODEV))
     }

@@ -1,7 +1,7 @@
-//! From a descriptor to a request for the disk.
+//! Decodes a descriptor into a request for the disk.
 //!
-//! Guarantee: whatever the driver has written into a descriptor, the request asks for no more
-//! memory than the tag has. The disk checks range and access.
+//! Guarantee: for any content of a descriptor, the request needs no more memory than the tag has.
+//! The disk checks range and access.
 
 use blockhouse_core::{ByteRange, Durability, Fallback, IoVector, Request, Unmap, errno};
 use blockhouse_engine::UblkDescriptor;
@@ -14,18 +14,18 @@ const WRITE: u32 = 1;
 const FLUSH: u32 = 2;
 const DISCARD: u32 = 3;
 const WRITE_ZEROES: u32 = 5;
-/// The bits that say which.
+/// The mask of the operation code.
 const OPERATION: u32 = 0xff;
 /// `UBLK_IO_F_FUA`, `UBLK_IO_F_NOUNMAP`.
 const FUA: u32 = 1 << 13;
 const NO_UNMAP: u32 = 1 << 15;
 
-/// A request whose memory is not looked up yet.
+/// A decoded request without its memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Command {
     /// Fill the tag's memory.
     Read { offset: u64, length: usize },
-    /// Store what is in the tag's memory.
+    /// Write the content of the tag's memory.
     Write { offset: u64, length: usize, durability: Durability },
     /// A flush.
     Flush,
@@ -35,12 +35,11 @@ pub(crate) enum Command {
     WriteZeroes { range: ByteRange, unmap: Unmap, durability: Durability },
 }
 
-/// The meaning of a descriptor, for a tag with this many bytes of memory, and writes that are at
-/// least so durable.
+/// Decodes the descriptor of a tag with `memory` bytes. Writes have at least durability `least`.
 ///
 /// # Errors
-/// The errno to answer with: EOPNOTSUPP for an operation that the device does not offer, EINVAL for
-/// a range that no disk has.
+/// The errno of the reply: EOPNOTSUPP for an operation that the device does not offer, EINVAL for
+/// an invalid range.
 pub(crate) fn decode(
     descriptor: UblkDescriptor,
     memory: usize,
@@ -70,8 +69,8 @@ pub(crate) fn decode(
 }
 
 impl Command {
-    /// The request for the disk, and the answer if it succeeds: its number of bytes of data. `lend`
-    /// lends the first bytes of the tag's memory, as many as it is asked for.
+    /// The request for the disk, and the result on success: its number of data bytes. `lend(n)`
+    /// lends the first `n` bytes of the tag's memory.
     pub(crate) fn into_request(self, lend: impl FnOnce(usize) -> IoVector) -> (Request, i32) {
         match self {
             Self::Read { offset, length } => {
@@ -113,7 +112,7 @@ mod tests {
     fn each_operation_has_its_request() {
         let (none, data) = (Durability::None, Durability::Data);
         let (unmap, keep) = (Unmap::Allowed, Unmap::Forbidden);
-        // The flags beside are hints of the kernel's (fail fast, metadata, swap).
+        // The other flags are hints of the kernel (fail fast, metadata, swap).
         let hints = 0x7 << 8 | 1 << 11 | 1 << 16;
         let rows = [
             (READ | hints, Command::Read { offset: 4096, length: 8192 }),
@@ -133,7 +132,7 @@ mod tests {
         for (operation, expected) in rows {
             assert_eq!(decode(of(operation, 8, 16), MEMORY, none), Ok(expected));
         }
-        // WRITE_SAME, zones, and what comes later.
+        // WRITE_SAME, zone operations, and unknown operations.
         for operation in [4, 10, 13, 18, 255] {
             assert_eq!(decode(of(operation, 8, 16), MEMORY, none), Err(errno::EOPNOTSUPP));
         }

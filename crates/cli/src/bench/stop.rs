@@ -1,5 +1,5 @@
-//! Ctrl-C and SIGTERM end a measurement between two requests, so that its files are removed. A
-//! second one ends it at once, whatever it waits for, and they are removed all the same.
+//! Ctrl-C and SIGTERM end a measurement between two requests, and its files are removed. A second
+//! signal ends it at once, even while it waits, and its files are removed, too.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +12,7 @@ use signal_hook::iterator::Signals;
 
 use blockhouse_daemon::stop_request::StopRequest;
 
-/// How often a folder is removed to which other threads may still add files.
+/// Attempts to remove the folder: other threads may still add files to it.
 const ATTEMPTS: usize = 5;
 
 /// Whether a signal has asked the measurement to stop.
@@ -22,12 +22,12 @@ pub struct Stop(Arc<State>);
 #[derive(Default)]
 struct State {
     asked: OnceLock<StopRequest>,
-    /// The folder that must not stay.
+    /// The folder to be removed.
     folder: OnceLock<PathBuf>,
 }
 
 impl Stop {
-    /// Listens to the signals from now on, on a thread of its own.
+    /// Starts a thread that listens to the signals.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -49,20 +49,20 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Has the folder removed when there is no time left to do that in order.
+    /// Sets the folder that is removed if the process must end at once.
     pub fn removes(&self, folder: &Path) {
         self.0.folder.get_or_init(|| folder.to_owned());
     }
 
-    /// Whether it is time to stop.
+    /// Whether a signal has asked to stop.
     pub fn is_asked(&self) -> bool {
         self.0.asked.get().is_some()
     }
 
-    /// Fails when it is time to stop.
+    /// Fails if a signal has asked to stop.
     ///
     /// # Errors
-    /// It says so.
+    /// The measurement was interrupted.
     pub fn check(&self) -> Result<()> {
         if self.is_asked() {
             bail!("interrupted; the files of the measurement are removed");
@@ -70,7 +70,7 @@ impl Stop {
         Ok(())
     }
 
-    /// Ends the process without waiting for anything that it has begun.
+    /// Ends the process without waiting for operations in progress.
     fn quit(&self) -> ! {
         match self.0.folder.get() {
             None => say("interrupted twice"),
@@ -90,7 +90,7 @@ fn is_removed(folder: &Path) -> bool {
     std::fs::remove_dir_all(folder).is_ok() || !folder.exists()
 }
 
-/// Tells the user, if that takes no waiting: the other threads may wait for the same output.
+/// Prints a message, unless that would block: the other threads may wait for the same output.
 fn say(what: &str) {
     let output = rustix::stdio::stderr();
     let mut room = [PollFd::new(&output, PollFlags::OUT)];

@@ -1,8 +1,7 @@
-//! Lines on their way to standard error, by a thread of their own.
+//! Queue of log lines that a separate thread writes to standard error.
 //!
-//! Guarantees: [`Queue::push`] waits for no system call, so that it may be called by event loops;
-//! memory is bounded; lines keep their order; how many were dropped is written where they are
-//! missing.
+//! Guarantees: [`Queue::push`] waits for no system call, so event loops may call it; memory is
+//! bounded; lines keep their order; the number of dropped lines is written in their place.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,10 +16,9 @@ use tracing::Level;
 
 use super::line::{Line, LineFormat};
 
-/// Bytes of lines that may wait.
+/// Maximum bytes of waiting lines.
 const CAPACITY: usize = 256 << 10;
-/// How long after the last line, and how often while lines come, summaries of repeated lines are
-/// written.
+/// Delay of summaries of repeated lines after the last line, and their period while lines come.
 const SUMMARY_PERIOD: Duration = Duration::from_secs(10);
 
 /// See the module's page. Lives as long as the process.
@@ -28,31 +26,31 @@ pub struct Queue(Arc<Shared>);
 
 struct Shared {
     state: Mutex<State>,
-    /// Of the queue's own lines.
+    /// Format of the queue's own lines.
     format: LineFormat,
-    /// There are lines.
+    /// Notified when there are lines.
     filled: Condvar,
-    /// All lines are written.
+    /// Notified when all lines are written.
     empty: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     lines: VecDeque<Box<[u8]>>,
-    /// Of `lines`.
+    /// Total bytes of `lines`.
     bytes: usize,
-    /// Writes that were dropped since the last one that was queued.
+    /// Pushes dropped since the last queued one.
     dropped: u64,
-    /// Whether the thread is writing what it took.
+    /// Whether the thread is writing the lines that it took.
     is_writing: bool,
 }
 
 impl Queue {
-    /// Starts the thread, which writes by `write`. It asks `summaries` for lines of its own from
-    /// time to time.
+    /// Starts the thread, which writes lines with `write`, and periodically the lines that
+    /// `summaries` returns.
     ///
     /// # Errors
-    /// When there can be no further thread.
+    /// The thread cannot be started.
     pub fn start(
         format: LineFormat,
         summaries: impl Fn(Instant) -> Vec<Line> + Send + 'static,
@@ -66,7 +64,7 @@ impl Queue {
         Ok(queue)
     }
 
-    /// Adds whole lines, or drops them where the queue is full.
+    /// Adds whole lines, or drops them if the queue is full.
     pub fn push(&self, lines: &[u8]) {
         let mut state = self.0.state.lock();
         if state.bytes + lines.len() > CAPACITY {
@@ -79,7 +77,7 @@ impl Queue {
         self.0.filled.notify_one();
     }
 
-    /// Waits until everything is written, but not longer than `limit`. Says whether it is.
+    /// Waits until everything is written, but not longer than `limit`. Returns whether it is.
     pub fn flush(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         let Some(mut state) = self.0.state.try_lock_for(limit) else { return false };
@@ -110,8 +108,8 @@ impl State {
     }
 }
 
-/// When the next summaries are written: a period after the last lines, because a flood begins with
-/// lines that are written; and once a period while lines keep coming.
+/// Schedule of summaries. They are written a period after the last lines, because a flood begins
+/// with lines that are written, and once a period while lines keep coming.
 struct SummarySchedule {
     last: Instant,
     deadline: Option<Instant>,
@@ -154,7 +152,7 @@ impl Shared {
         }
     }
 
-    /// All lines, after a wait for some until `deadline`.
+    /// Takes all lines. If there are none, waits for some until `deadline`.
     fn take(&self, deadline: Option<Instant>) -> VecDeque<Box<[u8]>> {
         let mut state = self.state.lock();
         state.is_writing = false;
@@ -171,8 +169,8 @@ impl Shared {
     }
 }
 
-/// Writes all bytes to standard error, past the runtime's lock of it, which a thread that waits
-/// here would hold. What fails is dropped.
+/// Writes all bytes to standard error, without the runtime's lock: a thread that waits here would
+/// hold it. Bytes that cannot be written are dropped.
 pub fn write_to_standard_error(bytes: &[u8]) {
     write_all(rustix::stdio::stderr(), bytes);
 }
@@ -182,7 +180,7 @@ fn write_all(output: BorrowedFd<'_>, mut bytes: &[u8]) {
         match rustix::io::write(output, bytes) {
             Ok(count) => bytes = &bytes[count..],
             Err(Errno::INTR) => {}
-            // A program that shares the descriptor made it so.
+            // A program that shares the descriptor made it non-blocking.
             Err(Errno::AGAIN) => {
                 let _ = rustix::event::poll(&mut [PollFd::new(&output, PollFlags::OUT)], None);
             }
@@ -217,7 +215,7 @@ mod tests {
         while !queue.0.state.lock().lines.is_empty() {
             std::thread::yield_now();
         }
-        // The thread waits to write that one.
+        // The thread waits to write the first line.
         let line = [&vec![b'x'; CAPACITY / 4 - 1][..], b"\n"].concat();
         (0..20).for_each(|_| queue.push(&line));
         assert_eq!(queue.0.state.lock().bytes, CAPACITY);

@@ -1,15 +1,15 @@
 //! QEMU's `KEY=VALUE,...` with dotted keys:
 //! `driver=qcow2,file.driver=file,file.filename=disk.qcow2`, or the same as JSON.
 //!
-//! Guarantee: what is parsed is one object whose values are text, as QEMU's `keyval_parse`: keys
-//! with dots are objects in it, and objects whose keys are 0, 1 and so on are lists.
+//! Guarantee: the result is one object whose values are text, as that of QEMU's `keyval_parse`.
+//! Keys with dots become objects in it, and objects with the keys 0, 1 and so on become lists.
 
 use serde_json::{Map, Value};
 
 /// Arguments of an option.
 #[derive(Debug, PartialEq)]
 pub struct Parsed {
-    /// By name.
+    /// The arguments by name.
     pub arguments: Map<String, Value>,
     /// Whether numbers and switches are text.
     pub are_words: bool,
@@ -42,15 +42,14 @@ pub fn parse(text: &str, implied: Option<&str>) -> Result<Parsed, String> {
     Ok(Parsed { arguments, are_words: true })
 }
 
-/// The parts between commas. Two commas are one that belongs to a value; a comma at the end begins
-/// no part.
+/// Splits text at commas. Two commas are one comma in a value; a comma at the end begins no part.
 pub fn split(text: &str) -> Vec<String> {
     let mut parts = crate::create_options::split(text);
     parts.pop_if(|last| last.is_empty());
     parts
 }
 
-/// Puts a value into an object, under what is left of its key.
+/// Inserts a value into an object, under `rest`, the remaining part of its key.
 fn insert(
     object: &mut Map<String, Value>,
     key: &str,
@@ -69,7 +68,7 @@ fn insert(
     let before = &key[..key.len() - rest.len() + name.len()];
     let clash = || format!("Parameters '{before}.*' used inconsistently");
     match (below, object.get_mut(name)) {
-        // The last one counts.
+        // The last value of a key counts.
         (None, None | Some(Value::String(_))) => {
             object.insert(name.to_owned(), value.into());
             Ok(())
@@ -85,7 +84,7 @@ fn insert(
     }
 }
 
-/// Makes lists of objects whose keys are numbers.
+/// Converts objects whose keys are numbers to lists.
 fn lists(value: Value) -> Result<Value, String> {
     let Value::Object(object) = value else { return Ok(value) };
     let is_number = |key: &String| key.bytes().all(|byte| byte.is_ascii_digit());

@@ -38,7 +38,7 @@ fn connect(socket: &Path) -> Result<UnixStream> {
     })
 }
 
-/// Whether it is written as HOST:PORT.
+/// Whether the path is written as HOST:PORT.
 fn is_address(path: &Path) -> bool {
     let parts = path.to_str().and_then(|text| text.rsplit_once(':'));
     parts.is_some_and(|(host, port)| !host.contains('/') && port.parse::<u16>().is_ok())
@@ -48,7 +48,7 @@ fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// The kind of another socket, by its server's first line.
+/// The kind of a socket that is no control socket, by its server's first line.
 fn other_kind(line: &str) -> Option<&'static str> {
     let kinds = [("NBDMAGIC", "serves a disk by NBD"), ("HTTP/", "serves metrics")];
     kinds.iter().find(|(begin, _)| line.starts_with(begin)).map(|(_, kind)| *kind)
@@ -64,7 +64,7 @@ fn check_kind(name: &dyn fmt::Display, line: &str) -> Result<()> {
 
 /// A connection to a control socket.
 pub struct Connection {
-    /// How people call it.
+    /// The socket's path, for messages.
     name: String,
     stream: BufReader<UnixStream>,
     next_id: u64,
@@ -73,9 +73,9 @@ pub struct Connection {
 /// A server's refusal: one line.
 #[derive(Debug)]
 pub struct RpcError {
-    /// As JSON-RPC has it.
+    /// The error code of JSON-RPC.
     pub code: i64,
-    /// Why.
+    /// The reason.
     pub message: String,
 }
 
@@ -101,7 +101,7 @@ impl Connection {
     /// Calls a method, and waits for its result.
     ///
     /// # Errors
-    /// The server has ended, or refuses: then it is an [`RpcError`].
+    /// The server has ended. If it refuses, the error is an [`RpcError`].
     pub fn call(&mut self, method: &str, params: Value) -> Result<Value> {
         let id = self.next_id;
         self.next_id += 1;
@@ -152,7 +152,7 @@ impl Connection {
     }
 }
 
-/// Nothing was done: a request is carried out when its line is whole.
+/// The server has done nothing: it executes a request only when its line is complete.
 fn cannot_ask(name: &dyn fmt::Display) -> String {
     format!("{name}: the server ended the connection before it was asked; ask again")
 }

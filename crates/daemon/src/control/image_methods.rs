@@ -1,4 +1,4 @@
-//! Parameters of the method of new images.
+//! Parameters of the method that creates an image.
 
 use std::path::PathBuf;
 

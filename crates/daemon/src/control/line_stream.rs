@@ -1,5 +1,5 @@
-//! A connection as lines in both directions, with a limit on their length and on how long a peer
-//! may take to read one.
+//! Line framing for both directions of a connection, with a limit on the line length and on the
+//! time that a peer may take to read a line.
 
 use std::io;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use blockhouse_engine::{Stream, timeout};
 
 use super::MAX_LINE;
 
-/// Bytes that one system call receives.
+/// Maximum number of bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
 /// Maximum time for a peer to receive an answer.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
@@ -18,14 +18,14 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct LineReader {
     stream: Stream,
     received: Buffer,
-    /// The bytes that were received and not yet handed out.
+    /// The received bytes that were not returned yet.
     waiting: Vec<u8>,
 }
 
-/// The lines that a peer is sent.
+/// The lines that are sent to a peer.
 pub struct LineWriter(Stream);
 
-/// A line of a peer.
+/// A line from a peer.
 pub enum Frame {
     /// A line without its end.
     Whole(Vec<u8>),
@@ -69,7 +69,7 @@ impl LineReader {
         let mut list = IoVectorList::new();
         list.push(self.received.lend());
         let (result, list) = self.stream.receive(list).await;
-        // The loan of the memory ends.
+        // This ends the loan of the buffer.
         drop(list);
         result
     }
@@ -81,10 +81,10 @@ impl LineWriter {
         Self(stream)
     }
 
-    /// Whether the peer has closed the connection for both directions. A peer that sends no more
-    /// may still read.
+    /// Whether the peer has closed the connection for both directions. A peer that has stopped
+    /// sending may still read.
     pub async fn is_closed(&self) -> bool {
-        // The kernel refuses also to send nothing.
+        // On a closed connection even an empty send fails.
         self.0.send_directly(IoVectorList::new()).await.0.is_err()
     }
 

@@ -1,7 +1,7 @@
 //! The serving side of the control socket.
 //!
-//! It has a loop of its own, so that counting an image's clusters does not delay guests' reads. All
-//! clients together take at most [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and an answer each.
+//! The server has its own loop, so counting an image's clusters does not delay guests' reads. All
+//! clients together take at most [`MAX_CLIENTS`] times [`MAX_LINE`] bytes and one answer each.
 //! Requests in progress complete before the server ends, or before a hand-over.
 
 use std::cell::Cell;
@@ -95,25 +95,25 @@ impl Control {
         &self.listener
     }
 
-    /// Where it listens.
+    /// The address of the socket.
     pub fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Its file, if this process must remove that.
+    /// The file of the socket, if this process must remove it.
     pub fn file(&self) -> Option<&SocketFile> {
         self.file.as_ref()
     }
 
-    /// Holds requests off, but for upgrades.
+    /// The gate that holds off all requests except upgrades.
     pub fn gate(&self) -> &Gate {
         &self.gate
     }
 
-    /// Takes no more requests, and finishes those that were begun. Gives its loop, on which disks
-    /// may have connections that they need until they are closed.
+    /// Takes no more requests, and completes those in progress. Returns the loop: disks may have
+    /// connections on it, and need them until they are closed.
     pub fn stop(mut self) -> Workers {
-        // While it still listens: see `SocketFile`.
+        // Remove the file while the socket still listens: see `SocketFile`.
         self.file = None;
         self.finish()
     }
@@ -125,9 +125,9 @@ impl Control {
     }
 
     fn finish(self) -> Workers {
-        // The main thread, which would carry them out, runs this.
+        // The main thread would carry out upgrades, but it runs this function.
         self.upgrades.end();
-        // It may have ended already.
+        // The accept loop may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();
         self.workers
@@ -157,8 +157,8 @@ async fn serve(listener: Listener, served: Served, stopped: Stopped) {
     .await;
 }
 
-/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Then it ends
-/// them.
+/// Accepts clients until the server ends, and serves up to [`MAX_CLIENTS`] at once. Returns when
+/// all clients have ended.
 pub(crate) async fn accept_clients<'a>(
     listener: Listener,
     stopped: Stopped,
@@ -205,7 +205,7 @@ impl Client {
     }
 }
 
-/// Answers one client until it or the server ends.
+/// Answers one client until the client or the server ends.
 async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
     let caller = Caller { stopped: stopped.clone(), is_gone: Cell::new(false) };
     let (reader, writer) = line_stream(stream);
@@ -246,7 +246,7 @@ async fn serve_client(served: &Served, stream: Stream, stopped: Stopped) {
     }
 }
 
-/// Finds out whether a client goes away while its request is carried out.
+/// Detects whether a client disconnects while its request is carried out.
 async fn watch(
     lines: Pin<&mut Peekable<impl stream::Stream<Item = io::Result<Option<Frame>>>>>,
     writer: &LineWriter,
@@ -263,7 +263,7 @@ async fn watch(
     pending().await
 }
 
-/// Carries out the request in a line. Returns its answer, if it wants one.
+/// Carries out the request in a line. Returns the answer, if the request wants one.
 async fn answer(
     served: &Served,
     client: &mut Client,

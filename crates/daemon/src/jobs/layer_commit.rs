@@ -23,13 +23,13 @@ use crate::running::recording::keep_vouching;
 use crate::running::rollbacks::check_nobody_stands;
 use crate::running::{Running, RunningDisk};
 
-/// Starts a commit of the layers from `top` on. When this returns the base is open for writing, as
-/// long as `top`, and the job is listed. The caller holds a claim to the disk, which has no job.
+/// Starts a commit of the layers from `top` on. When this returns, the base is open for writing and
+/// has the length of `top`, and the job is listed. The caller has claimed the disk; it has no job.
 ///
 /// # Errors
-/// No backing file is `top`, or the base below it; others stand on one of the layers, or use it; a
-/// layer is shorter than the base; or it is encrypted and the base is not, unless the setup says
-/// that this is meant.
+/// `top` is no backing file, or the base is not below it; one of the layers has other overlays or
+/// users; a layer is shorter than the base; a layer is encrypted and the base is not, unless the
+/// setup permits that.
 pub(super) async fn start_layer_commit(
     running: &Running,
     source: Arc<RunningDisk>,
@@ -68,7 +68,7 @@ pub(super) async fn start_layer_commit(
             return Err(error);
         }
     };
-    // It is set once only.
+    // `left_out` is set only once.
     let _ = job.left_out.set(above + 1..base);
     job.control.set_speed(setup.speed);
     run_job(&handle, &job, running.events(), async move |job: &RunningJob| {
@@ -84,7 +84,7 @@ pub(super) async fn start_layer_commit(
     Ok(job)
 }
 
-/// Refuses to store in the clear what is encrypted.
+/// Refuses to store encrypted data in the clear.
 fn check_encryption(source: &RunningDisk, left_out: &FurtherBase) -> Result<()> {
     let layer = |depth| source.disk.image().layer_at(left_out.above() + depth);
     let encrypted = (1..left_out.steps()).filter_map(layer).find(|layer| layer.is_encrypted);

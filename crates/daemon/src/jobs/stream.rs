@@ -1,9 +1,9 @@
-//! Streams of served disks: copies the backing file's data into an overlay, and detaches the
-//! backing file; or copies only the data of the layers above a base, and makes the base the backing
-//! file.
+//! Streams of served disks. A stream copies the backing file's data into an overlay, and detaches
+//! the backing file. With a base, it copies only the data of the layers above the base, and makes
+//! the base the backing file.
 //!
-//! After a kill: the overlay is the disk at any moment. As long as its header names the backing
-//! file, it needs that file, and another stream continues the work.
+//! After a kill at any moment, the overlay is still the disk. While its header names the backing
+//! file, the overlay needs that file, and another stream continues the work.
 
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -20,17 +20,17 @@ use super::{JobSetup, MAX_TIDY_TIME, RunningJob, run_job};
 use crate::running::rollbacks::check_nobody_stands;
 use crate::running::{Running, RunningDisk};
 
-/// The treatment of ranges that cannot be filled by a stream.
+/// The reaction of a stream to a range that it cannot fill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OnFailure {
-    /// It fails.
+    /// The stream fails.
     Fail,
-    /// It goes on after a pause, see [`Stream::try_again`].
+    /// The stream retries after a pause, see [`Stream::try_again`].
     TryAgain,
 }
 
-/// Starts the stream that a disk's description asks for, if its image has a backing file still.
-/// Why it cannot be started is logged: the disk is served all the same.
+/// Starts the stream that a disk's setup requests, if its image still has a backing file. An error
+/// is only logged: the disk is served anyway.
 pub(crate) async fn begin_prefetch(running: &Running, disk: &RunningDisk) {
     let Some(speed) = disk.setup.prefetch.filter(|_| disk.disk.image().backing_file().is_some())
     else {
@@ -47,12 +47,12 @@ pub(crate) async fn begin_prefetch(running: &Running, disk: &RunningDisk) {
     }
 }
 
-/// Starts a stream; down to `base`, a backing file further down the chain, which is kept. The files
-/// of the layers before that are removed in the end where `delete` says so.
+/// Starts a stream. It keeps `base`, a file further down the backing chain. With `delete`, it
+/// removes the files of the layers above `base` at the end.
 ///
 /// # Errors
-/// There is no such disk, it is read-only or has a job, or its image has no backing file, or not
-/// this base, or snapshots; other disks stand on layers whose files are to be removed.
+/// There is no such disk; it is read-only or has a job; its image has no backing file, lacks this
+/// base, or has snapshots; other disks use layers whose files are to be removed.
 pub(crate) async fn start_stream(
     running: &Running,
     setup: JobSetup,
@@ -108,8 +108,8 @@ pub(crate) async fn start_stream(
     Ok(job)
 }
 
-/// Gives back what is held of backing files that were detached, and removes `files` of them, when
-/// the last read there has ended: at once, mostly.
+/// Releases detached backing files, and removes `files`, when the last read from them has ended:
+/// mostly at once.
 pub(super) async fn release_detached(disk: Arc<ImageDisk>, files: Option<LeftFiles>) {
     let release = move |disk: &ImageDisk| {
         disk.jobs().release_detached();

@@ -1,5 +1,5 @@
-//! Work that may block goes to a thread of its own, so that no event loop waits for it: listening
-//! (which asks whether a server is there already), and the end of a guest's device.
+//! Work that may block runs on its own thread, so that no event loop waits for it: listening (which
+//! probes for a running server), and the end of a guest's device.
 
 use anyhow::{Context, Result};
 use futures_channel::oneshot;
@@ -11,7 +11,7 @@ use futures_channel::oneshot;
 pub(crate) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let (done, outcome) = oneshot::channel();
     let builder = std::thread::Builder::new().name("blockhouse-work".into());
-    // The caller may have been dropped.
+    // The caller's future may have been dropped.
     builder.spawn(move || drop(done.send(work()))).context("cannot start a thread")?;
     outcome.await.context("a thread ended badly")
 }

@@ -1,8 +1,8 @@
-//! `--pid-file`: the file that names the process that serves.
+//! `--pid-file`: the file with the id of the serving process.
 //!
 //! Guarantees: the file is complete when the server reports that it is ready. After a hand-over it
-//! names the new process as soon as that serves. It is removed at the end of the server, unless
-//! another process has written it since.
+//! has the id of the new process as soon as that process serves. It is removed at the end of the
+//! server, unless another process has written it since.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -18,7 +18,7 @@ pub(crate) struct PidFile {
 }
 
 impl PidFile {
-    /// Writes the number of this process. A file that is there is replaced in one step.
+    /// Writes the id of this process. An existing file is replaced atomically.
     ///
     /// # Errors
     /// That of the kernel, with the path.
@@ -29,7 +29,7 @@ impl PidFile {
                 "{name}: cannot write the pid file: {error}; name one in a folder where this user may write"
             )
         };
-        // The folder that it is in may be changed later.
+        // The working directory may change later.
         let path = std::path::absolute(path).map_err(failed)?;
         let new = path.with_added_extension(format!("{}.new", std::process::id()));
         let mut options = fs::OpenOptions::new();
@@ -37,7 +37,7 @@ impl PidFile {
             options.write(true).create_new(true).mode(0o644).open(&new).map_err(failed)?;
         let written = file.write_all(number().as_bytes()).and_then(|()| fs::rename(&new, &path));
         if written.is_err() {
-            // The first failure is the one to tell.
+            // The first error is the one to report.
             let _ = fs::remove_file(&new);
         }
         written.map_err(failed)?;
@@ -53,14 +53,14 @@ impl PidFile {
 impl Drop for PidFile {
     fn drop(&mut self) {
         if has_number(&self.path).unwrap_or(false) {
-            // A file that cannot be removed names a process that has ended, as after a kill.
+            // If the removal fails, the file has the id of an ended process, as after a kill.
             let _ = fs::remove_file(&self.path);
         }
     }
 }
 
-/// Whether the file is one with the number of this process. Another program may have put anything
-/// in its place: a link, a pipe, a file without an end.
+/// Whether this is a regular file with the id of this process. Another program may have replaced it
+/// by anything: a link, a pipe, an endless file.
 fn has_number(path: &Path) -> io::Result<bool> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(path)?;

@@ -1,8 +1,8 @@
-//! Messages to the service manager (sd_notify(3)), by a socket that is made at the start, and
-//! descriptors that it keeps.
+//! Messages to the service manager (sd_notify(3)) through a socket that is created at the start,
+//! and descriptors that the manager keeps.
 //!
-//! Reason: a server in its sandbox cannot create this socket. Guarantee: a message that the manager
-//! does not receive has no effect on the server, and without a manager nothing is sent.
+//! Reason: a server in its sandbox cannot create this socket. Guarantee: a lost message has no
+//! effect on the server. Without a manager nothing is sent.
 
 use std::ffi::OsStr;
 use std::fmt::Write;
@@ -34,7 +34,7 @@ fn manager(name: &OsStr) -> Option<(UnixDatagram, SocketAddrUnix)> {
     Some((UnixDatagram::unbound().ok()?, address.ok()?))
 }
 
-/// Tells the manager.
+/// Sends states to the manager.
 pub(crate) fn tell(states: &[NotifyState<'_>]) {
     let mut message = String::new();
     for state in states {
@@ -44,26 +44,26 @@ pub(crate) fn tell(states: &[NotifyState<'_>]) {
     send(&message, &[]);
 }
 
-/// Whether the manager keeps descriptors for the next process (`FileDescriptorStoreMax=`): systemd
-/// says so from 254 on.
+/// Whether the manager keeps descriptors for the next process (`FileDescriptorStoreMax=`). systemd
+/// reports this since version 254.
 pub(crate) fn has_store() -> bool {
     let size = std::env::var("FDSTORE").ok().and_then(|size| size.parse::<u64>().ok());
     size.is_some_and(|size| size > 0) && MANAGER.get().is_some_and(Option::is_some)
 }
 
-/// Asks the manager to keep a descriptor under a name until [`forget`]. One that it has already is
-/// not kept twice. Returns whether the message was sent.
+/// Asks the manager to keep a descriptor under a name until [`forget`]. The manager does not keep
+/// the same descriptor twice. Returns whether the message was sent.
 pub(crate) fn store(name: &str, descriptor: BorrowedFd<'_>) -> bool {
     send(&format!("FDSTORE=1\nFDNAME={name}\n"), &[descriptor])
 }
 
-/// Has the manager close what it keeps under a name.
+/// Makes the manager close the descriptors that it keeps under a name.
 pub(crate) fn forget(name: &str) {
     send(&format!("FDSTOREREMOVE=1\nFDNAME={name}\n"), &[]);
 }
 
-/// Sends a message with descriptors. Whether it was sent: a manager that does not listen is no
-/// reason to do anything else.
+/// Sends a message with descriptors. Returns whether it was sent: a manager that does not listen is
+/// no error.
 fn send(message: &str, descriptors: &[BorrowedFd<'_>]) -> bool {
     let Some(Some((socket, address))) = MANAGER.get() else { return false };
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

@@ -1,7 +1,7 @@
 //! Tells the service manager that the server is stopping, and that it makes progress.
 //!
 //! Guarantee: from [`StoppingNotice::start`] to [`end`](StoppingNotice::end) the service manager
-//! always knows of more time than the next message takes to come (`EXTEND_TIMEOUT_USEC`,
+//! always grants more time than passes until the next message (`EXTEND_TIMEOUT_USEC`,
 //! sd_notify(3)). Reason: clients that still receive replies, and a last flush of a slow disk, may
 //! take longer than a unit's `TimeoutStopSec=`, after which the manager sends SIGKILL. Without a
 //! service manager nothing is sent.
@@ -14,20 +14,20 @@ use sd_notify::NotifyState;
 
 use crate::process::service_manager;
 
-/// How often more time is asked for.
+/// Interval of the requests for more time.
 const EVERY: Duration = Duration::from_secs(5);
-/// How much: enough for a loaded machine to be late with the next message.
+/// The requested time: on a loaded machine the next request may be late.
 const MORE: Duration = Duration::from_secs(20);
 
 /// A stop in progress.
 pub struct StoppingNotice {
     ended: Sender<()>,
-    /// `None` without a service manager, or where the host has no thread left.
+    /// `None` without a service manager, or if the thread could not be started.
     thread: Option<JoinHandle<()>>,
 }
 
 impl StoppingNotice {
-    /// Tells that the stop begins, and from now on that it goes on.
+    /// Reports that the stop begins, and then periodically that it continues.
     pub fn start() -> Self {
         let (ended, end) = channel();
         if std::env::var_os("NOTIFY_SOCKET").is_none() {
@@ -46,10 +46,10 @@ impl StoppingNotice {
         Self { ended, thread }
     }
 
-    /// The stop is over.
+    /// Ends the reports: the stop is over.
     pub fn end(self) {
         drop(self.ended);
-        // It does nothing but wait.
+        // The thread does nothing but wait.
         self.thread.map(JoinHandle::join);
     }
 }

@@ -1,5 +1,5 @@
-//! Dirty bitmaps: of images, and in memory, which is where QEMU adds them unless the client says
-//! that they are persistent.
+//! Dirty bitmaps in images and in memory. As in QEMU, a new bitmap is in memory unless the client
+//! makes it persistent.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -36,12 +36,12 @@ pub(super) async fn disable(context: &Rc<Context>, given: Arguments) -> Returned
     change(context, given, "disable").await
 }
 
-/// `block-dirty-bitmap-merge`: of bitmaps of the same disk, or of any into one in memory.
+/// `block-dirty-bitmap-merge`: bitmaps of the same disk, or of any disk into one in memory.
 pub(super) async fn merge(context: &Rc<Context>, given: Arguments) -> Returned {
     change(context, given, "merge").await
 }
 
-/// `x-debug-block-dirty-bitmap-sha256`: of the bits as QEMU has them in memory, 64 in a word.
+/// `x-debug-block-dirty-bitmap-sha256`: of the bits in QEMU's memory layout, 64 in a word.
 pub(super) async fn digest(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let (node, name) = (given.text("node")?, given.text("name")?);
     given.end()?;
@@ -66,14 +66,14 @@ async fn change(context: &Rc<Context>, given: Arguments, action: &'static str) -
 /// Changes of bitmaps that are made together.
 #[derive(Default)]
 pub(super) struct Changes {
-    /// The method of each in the control socket's `bitmap`, and its parameters.
+    /// For each change, its method of the control socket's `bitmap`, and the parameters.
     calls: Vec<(&'static str, Value)>,
-    /// Whether a bitmap of a disk is there after them.
+    /// Whether a bitmap, by disk and name, exists after the changes.
     known: BTreeMap<(String, String), bool>,
 }
 
 impl Changes {
-    /// Takes a change in, by the arguments of its command.
+    /// Adds a change, from the arguments of its command.
     pub(super) async fn take(
         &mut self,
         context: &Context,
@@ -144,7 +144,7 @@ impl Changes {
         Ok(())
     }
 
-    /// Whether there is a bitmap after the changes.
+    /// Whether the bitmap exists after the changes.
     pub(super) async fn exists(
         &self,
         context: &Context,
@@ -178,7 +178,7 @@ impl Changes {
         self.calls.is_empty()
     }
 
-    /// Makes the changes, at one moment.
+    /// Makes the changes, all at the same moment.
     pub(super) async fn run(self, context: &Context) -> Returned {
         match &self.calls[..] {
             [] => {}
@@ -193,14 +193,13 @@ impl Changes {
         Ok(json!({}))
     }
 
-    /// The changes as `disk.transaction` has them.
+    /// The changes in the form of `disk.transaction`.
     pub(super) fn into_params(self) -> Vec<Value> {
         self.calls.into_iter().map(|(action, params)| json!({ action: params })).collect()
     }
 }
 
-/// A bitmap by its name alone, which is then one of `disk`, or with its node: its disk, and its
-/// name.
+/// The disk and the name of a source bitmap. A name without a node means a bitmap of `disk`.
 fn source_of(
     context: &Context,
     disk: &str,

@@ -10,37 +10,37 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use futures_channel::mpsc;
 use serde_json::{Value, json};
 
-/// Events that wait for a client, at most.
+/// Maximum number of events in a client's queue.
 const QUEUE: usize = 1024;
 
-/// The clients that are told.
+/// The clients that receive events.
 #[derive(Default)]
 pub(super) struct Broadcast {
     clients: RefCell<Vec<mpsc::Sender<Value>>>,
-    /// The jobs whose begin was told.
+    /// The jobs whose start was reported.
     begun: RefCell<BTreeSet<String>>,
 }
 
 impl Broadcast {
-    /// The events from now on.
+    /// Subscribes a client to later events.
     pub(super) fn subscribe(&self) -> mpsc::Receiver<Value> {
         let (sender, receiver) = mpsc::channel(QUEUE);
         self.clients.borrow_mut().push(sender);
         receiver
     }
 
-    /// Tells all clients.
+    /// Sends an event to all clients.
     pub(super) fn tell(&self, name: &str, data: Value) {
         let event = json!({ "event": name, "data": data, "timestamp": timestamp() });
         self.clients.borrow_mut().retain_mut(|client| client.try_send(event.clone()).is_ok());
     }
 
-    /// A job has another status.
+    /// Reports the new status of a job.
     pub(super) fn tell_status(&self, job: &str, status: &str) {
         self.tell("JOB_STATUS_CHANGE", json!({ "id": job, "status": status }));
     }
 
-    /// A job runs, if that was not told yet.
+    /// Reports that a job runs, unless this was reported before.
     pub(super) fn tell_begin(&self, job: &str) {
         if self.begun.borrow_mut().insert(job.to_owned()) {
             self.tell_status(job, "created");
@@ -48,7 +48,7 @@ impl Broadcast {
         }
     }
 
-    /// A job has ended: another one may have its name.
+    /// Forgets an ended job, because a later job may have its name.
     pub(super) fn forget_job(&self, job: &str) {
         self.begun.borrow_mut().remove(job);
     }

@@ -1,20 +1,20 @@
 //! QMP, the protocol of QEMU's monitor, with the commands of qemu-storage-daemon that have a
 //! meaning here.
 //!
-//! A thin layer: a command translates its arguments into calls that clients of the control socket
-//! make (`control::dispatch`), and their results and errors into what QEMU answers. There is no
-//! second implementation. A disk is a node with the disk's name; the file below it is listed as
-//! another node, which cannot be used by itself. docs/qmp.md lists the differences from QEMU. The
+//! A thin layer: a command translates its arguments into calls of the control socket's methods
+//! (`control::dispatch`), and their results and errors into QEMU's replies. There is no second
+//! implementation. A disk is a node with the disk's name; the file below it is listed as
+//! another node, which cannot be used alone. docs/qmp.md lists the differences from QEMU. The
 //! socket has the options and permissions of a control socket: a command exists if the socket
 //! allows all methods that it calls.
 //!
-//! - `server`: the socket; `session`: a client; `tokens`, `reader`: what it sends; `errors`,
+//! - `server`: the socket; `session`: a client; `tokens`, `reader`: its messages; `errors`,
 //!   `arguments`
-//! - `commands`: which there are, `schema`: what they take and return; `query`, `node_list`,
+//! - `commands`: their list; `schema`: their arguments and results; `query`, `node_list`,
 //!   `nodes`, `blockdev` (with `opening` and `filters`), `reopening`, `creation`, `objects`,
 //!   `exports`, `bitmaps`, `snapshots`, `overlays`, `backups`, `jobs` (with `starting` and
-//!   `job_list`), `transaction`: what each does
-//! - `context`, `state`: what they share; `events`, `broadcast`: what clients are told
+//!   `job_list`), `transaction`: their implementations
+//! - `context`, `state`: their shared state; `events`, `broadcast`: the events for clients
 
 mod arguments;
 mod backups;

@@ -9,7 +9,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 
-/// The version of QEMU whose commands these are, and that of this program.
+/// The version of QEMU that the commands follow, and that of this program.
 pub(super) fn version() -> Value {
     json!({
         "qemu": { "major": 10, "minor": 0, "micro": 0 },
@@ -22,8 +22,8 @@ pub(super) async fn devices(_: &Rc<Context>, given: Arguments) -> Returned {
     given.end().map(|()| json!([]))
 }
 
-/// `query-blockstats`: what the guests of each disk have asked for. QEMU counts that at devices,
-/// and here these are none.
+/// `query-blockstats`: counters of the guests' requests to each disk. QEMU keeps them at devices,
+/// but there are no devices here.
 pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let of_nodes = given.flag("query-nodes", false)?;
     given.end()?;
@@ -45,7 +45,7 @@ pub(super) async fn stats(context: &Rc<Context>, mut given: Arguments) -> Return
     Ok(told.collect())
 }
 
-/// Operations of one kind: their word in QEMU, and which they are.
+/// Kinds of operations: QEMU's word for each kind, and its operations.
 const KINDS: &[(&str, &[Operation])] = &[
     ("rd", &[Operation::Read]),
     ("wr", &[Operation::Write, Operation::WriteFua, Operation::WriteZeroes]),
@@ -59,7 +59,7 @@ fn counters(metrics: &DiskMetrics) -> Value {
         "account_invalid": false,
         "account_failed": true,
         "timed_stats": [],
-        // No disk keeps it.
+        // No disk records this offset.
         "wr_highest_offset": 0,
     });
     for (word, operations) in KINDS {

@@ -43,8 +43,8 @@ struct Messages {
 }
 
 impl Messages {
-    /// The next message; `None` when the client has closed the connection. Not to be dropped before
-    /// it is ready: bytes would be lost.
+    /// The next message; `None` when the client has closed the connection. The future must not be
+    /// dropped before it completes: bytes would be lost.
     async fn next(&mut self) -> io::Result<Option<Message>> {
         loop {
             if let Some(message) = self.reader.next() {
@@ -54,7 +54,7 @@ impl Messages {
                 let mut list = IoVectorList::new();
                 list.push(self.received.lend());
                 let (count, list) = self.stream.receive(list).await;
-                // The loan of the memory ends.
+                // This ends the loan of the receive buffer.
                 drop(list);
                 match count? {
                     0 => return Ok(None),
@@ -75,16 +75,16 @@ impl Client {
         }
     }
 
-    /// An event that waits.
+    /// The next queued event, if there is one.
     fn waiting_event(&mut self) -> Option<Value> {
         self.events.as_mut()?.try_recv().ok()
     }
 }
 
-/// Answers one client until it or the server ends.
+/// Serves one client until the client or the server ends.
 pub(super) async fn serve_client(context: Rc<Context>, stream: Stream) {
     let writer = LineWriter::new(stream.clone());
-    // It has gone, or reads nothing.
+    // The client has disconnected, or does not read.
     let _ = converse(&context, &writer, stream).await;
 }
 
@@ -120,7 +120,7 @@ async fn converse(context: &Rc<Context>, writer: &LineWriter, stream: Stream) ->
     }
 }
 
-/// JSON with the spaces that QEMU writes: some programs compare text.
+/// JSON with the spaces that QEMU writes, because some programs compare the text.
 struct Spaced;
 
 impl Formatter for Spaced {
@@ -160,7 +160,7 @@ struct Moment<'a> {
     microseconds: &'a Value,
 }
 
-/// The event that a message is, if it is one.
+/// The message as an event; `None` if it is no event.
 fn told(message: &Value) -> Option<Told<'_>> {
     let event = message.get("event")?;
     let (seconds, microseconds) =
@@ -177,12 +177,12 @@ async fn send(writer: &LineWriter, value: &Value) -> io::Result<()> {
         None => value.serialize(&mut serializer),
     }
     .expect("values are JSON");
-    // As QEMU ends lines.
+    // QEMU ends lines with CR LF.
     text.push(b'\r');
     writer.send(&text).await
 }
 
-/// The answer to a message.
+/// The reply to a message.
 async fn answer(
     context: &Rc<Context>,
     writer: &LineWriter,
@@ -208,12 +208,12 @@ async fn answer(
     Ok(answer)
 }
 
-/// The command and the arguments that an object asks for.
+/// The command and the arguments in a request.
 fn request(mut object: Map<String, Value>) -> Result<(String, Arguments), QmpError> {
     let command = object.remove("execute");
     let arguments = object.remove("arguments");
     let generic = |why: &str| Err(QmpError::generic(format!("QMP input {why}")));
-    // Also for commands out of the order: they are a capability, which is not offered.
+    // This also rejects `exec-oob`: out-of-band execution is a capability that is not offered.
     if let Some(unknown) = object.keys().next() {
         return generic(&format!("member '{unknown}' is unexpected"));
     }
@@ -227,7 +227,7 @@ fn request(mut object: Map<String, Value>) -> Result<(String, Arguments), QmpErr
     }
 }
 
-/// Carries a command out. Events are told meanwhile.
+/// Executes a command, and sends events meanwhile.
 async fn execute(
     context: &Rc<Context>,
     writer: &LineWriter,
@@ -252,14 +252,14 @@ async fn execute(
             returned = executing => return Ok(returned),
             event = client.next_event().fuse() => match event {
                 Some(event) => send(writer, &event).await?,
-                // A command that has begun is finished. The connection ends after that.
+                // A command that has begun completes. Then the connection ends.
                 None => return Ok(executing.await),
             },
         }
     }
 }
 
-/// Carries a command out unless another process serves now.
+/// Executes a command unless another process serves now.
 async fn pass(context: &Rc<Context>, command: &Command, arguments: Arguments) -> Returned {
     let Some(_inside) = context.gate.enter().await else {
         return Err(QmpError::generic("another process serves now: connect again"));

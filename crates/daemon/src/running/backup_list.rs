@@ -21,7 +21,7 @@ pub(crate) struct RunningBackup {
     pub(crate) bitmap: Option<String>,
     /// As in its setup.
     pub(crate) since: Option<String>,
-    /// For how long changes were held off.
+    /// The time for which changes were paused.
     pub(crate) pause: Duration,
     /// Its disks, in the order of the setup.
     pub(crate) disks: Vec<BackupDisk>,
@@ -30,20 +30,20 @@ pub(crate) struct RunningBackup {
 /// A disk of a backup.
 #[derive(Clone)]
 pub(crate) struct BackupDisk {
-    /// The disk that goes on.
+    /// The disk that stays in use.
     pub(super) source: Arc<RunningDisk>,
-    /// The disk that is served.
+    /// The frozen disk, which is served.
     pub(crate) frozen: Arc<RunningDisk>,
-    /// The bitmap with the changes; `None`: the disk comes in full.
+    /// The bitmap with the changes; `None`: a full backup of the disk.
     pub(crate) since: Option<String>,
-    /// Its view of the disk.
+    /// The backup's view of the disk.
     pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
     /// Bytes that its scratch file may take.
     pub(crate) scratch_limit: u64,
 }
 
 impl BackupDisk {
-    /// The name of the disk that continues.
+    /// The name of the disk that stays in use.
     pub(crate) fn source(&self) -> &str {
         self.source.name()
     }
@@ -57,7 +57,7 @@ pub(crate) struct Backups(Mutex<State>);
 struct State {
     /// In the order in which they began.
     backups: Vec<Arc<RunningBackup>>,
-    /// The names of those that are about to begin.
+    /// The names of backups that are about to begin.
     beginning: Vec<String>,
     begun: u64,
 }
@@ -93,7 +93,7 @@ impl Drop for NewName<'_> {
 }
 
 impl Backups {
-    /// All of them, in the order in which they began.
+    /// All backups, in the order in which they began.
     pub(crate) fn list(&self) -> Vec<Arc<RunningBackup>> {
         self.0.lock().backups.clone()
     }
@@ -103,7 +103,7 @@ impl Backups {
         self.0.lock().backups.push(backup);
     }
 
-    /// Lists a backup no longer.
+    /// Removes a backup from the list.
     pub(super) fn forget(&self, backup: &Arc<RunningBackup>) {
         self.0.lock().backups.retain(|other| !Arc::ptr_eq(other, backup));
     }
@@ -111,7 +111,7 @@ impl Backups {
     /// Reserves a name for a backup: the given one, or any.
     ///
     /// # Errors
-    /// Another backup has the name, or it is not valid.
+    /// Another backup has the name, or the name is invalid.
     pub(super) fn new_name(&self, wanted: Option<String>) -> Result<NewName<'_>> {
         let mut state = self.0.lock();
         let name = match wanted {
@@ -131,7 +131,7 @@ impl Backups {
         Ok(NewName { backups: self, name })
     }
 
-    /// Refuses a frozen disk to guests.
+    /// Fails if the disk is a frozen one, which guests must not use.
     pub(super) fn check_not_frozen(&self, disk: &str) -> Result<()> {
         let state = self.0.lock();
         let has_frozen =

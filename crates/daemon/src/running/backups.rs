@@ -1,9 +1,9 @@
 //! Backups: the content of disks at one moment, served for reading while the disks stay in use.
 //!
-//! Guarantees: a backup begins with all of its disks, at one moment, or with none, and then leaves
-//! nothing behind. While it lasts, its disks are neither closed, resized nor moved. A failure of it
-//! is logged, and does not reach the guests. It does not outlive the process; the bitmaps that it
-//! has begun do.
+//! Guarantees: a backup begins with all of its disks at one moment, or it fails and undoes its
+//! changes. While it lasts, its disks are not closed, resized or moved. A failure of the backup is
+//! logged, and does not reach the guests. A backup ends with the process at the latest; the bitmaps
+//! that it has begun remain.
 //!
 //! Order of the beginning: the new bitmaps record changes first, then the disks are frozen, then
 //! the older bitmaps are read. So a bitmap never lacks a change, but may have extra ones from
@@ -38,16 +38,16 @@ use crate::events::{Event, Events};
 use crate::running::claims::Name;
 use crate::running::scratch::open_scratch;
 
-/// How long changes may be held off until all disks are frozen.
+/// Maximum time that changes are paused until all disks are frozen.
 pub(super) const MAX_FREEZE_TIME: Duration = Duration::from_secs(3);
-/// How long a guest's change waits without progress of its copy, before the backup fails.
+/// Maximum wait of a guest's change without progress of its copy; then the backup fails.
 const MAX_COPY_TIME: Duration = Duration::from_secs(30);
 /// Bytes of memory of each disk for data not yet in its scratch file.
 const COPY_MEMORY: u64 = 16 << 20;
 /// Maximum bytes of memory of each disk for the locations of single blocks in its scratch file: a
 /// thousandth of the copied data.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
-/// Bytes of memory for a copy of a bitmap, at most. A finer one is made coarser.
+/// Maximum bytes of memory for a copy of a bitmap. A larger copy is made coarser.
 const MAX_BITMAP_BYTES: u64 = 16 << 20;
 
 /// Maximum bytes for the bits of a bitmap that begins with a backup, below `MAX_GRANULARITY`: finer
@@ -57,15 +57,15 @@ const MAX_FINE_BITS: u64 = 4 << 20;
 const MIN_GRANULARITY: u64 = 4 << 10;
 const MAX_GRANULARITY: u64 = 64 << 10;
 
-/// A backup that is to begin.
+/// The parameters of a new backup.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupSetup {
     /// Its name; `None`: any name.
     pub(crate) name: Option<String>,
     /// The names of the disks.
     pub(crate) disks: Vec<String>,
-    /// Where they are served, each under its own name; a single one under the URI's, if that has
-    /// one. `None`: nowhere yet.
+    /// Where to serve the disks, each under its own name; a single disk under the URI's export
+    /// name, if given. `None`: the disks are not served yet.
     pub(crate) export: Option<NbdUri>,
     /// The bitmap that begins on each disk.
     pub(crate) bitmap: Option<String>,
@@ -80,25 +80,25 @@ pub(crate) struct BackupSetup {
 /// A disk to be backed up.
 struct Source {
     disk: Arc<RunningDisk>,
-    /// The bitmap of the setup, if it has that: the disk comes as an increment.
+    /// The setup's bitmap, if the disk has it: then its backup is incremental.
     since: Option<String>,
 }
 
-/// The changes for a backup that has not begun yet.
+/// The changes to undo if a backup cannot begin.
 #[derive(Default)]
 struct Begun {
-    /// Raw disks that have got a place for bitmaps.
+    /// Raw disks that got a side file for bitmaps.
     recorded: Vec<Arc<RunningDisk>>,
     /// Disks with their new bitmap.
     bitmaps: Vec<(Arc<RunningDisk>, String)>,
     disks: Vec<BackupDisk>,
 }
 
-/// Begins a backup. When this returns its disks are served.
+/// Begins a backup. When this returns, its disks are served, if the setup names an export.
 ///
 /// # Errors
-/// There is no such disk, one is used by a job or another backup, or has no such bitmap; a scratch
-/// file cannot be made or an address not be used; the disks are too busy. Then nothing has changed.
+/// There is no such disk or bitmap; a job or another backup uses a disk; a scratch file cannot be
+/// made; an address cannot be used; the freeze times out. After an error nothing has changed.
 pub(crate) async fn begin_backup(
     running: &Running,
     setup: BackupSetup,
@@ -174,7 +174,7 @@ async fn begin_claimed(
     Ok(pause)
 }
 
-/// Lists a frozen disk as a backup of its own, which is served nowhere yet.
+/// Lists a frozen disk as a separate backup, which is not served yet.
 ///
 /// # Errors
 /// A backup or disk has its name.
@@ -197,8 +197,8 @@ pub(super) async fn adopt_backup(
     Ok(())
 }
 
-/// The claimed disks of a backup. A disk that lacks the bitmap comes in full, if another one has
-/// it.
+/// The claimed disks of a backup. A disk without the bitmap is backed up in full, if another disk
+/// has the bitmap.
 async fn sources(running: &Running, setup: &BackupSetup, name: &str) -> Result<Vec<Source>> {
     let mut sources = Vec::new();
     for disk in &setup.disks {
@@ -225,8 +225,8 @@ async fn sources(running: &Running, setup: &BackupSetup, name: &str) -> Result<V
     Ok(sources)
 }
 
-/// The frozen copy of a disk to attach, and the limit of its scratch file in bytes. `scratch`: its
-/// folder, and that limit.
+/// The frozen copy of a disk to attach, and the limit of its scratch file in bytes. `folder` and
+/// `scratch_size`: the folder and the limit of that file.
 pub(super) async fn prepare(
     running: &Running,
     (folder, scratch_size): (Option<&Path>, Option<u64>),
@@ -251,7 +251,7 @@ pub(super) async fn prepare(
     let frozen = FrozenDisk::new(Arc::clone(&source.disk), scratch, options, teller)?;
     let frozen = Arc::new(frozen);
     let view = Arc::clone(&frozen);
-    // It ends with the backup, or with the loop.
+    // The task ends with the backup, or with the loop.
     drop(running.jobs.handle()?.spawn(move || view.write_behind()));
     Ok((frozen, scratch_limit))
 }
@@ -286,8 +286,8 @@ async fn adopt_frozen(
     Ok(running.adopt_with(frozen, Arc::new(disk), None, bitmap.into_iter().collect()))
 }
 
-/// A disk that a backup has frozen, with copies of bitmaps of the disk that continues, or of
-/// another one (`of`): they have all changes up to the freeze, and perhaps later ones.
+/// A frozen disk of a backup, with copies of bitmaps of its source, or of another disk (`of`). The
+/// copies have all changes up to the freeze, and perhaps later ones.
 ///
 /// # Errors
 /// The disk is not frozen, or there is no such bitmap.
@@ -322,7 +322,7 @@ pub(super) async fn with_bitmaps(
     Ok(Arc::new(RunningDisk { setup, path, moved, disk, bitmaps, room, group }))
 }
 
-/// Ends a backup: its disks are no longer served, and continue without copies. Its bitmaps stay.
+/// Ends a backup: stops serving its frozen disks and copying old data. Its bitmaps stay.
 ///
 /// # Errors
 /// There is no such backup.
@@ -339,7 +339,7 @@ pub(crate) async fn end_backup(running: &Running, name: &str) -> Result<()> {
     };
     let names: Vec<_> = backup.disks.iter().flat_map(of_disk).collect();
     let _claim = running.claims.claim(names).await;
-    // It may have ended since.
+    // The backup may have ended during the wait for the claim.
     find().ok_or_else(missing)?;
     for disk in &backup.disks {
         end_frozen(running, disk).await?;
@@ -350,7 +350,7 @@ pub(crate) async fn end_backup(running: &Running, name: &str) -> Result<()> {
 }
 
 async fn end_frozen(running: &Running, disk: &BackupDisk) -> Result<()> {
-    // Ranges that are read until then still have the old bytes.
+    // The exports end before the thaw: until then their reads get the old bytes.
     for export in running.exports.of_disk(disk.frozen.name()) {
         running.exports.end(&export).await?;
     }
@@ -387,7 +387,7 @@ pub(super) async fn copied(disk: &RunningDisk, bitmap: &str) -> Result<DirtyMap>
     Ok(disk.disk.bitmaps().copy(bitmap, least).await?)
 }
 
-/// Whether a disk has this bitmap: with all changes, and enabled.
+/// Whether a disk has this bitmap. Fails if the bitmap lacks changes or is not enabled.
 async fn has_bitmap(disk: &RunningDisk, name: &str) -> Result<bool> {
     match complete_bitmap(disk, name).await? {
         Some(bitmap) if !bitmap.is_enabled => Err(lacks_changes(disk, name, "it is not enabled")),
@@ -401,7 +401,7 @@ async fn has_bitmap(disk: &RunningDisk, name: &str) -> Result<bool> {
 /// The bitmap lacks changes.
 pub(super) async fn complete_bitmap(disk: &RunningDisk, name: &str) -> Result<Option<Bitmap>> {
     let bitmaps = match disk.disk.bitmaps().list().await {
-        // A raw image, in which none was begun yet.
+        // A raw image without bitmaps.
         Err(error) if error.kind() == ErrorKind::Unsupported => return Ok(None),
         bitmaps => bitmaps?,
     };
@@ -428,7 +428,7 @@ fn granularity(size: u64) -> u64 {
     DirtyMap::min_granularity(size, MAX_FINE_BITS).clamp(MIN_GRANULARITY, MAX_GRANULARITY)
 }
 
-/// Where each disk is served, if they are.
+/// The address at which each disk is served; empty without an export.
 fn addresses(setup: &BackupSetup) -> Result<Vec<ExportAddress>> {
     let name_of = |disk: &String, uri: &NbdUri| match (&setup.disks[..], &*uri.export) {
         (_, "") => Ok(disk.clone()),

@@ -13,7 +13,7 @@ pub(crate) struct Configuration {
 }
 
 impl Configuration {
-    /// Without disks yet; `path`: the file that reloads read.
+    /// A configuration without disks. `path`: the file that reloads read.
     pub(super) fn new(path: Option<PathBuf>) -> Self {
         Self { path, disks: Mutex::default() }
     }

@@ -20,22 +20,22 @@ use crate::running::open::image_options;
 
 /// The result of a fork.
 pub(crate) struct ForkReport {
-    /// For how long changes were held off.
+    /// The time for which changes were held off.
     pub(crate) pause: Duration,
-    /// The disks, in their order.
+    /// The disks, in the order of the request.
     pub(crate) disks: Vec<ForkedDisk>,
 }
 
-/// A number that a new file may have in its name, at most.
+/// Limit of the number in the name of a new file.
 const MAX_NUMBER: u32 = 100_000;
 
-/// Forks disks, all at one moment. When this returns the layers are durable, and other programs
-/// may read them.
+/// Forks disks, all at the same moment. When this returns, the layers are durable, and other
+/// programs may read them.
 ///
 /// # Errors
-/// There is no such disk, a job or a backup uses it, it is too busy, or cannot be forked; a file
-/// cannot be made. Then nothing has changed. If the layer cannot be made durable, the disk is
-/// forked nevertheless.
+/// A disk does not exist, is used by a job or a backup, is too busy, or cannot be forked; a file
+/// cannot be created. In these cases nothing has changed. If the layer cannot be made durable, the
+/// disk is forked nevertheless.
 pub(crate) async fn fork_disks(
     running: &Running,
     setups: Vec<ForkDiskParams>,
@@ -71,7 +71,7 @@ pub(crate) async fn fork_disks(
     report.0.map(|()| report.1)
 }
 
-/// How a disk is forked.
+/// The plan for forking a disk.
 fn plan<'a>(
     running: &Running,
     disk: &'a RunningDisk,
@@ -175,7 +175,7 @@ fn take_in_child(
     running.events.tell(Event::DiskOpened { disk: name.to_owned() });
 }
 
-/// Warns if an image may name its layer as backing file only with an allowed path.
+/// Warns if the image needs an allowed path to name its layer as backing file.
 fn tell_if_not_free(image: &Path, layer: &Path) {
     use std::os::unix::ffi::OsStrExt;
     if !AllowedPaths::is_free_to_name(image, layer.as_os_str().as_bytes()) {
@@ -187,7 +187,7 @@ fn tell_if_not_free(image: &Path, layer: &Path) {
     }
 }
 
-/// A new name beside an image: `disk.1.qcow2` for disk.img, and `disk.2.qcow2` for that.
+/// A free name beside an image: `disk.1.qcow2` for disk.img, `disk.2.qcow2` for disk.1.qcow2.
 fn next_name(image: &Path) -> Result<PathBuf> {
     let stem = image.file_stem().unwrap_or_default().to_string_lossy();
     let (stem, number) = match stem.rsplit_once('.') {

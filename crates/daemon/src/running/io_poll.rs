@@ -1,4 +1,4 @@
-//! `serve --io-poll on`: refused at the start where it could never take effect.
+//! The check of `serve --io-poll on` at the start: it fails if polling could never take effect.
 
 use std::path::Path;
 
@@ -6,11 +6,11 @@ use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_engine::{Engine, EngineReport, check_io_poll};
 
-/// Whether completions on all these images can be polled for. For an image still to be made its
-/// folder decides.
+/// Checks that completions on all these images can be polled for. For an image that does not exist
+/// yet, the folder is checked.
 ///
 /// # Errors
-/// The engine or an image's disk cannot, with advice.
+/// The engine cannot poll, or an image's device has no poll queues; with advice.
 pub fn check(report: &EngineReport, disks: &[DiskConfig]) -> Result<()> {
     if report.engine != Engine::IoUring {
         bail!(
@@ -29,7 +29,7 @@ pub fn check_disk(disk: &DiskConfig) -> Result<()> {
         _ => Path::new("."),
     };
     let place = if image.exists() || disk.create.is_none() { image } else { folder };
-    // If it is missing, opening it returns the better error.
+    // If the path is missing, opening the image returns a better error.
     if place.exists() {
         check_io_poll(place)?;
     }

@@ -1,4 +1,4 @@
-//! Rollbacks: disks return to the layers that forks left.
+//! Rollbacks: a disk returns to the layer below the overlay of its last fork.
 
 use std::ops::RangeInclusive;
 
@@ -11,12 +11,12 @@ use super::disk::RunningDisk;
 use crate::events::Event;
 use crate::running::open::image_options;
 
-/// Reverts a disk to the layer of its last fork, and drops its overlay. With `force` also while
-/// clients use it.
+/// Reverts a disk to the layer of its last fork, and drops its overlay. `force` permits this while
+/// clients use the disk.
 ///
 /// # Errors
-/// There is no such disk, a job or a backup uses it, or clients do; other images are over the
-/// layer, or it cannot be reverted to. Then nothing has changed.
+/// There is no such disk; a job, a backup or clients use it; the layer has other overlays, or the
+/// disk cannot be reverted to it. After an error nothing has changed.
 pub(crate) async fn roll_back_disk(
     running: &Running,
     name: &str,

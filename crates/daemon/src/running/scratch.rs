@@ -8,11 +8,11 @@ use blockhouse_disk::{
     CacheMode, ImageDisk, ImageFormat, ImageOptions, Locking, Purpose, create, exists, open,
 };
 
-/// Makes a disk of `size` bytes, all zeros, in a file in `folder`. The file has no name when this
-/// returns: its space is the host's again when the disk is dropped, or the process ends.
+/// Creates a disk of `size` zero bytes in an unlinked file in `folder`. The host frees its space
+/// when the disk is dropped or the process ends.
 ///
 /// # Errors
-/// The host's.
+/// Errors of the host.
 pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> {
     let path = create_file(folder, size).await?;
     let options = |cache| ImageOptions {
@@ -22,8 +22,8 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
         purpose: Purpose::Image,
         ..ImageOptions::default()
     };
-    // Long sequential writes that are read once: the page cache would only copy them. A file system
-    // without direct I/O uses it. It is never flushed: its content is of no use after a crash.
+    // Long sequential writes are read once: the page cache would only copy them. It is used if the
+    // file system has no direct I/O. The file is never flushed: it is useless after a crash.
     let opened = match open(&path, options(CacheMode::None)).await {
         Ok(disk) => Ok(disk),
         Err(_) => open(&path, options(CacheMode::Unsafe)).await,
@@ -42,7 +42,7 @@ async fn create_file(folder: &Path, size: u64) -> Result<PathBuf> {
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = folder.join(format!(".blockhouse-{process}-{number}.scratch"));
-        // Where another process makes it just now, creating fails.
+        // If another process creates the file just now, `create` fails.
         if !exists(&path).await? {
             create(&path, size, ImageFormat::Raw).await?;
             return Ok(path);

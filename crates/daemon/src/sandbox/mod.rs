@@ -1,10 +1,10 @@
-//! The sandbox: the restrictions of a server once everything is open.
+//! The sandbox: the restrictions of a server after it has opened its files and sockets.
 //!
 //! Guarantees: it applies to all threads before the first client is served, later threads inherit
-//! it, and nothing can lift it. A server that takes over from another one enters it before it reads
-//! the first byte from that process, which an attacker may control: [`enter_to_take_over`]. A part
-//! that the kernel lacks is logged once; the others still apply. README.md here has the purpose of
-//! each part; docs/security.md has the guarantees for users.
+//! it, and nothing can lift it. A server that takes over from another process enters it before it
+//! reads the first byte from that process, which an attacker may control: [`enter_to_take_over`]. A
+//! part that the kernel lacks is logged once; the other parts still apply. README.md here has the
+//! purpose of each part; docs/security.md has the guarantees for users.
 //!
 //! - `needs`: the later operations of this server, from its setup, and the capabilities that they
 //!   need
@@ -39,28 +39,28 @@ pub(crate) use self::files::FileRules;
 use self::needs::Needs;
 use crate::process::workers::Workers;
 
-/// Rings for the signals to guests of devices that are added later. Beyond them Linux AIO signals.
+/// Rings for signals to guests of devices that are added later. Without a ring, Linux AIO signals.
 const SPARE_SIGNAL_RINGS: usize = 16;
 
 /// The restrictions that apply.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SandboxReport {
     parts: Vec<&'static str>,
-    /// Where requests may open disks and make sockets; `None`: everywhere.
+    /// The paths where requests may open disks and create sockets; `None`: everywhere.
     for_requests: Option<Vec<PathBuf>>,
-    /// Where the process can write.
+    /// The paths that the process can write.
     reach: Reach,
 }
 
-/// Where a process can write.
+/// The paths that a process can write.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// Where its user may: the kernel does not restrict it.
+    /// Where the process's user may: the kernel does not restrict the process.
     #[default]
     User,
     /// Below these canonical paths.
     Below(Vec<PathBuf>),
-    /// Anywhere: nothing is asked of it.
+    /// Anywhere: the sandbox is off.
     Anywhere,
 }
 
@@ -70,10 +70,10 @@ impl SandboxReport {
         &self.reach
     }
 
-    /// Whether a request may open a disk, or make a socket, at this path.
+    /// Checks whether a request may open a disk or create a socket at this path.
     ///
     /// # Errors
-    /// It may not; with what is allowed.
+    /// The path is not allowed. The error names the allowed paths.
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
         self.for_requests.as_ref().map_or(Ok(()), |allowed| files::check(allowed, path))
     }
@@ -82,7 +82,7 @@ impl SandboxReport {
     pub(crate) fn check_image(&self, name: &Path) -> Result<()> {
         match Location::of(name) {
             Ok(location) => location.local_path().map_or(Ok(()), |path| self.check(path)),
-            // Its opening says what is wrong with the name.
+            // Opening the image reports the error in the name.
             Err(_) => Ok(()),
         }
     }
@@ -97,7 +97,7 @@ impl fmt::Display for SandboxReport {
     }
 }
 
-/// The paths of those sockets that have a file to be removed at the end.
+/// The paths of the sockets whose file must be removed at the end.
 pub(crate) fn socket_files<'a>(sockets: impl Iterator<Item = &'a BoundSocket>) -> Vec<PathBuf> {
     let path = |bound: &BoundSocket| match (&bound.address, &bound.file) {
         (Address::Unix(path), Some(_)) => Some(path.clone()),
@@ -108,17 +108,17 @@ pub(crate) fn socket_files<'a>(sockets: impl Iterator<Item = &'a BoundSocket>) -
 
 /// The descriptors that a server has open when it is confined.
 pub(crate) struct Opened {
-    /// How many vhost-user-blk devices.
+    /// The number of vhost-user-blk devices.
     pub(crate) devices: usize,
-    /// The files of its Unix sockets.
+    /// The files of the server's Unix sockets.
     pub(crate) sockets: Vec<PathBuf>,
     /// The rules that [`enter_before_ceph`] has applied.
     pub(crate) rules_of_writing: Option<FileRules>,
 }
 
-/// Confines a process that is going to take over, whose loops are `workers`, by its description
-/// alone: to what it does later and to what taking over takes. [`enter`] takes the rest from it,
-/// and says what the kernel lacks.
+/// Confines a process that is going to take over, whose loops are `workers`, according to its setup
+/// alone. It may do its later operations and those of the hand-over. [`enter`] drops the rest, and
+/// reports what the kernel lacks.
 ///
 /// # Errors
 /// As [`enter`].
@@ -129,14 +129,14 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
     let rules = files::rules(setup, needs, &opened);
     let ruleset = files::make(&rules, setup, needs);
     if let Some(ids) = setup.user {
-        // The sockets are this user's since they were bound.
+        // The sockets belong to this user since they were bound.
         user::become_owner(ids, &[])?;
     }
     if !setup.server.sandbox {
         return Ok(());
     }
     prepare(setup, needs, &opened);
-    // A missing file is an error at its end.
+    // `enter` reports a missing file later.
     if let Err(error) = confine_threads(ruleset, needs, setup, &opened) {
         tracing::debug!("while this server takes over: {error}");
     }
@@ -147,10 +147,11 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
     Ok(())
 }
 
-/// Confines this process, whose loops are `workers`. What is opened at the start is open.
+/// Confines this process, whose loops are `workers`, after it has opened everything that it opens
+/// at the start.
 ///
 /// # Errors
-/// The process cannot become the configured user. It may be confined in part, and the caller ends
+/// The process cannot become the configured user. It may be partly confined, and the caller ends
 /// it.
 pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result<SandboxReport> {
     let mut report = SandboxReport::default();
@@ -170,7 +171,7 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
     if !setup.hand_over {
         prepare(setup, needs, opened);
     }
-    // First, because the filter forbids these calls.
+    // Confine before the filter applies, because it forbids these calls.
     match confine_threads(ruleset, needs, setup, opened) {
         Ok(()) => {
             report.parts.push("landlock");
@@ -188,7 +189,7 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
         }
     }
     let restricted = if setup.hand_over {
-        // The others apply.
+        // The other restrictions apply already.
         system_calls::restrict_further(needs)
     } else {
         system_calls::restrict(needs)
@@ -205,9 +206,9 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
     Ok(report)
 }
 
-/// Drops root's capabilities, and the rights to write elsewhere than below the server's own places,
-/// before Ceph's library starts threads of its own: no restriction can be applied to these later.
-/// Says what may be written, if the kernel restricts that.
+/// Drops root's capabilities, and the rights to write outside the server's own paths. This must
+/// precede the threads of Ceph's library: no restriction can be applied to them later. Returns the
+/// rules for writes, if the kernel restricts them.
 pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
     if !drops_before_ceph(setup) {
         return None;
@@ -229,11 +230,11 @@ pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
     ruleset.map(|_| rules)
 }
 
-/// Whether a server that may have an image in Ceph drops capabilities before it opens any. One that
-/// becomes another user has none afterwards, and one of block devices needs them.
+/// Whether a server that may have an image in Ceph drops capabilities before it opens any. A server
+/// that changes its user has none afterwards, and a server of block devices needs them.
 fn drops_before_ceph(setup: &Setup) -> bool {
     let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
-    // The base of a file may be there, too, where that is allowed.
+    // The backing file of a local image may be in Ceph, too, if that is allowed.
     let may_have = |disk: &DiskConfig| disk.allow_remote || is_ceph(&disk.path);
     let keeps = setup.user.is_some() || !setup.ublk.is_empty();
     setup.disks.iter().any(may_have) && !keeps && setup.server.sandbox
@@ -244,7 +245,7 @@ pub(crate) fn capabilities_of_successor(setup: &Setup) -> u64 {
     if setup.server.sandbox { Needs::capabilities_of_successor(setup) } else { u64::MAX }
 }
 
-/// Tries to break out, where a test asks for that.
+/// Tries to break out of the sandbox, if a test requests that.
 fn probe(workers: &Workers) {
     #[cfg(debug_assertions)]
     probe::run(workers);
@@ -254,9 +255,9 @@ fn probe(workers: &Workers) {
 
 /// The parts that the kernel does not restrict.
 enum Unrestricted {
-    /// Files: it has no Landlock.
+    /// Files: the kernel has no Landlock.
     Missing,
-    /// The meaning of the text, and the reason.
+    /// The restricted parts as text, and the reason.
     Failed(&'static str, anyhow::Error),
 }
 
@@ -273,10 +274,10 @@ impl fmt::Display for Unrestricted {
     }
 }
 
-/// Takes rights to files, and root's capabilities.
+/// Drops rights to files, and root's capabilities.
 ///
 /// # Errors
-/// Rights to files stay, but for those that were taken before.
+/// Rights to files stay, except those dropped before.
 fn confine_threads(
     ruleset: Result<Option<OwnedFd>>,
     needs: Needs,
@@ -300,17 +301,17 @@ fn confine_threads(
     missing.map_or(Ok(()), Err)
 }
 
-/// Makes what cannot be made later.
+/// Creates and loads everything that the sandbox forbids later.
 fn prepare(setup: &Setup, needs: Needs, opened: &Opened) {
     if needs.guests {
-        // Each queue has one, and one more while a front-end changes it.
+        // Each queue has one ring, and one more while a front-end changes it.
         let queues = opened.devices * (usize::from(setup.server.queues()) + 1);
         let spare = if needs.changes { SPARE_SIGNAL_RINGS } else { 0 };
         reserve_signal_rings(queues + spare);
     }
     if needs.connects {
-        // The C library loads code for the look-up of names when it looks up the first one, and no
-        // memory becomes executable later. The outcome does not matter.
+        // The C library loads code when it resolves the first name, and the sandbox later forbids
+        // executable mappings. The result does not matter.
         let _ = std::net::ToSocketAddrs::to_socket_addrs(&("localhost", 1));
     }
 }

@@ -29,7 +29,7 @@ pub(crate) fn about(setup: &Setup) -> Vec<String> {
     everywhere.chain(cache).chain(control).chain(warn_of_nothing(setup)).collect()
 }
 
-/// A configuration with which nothing is served.
+/// The warning about a configuration that serves nothing.
 fn warn_of_nothing(setup: &Setup) -> Option<String> {
     let path = setup.config.as_ref()?;
     if !(setup.nbd.is_empty() && setup.devices.is_empty() && setup.ublk.is_empty()) {
@@ -45,7 +45,7 @@ fn warn_of_nothing(setup: &Setup) -> Option<String> {
     ))
 }
 
-/// A socket at all addresses of the host.
+/// The warning about a socket that listens at all addresses of the host.
 fn warn_of_address(address: &Address) -> Option<String> {
     let Address::Tcp { host, .. } = address else { return None };
     let is_any = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>().ok()?.is_unspecified();

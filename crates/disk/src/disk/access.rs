@@ -1,8 +1,8 @@
-//! Whether a disk may be changed, and changing that while it is in use.
+//! The access mode of a disk, and its change while the disk is in use.
 //!
-//! Guarantee: when a disk has become read-only, no change is in flight, all that were completed are
-//! durable, and every later one is refused until it is writable again, also one that was submitted
-//! before and waited. Reads go on. The image stays open and locked as it was. A disk that was
+//! Guarantee: once a disk is read-only, no change is in flight, and all completed changes are
+//! durable. Later changes are refused until the disk is writable again, also those that were
+//! submitted before and waited. Reads continue. The image stays open and locked. A disk that was
 //! [retired](super::QuiescedDisk::retire) stays read-only. Replacing the disk's image does not
 //! change this.
 
@@ -12,7 +12,7 @@ use super::{Disk, quiesce_flushed};
 use crate::options::Access;
 
 impl<S: Storage> Disk<S> {
-    /// Whether it may be changed now.
+    /// The current access mode.
     pub fn access(&self) -> Access {
         if self.protection.is_on() { Access::ReadOnly } else { self.image().access() }
     }
@@ -22,13 +22,13 @@ impl<S: Storage> Disk<S> {
         self.protection.retired_to()
     }
 
-    /// Makes a disk read-only that is in use, once the changes in flight have completed and are
-    /// durable; or writable again.
+    /// Makes a disk in use read-only, after the changes in flight have completed and are durable;
+    /// or makes it writable again.
     ///
     /// # Errors
     /// `ReadOnly` if `access` is to write and the disk was opened for reading only, or has moved
-    /// elsewhere; the storage's error of the flush, or `Io` if changes in flight take too long:
-    /// then it stays writable.
+    /// elsewhere. The storage's error of the flush, or `Io` if changes in flight take too long:
+    /// then the disk stays writable.
     pub async fn set_access(&self, access: Access) -> Result<()> {
         if access == Access::ReadWrite {
             return allow_changes(self);

@@ -8,11 +8,11 @@ use crate::throttle::ThrottleStats;
 /// The counters of a disk before this process had it.
 #[derive(Clone, Debug, Default)]
 pub struct EarlierCounts {
-    /// Requests, operations at the host and clients. Of the clients and requests that there were
-    /// at that moment nothing counts.
+    /// Counters of requests, host operations and clients. The clients and requests present at the
+    /// handover do not count.
     pub metrics: DiskMetrics,
-    /// Look-ups of metadata.
+    /// Look-ups of metadata in the cache.
     pub cache: CacheCounts,
-    /// How often requests waited for limits, and how long.
+    /// The number and the length of waits for limits.
     pub limits: ThrottleStats,
 }

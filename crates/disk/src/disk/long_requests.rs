@@ -1,4 +1,4 @@
-//! Requests longer than one part: bounded in what they hold, and no obstacle to others.
+//! Requests longer than one part hold bounded resources, and let other requests run.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -32,7 +32,7 @@ fn holes(options: Options) -> (Sim, Rc<Disk<SimDisk>>) {
     (sim, Rc::new(disk))
 }
 
-/// How many reads of 4 KiB another task is served while the request is carried out.
+/// The number of 4 KiB reads that another task completes while the request runs.
 fn served_beside(sim: &Sim, disk: &Rc<Disk<SimDisk>>, request: Request) -> usize {
     let long = {
         let disk = Rc::clone(disk);
@@ -61,7 +61,7 @@ fn a_neighbour_is_served_between_the_steps_of_a_long_request() {
     let mut memory = Buffer::new(64 << 20);
     memory.bytes_mut()[..4096].fill(1);
     let read = Request::Read { offset: MIB, into: memory.lend() };
-    // 512 steps, and after each one either task may be next.
+    // The read has 512 steps. After each step either task may run next.
     let served = served_beside(&sim, &disk, read);
     assert!((200..1000).contains(&served), "{served} beside a read of 64 MiB");
     assert!(memory.bytes()[..4096].iter().all(|&byte| byte == 0));
@@ -87,7 +87,7 @@ fn a_neighbour_is_served_while_zeros_are_looked_for_and_copied() {
     let write = Request::Write { offset: 0, from: memory.lend(), durability };
     let served = served_beside(&sim, &disk, write);
     assert!((50..400).contains(&served), "{served} beside a write of zeros");
-    // By way of a bounce buffer, since it begins inside of a block.
+    // The read begins inside a block, so it uses a bounce buffer.
     let into = memory.lend_range(0, 8 << 20);
     let served = served_beside(&sim, &disk, Request::Read { offset: 1 << 30 | 1, into });
     assert!((10..400).contains(&served), "{served} beside an unaligned read");

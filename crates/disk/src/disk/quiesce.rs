@@ -1,8 +1,8 @@
-//! Holds the guest's changes off while the image is changed as a whole (quiesce).
+//! Quiescing: holds the guest's changes off while the whole image is changed.
 //!
-//! A change costs two atomic additions. Quiescing waits for the changes in flight; those that come
-//! later wait until it ends. A change in flight may wait for a backing file that does not answer,
-//! so quiescing has a limit: after that the changes go on.
+//! A change costs two atomic additions. Quiescing waits for the changes in flight; later changes
+//! wait until it ends. A change in flight may wait for a backing file that does not respond. So
+//! quiescing has a limit: when it is reached, quiescing fails and changes continue.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -11,13 +11,13 @@ use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::sync::Condvar;
 use futures_util::future::{Either, select};
 
-/// The bit that says "quiesced"; below it, how many changes are in flight.
+/// The bit of the quiesced state. The bits below it count the changes in flight.
 const QUIESCED: usize = 1 << (usize::BITS - 1);
 
 /// See the module's page.
 pub(crate) struct Quiesce {
     state: AtomicUsize,
-    /// How often it was quiesced.
+    /// How often quiescing has begun.
     count: AtomicU64,
     resumed: Condvar,
     drained: Condvar,
@@ -48,12 +48,12 @@ pub(crate) struct QuiescedGuard<'a> {
 }
 
 impl Quiesce {
-    /// Begins a change, once none of the whole image is made.
+    /// Begins a change. Waits while changes are held off.
     pub(crate) async fn begin_write(&self) -> WriteGuard<'_> {
         self.resumed.wait_until(|| self.try_begin_write()).await
     }
 
-    /// As [`begin_write`](Self::begin_write), if it need not wait.
+    /// As [`begin_write`](Self::begin_write), without waiting; `None` while changes are held off.
     pub(crate) fn try_begin_write(&self) -> Option<WriteGuard<'_>> {
         if self.state.fetch_add(1, Ordering::SeqCst) & QUIESCED == 0 {
             return Some(WriteGuard(self));
@@ -68,14 +68,14 @@ impl Quiesce {
         }
     }
 
-    /// How often all changes were held off so far: if it is the same later, no change of the whole
-    /// image was made.
+    /// How often changes were held off so far. If the count is the same later, the whole image was
+    /// not changed in between.
     pub(crate) fn count(&self) -> u64 {
         self.count.load(Ordering::SeqCst)
     }
 
-    /// Holds new changes off and waits until none is in flight; `None` where `limit`, which is
-    /// polled from then on, ends first.
+    /// Holds new changes off and waits until none is in flight. Returns `None` if `limit` ends
+    /// first, which is polled only once changes are held off.
     pub(crate) async fn quiesce(
         &self,
         limit: impl Future<Output = ()>,

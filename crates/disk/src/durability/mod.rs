@@ -1,9 +1,9 @@
-//! Durability: the decision about it, and the operations that it takes.
+//! Durability: the decision, and the operations that it requires.
 //!
 //! - [`decide`] is the decision, two pure functions: one for the writes of a request, one for a
-//!   single write that reaches the storage.
-//! - [`request_sync`] has the facts at hand, asks for the decision and collects the sync that a
-//!   request needs at its end.
+//!   single write to the storage.
+//! - [`request_sync`] collects the inputs of the decision, and the sync that a request needs at
+//!   its end.
 //! - [`flush_tracker`] wraps each storage: it skips and merges flushes, and remembers the first
 //!   failure.
 

@@ -1,9 +1,9 @@
-//! The durability of one request, from its first write to its end; and whether it changes what the
-//! disk reads.
+//! The durability of one request, from its first write to its end; and whether the request changes
+//! the disk's content.
 //!
-//! Made once per request with what was asked for. Each write asks it for a plan, which also notes
-//! the sync that the plan requires afterwards, so no write can forget it. [`RequestSync::complete`]
-//! carries out the deepest of these syncs, once.
+//! Created once per request, with the requested durability. Each write gets its plan here, which
+//! also records the sync that the plan requires afterwards: no write can forget it.
+//! [`RequestSync::complete`] performs the strongest of these syncs, once.
 
 use std::cell::Cell;
 
@@ -22,7 +22,7 @@ pub(crate) struct RequestSync<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> RequestSync<'a, S> {
-    /// For a request that asks for `asked`, the disk's options included.
+    /// For a request with the durability `asked`, which includes the disk's options.
     pub(crate) fn new(format: &'a Format<FlushTracker<S>>, asked: Durability) -> Self {
         Self { format, asked, changes_content: true, required: Cell::default() }
     }
@@ -37,7 +37,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         Self { changes_content: false, ..Self::not_required(format) }
     }
 
-    /// Whether the disk may read otherwise when the request was carried out.
+    /// Whether the request may change the disk's content.
     pub(crate) fn changes_content(&self) -> bool {
         self.changes_content
     }
@@ -64,7 +64,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         self.plan(Change::SharedFlush, || MetadataSync::Flush);
     }
 
-    /// Notes a change of metadata alone.
+    /// Records a change of metadata only.
     pub(crate) fn note_metadata_change(&self) {
         self.plan(Change::Metadata, || MetadataSync::Flush);
     }
@@ -76,7 +76,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         plan
     }
 
-    /// The deepest sync that was noted so far.
+    /// The strongest sync recorded so far.
     #[cfg(test)]
     pub(crate) fn required(&self) -> RequiredSync {
         self.required.get()
@@ -93,7 +93,7 @@ impl<'a, S: Storage> RequestSync<'a, S> {
             RequiredSync::DataAndMetadata => self.format.sync_data_and_metadata().await?,
             RequiredSync::Flush(sync) => return self.format.flush(sync).await,
         }
-        // A metadata sync that found nothing to write has not met an earlier failure yet.
+        // A metadata sync without anything to write does not detect an earlier failure.
         self.format.data().check_failure()?;
         self.format.storage().check_failure()
     }

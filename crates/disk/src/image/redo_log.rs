@@ -1,8 +1,8 @@
-//! The redo log of the format, in memory that a killed process leaves to the next one.
+//! The format's redo log, in memory that survives a killed process.
 //!
-//! With this memory an image keeps every acknowledged request, even those that were not flushed:
-//! see [`StateMemory`]. Without it, or after a loss of power, it keeps those acknowledged as
-//! durable.
+//! With this memory an image keeps every acknowledged change after its process is killed, even
+//! unflushed ones: see [`StateMemory`]. Without it, or after a loss of power, the image keeps only
+//! the changes acknowledged as durable.
 
 use std::sync::Arc;
 
@@ -12,19 +12,19 @@ use blockhouse_format::Replay;
 use super::Image;
 
 impl<S: Storage> Image<S> {
-    /// Words of memory for the redo log; 0 if none is needed, because every answered change is
-    /// already in the host's files. Less memory than this is enough for a log with fewer changes.
+    /// Words of memory for the redo log; 0 if none is needed, because every acknowledged change is
+    /// already in the host's files. With less memory the log holds fewer changes.
     pub fn redo_log_words(&self) -> usize {
         self.format().redo().map_or(0, |redo| redo.words())
     }
 
-    /// Replays the answered changes of a killed process that had the image open. `log` is the
-    /// memory that this process had [attached](Self::attach_redo_log), on the same boot of the
-    /// host. To be called when the image has its data file and its backing file, before any change;
-    /// the image must be [opened for it](Self::open_before_replay).
+    /// Replays the acknowledged changes of a killed process that had the image open. `log` is the
+    /// memory that the killed process had [attached](Self::attach_redo_log) in the same boot of the
+    /// host. The image must be [opened for it](Self::open_before_replay), and have its data file
+    /// and its backing file. Call this before any change.
     ///
     /// # Errors
-    /// Errors of the storage, or `Corrupt`: the log is still good.
+    /// Errors of the storage, or `Corrupt`: the log stays valid.
     pub async fn replay(&self, log: &dyn StateMemory) -> Result<Replay> {
         match self.format().redo() {
             Some(redo) => redo.replay(log).await,
@@ -32,8 +32,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Empties `log`, and from now on records there the changes that are not yet on disk. To be
-    /// called before any change, and after [`replay`](Self::replay).
+    /// Empties `log`, and then records the changes in it that are not yet on disk. Call this after
+    /// [`replay`](Self::replay), and before any change.
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         if let Some(redo) = self.format().redo() {
             redo.attach(log);

@@ -1,8 +1,8 @@
 //! Reads of the backing file that are in flight.
 //!
-//! A backing file may be slow, or not answer at all. Such a read holds nothing of the image that
-//! other requests wait for. It is listed here, for code that detaches the backing file and for
-//! reports of stuck reads.
+//! A backing file may be slow, or never complete a read. A read of it holds nothing of the image
+//! that other requests wait for. Reads are listed here, for code that detaches the backing file and
+//! for reports of stuck reads.
 
 use std::collections::BTreeMap;
 
@@ -11,12 +11,12 @@ use blockhouse_core::metrics::{Timestamp, clock};
 use blockhouse_core::sync::Condvar;
 use parking_lot::Mutex;
 
-/// For which request bytes are read.
+/// The request that needs the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reader {
     /// A read.
     Read,
-    /// A change: the old bytes around its own.
+    /// A change that needs the old bytes around its own.
     Change,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct BackingReads {
 #[derive(Default)]
 struct State {
     begun: u64,
-    /// By their numbers, so the oldest is the first.
+    /// Reads by their numbers: the oldest is the first.
     in_flight: BTreeMap<u64, BackingRead>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct BackingReadGuard<'a> {
 }
 
 impl BackingReads {
-    /// A read begins. It sees every change of the backing chain made before an
+    /// Begins a read. It sees every change of the backing chain made before a call of
     /// [`ended`](Self::ended) that does not wait for it.
     pub(super) fn begin(&self, range: ByteRange, reader: Reader) -> BackingReadGuard<'_> {
         let read = BackingRead { range, reader, since: clock::now(), depth: 1 };
@@ -62,7 +62,7 @@ impl BackingReads {
         BackingReadGuard { reads: self, number }
     }
 
-    /// Waits until all that are in flight now have ended, and for none that begins later.
+    /// Waits until all reads in flight now have ended, but not for later ones.
     pub(super) async fn ended(&self) {
         let end = self.state.lock().begun;
         let is_over = || {
@@ -72,7 +72,7 @@ impl BackingReads {
         self.ended.wait_until(is_over).await;
     }
 
-    /// The oldest of those for a change, else the oldest one.
+    /// The oldest read for a change; if there is none, the oldest read.
     pub(super) fn oldest(&self) -> Option<BackingRead> {
         let state = self.state.lock();
         let of_change = state.in_flight.values().find(|read| read.reader == Reader::Change);
@@ -81,7 +81,7 @@ impl BackingReads {
 }
 
 impl BackingReadGuard<'_> {
-    /// The layer that is read is this many steps down the chain.
+    /// Sets the layer that is read: this many steps down the chain.
     pub(super) fn set_depth(&self, depth: usize) {
         if let Some(read) = self.reads.state.lock().in_flight.get_mut(&self.number) {
             read.depth = depth;

@@ -1,5 +1,5 @@
-//! Reads other than those of aligned data: compressed clusters, and host ranges that are less well
-//! aligned than the storage demands.
+//! Reads of compressed clusters, and of host ranges that are less aligned than the storage
+//! requires.
 
 use blockhouse_core::{
     Buffer, ByteRange, Error, ErrorKind, Extent, IoVector, Result, Storage, rare,
@@ -10,9 +10,9 @@ use super::Layer;
 use crate::buffers::{CHUNK_SIZE, CompressedLocation};
 
 impl<S: Storage> Layer<S> {
-    /// Reads from the storage, through a buffer if the host range or the memory is not aligned for
-    /// it: subclusters can be smaller than its blocks, and formats of other programs align their
-    /// data to sectors only.
+    /// Reads from the storage, through a buffer if the host range or the memory is not aligned.
+    /// Reason: subclusters can be smaller than the storage's blocks, and foreign formats align
+    /// their data to sectors only.
     pub(super) async fn read_place(&self, place: DataPlace, into: IoVector) -> Result<()> {
         let host = place.host;
         let is_aligned = self.alignment.admits(host, &into);
@@ -41,8 +41,8 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// Fills `into` with the extent's bytes of the cluster whose compressed form is at most
-    /// `length` bytes from `host` on.
+    /// Fills `into` with the extent's bytes of a compressed cluster. Its compressed data has at
+    /// most `length` bytes from `host` on.
     pub(super) async fn read_compressed(
         &self,
         extent: &Extent,
@@ -55,7 +55,7 @@ impl<S: Storage> Layer<S> {
         };
         let location = CompressedLocation { guest: extent.alloc_range, host };
         let cell = if extent.guest == extent.alloc_range {
-            // Nothing of it is left for the next read.
+            // This read covers the whole cluster and leaves nothing of it for the next read.
             self.decompressed.get(location).unwrap_or_default()
         } else {
             self.decompressed.get_or_insert(location)

@@ -1,4 +1,4 @@
-//! How the guest's data of an image is encrypted, and the memory in which that is done.
+//! The encryption of the guest's data of an image, and the memory for encrypted bytes.
 
 use blockhouse_core::{Alignment, Result};
 use blockhouse_crypt::SectorCipher;
@@ -6,18 +6,18 @@ use blockhouse_format::{DataPlace, Encryption};
 
 use crate::buffers::{Bounce, BounceBuffers};
 
-/// How the guest's data is stored.
+/// The form in which the guest's data is stored.
 pub(crate) enum DataEncryption {
-    /// As it is.
+    /// Not encrypted.
     None,
     /// Encrypted with a key that was not given.
     Locked,
-    /// Encrypted.
+    /// Encrypted; the key is known.
     Unlocked(Box<DataCipher>),
 }
 
 impl DataEncryption {
-    /// The storage's demands, with those of the cipher: it takes whole sectors, and any memory.
+    /// The alignment for storage and cipher. The cipher takes whole sectors, and any memory.
     pub(crate) fn alignment(&self, storage: Alignment) -> Alignment {
         let sector = match self {
             Self::None => return storage,
@@ -40,7 +40,7 @@ impl DataCipher {
         Self { cipher, encryption, buffers: BounceBuffers::new() }
     }
 
-    /// Memory for encrypted bytes. While it is held, only the storage may be waited for.
+    /// Memory for encrypted bytes. A caller that holds it may wait only for the storage.
     pub(crate) async fn buffer(&self, length: usize) -> Result<Bounce<'_>> {
         self.buffers.get(length).await
     }
@@ -50,7 +50,7 @@ impl DataCipher {
         self.cipher.encrypt(self.encryption.sector_number(place), bytes);
     }
 
-    /// Decrypts whole sectors from `place`.
+    /// Decrypts whole sectors whose location is `place`.
     pub(crate) fn decrypt(&self, place: DataPlace, bytes: &mut [u8]) {
         self.cipher.decrypt(self.encryption.sector_number(place), bytes);
     }

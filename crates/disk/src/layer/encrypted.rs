@@ -1,12 +1,12 @@
-//! The guest's data of an encrypted image, on its way to and from the storage. The one place that
-//! encrypts and decrypts.
+//! Reads and writes the guest's data of an encrypted image. Only this module encrypts and decrypts
+//! it.
 //!
 //! Guarantees:
-//! - A guest's memory never holds encrypted bytes, and is never changed by a write: data travels
-//!   through buffers of our own, whose bytes are encrypted or decrypted there. Such a buffer waits
-//!   for the storage only, so requests that hold other buffers may wait for one.
-//! - What a write was given stays with it until the storage has ended the write, also where its
-//!   future is dropped: claims and guards that are attached to the memory end then, and not before.
+//! - Guest memory never holds encrypted bytes, and a write never changes it: data is encrypted and
+//!   decrypted in internal buffers. The holder of such a buffer waits for the storage only, so
+//!   requests that hold other buffers may wait for one.
+//! - The memory of a write stays with the write until the storage has completed it, even if its
+//!   future is dropped. Claims and guards attached to the memory end then, not earlier.
 //! - Without its key an image's data is neither read nor written; its metadata is.
 //! - Zeros and holes of the storage are not zeros of the disk, so the storage is never asked for
 //!   zeros, discards or holes of encrypted data.
@@ -50,8 +50,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The host's status of the start of a range of the guest's data, as [`Storage::block_status`]
-    /// says it.
+    /// Host status of the start of a range of guest data, as [`Storage::block_status`] returns it.
     pub(crate) async fn host_status(
         &self,
         runs: &mut HostRuns,
@@ -74,7 +73,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// Stores the guest's data at a place, as [`Storage::write`] does at its host offset.
+    /// Stores guest data at a location, as [`Storage::write`] does at its host offset.
     pub(crate) async fn write_data(
         &self,
         place: DataPlace,
@@ -108,7 +107,7 @@ impl DataCipher {
     ) -> Result<()> {
         let host = place.host;
         let block = u64::from(data.capabilities().alignment.offset);
-        // So that a chunk fits into a buffer also with the rests of its blocks.
+        // A chunk and the rest of its first and last block must fit into one buffer.
         let limit = if host.is_multiple_of(block) { CHUNK_SIZE } else { CHUNK_SIZE / 2 } as u64;
         let budget = WorkBudget::new();
         let mut rest = ByteRange::between(host, host + into.len() as u64);
@@ -122,7 +121,7 @@ impl DataCipher {
             let bytes = &mut buffer.bytes_mut()[start..start + length];
             self.decrypt(place.skip(chunk.offset() - host), bytes);
             into.copy_from(bytes);
-            // For memory that is lost the rest need not be read.
+            // If the memory is lost, the rest need not be read.
             into.check_intact()?;
             into.advance(length);
             rest = rest.skip(chunk.length());

@@ -1,5 +1,5 @@
-//! Where each part of a disk is stored, through all layers: for maps that users ask for, not for
-//! the I/O path.
+//! Maps of disks for users, not for the I/O path: the location of each part of a disk, through all
+//! layers.
 
 use blockhouse_core::{Allocation, ByteRange, ExtentState, Result, Storage};
 use blockhouse_format::Intent;
@@ -7,7 +7,7 @@ use blockhouse_format::Intent;
 use super::block_status::{HostRuns, LayerStatus};
 use super::{BlockStatus, BlockStatusCache, Layer, within};
 
-/// A part of a disk and its place.
+/// A part of a disk and its location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapEntry {
     /// The part.
@@ -18,35 +18,35 @@ pub struct MapEntry {
     pub kind: MapEntryKind,
 }
 
-/// The kind of a part of a layer. Places are offsets in the layer's file.
+/// The kind of a part of a layer. Offsets are offsets in the layer's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MapEntryKind {
     /// Data, from `host` on.
     Data {
-        /// The place.
+        /// The offset.
         host: u64,
     },
-    /// A place for data, from `host` on, that nothing was written to yet: reads as zeros.
+    /// Space for data, allocated from `host` on and not written yet: reads as zeros.
     Unwritten {
-        /// The place.
+        /// The offset.
         host: u64,
     },
     /// Compressed data.
     Compressed,
-    /// Zeros that the layer names.
+    /// Zeros by the layer's metadata.
     Zero {
-        /// The place that is kept for data.
+        /// The offset of the space allocated for data.
         host: Option<u64>,
     },
     /// Neither the layer nor a backing file has data: reads as zeros.
     Hole {
-        /// The place that is kept for data.
+        /// The offset of the space allocated for data.
         host: Option<u64>,
     },
 }
 
 impl<S: Storage> LayerStatus<'_, S> {
-    /// Where the first bytes of `range`, which is not empty and lies inside the disk, are stored.
+    /// The location of the first bytes of `range`, which is not empty and lies inside the disk.
     /// `cache` belongs to this layer alone.
     pub(crate) async fn map_entry(
         &self,
@@ -60,7 +60,7 @@ impl<S: Storage> LayerStatus<'_, S> {
                     LayerStatus(layer).identity_content(rest, cache, depth).await?;
                 return Ok(MapEntry { guest, depth, kind: content });
             }
-            // While it is held, the backing file is not detached.
+            // This guard keeps the backing file from being detached.
             let guard = layer.format.begin_read();
             let extent = layer.format.map(rest, Intent::Read).await?;
             if extent.state == ExtentState::Backing {
@@ -79,7 +79,7 @@ impl<S: Storage> LayerStatus<'_, S> {
         }
     }
 
-    /// If the disk is the storage itself, everything has a host offset, holes of the file as well.
+    /// For a disk that is the storage itself: all bytes have a host offset, even holes of the file.
     async fn identity_content(
         &self,
         range: ByteRange,
@@ -87,7 +87,7 @@ impl<S: Storage> LayerStatus<'_, S> {
         depth: usize,
     ) -> Result<(ByteRange, MapEntryKind)> {
         let host = range.offset();
-        // A last sector that the file has only a part of.
+        // The file may have only a part of the last sector.
         let stored = self.0.data().size().saturating_sub(host);
         if stored == 0 {
             return Ok((range, MapEntryKind::Zero { host: Some(host) }));

@@ -1,19 +1,19 @@
-//! One image of a chain, with what reading it takes.
+//! One image of a chain, with everything that reads of it need.
 //!
 //! - [`Layer`] owns the format, the backing layer and the buffers that reads need. It never changes
 //!   a guest's bytes: `write` does.
-//! - [`read`]: a read, extent by extent; through an aligned buffer where it is not aligned
-//!   (`unaligned`); compressed clusters by way of a cache (`compressed`).
-//! - `behind`: which layer has what the image leaves to its backing file, now and before.
-//! - `backing_reads`: which reads of backing files are in flight; `waits` tells of them.
-//! - `backing_chain`: which backing file has what the image leaves to its chain; `skip_table`: what
-//!   is remembered of that.
-//! - `encrypted`: the way of the guest's data of an encrypted image; `data_cipher`: its cipher.
-//! - `unstable`: images behind this one with writes that no flush has covered; `stability`: what is
-//!   known of them.
-//! - `stands`: how many images are over this one.
-//! - `claims`: the ranges that requests keep for themselves.
-//! - [`block_status`] and [`map_entry`]: what and where the parts of a disk are, through all
+//! - [`read`]: reads extent by extent, through an aligned buffer if unaligned (`unaligned`), and
+//!   through a cache for compressed clusters (`compressed`).
+//! - `behind`: the layer that has the image's unallocated clusters, now and before.
+//! - `backing_reads`: the reads of backing files in flight; `waits` reports them.
+//! - `backing_chain`: finds the backing file with an unallocated range of the image; `skip_table`:
+//!   remembers the results.
+//! - `encrypted`: reads and writes of an encrypted image's guest data; `data_cipher`: its cipher.
+//! - `unstable`: images behind this one with writes that no flush has covered; `stability`: the
+//!   known facts about them.
+//! - `stands`: the number of overlays of this image.
+//! - `claims`: the ranges that requests have claimed.
+//! - [`block_status`] and [`map_entry`]: state and location of the parts of a disk, through all
 //!   layers.
 
 mod backing_chain;
@@ -59,7 +59,7 @@ pub use map_entry::{MapEntry, MapEntryKind};
 pub(crate) use unaligned::common;
 pub use waits::BackingWait;
 
-/// The backing files of an image since it was opened, the first one first.
+/// The backing files of an image since it was opened, in chronological order.
 pub(super) struct Behind<S: Storage>(OnceLock<Backing<S>>);
 
 /// The layer of a backing file, and whether it may be changed.
@@ -70,7 +70,7 @@ struct Backing<S: Storage> {
     name: Option<BackingName>,
     /// Whether the layer counts the image among its overlays.
     is_counted: AtomicBool,
-    /// The layer that has taken its place; `None` inside for none.
+    /// The layer that has replaced this one; an inner `None` if it was only detached.
     next: OnceLock<Option<Box<Self>>>,
 }
 
@@ -81,7 +81,7 @@ impl<S: Storage> Default for Behind<S> {
 }
 
 impl<S: Storage> Behind<S> {
-    /// The last one; `None` without a backing file, also after it was detached.
+    /// The current backing file; `None` without one, also after it was detached.
     fn now(&self) -> Option<&Backing<S>> {
         let mut backing = self.0.get()?;
         while let Some(next) = backing.next.get() {
@@ -90,10 +90,10 @@ impl<S: Storage> Behind<S> {
         Some(backing)
     }
 
-    /// Replaces the last one by `next`.
+    /// Replaces the current backing file by `next`.
     fn leave(&self, next: Option<Backing<S>>) {
         if let Some(backing) = self.now() {
-            // It is the last one.
+            // This is the last backing file, so `next` is unset.
             let _ = backing.next.set(next.map(Box::new));
         }
     }
@@ -118,16 +118,16 @@ impl<S: Storage> Drop for Backing<S> {
 pub(crate) struct Layer<S: Storage> {
     format: Format<FlushTracker<S>>,
     encryption: DataEncryption,
-    /// The demands of the data's storage and of its encryption.
+    /// The alignment that the data's storage and its encryption require.
     alignment: Alignment,
     /// The backing files for the image's unallocated clusters.
     behind: Behind<S>,
-    /// Another opening of the same image, which replaces this one in the chains of others.
+    /// Another layer of the same image. It replaces this one in the chains of other images.
     successor: OnceLock<Arc<Layer<S>>>,
     stability: Stability,
-    /// The layers that have it as their backing file.
+    /// The layers that have this one as their backing file.
     stands: Stands,
-    /// The image's backing files, if they are many.
+    /// The image's backing files, if there are many.
     chain: OnceLock<Option<BackingChain<S>>>,
     /// Whether the chain may be used: it is read from here, and as it was opened.
     remembers_chain: AtomicBool,
@@ -197,12 +197,12 @@ impl<S: Storage> Layer<S> {
         self.format.data()
     }
 
-    /// How people call the image: its path, mostly.
+    /// The image's name in messages: its path, mostly.
     pub(crate) fn name(&self) -> &str {
         self.format.storage().name()
     }
 
-    /// As [`name`](Self::name), but of a raw image with a side file that of the raw image.
+    /// As [`name`](Self::name), but for a raw image with a side file the name of the raw image.
     pub(crate) fn image_name(&self) -> &str {
         if self.format.side_file().is_some() { self.format.data().name() } else { self.name() }
     }
@@ -226,7 +226,7 @@ impl<S: Storage> Layer<S> {
         range.align_outward(self.block_size()).before(self.format.end())
     }
 
-    /// The ranges that requests keep for themselves.
+    /// The ranges that requests have claimed.
     pub(crate) fn claims(&self) -> &LayerClaims {
         &self.claims
     }
@@ -243,7 +243,7 @@ impl<S: Storage> Layer<S> {
         &self.stats
     }
 
-    /// Forgets decompressed clusters of a range that is about to change.
+    /// Drops cached decompressed clusters of a range that is about to change.
     pub(crate) fn invalidate(&self, range: ByteRange) {
         self.decompressed.invalidate(range);
     }

@@ -1,9 +1,8 @@
-//! Images behind this one with writes of this process that no flush has covered: a fork leaves such
-//! a layer.
+//! Backing files with writes of this process that no flush has covered: a fork leaves such a layer.
 //!
-//! Guarantee: a flush of an image makes all that was written before to the layers behind it
-//! durable, as long as one of them is not known to be stable, and fails where that fails. Where all
-//! are, it costs one atomic load.
+//! Guarantee: unless all backing files are known to be stable, a flush of an image also makes
+//! earlier writes to them durable, and fails if that fails. If all are stable, it costs one atomic
+//! load.
 
 use std::sync::atomic::Ordering;
 
@@ -14,18 +13,18 @@ use super::behind::OpenedLayers;
 use super::stability::Stability;
 
 impl<S: Storage> Layer<S> {
-    /// Whether it, and its backing files, have writes that no flush has covered.
+    /// Whether this layer and its backing files have writes that no flush has covered.
     pub(crate) fn stability(&self) -> &Stability {
         &self.stability
     }
 
-    /// Makes the image durable, and those of its backing files that are not stable yet.
+    /// Flushes the image, and those of its backing files that are not stable yet.
     ///
     /// # Errors
     /// Errors of a storage.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         if !self.stability.is_behind_stable.load(Ordering::Acquire) {
-            // Boxed, so that the future of the common way stays small.
+            // Boxed, because the future of the common path must stay small.
             rare(self.opened().flush(sync)).await?;
         }
         self.format.flush(sync).await
@@ -33,7 +32,7 @@ impl<S: Storage> Layer<S> {
 }
 
 impl<'a, S: Storage> OpenedLayers<'a, S> {
-    /// Whether one of them is not known to be stable.
+    /// Whether any of these backing files is not known to be stable.
     pub(crate) fn are_unstable(self) -> bool {
         self.maybe_unstable().any(|layer| !layer.stability.is_stable())
     }

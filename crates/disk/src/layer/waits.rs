@@ -1,4 +1,4 @@
-//! Waits for reads of backing files, and reports of long ones.
+//! Waits for reads of backing files, and reports long waits.
 
 use std::fmt;
 
@@ -18,7 +18,7 @@ pub struct BackingWait {
 }
 
 impl BackingWait {
-    /// The file that is read: of a chain, the one that has not answered.
+    /// The file that is read: in a chain, the file whose read is not complete.
     pub fn file(&self) -> &str {
         &self.file
     }
@@ -45,14 +45,14 @@ impl fmt::Display for BackingWait {
 }
 
 impl<S: Storage> OpenedLayers<'_, S> {
-    /// Waits until no read is in flight that looked up the backing file earlier.
+    /// Waits until all reads have ended that looked up the backing file before this call.
     pub(crate) async fn reads_ended(self) {
         self.layer().format.reads_ended().await;
         self.layer().backing_reads.ended().await;
     }
 
-    /// The read that waits for a backing file: of all such reads the oldest one, of a change if
-    /// there is one.
+    /// The oldest read for a change that waits for a backing file; if there is none, the oldest
+    /// read.
     pub(crate) fn longest_wait(self) -> Option<BackingWait> {
         let BackingRead { range, reader, since, depth } = self.layer().backing_reads.oldest()?;
         let mut layer = self.layer().layers().nth(depth)?;

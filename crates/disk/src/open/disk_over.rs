@@ -16,11 +16,11 @@ use super::restore::Restore;
 use crate::image::{EarlierWrites, Image};
 use crate::options::Access;
 
-/// How long a server may take to answer a request while an image is opened.
+/// Maximum time for a server to reply to a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 
-/// The image over a file, and the rest of opening it once it has its data file and its backing
-/// file.
+/// Opens the image over a file. The returned [`Restore`] is the rest of the opening, for when the
+/// image has its data file and its backing file.
 pub(super) async fn disk_over(
     mut storage: ImageStorage,
     path: &Path,
@@ -45,7 +45,7 @@ pub(super) async fn disk_over(
         ImageStorage::Concat(_) => ImageFormat::Raw,
         _ => format_by_name(path),
     });
-    // A caller that names the format means it.
+    // A format that the caller gives is not checked against the content.
     if options.format.is_none() {
         check_not_probed(&storage, path, format).await?;
     }

@@ -1,9 +1,9 @@
 //! Removes the files of layers that are no longer part of a chain.
 //!
-//! Guarantees: a file is removed only when its chain, durably, no longer includes it, and no other
-//! image is known to use it as a backing file: one of this process, one of another process (by its
-//! lock), or one in its folder. Its record is removed last, so a crash leaves no file that could be
-//! taken for a disk.
+//! Guarantees: a file is removed only after its chain durably no longer includes it, and only if no
+//! other image is known to use it as a backing file. Checked are images of this process, of other
+//! processes (by the lock), and in the file's folder. The file's record is removed last, so a crash
+//! leaves no file that could be taken for a disk.
 
 use std::fs::remove_file;
 use std::os::unix::fs::MetadataExt;
@@ -28,12 +28,12 @@ use crate::layer::Layer;
 pub struct LeftFiles(Vec<(PathBuf, Identity)>);
 
 impl LeftFiles {
-    /// The files of the layers in `left_out`, which the chain of `disk` still has.
+    /// The files of the layers in `left_out`, which the chain of `disk` still includes.
     ///
     /// # Errors
-    /// `InvalidInput` if one of them is another image's backing file, whose name is in the error,
-    /// or if another file has its name; `Unsupported` for layers that are not files, have
-    /// snapshots, or keep their data in other files.
+    /// `InvalidInput` if a file is another image's backing file (the error names that image), or if
+    /// its name now belongs to another file. `Unsupported` for layers that are not regular files,
+    /// have snapshots, or keep their data in other files.
     pub async fn of(disk: &ImageDisk, left_out: &FurtherBase) -> Result<Self> {
         let layers: Vec<_> = disk.image().layers().skip(left_out.above()).collect();
         let layers = &layers[..left_out.steps()];
@@ -84,14 +84,14 @@ impl LeftFiles {
     }
 
     /// Removes the files, the highest one first, and frees their space. The chain must no longer
-    /// read them, and must have released its locks. If one cannot be removed, it and those below it
-    /// stay: the log says why.
+    /// read them, and must have released its locks. If a file cannot be removed, it and the files
+    /// below it stay, and the log has the reason.
     pub fn remove(self) {
         self.remove_with(true);
     }
 
-    /// The same of a file that requests in flight on `disk` may read still: it is removed, and its
-    /// space given back when they have ended.
+    /// As [`remove`](Self::remove), but requests in flight on `disk` may still read the file. If
+    /// they do not end in time, the space is freed only when the disk closes the file.
     pub async fn remove_beside(self, disk: &ImageDisk) {
         let are_ended = requests_ended(disk).await;
         if !are_ended {
@@ -121,7 +121,7 @@ fn remove(path: &Path, identity: &Identity, gives_back: bool) -> Result<()> {
     let refuse = |what: &str| {
         Err(Error::new(ErrorKind::InvalidInput, what.to_owned()).on(&path.to_string_lossy()))
     };
-    // Neither another program nor another disk of this process reads it.
+    // The lock ensures that no other program and no other disk of this process reads the file.
     let file = lock_for_writing(path)?;
     if identity_of(&file)? != *identity {
         return refuse("is another file than the one that was in use, which had its path");
@@ -134,7 +134,7 @@ fn remove(path: &Path, identity: &Identity, gives_back: bool) -> Result<()> {
     if !gives_back {
         return Ok(());
     }
-    // The disk keeps it open.
+    // The disk keeps the file open, so removing it does not free its space.
     let given_back = rustix::fs::ftruncate(file.descriptor(), 0);
     given_back
         .map_err(|error| Error::host("cannot give its space back", error.into()).on(file.name()))

@@ -14,8 +14,8 @@ use super::image_options::{CacheMode, FilePart, ImageOptions};
 use super::open_location::open_location;
 use crate::options::Access;
 
-/// Refuses a file that has the format `format` only by its name: its content does not begin so, or
-/// looks like another format.
+/// Refuses a file that has the format `format` only by its name: its content lacks the signature,
+/// or looks like another format.
 pub(super) async fn check_not_probed(
     file: &impl Storage,
     path: &Path,
@@ -46,7 +46,7 @@ pub(super) async fn check_not_probed(
 }
 
 /// The hint about an image that looks like the format `name`. A guest can write any bytes to its
-/// raw disk, and an image of another format can name files of the host. So the advice is for those
+/// raw disk, and an image of another format can name files of the host. So the advice is for users
 /// who know how the image was made.
 fn advice_for(name: &str, path: &str) -> String {
     let known = match name.parse::<ImageFormat>() {
@@ -60,10 +60,10 @@ fn advice_for(name: &str, path: &str) -> String {
     format!("{known}; if it is a raw disk whose guest wrote these bytes, say --format raw")
 }
 
-/// The format that the name of an image stands for: `.qcow2`, otherwise raw. The name of an image
-/// in Ceph ends before its snapshot and its parameters. An export of another server is a disk,
-/// whatever it is called. A format before the last suffix (`disk.qcow2.bak`) counts if the file's
-/// content has it.
+/// The format by the name of an image: `.qcow2`, otherwise raw. For an image in Ceph, the name ends
+/// before the snapshot and the parameters. An export of another server is raw, whatever its name
+/// is. A format before the last suffix (`disk.qcow2.bak`) counts if the file's content has that
+/// format.
 pub fn format_by_name(name: &Path) -> ImageFormat {
     match Location::of(name) {
         Ok(Location::Rbd(location)) => ImageFormat::by_name(Path::new(location.image())),
@@ -75,9 +75,9 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
     }
 }
 
-/// The format of an image that is only read, by its content: for a regular file without a suffix,
-/// or with the suffix of no format (`image.0.5.1`, `image.tmp`), and for a part of any file. `None`
-/// if the content has no supported format; devices and disks of servers hold a guest's bytes.
+/// Probes the format of an image that is only read: a regular file without a suffix, or with that
+/// of no format (`image.0.5.1`, `image.tmp`), or a part of any file. `None` if the content has no
+/// supported format, and for devices and disks of servers: they hold a guest's bytes.
 ///
 /// # Errors
 /// The host's. Needs no loop.
@@ -92,7 +92,7 @@ pub fn probe_nameless(path: &Path, part: Option<FilePart>) -> Result<Option<Imag
 }
 
 /// The format before other suffixes of a regular file's name (`disk.qcow2.1.bak`), if the content
-/// has it too: both must agree. A suffix of raw disks means raw.
+/// has the same format. A suffix of raw disks means raw.
 fn format_before_suffix(path: &Path) -> Option<ImageFormat> {
     const OF_RAW: [&str; 4] = ["raw", "img", "bin", "iso"];
     let mut name = Path::new(path.file_name()?);
@@ -114,7 +114,7 @@ fn is_file(path: &Path) -> bool {
         && std::fs::metadata(path).is_ok_and(|found| found.is_file())
 }
 
-/// The format that the bytes of a file from `offset` on look like.
+/// Probes the format of the bytes of a file from `offset` on.
 fn look_of(path: &Path, offset: u64) -> Result<Option<ImageFormat>> {
     let mut first = Vec::new();
     let read = std::fs::File::open(path).and_then(|mut file| {

@@ -1,5 +1,5 @@
-//! The side file of a raw image: the file that has its persistent bitmaps, `IMAGE.bitmaps` beside
-//! it or where the user says (`ImageOptions::side_file`).
+//! The side file of a raw image has its persistent bitmaps. It is `IMAGE.bitmaps` beside the image,
+//! or at the user's path (`ImageOptions::side_file`).
 //!
 //! A raw image cannot store bitmaps. Its side file is a qcow2 image without data, whose data file
 //! is the raw image. A raw image with a side file is opened through it, so its bitmaps work as
@@ -11,22 +11,22 @@
 //!
 //! - the volume is the one that the side file was made for, and has the recorded size, or the size
 //!   before or after a resize in which a process died (`DataFileMark::other_size`);
-//! - none of its bitmaps is enabled, or the volume is as the side file noted when it was closed:
-//!   by its time of change (`ctime`, which no program can set), a device by the kernel's count of
-//!   what was written to it;
-//! - or the side file was not closed, because its server died: then the volume was not changed
-//!   after the last write in that server's state file, and a device not by more bytes than that
-//!   server has sent; or the host crashed too, and the server's voucher decides (`vouching`);
+//! - none of its bitmaps is enabled, or the volume is unchanged since the side file was closed. The
+//!   evidence is its time of change (`ctime`, which no program can set), or the kernel's count of
+//!   bytes written to a device;
+//! - or the side file was not closed, because its server died. Then the volume was not changed
+//!   after the last write in that server's state file, and a device got no more bytes than that
+//!   server has sent. If the host crashed too, the server's voucher decides (`vouching`);
 //! - or the host has no evidence of changes, and the user states that there is no other writer;
 //! - the side file is owned by the image's owner, by this user or by root, and its file system has
 //!   this host's clock.
 //!
 //! A side file in doubt does not belong. Then the image is opened without bitmaps, and a warning
-//! says why. The volume is checked before the image is locked, and again after, before anything is
-//! written that tells later processes that the side file belongs ([`Route::confirm`]). The side
-//! file that was checked is the one that is opened, even if its path leads to another file by then.
-//! The same holds for the image: its name in the side file leads to the file that the user named;
-//! otherwise the user's file is opened, whatever the side file names.
+//! says why. The volume is checked before the image is locked, and again afterwards
+//! ([`Route::confirm`]), before any write tells later processes that the side file belongs. The
+//! checked side file is opened, even if its path leads to another file by then. The same holds for
+//! the image: if its name in the side file does not lead to the user's file, the user's file is
+//! opened.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -55,9 +55,9 @@ use super::vouching::is_vouched_for;
 use crate::options::Access;
 use crate::state::StateDir;
 
-/// How much later than its stamp in the state file a write of a server may change the file: it is
-/// stamped before it is begun and after it has completed, and a server may be killed in between.
-/// Changes that another program makes within this time after a kill are not noticed.
+/// Maximum time from a write's stamp in the state file to its change of the file. A write is
+/// stamped before it begins and after it has completed, and a server may be killed in between.
+/// Changes by another program within this time after a kill are not detected.
 const MAX_DELAY: Duration = Duration::from_millis(100);
 
 /// The suffix of a side file's name.
@@ -70,7 +70,7 @@ pub(super) fn side_file_of(image: &Path) -> PathBuf {
     name.into()
 }
 
-/// The path of the side file of an image that is opened so.
+/// The path of the side file of an image that is opened with `options`.
 pub(super) fn place_of(image: &Path, options: &ImageOptions) -> PathBuf {
     match &options.side_file {
         None => side_file_of(image),
@@ -79,8 +79,8 @@ pub(super) fn place_of(image: &Path, options: &ImageOptions) -> PathBuf {
     }
 }
 
-/// How the side file of an image is called in a folder of side files: by its whole name, with `!`
-/// in place of `/`.
+/// The name of an image's side file in a folder of side files: the image's whole name, with `!` in
+/// place of `/`.
 fn name_in_folder(image: &Path) -> PathBuf {
     let whole = match Location::of(image) {
         Ok(Location::File(path)) => std::path::absolute(&path).unwrap_or(path),
@@ -94,38 +94,38 @@ fn name_in_folder(image: &Path) -> PathBuf {
     OsStr::from_bytes(&name).into()
 }
 
-/// A raw image that was found, by which it is opened as the data of its side file.
+/// A raw image in the form in which it is opened as the data of its side file.
 pub(super) enum RawImage {
     /// The file that the side file names.
     Named(OwnedFd),
-    /// The volume that the user named, whatever name the side file has; messages use this name.
+    /// The volume that the user named. Messages use this name, and not the one in the side file.
     Volume(PathBuf, RawVolume),
 }
 
-/// Where a volume comes from.
+/// The source of a volume.
 pub(super) enum RawVolume {
     /// A file or device of this host, to be opened.
     Found(OwnedFd),
-    /// It is open.
+    /// The volume is open.
     Open(Box<ImageStorage>),
-    /// Another process hands it over.
+    /// Another process hands the volume over.
     HandedOver,
 }
 
 /// Whether an image is opened through a side file.
 pub(super) enum Found {
-    /// It is not raw, or has none.
+    /// The image is not raw, or has no side file.
     Nothing,
-    /// Through this one, which is `file`. The image itself is `image`, and was as in `seen`.
+    /// It is opened through this side file, `file`. `image` was in the state `seen`.
     Belongs { side_file: PathBuf, file: OwnedFd, image: RawImage, seen: Seen },
-    /// Its side file is not used, with the reason.
+    /// The side file is not used, for this reason.
     Strange(Error),
 }
 
-/// The side file of an image to be opened.
+/// Finds the side file of an image to be opened.
 ///
 /// # Errors
-/// The host's, or those of the server or cluster that has the image.
+/// Errors of the host, or of the server or cluster that has the image.
 pub(super) async fn find(image: &Path, options: &ImageOptions) -> Result<Found> {
     let location = Location::of(image)?;
     let format = options.format.unwrap_or_else(|| format_by_name(image));
@@ -219,8 +219,8 @@ pub(super) async fn close_volume(volume: RawVolume) -> Result<()> {
     }
 }
 
-/// Opens an image or its side file, whose path is no symbolic link: to be reopened, and for
-/// reading.
+/// Opens an image or its side file twice: to be reopened, and for reading. Its path is no symbolic
+/// link.
 pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let found = rustix::fs::open(path, flags, Mode::empty());
@@ -231,13 +231,13 @@ pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     Ok((found, file))
 }
 
-/// Whether a path is that of a regular file itself, which a symbolic link is not.
+/// Whether a path is that of a regular file, and not of a symbolic link to one.
 pub(super) fn is_file(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|found| found.is_file())
 }
 
-/// Why no side file is used, if the path is a symbolic link to an image that has one: otherwise
-/// each of the two names could have its own.
+/// The error if the path is a symbolic link to an image with a side file, which is not used then.
+/// Otherwise each of the two names could have its own side file.
 fn behind_link(image: &Path) -> Option<Error> {
     if !std::fs::symlink_metadata(image).ok()?.is_symlink() {
         return None;
@@ -251,7 +251,7 @@ fn behind_link(image: &Path) -> Option<Error> {
     })
 }
 
-/// The file by which an image is opened: its own, or its side file.
+/// The file through which an image is opened: its own file, or its side file.
 pub(super) struct Route<'a> {
     pub(super) path: Cow<'a, Path>,
     pub(super) options: Cow<'a, ImageOptions>,
@@ -263,13 +263,13 @@ enum Through {
     Itself,
     /// A side file that was found to belong to an image in the state `seen`.
     SideFile { file: OwnedFd, image: Mutex<Option<RawImage>>, seen: Seen },
-    /// A side file that another process has checked, and has open: with this name, if it is not
-    /// beside its image.
+    /// A side file that another process has checked and has open. The path is that of the image, if
+    /// the side file is not beside it.
     HandedOver(Option<PathBuf>),
 }
 
 /// # Errors
-/// The host's.
+/// Errors of the host.
 pub(super) async fn route<'a>(
     files: &Files,
     image: &'a Path,
@@ -307,7 +307,7 @@ pub(super) async fn route<'a>(
 }
 
 impl<'a> Route<'a> {
-    /// By an image's own file, even if a side file is beside it.
+    /// The route through an image's own file, even if a side file is beside it.
     pub(super) fn itself(path: &'a Path, options: &'a ImageOptions) -> Self {
         Self { path: path.into(), options: Cow::Borrowed(options), through: Through::Itself }
     }
@@ -352,7 +352,7 @@ impl<'a> Route<'a> {
         }
     }
 
-    /// Checks the findings again, now that the disk is open and locked, and unchanged.
+    /// Repeats the checks when the disk is open and locked, but not yet changed.
     ///
     /// # Errors
     /// `InvalidInput` if another program has changed or replaced the image since. Host errors.
@@ -378,8 +378,8 @@ impl<'a> Route<'a> {
     }
 }
 
-/// Why a side file does not belong to a volume of this owner, whose file's name it has if it has a
-/// `name`.
+/// The reason why a side file does not belong to a volume of this owner. The side file must name
+/// the file `named`, if given.
 async fn check(
     named: Option<&Path>,
     (volume, owned_by): (&Volume, Option<u32>),
@@ -428,7 +428,7 @@ async fn check(
     })
 }
 
-/// The changes of a volume, which is as in `seen`, that its side file may lack.
+/// Whether a volume in the state `seen` has changes that its side file may lack.
 fn told(
     side_file: &SideFileHeader,
     seen: Seen,
@@ -441,7 +441,7 @@ fn told(
     if !side_file.is_live {
         return Ok(told_by_close(side_file.changed, seen));
     }
-    // A server that has the image open changes it, and records that.
+    // A server that has the image open records its changes.
     if options.locking == Locking::None && is_being_written(file) {
         return Ok(Told::Unchanged);
     }
@@ -455,8 +455,8 @@ fn told(
     })
 }
 
-/// Whether an image is as its server left it that was killed while it recorded changes, by its
-/// state file.
+/// Whether an image is unchanged since its server was killed while it recorded changes, according
+/// to the state file.
 fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Result<bool> {
     Ok(find_state(file, dir)?.is_some_and(|state| {
         let last_write = Duration::from_nanos(state.page().last_data_write());
@@ -464,7 +464,7 @@ fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Res
     }))
 }
 
-/// The same of a device: whether more was written to it than that server has sent.
+/// As `is_as_left`, of a device: whether more was written to it than that server has sent.
 fn told_by_state(now: u64, file: &HostFile, dir: Option<&StateDir>) -> Result<Told> {
     let sent = find_state(file, dir)?.map_or(0, |state| state.page().device_writes());
     Ok(told_by_count(sent, now))

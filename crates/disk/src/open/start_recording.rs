@@ -1,12 +1,12 @@
-//! Recording the changes of a raw disk while it is used, in a side file (`side_file`) that is made
+//! Starts recording the changes of a raw disk in use, in a side file (`side_file`) that is created
 //! for it.
 //!
-//! Guarantees: when it returns, every later change goes through the side file, and so is recorded
-//! in bitmaps that are added then. The disk's file stays open by the same descriptors, so that its
-//! locks are never released, and a writeback error is reported to the same flushes. A crash at any
-//! moment leaves the image as it was, with no side file or with one without bitmaps. If it fails,
-//! the disk continues as before. If the first bitmap cannot be added, [`stop_recording`] undoes it
-//! in the same way, and removes the side file.
+//! Guarantees: after [`start_recording`] returns, every change goes through the side file, and is
+//! recorded in bitmaps that are added later. The disk's file keeps its descriptors: its locks are
+//! never released, and a writeback error is reported to the same flushes. A crash at any moment
+//! leaves the image unchanged, with no side file or with one without bitmaps. On failure the disk
+//! continues as before. If the first bitmap cannot be added, [`stop_recording`] undoes the change
+//! in the same way and removes the side file.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -33,13 +33,13 @@ use crate::image::EarlierWrites;
 use crate::options::Access;
 use crate::snapshots::Pause;
 
-/// How many images of a disk may have been replaced when another one is, only to undo something:
-/// their files stay open.
+/// After this many replacements of a disk's image, [`stop_recording`] fails. Reason: the files of
+/// replaced images stay open.
 const MAX_REPLACED: usize = 32;
 
 impl StoredImage {
-    /// Whether it is a raw file, open for writing, without recording of its changes:
-    /// [`start_recording`] begins that.
+    /// Whether this is a raw file, open for writing, whose changes are not recorded.
+    /// [`start_recording`] starts the recording.
     pub fn lacks_side_file(&self) -> bool {
         let is_file = self.file().is_some_and(|file| file.kind() == FileKind::Regular);
         is_file && self.format().is_raw() && self.access() == Access::ReadWrite
@@ -47,9 +47,8 @@ impl StoredImage {
 }
 
 /// Makes a side file for a disk in use that [lacks one](StoredImage::lacks_side_file), and records
-/// its changes there from now on. Changes are held off for a few flushes. `image` is the path by
-/// which the disk was opened, `options` are those that it was opened with. Needs the loop of the
-/// current thread.
+/// its changes there from now on. Changes are held off for a few flushes. `image` and `options` are
+/// the path and the options with which the disk was opened. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`make_side_file`]; `InvalidInput` if another file has the path by now; a flush that failed
@@ -71,7 +70,7 @@ pub fn start_recording<'a>(
         if identity_at(image)? != identity(served)? {
             return refuse("is another file than the one that is in use, which had its path");
         }
-        // It is locked already.
+        // The image is already locked.
         let unlocked = ImageOptions { locking: Locking::None, ..options.clone() };
         let is_new = make_side_file(image, &unlocked).await?;
         let recorded = record_beside(disk, served, image, options).await;
@@ -93,7 +92,7 @@ async fn record_beside(
     flush_ahead(&[disk], SyncMode::Full).await?;
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
-    // It may have become read-only since.
+    // The disk may have become read-only since.
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;
     // The side file stores the time of the image's last change: by the disk's own changes, up to
@@ -108,15 +107,15 @@ async fn record_beside(
     let replaced = quiesced.record_in(Arc::new(recording))?;
     let pause = Pause { length: began.elapsed() };
     if let Err(error) = replaced.close().await {
-        // Its data was flushed before. The next flush reports a repeated error.
+        // The image's data was flushed before. The next flush reports an error that recurs.
         tracing::warn!("{error}");
     }
     Ok(pause)
 }
 
-/// Undoes [`start_recording`] of a disk that has no bitmap: its changes are not recorded from now
-/// on, and its side file is removed. `image` and `options` as for that. Other disks stay as they
-/// are. Needs the loop of the current thread.
+/// Undoes [`start_recording`] for a disk without bitmaps: stops recording its changes and removes
+/// its side file. `image` and `options` as there. Any other disk is left unchanged. Needs the loop
+/// of the current thread.
 ///
 /// # Errors
 /// Errors of the storage or the host; `Unsupported` if this was done too often. The disk then
@@ -165,7 +164,7 @@ fn identity_at(image: &Path) -> Result<[u8; 16]> {
     identity(&HostFile::open(image, OpenMode::ReadOnly, PageCache::Used)?)
 }
 
-/// Another disk over the file of a raw disk, by its side file, which has no bitmaps yet.
+/// Opens another disk over a raw disk's file, with its side file, which has no bitmaps yet.
 async fn open_beside(
     disk: &ImageDisk,
     served: &HostFile,
@@ -195,7 +194,7 @@ async fn open_beside(
             "remove that file, and make a full backup",
         );
     }
-    // By the name in the side file: the process that takes over the image at an upgrade uses it,
+    // Use the name in the side file: the process that takes over the image at an upgrade uses it,
     // too.
     let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
     let name = if is_beside {

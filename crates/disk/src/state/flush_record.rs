@@ -1,14 +1,13 @@
 //! The record that a flush tracker keeps in the state file.
 //!
-//! - When the image was written to for the last time. A file that was modified later was changed by
-//!   another program, and the redo log no longer fits it. The same of its data file, apart: the
-//!   redo log is of the image alone, and the bitmaps of a raw disk are of the data file
-//!   (`open/side_file`).
-//! - How many sectors were sent to the block device that is the data file, before they are sent:
-//!   what the kernel counts beyond is another program's. It counts a zeroing that the device
-//!   refuses, too, and then the zeros that it sends instead, until it knows that: so the first one
-//!   counts twice.
-//! - The first failed flush. The kernel reports it once, so the next process would not hear of it.
+//! - The time of the last write to the image. A file that was modified later was changed by another
+//!   program, and the redo log no longer fits it. The data file has its own time: the redo log
+//!   belongs to the image alone, and the bitmaps of a raw disk to the data file (`open/side_file`).
+//! - The number of sectors sent to a block device that is the data file, counted before they are
+//!   sent. If the kernel counts more, another program wrote them. The kernel counts a zeroing that
+//!   the device refuses and then the zeros sent instead, until it knows that the device refuses. So
+//!   the first zeroing is counted twice.
+//! - The first failed flush. The kernel reports it once, so the next process would not see it.
 //!
 //! A write costs two reads of the coarse clock, which are no system calls, and a store for each
 //! tick of it.
@@ -46,7 +45,7 @@ impl FlushRecord {
         file == TrackedFile::Data && page.device_writes() != 0
     }
 
-    /// Goes on in another state file.
+    /// Moves the record to another state file.
     pub(crate) fn move_to(&self, page: StatePage) {
         let last = self.stamped.load(Ordering::Relaxed).max(page.last_write_to(self.file));
         page.set_last_write_to(self.file, last);
@@ -54,7 +53,7 @@ impl FlushRecord {
         *self.page.lock() = page;
     }
 
-    /// The file is about to change, or has just changed.
+    /// Records the time of a change that is about to begin or has just ended.
     pub(crate) fn stamp(&self) {
         let now = now();
         if self.stamped.load(Ordering::Relaxed) != now {
@@ -63,14 +62,14 @@ impl FlushRecord {
         }
     }
 
-    /// These bytes are about to be sent to the file, whose blocks have `block` bytes.
+    /// Counts bytes that are about to be sent to the file, which has blocks of `block` bytes.
     pub(crate) fn count(&self, range: ByteRange, block: u64) {
         if self.is_counting.load(Ordering::Relaxed) {
             self.add(sectors_of(range, block));
         }
     }
 
-    /// These bytes are about to be zeroed without being sent.
+    /// Counts bytes that are about to be zeroed without being sent.
     pub(crate) fn count_zeroing(&self, range: ByteRange, block: u64) {
         self.count(range, block);
         if !self.has_zeroed.load(Ordering::Acquire) {
@@ -78,7 +77,7 @@ impl FlushRecord {
         }
     }
 
-    /// A zeroing has ended, successfully or not.
+    /// Notes that a zeroing has ended, successfully or not.
     pub(crate) fn note_zeroed(&self) {
         self.has_zeroed.store(true, Ordering::Release);
     }
@@ -88,12 +87,12 @@ impl FlushRecord {
         page.set_device_writes(page.device_writes().wrapping_add(sectors));
     }
 
-    /// Keeps the failure of a flush, unless there is one already.
+    /// Records the failure of a flush, unless one is recorded already.
     pub(crate) fn set_failure(&self, error: &Error) {
         self.page.lock().set_failure(self.file, error.errno());
     }
 
-    /// The failure that an earlier process has met.
+    /// The failure of a flush in an earlier process.
     pub(crate) fn failure(&self) -> Option<Error> {
         let errno = self.page.lock().failure(self.file)?;
         let what = "a flush failed before the server's process ended";
@@ -101,8 +100,8 @@ impl FlushRecord {
     }
 }
 
-/// Sectors that the kernel counts when a range is written, at most: through its page cache (blocks
-/// of one byte) it writes whole pages.
+/// Maximum number of sectors that the kernel counts when a range is written. Through its page cache
+/// (blocks of one byte) it writes whole pages.
 fn sectors_of(range: ByteRange, block: u64) -> u64 {
     const SECTOR: u64 = 512;
     let block = if block < SECTOR { rustix::param::page_size() as u64 } else { block };

@@ -1,8 +1,8 @@
 //! The memory of a redo log: the part of a state file after its first page.
 //!
-//! Guarantees: those of [`StateMemory`]. The file has its full length and holes. tmpfs has pages
-//! for what is reserved (`fallocate`), so that no store lacks memory; where the host has none,
-//! reserving fails.
+//! Guarantees: those of [`StateMemory`]. The file has its full length and is sparse. Reserving
+//! (`fallocate`) allocates pages of tmpfs, so a later store never lacks memory. If the host has no
+//! memory, reserving fails.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,7 @@ use rustix::fs::{FallocateFlags, fallocate};
 
 use super::page::PAGE_BYTES;
 
-/// Words of a mapped file. Clones are the same memory.
+/// Words of a mapped file. Clones share the memory.
 #[derive(Clone)]
 pub(super) struct LogMemory {
     words: VolatileSlice,
@@ -22,13 +22,13 @@ pub(super) struct LogMemory {
 }
 
 impl LogMemory {
-    /// For an existing file that is mapped so.
+    /// `words` is a mapping of `file`, which exists.
     pub(super) fn new(words: VolatileSlice, file: OwnedFd) -> Self {
         Self { words, file: Arc::new(file) }
     }
 
-    /// Makes the host allocate the first page of a new file, and the part of its log that exists
-    /// from the start.
+    /// Makes the host allocate the first page of a new file, and the part of the log that is always
+    /// reserved.
     ///
     /// # Errors
     /// ENOSPC.
@@ -37,7 +37,7 @@ impl LogMemory {
     }
 }
 
-/// Where in the file the first words of the log end.
+/// The file offset after the first `words` words of the log.
 fn end_of(words: usize) -> u64 {
     (PAGE_BYTES + words * size_of::<u64>()) as u64
 }
@@ -59,7 +59,7 @@ impl StateMemory for LogMemory {
         fallocate(&*self.file, FallocateFlags::KEEP_SIZE, 0, end_of(words)).is_ok()
     }
 
-    /// A part that cannot be given back stays.
+    /// An error leaves the memory allocated.
     fn release(&self, words: usize) {
         let (start, end) = (end_of(words), end_of(self.words()));
         if start < end {

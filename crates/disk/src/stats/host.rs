@@ -1,4 +1,4 @@
-//! Operations at a storage, as they reach the host: how many, how large, how long, how they ended.
+//! Statistics of the operations at a storage: number, size, duration and errors.
 
 use std::sync::OnceLock;
 
@@ -18,13 +18,13 @@ pub(crate) enum Content {
     Metadata,
 }
 
-/// The operations at a storage, and those that were spared.
+/// The operations at a storage, and the flushes that were not needed.
 #[derive(Debug, Default)]
 pub(crate) struct HostStats {
     blocks: PerThread<Block>,
 }
 
-/// One thread's share.
+/// The counters of one thread.
 #[derive(Debug, Default)]
 struct Block {
     skipped_flushes: Counter,
@@ -54,7 +54,7 @@ pub(crate) struct HostTimer<'a> {
 }
 
 impl HostStats {
-    /// An operation on this many bytes begins.
+    /// Starts to time an operation on `bytes` bytes.
     pub(crate) fn begin(
         &self,
         operation: HostOperation,
@@ -64,12 +64,12 @@ impl HostStats {
         HostTimer { stats: self, operation, content, bytes, began: clock::now() }
     }
 
-    /// A flush found everything stable.
+    /// Counts a flush that found everything stable.
     pub(crate) fn flush_skipped(&self) {
         self.blocks.mine().skipped_flushes.add(1);
     }
 
-    /// Another flush covered this one.
+    /// Counts a flush that another one covered.
     pub(crate) fn flush_shared(&self) {
         self.blocks.mine().shared_flushes.add(1);
     }
@@ -82,7 +82,7 @@ impl HostStats {
         self.blocks.sum(|block| block.shared_flushes.get())
     }
 
-    /// For each operation and content that occurred.
+    /// The metrics of each operation and content that occurred.
     pub(super) fn operations(&self) -> impl Iterator<Item = StageMetrics> {
         let all = CONTENTS.into_iter();
         let all = all.flat_map(|content| HostOperation::ALL.map(|one| (content, one)));

@@ -1,4 +1,4 @@
-//! The future of a request that waits for its turn.
+//! The future of a request that waits until the throttle group admits it.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -12,11 +12,11 @@ use super::bucket::Nanos;
 use super::group::{ThrottleGroup, time_until};
 use super::queue::{self, Outcome, QUANTUM, Ticket};
 
-/// Waits until a request is admitted. Dropping it returns its turn.
+/// Waits until a request is admitted. Dropping the future cancels the request's ticket.
 pub(super) struct Admission {
     group: Arc<ThrottleGroup>,
     ticket: Option<Ticket>,
-    /// Of a timekeeper: its timer, and when that is due.
+    /// The timer of a timekeeper, and the time when it expires.
     timer: Option<(Nanos, ClockSleep)>,
 }
 
@@ -25,8 +25,8 @@ impl Admission {
         Self { group: Arc::clone(group), ticket: Some(ticket), timer: None }
     }
 
-    /// Sets the timer for a request that may be admitted at `ready`, unless it is set well enough.
-    /// Whether it is due.
+    /// Polls the timer; returns whether it has expired. First sets it for `ready`, or `QUANTUM`
+    /// from now if that is later. A timer that expires between the two stays.
     fn poll_timer(&mut self, ready: Nanos, cx: &mut Context<'_>) -> bool {
         let now = self.group.now();
         let latest = ready.max(now.saturating_add(QUANTUM));

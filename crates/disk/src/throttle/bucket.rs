@@ -1,12 +1,12 @@
 //! One token bucket, kept as a time.
 //!
-//! `paid_at` is when all that was admitted is paid off at the bucket's rate. The bucket is full
-//! when that time has come, and in debt when it is further away than the capacity. Requests are
-//! admitted while it is not in debt; then it gets into debt by one request at most. So in any time
-//! `t` no more is admitted than `rate · t + capacity`, and one request. (The generic cell rate
-//! algorithm of ATM; QEMU's leaky bucket lets go by the same rule.)
+//! `paid_at` is the time at which all admitted tokens are paid off at the bucket's rate. The bucket
+//! is full if that time has passed, and in debt if that time is further away than the capacity.
+//! Requests are admitted while the bucket is not in debt, so its debt is one request at most. In
+//! any time `t` at most `rate · t + capacity` and one request are admitted. (This is the generic
+//! cell rate algorithm of ATM; QEMU's leaky bucket admits by the same rule.)
 //!
-//! Tokens that a late timer lets go late are not lost as long as they fit into the bucket.
+//! A late timer loses no tokens as long as they fit into the bucket.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -36,8 +36,8 @@ fn fixed(time: Nanos) -> u128 {
 }
 
 impl Bucket {
-    /// A bucket of `percent` hundredths of `rate` tokens a second, which fills in `capacity`, and
-    /// has to fill yet for `missing`.
+    /// A bucket for `percent` hundredths of `rate` tokens a second. It fills in `capacity` if it is
+    /// empty, and in `missing` from now.
     pub(super) fn new(
         rate: NonZeroU64,
         percent: u32,
@@ -54,14 +54,14 @@ impl Bucket {
         }
     }
 
-    /// When the bucket is out of debt; a time that has passed if it is not in debt.
+    /// The time at which the bucket is out of debt; in the past if it is not in debt.
     pub(super) fn ready_at(&self) -> Nanos {
         let at = self.paid_at.saturating_sub(self.capacity);
-        // Rounded up: at that time it is so.
+        // Rounded up: at that time the bucket is out of debt.
         u64::try_from((at + ((1 << FRACTION) - 1)) >> FRACTION).unwrap_or(u64::MAX)
     }
 
-    /// Takes tokens out, whether they are there or not.
+    /// Takes tokens out, even if that puts the bucket into debt.
     pub(super) fn take(&mut self, tokens: u64, now: Nanos) {
         self.paid_at = self.paid_at.max(fixed(now)) + u128::from(tokens) * self.token;
     }
@@ -179,8 +179,8 @@ mod tests {
             }
         }
 
-        /// A request that waits only for its bucket gets the rate exactly, however late each is let
-        /// go, as long as that is within the capacity.
+        /// A request that waits only for its bucket gets the rate exactly, even if timers are late,
+        /// as long as the delay is within the capacity.
         #[test]
         fn nothing_is_lost_by_timers_that_are_late(
             rate in 100u64..1_000_000,

@@ -1,4 +1,4 @@
-//! A group of disks with common limits: all of it behind one lock, which is held for a few steps at
+//! A group of disks with common limits. One lock protects its state, and is held for a few steps at
 //! a time.
 
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub struct ThrottleGroup {
     clock: Arc<dyn Clock + Send + Sync>,
 }
 
-/// How a request begins.
+/// The result of beginning a request.
 pub(super) enum Begin {
     Admitted,
     Waiting(Ticket),
@@ -48,8 +48,8 @@ impl ThrottleGroup {
         self.queue.lock().limits()
     }
 
-    /// Applies other limits, also to waiting requests. A limit's credit or debt stays, as far as it
-    /// fits into the new one; a new limit starts without credit, except for bursts.
+    /// Applies other limits, also to waiting requests. A limit keeps its credit or debt, as far as
+    /// the new limit allows. A new limit starts without credit, except for bursts.
     pub fn set_limits(&self, limits: RateLimits) {
         self.change(|queue, now, wakers| queue.set_limits(limits, now, wakers));
         self.is_unlimited.store(limits.is_unlimited(), Ordering::Relaxed);
@@ -89,7 +89,7 @@ impl ThrottleGroup {
         self.queue.lock().counts(member)
     }
 
-    /// Begins a request: it is admitted, or waits from now on.
+    /// Begins a request: admits it, or queues it.
     pub(super) fn begin(
         &self,
         (member, party): (MemberKey, PartyKey),
@@ -104,7 +104,7 @@ impl ThrottleGroup {
         }
     }
 
-    /// The state of a request that waits. Admits requests that may go by now.
+    /// The state of a waiting request. Admits the requests that the limits allow by now.
     pub(super) fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll {
         loop {
             let (is_more, poll) = self.change(|queue, now, wakers| {
@@ -117,7 +117,7 @@ impl ThrottleGroup {
         }
     }
 
-    /// The future of a request that waits is dropped.
+    /// Cancels a waiting request whose future is dropped.
     pub(super) fn cancel(&self, ticket: Ticket) {
         self.change(|queue, now, wakers| queue.cancel(ticket, now, wakers));
     }
@@ -126,7 +126,7 @@ impl ThrottleGroup {
         while self.change(|queue, now, wakers| queue.dispatch(now, wakers)) {}
     }
 
-    /// Changes the queue, and wakes those whom it concerns without the lock.
+    /// Changes the queue, and wakes the affected tasks after the lock is released.
     fn change<R>(&self, change: impl FnOnce(&mut Queue, Nanos, &mut Wakers) -> R) -> R {
         let now = self.now();
         let mut wakers = Wakers::new();

@@ -1,13 +1,13 @@
-//! The waiting requests: the disks of a group, their parties, and the requests of each. Plain data,
-//! behind the group's lock.
+//! The waiting requests of a group: its disks, their parties, and the requests of each party. Plain
+//! data under the group's lock.
 //!
 //! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. It was
-//! polled after it became that, or its waker was handed out to be called. A request that comes
-//! later and may be admitted earlier becomes the timekeeper in its place.
+//! polled as the timekeeper, or its waker was returned to be called. A later request that may be
+//! admitted earlier replaces it.
 //!
-//! The timekeeper of one loop, which *leads*, has a timer for the moment when the next request may
-//! be admitted. The timers of the others are due [`BACKUP_DELAY`] later: if the leading loop is
-//! held up, another one admits the request in its place, and leads from then on.
+//! One loop *leads*: its timekeeper has a timer for the moment when the next request may be
+//! admitted. The timers of the other timekeepers expire [`BACKUP_DELAY`] later. So if the leading
+//! loop is delayed, another loop admits the request, and leads from then on.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::task::Waker;
@@ -23,21 +23,21 @@ use super::limits::RateLimits;
 /// The number of requests that are admitted while the lock is held.
 const MAX_BATCH: usize = 64;
 
-/// Timers are set no more often than this. Requests that become ready in between are admitted
-/// together; no rate is lost by the delay, because a bucket holds more.
+/// Minimum interval of timers. Requests that become ready meanwhile are admitted together. The
+/// delay loses no rate, because a bucket holds more.
 pub(super) const QUANTUM: Nanos = 250_000;
 
-/// How late a timekeeper is when another loop takes its place.
+/// Delay of the leading loop's timekeeper after which another loop leads.
 const BACKUP_DELAY: Nanos = 5_000_000;
 
 /// A disk of a group.
 pub(super) type MemberKey = usize;
 /// A client's connection or a guest's queue.
 pub(super) type PartyKey = usize;
-/// A request that waits. Later ones have greater tickets.
+/// The number of a waiting request. Later requests have greater tickets.
 pub(super) type Ticket = u64;
 
-/// The requests of a party take turns by class.
+/// Class of a request. The classes of a party take turns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
     DurableWrite,
@@ -59,18 +59,18 @@ impl Class {
 /// How the wait of a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Outcome {
-    /// It is admitted, and was counted.
+    /// The request is admitted, and the buckets count its cost.
     Admitted,
-    /// It is admitted, because the limits of its disk were lifted.
+    /// The request is admitted, because the limits of its disk were lifted.
     Lifted,
-    /// Its disk has left the group.
+    /// The disk of the request has left the group.
     Moved,
 }
 
 struct Waiter {
     member: MemberKey,
     party: PartyKey,
-    /// The thread of its event loop, which polls it.
+    /// The thread of the event loop that polls the request.
     event_loop: ThreadId,
     class: Class,
     cost: Cost,
@@ -79,7 +79,7 @@ struct Waiter {
     waker: Option<Waker>,
 }
 
-/// The requests of a party that wait, each class in the order of their coming.
+/// The waiting requests of a party, each class in order of arrival.
 #[derive(Default)]
 struct Party {
     classes: [VecDeque<Ticket>; 3],
@@ -88,7 +88,7 @@ struct Party {
 }
 
 impl Party {
-    /// The next class to be admitted, of those of this direction.
+    /// The next class of this direction to be admitted.
     fn next_class(&self, direction: Direction) -> Option<Class> {
         let rotated = (0..3).map(|step| Class::ALL[(self.next_class + step) % 3]);
         rotated
@@ -141,15 +141,15 @@ struct WaitingLoop {
 #[derive(Clone, Copy)]
 struct Timekeeper {
     ticket: Ticket,
-    /// Time at which the next request may be admitted, when it or the one before it was last
-    /// polled.
+    /// Time at which the next request may be admitted, computed at the last poll of this timekeeper
+    /// or of its predecessor.
     until: Nanos,
 }
 
 /// Tasks to be woken once the lock is released.
 pub(super) type Wakers = Vec<Waker>;
 
-/// The next step of a request that waits.
+/// The next step of a waiting request.
 pub(super) enum Poll {
     Done(Outcome),
     /// Wait to be woken; the timekeeper waits until this time at the latest.
@@ -175,8 +175,8 @@ impl Queue {
         self.buckets.limits()
     }
 
-    /// Other limits, for those that wait, too. The timekeepers are woken, because their time may be
-    /// another one now.
+    /// Sets new limits, also for waiting requests. Wakes the timekeepers, because their time may
+    /// have changed.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos, wakers: &mut Wakers) {
         self.buckets.set_limits(limits, now);
         self.wake_timekeepers(wakers);
@@ -191,20 +191,20 @@ impl Queue {
         })
     }
 
-    /// The member leaves; its waiting requests are woken with that outcome.
+    /// Removes a member. Its waiting requests are woken with [`Outcome::Moved`].
     pub(super) fn leave(&mut self, key: MemberKey, wakers: &mut Wakers) {
         self.end_all(key, Outcome::Moved, wakers);
         self.order.remove(key);
         self.members.remove(key);
     }
 
-    /// No request of the member waits from now on, and those that wait are admitted.
+    /// Admits the member's waiting requests, and from now on all others without a wait.
     pub(super) fn lift(&mut self, key: MemberKey, wakers: &mut Wakers) {
         self.members[key].is_lifted = true;
         self.end_all(key, Outcome::Lifted, wakers);
     }
 
-    /// Requests of the member wait again.
+    /// Makes requests of the member wait again.
     pub(super) fn restore(&mut self, key: MemberKey) {
         self.members[key].is_lifted = false;
     }
@@ -213,12 +213,12 @@ impl Queue {
         self.members[key].counts
     }
 
-    /// Lets a request go, unless it has to wait.
+    /// Admits a request, unless it has to wait. Returns whether it is admitted.
     pub(super) fn try_admit(&mut self, key: MemberKey, cost: Cost, now: Nanos) -> bool {
         if self.members[key].is_lifted {
             return true;
         }
-        // Waiting requests that might be admitted now are first.
+        // Waiting requests that could be admitted now go first.
         let is_behind = |direction: Direction| {
             self.order.has(direction) && self.buckets.ready_at(direction) <= now
         };
@@ -231,7 +231,7 @@ impl Queue {
         !waits
     }
 
-    /// Has a request wait.
+    /// Queues a request. Returns its ticket.
     pub(super) fn enqueue(
         &mut self,
         (member, party): (MemberKey, PartyKey),
@@ -255,8 +255,8 @@ impl Queue {
         ticket
     }
 
-    /// Admits requests that may go. `true` if there may be more, because the lock has been held
-    /// long enough.
+    /// Admits requests that are ready. Returns `true` if there may be more, because the lock has
+    /// been held long enough.
     pub(super) fn dispatch(&mut self, now: Nanos, wakers: &mut Wakers) -> bool {
         for _ in 0..MAX_BATCH {
             let is_ready = |direction: &Direction| {
@@ -272,7 +272,7 @@ impl Queue {
         true
     }
 
-    /// Lets the next request of these directions go; `None` if none waits.
+    /// Admits the next request of these directions; `None` if none waits.
     fn grant_next(
         &mut self,
         directions: &[Direction],
@@ -297,7 +297,7 @@ impl Queue {
         Some(())
     }
 
-    /// Ends the wait of a request that waits.
+    /// Ends the wait of a request.
     fn end(&mut self, ticket: Ticket, outcome: Outcome, wakers: &mut Wakers) {
         self.unlink(ticket, wakers);
         if let Some(waiter) = self.waiters.get_mut(&ticket) {
@@ -317,7 +317,7 @@ impl Queue {
         tickets.into_iter().for_each(|ticket| self.end(ticket, outcome, wakers));
     }
 
-    /// Takes a request that waits out of the queues.
+    /// Removes a waiting request from the queues.
     fn unlink(&mut self, ticket: Ticket, wakers: &mut Wakers) {
         let Waiter { member: key, party: party_key, event_loop, class, cost, .. } =
             self.waiters[&ticket];
@@ -337,9 +337,9 @@ impl Queue {
         self.leave_loop(ticket, event_loop, wakers);
     }
 
-    /// Takes a request out of those of its loop. If it was the timekeeper, the last one is in its
-    /// place: it will wait longest. If it was the last one of the leading loop, any other loop
-    /// leads.
+    /// Removes a request from its loop. If it was the timekeeper, the newest request replaces it,
+    /// because that will wait longest. If it was the last request of the leading loop, any other
+    /// loop leads.
     fn leave_loop(&mut self, ticket: Ticket, event_loop: ThreadId, wakers: &mut Wakers) {
         let Some(own) = self.loops.get_mut(&event_loop) else { return };
         own.tickets.remove(&ticket);
@@ -369,9 +369,9 @@ impl Queue {
         wakers.extend(waiter.and_then(|waiter| waiter.waker.take()));
     }
 
-    /// The state of a request, whose task is polled with `waker`. Its outcome is returned once.
+    /// The state of a request whose task is polled with `waker`. The outcome is returned once.
     pub(super) fn poll(&mut self, ticket: Ticket, waker: &Waker, now: Nanos) -> Poll {
-        // Its outcome was returned already: it may continue.
+        // The outcome was returned already: the request may continue.
         let Some(waiter) = self.waiters.get_mut(&ticket) else {
             return Poll::Done(Outcome::Admitted);
         };
@@ -387,7 +387,7 @@ impl Queue {
         Poll::Wait { until: self.keep_time(ticket, event_loop, now) }
     }
 
-    /// For when the task of a request that waits has a timer: if it is the timekeeper of its loop.
+    /// The expiry of a waiting request's timer; `None` if it is not the timekeeper of its loop.
     fn keep_time(&mut self, ticket: Ticket, event_loop: ThreadId, now: Nanos) -> Option<Nanos> {
         let until = self.next_ready_at();
         let is_earlier = |other: Timekeeper| until.saturating_add(QUANTUM) < other.until;
@@ -406,13 +406,13 @@ impl Queue {
         Some(until)
     }
 
-    /// When the next request may be admitted.
+    /// The time at which the next request may be admitted.
     fn next_ready_at(&self) -> Nanos {
         let waiting = Direction::BOTH.into_iter().filter(|direction| self.order.has(*direction));
         waiting.map(|direction| self.buckets.ready_at(direction)).min().unwrap_or(Nanos::MAX)
     }
 
-    /// A request's future is dropped before it got the outcome of its wait: its cost is returned.
+    /// Removes a request whose future was dropped before it got its outcome. Refunds its cost.
     pub(super) fn cancel(&mut self, ticket: Ticket, now: Nanos, wakers: &mut Wakers) {
         let Some(waiter) = self.waiters.get(&ticket) else { return };
         let cost = waiter.cost;
@@ -422,7 +422,7 @@ impl Queue {
             Some(Outcome::Lifted | Outcome::Moved) => {}
         }
         self.waiters.remove(&ticket);
-        // A part that was put back may let others go, now or sooner.
+        // The refund may admit other requests now, or earlier than before.
         self.dispatch(now, wakers);
         self.wake_timekeepers(wakers);
     }

@@ -1,4 +1,4 @@
-//! Iteration over the chunks of an image, for tools that move much of it.
+//! Iteration over the chunks of an image, for tools that process much of it.
 
 use std::cell::Cell;
 use std::future::{Future, ready};
@@ -16,11 +16,11 @@ use futures_util::stream::{self, Stream, StreamExt};
 use crate::disk::Disk;
 use crate::layer::{HostRuns, Layer};
 
-/// The most bytes that are moved at once.
+/// Maximum number of bytes that are moved at once.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// How many chunks are in flight together.
+/// Maximum number of chunks in flight.
 const MAX_CHUNKS: usize = 8;
-/// Bytes of the shortest hole of the host file that counts as zeros; shorter ones count as data.
+/// Minimum hole of the host file that counts as zeros, in bytes; shorter ones count as data.
 const MIN_HOST_HOLE: u64 = 64 << 10;
 
 /// The source of a chunk's bytes.
@@ -28,14 +28,14 @@ const MIN_HOST_HOLE: u64 = 64 << 10;
 pub(super) enum Source {
     /// The image itself has data.
     Image,
-    /// They are zeros by the image's metadata, or their space is a hole of the host file.
+    /// The bytes are zeros by the image's metadata, or lie in a hole of the host file.
     Zero,
     /// The backing file, or nothing.
     Backing,
 }
 
-/// Does `work` on all chunks, several at a time. Ends with the first error, once all that were
-/// begun have ended.
+/// Runs `work` on all chunks, several at a time. Returns the first error, after all work that was
+/// started has ended.
 pub(super) async fn for_each_in_flight<T, F: Future<Output = Result<()>>>(
     chunks: impl Stream<Item = Result<T>>,
     work: impl Fn(T) -> F,
@@ -47,8 +47,8 @@ pub(super) async fn for_each_in_flight<T, F: Future<Output = Result<()>>>(
     run_bounded(MAX_CHUNKS, &WorkBudget::new(), has_failed, done).await
 }
 
-/// Runs `count` loops together, at least one. A loop that fails sets `has_failed`, so that the
-/// others of this thread and of other threads end.
+/// Runs `count` loops together, at least one. A loop that fails sets `has_failed`, which ends the
+/// other loops of this thread and of other threads.
 pub(super) async fn run_loops<F: Future<Output = Result<()>>>(
     count: usize,
     has_failed: &AtomicBool,
@@ -58,7 +58,7 @@ pub(super) async fn run_loops<F: Future<Output = Result<()>>>(
     join_all((0..count.max(1)).map(|_| run_one())).await.into_iter().collect()
 }
 
-/// Does `work` on all chunks of the disk, as [`for_each_in_flight`].
+/// Runs `work` on all chunks of the disk, as [`for_each_in_flight`].
 pub(super) async fn for_each_chunk<S: Storage, F: Future<Output = Result<()>>>(
     disk: &Disk<S>,
     work: impl Fn(ByteRange, Source) -> F,
@@ -130,7 +130,7 @@ pub(super) async fn read_or_zeros<S: Storage>(
     disk.submit(Request::Read { offset: inside.offset(), into }).await
 }
 
-/// Makes `range` zeros. Not durable before the next flush.
+/// Zeroes `range`. Not durable before the next flush.
 pub(super) async fn make_zeros<S: Storage>(disk: &Disk<S>, range: ByteRange) -> Result<()> {
     let (unmap, fallback, durability) = (Unmap::Allowed, Fallback::Allowed, Durability::None);
     disk.submit(Request::WriteZeroes { range, unmap, fallback, durability }).await

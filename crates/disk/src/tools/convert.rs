@@ -1,5 +1,5 @@
-//! Copies a disk, a part of it, or several one after the other, into another one, whatever their
-//! formats.
+//! Copies a disk, a part of a disk, or several of them one after the other, to another disk. Each
+//! may have any format.
 //!
 //! The ranges that the source's map shows as zeros are never read; bytes that turn out to be zeros
 //! are not written. Several chunks are in flight at the same time and end in any order; no two of
@@ -21,12 +21,12 @@ use super::zeros::lend;
 use crate::disk::Disk;
 use crate::parts::MAX_IN_FLIGHT;
 
-/// The least bytes of a chunk, and the bytes of one where clusters are smaller.
+/// Minimum number of bytes of a chunk. Larger clusters make larger chunks.
 const CHUNK_SIZE: u64 = 1 << 20;
 /// Minimum number of bytes lost together if a part cannot be read.
 const SECTOR: u64 = 512;
 
-/// The target's content before.
+/// The target's content before the copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TargetContent {
     /// All of it reads as zeros.
@@ -39,7 +39,7 @@ pub enum TargetContent {
 /// How a copy is made.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyOptions {
-    /// The target's content before.
+    /// The target's content before the copy.
     pub target_content: TargetContent,
     /// Whether data is stored in compressed clusters if that saves space.
     pub compress: bool,
@@ -64,29 +64,29 @@ pub struct CopyJob<S: Storage> {
     parts: Vec<Part<S>>,
     /// Bytes of all parts.
     total: u64,
-    /// The disk that the target reads as before: itself, or the parent of a new image. `None`: a
-    /// new image without a parent.
+    /// The disk with the target's content before the copy: the target itself, or the parent of a
+    /// new image. `None` for a new image without a parent.
     before: Option<Arc<Disk<S>>>,
     writer: RangeWriter<Arc<Disk<S>>, S>,
     options: CopyOptions,
     /// Bytes of a chunk: a multiple of the target's clusters.
     chunk: u64,
-    /// Behind a lock that does not look at the clock, as that of `async_lock` does.
+    /// Not the lock of `async_lock`, which reads the clock when it is contended.
     scan: Mutex<PartsScan<S>>,
     /// Whether zeros are written, too.
     is_dense: bool,
-    /// Whether unreadable bytes become zeros, and how many did.
+    /// If unreadable bytes become zeros: how many did so far.
     lost: Option<AtomicU64>,
     has_failed: AtomicBool,
-    /// Told of each chunk that is done.
+    /// Called for each finished chunk.
     observer: Option<DataObserver>,
-    /// Where the scan is.
+    /// The offset in the target that the scan has reached.
     passed: AtomicU64,
-    /// The part of it that is still in flight.
+    /// Bytes before that offset that are still in flight.
     in_flight: AtomicU64,
 }
 
-/// Told how many bytes of the data are done, and of how many, one chunk after the other.
+/// Calls `tell` with the number of data bytes done and their total, one chunk after the other.
 struct DataObserver {
     tell: Box<dyn Fn(u64, u64) + Send + Sync>,
     total: u64,
@@ -124,7 +124,7 @@ impl<S: Storage> Part<S> {
     }
 }
 
-/// The scan of a part, and of those that follow.
+/// The scan of the part at `index`. The parts after it are scanned later.
 struct PartsScan<S: Storage> {
     index: usize,
     scan: StatusScan<Arc<Disk<S>>>,
@@ -135,8 +135,8 @@ impl<S: Storage> CopyJob<S> {
     /// The rest of a longer target stays as it is.
     ///
     /// # Errors
-    /// `InvalidInput` when the target is smaller, or `options` ask for compression, which the
-    /// target's format does not have.
+    /// `InvalidInput` if the target is smaller, or if `options` ask for compression and the
+    /// target's format has none.
     pub fn new(source: Arc<Disk<S>>, target: Arc<Disk<S>>, options: CopyOptions) -> Result<Self> {
         let all = ByteRange::between(0, source.size());
         Self::of_parts(vec![(source, all)], target, options)
@@ -162,7 +162,7 @@ impl<S: Storage> CopyJob<S> {
     /// `parent`, space is allocated only for the grains that differ from it.
     ///
     /// # Errors
-    /// As there; and for a parent that is shorter.
+    /// As [`of_parts`](Self::of_parts); `InvalidInput` for a parent that is shorter than the copy.
     pub fn to_new_image(
         parts: Vec<(Arc<Disk<S>>, ByteRange)>,
         image: &Arc<NewImage<S>>,
@@ -227,7 +227,7 @@ impl<S: Storage> CopyJob<S> {
         Ok(self)
     }
 
-    /// Zeros are written as data is, so that all of the copy takes space. Before
+    /// Makes the copy write zeros as it writes data, so all of it takes space. To be called before
     /// [`work`](Self::work).
     #[must_use]
     pub fn writing_zeros(mut self) -> Self {
@@ -236,15 +236,15 @@ impl<S: Storage> CopyJob<S> {
         self.with_new_scan()
     }
 
-    /// Unreadable sectors become zeros, one by one. Before [`work`](Self::work).
+    /// Makes each unreadable sector zeros in the copy. To be called before [`work`](Self::work).
     #[must_use]
     pub fn salvaging(mut self) -> Self {
         self.lost = Some(AtomicU64::new(0));
         self.with_new_scan()
     }
 
-    /// Makes the copy call `tell` for each finished chunk: how many bytes of data are done, and of
-    /// how many. Walks the maps of all sources once to find their number. Before
+    /// Makes the copy call `tell` for each finished chunk, with the number of data bytes done and
+    /// their total. Walks the maps of all sources once to find the total. To be called before
     /// [`work`](Self::work), and after the other settings.
     ///
     /// # Errors
@@ -294,12 +294,12 @@ impl<S: Storage> CopyJob<S> {
         }
     }
 
-    /// Works until nothing is left to begin, and all chunks begun by this call have ended. To be
-    /// called once by each working thread.
+    /// Copies chunks until none is left to begin and all that this call began have ended. Each
+    /// working thread calls it once.
     ///
     /// # Errors
-    /// The first error of this thread, which names the file and the offset. The others stop soon
-    /// after, without an error. Data written until then stays.
+    /// The first error of this thread, which names the file and the offset. The other threads stop
+    /// soon after it, without an error. Data written until then stays.
     pub async fn work(&self) -> Result<()> {
         run_loops(self.options.max_in_flight, &self.has_failed, || self.copy_loop()).await
     }
@@ -351,7 +351,7 @@ impl<S: Storage> CopyJob<S> {
         }
     }
 
-    /// Copies the chunk's data that was read to a target with zeros.
+    /// Writes the chunk's data in `buffer` to a target that reads as zeros.
     async fn copy(&self, chunk: &Chunk, buffer: &mut Buffer) -> Result<()> {
         let data = {
             let bytes = &buffer.bytes()[..chunk.range.length() as usize];
@@ -370,7 +370,7 @@ impl<S: Storage> CopyJob<S> {
     }
 }
 
-/// The parts, each where the one before ends.
+/// The parts, each placed where the one before it ends.
 fn placed<S: Storage>(parts: Vec<(Arc<Disk<S>>, ByteRange)>) -> Result<Vec<Part<S>>> {
     let refuse = |what: String| Err(Error::new(ErrorKind::InvalidInput, what));
     let mut placed: Vec<Part<S>> = Vec::with_capacity(parts.len());
@@ -439,8 +439,8 @@ pub(super) async fn read<S: Storage>(
     read_from(disk, 0, disk.size(), chunk, buffer).await
 }
 
-/// As [`read`], with the chunk's ranges lower than the disk's offsets by `shift`, modulo 2^64; from
-/// `end` on, which is within the disk, they read as zeros.
+/// As [`read`], for a disk whose offsets are those of the chunk plus `shift`, modulo 2^64. From
+/// `end` on, which is within the disk, the chunk reads as zeros.
 async fn read_from<S: Storage>(
     disk: &Disk<S>,
     shift: u64,

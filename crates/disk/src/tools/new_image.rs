@@ -1,8 +1,8 @@
 //! A new image of another program's format, while a copy fills it.
 //!
-//! Guarantees: the file has no header before [`NewImage::finish`], which makes it durable: what a
-//! copy leaves that fails is no image. Any number of threads may store parts of the disk that have
-//! no 4 KiB in common; a stream has one writer, which keeps the order of the disk.
+//! Guarantees: only [`NewImage::finish`] writes a header, and it makes the file durable. So a
+//! failed copy leaves no image. Any number of threads may store parts of the disk that share no
+//! 4 KiB block. A stream has one writer, which keeps the order of the disk.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 use super::zeros::lend;
 use super::zeros::units;
 
-/// How many requests of one chunk are in flight together.
+/// Maximum number of requests of one chunk in flight.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// See the module's page.
@@ -27,7 +27,7 @@ pub struct NewImage<S: Storage> {
 }
 
 impl<S: Storage> NewImage<S> {
-    /// An image with a disk of `size` bytes, in a file that is empty.
+    /// An image with a disk of `size` bytes, in an empty file.
     pub fn new(storage: S, image: NewForeign, size: u64) -> Self {
         let (stream_unit, overlay_unit) = (image.stream_unit(), image.overlay_unit());
         Self { storage, image: Mutex::new(image), stream_unit, overlay_unit, size }
@@ -38,7 +38,7 @@ impl<S: Storage> NewImage<S> {
         self.storage.name()
     }
 
-    /// Bytes of the disk.
+    /// The disk's size in bytes.
     pub fn size(&self) -> u64 {
         self.size
     }
@@ -48,7 +48,7 @@ impl<S: Storage> NewImage<S> {
         self.stream_unit
     }
 
-    /// Bytes that are written together, if the image has a parent: multiples of them.
+    /// Writes are multiples of this many bytes, if the image has a parent.
     pub fn overlay_unit(&self) -> Option<u64> {
         self.overlay_unit
     }
@@ -93,7 +93,7 @@ impl<S: Storage> NewImage<S> {
         run_all(MAX_IN_FLIGHT, writes).await
     }
 
-    /// The parts of the buffer that are written together, and where.
+    /// The parts of the buffer that are written together, and their host offsets.
     fn places(&self, offset: u64, data: &[Range<usize>]) -> Result<(Vec<Range<usize>>, Vec<u64>)> {
         let (mut parts, mut places): (Vec<Range<usize>>, Vec<u64>) = (Vec::new(), Vec::new());
         let mut image = self.image.lock();
@@ -119,7 +119,7 @@ impl<S: Storage> NewImage<S> {
         Ok((parts, places))
     }
 
-    /// Writes the tables and the header, and makes the file durable if `is_flushed` says so.
+    /// Writes the tables and the header; makes the file durable if `is_flushed` is set.
     ///
     /// # Errors
     /// Errors of the storage.

@@ -1,8 +1,8 @@
-//! Copying parts of a disk to another one, again and again, while both may be used.
+//! Copies parts of a disk to another one, repeatedly, while both may be used.
 //!
-//! Guarantees: zeros become zeros without their bytes, and take no space where the target has had
-//! none. A copy is in memory no longer than the part that it copies, which the caller bounds.
-//! Copies of overlapping ranges are the caller's to keep apart.
+//! Guarantees: zeros become zeros without writing their bytes, and take no space where the target
+//! had none. A copy takes no more memory than the part that it copies, which the caller bounds. The
+//! caller does not copy overlapping ranges at the same time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub struct RangeCopy<S: Storage> {
     source: Arc<Disk<S>>,
     target: Arc<Disk<S>>,
     writer: RangeWriter<Arc<Disk<S>>, S>,
-    /// Where the target may have anything but zeros.
+    /// The ranges in which the target may have non-zero bytes.
     written: DirtyMap,
 }
 
@@ -48,8 +48,8 @@ impl<S: Storage> RangeCopy<S> {
     }
 
     /// Marks in `dirty` the ranges to be copied to make the target equal: those where the source
-    /// has data, or the target may have anything but zeros. To be called while the source's changes
-    /// are marked in `dirty`. Stops when `go_on` returns false.
+    /// has data or the target may have non-zero bytes. To be called while the source's changes are
+    /// marked in `dirty`. Stops when `go_on` returns false.
     ///
     /// # Errors
     /// Errors of mapping.
@@ -108,7 +108,7 @@ impl<S: Storage> RangeCopy<S> {
             is_zero(&bytes[part.clone()]) && self.written.is_dirty(at(&part))
         });
         self.writer.make_holes(offset, holes).await?;
-        // Before anything is written: a write that fails may have been done.
+        // Marked before the write, because a failed write may have changed the target.
         data.iter().for_each(|part| {
             self.written.mark(at(part));
         });
@@ -146,7 +146,7 @@ impl<S: Storage> RangeCopy<S> {
                 Ok(())
             };
         }
-        // Before it is written: a write that fails may have been done.
+        // Marked before the write, because a failed write may have changed the target.
         self.written.mark(range);
         let durability = Durability::None;
         self.target.submit_unlimited(Request::Write { offset, from, durability }).await

@@ -1,5 +1,5 @@
-//! The writing half of copies, streams, mirrors and rebases: parts of a buffer that are worth it
-//! become a range of a disk, in plain or in compressed clusters, and zeros become holes.
+//! The write side of copies, streams, mirrors and rebases. Data is written to a range of a disk, in
+//! plain or compressed clusters; zeros become holes.
 
 use std::ops::{Deref, Range};
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const MIN_HOLE: u64 = 4096;
 /// The target of a copy.
 enum Target<D, S: Storage> {
     Disk(D),
-    /// At first all of it is zeros, or its parent's data.
+    /// A new image, which initially reads as zeros or as its parent's data.
     New(Arc<NewImage<S>>),
 }
 
@@ -32,9 +32,9 @@ pub(super) struct RangeWriter<D, S: Storage> {
     compress: bool,
     /// Bytes that are checked together for zeros.
     unit: usize,
-    /// Whether zeros are written as data is.
+    /// Whether zeros are written like data.
     is_dense: bool,
-    /// Whether writes have a turn among the requests that share the target's limits.
+    /// Whether the target's limits apply to the writes.
     is_limited: bool,
     written: AtomicU64,
 }
@@ -69,12 +69,12 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
         Self { target, compress, unit, is_dense: false, is_limited: true, written }
     }
 
-    /// Zeros are written as data is.
+    /// From now on, zeros are written like data.
     pub(super) fn write_zeros(&mut self) {
         self.is_dense = true;
     }
 
-    /// For a job, which has limits of its own.
+    /// Exempts the writes from the target's limits: a job has its own limits.
     pub(super) fn unlimited(self) -> Self {
         Self { is_limited: false, ..self }
     }
@@ -97,12 +97,12 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
         }
     }
 
-    /// The parts that are not zeros of a buffer with the disk's bytes from `offset` on.
+    /// The non-zero parts of a buffer that holds the disk's bytes from `offset` on.
     pub(super) fn data_of(&self, offset: u64, bytes: &[u8]) -> Vec<Range<usize>> {
         runs(bytes.len(), offset, self.unit, |unit| self.is_dense || !is_zero(&bytes[unit]))
     }
 
-    /// Makes parts of the target zeros: `holes` counts from `offset` on.
+    /// Zeroes parts of the target. The ranges in `holes` are relative to `offset`.
     pub(super) async fn make_holes(
         &self,
         offset: u64,
@@ -118,8 +118,8 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
         run_all(MAX_IN_FLIGHT, make).await
     }
 
-    /// Overwrites the first `length` bytes of the target from `offset` on with those of `new`,
-    /// wherever they differ from those of `old`, the target's content.
+    /// Writes the first `length` bytes of `new` to the target at `offset`, where they differ from
+    /// `old`, the target's current content.
     pub(super) async fn update(
         &self,
         offset: u64,
@@ -129,7 +129,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
     ) -> Result<()> {
         let (bytes, old) = (new.bytes(), old.bytes());
         let differs = |unit: Range<usize>| bytes[unit.clone()] != old[unit];
-        // A new image has no holes that hide its parent.
+        // A hole in a new image does not hide the parent's data.
         let has_holes = matches!(self.target, Target::Disk(_));
         let is_empty = |unit: &Range<usize>| has_holes && is_zero(&bytes[unit.clone()]);
         let data = runs(length, offset, self.unit, |unit| !is_empty(&unit) && differs(unit));
@@ -160,7 +160,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> RangeWriter<D, S> {
         Ok(())
     }
 
-    /// Writes a cluster, or a part of one, compressed if that can be.
+    /// Writes a cluster or a part of one; compressed if possible.
     async fn store_cluster(
         &self,
         target: &D,

@@ -1,10 +1,10 @@
-//! Copy on read: clusters that a guest reads from the backing file are stored in the image, so that
-//! each is fetched once (`copy-on-read` of QEMU).
+//! Copy on read: clusters that a guest reads from the backing file are stored in the image. So each
+//! cluster is fetched once (`copy-on-read` of QEMU).
 //!
 //! Guarantees: a read returns the same data as without copy on read. If several requests read the
-//! same clusters at the same time, the first one fetches them. No change waits for that, and no
-//! newer write is overwritten (`populate`). An error of the image stops the copying, but fails no
-//! read. The data needs no flush: a cluster lost in a crash is read from the backing file again.
+//! same clusters at the same time, the first one fetches them. No change waits for the fetch, and
+//! no newer write is overwritten (`populate`). An error of the image stops the copying, but no read
+//! fails. The data needs no flush: a cluster lost in a crash is read from the backing file again.
 
 use std::cell::Cell;
 
@@ -16,16 +16,16 @@ use super::Writer;
 use crate::buffers::MAX_POPULATED;
 use crate::layer::{BlockStatusCache, Reader};
 
-/// Fetches of one request that are in flight together.
+/// The maximum number of fetches of one request that are in flight at once.
 const MAX_FETCHES: usize = 8;
 
 impl<S: Storage> Writer<S> {
-    /// Fills `into` with the bytes of `range`, and populates the clusters that the image leaves to
-    /// its backing file, if `begin_change` returns a guard after the read. `failed` gets the error
-    /// of the populating.
+    /// Reads `range` into `into`, and populates the clusters that the image leaves to its backing
+    /// file. Does not populate if `begin_change`, called after the read, returns no guard. `failed`
+    /// gets an error of populating.
     ///
     /// # Errors
-    /// As a read's.
+    /// As for a read.
     pub(crate) async fn read_and_populate<G>(
         &self,
         range: ByteRange,

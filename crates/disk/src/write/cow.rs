@@ -1,8 +1,8 @@
 //! Copy on write: the parts of a new cluster that a write does not cover get the old data.
 //!
-//! New space becomes visible as a whole, so the bytes around the guest's own are filled with what
-//! the guest would have read there. They are read while the old mapping still holds, and written
-//! together with the guest's data.
+//! New space becomes visible as a whole. So the bytes around the guest's own get the content that
+//! the guest would have read there. It is read under the old mapping, and written together with the
+//! guest's data.
 
 use blockhouse_core::{ByteRange, Durability, Extent, IoVector, Result, Storage};
 use blockhouse_format::DataPlace;
@@ -29,7 +29,7 @@ impl CowRegions {
         }
     }
 
-    /// Location of their first byte; `host` is the host offset of the extent's own.
+    /// Location of the first byte of the head. `host` is the host offset of the guest's own bytes.
     fn place(&self, host: u64) -> DataPlace {
         DataPlace { guest: self.head.offset(), host: host - self.head.length() }
     }
@@ -38,14 +38,14 @@ impl CowRegions {
         (self.head.length() + self.tail.length()) as usize
     }
 
-    /// Lends memory for head and tail from one buffer.
+    /// Memory for head and tail, lent from one buffer.
     fn lend(&self, buffer: &mut ClusterBuffer<'_>) -> (IoVector, IoVector) {
         let mut head = buffer.lend_range(0, self.length());
         let tail = head.split_off(self.head.length() as usize);
         (head, tail)
     }
 
-    /// Reads head and tail as the guest would.
+    /// Reads the content of head and tail that the guest would read.
     async fn read<S: Storage>(
         &self,
         layer: &Layer<S>,

@@ -1,12 +1,11 @@
 //! Copies ranges from the backing file into the image.
 //!
-//! Guarantees: the content of the disk does not change, at any moment. The backing file is read
-//! without a claim, so no change waits for it. Then an exclusive claim covers whole clusters, and
-//! only ranges that the image still leaves to its backing file are written, so a change of the same
-//! clusters comes before or after. Ranges that the image already has are not written again, except
-//! in clusters of which it has only some subclusters. Zeros take no space where the format has a
-//! flag for them, and bitmaps record no change. Data is linked after it is written, as every
-//! write's, so a crash leaves a cluster as it was, or filled.
+//! Guarantees: the content of the disk never changes. The backing file is read without a claim, so
+//! no change waits for the read. The write has an exclusive claim of whole clusters, so a change of
+//! the same clusters comes before or after it. It writes only ranges that the image still leaves to
+//! its backing file, and the other subclusters of such clusters. Zeros take no space if the format
+//! has a flag for them, and bitmaps record no change. As for every write, data is linked after it
+//! is written, so a crash leaves a cluster as it was, or filled.
 
 use blockhouse_core::{
     Buffer, ByteRange, ExtentState, Fallback, IoVector, Result, Storage, Unmap, WorkBudget,
@@ -19,22 +18,22 @@ use crate::claims::Claim;
 use crate::durability::RequestSync;
 use crate::layer::{BlockStatus, BlockStatusCache, Reader};
 
-/// Bytes of zeros that are written at once.
+/// Maximum number of bytes that one fill with zeros covers.
 const MAX_ZEROS: u64 = 16 << 20;
 
-/// A part of an image that it leaves to its backing file: whole clusters.
+/// Whole clusters that the image leaves to its backing file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BackedRange {
-    /// The range, at most as long as one fill.
+    /// The range, at most as long as one fill may be.
     pub range: ByteRange,
-    /// Whether the backing file has zeros there.
+    /// Whether the backing file reads as zeros there.
     pub is_zero: bool,
 }
 
 impl<S: Storage> Writer<S> {
-    /// The first part of `range` that the image leaves to its backing file, and that a layer above
-    /// `base` has (`None`: any layer), up to its end. `cache` is that of look-ups of this disk, and
-    /// may be old: the backing chain never changes.
+    /// The first part of `range` that the image leaves to its backing file. With `base` only data
+    /// of layers above it counts. `cache` is for look-ups of this disk, and may be old, because the
+    /// backing chain never changes.
     pub(crate) async fn next_backed(
         &self,
         range: ByteRange,
@@ -59,7 +58,7 @@ impl<S: Storage> Writer<S> {
         Ok(Some(BackedRange { range, is_zero: false }))
     }
 
-    /// The first bytes of `range` that the image leaves to its backing file, before that ends.
+    /// The first bytes of `range` that the image leaves to its backing file, within that file.
     pub(super) async fn find_backed(&self, range: ByteRange) -> Result<Option<ByteRange>> {
         let budget = WorkBudget::new();
         let size = self.layer.backing_layer().map_or(0, |backing| backing.size());
@@ -92,28 +91,27 @@ impl<S: Storage> Writer<S> {
         Ok(None)
     }
 
-    /// Bytes that are filled as a whole.
+    /// The unit of populating in bytes: a cluster, or the layer's block if that is larger.
     pub(super) fn populate_unit(&self) -> u64 {
         self.layer.format().cluster_size().unwrap_or(1).max(self.layer.block_size())
     }
 
-    /// The clusters that `range` touches, as far as the disk has them.
+    /// The clusters that `range` touches, cut at the end of the disk.
     pub(super) fn clusters_of(&self, range: ByteRange) -> ByteRange {
         let clusters = range.align_outward(self.populate_unit());
         clusters.before(self.layer.format().end())
     }
 
-    /// The clusters from the start of `range` on that lie inside it; `None` if it begins inside
-    /// one.
+    /// The whole clusters at the start of `range`; `None` if it begins inside a cluster.
     fn clusters_inside(&self, range: ByteRange) -> Option<ByteRange> {
         let inside = range.align_inward(self.populate_unit())?;
         (inside.offset() == range.offset()).then_some(inside)
     }
 
-    /// Populates whole clusters, where the image leaves any of their bytes to its backing file;
-    /// returns how many bytes. Not durable before the next flush. `begin_change` is called after
-    /// the read of the backing file, and its guard is held during the write; if it returns none,
-    /// nothing is changed, and the result is `None`.
+    /// Populates the clusters of `part` of which the image leaves any bytes to its backing file.
+    /// Returns the number of bytes. Not durable before the next flush. Calls `begin_change` after
+    /// reading the backing file, and holds its guard during the write. Without a guard nothing is
+    /// changed, and the result is `None`.
     pub(crate) async fn populate<G>(
         &self,
         part: BackedRange,
@@ -140,7 +138,7 @@ impl<S: Storage> Writer<S> {
     /// As [`populate`](Self::populate), for zeros of the backing file.
     async fn populate_zeros(&self, range: ByteRange, claim: &Claim<'_>) -> Result<u64> {
         let (mut rest, mut filled) = (range, 0);
-        // Not the rest of a cluster, which a guest may have written since.
+        // Fills only backed ranges: a guest may have written the rest of a cluster since.
         while let Some(found) = self.find_backed(rest).await? {
             self.fill(found, None, claim).await?;
             filled += found.length();
@@ -149,8 +147,8 @@ impl<S: Storage> Writer<S> {
         Ok(filled)
     }
 
-    /// Stores the clusters of `range` that the image leaves to its backing file; returns how many
-    /// bytes. `bytes` are those of the whole range, read before `claim` was acquired: the backing
+    /// Stores the clusters of `range` that the image leaves to its backing file. Returns the number
+    /// of bytes. `bytes` has the content of `range`, read before `claim` was acquired: the backing
     /// file's content does not change.
     pub(super) async fn store_backed(
         &self,
@@ -162,7 +160,7 @@ impl<S: Storage> Writer<S> {
         while let Some(found) = self.find_backed(rest).await? {
             let clusters = self.clusters_of(found);
             let run = clusters.before(rest.end());
-            // The rest of a cluster some subclusters of which the image has may have changed since.
+            // Subclusters that the image has may have changed since: they are read again.
             let start = (run.offset() - range.offset()) as usize;
             self.layer.read_own(run, bytes.lend_range(start, run.length() as usize)).await?;
             self.store_run(run, range.offset(), bytes, claim).await?;
@@ -172,8 +170,8 @@ impl<S: Storage> Writer<S> {
         Ok(filled)
     }
 
-    /// Writes clusters: those with data, and those that are zeros. `bytes` begin with the byte at
-    /// `start`.
+    /// Writes clusters: data, or zeros for clusters that are all zeros. `bytes` begins with the
+    /// byte at `start`.
     async fn store_run(
         &self,
         run: ByteRange,
@@ -206,7 +204,7 @@ impl<S: Storage> Writer<S> {
         Ok(())
     }
 
-    /// Writes bytes to whole clusters that `claim` covers; zeros for `None`.
+    /// Writes `from`, or zeros for `None`, to whole clusters that `claim` covers.
     async fn fill(
         &self,
         range: ByteRange,

@@ -1,5 +1,5 @@
-//! The engines for hosts where io_uring cannot be had: sockets by readiness (epoll), files by Linux
-//! AIO where that is truly asynchronous, otherwise by worker threads.
+//! The engines for hosts without io_uring. Sockets use readiness (epoll). Files use Linux AIO where
+//! that is truly asynchronous, otherwise worker threads.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -23,17 +23,17 @@ use crate::driver::watches::WatchKey;
 use crate::driver::{Completion, Driver, Wait};
 use crate::mapping::Mapping;
 
-/// Event data that are no socket's descriptor.
+/// Event data that is not a socket's descriptor.
 const NOTIFIER: u64 = u64::MAX;
 const AIO: u64 = u64::MAX - 1;
-/// Set in those of watches, whose key follows.
+/// Flag in the event data of watches. The low bits are the key.
 const WATCH: u64 = 1 << 32;
 
 /// Events taken by one system call.
 const MAX_EVENTS: usize = 128;
 
-/// Pause after the kernel refused a submission for lack of space while nothing was in flight whose
-/// completion could free some.
+/// Pause after the kernel refused a submission for lack of space, if no operation in flight can
+/// free space by its completion.
 const AIO_RETRY: Duration = Duration::from_millis(1);
 
 pub(crate) struct Epoll {
@@ -41,8 +41,8 @@ pub(crate) struct Epoll {
     shared: Arc<LoopShared>,
     pool: Arc<ThreadPool>,
     aio: Option<LinuxAio>,
-    /// By descriptor. An entry stays when no operation waits: the next one needs it again, and
-    /// there are no more of them than descriptors.
+    /// Waiters by descriptor. An entry stays when no operation waits: the next operation needs it
+    /// again, and there are no more entries than descriptors.
     sockets: HashMap<RawFd, SocketWaiters>,
     /// Results that are known before the next `poll`.
     ready: Vec<Completion>,
@@ -60,10 +60,10 @@ struct SocketWaiters {
 }
 
 impl Epoll {
-    /// With `aio` for the files that it can serve.
+    /// Opens the engine, with `aio` for the files that it can serve.
     pub(crate) fn open(shared: &Arc<LoopShared>, aio: Option<LinuxAio>) -> io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
-        // Edge-triggered: each write is an event of its own, and the counters need no reading.
+        // Edge-triggered: each write is a separate event, and the counters need not be read.
         let flags = EventFlags::IN | EventFlags::ET;
         epoll::add(&epoll, shared.notifier(), EventData::new_u64(NOTIFIER), flags)?;
         if let Some(aio) = &aio {
@@ -82,7 +82,7 @@ impl Epoll {
         })
     }
 
-    /// Tries a socket operation, unless others of its direction wait: those are first.
+    /// Tries a socket operation, unless earlier ones of its direction wait.
     fn attempt_on_socket(&mut self, operation: &Operation) -> Option<i32> {
         if let Operation::Accept { socket } = operation {
             // Two loops may be notified of one connection: the second must not block.
@@ -108,7 +108,7 @@ impl Epoll {
         }
     }
 
-    /// Takes a token out of its socket's queues. Says whether it was there.
+    /// Removes a token from its socket's queues. Returns whether it was there.
     fn remove_waiter(&mut self, token: Token, operation: &Operation) -> bool {
         let socket = socket_of(operation).as_raw_fd();
         let Some(waiters) = self.sockets.get_mut(&socket) else { return false };
@@ -145,7 +145,7 @@ impl Epoll {
         done: &mut Vec<Completion>,
     ) {
         let Some(waiters) = self.sockets.get_mut(&socket) else { return };
-        // An error or hang-up is for both directions to find out by trying.
+        // On an error or hang-up, operations of both directions are tried and detect it.
         let broken = flags.intersects(EventFlags::ERR | EventFlags::HUP);
         if broken || flags.contains(EventFlags::IN) {
             try_all(&mut waiters.input, operations, done);
@@ -176,7 +176,7 @@ impl SocketWaiters {
 impl Driver for Epoll {
     fn try_inline(&mut self, operation: &Operation) -> Option<i32> {
         match operation {
-            // There is no system call for it.
+            // There is no system call for a command.
             Operation::Command(_) => Some(-libc::EOPNOTSUPP),
             _ if operation.is_on_socket() => self.attempt_on_socket(operation),
             _ => run_inline(operation),
@@ -232,7 +232,7 @@ impl Driver for Epoll {
     }
 
     fn unwatch(&mut self, _key: WatchKey, descriptor: BorrowedFd<'_>) {
-        // It fails only for a descriptor that could not be added.
+        // The call fails only for a descriptor that could not be added.
         let _ = epoll::delete(&self.epoll, descriptor);
     }
 
@@ -259,14 +259,13 @@ impl Driver for Epoll {
                 socket => self.serve_socket(socket as RawFd, event.flags, operations, done),
             }
         }
-        // Kept for its room.
+        // Keeps the capacity of the vector.
         self.events = events;
     }
 }
 
 /// Makes epoll notify once when a waiter of the socket may continue. The peer's end of stream
-/// counts as input; it is not watched separately, because an operation that waits to send cannot
-/// continue by it.
+/// counts as input; it is not watched separately, because it does not let a waiting send continue.
 fn watch(
     epoll: &OwnedFd,
     socket: BorrowedFd<'_>,
@@ -282,7 +281,7 @@ fn watch(
     }
 }
 
-/// Tries the waiters of one direction until one would have to wait.
+/// Tries the waiters of one direction until one would block.
 fn try_all(queue: &mut VecDeque<Token>, operations: &OperationTable, done: &mut Vec<Completion>) {
     while let Some(&token) = queue.front() {
         let result = try_socket(operations.operation(token));

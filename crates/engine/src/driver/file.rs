@@ -19,23 +19,23 @@ pub(crate) struct File {
     descriptor: OwnedFd,
     pub(crate) medium: Medium,
     pub(crate) caching: Caching,
-    /// For the file, however often it is open.
+    /// Shared by all opens of the file.
     pub(crate) detached_syncs: Arc<DetachedSyncs>,
-    /// In which rings it has a slot.
+    /// The rings in which the file has a slot.
     pub(crate) registrations: Registrations<FileId>,
-    /// Which completions can be polled for.
+    /// The completions that can be polled for.
     pub(crate) pollable: Pollable,
-    /// Whether its locks are released when it is dropped, or belong to another process as well.
+    /// Whether the drop releases the file's locks: not if they also belong to another process.
     releases_locks: AtomicBool,
 }
 
-/// Where the bytes are.
+/// The location of a file's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Medium {
-    /// In memory (tmpfs): an operation is a copy and never waits for a device, so that doing it on
-    /// the spot is cheaper than any way to do it asynchronously.
+    /// In memory (tmpfs). An operation is a copy and never waits for a device, so a synchronous
+    /// call is cheaper than any asynchronous method.
     Memory,
-    /// Behind something that may take its time.
+    /// On a device: an operation may take long.
     Device,
 }
 
@@ -66,14 +66,13 @@ impl File {
         }
     }
 
-    /// Whether the file's locks are given back when it is dropped, because it is this process's
-    /// alone.
+    /// Whether the drop releases the file's locks, because only this process has the file.
     pub(crate) fn releases_locks(&self) -> bool {
         self.releases_locks.load(Ordering::Acquire)
     }
 
-    /// Sets whether the file's locks are released when it is dropped. They belong to the open file
-    /// description, which another process may have, too.
+    /// Sets whether the drop releases the file's locks. The locks belong to the open file
+    /// description, which another process may share.
     pub(crate) fn set_releases_locks(&self, releases: bool) {
         self.releases_locks.store(releases, Ordering::Release);
     }
@@ -94,7 +93,7 @@ impl File {
         Ok(self.through_page_cache(descriptor))
     }
 
-    /// The same file, which is open a second time by `descriptor`, through the page cache.
+    /// The same file through the page cache. `descriptor` is a second open of the file.
     pub(crate) fn through_page_cache(&self, descriptor: OwnedFd) -> Self {
         Self {
             descriptor,
@@ -103,14 +102,14 @@ impl File {
             detached_syncs: Arc::clone(&self.detached_syncs),
             registrations: Registrations::new(FileId::take()),
             pollable: Pollable::none(),
-            // Locks are taken by the first one.
+            // The first `File` takes the locks.
             releases_locks: AtomicBool::new(false),
         }
     }
 
-    /// Opens the path and makes sure that this file is there.
+    /// Opens the path and checks that it is this file.
     fn reopen_at(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-        // A new file in its place may be a pipe, and those wait.
+        // A new file at the path may be a FIFO, and its open would block.
         let descriptor = rustix::fs::open(path, flags | OFlags::NONBLOCK, Mode::empty())?;
         let identity = |descriptor: &OwnedFd| {
             rustix::fs::fstat(descriptor).map(|status| (status.st_dev, status.st_ino))
@@ -122,7 +121,7 @@ impl File {
         Ok(descriptor)
     }
 
-    /// Its present path, for messages.
+    /// The file's current path, for messages.
     pub(crate) fn path(&self) -> String {
         let link = std::fs::read_link(format!("/proc/self/fd/{}", self.raw()));
         link.map_or_else(|_| "an open file".into(), |path| path.display().to_string())
@@ -134,11 +133,11 @@ impl File {
 }
 
 impl Drop for File {
-    /// A ring may keep the file open for a moment more, in a slot or for an operation that is over,
-    /// and its locks with it.
+    /// Releases the locks explicitly. Reason: a ring may keep the file open a little longer, in a
+    /// slot or for a completed operation.
     fn drop(&mut self) {
         if *self.releases_locks.get_mut() {
-            // A file system without locks refuses, and then there is no lock to release.
+            // This fails on a file system without locks, where no lock exists.
             let _ = byte_lock::release_all(self.descriptor.as_fd());
         }
     }

@@ -1,9 +1,9 @@
-//! Which completions on a file can be polled for, instead of waiting for the device's interrupts:
-//! those of direct I/O on a block device with queues made for that. Of a file in a file system on
-//! such a device it is those of reads alone.
+//! The completions on a file that can be polled for, instead of waiting for the device's
+//! interrupts: those of direct I/O on a block device with poll queues. For a file in a file system
+//! on such a device, only reads can be polled for.
 //!
-//! It is found out at open, from what the kernel says of the device; a kernel that refuses all the
-//! same is believed from then on. Nothing here changes anything.
+//! The support is determined at open, from the kernel's description of the device. If the kernel
+//! refuses to poll nevertheless, polling ends from then on. This module changes no settings.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -17,14 +17,13 @@ use crate::driver::request_queue::RequestQueue;
 /// Whether a loop polls for the completions of reads and writes, on files that support it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoPoll {
-    /// It does, and does not sleep while any such operation is in flight.
+    /// The loop polls, and does not sleep while any such operation is in flight.
     On,
-    /// They complete by interrupts.
+    /// Reads and writes complete by interrupts.
     Off,
 }
 
-/// Finds out whether completions of direct I/O on `path`, a file or block device, can be polled
-/// for.
+/// Checks whether completions of direct I/O on `path`, a file or block device, can be polled for.
 ///
 /// # Errors
 /// [`ErrorKind::Unsupported`] with the reason and advice; host errors, if this cannot be
@@ -47,32 +46,32 @@ pub fn check_io_poll(path: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::Unsupported, what).on(&name).hint(hint))
 }
 
-/// Which operations on an open file can be polled for.
+/// The operations on an open file that can be polled for.
 pub(crate) struct Pollable {
-    /// Anything at all, and so reads.
+    /// Whether any operation, and so every read, can be polled for.
     reads: AtomicBool,
     writes: PollableWrites,
 }
 
-/// Which writes can be polled for, where reads can.
+/// The writes that can be polled for, if reads can.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PollableWrites {
     /// None: a write to a file in a file system needs more work after the I/O, so Linux completes
     /// it by an interrupt (`fs/iomap/direct-io.c`), and polling for it would be waste.
     None,
     /// Writes without `RWF_DSYNC`. If the device has no FUA, the kernel adds a flush after a
-    /// durable one, and cannot poll for that.
+    /// durable write, and cannot poll for the flush.
     Plain,
     All,
 }
 
 impl Pollable {
-    /// Nothing: the page cache completes it, or memory does.
+    /// No operation: the page cache or memory completes all of them.
     pub(crate) fn none() -> Self {
         Self { reads: false.into(), writes: PollableWrites::None }
     }
 
-    /// The polling of the device that the file, open for direct I/O, is or lies on.
+    /// The polling support of the file's device. The file is open for direct I/O.
     pub(crate) fn find(file: &impl AsFd) -> Self {
         let Ok(status) = rustix::fs::fstat(file) else { return Self::none() };
         let queue = RequestQueue::of_file(&status);
@@ -84,22 +83,22 @@ impl Pollable {
         Self { reads: queue.has_polled().into(), writes }
     }
 
-    /// Whether reads can be.
+    /// Whether reads can be polled for.
     pub(crate) fn reads(&self) -> bool {
         self.reads.load(Relaxed)
     }
 
-    /// Whether plain writes can be.
+    /// Whether plain writes can be polled for.
     pub(crate) fn plain_writes(&self) -> bool {
         self.writes != PollableWrites::None && self.reads()
     }
 
-    /// Whether durable writes can be.
+    /// Whether durable writes can be polled for.
     pub(crate) fn durable_writes(&self) -> bool {
         self.writes == PollableWrites::All && self.reads()
     }
 
-    /// Notes that the kernel refuses. Says whether that is new.
+    /// Records that the kernel refuses to poll. Returns whether that is new.
     pub(crate) fn refuse(&self) -> bool {
         self.reads.swap(false, Relaxed)
     }

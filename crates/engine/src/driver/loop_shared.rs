@@ -2,8 +2,8 @@
 //! mailbox.
 //!
 //! A waker knows its task's loop. On the loop's own thread it puts the task into the ready queue.
-//! On any other thread it posts a message, and notifies the loop if it sleeps (`mailbox` says what
-//! that guarantees).
+//! On any other thread it posts a message, and notifies the loop if it sleeps (guarantees: see
+//! `mailbox`).
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -30,7 +30,7 @@ thread_local! {
 pub(crate) enum LoopMessage {
     /// A task became ready.
     Ready(Arc<TaskHeader>),
-    /// Run this; it does nothing but spawn a task.
+    /// A function for the loop to run, which only spawns a task.
     Call(Box<dyn FnOnce() + Send>),
     /// A worker thread finished an operation.
     Completed(Token, i32),
@@ -57,7 +57,7 @@ impl LoopShared {
     /// Posts a message and wakes the loop if it sleeps.
     pub(crate) fn post(&self, message: LoopMessage) {
         if self.mailbox.post(message) == mailbox::Wake::Needed {
-            // It fails only if the counter is full, and then the loop is being woken already.
+            // The write fails only if the counter is full: then the loop is being woken already.
             let _ = rustix::io::write(&self.notifier, &1u64.to_ne_bytes());
         }
     }
@@ -84,7 +84,7 @@ impl Unregister<Mapping> for LoopShared {
 pub(crate) struct TaskHeader {
     /// The index of the future in the loop's table, or `MAIN`.
     pub(crate) index: usize,
-    /// Whether it is in the ready queue (or on its way there), so that it gets there once.
+    /// Whether the task is in the ready queue, or on its way there: it is queued only once.
     pub(crate) queued: QueuedFlag,
     shared: Arc<LoopShared>,
 }
@@ -182,7 +182,7 @@ impl Ready {
         !self.main.get() && self.queue.borrow().is_empty()
     }
 
-    /// Has the main future polled.
+    /// Makes the loop poll the main future.
     pub(crate) fn set_main(&self) {
         self.main.set(true);
     }
@@ -192,7 +192,7 @@ impl Ready {
         self.main.take()
     }
 
-    /// Forgets everything.
+    /// Removes all tasks, and the mark of the main future.
     pub(crate) fn clear(&self) {
         self.queue.borrow_mut().clear();
         self.main.set(false);

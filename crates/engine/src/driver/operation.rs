@@ -1,9 +1,9 @@
 //! The operations that a loop submits to the kernel, and the table of those in flight.
 //!
-//! This file upholds invariant 3 (ARCHITECTURE.md). From the moment an [`Operation`] is handed to
-//! an engine until its completion it stays in the table, unmoved, with everything that the kernel
-//! accesses: the memory, the list of its segments, the file descriptor. That holds also when its
-//! future is dropped, and when the loop is.
+//! This file upholds invariant 3 (ARCHITECTURE.md). An [`Operation`] stays in the table, unmoved,
+//! from its submission to an engine until its completion. The table also keeps everything that the
+//! kernel accesses: the memory, the list of its segments, the file descriptor. That holds even if
+//! the operation's future or the loop is dropped.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -15,10 +15,10 @@ use crate::driver::detached_syncs::DetachedSyncs;
 use crate::driver::file::File;
 use crate::driver::wait_queue::{Ticket, WaitQueue};
 
-/// How many operations one loop has in flight at most; one more waits for a free slot.
+/// The maximum number of operations in flight per loop. Further ones wait for a free slot.
 pub(crate) const MAX_OPERATIONS: usize = 2048;
 
-/// One operation and all that it needs until it completes.
+/// One operation, and everything that it needs until it completes.
 pub(crate) enum Operation {
     Read(Transfer),
     Write(Transfer, WriteThrough),
@@ -26,7 +26,7 @@ pub(crate) enum Operation {
         file: Arc<File>,
         sync: SyncMode,
     },
-    /// `fallocate(2)` with `mode`. It owns the guards of `held` until it completes.
+    /// `fallocate(2)` with `mode`. The operation owns the guards of `held` until it completes.
     Allocate {
         file: Arc<File>,
         mode: i32,
@@ -39,23 +39,22 @@ pub(crate) enum Operation {
     Accept {
         socket: Arc<OwnedFd>,
     },
-    /// `IORING_OP_URING_CMD`, which only a ring that was made for it carries out.
+    /// `IORING_OP_URING_CMD`. Only a ring that was created for device commands accepts it.
     Command(DeviceCommand),
 }
 
 impl Operation {
-    /// Whether it waits for a peer, so that it may take any time to complete, and can be asked to
-    /// stop.
+    /// Whether it waits for a peer: it may take any time to complete, and can be asked to stop.
     pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
     }
 
-    /// Whether it may take any time to complete, because it waits for what others do.
+    /// Whether it may take any time to complete, because it waits for a peer or a driver.
     pub(crate) fn waits_for_others(&self) -> bool {
         self.is_on_socket() || matches!(self, Self::Command(_))
     }
 
-    /// The descriptor, and a number below 8 for what is done with it.
+    /// The descriptor, and a number below 8 for the kind of operation.
     pub(crate) fn identity(&self) -> (RawFd, usize) {
         match self {
             Self::Read(transfer) => (transfer.file.raw(), 0),
@@ -65,14 +64,14 @@ impl Operation {
             Self::Allocate { file, .. } => (file.raw(), 4),
             Self::Receive(message) => (message.socket.as_raw_fd(), 5),
             Self::Send(message) => (message.socket.as_raw_fd(), 6),
-            // No socket, so it shares no estimate with `Receive`.
+            // Same number as `Receive`: their descriptors differ, so they share no estimate.
             Self::Command(command) => (command.file.as_raw_fd(), 5),
             Self::Accept { socket } => (socket.as_raw_fd(), 7),
         }
     }
 
-    /// Where the outcome is recorded if the future is dropped: it may be the only report of a
-    /// failure.
+    /// The record for the outcome if the future is dropped. Reason: the outcome may be the only
+    /// report of a failure.
     fn detached_syncs(&self) -> Option<&DetachedSyncs> {
         match self {
             Self::Sync { file, .. } => Some(&file.detached_syncs),
@@ -81,7 +80,7 @@ impl Operation {
         }
     }
 
-    /// Takes the result of a detached operation, for which no future waits.
+    /// Handles the result of a detached operation, which has no waiting future.
     pub(crate) fn discard_result(self, result: i32) {
         if let Some(syncs) = self.detached_syncs() {
             let is_refused =
@@ -95,20 +94,20 @@ impl Operation {
     }
 }
 
-/// Data between memory and a file.
+/// A transfer between memory and a file.
 pub(crate) struct Transfer {
     pub(crate) file: Arc<File>,
     pub(crate) offset: u64,
     pub(crate) vector: IoVector,
 }
 
-/// Whether the kernel answers a write with `RWF_DSYNC` so where it does not take the flag. Nothing
-/// was written then, and nothing that was is lost.
+/// Whether the kernel fails a write with this errno if it does not support `RWF_DSYNC`. Such a
+/// write wrote nothing, and no earlier write is lost.
 pub(crate) fn is_fua_refusal(errno: i32) -> bool {
     matches!(errno, libc::EOPNOTSUPP | libc::EINVAL | libc::ENOSYS)
 }
 
-/// Whether a write carries its durability with it.
+/// Whether a write is durable when it completes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WriteThrough {
     No,
@@ -125,8 +124,8 @@ impl WriteThrough {
     }
 }
 
-/// A command to a device's driver, which tells when it has something. It can be ended by a command
-/// to the device alone: the ring cannot cancel it.
+/// A command to a device's driver, which completes it when it has an event. The ring cannot cancel
+/// the command; only another command to the device ends it.
 pub(crate) struct DeviceCommand {
     pub(crate) file: Arc<OwnedFd>,
     pub(crate) code: u32,
@@ -136,17 +135,17 @@ pub(crate) struct DeviceCommand {
     pub(crate) memory: IoVector,
 }
 
-/// Data between memory and a socket.
+/// A transfer between memory and a socket.
 pub(crate) struct Message {
     pub(crate) socket: Arc<OwnedFd>,
     pub(crate) list: IoVectorList,
 }
 
-/// The most segments that one socket operation takes (`IOV_MAX`, POSIX `<limits.h>`).
+/// The maximum number of segments of one socket operation (`IOV_MAX`, POSIX `<limits.h>`).
 const MAX_SEGMENTS: usize = 1024;
 
 impl Message {
-    /// A header for the kernel, which points to the segments.
+    /// A header for the kernel that points to the segments.
     pub(crate) fn header(&self) -> libc::msghdr {
         let segments = self.list.segments();
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
@@ -167,7 +166,7 @@ impl Token {
         u64::from(self.0)
     }
 
-    /// The token that `as_u64` gave.
+    /// The token from its `as_u64` value.
     pub(crate) fn from_u64(value: u64) -> Self {
         Self(u32::try_from(value).expect("a completion for an operation of this table"))
     }
@@ -186,23 +185,23 @@ struct Slot {
 
 enum State {
     Free,
-    /// The kernel has it, and a future waits.
+    /// The kernel has the operation, and a future waits for it.
     InFlight(Waker),
-    /// The kernel has it, and its future was dropped.
+    /// The kernel has the operation, and its future was dropped.
     Detached,
-    /// The result waits to be fetched.
+    /// The operation is complete, and its result was not fetched yet.
     Done(i32),
 }
 
 /// All operations in flight.
 ///
-/// Its methods run no foreign code except the cloning and dropping of wakers. Wakers to call and
-/// values to drop are handed out, for when the table is no longer borrowed.
+/// Its methods run no foreign code except the cloning and dropping of wakers. They return wakers to
+/// call and values to drop, so the caller does this when the table is no longer borrowed.
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,
     free: Vec<u32>,
-    /// The tasks that wait for a free slot. While there are any, every free slot is reserved for a
-    /// woken one.
+    /// The tasks that wait for a free slot. While any task waits, every free slot is reserved for a
+    /// woken task.
     waiting: WaitQueue,
 }
 
@@ -216,8 +215,8 @@ impl OperationTable {
         }
     }
 
-    /// Takes the operation out of `operation` and in here, if there is a free slot. Otherwise
-    /// `waiter` has to come again with the ticket when it is woken.
+    /// Moves the operation from `operation` to a free slot. Without one, returns a ticket: `waiter`
+    /// is woken, and its task calls this again with the ticket.
     pub(crate) fn insert(
         &mut self,
         operation: &mut Option<Operation>,
@@ -238,7 +237,7 @@ impl OperationTable {
         Ok(Token(index))
     }
 
-    /// Cancels a wait for a slot. Gives the waker of the task that gets it instead.
+    /// Cancels a wait for a slot. Returns the waker of the task that gets the slot instead.
     #[must_use]
     pub(crate) fn cancel_wait(&mut self, ticket: Ticket) -> Option<Waker> {
         self.waiting.cancel(ticket)
@@ -252,8 +251,8 @@ impl OperationTable {
             .expect("a token does not outlive its operation")
     }
 
-    /// The kernel is done. Gives the waker to call; `None` for a detached operation, which the
-    /// caller releases and whose result it discards.
+    /// The kernel has completed the operation. Returns the waker to call. `None`: the operation is
+    /// detached, and the caller releases it and discards its result.
     #[must_use]
     pub(crate) fn complete(&mut self, token: Token, result: i32) -> Option<Waker> {
         let state = &mut self.slots[token.index()].state;
@@ -264,8 +263,8 @@ impl OperationTable {
         }
     }
 
-    /// The result, if the operation is over and to be released; otherwise `waiter` is woken when it
-    /// is.
+    /// The result, if the operation is complete; the caller then releases it. Otherwise `waiter` is
+    /// woken on completion.
     pub(crate) fn result(&mut self, token: Token, waiter: &Waker) -> Option<i32> {
         match &mut self.slots[token.index()].state {
             State::InFlight(old) => {
@@ -277,8 +276,8 @@ impl OperationTable {
         }
     }
 
-    /// The future was dropped. Gives the result, if the operation is over and to be released and
-    /// its result discarded.
+    /// The future was dropped. Returns the result if the operation is complete: the caller then
+    /// releases the operation and discards its result.
     pub(crate) fn detach(&mut self, token: Token) -> Option<i32> {
         if let Some(syncs) = self.operation(token).detached_syncs() {
             syncs.detach();
@@ -294,7 +293,7 @@ impl OperationTable {
         }
     }
 
-    /// Takes an operation out that is over. Gives the waker of the task that gets its slot.
+    /// Takes out a completed operation. Returns the waker of the task that gets its slot.
     pub(crate) fn release(&mut self, token: Token) -> (Operation, Option<Waker>) {
         let slot = &mut self.slots[token.index()];
         let state = std::mem::replace(&mut slot.state, State::Free);
@@ -317,9 +316,9 @@ impl OperationTable {
 }
 
 impl Drop for OperationTable {
-    /// A loop waits for its operations before it ends. Commands to a device that was not stopped
-    /// are left, or any if the loop panicked: what the kernel may still write to must stay for
-    /// ever.
+    /// Leaks operations that are in flight: memory that the kernel may still write to must never be
+    /// freed. A loop that ends waits for its operations. So only commands to a device that was not
+    /// stopped are in flight here, or any operations if the loop panicked.
     fn drop(&mut self) {
         if self.in_flight().next().is_some() {
             std::mem::forget(std::mem::take(&mut self.slots));

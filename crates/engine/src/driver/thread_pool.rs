@@ -1,9 +1,9 @@
-//! Threads for blocking calls: all file operations where neither io_uring nor Linux AIO can be had,
-//! and the rare calls that neither offers.
+//! Threads for blocking calls: all file operations if neither io_uring nor Linux AIO is available,
+//! and the rare calls that neither supports.
 //!
-//! One pool serves all loops of the process. Threads are started when work waits and none is idle,
-//! up to a bound, and stay. Where not even the first one can be had, the loop that asks makes the
-//! call itself: it is slower then, and no request fails for it.
+//! One pool serves all loops of the process. It starts a thread if work waits and no thread is
+//! idle, up to a limit; threads never end. If not even the first thread can be started, the calling
+//! loop makes the call itself: this is slower, but no request fails.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,13 +16,13 @@ use crate::driver::loop_shared::{LoopMessage, LoopShared};
 use crate::driver::operation::Token;
 use crate::driver::system_call::FileCall;
 
-/// More than this many blocking calls at once gain nothing on the disks that we have seen.
+/// The maximum number of threads: more blocking calls at once were no faster on the tested disks.
 pub(crate) const MAX_THREADS: usize = 16;
 
 pub(crate) struct ThreadPool {
     state: Mutex<State>,
     work: Condvar,
-    /// Starts a thread that works.
+    /// Starts a worker thread.
     spawn: fn(Arc<Self>) -> io::Result<()>,
 }
 
@@ -31,12 +31,12 @@ struct State {
     queue: VecDeque<Job>,
     threads: usize,
     idle: usize,
-    /// Whether the last attempt to start one left none.
+    /// Whether the last attempt to start a thread failed and left no thread.
     is_without_threads: bool,
 }
 
 enum Job {
-    /// An operation of a loop, which gets the result.
+    /// An operation of a loop; the loop gets the result.
     File {
         call: FileCall,
         token: Token,
@@ -89,7 +89,7 @@ impl ThreadPool {
         }
     }
 
-    /// A thread could not be started. Without any threads, queued calls run here.
+    /// Handles a failed start of a thread. If there are no threads, runs all queued calls here.
     fn go_on_without_thread(&self, error: &io::Error) {
         let mut state = self.state.lock();
         state.threads -= 1;
@@ -143,8 +143,8 @@ fn spawn(pool: Arc<ThreadPool>) -> io::Result<()> {
     builder.spawn(move || pool.work()).map(drop)
 }
 
-/// Runs `call` on a worker thread and waits for it without blocking the loop. If the waiting future
-/// is dropped the call still runs to its end.
+/// Runs `call` on a worker thread and waits for it without blocking the loop. A dropped future does
+/// not stop the call.
 pub(crate) async fn blocking<R: Send + 'static>(call: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = oneshot::channel();
     ThreadPool::shared().queue(Job::Call(Box::new(move || {
@@ -161,7 +161,7 @@ mod tests {
 
     use super::*;
 
-    /// The thread that makes a call which the pool is given.
+    /// The thread on which the pool runs a call.
     fn thread_of_call(pool: &Arc<ThreadPool>) -> ThreadId {
         let (give, take) = mpsc::channel();
         pool.queue(Job::Call(Box::new(move || {

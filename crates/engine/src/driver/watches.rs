@@ -13,8 +13,8 @@ pub trait PollSource {
     /// quick.
     fn is_ready(&self) -> bool;
 
-    /// The loop is about to sleep: has the eventfd signalled from now on. Says whether there was
-    /// something to do already, checked after that took effect.
+    /// Enables signals of the eventfd, because the loop is about to sleep. Returns whether there is
+    /// something to do already, checked after the signals are enabled.
     fn enable_notify(&self) -> bool;
 }
 
@@ -29,7 +29,7 @@ impl PollSource for () {
     }
 }
 
-/// Names a watch of a loop; never used again.
+/// The key of a watch of a loop. Keys are not reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct WatchKey(pub(crate) u32);
 
@@ -41,8 +41,7 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// Ready when something happened since the last time; otherwise the task is woken by the next
-    /// event.
+    /// Ready if an event occurred since the last poll. Otherwise the next event wakes the task.
     pub(crate) fn poll(&self, context: &mut Context<'_>) -> Poll<()> {
         if self.happened.take() {
             return Poll::Ready(());
@@ -71,7 +70,7 @@ pub(crate) struct Watches {
 
 struct WatchEntry {
     key: WatchKey,
-    /// The source of its events for the loop's estimates.
+    /// The event source in the loop's estimates.
     event_source: EventSource,
     events: Rc<Events>,
     poll_source: Rc<dyn PollSource>,
@@ -93,13 +92,13 @@ impl Watches {
     pub(crate) fn remove(&self, key: WatchKey) {
         let mut list = self.list.borrow_mut();
         let entry = list.iter().position(|entry| entry.key == key).map(|at| list.swap_remove(at));
-        // The drop of a poll source may do anything.
+        // The list is released first: the drop of a poll source may run any code.
         drop(list);
         drop(entry);
     }
 
-    /// Passes an event on, unless its watch was removed. Returns its source, unless the loop has
-    /// polled the event before: then it does not predict the next one.
+    /// Passes an event to its watch, unless that was removed. Returns the event's source, unless
+    /// the loop has already polled the event: such an event does not predict the next one.
     pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;
@@ -107,7 +106,7 @@ impl Watches {
         entry.poll_source.is_ready().then_some(entry.event_source)
     }
 
-    /// Polls all sources and signals those that are ready. Gives one of them.
+    /// Polls all sources and signals those that are ready. Returns one of them.
     pub(crate) fn find_ready(&self) -> Option<EventSource> {
         self.signal_those(|source| source.is_ready())
     }

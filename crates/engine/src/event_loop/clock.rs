@@ -1,4 +1,4 @@
-//! Where what waits for a time has it from.
+//! The source of time for waits with a time limit.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -9,21 +9,21 @@ use super::sleep::sleep;
 /// A future that completes when a time has passed.
 pub type ClockSleep = Pin<Box<dyn Future<Output = ()>>>;
 
-/// A clock, and waiting for it. The default is the one of event loops; tests and other executors
-/// have their own.
+/// A clock with timers. The default is the clock of event loops. Tests and other executors have
+/// their own.
 pub trait Clock {
-    /// Time since any moment that stays the same. Never goes back.
+    /// Time since an arbitrary but fixed moment. Never goes back.
     fn now(&self) -> Duration;
 
-    /// Completes when so much time has passed, or later. Polled by the task that called it.
+    /// Completes when `time` has passed, or later. The calling task must poll it.
     fn sleep(&self, time: Duration) -> ClockSleep;
 }
 
-/// The monotonic clock, and the timers of the event loop that polls.
+/// The monotonic clock, with the timers of the event loop that polls.
 pub struct LoopClock(Instant);
 
 impl LoopClock {
-    /// The clock.
+    /// A clock that begins at zero now.
     #[expect(clippy::new_without_default, reason = "no two clocks are the same")]
     pub fn new() -> Self {
         Self(Instant::now())

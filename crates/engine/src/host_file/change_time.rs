@@ -1,12 +1,12 @@
-//! The time of a file's last change (`st_ctime`), by which a later change is noticed.
+//! The time of a file's last change (`st_ctime`), by which later changes are detected.
 //!
 //! Guarantee: a change that begins after the return has another time. File systems stamp with a
-//! clock that has ticks, so two changes in one tick may have one time (kernels since 6.13 give the
-//! second a time of its own once the first was looked at). Hence this waits until the tick is over.
-//! A file system that keeps whole seconds (ext4 with small inodes) or has a clock that is ahead of
-//! this host's tells nothing.
+//! clock that has ticks, so two changes in one tick may have the same time. (Since 6.13 the kernel
+//! gives the second its own time if the first was read before.) So this waits until the tick is
+//! over. It returns `None` for a file system that keeps whole seconds (ext4 with small inodes) or
+//! has a clock that is ahead of this host's.
 //!
-//! A block device has no such time. How much was written to it stands for one (`device_writes`).
+//! A block device has no such time. The amount written to it is used instead (`device_writes`).
 
 use std::time::Duration;
 
@@ -17,9 +17,9 @@ use rustix::time::{ClockId, clock_gettime};
 use super::{DeviceWrites, FileKind, HostFile};
 use crate::event_loop::sleep::sleep;
 
-/// How long one wait is.
+/// Length of one wait.
 const PAUSE: Duration = Duration::from_millis(1);
-/// After how many it stops: then the file system has another host's clock.
+/// Number of waits after which it stops: then the file system has another host's clock.
 const MAX_PAUSES: usize = 50;
 
 pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {

@@ -1,11 +1,10 @@
-//! The count of bytes written to a block device since the kernel knows it, by which a later write
-//! is noticed.
+//! The kernel's count of sectors written to a block device. A higher count later shows a write.
 //!
-//! Guarantee: a write, a discard or a zeroing that was sent to the device itself and has completed
-//! is counted, whichever process of this host sent it. Not counted is what reaches the same bytes
-//! by another device: a partition by its disk, a loop device by its file, a volume by another host.
-//! The kernel counts from zero when it meets the device anew, so a count holds for one *era*: one
-//! boot of the host, and one attachment of the disk (`diskseq`, Linux 5.15).
+//! Guarantee: the count includes each completed write, discard and zeroing that any process of this
+//! host sent to the device itself. It does not include writes to the same bytes by another way: to
+//! a partition by its disk, to a loop device by its file, to a volume by another host. The count
+//! starts from zero when the kernel finds the device again. So it is valid for one *era*: one boot
+//! of the host, and one attachment of the disk (`diskseq`, Linux 5.15).
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -15,18 +14,18 @@ use rustix::fs::Dev;
 
 use crate::process::device_user::device_folder;
 
-/// Bits of a count: 512 TiB in sectors.
+/// Bits of the sector count: enough for 512 TiB.
 const COUNT_BITS: u32 = 40;
-/// Bits of the era in one word with a count.
+/// Bits of the era in a word that also has a count.
 const ERA_BITS: u32 = 64 - COUNT_BITS;
-/// Bits of the era in the nanoseconds of a time.
+/// Bits of the era in the nanoseconds of a `Duration`.
 const REST_BITS: u32 = 29;
 
 /// Words of `/sys/dev/block/M:N/stat`: sectors written, sectors discarded.
 const WRITTEN: usize = 6;
 const DISCARDED: usize = 13;
 
-/// How much was written to a block device, in one era of it.
+/// The number of sectors written to a block device in one era.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceWrites {
     era: u64,
@@ -39,13 +38,13 @@ impl DeviceWrites {
         Self { era, sectors }
     }
 
-    /// As a time, for comparisons of times.
+    /// Encodes the count as a time, for code that compares times.
     pub fn to_time(self) -> Duration {
         let rest = (self.era >> ERA_BITS) & ((1 << REST_BITS) - 1);
         Duration::new(self.to_word(), rest as u32)
     }
 
-    /// In one word: a part of the era, and the count.
+    /// Encodes the count and a part of the era in one word.
     pub fn to_word(self) -> u64 {
         self.era << COUNT_BITS | self.sectors & ((1 << COUNT_BITS) - 1)
     }
@@ -62,14 +61,14 @@ impl DeviceWrites {
     }
 }
 
-/// The counts of a device, open: so they can be read wherever the process may look later.
+/// The open `stat` file of a device. Reading it does not depend on paths that are allowed later.
 pub(super) struct WriteCounter {
     counts: File,
     era: u64,
 }
 
 impl WriteCounter {
-    /// `None` if the kernel counts nothing, or does not provide the era.
+    /// Opens the counter; `None` if the kernel does not count, or does not provide the era.
     pub(super) fn of(device: Dev) -> Option<Self> {
         let folder = device_folder(device);
         // The folder of a partition is in the folder of its disk.
@@ -86,14 +85,14 @@ impl WriteCounter {
         Some(Self { counts, era })
     }
 
-    /// The writes up to now.
+    /// The writes of this era so far; `None` if the count cannot be read.
     pub(super) fn read(&self) -> Option<DeviceWrites> {
         let mut bytes = [0; 512];
         let length = self.counts.read_at(&mut bytes, 0).ok()?;
         let text = str::from_utf8(&bytes[..length]).ok()?;
         let words: Vec<&str> = text.split_ascii_whitespace().collect();
         let word = |index: usize| words.get(index)?.parse::<u64>().ok();
-        // Kernels before 4.18 count no discards.
+        // Kernels before 4.18 count no discards: the result is `None`.
         let sectors = word(WRITTEN)?.wrapping_add(word(DISCARDED)?);
         Some(DeviceWrites { era: self.era, sectors })
     }

@@ -1,19 +1,19 @@
-//! Finding out from outside what memory the rings of a process have in slots of their tables. A
-//! measurement that compares registered memory with other is worth nothing without it.
+//! Counts the registered buffers of another process's rings. A benchmark that compares registered
+//! with other memory uses this to verify that buffers are registered.
 //!
-//! How: the kernel lists the slots with their lengths in the ring's `/proc/PID/fdinfo`.
+//! Method: the kernel lists the slots with their lengths in the ring's `/proc/PID/fdinfo`.
 
 use std::io;
 use std::path::Path;
 
-/// How often a busy ring is queried.
+/// How often a busy ring is queried at most.
 const MAX_ATTEMPTS: u32 = 10_000;
 
-/// How many slots of `length` bytes the io_uring rings of a process have, given by its folder in
-/// `/proc`. A ring that is closed during this has none.
+/// The number of registered buffers of `length` bytes in all io_uring rings of a process. `process`
+/// is its folder in `/proc`. A ring that is closed meanwhile counts as empty.
 ///
 /// # Errors
-/// Host errors, for a process that has ended or another user's; `TimedOut` for a ring that stays
+/// Host errors, if the process has ended or belongs to another user; `TimedOut` if a ring stays
 /// busy.
 pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usize> {
     let ending = format!("/{length}");
@@ -30,8 +30,8 @@ pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usi
     Ok(count)
 }
 
-/// The kernel's text about a ring; empty if it was closed. While the ring is busy the kernel leaves
-/// its tables out, so it is queried again.
+/// The ring's `fdinfo`; empty if the ring was closed. The kernel omits the tables of a busy ring,
+/// so it is queried again.
 fn about(ring: &Path) -> io::Result<String> {
     for _ in 0..MAX_ATTEMPTS {
         let about = match std::fs::read_to_string(ring) {
@@ -39,7 +39,7 @@ fn about(ring: &Path) -> io::Result<String> {
             about => about?,
         };
         let (_, memory) = about.split_once("UserBufs:").unwrap_or_default();
-        // How many slots, and a line for each.
+        // The number of slots, then a line for each slot.
         let mut words = memory.split_whitespace();
         if words.next().is_some_and(|count| count == "0" || words.next() == Some("0:")) {
             return Ok(about);

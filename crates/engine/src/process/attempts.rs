@@ -1,5 +1,5 @@
-//! The attempts of an attacker inside of the process, for tests of a sandbox: in builds with debug
-//! assertions only.
+//! Attempts of an attacker inside the process, for tests of the sandbox. Only in builds with debug
+//! assertions.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -14,7 +14,7 @@ use crate::event_loop::local;
 /// Lets the parent process trace this one, as a debugger's child does.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub fn trace() -> io::Result<()> {
     // SAFETY: the request takes no memory.
     match unsafe { libc::ptrace(libc::PTRACE_TRACEME, 0, 0, 0) } {
@@ -26,7 +26,7 @@ pub fn trace() -> io::Result<()> {
 /// Blocks all signals on the calling thread, as threads of some libraries do.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub fn block_signals() -> io::Result<()> {
     let mut signals = MaybeUninit::uninit();
     // SAFETY: the first call fills the set, which the second one reads; both are of this thread.
@@ -40,7 +40,7 @@ pub fn block_signals() -> io::Result<()> {
 /// Maps a page that can be written and executed.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub fn make_memory_executable() -> io::Result<()> {
     let access = ProtFlags::READ | ProtFlags::WRITE | ProtFlags::EXEC;
     // SAFETY: a new mapping, at an address that the kernel chooses. Nothing uses it.
@@ -51,7 +51,7 @@ pub fn make_memory_executable() -> io::Result<()> {
 /// Makes a ring without restrictions.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub fn make_ring() -> io::Result<()> {
     IoUring::new(1).map(drop)
 }
@@ -59,7 +59,7 @@ pub fn make_ring() -> io::Result<()> {
 /// Opens `/etc/passwd` by the ring of the current loop.
 ///
 /// # Errors
-/// The kernel's; `Unsupported` for a loop without a ring.
+/// The kernel's error; `Unsupported` for a loop without a ring.
 pub fn open_by_ring() -> io::Result<()> {
     match local::current(|local| local.attempt_open()) {
         None => Err(io::ErrorKind::Unsupported.into()),
@@ -71,7 +71,7 @@ pub fn open_by_ring() -> io::Result<()> {
 /// Becomes root again.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub fn change_user() -> io::Result<()> {
     // SAFETY: it takes no memory.
     match unsafe { libc::setresuid(0, 0, 0) } {
@@ -83,7 +83,7 @@ pub fn change_user() -> io::Result<()> {
 /// Makes the kernel signal the parent process about a socket (`F_SETOWN`).
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub fn signal_another() -> io::Result<()> {
     let (socket, _other) = std::os::unix::net::UnixStream::pair()?;
     // SAFETY: neither call uses any memory.
@@ -91,10 +91,10 @@ pub fn signal_another() -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Sends so that a socket connects, by a descriptor that is no socket.
+/// Sends with `MSG_FASTOPEN`, which connects a socket, on a descriptor that is no socket.
 ///
 /// # Errors
-/// The kernel's: ENOTSOCK if nothing else forbids it.
+/// The kernel's error: ENOTSOCK if nothing else forbids it.
 pub fn connect_by_sending() -> io::Result<()> {
     let file = rustix::fs::memfd_create("probe", rustix::fs::MemfdFlags::CLOEXEC)?;
     let (file, flags) = (file.as_raw_fd(), libc::MSG_FASTOPEN);

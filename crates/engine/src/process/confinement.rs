@@ -1,9 +1,9 @@
-//! Taking rights from all threads of the process: files and ports (Landlock, `landlock(7)`), and
+//! Restricts all threads of the process: access to files and ports (Landlock, `landlock(7)`), and
 //! the capabilities of root (`capabilities(7)`).
 //!
-//! The kernel restricts the calling thread and those that it starts later. So each other thread is
-//! sent a signal, whose handler makes the calls. Guarantee: where this succeeds, every thread of
-//! the process is restricted, also one that was started meanwhile. Reason for the method:
+//! The kernel restricts only the calling thread and the threads that it starts later. So every
+//! other thread gets a signal, whose handler makes the calls. Guarantee: on success every thread of
+//! the process is restricted, including threads started meanwhile. Reason for the method:
 //! capabilities have no call for all threads, and Landlock has none before Linux 7.0.
 
 use std::collections::HashSet;
@@ -18,10 +18,10 @@ use parking_lot::Mutex;
 
 /// How long a thread may take to handle the signal.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a thread may sleep with the signal blocked, as threads do briefly when they start
-/// others. A thread that keeps it blocked, as those of Ceph's library do, never handles it.
+/// How long a thread may sleep with the signal blocked. Threads block signals briefly when they
+/// start others. A thread that keeps the signal blocked, as in Ceph's library, never handles it.
 const BLOCKED_TIMEOUT: Duration = Duration::from_millis(100);
-/// Interval of the checks for that.
+/// Interval of the checks whether a thread has handled the signal.
 const RETRY_DELAY: Duration = Duration::from_micros(50);
 
 /// The ruleset that the handler applies to its thread, or -1.
@@ -30,23 +30,23 @@ static RULESET: AtomicI32 = AtomicI32::new(-1);
 static CAPABILITIES: AtomicU64 = AtomicU64::new(u64::MAX);
 /// How many threads have handled the signal.
 static HANDLED: AtomicU32 = AtomicU32::new(0);
-/// The error of one of them, or zero.
+/// The errno of a thread that failed, or zero.
 static FAILURE: AtomicI32 = AtomicI32::new(0);
 
 /// The rights that are left to a process.
 #[derive(Clone, Copy, Debug)]
 pub struct Confinement<'a> {
-    /// A ruleset of Landlock; `None`: files and ports stay as they are.
+    /// A Landlock ruleset; `None` leaves access to files and ports unchanged.
     pub ruleset: Option<BorrowedFd<'a>>,
-    /// A bit for each capability (`<linux/capability.h>`) that it keeps, if it has it.
+    /// A bit for each capability (`<linux/capability.h>`) that the process may keep.
     pub capabilities: u64,
 }
 
-/// Confines all threads for good, and makes them unable to gain privileges by executing
-/// (`no_new_privs`). The calling thread comes last.
+/// Confines all threads irrevocably, and sets `no_new_privs`, so that no executed program gains
+/// privileges. The calling thread is restricted last.
 ///
 /// # Errors
-/// The kernel's; `TimedOut` if a thread blocks the signal. Then some threads may be restricted
+/// The kernel's; `TimedOut` if a thread blocks the signal. Some threads may then be restricted
 /// already.
 pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -57,8 +57,8 @@ pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     FAILURE.store(0, Ordering::SeqCst);
     let signal = libc::SIGRTMAX() - 1;
     let before = install(signal, on_signal as *const () as usize)?;
-    // If that fails the handler stays: the signal may still be pending for a thread, and would end
-    // the process.
+    // If this fails the handler stays installed: a signal that is still pending for a thread would
+    // end the process otherwise.
     restrict_others(signal)?;
     install(signal, before)?;
     match restrict_this_thread() {
@@ -83,7 +83,7 @@ fn restrict_others(signal: c_int) -> io::Result<()> {
                 restricted.insert(thread);
             }
         }
-        // A thread that was started before its starter was restricted shows in the next round.
+        // The next iteration finds threads that another thread started before it was restricted.
         if restricted.len() == before {
             return Ok(());
         }
@@ -95,14 +95,14 @@ fn restrict_others(signal: c_int) -> io::Result<()> {
 /// thread that made the request.
 fn is_of_kernel(thread: libc::pid_t) -> bool {
     const IO_WORKER: u32 = 0x10;
-    // The fields that follow the name (proc_pid_stat(5)); a thread that has ended has none.
+    // Reads the fields after the name (proc_pid_stat(5)). An ended thread has none.
     let stat =
         std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
     let flags = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(6));
     flags.and_then(|flags| flags.parse::<u32>().ok()).is_some_and(|flags| flags & IO_WORKER != 0)
 }
 
-/// Makes a thread restrict itself. False if it has ended.
+/// Makes a thread restrict itself. Returns false if the thread has ended.
 fn signal_and_wait(process: libc::pid_t, thread: libc::pid_t, signal: c_int) -> io::Result<bool> {
     let handled = HANDLED.load(Ordering::SeqCst);
     // SAFETY: it takes no memory, and the handler of this signal is installed.
@@ -131,7 +131,7 @@ fn signal_and_wait(process: libc::pid_t, thread: libc::pid_t, signal: c_int) -> 
     }
 }
 
-/// Whether a thread of this status (proc_pid_status(5)) sleeps and blocks the signal.
+/// Whether `status` (proc_pid_status(5)) is of a thread that sleeps and blocks the signal.
 fn sleeps_and_blocks(status: &str, signal: c_int) -> bool {
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     let blocked = field("SigBlk:").and_then(|mask| u64::from_str_radix(mask, 16).ok());
@@ -139,7 +139,7 @@ fn sleeps_and_blocks(status: &str, signal: c_int) -> bool {
     is_asleep && blocked.is_some_and(|mask| mask >> (signal - 1) & 1 != 0)
 }
 
-/// Installs a handler, or an action like `SIG_DFL`. Returns the former one.
+/// Installs a handler, or an action such as `SIG_DFL`. Returns the previous one.
 fn install(signal: c_int, handler: usize) -> io::Result<usize> {
     // SAFETY: all-zero is a valid sigaction: the default action, no flags, an empty mask.
     let mut action: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
@@ -167,7 +167,7 @@ extern "C" fn on_signal(_: c_int) {
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Restricts the calling thread; an errno, or zero. Async-signal-safe.
+/// Restricts the calling thread. Returns an errno, or zero. Async-signal-safe.
 fn restrict_this_thread() -> c_int {
     let ruleset = RULESET.load(Ordering::SeqCst);
     // SAFETY: neither call uses any memory.
@@ -183,7 +183,7 @@ fn restrict_this_thread() -> c_int {
     }
 }
 
-/// The subject of `capget` and `capset`: this thread, in the form of two times 32 bits.
+/// The header for `capget` and `capset`: it selects this thread, and two halves of 32 bits.
 #[repr(C)]
 struct CapabilityHeader {
     version: u32,
@@ -199,9 +199,9 @@ struct CapabilityBits {
     inheritable: u32,
 }
 
-/// Reduces the calling thread's capabilities to those in `kept`, and allows none to an executed
-/// program. False if the kernel refuses, with the errno. A thread without others makes no call: a
-/// service manager's filter may forbid it. Async-signal-safe.
+/// Reduces the calling thread's capabilities to `kept`, and clears the inheritable ones. Returns
+/// false, with errno set, if the kernel refuses. `capset` is called only if that changes anything,
+/// because a service manager's seccomp filter may forbid it. Async-signal-safe.
 fn keep_capabilities(kept: u64) -> bool {
     const VERSION_3: u32 = 0x2008_0522;
     let mut header = CapabilityHeader { version: VERSION_3, thread: 0 };

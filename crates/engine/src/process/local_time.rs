@@ -1,4 +1,4 @@
-//! The time of day where the user is, as TZ or the host says it.
+//! The local date and time, in the time zone of `TZ` or of the host.
 
 /// Year, month from 1, day, hour, minute and second.
 pub type DateTime = [i32; 6];

@@ -1,15 +1,15 @@
-//! Giving up the user that the process was started as.
+//! Switches the process to another user.
 
 use std::io;
 
 /// Switches to another user for good, on all threads: real, effective and saved ids, and no
-/// supplementary groups. A process that is this user and group already stays as it is. The kernel's
+/// supplementary groups. A process that already has this user and group is unchanged. The kernel's
 /// io_uring workers keep their ids, and carry out a thread's requests with the rights of that
 /// thread.
 ///
 /// # Errors
-/// The kernel's: EPERM for a process that may not. Then some of it may have been done, and the
-/// process is to end.
+/// Errors of the kernel: EPERM for a process that may not. The switch may then be partly done, and
+/// the process must end.
 pub fn become_user(user: u32, group: u32) -> io::Result<()> {
     let is_so = |ids: [libc::uid_t; 3], wanted| ids == [wanted; 3];
     let (mut users, mut groups) = ([0; 3], [0; 3]);
@@ -21,9 +21,8 @@ pub fn become_user(user: u32, group: u32) -> io::Result<()> {
     if is_so(users, user) && is_so(groups, group) {
         return Ok(());
     }
-    // The functions of the C library, which change all threads; a system call changes its own
-    // thread only. SAFETY: no groups are read from the null pointer, and the other calls use no
-    // memory.
+    // The functions of the C library change all threads; a system call changes only its own thread.
+    // SAFETY: no groups are read from the null pointer, and the other calls use no memory.
     let result = unsafe {
         match libc::setgroups(0, std::ptr::null()) {
             0 => match libc::setresgid(group, group, group) {

@@ -1,12 +1,12 @@
-//! Options of a socket where the safe wrappers fall short.
+//! Socket options that the safe wrappers do not support fully.
 //!
-//! Guarantee: no value of the kernel is read into a type that cannot hold it.
+//! Guarantee: each value from the kernel is read into a type that can hold it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Process at the other end of a connected Unix socket (`SO_PEERCRED`, unix(7)), by its id in this
-/// process's PID namespace. `None` if it has no id there.
+/// PID of the process at the other end of a connected Unix socket (`SO_PEERCRED`, unix(7)), in this
+/// process's PID namespace. `None` if the peer has no PID there.
 ///
 /// # Errors
 /// The kernel's (`getsockopt(2)`).
@@ -31,9 +31,9 @@ pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
     Ok((credentials.pid > 0).then_some(credentials.pid))
 }
 
-/// Bytes in the send queue of a stream socket (`SIOCOUTQ`): over TCP those that the peer did not
-/// acknowledge yet (tcp(7)), on a Unix socket the memory of those that it did not receive, which is
-/// freed in units of up to 36 KiB.
+/// Bytes in the send queue of a stream socket (`SIOCOUTQ`). TCP counts the bytes that the peer did
+/// not acknowledge yet (tcp(7)). A Unix socket counts the memory of the bytes that the peer did not
+/// receive; it is freed in units of up to 36 KiB.
 ///
 /// # Errors
 /// The kernel's (`ioctl(2)`).

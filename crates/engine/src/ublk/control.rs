@@ -1,12 +1,12 @@
-//! Commands to the driver as a whole: a ring of its own, since they block, and their entries are
-//! longer than a loop's.
+//! Commands to the driver as a whole. They have a separate ring, because they block and have longer
+//! entries than a loop's ring.
 //!
-//! Guarantees: the ring can send commands to `/dev/ublk-control` and do nothing else, from the
-//! moment that it is made: it has one file, every entry must name a file by its slot, and no
-//! registration is allowed (`ring_restrictions`). A command's buffer is borrowed until the driver
-//! is done with it. Commands are carried out with the capabilities that the process had when the
-//! ring was made (`IORING_REGISTER_PERSONALITY`). Reason: the driver asks for CAP_SYS_ADMIN to the
-//! end of a device, and a server that is confined need not have that for anything else.
+//! Guarantees: from its creation on, the ring can only send commands to `/dev/ublk-control`: it has
+//! one file, every entry must name a file by its slot, and no registration is allowed
+//! (`ring_restrictions`). A command's buffer is borrowed until the driver has completed the
+//! command. Commands are carried out with the capabilities that the process had when the ring was
+//! made (`IORING_REGISTER_PERSONALITY`). Reason: the driver requires CAP_SYS_ADMIN until the end of
+//! a device, and a confined server needs it for nothing else.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -30,16 +30,16 @@ pub struct UblkControl {
     ring: IoUring<squeue::Entry128>,
     personality: u16,
     broken_wait: BrokenWait,
-    /// The number of the last command, by which its completion is known.
+    /// The number of the last command. It identifies the command's completion.
     last: u64,
 }
 
 impl UblkControl {
-    /// Opens it.
+    /// Opens the control device.
     ///
     /// # Errors
-    /// The kernel's: `NotFound` without the driver, `PermissionDenied`; or why there can be no
-    /// ring.
+    /// Errors of the kernel: `NotFound` without the driver, `PermissionDenied`, or no ring can be
+    /// created.
     pub fn open() -> io::Result<Self> {
         let flags = OFlags::RDWR | OFlags::CLOEXEC;
         let file = rustix::fs::open(PATH, flags, Mode::empty())?;
@@ -55,7 +55,7 @@ impl UblkControl {
     /// the argument and the buffer.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     ///
     /// # Panics
     /// For a buffer of more than 64 KiB. When the kernel takes no commands for ten seconds, the
@@ -73,11 +73,11 @@ impl UblkControl {
         self.wait(None).unwrap_or_else(|| std::process::abort())
     }
 
-    /// As [`command`](Self::command) without a buffer, but waits at most for `limit`: then `None`.
-    /// The driver continues with the command, and it is interrupted when this value is dropped.
+    /// As [`command`](Self::command) without a buffer, but waits at most for `limit`, then returns
+    /// `None`. The driver continues with the command. Dropping this value interrupts it.
     ///
     /// # Errors
-    /// The driver's.
+    /// Errors of the driver.
     pub fn command_within(
         &mut self,
         command: UblkCommand,
@@ -106,8 +106,8 @@ impl UblkControl {
         unsafe { self.ring.submission().push(&entry) }.expect("an empty queue has room");
     }
 
-    /// Submits, and waits for the completion of the last command; `None` at the end of `limit`. It
-    /// does not unwind while the driver has a buffer: a wait that fails for seconds aborts the
+    /// Submits, and waits for the completion of the last command; `None` at the end of `limit`.
+    /// Does not unwind while the driver has a buffer: a wait that fails for seconds aborts the
     /// process.
     fn wait(&mut self, limit: Option<Duration>) -> Option<io::Result<()>> {
         let end = limit.map(|limit| Instant::now() + limit);
@@ -127,7 +127,7 @@ impl UblkControl {
                     _ => self.broken_wait.failed_or_abort("io_uring_enter", &error),
                 },
             }
-            // An earlier command that was not waited for may complete first.
+            // An earlier command whose wait timed out may complete first.
             let last = self.last;
             if let Some(completion) = self.ring.completion().find(|one| one.user_data() == last) {
                 return Some(match completion.result() {
@@ -144,7 +144,7 @@ impl UblkControl {
     /// The description of device `id`.
     ///
     /// # Errors
-    /// The driver's: ENODEV if there is no such device.
+    /// Errors of the driver: ENODEV if there is no such device.
     pub fn info(&mut self, id: u32) -> io::Result<UblkInfo> {
         let mut bytes = [0; UblkInfo::BYTES];
         self.command(UblkCommand::GetInfo, id, 0, &mut bytes)?;

@@ -1,8 +1,8 @@
 //! Raw images: the guest's disk is the storage, byte for byte.
 //!
-//! Every extent is `Mapped` at its own offset and free of flags, so a durable overwrite is one
-//! write and holes are the host's business. Disks consist of whole sectors: where the storage ends
-//! inside one, the rest of it reads as zeros, and a write to it makes the storage longer.
+//! Every extent is `Mapped` at its own offset without flags. So a durable overwrite is one write,
+//! and the host manages holes. A disk has whole sectors: if the storage ends inside a sector, the
+//! rest of the sector reads as zeros, and a write to it extends the storage.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Extent, Result, Storage};
 
@@ -15,13 +15,13 @@ const SECTOR: u64 = 512;
 /// A raw image.
 pub struct Raw<S: Storage> {
     storage: S,
-    /// Bytes of the storage's block.
+    /// The storage's block size in bytes.
     block: u64,
 }
 
 impl<S: Storage> Raw<S> {
-    /// Takes `storage` as a raw image. Nothing is read: whether its first bytes look like another
-    /// format is answered by [`probe`](crate::probe).
+    /// Opens `storage` as a raw image. Reads nothing: [`probe`](crate::probe) checks whether the
+    /// first bytes look like another format.
     ///
     /// # Errors
     /// `InvalidInput` when the storage is too long for a file.
@@ -38,14 +38,14 @@ impl<S: Storage> Raw<S> {
         self.storage.size().next_multiple_of(SECTOR)
     }
 
-    /// The image.
+    /// The storage.
     pub fn storage(&self) -> &S {
         &self.storage
     }
 
-    /// All of `range` at once, but a last partial block is an extent of its own: that is the one
-    /// unaligned range that a storage accepts. So is a sector beyond the end of the storage where
-    /// the range is not moved but zeroed or discarded, which a storage can do only inside.
+    /// One extent for all of `range`, except that a last partial block is an extent of its own: a
+    /// storage accepts no other unaligned range. For zeroing and discards, so is a sector that
+    /// reaches past the end of the storage, because the storage can do them only inside.
     pub(crate) fn map(&self, range: ByteRange, intent: Intent) -> Extent {
         let end = match intent {
             Intent::Read | Intent::Write => self.size(),

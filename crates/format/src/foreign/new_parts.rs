@@ -1,7 +1,7 @@
-//! The properties of new images of other programs' formats, and what their files are made of.
+//! Properties of new images of other programs' formats, and the parts of their files.
 //!
-//! Guarantees: a block keeps the number that it got first; the numbers are four bytes for each
-//! block of the disk near which any block has data.
+//! Guarantees: a block keeps its first number. Numbers take four bytes for each block in a group of
+//! blocks of which any has data.
 
 use std::collections::TryReserveError;
 use std::io;
@@ -18,7 +18,7 @@ pub enum Subformat {
     /// A block takes space when it has data.
     #[default]
     Sparse,
-    /// All blocks have their place, in the order of the disk.
+    /// All blocks are allocated, in the order of the disk.
     Fixed,
     /// Compressed grains one after the other, as a stream (VMDK only).
     Stream,
@@ -42,21 +42,21 @@ pub struct NewForeignOptions {
     pub subformat: Subformat,
     /// Whether its data is in files of 2 GiB each (VMDK).
     pub is_split: bool,
-    /// Bytes of a block (VHDX only); `None` by the size of the disk.
+    /// Bytes of a block (VHDX only). `None`: chosen by the size of the disk.
     pub block_size: Option<u64>,
     /// Bytes of the log (VHDX only), a multiple of 1 MiB.
     pub log_size: u64,
     /// Bytes of a sector of the guest; 4096 is possible in VHDX only.
     pub sector_size: u32,
-    /// The last part of the path that the file is going to have (VMDK).
+    /// The file's name without its folder (VMDK).
     pub file_name: String,
     /// The word for the disk's controller (VMDK).
     pub adapter: String,
     /// The version of VMware's hardware (VMDK).
     pub hardware_version: String,
-    /// Whether programs may name grains of zeros, without a place for them (VMDK).
+    /// Whether tables may mark grains as zeros, without allocating them (VMDK).
     pub has_zero_grains: bool,
-    /// The image that has what this one has not (VMDK).
+    /// The image that has the grains that this one lacks (VMDK).
     pub parent: Option<NewParent>,
     /// Random bytes, for the identifiers of the image.
     pub seed: [u8; 16],
@@ -65,7 +65,7 @@ pub struct NewForeignOptions {
 }
 
 impl NewForeignOptions {
-    /// Of a disk of `size` bytes.
+    /// Options for a disk of `size` bytes.
     pub fn new(size: u64) -> Self {
         Self {
             size,
@@ -84,7 +84,7 @@ impl NewForeignOptions {
         }
     }
 
-    /// An identifier of the image; `index` tells those of one image apart.
+    /// An identifier of the image; `index` distinguishes the identifiers of one image.
     pub(super) fn guid(&self, index: u8) -> [u8; 16] {
         let mut guid = self.seed;
         guid[15] = guid[15].wrapping_add(index);
@@ -95,7 +95,7 @@ impl NewForeignOptions {
     }
 }
 
-/// Bytes, and their place in the file.
+/// An offset in the file, and the bytes there.
 pub type FilePiece = (u64, Vec<u8>);
 
 /// The pieces of a file that are written at its end.
@@ -108,7 +108,7 @@ pub(super) fn refuse(what: impl Into<std::borrow::Cow<'static, str>>) -> Error {
 
 /// The blocks of a disk in the order in which they were written to first.
 pub(super) struct NewBlocks {
-    /// The numbers, so many together; `None` where none of these blocks has data.
+    /// The numbers, in groups of `GROUP` blocks; `None` for a group without data.
     numbers: Vec<Option<Box<[u32]>>>,
     count: u32,
     used: u32,
@@ -119,14 +119,14 @@ pub(super) struct NewBlocks {
 
 /// The number of a block without data.
 const NONE: u32 = u32::MAX;
-/// Blocks whose numbers are stored together.
+/// Blocks whose numbers are allocated together.
 const GROUP: usize = 16 << 10;
 
 impl NewBlocks {
     /// The blocks of a disk of `size` bytes, all without data, or all in the order of the disk.
     ///
     /// # Errors
-    /// `InvalidInput` for more of them than can be counted; ENOMEM.
+    /// `InvalidInput` if the disk has too many blocks; ENOMEM.
     pub(super) fn new(size: u64, block_size: u64, is_full: bool) -> Result<Self> {
         let count = u32::try_from(size.div_ceil(block_size)).ok().filter(|&count| count < NONE);
         let count = count.ok_or_else(|| refuse("the disk is longer than the format allows"))?;
@@ -139,8 +139,8 @@ impl NewBlocks {
         Ok(Self { numbers, count, used: if is_full { count } else { 0 }, block_size, is_full })
     }
 
-    /// The number of the block with the disk's byte `at`, which gets one, and how far the byte is
-    /// inside.
+    /// The number of the block with the disk's byte `at`, and the byte's offset in the block. Gives
+    /// the block a number if it has none.
     ///
     /// # Errors
     /// ENOMEM.
@@ -171,7 +171,7 @@ impl NewBlocks {
         self.used.into()
     }
 
-    /// The number of a block; `None` for one without data, or behind the last.
+    /// The number of a block; `None` for one without data, or past the last.
     pub(super) fn number(&self, index: u64) -> Option<u64> {
         if self.is_full {
             return Some(index).filter(|&index| index < self.count());

@@ -20,7 +20,7 @@ impl Search {
 
     fn run(&mut self, tables: &mut Tables) -> Step<()> {
         let geometry = tables.geometry();
-        // Clusters that no refcount block can be for are not counted.
+        // The refcount table covers this many clusters; those after them have no refcount.
         let countable = tables.refcount_table().len() as u64 * geometry.block_refcounts();
         self.below = self.below.min(countable);
         while self.below > 0 {
@@ -37,8 +37,8 @@ impl Search {
         Ok(())
     }
 
-    /// Bytes of the storage from the first cluster after the last one in use, and of those before
-    /// it that became free while the image is open.
+    /// Bytes of the storage after the last cluster in use, plus those of clusters before it that
+    /// became free while the image is open.
     fn room<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
         let clusters = metadata.storage().size() >> metadata.geometry().cluster_bits;
         let free = metadata.lock().allocator.freed_before(self.below);
@@ -47,9 +47,9 @@ impl Search {
 }
 
 impl<S: Storage> Qcow2<S> {
-    /// How many bytes of clusters still fit into the storage, at least: those that were free
-    /// already when the image was opened, before its last cluster, are not counted. Of an image
-    /// whose storage does not grow by itself.
+    /// Minimum number of bytes of clusters that still fit into a storage that does not grow by
+    /// itself. Clusters before the last one in use are not counted if they were free when the image
+    /// was opened.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -69,8 +69,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(self.metadata.geometry().offset_of(search.below))
     }
 
-    /// As [`room_left`](Self::room_left), without reading anything: `None` where that takes more
-    /// than what is in memory.
+    /// As [`room_left`](Self::room_left), from the tables in memory. `None` if other tables would
+    /// have to be read.
     pub fn room_left_in_memory(&self) -> Option<u64> {
         let mut search = Search::new(&self.metadata);
         let found = search.run(&mut self.metadata.lock().tables);

@@ -1,10 +1,10 @@
-//! Old bytes, in the order in which they were saved: the last in memory, the others in the scratch
-//! disk.
+//! The log of old bytes, in the order in which they were saved: the newest in memory, the others on
+//! the scratch disk.
 //!
-//! Guarantees: what was appended can be read, at once and from then on, until the log has ended.
-//! Bytes are in memory until the scratch disk has them. At most `MAX_SEGMENTS` segments are in
-//! memory: with all of them full, `append` waits. Only full segments are written to the scratch
-//! disk, each at its offset in the log. Writes are large and begin in the log's order. `read` and
+//! Guarantees: appended bytes can be read at once, and until the log has ended. Bytes are in memory
+//! until the scratch disk has them. At most `MAX_SEGMENTS` segments are in memory: `append` waits
+//! while its bytes do not fit into them. Only full segments are written to the scratch disk, each
+//! at its offset in the log. Writes are large and begin in the log's order. `read` and
 //! `write_behind` return errors of the scratch disk; `append` returns `NoSpace` at the limit.
 
 use std::collections::VecDeque;
@@ -21,7 +21,7 @@ const MAX_SEGMENTS: usize = 16;
 /// Bytes of a segment.
 const MIN_SEGMENT: u64 = 8 << 10;
 const MAX_SEGMENT: u64 = 1 << 20;
-/// Segments that are written together.
+/// Segments that are written concurrently, at most.
 const MAX_WRITES: usize = 4;
 /// Bytes of memory that are kept for further segments and copies.
 const MAX_CACHED: usize = 4 << 20;
@@ -53,23 +53,23 @@ struct Tail {
 }
 
 struct Segment {
-    /// Its first byte in the log.
+    /// The offset of its first byte in the log.
     start: u64,
-    /// `None` while it is written.
+    /// `None` while the segment is being written.
     buffer: Option<Buffer>,
 }
 
-/// Outcome of a read from memory, of bytes of one segment.
+/// Outcome of a read of one segment's bytes from memory.
 enum Memory {
     Copied,
-    /// The scratch disk has it.
+    /// The bytes are on the scratch disk.
     Written,
     HasEnded,
 }
 
 impl<S: Storage> Log<S> {
     /// An empty log, of `limit` bytes at most, `memory` of them in memory (from 128 KiB to 16 MiB).
-    /// `scratch` is not shorter than the log gets.
+    /// `scratch` is at least as long as the log gets.
     pub(super) fn new(scratch: Disk<S>, limit: u64, memory: u64) -> Self {
         let segment = (memory / MAX_SEGMENTS as u64).clamp(MIN_SEGMENT, MAX_SEGMENT);
         Self {
@@ -88,7 +88,7 @@ impl<S: Storage> Log<S> {
         &self.pool
     }
 
-    /// Bytes that the scratch disk has, or is going to have.
+    /// Bytes of the log: on the scratch disk, or still in memory.
     pub(super) fn length(&self) -> u64 {
         self.tail.lock().end
     }
@@ -180,7 +180,7 @@ impl<S: Storage> Log<S> {
         Ok(())
     }
 
-    /// `None` while these bytes of one segment are written.
+    /// Copies bytes of one segment. `None` while the segment is being written.
     fn copy_from_memory(&self, offset: u64, into: &mut IoVector) -> Option<Memory> {
         let tail = self.tail.lock();
         let start = offset - offset % self.segment;

@@ -1,15 +1,15 @@
-//! The disk's content at one moment, of the parts that have changed since: copied before they
+//! Old content of the parts of a disk that have changed since one moment: copied before each
 //! change.
 //!
-//! Guarantees: a change is made when the old bytes of all blocks that it touches are saved
-//! (`index`), in memory or in the scratch disk (`log`), or the backup has failed. So a block that
-//! is not saved after it was read, while the backup has not failed, holds what it held at the
-//! moment. A change waits until the blocks that it touches first are read, and for the scratch disk
-//! only when memory is full; for nothing else: readers hold nothing off. Where none of its old
-//! bytes are saved for as long as the timer says, the backup fails, and the change goes on. An
-//! error of the scratch disk, and one that is full, fails the backup and never the change. A long
-//! change saves `MAX_PARTS` parts of `PART` bytes at a time. At most `MAX_COPIES` copies of
-//! `MAX_READ` bytes are in memory, beside the log's end.
+//! Guarantees: a change begins only when the old bytes of all blocks that it touches are saved
+//! (`index`), in memory or in the scratch disk (`log`), or the backup has failed. So if a block is
+//! not saved after it was read, and the backup has not failed, the read returned its content of the
+//! moment. A change waits for reads of the blocks that it is the first to touch, and for the
+//! scratch disk only when memory is full; for nothing else: readers do not delay it. If none of its
+//! old bytes are saved before the timer expires, the backup fails, and the change continues. A full
+//! or failing scratch disk fails the backup and never the change. A long change saves `MAX_PARTS`
+//! parts of `PART` bytes at a time. At most `MAX_COPIES` copies of `MAX_READ` bytes are in memory,
+//! beside the log's end.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -27,13 +27,13 @@ use super::log::Log;
 use super::region::{BLOCK, GRANULE, MAX_LOG, Place};
 use super::{FailureTeller, FreezeOptions};
 
-/// Bytes that are read together, at most.
+/// Maximum bytes of one read.
 const MAX_READ: u64 = 4 * GRANULE;
-/// Copies that are in flight together.
+/// Maximum copies in flight.
 const MAX_COPIES: usize = 64;
-/// Bytes of a change whose old bytes are saved together, one part after the other.
+/// Bytes of one part of a change. The old bytes of a part are saved in order.
 const PART: u64 = 4 << 20;
-/// Parts of one change that are saved together.
+/// Maximum parts of one change that are saved concurrently.
 const MAX_PARTS: usize = 16;
 
 /// See the module's page.
@@ -45,20 +45,20 @@ pub(super) struct OldBytes<S: Storage> {
     index: Index,
     log: Log<S>,
     copies: Semaphore,
-    /// How many parts of claims were saved, of all changes.
+    /// Number of parts of claims that were saved, of all changes.
     saved: AtomicU64,
     failure: OnceLock<String>,
     teller: FailureTeller,
 }
 
-/// The reads and writes for which the saving of one change's old bytes waits.
+/// The operations in flight that save one change's old bytes.
 #[derive(Default)]
 struct Saving {
     /// Reads of the disk in flight.
     reads: Cell<u32>,
     /// Appends to the log in flight.
     appends: Cell<u32>,
-    /// How many of them have ended.
+    /// Number of these operations that have ended.
     ended: Cell<u64>,
 }
 
@@ -83,7 +83,7 @@ impl Drop for InFlight<'_> {
 }
 
 impl<S: Storage> OldBytes<S> {
-    /// Nothing has changed since the moment.
+    /// Creates the state at the moment: nothing has changed yet.
     ///
     /// # Errors
     /// As [`Index::new`].
@@ -101,7 +101,7 @@ impl<S: Storage> OldBytes<S> {
         Ok(Self { source, size, options, index, log, copies, saved, failure, teller })
     }
 
-    /// The disk that goes on.
+    /// The disk that stays in use.
     pub(super) fn source(&self) -> &Arc<Disk<S>> {
         &self.source
     }
@@ -111,7 +111,7 @@ impl<S: Storage> OldBytes<S> {
         self.size
     }
 
-    /// Where old bytes are.
+    /// The locations of the old bytes.
     pub(super) fn index(&self) -> &Index {
         &self.index
     }
@@ -126,7 +126,7 @@ impl<S: Storage> OldBytes<S> {
         self.failure.get().map(String::as_str)
     }
 
-    /// Saves nothing more: as if the backup had failed, but without a report.
+    /// Stops saving, as after a failure of the backup, but without a report.
     pub(super) fn end(&self) {
         // An earlier failure stays.
         let _ = self.failure.set("it has ended".into());
@@ -147,7 +147,7 @@ impl<S: Storage> OldBytes<S> {
     }
 
     /// Writes memory to the scratch disk, until the backup has ended or failed. Then no write is in
-    /// flight, and the space is freed for others. No guest's change waits for that.
+    /// flight, and the space is freed for other uses. Guest changes do not wait for that.
     pub(super) async fn write_behind(&self) {
         if let Err(error) = self.log.write_behind().await {
             self.fail(&error);
@@ -155,7 +155,7 @@ impl<S: Storage> OldBytes<S> {
         self.log.discard().await;
     }
 
-    /// Saves the old bytes of `range`, or has the backup fail.
+    /// Saves the old bytes of `range`, or fails the backup.
     async fn save(self: Arc<Self>, range: ByteRange) {
         let saving = Saving::default();
         let parts = parts(range).map(|part| self.save_part(part, &saving));
@@ -169,11 +169,11 @@ impl<S: Storage> OldBytes<S> {
         }
     }
 
-    /// Ends, with the reason, when nothing was saved of a change before the timer expires.
+    /// Returns an error when the timer expires and no old bytes of a change were saved meanwhile.
     async fn time_out(&self, saving: &Saving) -> Error {
         let Some(timer) = &self.options.timer else { return std::future::pending().await };
         let progress = || match saving.reads.get() + saving.appends.get() {
-            // It waits for copies of other changes.
+            // This change waits for copies of other changes.
             0 => (false, self.saved.load(Ordering::Relaxed)),
             _ => (true, saving.ended.get()),
         };
@@ -216,7 +216,7 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Copies what is not zero.
+    /// Copies the claimed bytes that are not zeros.
     async fn copy(&self, mut claimed: Claimed<'_>, saving: &Saving) -> Result<()> {
         let mut cache = BlockStatusCache::default();
         while !claimed.rest().is_empty() {
@@ -242,8 +242,8 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Where zeros lie in a hole of the image, the change makes data of their whole clusters: notes
-    /// that these are zeros, so that they are holes to readers still.
+    /// If `zeros` lie in a hole of the image, the change turns their whole clusters into data. So
+    /// this records those clusters as zeros, and readers still see holes.
     async fn save_hole(&self, zeros: ByteRange) -> Result<()> {
         let Some(cluster) = self.source.image().cluster_size().filter(|size| *size > BLOCK) else {
             return Ok(());
@@ -268,7 +268,7 @@ impl<S: Storage> OldBytes<S> {
     }
 
     /// Copies `range`, the first claimed granules, or the claimed part of one. Returns the location
-    /// of the last of them.
+    /// of the last granule.
     async fn copy_data(
         &self,
         claimed: &mut Claimed<'_>,
@@ -311,7 +311,7 @@ fn parts(range: ByteRange) -> impl Iterator<Item = ByteRange> {
     })
 }
 
-/// Of whole blocks.
+/// Whether `bytes`, whole blocks, are all zeros.
 fn is_zero(bytes: &[u8]) -> bool {
     static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
     bytes.chunks(ZEROS.len()).all(|block| block == ZEROS)

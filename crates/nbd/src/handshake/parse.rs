@@ -1,4 +1,4 @@
-//! Parsing the data of options. Every length is checked against the bytes that are there.
+//! Parsing the data of options. Every length is checked against the bytes that remain.
 
 use super::negotiation::MetaContext;
 use crate::proto::option::InfoType;
@@ -23,7 +23,7 @@ pub fn string(bytes: &[u8]) -> Result<&str, Malformed> {
 /// The data of INFO and GO.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ExportRequest<'a> {
-    /// The name asked for.
+    /// The requested export name.
     pub name: &'a str,
     /// The numbers of the requested information types, two bytes each.
     wanted: &'a [u8],
@@ -51,7 +51,7 @@ impl<'a> ExportRequest<'a> {
 pub struct MetaQueries<'a> {
     name: &'a str,
     has_queries: bool,
-    /// The queries that can mean a context of this server.
+    /// The queries that can match a context of this server.
     queries: Vec<Query<'a>>,
 }
 
@@ -121,12 +121,12 @@ impl<'a> MetaQueries<'a> {
         Ok(Self { name, has_queries: count > 0, queries })
     }
 
-    /// The export asked about.
+    /// The name of the queried export.
     pub fn name(&self) -> &'a str {
         self.name
     }
 
-    /// Whether a list has to contain this context.
+    /// Whether the list for the client contains this context.
     pub fn list(&self, context: &MetaContext) -> bool {
         let is_meant = |query: &Query<'_>| query.names(context) || query.is_wildcard_for(context);
         !self.has_queries || self.queries.iter().any(is_meant)
@@ -138,7 +138,7 @@ impl<'a> MetaQueries<'a> {
     }
 }
 
-/// The bytes that are left.
+/// The bytes that are not parsed yet.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -156,7 +156,7 @@ impl<'a> Fields<'a> {
         Ok(taken)
     }
 
-    /// A string after its length of 32 bits.
+    /// A string with a 32-bit length prefix.
     fn string(&mut self) -> Result<&'a str, Malformed> {
         let length = u32::from_be_bytes(*self.chunk()?);
         string(self.take(length as usize)?)
@@ -184,7 +184,7 @@ mod tests {
         data
     }
 
-    /// Which of four contexts are listed, and which are selected.
+    /// For each of four contexts, whether it is listed, and whether it is selected.
     fn meant(texts: &[&str]) -> Result<[Vec<bool>; 2], Malformed> {
         let data = queries(texts);
         let queries = MetaQueries::parse(&data)?;

@@ -8,15 +8,14 @@ use blockhouse_engine::{Stream, peer_process};
 use rustix::fd::AsFd;
 use rustix::net::{AddressFamily, getpeername, sockopt};
 
-/// A client as identified by the kernel: its connections are counted together.
+/// A client as identified by the kernel. The connections of a peer are counted together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Peer {
     /// A process of this host, by its id.
     Process(i32),
-    /// Another host, or this one over TCP. An IPv6 host has all addresses of its network of 64
-    /// bits.
+    /// Another host, or this one over TCP. An IPv6 host is identified by its /64 network.
     Host(IpAddr),
-    /// The kernel does not identify it, as for a process of another PID namespace.
+    /// The kernel does not identify the peer, as for a process of another PID namespace.
     Unknown,
 }
 
@@ -38,8 +37,8 @@ impl Transport {
         }
     }
 
-    /// Sets the options of an accepted connection; over TCP, it is probed after `keepalive` of
-    /// silence. An option that cannot be set is left alone: the connection works without.
+    /// Sets the options of an accepted connection. A TCP connection is probed after `keepalive` of
+    /// silence. Errors are ignored: the connection works without the options.
     pub fn configure(self, stream: &Stream, keepalive: Option<Duration>) {
         if self == Self::Unix {
             return;
@@ -66,7 +65,7 @@ impl Transport {
     }
 }
 
-/// Probes without an answer after which the connection is dropped.
+/// The number of unanswered probes after which the connection is dropped.
 const KEEPALIVE_PROBES: u32 = 4;
 
 fn host(address: IpAddr) -> IpAddr {

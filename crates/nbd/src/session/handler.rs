@@ -1,7 +1,7 @@
 //! Handlers: long-lived tasks, each of which executes one request at a time.
 //!
-//! A connection has as many handlers as it had requests in flight at once. They start when they are
-//! first needed and stay, so that a request costs no task and no allocation of its own.
+//! A connection has as many handlers as its maximum of concurrent requests. A handler starts when
+//! it is first needed and stays, so a request needs no task and no allocation of its own.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -15,11 +15,11 @@ use crate::proto::reply::ReplyTo;
 
 /// A request for a handler.
 pub struct Job {
-    /// Its share of the limits.
+    /// The request's share of the limits.
     pub permit: Permit,
-    /// Which request of the client it is.
+    /// The identity of the client's request, for the reply.
     pub to: ReplyTo,
-    /// Its command.
+    /// The request's command.
     pub command: Command,
     /// The payload of a write.
     pub payload: Option<Buffer>,
@@ -34,7 +34,7 @@ pub struct Handler {
 }
 
 impl Handler {
-    /// Hands a request to the handler, which has none.
+    /// Gives a request to this idle handler.
     pub fn give(&self, job: Job) {
         self.job.set(Some(job));
         self.changed.notify();
@@ -66,12 +66,12 @@ impl IdleHandlers {
         self.0.borrow_mut().pop()
     }
 
-    /// Puts a handler back that has no request.
+    /// Puts back a handler that has no request.
     pub fn push(&self, handler: Rc<Handler>) {
         self.0.borrow_mut().push(handler);
     }
 
-    /// Ends the tasks of all handlers that are idle.
+    /// Ends the tasks of all idle handlers.
     pub fn end(&self) {
         self.0.take().iter().for_each(|handler| handler.end());
     }

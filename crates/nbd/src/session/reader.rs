@@ -1,10 +1,10 @@
-//! The reader: receives as much as there is, decodes it, and gives every request to a handler.
+//! The reader: receives the available bytes, decodes them, and gives every request to a handler.
 //!
-//! Small requests come in bulk in the staging buffer. The payload of a large write is received
-//! straight into the memory that is passed to the disk; only bytes that were staged before the
-//! header was decoded are copied.
+//! Many small requests are received at once, into the staging buffer. The payload of a large write
+//! is received directly into the memory that is passed to the disk. Only bytes that were staged
+//! before the header was decoded are copied.
 //!
-//! A pause loses nothing: the receive in flight is stopped and awaited. [`Reader::into_unparsed`]
+//! A pause loses no bytes: the receive in flight is stopped and awaited. [`Reader::into_unparsed`]
 //! returns the received bytes that were not given to a handler.
 
 use std::pin::pin;
@@ -30,7 +30,7 @@ use crate::proto::request::RequestHeader;
 /// Bytes of the staging buffer: 64 requests of 4 KiB writes fill it twice.
 pub const STAGING_BYTES: usize = 128 << 10;
 
-/// After a write of this many bytes another one is expected, and only its header is staged.
+/// After a write of at least this size, another one is expected, and only its header is staged.
 const LARGE_WRITE: usize = 32 << 10;
 
 /// After this many requests the reader yields to the handlers, so that replies are sent while the
@@ -43,12 +43,12 @@ pub struct Reader<S: Storage> {
     shutdown: Arc<ShutdownSignal>,
     staging: Staging,
     list: IoVectorList,
-    /// How many bytes the next system call stages at most.
+    /// Maximum number of bytes that the next system call stages.
     window: usize,
     /// Requests since the reader yielded last.
     since_yield: u32,
-    /// At a pause, the request whose payload was being received: its header, and as much of its
-    /// payload.
+    /// At a pause, the request whose payload was being received: its header, and the received part
+    /// of its payload.
     incomplete: Vec<u8>,
 }
 
@@ -70,7 +70,7 @@ impl<S: Storage> Reader<S> {
         }
     }
 
-    /// The bytes that were received, and belong to no request that a handler has.
+    /// The received bytes that belong to no request of a handler.
     pub fn into_unparsed(mut self) -> Vec<u8> {
         self.incomplete.extend_from_slice(self.staging.bytes());
         self.incomplete
@@ -134,7 +134,7 @@ impl<S: Storage> Reader<S> {
                 match self.state.pool.get(length as usize) {
                     Ok(buffer) => Some(self.receive_payload(header, buffer).await?),
                     Err(error) => {
-                        // Nothing of it is in flight while its payload is skipped.
+                        // The request is not in flight while its payload is skipped.
                         drop(permit);
                         self.state.failures.note(&self.state.options.export, &error);
                         return self.refuse(to, request_error(&error, &command), length).await;
@@ -155,7 +155,7 @@ impl<S: Storage> Reader<S> {
             if left == 0 {
                 break;
             }
-            // To its end also at a pause: the skipped bytes are lost.
+            // A pause does not interrupt this: the skipped bytes are lost.
             self.fill_refused().await?;
         }
         self.reply(to, Reply::Error(error)).await;
@@ -209,7 +209,7 @@ impl<S: Storage> Reader<S> {
         self.fill_rest(PAUSE_OR_SHUTDOWN).await
     }
 
-    /// As [`fill_inside_request`](Self::fill_inside_request), at a pause as well.
+    /// As [`fill_inside_request`](Self::fill_inside_request), but a pause does not stop it.
     async fn fill_refused(&mut self) -> Result<(), End> {
         self.fill_rest(&[Stop::Shutdown]).await
     }
@@ -242,7 +242,7 @@ impl<S: Storage> Reader<S> {
     ) -> Result<usize, End> {
         let Self { state, shutdown, staging, list, window, .. } = self;
         let wanted = |stop: Option<Stop>| stop.filter(|stop| stops.contains(stop));
-        // A client that never stops sending must not keep the receive from ending.
+        // Checked first: a client that never stops sending must not delay the stop.
         if let Some(stop) = wanted(shutdown.get()) {
             return Err(ended_by(stop));
         }
@@ -281,10 +281,10 @@ impl<S: Storage> Reader<S> {
     }
 }
 
-/// The memory of a payload, and how many bytes of it are there.
+/// The buffer of a payload, and the number of bytes that it has received.
 type Payload<'a> = (&'a mut Buffer, usize);
 
-/// The default ends of a receive.
+/// The stops that end a receive by default.
 const PAUSE_OR_SHUTDOWN: &[Stop] = &[Stop::Pause, Stop::Shutdown];
 
 fn ended_by(stop: Stop) -> End {

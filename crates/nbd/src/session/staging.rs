@@ -13,7 +13,7 @@ impl Staging {
     /// A staging area of the size of `buffer` that begins with the bytes `first`.
     ///
     /// # Panics
-    /// When `first` is longer than that.
+    /// If `first` is longer than `buffer`.
     pub fn new(mut buffer: Buffer, first: &[u8]) -> Self {
         buffer.bytes_mut()[..first.len()].copy_from_slice(first);
         Self { buffer, start: 0, end: first.len() }
@@ -24,29 +24,29 @@ impl Staging {
         &self.buffer.bytes()[self.start..self.end]
     }
 
-    /// Consumes the first bytes, as many as there are but `limit` at most; returns how many.
+    /// Consumes up to `limit` bytes from the front. Returns their number.
     pub fn consume(&mut self, limit: usize) -> usize {
         let count = limit.min(self.end - self.start);
         self.start += count;
         count
     }
 
-    /// Moves the first bytes into `into`, as many as both have; returns how many.
+    /// Moves bytes from the front into `into`, as many as fit. Returns their number.
     pub fn copy_to(&mut self, into: &mut [u8]) -> usize {
         let count = into.len().min(self.end - self.start);
         into[..count].copy_from_slice(&self.bytes()[..count]);
         self.consume(count)
     }
 
-    /// Lends out free memory, `limit` bytes at most, for the bytes that follow. The bytes that were
-    /// not consumed, a part of a header at most, move to the front first: so there always is
-    /// free memory.
+    /// Lends up to `limit` bytes of free memory for the bytes that follow. Bytes that were not
+    /// consumed, at most a part of a header, move to the front first: so there is always free
+    /// memory.
     pub fn lend(&mut self, limit: usize) -> IoVector {
         let free = self.make_room(limit);
         self.buffer.lend_range(self.end, free)
     }
 
-    /// As [`lend`](Self::lend), for the caller itself to fill.
+    /// As [`lend`](Self::lend), but the caller fills the memory.
     pub fn free_mut(&mut self, limit: usize) -> &mut [u8] {
         let free = self.make_room(limit);
         &mut self.buffer.bytes_mut()[self.end..self.end + free]
@@ -61,7 +61,7 @@ impl Staging {
         limit.min(self.buffer.len() - self.end)
     }
 
-    /// Counts bytes that were received into the memory lent out.
+    /// Adds bytes that were received into the lent memory.
     pub fn add_received(&mut self, count: usize) {
         self.end += count;
     }

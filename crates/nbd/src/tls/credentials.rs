@@ -32,31 +32,31 @@ pub struct TlsServer {
     current: RwLock<Arc<Secrets>>,
 }
 
-/// The bytes that were read at once.
+/// The secrets of one read of all files.
 pub(crate) struct Secrets {
     context: SslContext,
     check: ClientCheck,
 }
 
-/// The credentials by which clients are known.
+/// The method of client authentication.
 enum ClientCheck {
-    /// They are not asked.
+    /// Clients are not authenticated.
     None,
-    /// By certificates of an authority. Times do not count: a certificate that has expired since it
-    /// was shown, and a list that is outdated, end no connection.
+    /// By certificates of an authority. Validity times are ignored: a certificate that has expired
+    /// since the handshake, or an outdated revocation list, ends no connection.
     Certificates(X509Store),
-    /// By keys: the hash of each.
+    /// By pre-shared keys: the hash of each.
     Keys(HashMap<String, [u8; 32]>),
 }
 
 /// The credential that admitted a client.
 #[derive(Debug)]
 pub enum Credential {
-    /// Nothing was asked for.
+    /// No credential was requested.
     Nothing,
-    /// A certificate, and those between it and the authority.
+    /// A certificate, and the chain between it and the authority.
     Certificate(X509, Vec<X509>),
-    /// The key of an identity, by its hash.
+    /// The identity of a key, and the key's hash.
     Key(String, [u8; 32]),
 }
 
@@ -67,12 +67,12 @@ impl std::fmt::Debug for Secrets {
 }
 
 impl TlsServer {
-    /// Reads the files. `allowed` has pairs of an export's name and a client's: an export that is
-    /// in none of them admits all clients.
+    /// Reads the files. `allowed` has pairs of an export's name and a client's name. An export
+    /// without a pair admits all clients.
     ///
     /// # Errors
-    /// A file is missing, unfit or does not fit another one; `allowed` names clients, and no file
-    /// identifies them.
+    /// A file is missing, invalid or does not match another one; `allowed` names clients, but no
+    /// file identifies them.
     pub fn load(files: TlsFiles, allowed: Vec<(String, String)>) -> Result<Self, TlsError> {
         let secrets = Arc::new(Secrets::read(&files)?);
         let server = Self { files, allowed, current: RwLock::new(secrets) };
@@ -108,8 +108,8 @@ impl TlsServer {
         !matches!(self.current.read().check, ClientCheck::None)
     }
 
-    /// Whether the credential admits a client by the files as last read. A client that was not
-    /// asked for one is not admitted if clients are asked by now.
+    /// Whether the files as last read still admit a client with this credential. A client without a
+    /// credential is no longer admitted if the files now require one.
     pub fn still_admits(&self, credential: &Credential) -> bool {
         let secrets = Arc::clone(&self.current.read());
         match (&secrets.check, credential) {
@@ -137,7 +137,7 @@ impl TlsServer {
         !self.is_restricted(export) || self.allowed.iter().any(is_it)
     }
 
-    /// The secrets of connections that begin now.
+    /// The secrets for new connections.
     pub(crate) fn secrets(&self) -> Arc<Secrets> {
         Arc::clone(&self.current.read())
     }
@@ -162,7 +162,7 @@ impl Secrets {
         &self.context
     }
 
-    /// The credential of a client in a handshake that is over, and the PSK identity that it named.
+    /// The credential of a client after its handshake, with the PSK identity that it named.
     pub(super) fn credential(&self, ssl: &SslRef, identity: Option<&String>) -> Credential {
         let certificate = || {
             let chain = ssl.peer_cert_chain().into_iter().flatten();
@@ -188,11 +188,11 @@ fn is_signed(store: &X509StoreRef, certificate: &X509Ref, chain: &[X509]) -> boo
         let mut context = X509StoreContext::new()?;
         context.init(store, certificate, &between, |context| context.verify_cert())
     };
-    // Where memory runs out, nothing is known of it.
+    // Without memory the check has no result: assume a good signature.
     verify().unwrap_or(true)
 }
 
-/// How clients are checked.
+/// Configures the certificates, and returns the check of clients.
 fn use_certificates(
     builder: &mut SslContextBuilder,
     folder: &Path,

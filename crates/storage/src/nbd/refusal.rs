@@ -1,5 +1,5 @@
-//! Why there is no export, in a line for people. It passes as an `io::Error` through code that
-//! moves bytes.
+//! The reason why there is no export, as one line for users. Code that moves bytes passes it on as
+//! an `io::Error`.
 
 /// A reason, with advice if known.
 #[derive(Debug)]
@@ -21,7 +21,7 @@ impl From<&str> for Refusal {
 }
 
 impl Refusal {
-    /// The connection failed; TLS may have a better reason.
+    /// The reason of a failed connection: the refusal in `error` (by TLS), or `error` itself.
     pub(super) fn of_connection(error: std::io::Error) -> Self {
         match error.downcast::<Self>() {
             Ok(refusal) => refusal,

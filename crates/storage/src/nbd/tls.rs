@@ -2,10 +2,10 @@
 //! trust.
 //!
 //! Guarantees: the files are read when the storage is opened, and again for each later connection,
-//! so that a certificate that was renewed is used. Where they cannot be read then, what was read
-//! before goes on. A server that is not who it has to be is refused before anything is sent to it,
-//! with one line that says what is wrong with what it has shown. With a pre-shared key that is a
-//! server that has the key: no certificate takes its place.
+//! so a renewed certificate is used. If they cannot be read then, the content read before stays in
+//! use. A server that does not prove its identity is refused before anything is sent to it, with
+//! one line that states the fault. With a pre-shared key, the server must have that key: no
+//! certificate replaces it.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 
 use super::refusal::Refusal;
 
-/// Where distributions have the authorities that the system trusts: Debian, Alpine and Arch, then
+/// Paths of the system's trusted authorities in distributions: Debian, Alpine and Arch, then
 /// Fedora, then openSUSE.
 const BUNDLES: [&str; 3] = [
     "/etc/ssl/certs/ca-certificates.crt",
@@ -33,7 +33,7 @@ const BUNDLES: [&str; 3] = [
     "/etc/ssl/ca-bundle.pem",
 ];
 
-/// The hint where keys do not fit.
+/// The hint if the keys do not match.
 const OTHER_KEYS: &str =
     "its keys are other ones than those of tls-psk-file, or it has certificates only";
 
@@ -59,7 +59,7 @@ impl ClientTls {
     /// The parameters of this URI; `None` for a URI without TLS.
     ///
     /// # Errors
-    /// Names the missing or invalid file.
+    /// The error names the missing or invalid file.
     pub(super) fn load(uri: &ClientUri) -> Result<Option<Self>> {
         if uri.export.security == Security::Plain {
             return Ok(None);
@@ -87,7 +87,7 @@ impl ClientTls {
     /// Begins a session.
     ///
     /// # Errors
-    /// OpenSSL's.
+    /// Errors of OpenSSL.
     pub(super) fn begin(&self, pool: BufferPool) -> Result<Beginning, ErrorStack> {
         let mut ssl = Ssl::new(&self.current.lock())?;
         let fault = Fault::default();
@@ -117,7 +117,7 @@ impl ClientTls {
     /// an error.
     ///
     /// # Errors
-    /// It does not have the key.
+    /// The server does not have the key.
     pub(super) fn check(&self, session: &TlsSession) -> Result<(), Refusal> {
         match self.parameters.psk() {
             Some((identity, _)) if !session.is_by_key() => Err(refusal_of_keyless(identity)),
@@ -125,7 +125,7 @@ impl ClientTls {
         }
     }
 
-    /// Asks for the server of this name, and for its certificate.
+    /// Sets the server name to request, and to verify in the certificate.
     fn name_server(&self, ssl: &mut Ssl) -> Result<(), ErrorStack> {
         let Some(name) = &self.hostname else { return Ok(()) };
         if let Ok(address) = name.parse::<IpAddr>() {
@@ -135,8 +135,8 @@ impl ClientTls {
         ssl.set_hostname(name)
     }
 
-    /// Why there is no TLS with the server, after an error of a step of the handshake or of the
-    /// first bytes after it.
+    /// The reason for a failure of TLS, after an error in the handshake or in the first bytes after
+    /// it.
     pub(super) fn refusal(&self, fault: Option<String>, error: &ssl::Error) -> Refusal {
         let reason = reason(error);
         let is = |part: &str| reason.contains(part);
@@ -173,7 +173,7 @@ impl ClientTls {
         })
     }
 
-    /// The server has sent an alert.
+    /// The reason if the server has sent an alert.
     fn refusal_by_server(&self, reason: &str) -> Refusal {
         let is = |part: &str| reason.contains(part);
         if let Some((identity, _)) = self.parameters.psk() {
@@ -206,7 +206,7 @@ impl Beginning {
     }
 }
 
-/// A server that has shown a certificate instead.
+/// The refusal of a server that has shown a certificate instead of the key.
 fn refusal_of_keyless(identity: &str) -> Refusal {
     let what = format!("the server has not shown that it has the key of {identity:?}");
     Refusal { what, hint: Some(OTHER_KEYS) }
@@ -273,7 +273,7 @@ fn use_key(builder: &mut SslContextBuilder, identity: &str, file: &Path) -> Resu
 }
 
 fn describe_certificate(context: &X509StoreContextRef) -> String {
-    // The refused one may be the certificate of the authority; the server's is the first.
+    // The refused certificate may be the authority's; the server's certificate is the first.
     let own = context.chain().and_then(|chain| chain.get(0)).or(context.current_cert());
     let names = own.map(names_of).unwrap_or_default();
     format!("({}) is refused: {}", names.join(", "), context.error().error_string())

@@ -1,4 +1,4 @@
-//! The sending task of a connection: all requests that are queued go with one system call.
+//! The sending task of a connection: one system call sends up to `MAX_REQUESTS` queued requests.
 
 use std::mem::{replace, take};
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use blockhouse_nbd_protocol::{CommandFlags, Framing};
 use super::link::Link;
 use super::transmission::Transmission;
 
-/// Requests that one system call sends at most.
+/// Maximum number of requests that one system call sends.
 const MAX_REQUESTS: usize = 64;
 
 /// Requests that are sent together.
 pub(super) struct Batch {
     requests: Vec<(RequestHeader, Option<IoVector>)>,
-    /// The cookies of those with a payload, in their order in the list.
+    /// The cookies of the requests with a payload, in the order of the list.
     payloads: Vec<u64>,
     encoded: Vec<u8>,
     headers: Buffer,
@@ -27,7 +27,7 @@ impl Batch {
     /// Capacity for the bytes of one system call.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM.
     pub(super) fn new() -> Result<Self> {
         let length = (MAX_REQUESTS + 1) * EXTENDED_LENGTH;
         Ok(Self {
@@ -47,7 +47,7 @@ impl Batch {
         }
         self.headers.bytes_mut()[..self.encoded.len()].copy_from_slice(&self.encoded);
         let mut rest = self.headers.lend_range(0, self.encoded.len());
-        // Headers without a payload between them are one piece.
+        // Headers without a payload between them form one vector.
         let mut length = 0;
         for (header, payload) in self.requests.drain(..) {
             length += framing.request_length();
@@ -67,7 +67,7 @@ impl Batch {
     fn give_back(&mut self, transmission: &Transmission) {
         let mut vectors = self.list.take_vectors();
         for cookie in self.payloads.drain(..) {
-            // Before each payload is a piece of headers.
+            // A vector of headers precedes each payload.
             let _headers = vectors.next();
             if let Some(payload) = vectors.next() {
                 transmission.give_back(cookie, payload);
@@ -76,7 +76,7 @@ impl Batch {
     }
 }
 
-/// Sends requests until the connection ends. When it is closed, it notifies the server.
+/// Sends requests until the connection ends. If this end closes it, sends `NBD_CMD_DISC`.
 pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch: Batch) {
     while transmission.next_requests(&mut batch.requests, MAX_REQUESTS).await {
         batch.fill(transmission.framing());
@@ -90,7 +90,7 @@ pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch
     if transmission.is_closing() {
         batch.requests.push((disconnect(), None));
         batch.fill(transmission.framing());
-        // Optional: the end of the stream has the same meaning.
+        // The message is optional: the end of the stream has the same meaning.
         let _ = stream.send(take(&mut batch.list)).await;
     }
     stream.shutdown();

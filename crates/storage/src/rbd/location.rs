@@ -1,11 +1,11 @@
-//! Where an image in Ceph is: `rbd:POOL/IMAGE[@SNAPSHOT][?conf=FILE&id=USER]`.
+//! The location of an image in Ceph: `rbd:POOL/IMAGE[@SNAPSHOT][?conf=FILE&id=USER]`.
 //!
 //! The part before the question mark is the image's name as Ceph's tools write it (`rbd(8)`), with
 //! a namespace as `POOL/NAMESPACE/IMAGE`. A percent sign and two digits stand for a byte, as in a
 //! URI: `%3F` for a question mark.
 //!
-//! QEMU's form is read, too: `rbd:POOL/IMAGE[@SNAPSHOT]:conf=FILE:id=USER`, with a backslash before
-//! what stands for itself.
+//! QEMU's form is accepted too: `rbd:POOL/IMAGE[@SNAPSHOT]:conf=FILE:id=USER`. In it a backslash
+//! escapes the next character.
 
 use std::fmt;
 use std::str::FromStr;
@@ -112,7 +112,7 @@ impl RbdLocation {
 }
 
 impl RbdLocation {
-    /// The rest after the scheme, in QEMU's form: as that in ours.
+    /// Parses `rest`, the part after the scheme in QEMU's form, by conversion to our form.
     fn parse_of_qemu(rest: &str) -> Result<Self, String> {
         let mut parts = split_escaped(rest).into_iter();
         let mut text = format!("{SCHEME}{}?", parts.next().unwrap_or_default());
@@ -138,8 +138,7 @@ fn is_of_qemu(rest: &str) -> bool {
     !rest.contains('?') && rest.split(':').skip(1).any(is_option)
 }
 
-/// The parts between colons, encoded as in our form; a backslash takes the meaning of the next
-/// character away.
+/// The parts between colons, encoded as in our form. A backslash escapes the next character.
 fn split_escaped(text: &str) -> Vec<String> {
     const ESCAPED: &AsciiSet = &ENCODED.add(b'/').add(b'=');
     let mut parts = vec![String::new()];

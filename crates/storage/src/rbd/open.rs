@@ -15,8 +15,8 @@ use super::ffi::{CallError, LockHolder};
 use super::location::RbdLocation;
 use crate::blocking::run_blocking;
 
-/// The options that are always set: a completion means durable, waits for hung clusters are short,
-/// and messages are our own.
+/// The options that are always set: a completion means that a write is durable, waits for hung
+/// clusters are short, and librbd does not log to stderr.
 pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"rbd_cache", c"false"),
     (c"client_mount_timeout", c"30"),
@@ -24,8 +24,7 @@ pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"err_to_stderr", c"false"),
 ];
 
-/// The options that are set if the configuration has no limit, in seconds: no request waits
-/// forever.
+/// Timeouts in seconds that are set if the configuration has none: no request waits forever.
 pub(super) const TIMEOUTS: &[(&CStr, &CStr)] =
     &[(c"rados_osd_op_timeout", c"30"), (c"rados_mon_op_timeout", c"30")];
 
@@ -35,10 +34,10 @@ const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 /// How an image is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RbdAccess {
-    /// For reading, while no other client writes. That is made sure of once, at the opening.
+    /// For reading, while no other client writes. This is checked once, at the open.
     Read,
-    /// For reading, also while another client writes: the bytes read may never have existed
-    /// together.
+    /// For reading, also while another client writes. The data may be inconsistent: its parts may
+    /// never have existed at the same time.
     ReadShared,
     /// For reading and writing, with the image's exclusive lock.
     Write,
@@ -88,7 +87,7 @@ fn is_cached(image: &Image) -> io::Result<bool> {
     Ok(is_on(image.option("rbd_cache")?) || is_on(image.option("rbd_persistent_cache_mode")?))
 }
 
-/// The failed call, and the hint about it.
+/// The error of a failed call, with a hint.
 pub(super) fn describe(error: CallError, location: &RbdLocation) -> Error {
     let CallError { what, source } = error;
     if source.kind() == io::ErrorKind::Unsupported && source.raw_os_error().is_none() {
@@ -146,7 +145,7 @@ async fn lock(connection: &Arc<Connection>, location: &RbdLocation) -> Result<()
     }
 }
 
-/// Refuses an image that a living client has the lock of.
+/// Refuses an image whose lock is held by a live client.
 async fn check_unlocked(connection: &Arc<Connection>) -> Result<()> {
     match holder(connection).await? {
         Some(holder) => Err(locked_by(connection, &holder)),
@@ -161,7 +160,7 @@ fn locked_by(connection: &Connection, holder: &str) -> Error {
         .hint("stop that program first, or read a snapshot of the image")
 }
 
-/// The client that holds the lock and has the image open, in words.
+/// A description of the client that holds the lock and has the image open.
 async fn holder(connection: &Connection) -> Result<Option<String>> {
     let asked = connection.run_blocking("cannot list the clients of the image", |image| {
         let Some(LockHolder { client, address }) = image.lock_holder()? else { return Ok(None) };

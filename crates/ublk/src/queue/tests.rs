@@ -1,4 +1,4 @@
-//! A queue with a driver made of channels, on a loop and an image of its own.
+//! Tests of a queue with a simulated driver, on a separate loop and image.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -20,7 +20,7 @@ const READ: u32 = 0;
 const WRITE: u32 = 1 | 1 << 13;
 const WRITE_ZEROES: u32 = 5;
 
-/// The answer to a tag's request.
+/// The result of a tag's request, and the tag's memory.
 type Answer = (i32, Vec<u8>);
 
 /// The kernel's side of a tag.
@@ -38,7 +38,7 @@ struct Tag {
 struct Kernel {
     tags: RefCell<Vec<Tag>>,
     is_stopped: Cell<bool>,
-    /// Has the driver refuse all commands with this errno.
+    /// If set, the driver refuses all commands with this errno.
     refusal: Cell<Option<i32>>,
     gate: Arc<Gate>,
 }
@@ -51,7 +51,7 @@ impl Kernel {
         Rc::new(Self { tags: RefCell::new(tags), ..Self::default() })
     }
 
-    /// Gives a request to a tag, and waits for its answer.
+    /// Passes a request to a tag, and waits for its result.
     async fn request(&self, tag: u16, descriptor: UblkDescriptor, data: &[u8]) -> Answer {
         {
             let tag = &mut self.tags.borrow_mut()[usize::from(tag)];
@@ -160,7 +160,7 @@ fn tags_are_served_side_by_side_with_their_own_bytes() {
                 assert_eq!(result, 4096);
             }
             for tag in 0..DEPTH {
-                // Another tag than the one that wrote.
+                // A tag other than the one that wrote.
                 let read = at(READ, u64::from((tag + 1) % DEPTH) * 8, 8);
                 let (result, bytes) = kernel.request(tag, read, &[]).await;
                 assert_eq!(result, 4096);

@@ -109,7 +109,7 @@ impl DriverQueue {
         self.next_used
     }
 
-    /// Empties the rings, as a driver does that resets its device.
+    /// Empties the rings, as a driver does when it resets its device.
     pub(super) fn reset(&mut self) {
         for ring in [&self.available, &self.used] {
             (0..ring.len()).for_each(|offset| ring.store_u8(offset, 0));
@@ -147,7 +147,7 @@ impl DriverQueue {
             self.used.load_u16(0, Relaxed) & 1 == 0
         };
         if wanted {
-            // It fails only if the counter is full: then the device is kicked anyway.
+            // The write fails only if the counter is full: then the device is kicked anyway.
             let _ = self.kick.write(1);
         }
     }
@@ -158,7 +158,7 @@ impl DriverQueue {
         let _ = self.kick.write(1);
     }
 
-    /// The next request that the device is done with: its head, and how many bytes were written.
+    /// The next completed request: its head, and the number of bytes written.
     pub fn next_used(&mut self) -> Option<(u16, u32)> {
         if self.used.load_u16(2, Acquire) == self.next_used {
             return None;
@@ -169,7 +169,7 @@ impl DriverQueue {
         Some((head as u16, written))
     }
 
-    /// Asks for a notification of the next request that is done. Says whether there is one already.
+    /// Enables notification of the next completed request. Returns whether there is one already.
     pub fn arm(&self) -> bool {
         if self.event_index {
             self.available.store_u16(4 + 2 * usize::from(self.entries), self.next_used);
@@ -178,8 +178,8 @@ impl DriverQueue {
         self.used.load_u16(2, Acquire) != self.next_used
     }
 
-    /// Sleeps until the device has sent a notification, or a signal arrives. Returns whether that
-    /// was in time.
+    /// Sleeps until the device sends a notification, a signal arrives, or `limit` has passed.
+    /// Returns false after `limit`.
     pub fn sleep(&self, limit: Duration) -> bool {
         let limit = i32::try_from(limit.as_millis()).unwrap_or(i32::MAX);
         let mut events = [EpollEvent::default()];
@@ -187,12 +187,12 @@ impl DriverQueue {
             Ok(count) => count > 0,
             Err(error) => error.kind() == io::ErrorKind::Interrupted,
         };
-        // Nothing to read is no error.
+        // An empty eventfd is no error.
         let _ = self.call.read();
         woken
     }
 
-    /// Waits for the next request that is done.
+    /// Waits for the next completed request.
     pub fn wait_used(&mut self, limit: Duration) -> Option<(u16, u32)> {
         loop {
             if let Some(used) = self.next_used() {

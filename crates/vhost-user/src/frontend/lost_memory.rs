@@ -1,8 +1,8 @@
-//! The log line for memory of a front-end that has vanished.
+//! The log line about lost memory of a front-end.
 
 use blockhouse_engine::{Fault, GuestMemory, MemoryKind, SharedMemory};
 
-/// A line for the log: which memory, why, and what helps.
+/// The log line: the lost memory, the cause, and a remedy.
 pub fn describe(fault: Fault, memory: &GuestMemory, inflight: Option<&SharedMemory>) -> String {
     let in_guest = memory.regions().iter().find_map(|region| {
         let address = region.guest + region.memory.offset_of(fault.address())? as u64;
@@ -22,7 +22,7 @@ pub fn describe(fault: Fault, memory: &GuestMemory, inflight: Option<&SharedMemo
     format!("{what} {why}; the device waits for the next front-end")
 }
 
-/// Why a page is not there.
+/// The cause of a missing page.
 fn reason(kind: Option<MemoryKind>) -> &'static str {
     let Some(kind) = kind else {
         return "has vanished: its file was cut short, or the host has no page left for it";

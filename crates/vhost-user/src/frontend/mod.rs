@@ -1,8 +1,8 @@
 //! One front-end: its settings, and the effects of its messages on rings and memory.
 //!
-//! All of it runs on the device's own thread, which may wait. A change that concerns a running
-//! queue is sent to its loop, and the outcome is awaited before the front-end gets its reply: so a
-//! reply means that the change is applied.
+//! This code runs on the device's own thread, which may block. It sends a change of a running queue
+//! to the queue's loop, and waits for the outcome before it replies to the front-end. So a reply
+//! means that the change is applied.
 
 mod dirty_logging;
 mod eventfd;
@@ -50,7 +50,7 @@ pub struct Frontend<S: Storage> {
     inflight: Option<InflightArea>,
     log: DirtyLogging,
     cache: Arc<WriteCacheMode>,
-    /// Whether the state of the write cache is that which an earlier server left.
+    /// Whether the state of the write cache was restored from an earlier server.
     is_cache_restored: bool,
     /// Whether a refused message was logged.
     has_logged_refusal: bool,
@@ -87,14 +87,13 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         &self.device
     }
 
-    /// The memory of the front-end that has vanished, if any has: a line for the log. Then the
+    /// The log line about lost memory of the front-end; `None`: no memory is lost. After a loss the
     /// connection must end.
     pub fn lost_memory(&self) -> Option<String> {
         self.memory.lost(self.inflight.as_ref().map(InflightArea::memory))
     }
 
-    /// Logs that a message was refused: the first one as a warning, since a guest can have many
-    /// refused.
+    /// Logs a refused message: only the first one as a warning, because a guest can cause many.
     pub fn log_refusal(&mut self, why: &str) {
         let disk = self.device.export.disk.name();
         if std::mem::replace(&mut self.has_logged_refusal, true) {
@@ -109,7 +108,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.vrings.iter_mut().for_each(|vring| vring.stop(mode));
     }
 
-    /// Back to the state of a new connection; memory and protocol features stay.
+    /// Resets to a new connection's state; memory, in-flight area and protocol features stay.
     pub fn reset(&mut self) {
         self.stop_all(StopMode::Graceful);
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
@@ -129,7 +128,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let was_negotiated = self.features & config::KNOWS_WRITE_CACHE;
         let is_negotiated = features & config::KNOWS_WRITE_CACHE;
         self.features = features;
-        // Another driver, not the same one after a restart of the server.
+        // This is another driver, not the same one after a restart of the server.
         if was_negotiated != is_negotiated && !self.is_cache_restored {
             self.cache.set(config::initial_cache(features));
             self.keep_cache();
@@ -152,7 +151,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.protocol_features = features;
     }
 
-    /// The ring of that number.
+    /// The ring with this index.
     pub fn vring(&mut self, index: u32) -> Result<&mut Vring> {
         let count = self.vrings.len();
         let vring = self.vrings.get_mut(index as usize);
@@ -167,7 +166,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         vring.move_to(self.memory.guest(), &self.log)
     }
 
-    /// Starts the queue of a ring if everything that it needs is there.
+    /// Starts the queue of a ring if the ring's setup is complete.
     pub fn start_if_complete(&mut self, index: u32) -> Result<()> {
         let has_protocol_features = self.features & config::PROTOCOL_FEATURES != 0;
         if self.vring(index)?.can_start(has_protocol_features) {
@@ -177,7 +176,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         }
     }
 
-    /// Starts the queue of a ring that has everything, unless it runs.
+    /// Starts the queue of a ring with a complete setup, unless the queue runs.
     fn start_queue(&mut self, index: usize) -> Result<()> {
         if self.vrings[index].is_running() {
             return Ok(());
@@ -215,7 +214,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.change_memory(changed)
     }
 
-    /// Applies a change of the memory, if all running queues have their rings in it.
+    /// Applies a change of the memory if the new memory has the rings of all running queues.
     fn change_memory(&mut self, changed: ChangedMemory) -> Result<()> {
         for vring in &self.vrings {
             vring.check(changed.guest())?;
@@ -224,8 +223,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         for vring in &self.vrings {
             vring.move_to(self.memory.guest(), &self.log)?;
         }
-        // Only now, when no queue uses the replaced regions: they need not be pinned at the same
-        // time.
+        // Registered only now, when no queue uses the replaced regions: so old and new regions are
+        // not pinned at the same time.
         let export = &self.device.export;
         for (index, vring) in self.vrings.iter().enumerate() {
             if vring.is_running() {
@@ -241,7 +240,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.update_log()
     }
 
-    /// Sets how the front-end is notified that the log has changed.
+    /// Sets the eventfd that notifies the front-end of changes of the log.
     pub fn set_log_call(&mut self, call: OwnedFd) -> Result<()> {
         self.log.set_call(call)?;
         self.update_log()
@@ -267,7 +266,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     pub fn set_write_cache(&mut self, cache: WriteCache) -> Result<()> {
         let before = self.cache.reported();
         self.cache.set(cache);
-        // From now on the driver takes all its writes for durable, also earlier ones.
+        // From now on the driver assumes that all its writes are durable, also earlier ones.
         if (before, self.cache.reported()) == (WriteCache::Volatile, WriteCache::None)
             && let Err(error) = self.flush()
         {
@@ -289,7 +288,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     /// Takes over memory for in-flight tracking.
     pub fn set_inflight(&mut self, given: InflightDescription, file: OwnedFd) -> Result<()> {
         let area = InflightArea::map(given, file, &self.memory)?;
-        // The guest set it once, and does not again because the server was restarted.
+        // The guest has set the cache mode once; it does not set it again after a server restart.
         if let Some(cache) = area.write_cache() {
             self.cache.set(cache);
             self.is_cache_restored = true;

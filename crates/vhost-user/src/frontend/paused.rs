@@ -1,7 +1,7 @@
 //! A front-end whose device has paused: everything that another process needs to continue it.
 //!
-//! It consists of the current settings by the front-end's messages, with the descriptors that came
-//! with them.
+//! It has the current settings from the front-end's messages, with the descriptors that came with
+//! them.
 
 use std::os::fd::OwnedFd;
 
@@ -26,7 +26,7 @@ pub struct PausedFrontend {
     pub inflight: Option<(InflightDescription, OwnedFd)>,
     /// The log of changed pages.
     pub log: Option<(LogDescription, OwnedFd)>,
-    /// How the front-end is notified that the log has changed.
+    /// The descriptor that notifies the front-end of a changed log.
     pub log_call: Option<OwnedFd>,
     /// The socket for messages to the front-end.
     pub backend_channel: Option<OwnedFd>,
@@ -39,32 +39,32 @@ pub struct PausedFrontend {
 /// The driver's knowledge of the write cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PausedWriteCache {
-    /// The state that is reported to it.
+    /// The state that is reported to the driver.
     pub reported: WriteCache,
-    /// Whether it flushes, or sets the state.
+    /// Whether the driver flushes, or sets the state.
     pub driver_flushes: bool,
-    /// Whether the state is that which an earlier server left in the in-flight memory.
+    /// Whether the state comes from an earlier server, by the in-flight memory.
     pub is_restored: bool,
 }
 
 /// A ring.
 #[derive(Debug)]
 pub struct PausedVring {
-    /// How many entries it has.
+    /// The number of its entries.
     pub size: u16,
-    /// Where it is.
+    /// The addresses of the ring.
     pub addresses: Option<UserAddresses>,
     /// The number of the next available entry.
     pub base: u16,
-    /// How the guest kicks, if that is set.
+    /// The guest's kick, if set.
     pub kick: Option<Kick>,
-    /// How the driver is notified.
+    /// The descriptor that notifies the driver.
     pub call: Option<OwnedFd>,
-    /// How the front-end is notified that the ring is broken.
+    /// The descriptor that notifies the front-end of a broken ring.
     pub error: Option<OwnedFd>,
-    /// Whether the front-end has enabled it.
+    /// Whether the front-end has enabled the ring.
     pub is_enabled: bool,
-    /// Whether its queue runs when the device does.
+    /// Whether the ring's queue runs when the device runs.
     pub is_running: bool,
 }
 
@@ -74,7 +74,7 @@ pub enum PauseError {
     /// Requests are still in flight.
     #[error("a guest's requests did not complete in time")]
     Requests,
-    /// The device's thread carries out a message, or waits for the rest of one.
+    /// The device's thread executes a message, or waits for the rest of one.
     #[error("a message of the front-end was not carried out in time")]
     Message,
     /// The kernel gives no more descriptors.

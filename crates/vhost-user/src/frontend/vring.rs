@@ -1,4 +1,4 @@
-//! One of a front-end's rings: its settings, and the queue that runs by it.
+//! A ring of a front-end: its settings, and the queue that runs on it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,9 +18,10 @@ use crate::ring::{Broken, RingAddresses, SplitRing};
 
 /// A queue that runs on a loop.
 pub struct RunningQueue {
-    /// Where its commands go.
+    /// The channel for its commands.
     pub requests: mpsc::UnboundedSender<QueueRequest>,
-    /// Its end, with the number of the next available entry. Without a sender the loop has ended.
+    /// Receives the number of the next available entry when the queue ends. Without a sender the
+    /// loop has ended.
     pub end: Receiver<u16>,
 }
 
@@ -32,16 +33,16 @@ pub struct Vring {
     /// The number of the next available entry.
     base: u16,
     kick: Option<Kick>,
-    /// How the driver is notified.
+    /// The eventfd that notifies the driver.
     call: Option<OwnedFd>,
-    /// How the front-end is notified that the ring is broken.
+    /// The eventfd that notifies the front-end of a broken ring.
     error: Option<OwnedFd>,
     is_enabled: bool,
     running: Option<RunningQueue>,
 }
 
 impl Vring {
-    /// How many entries it has.
+    /// The number of entries.
     pub fn size(&self) -> u16 {
         self.size
     }
@@ -51,7 +52,7 @@ impl Vring {
         self.base
     }
 
-    /// The address of the used ring for the log, if changes of it are logged.
+    /// The log address of the used ring, if its changes are logged.
     pub fn logged_used(&self) -> Option<u64> {
         self.addresses.and_then(|addresses| addresses.log)
     }
@@ -68,32 +69,32 @@ impl Vring {
         self.running.is_none() && self.kick.is_some() && is_enabled
     }
 
-    /// The queue was started.
+    /// Records that the queue was started.
     pub fn set_running(&mut self, running: RunningQueue) {
         self.running = Some(running);
     }
 
-    /// Another handle of how the guest kicks.
+    /// A duplicate of the kick.
     pub fn duplicate_kick(&self) -> Result<Option<Kick>> {
         self.kick.as_ref().map(Kick::try_clone).transpose().map_err(refused)
     }
 
-    /// Another handle of how the driver is notified.
+    /// A duplicate of the call eventfd.
     pub fn duplicate_call(&self) -> Result<Option<Call>> {
         duplicate_call(self.call.as_ref())
     }
 
-    /// Another handle of how the front-end is notified that the ring is broken.
+    /// A duplicate of the error eventfd.
     pub fn duplicate_error(&self) -> Result<Option<Call>> {
         duplicate_call(self.error.as_ref())
     }
 
-    /// The ring's parts in the guest's addresses.
+    /// The guest addresses of the ring's parts.
     pub fn guest_addresses(&self, memory: &GuestMemory) -> Result<RingAddresses, Broken> {
         to_guest(&self.addresses.ok_or(Broken::Misplaced("ring", 0))?, memory)
     }
 
-    /// Sets the number of entries. Whether it makes sense is checked when the queue starts.
+    /// Sets the number of entries. It is validated when the queue starts.
     pub fn set_size(&mut self, count: u32) -> Result<()> {
         if self.is_running() {
             return Err(refused("another size for a queue that runs"));
@@ -121,7 +122,7 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets how the guest kicks.
+    /// Sets the guest's kick.
     pub fn set_kick(&mut self, kick: Kick) -> Result<()> {
         if let Kick::Event(event) = &kick {
             check_eventfd(Some(event), "kicks")?;
@@ -132,7 +133,7 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets how the driver is notified.
+    /// Sets the call eventfd, which notifies the driver.
     pub fn set_call(&mut self, call: Option<OwnedFd>) -> Result<()> {
         check_eventfd(call.as_ref(), "calls")?;
         if self.is_running() {
@@ -143,7 +144,7 @@ impl Vring {
         Ok(())
     }
 
-    /// Sets how the front-end is notified that the ring is broken.
+    /// Sets the error eventfd, which notifies the front-end of a broken ring.
     pub fn set_error(&mut self, error: Option<OwnedFd>) -> Result<()> {
         check_eventfd(error.as_ref(), "errors")?;
         self.error = error;
@@ -155,7 +156,7 @@ impl Vring {
         self.is_enabled = true;
     }
 
-    /// Stops popping requests until it is enabled.
+    /// Ends the queue: no requests are popped until [`enable`](Self::enable).
     pub fn disable(&mut self) {
         self.is_enabled = false;
         self.stop(StopMode::Graceful);
@@ -178,7 +179,7 @@ impl Vring {
     /// logging.
     pub fn move_to(&self, memory: &GuestMemory, log: &DirtyLogging) -> Result<()> {
         let (Some(addresses), true) = (&self.addresses, self.is_running()) else { return Ok(()) };
-        // A copy for each queue, so that their threads count references apart.
+        // Each queue has its own copy, so that threads do not share a reference count.
         let memory = Arc::new(memory.clone());
         let addresses = to_guest(addresses, &memory).map_err(refused)?;
         self.send(QueueCommand::Move(memory, addresses)).map_err(refused)?;
@@ -197,7 +198,7 @@ impl Vring {
     /// Sends a command to the running queue, if there is one, and waits until it is applied.
     ///
     /// # Errors
-    /// The queue's. A queue that has ended by itself gets no commands.
+    /// Errors of the queue. A queue that has ended by itself gets no commands.
     fn send(&self, command: QueueCommand) -> Result<(), Broken> {
         match self.post(command).map(futures_executor::block_on) {
             Some(Ok(outcome)) => outcome,
@@ -218,8 +219,8 @@ impl Vring {
     pub fn stop(&mut self, mode: StopMode) {
         // A stop does not fail.
         let _ = self.send(QueueCommand::Stop(mode));
-        // The front-end does nothing else until the queue ends, so it could not free space on the
-        // host.
+        // The front-end is blocked until the queue ends. So it cannot free the host space for which
+        // held requests wait.
         let _ = self.post(QueueCommand::EndHolding);
         if let Some(running) = self.running.take()
             && let Ok(base) = running.end.recv()
@@ -228,13 +229,13 @@ impl Vring {
         }
     }
 
-    /// Makes the queue, if one runs, pop no more requests, and end.
+    /// Requests the end of the queue, if one runs: it pops no more requests.
     /// [`wait_ended`](Self::wait_ended) and [`take_back_end`](Self::take_back_end) follow.
     pub fn begin_end(&self) {
         let _ = self.post(QueueCommand::Stop(StopMode::Graceful));
     }
 
-    /// Waits for the requested end until the deadline. Returns whether it came.
+    /// Waits for the requested end until the deadline. Returns whether the queue has ended.
     pub fn wait_ended(&mut self, deadline: Instant) -> bool {
         let Some(running) = &self.running else { return true };
         match running.end.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
@@ -246,7 +247,7 @@ impl Vring {
         true
     }
 
-    /// Resumes the queue if its requested end has not happened yet. Otherwise it no longer runs.
+    /// Resumes the queue unless its requested end has happened. Then the queue no longer runs.
     pub fn take_back_end(&mut self) {
         let goes_on = self.post(QueueCommand::Continue).map(futures_executor::block_on);
         if !matches!(goes_on, Some(Ok(_)))
@@ -299,8 +300,7 @@ impl Vring {
         Ok(vring)
     }
 
-    /// Ends the queue, and forgets how guest and driver are notified. Returns the number of the
-    /// next available entry.
+    /// Ends the queue, and drops its kick and call. Returns the number of the next available entry.
     pub fn stop_and_get_base(&mut self) -> u16 {
         self.stop(StopMode::Graceful);
         (self.kick, self.call) = (None, None);

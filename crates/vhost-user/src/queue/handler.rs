@@ -36,19 +36,19 @@ pub struct Handlers {
 pub enum NextHandler {
     /// A handler that was idle.
     Idle(Rc<Handler>),
-    /// A new one, to be started.
+    /// A new handler, which the caller starts.
     New,
-    /// All are busy.
+    /// All handlers are busy.
     None,
 }
 
 impl Handlers {
-    /// None yet, `limit` at most.
+    /// No handlers yet; later `limit` at most.
     pub fn new(limit: usize) -> Self {
         Self { idle: RefCell::default(), count: Cell::new(0), limit }
     }
 
-    /// Whether one is idle or can be started.
+    /// Whether a handler is idle or can be started.
     pub fn has_free(&self) -> bool {
         !self.idle.borrow().is_empty() || self.count.get() < self.limit
     }
@@ -70,7 +70,7 @@ impl Handlers {
         self.idle.borrow_mut().push(handler);
     }
 
-    /// Notifies all that are idle, for the end of the queue.
+    /// Notifies all idle handlers, at the end of the queue.
     pub fn notify_idle(&self) {
         self.idle.take().iter().for_each(|handler| handler.notify());
     }

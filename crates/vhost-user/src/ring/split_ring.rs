@@ -1,10 +1,10 @@
 //! The device's side of a split virtqueue (virtio 1.2, section 2.7).
 //!
-//! The driver may be hostile, and changes its memory at any time. So each field is read once and
-//! checked before it is used, and no count or index of the driver decides how long a loop runs or
-//! where the device stores. The two ends share three structures and an order of accesses: what the
-//! driver stored before it published an index is visible to the device that read the index
-//! (acquire), and the other way round (release).
+//! The driver may be hostile, and change its memory at any time. So each field is read once and
+//! checked before use. No count or index of the driver sets the length of a loop or the place of a
+//! store. Driver and device share three structures and an order of accesses: a device that reads an
+//! index (acquire) sees all that the driver stored before it published the index. The driver
+//! likewise sees the device's stores (release).
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{Ordering, fence};
@@ -31,13 +31,13 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// Whether `VIRTIO_RING_F_EVENT_IDX` was negotiated: each side publishes the index from which on it
-/// wants notifications.
+/// Whether `VIRTIO_RING_F_EVENT_IDX` was negotiated. If so, each side publishes the index from
+/// which on it requests notifications.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventIndex {
-    /// It was.
+    /// The feature was negotiated.
     Negotiated,
-    /// It was not: each side has a flag.
+    /// The feature was not negotiated: each side has a flag.
     Absent,
 }
 
@@ -114,7 +114,7 @@ impl SplitRing {
         Ok(())
     }
 
-    /// How many entries it has.
+    /// The number of entries.
     pub fn size(&self) -> u16 {
         self.size
     }
@@ -147,7 +147,7 @@ impl SplitRing {
     /// Reads the driver's index again. Returns how many entries are available.
     ///
     /// # Errors
-    /// When there are more than the queue has.
+    /// More entries are available than the queue has.
     pub fn update_avail_idx(&mut self) -> Result<u16, Broken> {
         let avail_idx = self.available.load_u16(2, Acquire);
         let count = avail_idx.wrapping_sub(self.last_avail_idx);
@@ -162,7 +162,7 @@ impl SplitRing {
     /// descriptor.
     ///
     /// # Errors
-    /// When the table does not have that descriptor.
+    /// The table does not have that descriptor.
     pub fn pop(&mut self) -> Result<Option<u16>, Broken> {
         if self.cached_available() == 0 {
             return Ok(None);
@@ -211,7 +211,7 @@ impl SplitRing {
         }
     }
 
-    /// Whether the driver has published more than was popped.
+    /// Whether the driver has published entries that were not popped.
     pub fn has_available(&self) -> bool {
         self.available.load_u16(2, Relaxed) != self.last_avail_idx
     }
@@ -240,8 +240,8 @@ impl SplitRing {
         self.avail_event == Some(self.last_avail_idx)
     }
 
-    /// Asks for no notification until [`enable_notify`](Self::enable_notify). Returns whether that
-    /// was stored in the used ring.
+    /// Disables notifications until [`enable_notify`](Self::enable_notify). Returns whether it has
+    /// stored a flag in the used ring.
     #[must_use]
     pub fn disable_notify(&mut self) -> bool {
         // An event index requests a notification for one entry only.

@@ -2,7 +2,7 @@
 //! time: with no durability, with a flush after each write, and with durability as a part of the
 //! write.
 //!
-//! Beside the rate, the number of requests that the device gets for each write counts.
+//! It measures the rate, and the number of requests that the device gets for each write.
 
 use crate::bench::load::{Load, LoopSetup, Pattern, Work};
 use crate::bench::rows::{Case, Cases, Cost, Variant};
@@ -11,13 +11,13 @@ use crate::bench::testbed::Testbed;
 const BLOCK: usize = 4096;
 const SPAN: u64 = 32 << 20;
 
-/// For the page of results.
+/// The description on the page of results.
 pub const ABOUT: &str = "Overwrites of 4 KiB from one end of 32 MiB to the other, one at a time: made durable by a \
     flush after each, made durable as a part of each write, and not durable at all. Beside the rate it \
     counts what the device gets for each write: on one with FUA a single request, elsewhere a write and a \
     flush.";
 
-/// How it is done.
+/// The compared methods of a write.
 const METHODS: [(&str, Work); 3] = [
     ("write + flush", Work::WriteThenFlush),
     ("FUA", Work::DurableWrite),

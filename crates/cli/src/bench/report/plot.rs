@@ -1,7 +1,7 @@
-//! Plots as SVG, which the page shows as they are: ratios with their spread, and latencies.
+//! SVG plots that the page embeds: ratios with their spread, and latencies.
 //!
-//! Colours come from the page's style sheet, by class; so the plots follow its theme. Scales are
-//! logarithmic, because what is shown differs by factors.
+//! The page's style sheet sets the colours by class, so the plots follow its theme. Scales are
+//! logarithmic, because the values differ by factors.
 
 use std::fmt::Write;
 
@@ -9,12 +9,12 @@ use crate::bench::rows::{Ratio, Row};
 
 /// Wide enough for labels at the size of text on a phone.
 const WIDTH: f64 = 360.0;
-/// Left and right of what is plotted.
+/// Space left and right of the plot.
 const MARGIN: f64 = 14.0;
 /// The classes of the style sheet for lines, one for each variant of a case.
 pub const SERIES: [&str; 4] = ["s0", "s1", "s2", "s3"];
 
-/// A text in HTML and SVG.
+/// Escapes a text for HTML and SVG.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -29,7 +29,7 @@ pub fn escape(text: &str) -> String {
     escaped
 }
 
-/// Nanoseconds as people say them.
+/// Nanoseconds in a readable unit.
 pub fn time(nanoseconds: f64) -> String {
     let (value, unit) = match nanoseconds {
         small if small < 999.5 => (small, "ns"),
@@ -40,7 +40,7 @@ pub fn time(nanoseconds: f64) -> String {
     format!("{} {unit}", digits(value))
 }
 
-/// Three significant digits at most, and none behind the point that say nothing.
+/// At most three significant digits, without trailing zeros after the point.
 pub fn digits(value: f64) -> String {
     let places = if value >= 100.0 { 0 } else { usize::from(value < 10.0) + 1 };
     let text = format!("{value:.places$}");
@@ -51,7 +51,7 @@ pub fn digits(value: f64) -> String {
     }
 }
 
-/// A logarithmic scale from a range of values to a range of places.
+/// A logarithmic scale from a range of values to a range of positions.
 struct Scale {
     values: (f64, f64),
     places: (f64, f64),
@@ -64,7 +64,7 @@ impl Scale {
             .filter(|value| *value > 0.0)
             .fold((f64::MAX, f64::MIN), |(low, high), value| (low.min(value), high.max(value)));
         let (low, high) = if low <= high { (low, high) } else { (1.0, 1.0) };
-        // Nothing sits on the frame.
+        // The margin keeps values off the frame.
         Self { values: (low / 1.15, high * 1.15), places }
     }
 
@@ -91,20 +91,20 @@ impl Scale {
     }
 }
 
-/// A ratio and what it is of.
+/// A ratio with its labels.
 pub struct Labelled<'a> {
-    /// The name of its data.
+    /// The name of the ratio's data.
     pub label: String,
     /// The ratio.
     pub ratio: Ratio,
-    /// A published figure of others.
+    /// A figure published by others.
     pub published: Option<f64>,
     /// The variant's name.
     pub variant: &'a str,
 }
 
-/// How many times faster than its baseline each row is: a dot for the median and a line for the
-/// spread, hollow where it is noise, a diamond for what was published.
+/// The speed of each row relative to its baseline: a dot for the median and a line for the spread,
+/// hollow if it is noise, and a diamond for the published figure.
 pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
     let values = rows
         .iter()
@@ -141,7 +141,7 @@ pub fn ratios(rows: &[Labelled<'_>], title: &str) -> String {
     svg
 }
 
-/// The lines of the ticks and of the baseline, beside a dot and not across the labels.
+/// The lines of the ticks and of the baseline, around the dots only: they do not cross the labels.
 fn rulers(svg: &mut String, scale: &Scale, (top, bottom): (f64, f64)) {
     let baseline = [("one", 1.0)];
     let ticks = scale.ticks().into_iter().map(|tick| ("grid", tick));
@@ -151,7 +151,7 @@ fn rulers(svg: &mut String, scale: &Scale, (top, bottom): (f64, f64)) {
     }
 }
 
-/// Where a percentile is: each nine takes as much room as the one before it.
+/// The percentiles on the axis. Each nine has the same width.
 const PERCENTILES: [(f64, &str); 5] =
     [(0.0, "0"), (0.5, "50"), (0.9, "90"), (0.99, "99"), (0.999, "99.9 %")];
 

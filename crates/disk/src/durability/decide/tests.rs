@@ -1,4 +1,4 @@
-//! The truth tables: every combination of facts has exactly one row, and the row's plan.
+//! Truth tables: every combination of facts matches exactly one row, and gets the row's plan.
 
 use blockhouse_core::{ByteRange, ExtentState};
 
@@ -16,8 +16,8 @@ const WRITES: [Writes; 5] = [
 ];
 const ADVICE: [MetadataSync; 2] = [MetadataSync::Fua, MetadataSync::Flush];
 
-/// asked, FUA of the storage, change, number of writes, advice of the format: the plan. `*` is
-/// anything.
+/// Columns: asked, FUA of the storage, change, number of writes, advice of the format; the plan.
+/// `*` matches anything.
 const PLANS: &str = "
     none  *         *           *     *      | NoSync
     data  ignored   *           *     *      | NoSync
@@ -49,7 +49,7 @@ const PLANS: &str = "
     data  emulated  mixed       *     *      | ThenFlush(Data)
 ";
 
-/// asked, FUA of the storage, "grouped" where enough durable writes are in flight for group commit.
+/// Columns: asked, FUA of the storage, "grouped" if group commit applies; the method.
 const METHODS: &str = "
     none  *         *        | Plain
     data  ignored   *        | Plain
@@ -61,7 +61,7 @@ const METHODS: &str = "
     full  emulated  *        | PlainThenFlush(Full)
 ";
 
-/// plan: what each write carries, what is required afterwards, whether holes may stay.
+/// Columns: plan; durability of each write, required sync afterwards, whether holes may stay.
 const EFFECTS: &str = "
     NoSync               | None None holes
     Fua                  | Data None filled
@@ -72,7 +72,7 @@ const EFFECTS: &str = "
     ThenFlush(Full)      | None Flush(Full) filled
 ";
 
-/// The answer of the one row of `table` that matches `facts`.
+/// The result in the only row of `table` that matches `facts`.
 fn look_up<'a>(table: &'a str, facts: &[&str]) -> &'a str {
     let rows = table.lines().filter_map(|line| line.split_once('|'));
     let matches = |conditions: &str| {

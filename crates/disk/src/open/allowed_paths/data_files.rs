@@ -1,7 +1,7 @@
 //! The data file that may be written to without an allowed path: the one that was created for its
 //! image.
 //!
-//! Either of two signs tells it from another user's disk. The image's file has an extended
+//! Either of two signs distinguishes it from another user's disk. The image's file has an extended
 //! attribute with the name, which `create` and `convert` set and which an upload cannot carry. Or
 //! the file is in the image's folder and is named after it: `disk.raw`, `disk-data.img` and
 //! `disk.qcow2.data` belong to `disk.qcow2`. A file elsewhere, or a block device, needs the
@@ -17,7 +17,7 @@ use rustix::process::geteuid;
 
 use super::{Folder, real_path};
 
-/// The attribute of an image's file that has the name of its data file, as the image has it.
+/// The extended attribute of an image's file: the name of its data file, as in the image.
 const NOTED: &str = "user.blockhouse.data-file";
 
 /// An image that names a file to be written to.
@@ -34,9 +34,9 @@ impl Namer<'_> {
         self.file.is_some_and(|file| is_noted(file, name)) || self.is_called_after(folder, found)
     }
 
-    /// Whether the image has this name in its extended attribute, set by the user who opens it or
-    /// by root: only they can write to the image. Such a file may lie anywhere, and be a block
-    /// device.
+    /// Whether the image has this name in its extended attribute, and belongs to root or the user
+    /// who opens it, and no other user can write to it. Such a data file may be anywhere, and may
+    /// be a block device.
     pub(super) fn is_chosen_by_owner(&self, name: &[u8]) -> bool {
         let Some(file) = self.file.filter(|file| is_noted(*file, name)) else { return false };
         fstat(file).is_ok_and(|status| {
@@ -63,13 +63,13 @@ fn is_called_after(stem: &OsStr, name: &OsStr) -> bool {
 }
 
 fn is_noted(image: BorrowedFd<'_>, name: &[u8]) -> bool {
-    // One byte more than fits: a longer value was not written by this program.
+    // One byte more than the name, so a longer value does not match.
     let mut noted = vec![0; name.len() + 1];
     fgetxattr(image, NOTED, &mut noted[..]).is_ok_and(|length| noted.get(..length) == Some(name))
 }
 
-/// Notes that the user named this data file for the image at `path`: commands may write to it from
-/// now on. A file system without extended attributes notes nothing; then the file's name decides.
+/// Records that the user named this data file for the image at `path`: commands may write to it
+/// from now on. Without extended attributes nothing is recorded: then the file's name decides.
 pub fn note_data_file(path: &Path, name: &[u8]) {
     let _ = setxattr(path, NOTED, name, XattrFlags::empty());
 }

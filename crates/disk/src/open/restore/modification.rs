@@ -1,16 +1,16 @@
-//! Whether an image's file is as its server left it, by its mtime.
+//! Checks by the mtime whether an image's file is unchanged since its server died.
 //!
-//! A redo log is valid only for the file that its server left. Another program can change the file
-//! after the server's death, or replace it by an older copy. The session bits of a qcow2 image
+//! A redo log is valid only if the file is unchanged. Another program can modify the file after the
+//! server's death, or replace it by an older copy. The session bits of a qcow2 image
 //! detect most such changes (`format/qcow2/transaction/replay`), but a copy made while the server
-//! ran has the same bits. So the file's mtime must match as well, as far as it can be compared:
+//! ran has the same bits. So the file's mtime is compared as well:
 //!
-//! - with the time that the file had when the server opened it, always: both are by the file
-//!   system's clock;
-//! - with the time of the server's last write, where the file system has the clock of this host,
-//!   which one of another host (NFS) has not: closely where the image has no session; where it has
-//!   one, loosely, because a write may hang in the kernel and land after the server's death. An
-//!   image without a session and without that clock has no redo log (`keep`).
+//! - with the mtime when the server opened the file: always, because both are by the file system's
+//!   clock;
+//! - with the time of the server's last write: only if the file system uses this host's clock (NFS
+//!   does not). Without a session the tolerance is small. With one it is large, because a write may
+//!   hang in the kernel and complete after the server's death. An image without a session and
+//!   without that clock has no redo log (`keep`).
 
 use std::time::Duration;
 
@@ -21,8 +21,8 @@ use rustix::fs::{FileType, Stat, fstatfs};
 use super::examine::status_of;
 use crate::state::StatePage;
 
-/// Tolerance between two times of one event: the clock of file systems has ticks, and a write is
-/// stamped slightly before and after it.
+/// Tolerance between two times of one event. File system clocks have ticks, and a write is stamped
+/// slightly before or after it.
 const TICKS: Duration = Duration::from_secs(2);
 
 /// How long a write may hang in the kernel.
@@ -41,39 +41,39 @@ const LOCAL_FILE_SYSTEMS: [u64; 8] = [
     0x794c_7630,
 ];
 
-/// When a regular file was modified for the last time, as it was found.
+/// The mtime of a regular file, and the data to judge it by.
 #[derive(Clone, Copy)]
 pub(crate) struct Modification {
     /// Since the Unix epoch.
     at: Duration,
     clock: Clock,
-    /// Its server's note.
+    /// The times that its server recorded.
     noted: Noted,
 }
 
 /// The clock that a file system stamps its files with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Clock {
-    /// This host.
+    /// The clock of this host.
     ThisHost,
-    /// Perhaps another one.
+    /// Perhaps the clock of another host.
     Unknown,
 }
 
-/// The note of a server in the state file, each time since the Unix epoch.
+/// The times that a server recorded in the state file, each since the Unix epoch.
 #[derive(Clone, Copy)]
 struct Noted {
-    /// The file's time of modification when it was opened; zero if unknown.
+    /// The file's mtime when the server opened it; zero if unknown.
     modified_before: Duration,
-    /// When it was opened.
+    /// The time when the server opened it.
     opened: Duration,
-    /// When it was written to for the last time, or opened.
+    /// The time of the server's last write; without any write, the time when it opened the file.
     last_write: Duration,
 }
 
 impl Modification {
-    /// From an image's file, and from the note of its last server. `None` for a block device, which
-    /// has no such time.
+    /// Reads the mtime of an image's file, and the times that its last server recorded. `None` for
+    /// a block device, which has no mtime.
     ///
     /// # Errors
     /// The host's.
@@ -93,8 +93,8 @@ impl Modification {
         Ok(Some(Self { at, clock, noted }))
     }
 
-    /// Why the file cannot be as its server left it. `has_session`: the image itself shows whether
-    /// another program opened it for writing.
+    /// The reason why the file must have been changed or replaced since its server's last write, if
+    /// any. `has_session`: the image itself shows whether another program opened it for writing.
     pub(crate) fn contradiction(&self, has_session: bool) -> Option<String> {
         let Self { at, clock, noted } = *self;
         let is_before = |time: Duration, slack| at + slack < time;
@@ -119,7 +119,7 @@ impl Modification {
     }
 }
 
-/// The clock that stamps this file.
+/// The clock of the file's file system.
 ///
 /// # Errors
 /// The host's.
@@ -140,13 +140,12 @@ impl Noted {
     }
 }
 
-/// Since the Unix epoch; `None` for a time before it.
+/// The mtime since the Unix epoch; `None` for a time before it.
 pub(crate) fn modification_time(status: &Stat) -> Option<Duration> {
     Some(Duration::new(status.st_mtime.try_into().ok()?, status.st_mtime_nsec as u32))
 }
 
-/// When a file was changed for the last time, by its owner's or its mode's change, too: since the
-/// Unix epoch.
+/// The ctime since the Unix epoch: the last change of the file's data, owner or mode.
 pub(crate) fn change_time(status: &Stat) -> Duration {
     Duration::new(status.st_ctime.try_into().unwrap_or(0), status.st_ctime_nsec as u32)
 }

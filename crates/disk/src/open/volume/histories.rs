@@ -1,6 +1,6 @@
-//! Random histories of a device: servers write to it and are killed, other programs write to it,
-//! and the host reboots or attaches it again. In each, the verdict whether another program changed
-//! the device is right. More tests show that wrong rules would be detected.
+//! Tests with random histories of a device: servers write to it and are killed, other programs
+//! write to it, and the host reboots or attaches it again. After each, the verdict whether another
+//! program changed the device must be right. Faults planted in the rules must be detected.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -11,10 +11,10 @@ use blockhouse_engine::DeviceWrites;
 use super::{Seen, Told, told_by_close, told_by_count};
 use crate::state::{BootId, FlushRecord, ImageIdentity, Owner, StatePage, TrackedFile};
 
-/// The planted faults.
+/// The rule under test: the right one, or one with a planted fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rule {
-    /// Nothing.
+    /// No fault.
     Right,
     /// A write is counted when it has completed.
     CountsLate,
@@ -22,9 +22,9 @@ enum Rule {
     CountsNothing,
     /// Counts of another era are compared, too.
     MixesEras,
-    /// A note at the end of an earlier session is compared after a kill.
+    /// After a kill, the note that an earlier session left at its end is compared.
     ForgetsKills,
-    /// The kernel's count is read while the page cache holds what it will count.
+    /// The kernel's count is read while the page cache has writes that it does not count yet.
     LooksPastCache,
     /// A zeroing counts once, even if the device refuses it.
     CountsZeroesOnce,
@@ -36,9 +36,9 @@ struct Device {
     sectors: u64,
     /// Sectors in the page cache alone.
     dirty: u64,
-    /// Whether it refuses to zero, and the kernel does not know that.
+    /// Whether the device refuses to zero, and the kernel does not know that.
     refuses_zeroes: bool,
-    /// Sectors that only a server has written, without recording them.
+    /// Sectors that other programs have written.
     strange: u64,
 }
 
@@ -58,7 +58,7 @@ impl Device {
         self.sectors += std::mem::take(&mut self.dirty);
     }
 
-    /// A zeroing; if the device refuses it, the kernel sends zeros.
+    /// Zeroes sectors. If the device refuses, the kernel writes zeros, and counts both.
     fn zero(&mut self, sectors: u64) {
         let is_refused = std::mem::take(&mut self.refuses_zeroes);
         self.sectors += if is_refused { 2 * sectors } else { sectors };
@@ -104,7 +104,7 @@ fn serve(device: &mut Device, random: &mut fastrand::Rng, rule: Rule, old: Left)
         let (counted, had) = (page.device_writes() - before, device.sectors + device.dirty);
         let end = random.u8(..20);
         match is_zeroing {
-            // Killed before it reached the device.
+            // The server is killed before the write reaches the device.
             _ if end == 0 => {}
             false => device.write(sectors, is_cached),
             true => {
@@ -138,7 +138,7 @@ fn told(device: &mut Device, left: &Left, rule: Rule) -> Told {
     }
 }
 
-/// The fault in the verdicts of one history.
+/// Runs one history. An error names the fault in its verdict.
 fn judge(seed: u64, rule: Rule) -> Result<Option<Told>, String> {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut device = Device {

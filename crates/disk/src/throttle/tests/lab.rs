@@ -1,4 +1,4 @@
-//! A group, its clock, and tasks that take turns in it.
+//! A throttle group with a test clock, and tasks whose requests it admits.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -20,7 +20,7 @@ use super::super::group::Begin;
 use super::super::queue::{Class, MemberKey, Outcome, PartyKey};
 use super::super::{RateLimits, ThrottleGroup};
 
-/// A clock that stands still while tasks run. Its timers are late by a random time.
+/// A clock that advances only while no task runs. Each timer fires late by a random time.
 #[derive(Clone)]
 pub(super) struct TestClock(Arc<Mutex<Timeline>>);
 
@@ -104,7 +104,7 @@ pub(super) struct Gone {
     pub(super) bytes: u64,
 }
 
-/// A group, and the requests that it admitted. Clones are the same.
+/// A group, and the requests that it admitted. Clones share both.
 #[derive(Clone)]
 pub(super) struct Lab {
     pub(super) group: Arc<ThrottleGroup>,
@@ -142,7 +142,7 @@ impl Lab {
         self.gone.borrow_mut().push(Gone { at, party, direction: direction(class), bytes });
     }
 
-    /// Waits for one request's turn.
+    /// Waits until the group admits one request.
     pub(super) async fn take(&self, party: (MemberKey, PartyKey), class: Class, bytes: u64) {
         if let Some(admission) = self.begin(party, class, bytes) {
             assert_eq!(admission.await, Outcome::Admitted);
@@ -150,7 +150,7 @@ impl Lab {
         self.note(party, class, bytes);
     }
 
-    /// A client with `depth` requests at a time, each of which takes some 100 microseconds.
+    /// Spawns a client with `depth` requests at a time, each of which takes about 100 microseconds.
     pub(super) fn client(
         &self,
         party: (MemberKey, PartyKey),
@@ -169,7 +169,7 @@ impl Lab {
         }
     }
 
-    /// Lets so much time pass.
+    /// Runs tasks and timers until `time` has passed.
     pub(super) fn run(&self, time: Duration) {
         let end = self.clock.now() + time;
         loop {

@@ -1,4 +1,4 @@
-//! Any limits, any clients: the sum that is granted in each window.
+//! Random limits and clients: checks the sum of admitted requests in each time window.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -50,8 +50,8 @@ fn any_limits() -> impl Strategy<Value = RateLimits> {
     )
 }
 
-/// No window has more than `rate · t`, a twentieth of a second's worth, what a burst may save, and
-/// one request.
+/// Checks that no window of time `t` has more than `rate · (t + 50 ms)`, the tokens that a burst
+/// may save, and one request. During a burst, its higher rate is a limit as well.
 fn check_windows(
     gone: &[(Duration, u64)],
     rate: u64,
@@ -67,7 +67,7 @@ fn check_windows(
             let time = (at - gone[first].0).as_secs_f64() + 0.05;
             let sustained = rate * (time + saved);
             let peak = burst.map_or(f64::INFINITY, |burst| rate * burst.factor() * time);
-            // One token for rounding.
+            // The last term is one token for rounding.
             let most = sustained.min(peak) * 1.000_001 + largest as f64 + 1.0;
             prop_assert!(sum <= most, "{sum} of {most} in {time} s at {rate}");
         }
@@ -75,14 +75,14 @@ fn check_windows(
     Ok(())
 }
 
-/// Which requests a limit counts.
+/// Whether a limit counts a request.
 type IsOf<'a> = &'a dyn Fn(&Gone) -> bool;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Any limits, any clients: the bound holds for each limit in each window, and every client
-    /// that asks is served.
+    /// For random limits and clients, each limit holds in each window, and each client gets a
+    /// request admitted.
     #[test]
     fn every_limit_holds_in_every_window_and_none_starves(
         limits in any_limits(),
@@ -129,7 +129,7 @@ proptest! {
             let party = (disks[client.disk], client.party);
             let direction = direction(client.class);
             let is_of = |gone: &Gone| gone.party == party && gone.direction == direction;
-            // A turn of each class of each party of each disk, a second each.
+            // One second for a turn of each class of each party of each disk.
             let mut seconds = 4 * 3 * 3;
             while lab.count(is_of) == 0 && seconds > 0 {
                 lab.run(Duration::from_secs(1));

@@ -1,4 +1,4 @@
-//! Transfers between memory and a file, and commands, as a ring takes them.
+//! Submission queue entries for transfers between memory and a file, and for commands.
 
 use std::os::fd::AsRawFd;
 
@@ -8,8 +8,8 @@ use io_uring::{opcode, squeue};
 
 use crate::driver::operation::{DeviceCommand, Transfer};
 
-/// The entry that reads; it points into the transfer. `slot` names all of its memory, if it has
-/// one.
+/// The entry for a read; it points into the transfer. `slot` is the registered buffer with all of
+/// the transfer's memory, if there is one.
 pub(super) fn read(file: Fd, transfer: &Transfer, slot: Option<u16>) -> squeue::Entry {
     match (transfer.vector.segments(), slot) {
         ([Segment { address, length }], Some(slot)) => {
@@ -33,7 +33,7 @@ pub(super) fn read(file: Fd, transfer: &Transfer, slot: Option<u16>) -> squeue::
     }
 }
 
-/// The entry that writes, with `RWF_` flags; otherwise as [`read`].
+/// The entry for a write, with `RWF_` flags; otherwise as [`read`].
 pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32) -> squeue::Entry {
     match (transfer.vector.segments(), slot) {
         ([Segment { address, length }], Some(slot)) => {
@@ -62,7 +62,7 @@ pub(super) fn write(file: Fd, transfer: &Transfer, slot: Option<u16>, flags: i32
     }
 }
 
-/// The entry that sends a command. Its memory belongs to the command.
+/// The entry for a command. Its memory belongs to the command.
 pub(super) fn command(command: &DeviceCommand) -> squeue::Entry {
     let DeviceCommand { file, code, argument, memory } = command;
     let address = memory.segments().first().map_or(0, |first| first.address.addr().get());

@@ -1,10 +1,10 @@
 //! The io_uring engine: files, sockets and the notifier of a loop through one ring, with one system
-//! call for each iteration. Operations that are polled for have a second ring beside it (`polled`);
-//! while there are any, the loop does not sleep.
+//! call for each iteration. Operations whose completions are polled for use a second ring
+//! (`polled`). While any of them is in flight, the loop does not sleep.
 //!
-//! Guarantees: a file operation that the ring refused to carry out is carried out by a thread, so a
-//! lack of memory or processes fails no request (`unstarted`). An operation ends by its completion
-//! and by nothing else: a ring that lost completions ends the process (`ring`).
+//! Guarantees: a thread carries out a file operation that the ring refused, so a lack of memory or
+//! processes fails no request (`unstarted`). Only its completion ends an operation: a ring that
+//! lost completions ends the process (`ring`).
 
 mod entry;
 mod polled;
@@ -34,13 +34,13 @@ use crate::mapping::Mapping;
 use polled::PolledRing;
 use ring::{CompletionMode, Ring};
 
-/// Completions that belong to no operation of the table.
+/// User data of completions that belong to no operation of the table.
 const NOTIFIER: u64 = u64::MAX;
 const CANCEL: u64 = u64::MAX - 1;
 /// An attempt to open a file (`attempts`).
 #[cfg(debug_assertions)]
 const ATTEMPT: u64 = u64::MAX - 2;
-/// Set in those of watches, whose key follows.
+/// This bit is set in the user data of watches. The bits below it are the key.
 const WATCH: u64 = 1 << 32;
 
 pub(crate) struct Uring {
@@ -49,9 +49,9 @@ pub(crate) struct Uring {
     shared: Arc<LoopShared>,
     /// Whether the ring watches the notifier.
     watches_notifier: bool,
-    /// Fetched already; the next `poll` reports them.
+    /// Completions that were fetched already; the next `poll` reports them.
     ready: Vec<Completion>,
-    /// For the operation with that token, if it is one on a socket: the kernel reads it there.
+    /// The message headers of socket operations, by token. The kernel reads them here.
     headers: Box<[libc::msghdr]>,
     /// The watched descriptors.
     watches: HashMap<WatchKey, RawFd>,
@@ -67,10 +67,10 @@ pub(crate) struct Uring {
 }
 
 impl Uring {
-    /// A ring for the calling thread, which carries out commands to devices or refuses them.
+    /// Opens a ring for the calling thread. `commands` says whether it refuses commands to devices.
     ///
     /// # Errors
-    /// The kernel's, where io_uring is missing, forbidden or too old.
+    /// The kernel's error if io_uring is missing, forbidden or too old.
     pub(crate) fn open(shared: &Arc<LoopShared>, commands: DeviceCommands) -> io::Result<Self> {
         let ring = Ring::open(shared, CompletionMode::Interrupt, commands)?;
         // SAFETY: all-zero is a valid msghdr (null pointers and zero lengths).
@@ -170,7 +170,7 @@ impl Uring {
 
     fn renew_watches(&mut self) {
         while let Some(key) = self.ended.pop() {
-            // A watch that was removed, or ends by being cancelled, is not renewed.
+            // A watch that was removed or cancelled is not renewed.
             if let Some(&descriptor) = self.watches.get(&key) {
                 let entry = opcode::PollAdd::new(Fd(descriptor), libc::POLLIN as u32).multi(true);
                 self.push(&entry.build().user_data(WATCH | u64::from(key.0)));
@@ -291,10 +291,10 @@ impl Driver for Uring {
         self.renew_watches();
         let waiting = !self.ready.is_empty() || !self.ring.completions().is_empty();
         match wait {
-            // Completions of this ring show in memory, and the other one is entered anyway.
+            // Completions of this ring are visible in memory; `polled.poll` enters the other ring.
             _ if self.is_polling() && !self.ring.needs_enter() => {}
             _ if self.is_polling() => self.ring.enter(0, None),
-            // Completions show in memory.
+            // Completions are visible in memory.
             Wait::Never if !self.ring.needs_enter() => {}
             Wait::Never => self.ring.enter(0, None),
             _ if waiting => self.ring.enter(0, None),

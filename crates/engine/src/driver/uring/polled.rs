@@ -1,13 +1,13 @@
-//! The second ring of a loop: reads and writes whose completions no interrupt announces
-//! (`IORING_SETUP_IOPOLL`).
+//! The second ring of a loop, for reads and writes whose completions are polled for, without
+//! interrupts (`IORING_SETUP_IOPOLL`).
 //!
-//! Such a ring takes direct I/O on devices with queues for that and nothing else, and looks for
-//! completions only when it is entered. So a loop that has something in flight here does not sleep
-//! but enters it at every iteration; with nothing in flight it is not entered. It is made when it
-//! is asked for, because a process in a sandbox can make none later.
+//! Such a ring accepts only direct I/O on devices with poll queues, and finds completions only when
+//! it is entered. So a loop with operations in flight here does not sleep, but enters the ring in
+//! every iteration; without any it does not enter the ring. The ring is created on request, because
+//! a process in a sandbox cannot create one later.
 //!
-//! Guarantees: an operation that the kernel refuses to poll for is handed back, to be done by the
-//! main ring, with one warning for its file; so is every operation where the ring cannot be made.
+//! Guarantees: an operation that the kernel refuses to poll for is returned for the main ring, with
+//! one warning for its file. If this ring cannot be created, the main ring does every operation.
 
 use std::sync::Arc;
 
@@ -26,9 +26,9 @@ pub(super) struct PolledRing {
     shared: Arc<LoopShared>,
     fixed: FixedFiles,
     state: State,
-    /// How many operations the kernel has.
+    /// The number of operations in the kernel.
     in_flight: usize,
-    /// Completed; the next `poll` reports them.
+    /// Completed operations, which the next `poll` reports.
     ready: Vec<Completion>,
 }
 
@@ -45,7 +45,7 @@ impl PolledRing {
         Self { shared, fixed, state: State::Off, in_flight: 0, ready: Vec::new() }
     }
 
-    /// Makes or drops the ring. No operation is in flight.
+    /// Creates or drops the ring. No operation may be in flight.
     pub(super) fn set(&mut self, io_poll: IoPoll) {
         self.state = match io_poll {
             IoPoll::On => self.open(),
@@ -53,7 +53,7 @@ impl PolledRing {
         };
     }
 
-    /// Whether files get slots here, too. No operation is in flight.
+    /// Sets whether files get slots in this ring, too. No operation may be in flight.
     pub(super) fn set_fixed_files(&mut self, fixed: FixedFiles) {
         self.fixed = fixed;
         if let State::Open(ring) = &mut self.state {
@@ -61,7 +61,7 @@ impl PolledRing {
         }
     }
 
-    /// A file that may have a slot was closed.
+    /// Releases the slot of a closed file, if any.
     pub(super) fn unregister_file(&mut self, file: &FileId) {
         if let State::Open(ring) = &mut self.state {
             ring.unregister_file(file);
@@ -73,8 +73,8 @@ impl PolledRing {
         self.in_flight > 0 || !self.ready.is_empty()
     }
 
-    /// Takes the operation, as [`Driver::start`] does, if it can be polled for. Says whether it
-    /// did.
+    /// Starts the operation, as [`Driver::start`] does, if it can be polled for. Returns whether it
+    /// was started.
     ///
     /// [`Driver::start`]: crate::driver::Driver::start
     pub(super) fn start(&mut self, token: Token, operation: &Operation) -> bool {

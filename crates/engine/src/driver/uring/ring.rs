@@ -1,11 +1,11 @@
-//! A ring by itself: made in the best way that the kernel has, filled, entered, with the files and
-//! the memory that it knows by slots.
+//! One io_uring: its setup with the best flags of this kernel, its submissions and completions, its
+//! registered files and buffers.
 //!
-//! It is made for one thread (`SINGLE_ISSUER`) where the kernel has that, and its completions run
-//! when the loop asks for them (`DEFER_TASKRUN`), not in the middle of its work; so every call that
-//! submits also gets events, or nothing would ever complete. That completions wait to be run is
-//! seen in memory (`TASKRUN_FLAG`), so that polling for them takes no system call. It carries out
-//! what the engine uses and nothing else (`ring_restrictions`).
+//! If the kernel supports it, the ring is for one thread (`SINGLE_ISSUER`), and completions run
+//! only when the loop asks for them (`DEFER_TASKRUN`). So every call that submits also gets events:
+//! otherwise nothing would complete. A flag in memory shows pending completions (`TASKRUN_FLAG`),
+//! so polling needs no system call. The ring accepts only the operations that the engine uses
+//! (`ring_restrictions`).
 
 use std::io;
 use std::ptr;
@@ -26,7 +26,7 @@ use crate::driver::registrations::Registrations;
 use crate::driver::ring_restrictions::{DeviceCommands, LOOP, VectoredSlots, enable};
 use crate::mapping::Mapping;
 
-/// Entries of the submission queue between two system calls. More than these only need an extra
+/// Entries of the submission queue between two system calls. Further entries only need another
 /// call.
 const SUBMISSIONS: u32 = 256;
 
@@ -39,15 +39,15 @@ pub(super) struct Ring {
     shared: Arc<LoopShared>,
     files: FixedTable,
     memory: BufferTable,
-    /// Whether requests in several segments name slots, too.
+    /// Whether requests with several segments can use registered buffers, too.
     vectored_slots: VectoredSlots,
     broken_wait: BrokenWait,
 }
 
-/// How a ring learns of completions.
+/// The way in which a ring gets completions.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum CompletionMode {
-    /// Devices and peers interrupt.
+    /// Devices and peers signal completions by interrupts.
     Interrupt,
     /// The kernel polls the devices' queues whenever the ring is entered (`IORING_SETUP_IOPOLL`).
     Polled,
@@ -69,7 +69,7 @@ impl Ring {
     /// A ring for the calling thread, whose loop is `shared`.
     ///
     /// # Errors
-    /// The kernel's, where io_uring is missing, forbidden or too old.
+    /// The kernel's, if io_uring is missing, forbidden or too old.
     pub(super) fn open(
         shared: &Arc<LoopShared>,
         completions: CompletionMode,
@@ -94,8 +94,8 @@ impl Ring {
         unsafe { self.uring.submission().push(entry) }.map_err(|_| Full)
     }
 
-    /// The entry that `build` makes for the file, by its slot if it has one. The flag for that is
-    /// set last, because `build` overwrites all flags.
+    /// The entry that `build` makes for the file, or for its slot if it has one. Sets the flag for
+    /// a slot last, because `build` overwrites all flags.
     pub(super) fn on_file(
         &mut self,
         file: &File,
@@ -107,14 +107,14 @@ impl Ring {
         }
     }
 
-    /// The slot that has all of this memory, if a request for it can name one.
+    /// The registered buffer that has all of this memory, if a request for it can use one.
     pub(super) fn slot_of(&self, vector: &IoVector) -> Option<u16> {
         let can_name =
             vector.segments().len() == 1 || self.vectored_slots == VectoredSlots::Available;
         can_name.then(|| self.memory.slot_of(vector)).flatten()
     }
 
-    /// Submits everything and waits for `want` completions, or at most for `limit`.
+    /// Submits all entries, and waits for `want` completions, but no longer than `limit`.
     pub(super) fn enter(&mut self, want: u32, limit: Option<Duration>) {
         let timeout =
             limit.map(|limit| Timespec::new().sec(limit.as_secs()).nsec(limit.subsec_nanos()));
@@ -132,64 +132,64 @@ impl Ring {
         match entered {
             Ok(_) => self.broken_wait.worked(),
             Err(error) => match error.raw_os_error() {
-                // Interrupted, timed out, or completions must be reaped first, which comes next
-                // anyway.
+                // Interrupted, timed out, or completions must be reaped first: the caller reaps
+                // them next anyway.
                 Some(libc::EINTR | libc::ETIME | libc::EBUSY) => self.broken_wait.worked(),
                 Some(libc::EBADR) => end_process_without_completions(),
-                // No memory for a request: without a completion to reap, only time helps.
+                // No memory for a request. Reaping a completion may help; without one, only time.
                 Some(libc::EAGAIN) if !self.uring.completion().is_empty() => {}
                 _ => self.broken_wait.failed("io_uring_enter", &error),
             },
         }
     }
 
-    /// The completions that are there.
+    /// The completions that can be reaped now.
     pub(super) fn completions(&mut self) -> cqueue::CompletionQueue<'_> {
         self.uring.completion()
     }
 
-    /// Whether the kernel has completions ready to be run by the next `enter`.
+    /// Whether the kernel has completions that the next `enter` runs.
     pub(super) fn has_completions(&mut self) -> bool {
         self.uring.submission().taskrun()
     }
 
-    /// Whether there are entries to submit, work for the kernel to run, or completions that wait
-    /// for queue space.
+    /// Whether `enter` has something to do: entries to submit, work for the kernel to run, or
+    /// completions that wait for queue space.
     pub(super) fn needs_enter(&mut self) -> bool {
         let submission = self.uring.submission();
         !submission.is_empty() || submission.taskrun() || submission.cq_overflow()
     }
 
-    /// Whether files get slots from now on. No operation is in flight.
+    /// Sets whether files get slots from now on. No operation may be in flight.
     pub(super) fn set_fixed_files(&mut self, fixed: FixedFiles) {
         self.files.close(&self.uring.submitter());
         self.files = FixedTable::new(self.shared.clone(), fixed);
     }
 
-    /// A file that may have a slot was closed.
+    /// Frees the slot of a closed file, if it has one.
     pub(super) fn unregister_file(&mut self, file: &FileId) {
         self.files.unregister(&self.uring.submitter(), file);
     }
 
-    /// Puts memory into slots.
+    /// Registers memory as buffers.
     pub(super) fn register_memory(&mut self, memory: &Registrations<Mapping>) -> io::Result<()> {
         self.memory.add(&self.uring.submitter(), memory)
     }
 
-    /// Memory that may have slots is no longer used.
+    /// Unregisters memory that is no longer used, if it is registered.
     pub(super) fn unregister_memory(&mut self, mapping: &Mapping) {
         self.memory.unregister(&self.uring.submitter(), mapping);
     }
 
-    /// Gives all slots of memory back. No operation is in flight.
+    /// Unregisters all memory. No operation may be in flight.
     pub(super) fn unregister_all_memory(&mut self) {
         self.memory.close(&self.uring.submitter());
     }
 }
 
-/// The kernel ran out of memory and dropped completions (io_uring_enter(2)). It is unknown which: a
-/// cancel does not find a direct transfer in progress at its device, and its memory must not be
-/// reused. So the process ends; the kernel then waits for the devices, and a service manager
+/// Aborts: the kernel ran out of memory and dropped completions (io_uring_enter(2)). It is unknown
+/// which ones. A cancel does not find a direct transfer in progress at its device; its memory must
+/// not be reused. When the process ends the kernel waits for the devices, and a service manager
 /// restarts the server.
 pub(super) fn end_process_without_completions() -> ! {
     eprintln!(
@@ -198,7 +198,7 @@ pub(super) fn end_process_without_completions() -> ! {
     std::process::abort()
 }
 
-/// The best kind of ring that this kernel has, disabled.
+/// A ring with the best flags that this kernel supports, disabled.
 fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
     let mut builder = IoUring::builder();
     builder.setup_cqsize(2 * MAX_OPERATIONS as u32).setup_clamp().dontfork().setup_r_disabled();
@@ -222,7 +222,7 @@ fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
         kind(&mut attempt);
         match attempt.build(SUBMISSIONS) {
             Ok(ring) => return Ok(ring),
-            // A flag that the kernel does not know.
+            // The kernel does not know a flag.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => refused = error,
             Err(error) => return Err(error),
         }
@@ -230,8 +230,7 @@ fn best_ring(completions: CompletionMode) -> io::Result<IoUring> {
     Err(refused)
 }
 
-/// Refuses a ring that lacks a feature that this engine needs. Returns which optional features it
-/// has.
+/// Refuses a ring without a feature that this engine needs. Returns the optional features.
 fn check(ring: &IoUring) -> io::Result<VectoredSlots> {
     let too_old = |what: &str| {
         let text = format!("this kernel's io_uring is too old: it lacks {what}");
@@ -241,7 +240,7 @@ fn check(ring: &IoUring) -> io::Result<VectoredSlots> {
     if !parameters.is_feature_nodrop() || !parameters.is_feature_ext_arg() {
         return too_old("kept completions or timed waits");
     }
-    // It was added together with this feature, and cannot be queried.
+    // Multishot poll cannot be queried. The kernel got it together with this feature.
     if !parameters.is_feature_resource_tagging() {
         return too_old("polls that stay");
     }

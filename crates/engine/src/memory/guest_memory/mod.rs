@@ -1,11 +1,11 @@
-//! A guest's memory, as far as its front-end shares it with us.
+//! The part of a guest's memory that its front-end shares with this process.
 //!
 //! Guarantees:
 //! - A guest's address is used only inside of a region.
-//! - Memory that the kernel holds for an operation stays mapped until it completes, also when the
-//!   front-end removes the region meanwhile: the operation's `IoVector` owns the whole set of
-//!   regions (invariant 3, ARCHITECTURE.md).
-//! - Memory whose file is cut short ends its front-end's connection and nothing else (`mapping`).
+//! - Memory of an operation in the kernel stays mapped until it completes, even if the front-end
+//!   removes the region meanwhile: the operation's `IoVector` owns the whole set of regions
+//!   (invariant 3, ARCHITECTURE.md).
+//! - If the file of a region is truncated, only its front-end's connection ends (`mapping`).
 
 mod shared;
 
@@ -34,14 +34,14 @@ impl GuestRegion {
         self.memory.len() as u64
     }
 
-    /// The offset of a guest's address, if it is in here.
+    /// The offset of a guest's address, if the region has it.
     fn offset_of(&self, guest: u64) -> Option<u64> {
         guest.checked_sub(self.guest).filter(|&offset| offset < self.length())
     }
 }
 
-/// The most segments of one vector: four times the buffers of the longest chain of descriptors, so
-/// that a driver's buffers may lie across regions. A guest may name the same range many times. Each
+/// Maximum segments of one vector: four times the buffers of the longest descriptor chain, because
+/// a driver's buffers may lie across regions. A guest may name the same range many times. Each
 /// time, every region border in it begins a new segment.
 pub const MAX_SEGMENTS: usize = 4096;
 
@@ -50,7 +50,7 @@ pub const MAX_SEGMENTS: usize = 4096;
 /// hundreds of tiny regions, and each piece takes time.
 const MIN_PIECE: usize = 4096;
 
-/// The regions of a guest. Changing the set makes a new one; operations keep the one they began
+/// The regions of a guest. A change creates a new set; operations keep the set that they began
 /// with.
 #[derive(Clone, Debug, Default)]
 pub struct GuestMemory {
@@ -63,7 +63,7 @@ pub struct GuestMemory {
 pub struct GuestRange {
     /// The guest's address of the first byte.
     pub address: u64,
-    /// How many bytes.
+    /// The length in bytes.
     pub length: u32,
 }
 
@@ -78,11 +78,11 @@ impl GuestMemory {
         &self.regions
     }
 
-    /// Adds a region. Returns whether it could: it must neither overlap another one nor reach past
-    /// the end of the guest's addresses.
+    /// Adds a region. Returns whether it was added: it must neither overlap another one nor reach
+    /// past the end of the guest's addresses.
     ///
     /// # Panics
-    /// When its fault domain is not that of the other regions: all memory of a front-end shares
+    /// If its fault domain differs from that of the other regions: all memory of a front-end shares
     /// one.
     #[must_use]
     pub fn add(&mut self, region: GuestRegion) -> bool {
@@ -100,7 +100,7 @@ impl GuestMemory {
         true
     }
 
-    /// Takes a region out. Says whether it was there.
+    /// Removes a region. Returns whether it existed.
     #[must_use]
     pub fn remove(&mut self, guest: u64, user: u64, length: u64) -> bool {
         let is_it = |region: &GuestRegion| {
@@ -112,8 +112,8 @@ impl GuestMemory {
     }
 
     /// Registers all regions with the ring of the current thread's loop. The kernel then need not
-    /// find and pin their pages for each request. Regions that are registered already stay so.
-    /// Without effect if the engine has no ring.
+    /// find and pin their pages for each request. Registered regions stay registered. The call has
+    /// no effect if the engine has no ring.
     ///
     /// A region is unregistered when neither a set of regions nor an operation uses it. Until then
     /// its pages are pinned: they count against `RLIMIT_MEMLOCK`, and if they are removed from the
@@ -147,7 +147,7 @@ impl GuestMemory {
         VolatileSlice::new(Arc::clone(&region.memory), offset, length)
     }
 
-    /// Copies bytes out. Says whether all of them are there.
+    /// Copies bytes out. Returns whether the regions have all of them.
     #[must_use]
     pub fn read(&self, address: u64, into: &mut [u8]) -> bool {
         let mut done = 0;
@@ -158,7 +158,7 @@ impl GuestMemory {
         })
     }
 
-    /// Copies bytes in. Says whether all of them have a place.
+    /// Copies bytes in. Returns whether the regions have all of them.
     #[must_use]
     pub fn write(&self, address: u64, from: &[u8]) -> bool {
         let mut done = 0;
@@ -210,9 +210,9 @@ impl GuestMemory {
         region.offset_of(address).map(|offset| (index, region, offset as usize))
     }
 
-    /// Calls `f` for each region's part of the range, in order, until it returns `false`. `false`
-    /// if a part is missing, if there are more parts than [`MIN_PIECE`] allows, or if `f` returned
-    /// it.
+    /// Calls `f` for each region's part of the range, in order, until it returns `false`. Returns
+    /// `false` if a part is missing, if there are more parts than [`MIN_PIECE`] allows, or if `f`
+    /// did.
     fn each_part(
         &self,
         mut address: u64,
@@ -223,7 +223,7 @@ impl GuestMemory {
             return true;
         }
         let Some((first, _, _)) = self.find(address) else { return false };
-        // The bytes after a region are in the next one, or nowhere.
+        // The bytes after a region are in the next region or in none.
         for region in self.regions[first..].iter().take(2 + length / MIN_PIECE) {
             let Some(offset) = region.offset_of(address) else { return false };
             let here = length.min(region.memory.len() - offset as usize);
@@ -234,7 +234,7 @@ impl GuestMemory {
             if length == 0 {
                 return true;
             }
-            // It does not overflow: no region reaches past the end of the addresses.
+            // The sum does not overflow: no region reaches past the end of the addresses.
             address += here as u64;
         }
         false

@@ -10,7 +10,7 @@ use crate::foreign::new_parts::{FilePieces, NewBlocks, NewForeignOptions, Subfor
 const BLOCK: u64 = 1 << 20;
 /// Offset of the table.
 const TABLE: u64 = SECTOR;
-/// Blocks begin where direct I/O and large pages can.
+/// Alignment of the blocks, for direct I/O and large pages.
 const DATA_ALIGNMENT: u64 = 1 << 20;
 /// Bytes of the text in front of the header, of the header without its later fields, and of the
 /// comment in it.
@@ -18,7 +18,7 @@ const TEXT: u64 = 64;
 const HEADER: u32 = 0x180;
 const COMMENT: usize = 256;
 
-/// An image while it is filled.
+/// An image that is being filled.
 pub struct NewVdi {
     size: u64,
     blocks: NewBlocks,
@@ -57,11 +57,11 @@ impl NewVdi {
     fn header(&self) -> Vec<u8> {
         let kind = if self.is_static { STATIC } else { DYNAMIC };
         let mut bytes = padded(b"<<< Virtual Disk Image of Blockhouse >>>\n".to_vec(), TEXT);
-        // The last is the flags.
+        // The last word is the flags.
         bytes.extend(le32_bytes(&[SIGNATURE, VERSION_1_1, HEADER, kind, 0]));
         bytes.extend([0; COMMENT]);
         bytes.extend(le32_bytes(&[TABLE as u32, self.data() as u32]));
-        // No geometry: programs find one.
+        // No geometry: programs compute one.
         bytes.extend(le32_bytes(&[0, 0, 0, SECTOR as u32, 0]));
         bytes.extend(self.size.to_le_bytes());
         let counts = [self.blocks.count() as u32, self.blocks.used() as u32];

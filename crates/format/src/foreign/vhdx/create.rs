@@ -11,12 +11,12 @@ use crate::foreign::new_parts::{FilePieces, NewBlocks, NewForeignOptions, Subfor
 const LOG: u64 = MIB;
 /// Offset of the checksum in headers and region tables.
 const CHECKSUM: usize = 4;
-/// Bytes of a physical sector, which only tells guests how to align.
+/// Bytes of a physical sector: only a hint for the guest's alignment.
 const PHYSICAL_SECTOR: u32 = 4096;
 /// Bytes of the file type identifier.
 const FILE_TYPE: u64 = 64 << 10;
 
-/// An image while it is filled.
+/// An image that is being filled.
 pub struct NewVhdx {
     size: u64,
     blocks: NewBlocks,
@@ -62,7 +62,7 @@ impl NewVhdx {
         let table = self.regions();
         let mut pieces = vec![(self.bat(), self.block_table()), (self.metadata(), self.items())];
         pieces.extend(regions::OFFSETS.map(|offset| (offset, table.clone())));
-        // The second one is in force.
+        // The second header is the current one.
         let headers = header::OFFSETS.into_iter().zip(1..);
         pieces.extend(headers.map(|(offset, sequence)| (offset, self.header(sequence))));
         pieces.push((0, file_type));
@@ -77,7 +77,7 @@ impl NewVhdx {
         self.metadata() + MIB
     }
 
-    /// Blocks between two entries of bitmaps.
+    /// Blocks between two entries of bitmaps in the BAT.
     fn chunk_ratio(&self) -> u64 {
         BITMAP_SECTORS * u64::from(self.sector_size) / self.block_size
     }
@@ -88,7 +88,7 @@ impl NewVhdx {
         (entries.max(1) * ENTRY_SIZE).next_multiple_of(MIB)
     }
 
-    /// Where the first block begins.
+    /// Offset of the first block.
     fn data(&self) -> u64 {
         self.bat() + self.bat_length()
     }
@@ -126,7 +126,7 @@ impl NewVhdx {
         seal(padded(bytes, regions::LENGTH as u64))
     }
 
-    /// The table of metadata, and the items behind it.
+    /// The metadata table, followed by its items.
     fn items(&self) -> Vec<u8> {
         let parameters = self.block_size | (u64::from(self.is_fixed) << 32);
         let of_disk = metadata::IS_DISK | metadata::IS_REQUIRED;
@@ -182,7 +182,7 @@ fn usual_block_size(size: u64) -> u64 {
     }
 }
 
-/// Stores the CRC-32C of all bytes, where its own field counts as zeros.
+/// Stores the CRC-32C of all bytes, computed with zeros in its own field.
 fn seal(mut bytes: Vec<u8>) -> Vec<u8> {
     let sum = crc32c::crc32c(&bytes);
     put(&mut bytes, CHECKSUM, sum.to_le_bytes());

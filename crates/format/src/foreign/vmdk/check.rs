@@ -1,4 +1,4 @@
-//! Does each entry of the grain tables of a VMDK image name a grain of the file, and no other's?
+//! Checks that entries of a VMDK image's grain tables refer to grains in the file, each to its own.
 
 use blockhouse_core::{ByteRange, ErrorKind, Result, Storage, WorkBudget};
 
@@ -23,8 +23,8 @@ impl Vmdk {
         // Without tables there is nothing that could be wrong.
         let grain_size = self.grain_size().unwrap_or(SECTOR);
         let total = self.sparse().map(|(range, extent)| extent.grains(range)).sum();
-        // The lengths of compressed grains are not in the tables: two of them must not begin at one
-        // place.
+        // The tables do not have the lengths of compressed grains. So the check only finds two
+        // grains that begin at the same offset.
         let is_compressed = self.sparse().any(|(_, extent)| extent.header.is_compressed);
         let is_uniform = self.sparse().all(|(_, extent)| extent.header.grain_size == grain_size);
         let length = if is_compressed || !is_uniform { 1 } else { grain_size };
@@ -37,8 +37,8 @@ impl Vmdk {
 }
 
 impl SparseExtent {
-    /// How many of its grains are in `range`, its part of the disk, which a descriptor may have
-    /// made shorter.
+    /// The number of grains in `range`, the extent's part of the disk. A descriptor may make that
+    /// part shorter than the extent.
     fn grains(&self, range: ByteRange) -> u64 {
         self.header.capacity.min(range.length()).div_ceil(self.header.grain_size)
     }

@@ -1,7 +1,7 @@
 //! Clusters at the end of the file, with the refcount blocks that count them.
 //!
-//! The space comes from the reserve: the host has allocated it, so that a writeback that writes
-//! these tables never fails with ENOSPC.
+//! The space comes from the reserve. The host has allocated it, so a writeback of these tables
+//! never fails with ENOSPC.
 
 use std::ops::Range;
 
@@ -14,10 +14,10 @@ use super::deferred_free::DeferredFree;
 use super::rows::{Room, RowSearch, first_allocated};
 use super::{Allocator, check_not_active, mark_allocated};
 
-/// The parts that have to be placed together: refcount blocks, a refcount table, then the requested
+/// The parts that are placed together: refcount blocks, a refcount table, then the requested
 /// clusters.
 struct EndLayout {
-    /// Which entries of the refcount table get a block.
+    /// Indexes of the refcount table entries that get a block.
     blocks: Vec<u64>,
     /// Clusters of a new refcount table, 0 for none.
     table: u64,
@@ -25,8 +25,8 @@ struct EndLayout {
 }
 
 impl Allocator {
-    /// Allocates exactly `count` clusters in a row at the end, after the refcount blocks (and the
-    /// larger refcount table) that counting them takes.
+    /// Allocates exactly `count` clusters in a row at the end, after the refcount blocks and the
+    /// larger refcount table that are needed to count them.
     pub(crate) fn allocate_at_end(&mut self, tables: &mut Tables, count: u64) -> Step<Range<u64>> {
         if let Some(reserved) = self.reserve.at_end() {
             let layout = plan(tables, reserved.start, count)?;
@@ -50,7 +50,7 @@ impl Allocator {
         }
     }
 
-    /// Carries the layout out: refcount blocks, refcount table, then what was asked for.
+    /// Places the layout: refcount blocks, refcount table, then the requested clusters.
     fn place_metadata(
         &mut self,
         tables: &mut Tables,
@@ -100,8 +100,8 @@ impl Allocator {
         })
     }
 
-    /// Looks for room for `count` clusters in a row that refcount blocks count already. What was
-    /// taken from the end of the file, and may be in use without being counted, is left alone.
+    /// Looks for `count` free clusters in a row that existing refcount blocks cover. Skips clusters
+    /// taken from the end of the file, which may be in use without being counted.
     pub(crate) fn find_room(&mut self, tables: &mut Tables, count: u64) -> Step<Room> {
         let end = self.space.scan_end();
         while self.rows.at < end {
@@ -124,8 +124,8 @@ impl Allocator {
             if at - start < count {
                 continue;
             }
-            // Others may have taken some since they were seen. What is not is cached now, so that
-            // no row is taken in part.
+            // Others may have taken some of the clusters since the scan. This check caches the
+            // refcounts of free ones, so no row is taken in part.
             match first_allocated(tables, start..at)? {
                 Some(allocated) => self.rows.go_to(allocated + 1),
                 None => {
@@ -137,8 +137,8 @@ impl Allocator {
         Ok(Room::None)
     }
 
-    /// Nothing is counted from `cluster` on: the end is there, if nothing was taken from the end so
-    /// far.
+    /// Moves the file's end to `cluster`, from which on no cluster is counted, unless clusters were
+    /// taken from the end so far.
     fn end_at(&mut self, tables: &mut Tables, cluster: u64) -> Room {
         let last = tables.active.iter().max().map_or(0, |&last| last + 1);
         let cluster = cluster.max(last);

@@ -1,9 +1,9 @@
-//! Space for compressed clusters, one after the other.
+//! Allocates space for compressed clusters, one after the other.
 //!
-//! Their data needs less than a cluster each, so several share a host cluster. Its refcount counts
-//! each of them, and one may reach into the next host cluster, which counts it too. One cluster at
-//! a time is open for more; it stays so while any data is in it. Space inside a cluster is not used
-//! again by itself: the cluster is free when its last user is gone.
+//! Compressed data is shorter than a cluster, so several compressed clusters share a host cluster.
+//! Its refcount counts each of them. One may reach into the next host cluster, which counts it,
+//! too. One host cluster at a time is open for more data, while any data is in it. Freed space
+//! inside a cluster is not reused: the cluster becomes free with its last user.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -24,7 +24,7 @@ impl Allocator {
     ) -> Step<u64> {
         let geometry = tables.geometry();
         let next = self.free_byte_offset.map(|end| end.next_multiple_of(block));
-        // At a cluster's end nothing is open.
+        // At the end of a cluster, no cluster is open.
         let next = next.filter(|&next| !geometry.is_cluster_aligned(next));
         if let Some(start) = next {
             let cluster = geometry.cluster_of(start);
@@ -44,7 +44,7 @@ impl Allocator {
         self.note_bytes(tables, geometry.offset_of(cluster), length)
     }
 
-    /// The next compressed data goes after these bytes.
+    /// Makes the next compressed data follow these bytes.
     fn note_bytes(&mut self, tables: &mut Tables, start: u64, length: u64) -> Step<u64> {
         let geometry = tables.geometry();
         if !CompressedDescriptor::is_reachable(start, geometry) {
@@ -57,7 +57,7 @@ impl Allocator {
         Ok(start)
     }
 
-    /// A cluster is free: no compressed data is added to it.
+    /// Adds no more compressed data to a cluster, which is free now.
     pub(super) fn close_compressed(&mut self, geometry: Geometry, cluster: u64) {
         // The end of a full cluster lies in the next one.
         if self.free_byte_offset.is_some_and(|end| geometry.cluster_of(end - 1) == cluster) {

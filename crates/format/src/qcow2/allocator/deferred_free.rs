@@ -1,42 +1,42 @@
-//! Clusters on their way to be free again.
+//! Clusters that wait to be freed, and their states.
 //!
 //! 1. *Pending free*: their reference has left the tables in memory; entries on disk may still
 //!    refer to them.
-//! 2. *In writeback*: a writeback that began after that is running. Where it fails they are pending
+//! 2. *In writeback*: a writeback that began after that is running. If it fails, they are pending
 //!    again.
 //! 3. *Freeable*: that writeback is durable. Clusters that no table ever referred to begin here.
-//! 4. *Being freed*: reads that may have looked them up have ended; one refcount after the other is
-//!    lowered.
+//! 4. *Being freed*: reads that may have looked them up have ended; their refcounts are decremented
+//!    one by one.
 //!
-//! No writeback starts for its own sake, so trimmed clusters could never become free while the
-//! guest's writes make the file longer. Two things start one: a task that frees clusters when many
-//! wait ([`DeferredFrees::has_many`]), and an allocation where the host may have no more space
+//! A writeback does not start by itself, so trimmed clusters might never become free while the
+//! guest's writes extend the file. Two things start one: a task that frees clusters when many wait
+//! ([`DeferredFrees::has_many`]), and an allocation if the host may have no more space
 //! (`writeback/fill_reserve`).
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// As many bytes may always wait to be freed: writing them takes a disk about as long as the
-/// flushes of a writeback.
+/// Bytes that may always wait to be freed. A disk writes them in about the time of the flushes of a
+/// writeback.
 pub(crate) const MIN_WAITING: u64 = 4 << 20;
-/// As many bytes never wait, however long the file is.
+/// Maximum bytes that may wait, for files of any length.
 const MAX_WAITING: u64 = 1 << 30;
 
-/// Whether the host file gets the space back.
+/// Whether the space is returned to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Punch {
-    /// It stays for the next allocation.
+    /// The space stays for the next allocation.
     No,
-    /// It becomes a hole.
+    /// The space becomes a hole.
     Yes,
 }
 
 /// Whether a cluster loses its last reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Users {
-    /// It becomes free.
+    /// The cluster becomes free.
     None,
-    /// It does not, or maybe not: a snapshot refers to it.
+    /// The cluster does not, or may not, become free: a snapshot refers to it.
     Others,
 }
 
@@ -54,7 +54,7 @@ impl DeferredFree {
         Self { clusters, punch: Punch::No, users: Users::None }
     }
 
-    /// Puts them at the end of a list.
+    /// Appends the clusters to a list.
     pub(crate) fn join(self, list: &mut Vec<Self>) {
         match list.last_mut() {
             Some(last)
@@ -68,7 +68,7 @@ impl DeferredFree {
         }
     }
 
-    /// How many clusters become free by it.
+    /// The number of clusters that become free.
     fn gain(&self) -> u64 {
         match self.users {
             Users::None => self.clusters.end - self.clusters.start,
@@ -82,13 +82,13 @@ pub(crate) struct DeferredFrees {
     pending: Vec<DeferredFree>,
     in_writeback: Vec<DeferredFree>,
     freeable: VecDeque<DeferredFree>,
-    /// No table ever referred to them, but writes to them may be in flight.
+    /// Clusters that no table ever referred to, but to which writes may be in flight.
     abandoned: Vec<DeferredFree>,
-    /// How many clusters become free by all of these.
+    /// The number of clusters in these lists that become free.
     waiting: u64,
-    /// How many clusters become free by what is being freed.
+    /// The number of clusters being freed that become free.
     freeing: u64,
-    /// How many bytes may always wait.
+    /// Bytes that may always wait.
     min_waiting: u64,
 }
 
@@ -105,7 +105,7 @@ impl DeferredFrees {
         }
     }
 
-    /// Clusters that no table refers to, and to which no write is in flight, are free soon.
+    /// Frees clusters soon to which no table refers and no write is in flight.
     pub(crate) fn defer_unlinked(&mut self, clusters: Range<u64>) {
         self.defer_freeable(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
     }
@@ -116,32 +116,32 @@ impl DeferredFrees {
         self.freeable.push_back(free);
     }
 
-    /// Frees clusters that no table ever referred to, once the writes of tables that are in flight
-    /// now have completed: these may be writes to them.
+    /// Frees clusters that no table ever referred to, after the table writes in flight now have
+    /// completed: these may write to the clusters.
     pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
         let free = DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) };
         self.waiting += free.gain();
         self.abandoned.push(free);
     }
 
-    /// The clusters that were abandoned up to now. After the writes in flight have completed,
-    /// [`defer_unlinked`](Self::defer_unlinked) follows, or before that
-    /// [`abandon`](Self::abandon).
+    /// Takes the clusters abandoned up to now. The caller calls
+    /// [`defer_unlinked`](Self::defer_unlinked) after the writes in flight have completed, or
+    /// [`abandon`](Self::abandon) before that.
     pub(crate) fn take_abandoned(&mut self) -> Vec<Range<u64>> {
         let abandoned = std::mem::take(&mut self.abandoned);
         abandoned.iter().for_each(|free| self.waiting -= free.gain());
         abandoned.into_iter().map(|free| free.clusters).collect()
     }
 
-    /// References to these clusters left the tables in memory: once that is durable, the refcount
-    /// of each is lowered by one.
+    /// Frees clusters whose references have left the tables in memory. When that is durable, the
+    /// refcount of each is decremented.
     pub(crate) fn defer(&mut self, free: DeferredFree) {
         self.waiting += free.gain();
         free.join(&mut self.pending);
     }
 
-    /// Makes runs of what is pending: tables lie among the data that they refer to, and the host is
-    /// told of each run.
+    /// Merges pending clusters into runs: tables lie among the data that they refer to, and each
+    /// run is a request to the host.
     pub(crate) fn join_pending(&mut self) {
         let mut all = std::mem::take(&mut self.pending);
         all.sort_by_key(|one| one.clusters.start);
@@ -150,29 +150,29 @@ impl DeferredFrees {
         }
     }
 
-    /// A writeback begins: what is pending free becomes freeable when it has ended.
+    /// Begins a writeback: pending clusters become freeable when it has ended.
     pub(crate) fn begin_writeback(&mut self) {
         self.in_writeback = std::mem::take(&mut self.pending);
     }
 
-    /// The writeback is durable.
+    /// Makes the clusters in writeback freeable: the writeback is durable.
     pub(crate) fn finish_writeback(&mut self) {
         self.freeable.extend(self.in_writeback.drain(..));
     }
 
-    /// The writeback failed: what it was to make freeable is pending again.
+    /// Makes the clusters in writeback pending again: the writeback failed.
     pub(crate) fn abort_writeback(&mut self) {
         let later = std::mem::take(&mut self.pending);
         self.pending = std::mem::take(&mut self.in_writeback);
         self.pending.extend(later);
     }
 
-    /// Whether anything waits to be freed.
+    /// Whether any clusters wait to be freed.
     pub(crate) fn has_any(&self) -> bool {
         self.has_pending() || !self.freeable.is_empty()
     }
 
-    /// Whether anything waits for a writeback to begin.
+    /// Whether any clusters wait for a writeback to begin.
     pub(crate) fn has_pending(&self) -> bool {
         !self.pending.is_empty() || !self.abandoned.is_empty()
     }
@@ -182,10 +182,10 @@ impl DeferredFrees {
         self.freeable.len()
     }
 
-    /// Whether so much waits, in a file of `end` clusters, that a writeback is worth its flushes:
-    /// an eighth of the file, which is what the file may be longer than needed anyway. So each
-    /// writeback frees a constant share of the file, and a guest that trims and writes makes
-    /// the file longer by no more than that.
+    /// Whether enough clusters wait, in a file of `end` clusters, to make a writeback worth its
+    /// flushes: an eighth of the file, by which it may be longer than needed anyway. So each
+    /// writeback frees a constant share of the file, and a guest that trims and writes extends the
+    /// file by no more than that.
     pub(crate) fn has_many(&self, end: u64, cluster_bits: u32) -> bool {
         let share = (end / 8).min(MAX_WAITING >> cluster_bits);
         self.waiting > share.max(self.min_waiting >> cluster_bits)
@@ -200,8 +200,8 @@ impl DeferredFrees {
         Some(free)
     }
 
-    /// Clusters that were being freed are freeable still, but for those that are being punched:
-    /// their hole may come at any time, so they stay allocated, a leak.
+    /// Makes clusters that were being freed freeable again. Those being punched stay allocated, a
+    /// leak: their hole may be punched at any time.
     pub(crate) fn stop_freeing(&mut self, free: DeferredFree) {
         self.end_freeing(&free);
         if free.punch == Punch::No {
@@ -209,13 +209,14 @@ impl DeferredFrees {
         }
     }
 
-    /// These clusters are free, or no longer being freed.
+    /// Ends the freeing of these clusters: they are free, or freeing has stopped.
     pub(super) fn end_freeing(&mut self, free: &DeferredFree) {
         self.freeing -= free.gain();
     }
 
-    /// How many clusters become free by a reclaim or while it waits. None after it, unless more was
-    /// deferred meanwhile: an allocation that sees any may wait for it.
+    /// The number of clusters that become free by a reclaim or while it waits. It is 0 after a
+    /// reclaim, unless more was deferred meanwhile. If it is not 0, an allocation may wait for a
+    /// reclaim.
     pub(super) fn gain(&self) -> u64 {
         self.waiting + self.freeing
     }

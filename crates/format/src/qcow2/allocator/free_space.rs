@@ -1,12 +1,12 @@
 //! The known free clusters: runs that became free, and the part that was not scanned since the
-//! image was opened. Which clusters are free, refcounts say (`tables`); where the file ends,
-//! [`FileEnd`](crate::qcow2::tables::FileEnd) does.
+//! image was opened. Refcounts (`tables`) define which clusters are free.
+//! [`FileEnd`](crate::qcow2::tables::FileEnd) defines the end of the file.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// How many runs of free clusters are remembered. What is beyond is found again by the cursor of
-/// the next opening.
+/// The maximum number of runs of free clusters in memory. The scan after the next open finds the
+/// others again.
 const MAX_RUNS: usize = 1 << 16;
 
 /// See the module's page.
@@ -15,18 +15,18 @@ pub(crate) struct FreeSpace {
     cursor: u64,
     /// Where the cursor stops: the end of the file when it was opened.
     scan_end: u64,
-    /// Clusters that are in use up to here were written, or were there when the image was opened.
+    /// Clusters in use below this were written, or existed when the image was opened.
     written_end: u64,
-    /// How many clusters the file has, or would have if the storage could be made longer.
+    /// Length of the file in clusters, including extensions that failed.
     length: u64,
-    /// How many bytes the storage had when it could not be made longer: maybe it never can be.
+    /// The storage's size in bytes when extending it failed. Perhaps it can never be extended.
     limit: Option<u64>,
-    /// First cluster and length of runs that became free. Only of what the cursor has passed.
+    /// First cluster and length of free runs, without clusters that the cursor scans later.
     free_runs: BTreeMap<u64, u64>,
 }
 
 impl FreeSpace {
-    /// Of a file of this many clusters.
+    /// For a file of this many clusters.
     pub(crate) fn new(clusters: u64) -> Self {
         Self {
             cursor: 0,
@@ -38,7 +38,7 @@ impl FreeSpace {
         }
     }
 
-    /// Clusters up to `end` were written.
+    /// Records that clusters up to `end` were written.
     pub(crate) fn note_written(&mut self, end: u64) {
         self.written_end = self.written_end.max(end);
     }
@@ -47,7 +47,7 @@ impl FreeSpace {
         self.written_end
     }
 
-    /// The file was made this long, or cannot be.
+    /// Records that the file was extended to `clusters`, or that this failed.
     pub(crate) fn set_length(&mut self, clusters: u64) {
         self.length = self.length.max(clusters);
     }
@@ -56,7 +56,7 @@ impl FreeSpace {
         self.length
     }
 
-    /// The storage could not be made longer than these bytes by itself; `None`: it could.
+    /// Sets the size in bytes past which an extension alone failed; `None`: it did not fail.
     pub(crate) fn set_limit(&mut self, limit: Option<u64>) {
         self.limit = limit;
     }
@@ -65,17 +65,17 @@ impl FreeSpace {
         self.limit
     }
 
-    /// Nothing is counted from `cluster` on, which the cursor has reached.
+    /// Ends the scan at `cluster`: no refcount block counts the clusters from there on.
     pub(crate) fn end_scan_at(&mut self, cluster: u64) {
         (self.cursor, self.scan_end) = (cluster, cluster);
     }
 
-    /// Where the cursor stops: all that was taken from the end of the file lies beyond.
+    /// The cluster where the cursor stops. All clusters taken from the end of the file are beyond.
     pub(crate) fn scan_end(&self) -> u64 {
         self.scan_end
     }
 
-    /// Nothing is counted from `cluster` on: what follows is taken from the end.
+    /// No refcount block counts the clusters from `cluster` on. These are taken at the end.
     pub(crate) fn end_at(&mut self, cluster: u64) {
         self.forget_runs_from(cluster);
         self.scan_end = self.scan_end.min(cluster);
@@ -89,7 +89,7 @@ impl FreeSpace {
         }
     }
 
-    /// The file ends here now, after the last cluster in use.
+    /// Records that the file was cut to `end`, after the last cluster in use.
     pub(crate) fn cut(&mut self, end: u64) {
         self.forget_runs_from(end);
         self.length = end;
@@ -97,12 +97,12 @@ impl FreeSpace {
         self.written_end = self.written_end.min(end);
     }
 
-    /// How many clusters of the runs are before `end`.
+    /// The number of clusters in runs before `end`.
     pub(crate) fn free_before(&self, end: u64) -> u64 {
         self.free_runs.range(..end).map(|(&start, &count)| count.min(end - start)).sum()
     }
 
-    /// The first run that became free, and how many clusters it has.
+    /// First cluster and length of the first run.
     pub(crate) fn first_free_run(&self) -> Option<(u64, u64)> {
         self.free_runs.first_key_value().map(|(&start, &count)| (start, count))
     }
@@ -112,12 +112,12 @@ impl FreeSpace {
         self.cursor.min(self.scan_end)..self.scan_end
     }
 
-    /// Clusters up to `end` have been scanned.
+    /// Records that clusters up to `end` have been scanned.
     pub(crate) fn advance_cursor(&mut self, end: u64) {
         self.cursor = end;
     }
 
-    /// The cluster is free.
+    /// Records a free cluster, unless the cursor scans it later.
     pub(crate) fn free(&mut self, cluster: u64) {
         if (self.cursor..self.scan_end).contains(&cluster) {
             return;
@@ -138,7 +138,7 @@ impl FreeSpace {
         }
     }
 
-    /// These clusters are free, which no run has yet and the cursor has not to pass.
+    /// Records free clusters that no run has yet, and that the cursor does not scan later.
     pub(crate) fn free_range(&mut self, clusters: Range<u64>) {
         if !clusters.is_empty() && self.free_runs.len() < MAX_RUNS {
             self.free_runs.insert(clusters.start, clusters.end - clusters.start);

@@ -14,20 +14,20 @@ use super::Allocator;
 pub(crate) struct Gaps<'a> {
     /// Whether a cluster is in use, whatever its refcount is.
     is_taken: &'a (dyn Fn(u64) -> bool + Send + Sync),
-    /// The clusters that were not looked at, all of them whole in the file.
+    /// The clusters not searched yet, all of them entirely in the file.
     rest: std::ops::Range<u64>,
 }
 
 impl<'a> Gaps<'a> {
-    /// A search of a file of this many whole clusters.
+    /// A search of a file with `clusters` whole clusters.
     pub(crate) fn new(clusters: u64, is_taken: &'a (dyn Fn(u64) -> bool + Send + Sync)) -> Self {
         Self { is_taken, rest: 0..clusters }
     }
 }
 
 impl Allocator {
-    /// Places the refcount block for `cluster` in a cluster that nothing uses and that can be
-    /// counted. The block is empty but for itself.
+    /// Places the refcount block for `cluster` in an unused cluster that the block itself or
+    /// another one covers. The block is empty, except for a refcount of its own cluster.
     pub(crate) fn place_block_in_gap(
         &mut self,
         tables: &mut Tables,
@@ -43,7 +43,7 @@ impl Allocator {
         while is_in_table && let Some(gap) = gaps.rest.clone().next() {
             let counted_by = geometry.refcount_index(gap).table_index;
             if counted_by != index && tables.refcount_block(counted_by)?.is_none() {
-                // Its refcount would need another block.
+                // The gap's refcount would need another block.
                 gaps.rest.start = (counted_by + 1) * geometry.block_refcounts();
                 continue;
             }

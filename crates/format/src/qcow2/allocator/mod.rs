@@ -1,8 +1,8 @@
 //! Free space of the image's file: which clusters can be allocated, and when clusters are free
 //! again.
 //!
-//! The life of a cluster. Its refcount in memory is the truth (`tables`); writebacks bring it to
-//! the disk.
+//! The life of a cluster. The refcount in memory (`tables`) is authoritative; writebacks write it
+//! to the disk.
 //!
 //! ```text
 //!        allocate              link                 L2 entry replaced       writeback durable
@@ -17,17 +17,16 @@
 //!    that passes once over the space that was there when the image was opened; clusters that were
 //!    prepared for durable writes (`prepared`); the end of the file. So no allocation looks at more
 //!    than a few refcount slices.
-//! 2. What metadata needs at the end of the file ([`Allocator::allocate_at_end`]), and clusters for
-//!    L2 tables, come from the *reserve*: space that the host has allocated already, so that a
-//!    writeback never fails with ENOSPC. Where the end has no space, it is clusters in a row
-//!    elsewhere (`rows`).
+//! 2. Metadata at the end of the file ([`Allocator::allocate_at_end`]) and L2 tables get clusters
+//!    from the *reserve*: space that the host has allocated already, so a writeback never fails
+//!    with ENOSPC. If the end has no space, the reserve is clusters in a row elsewhere (`rows`).
 //! 3. [`DeferredFrees::defer`] takes clusters that no entry in memory refers to. They become free
 //!    when a writeback has made that durable (`deferred_free`).
 //! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while
 //!    the image is open, because the late write would corrupt the new owner.
 //!
-//! Locking: lies under the image's one lock, as [`Tables`] does; nothing here waits. A step that
-//! lacks space says so by `Blocked::NeedsReserve`, and `writeback` gets it without the lock.
+//! Locking: the image's one lock protects the allocator and [`Tables`]; nothing here waits. A step
+//! without space returns `Blocked::NeedsReserve`; `writeback` gets the space without the lock.
 
 mod at_end;
 mod compressed;
@@ -84,12 +83,12 @@ pub(crate) struct Allocator {
     rows: RowSearch,
     pub(crate) frees: DeferredFrees,
     quarantined: HashSet<u64>,
-    /// Where compressed data goes next: after the last of it. Its cluster is in use.
+    /// Offset for the next compressed data: the end of the last. Its cluster is in use.
     free_byte_offset: Option<u64>,
 }
 
 impl Allocator {
-    /// For a file of this many clusters. This many bytes of clusters may always wait to be freed.
+    /// For a file of `clusters` clusters. `min_waiting` bytes of them may always wait to be freed.
     pub(crate) fn new(clusters: u64, min_waiting: u64) -> Self {
         Self {
             space: FreeSpace::new(clusters),
@@ -102,7 +101,7 @@ impl Allocator {
         }
     }
 
-    /// Other tables are the active ones: all that was known of free space is forgotten.
+    /// Forgets all free space that was known, because other tables became the active ones.
     pub(crate) fn replace_tables(&mut self, clusters: u64) {
         self.space = FreeSpace::new(clusters);
         self.prepared = Prepared::default();
@@ -110,7 +109,7 @@ impl Allocator {
         self.free_byte_offset = None;
     }
 
-    /// How many clusters before `end` became free, and were not taken again.
+    /// How many clusters before `end` became free and are not allocated again.
     pub(crate) fn freed_before(&self, end: u64) -> u64 {
         self.space.free_before(end)
     }
@@ -120,8 +119,8 @@ impl Allocator {
         self.allocate_for_data(tables, limit, 0).map(|allocated| allocated.clusters)
     }
 
-    /// As [`allocate`](Self::allocate); says what the clusters hold. Up to `ahead` more where that
-    /// is prepared.
+    /// As [`allocate`](Self::allocate); returns whether the clusters are prepared. If they are, up
+    /// to `ahead` more are allocated.
     pub(crate) fn allocate_for_data(
         &mut self,
         tables: &mut Tables,
@@ -131,8 +130,8 @@ impl Allocator {
         let mut slices = SLICES_PER_ALLOCATION;
         loop {
             let unscanned = self.space.unscanned();
-            // Past the host's limit is only what a request could not write to: anything else comes
-            // first.
+            // A request could not write to clusters past the host's limit, so they are the last
+            // choice.
             let host_limit = self.host_limit(tables.geometry());
             let run = self.space.first_free_run();
             let run = run.filter(|run| run.0 < host_limit || unscanned.is_empty());
@@ -189,13 +188,13 @@ impl Allocator {
         }
     }
 
-    /// The first cluster that the storage has not all of by itself, if it could not be made longer.
+    /// The first cluster not all within the storage, if the storage could not be made longer.
     fn host_limit(&self, geometry: Geometry) -> u64 {
         self.space.limit().map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
     }
 
-    /// Moves the cursor from `cluster`, which no refcount block is for, to where the next block's
-    /// clusters begin. All steps together read the refcount table once.
+    /// Moves the cursor from `cluster`, which no refcount block covers, to the first cluster of the
+    /// next block. All steps together read the refcount table once.
     fn pass_uncounted(&mut self, tables: &mut Tables, cluster: u64) {
         let geometry = tables.geometry();
         let index = geometry.refcount_index(cluster).table_index;
@@ -204,8 +203,8 @@ impl Allocator {
             self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
             return;
         }
-        // Nothing is counted from here on: a block device after its last cluster in use. A table
-        // that lies there is passed.
+        // No refcount block covers clusters from here on: a block device after its last cluster in
+        // use. A table that lies there is passed.
         let last = tables.active.iter().filter(|&&table| table >= cluster).max();
         let in_block = geometry.block_refcounts();
         let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
@@ -217,7 +216,7 @@ impl Allocator {
         }
     }
 
-    /// One reference to a cluster is gone, durably. At none, the cluster is free.
+    /// Drops a cluster's reference, which is durably gone. A cluster without references is free.
     pub(crate) fn decrement_refcount(&mut self, tables: &mut Tables, cluster: u64) -> Step<()> {
         let count = tables.refcounts().get(cluster)?;
         if count == 0 {
@@ -234,7 +233,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Lowers the refcount of the first cluster, which leaves the range.
+    /// Decrements the refcount of the first cluster, and removes the cluster from the range.
     pub(crate) fn free_next(&mut self, tables: &mut Tables, free: &mut DeferredFree) -> Step<()> {
         let cluster = free.clusters.start;
         self.decrement_refcount(tables, cluster)?;
@@ -244,7 +243,7 @@ impl Allocator {
         Ok(())
     }
 
-    /// Sets a refcount to what was counted, with a refcount block if there must be one.
+    /// Sets a refcount to the counted value. Adds the refcount block if it is missing.
     pub(crate) fn correct_refcount(
         &mut self,
         tables: &mut Tables,
@@ -272,8 +271,8 @@ impl Allocator {
         tables.refcounts().set(cluster, value)
     }
 
-    /// Counts a reference of a process that has died to a cluster. It may be counted already; one
-    /// that is `shared` with other references is counted again, as far as refcounts go: that
+    /// Counts a dead process's reference to a cluster, which may be counted already. If it is
+    /// `shared` with other references, it is counted again, up to the maximum refcount: that
     /// process had counted all of them.
     pub(crate) fn count_reference(
         &mut self,
@@ -290,8 +289,8 @@ impl Allocator {
         }
     }
 
-    /// Clusters that were allocated in vain: no table ever referred to them, and nothing writes to
-    /// them. They are free at once where their refcounts are cached.
+    /// Frees clusters that no table ever referred to and nothing writes to. They are free at once
+    /// if their refcounts are cached.
     pub(crate) fn free_unlinked(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         let mut rest = clusters;
         // While the tables are frozen, refcounts do not change.
@@ -307,7 +306,7 @@ impl Allocator {
         }
     }
 
-    /// The clusters of an L2 entry that is replaced by another one; `None` for nothing, and for a
+    /// The clusters to be freed when an L2 entry is replaced; `None` if there are none, and for a
     /// cluster that is never freed.
     pub(crate) fn dropped_clusters(
         &self,
@@ -341,7 +340,7 @@ impl Allocator {
         }
     }
 
-    /// A write to these clusters was dropped and may still be in flight.
+    /// Quarantines clusters: a dropped write may still modify them.
     pub(crate) fn quarantine(&mut self, clusters: Range<u64>) {
         self.quarantined.extend(clusters);
     }
@@ -354,12 +353,12 @@ impl Allocator {
         &self.quarantined
     }
 
-    /// Clusters up to `end` were written: the file is that long.
+    /// Records that clusters up to `end` were written, so the file is that long.
     pub(crate) fn note_written(&mut self, end: u64) {
         self.space.note_written(end);
     }
 
-    /// Whether the file grows by what is being written.
+    /// Whether the writes in flight make the file longer.
     pub(crate) fn is_growing(&self, tables: &Tables) -> bool {
         self.space.written_end() < tables.file.end()
     }

@@ -1,22 +1,21 @@
-//! Space that the storage has filled with written zeros ahead of durable writes
+//! Space that the storage fills with written zeros ahead of durable writes
 //! (`Storage::prepare_zeroes`).
 //!
-//! The first durable write to space that a file system has not written costs its journal. So where
-//! durable writes take new clusters, and the storage can write zeros without sending them, the next
-//! clusters are prepared together.
+//! The first durable write to unwritten space makes the file system commit its journal. So the next
+//! clusters are prepared together, if durable writes take new clusters, and if the storage can
+//! write zeros without their transfer.
 //!
-//! 1. A durable write that takes new space asks for it ([`Prepared::want`]).
-//! 2. The next allocation that would take a cluster from the end of the file is blocked, and claims
-//!    a run there ([`Allocator::claim_to_prepare`]). The end moves past the run, so nothing else
-//!    takes it meanwhile.
-//! 3. `writeback/fill_reserve` has the run zeroed, and flushes. Only then is it used as prepared
-//!    space: a writer does not write the rest of a cluster, and a durable entry must not expose old
-//!    data there.
+//! 1. A durable write that takes new space requests a preparation ([`Prepared::want`]).
+//! 2. The next allocation at the end of the file is blocked, and claims a run of clusters there
+//!    ([`Allocator::claim_to_prepare`]). The end moves past the run, so no other allocation takes
+//!    it meanwhile.
+//! 3. `writeback/fill_reserve` zeroes the run, and flushes. Only then it is prepared space: writers
+//!    do not write the rest of a cluster, and a durable entry must not expose old data there.
 //! 4. Allocations take prepared clusters from the front.
 //!
-//! No refcount counts these clusters, and no table refers to them. So a crash leaves a file that
-//! extends past its last cluster in use, which is allowed: the next process treats them as free
-//! clusters, and an orderly end cuts them off.
+//! Prepared clusters have refcount 0, and no table refers to them. So after a crash the file may
+//! extend past its last cluster in use, which is allowed: the next process treats them as free
+//! clusters. An orderly close cuts them off.
 
 use std::ops::Range;
 
@@ -25,12 +24,12 @@ use crate::qcow2::tables::{Scan, Step, Tables};
 
 use super::{Allocator, check_not_active};
 
-/// The least clusters, and the most bytes, that are taken from the host before they are used.
+/// The minimum number of clusters, and the maximum number of bytes, that one preparation takes.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 64 << 20;
-/// Of smaller clusters, several share a block of the file system.
+/// Minimum cluster size: several smaller clusters would share a block of the file system.
 const MIN_CLUSTER: u64 = 4096;
-/// The most of the host's free space that is taken ahead, as a fraction.
+/// At most 1/`MAX_SHARE` of the host's free space is prepared.
 const MAX_SHARE: u64 = 16;
 
 /// Clusters that hold written zeros, durably.
@@ -39,12 +38,13 @@ pub(crate) struct Prepared {
     clusters: Range<u64>,
     /// Whether durable writes have taken new space since the last preparation.
     is_wanted: bool,
-    /// Not before the file has this many clusters: it failed, or the host was short of space.
+    /// No preparation before the file has this many clusters: the last one failed, or the host was
+    /// short of space.
     not_before: u64,
 }
 
 impl Prepared {
-    /// A durable write takes new space.
+    /// Records that a durable write takes new space.
     pub(crate) fn want(&mut self) {
         self.is_wanted = true;
     }
@@ -53,7 +53,7 @@ impl Prepared {
         self.clusters.clone()
     }
 
-    /// Clusters up to `end` are prepared no more, or in use.
+    /// Removes the clusters before `end`: they are in use, or no longer prepared.
     pub(super) fn advance(&mut self, end: u64) {
         self.clusters.start = end.min(self.clusters.end);
     }
@@ -62,14 +62,14 @@ impl Prepared {
         std::mem::take(&mut self.clusters)
     }
 
-    /// Whether a run has to be prepared before a cluster is taken from `end`.
+    /// Whether a run must be prepared before a cluster is taken from `end`.
     pub(super) fn is_due(&self, end: u64) -> bool {
         self.is_wanted && end >= self.not_before
     }
 }
 
-/// How many clusters to prepare at the end of a file of `end` clusters, where the host has `free`
-/// bytes left; none where it is short of space.
+/// The number of clusters to prepare at the end of a file of `end` clusters. `free` is the host's
+/// free space in bytes; 0 if it is too small.
 fn clusters_ahead(geometry: Geometry, end: u64, free: Option<u64>) -> u64 {
     if geometry.has_data_file || geometry.cluster_size() < MIN_CLUSTER {
         return 0;
@@ -81,7 +81,7 @@ fn clusters_ahead(geometry: Geometry, end: u64, free: Option<u64>) -> u64 {
 }
 
 impl Allocator {
-    /// A durable write takes new space: the next is prepared, if the storage can do that.
+    /// A durable write takes new space: requests that further space is prepared, if possible.
     pub(crate) fn want_prepared(&mut self) {
         self.prepared.want();
     }
@@ -91,8 +91,8 @@ impl Allocator {
         !self.prepared.clusters.is_empty()
     }
 
-    /// Claims a run of free clusters at the end, to be prepared; `None` where that is not to be.
-    /// `free` are the bytes that the host has left, if that is known.
+    /// Claims a run of free clusters at the end of the file, to be prepared; `None` if none is to
+    /// be prepared. `free` is the host's free space in bytes, if known.
     pub(crate) fn claim_to_prepare(
         &mut self,
         tables: &mut Tables,
@@ -110,7 +110,7 @@ impl Allocator {
         loop {
             let end = tables.file.end();
             let in_file = self.space.length().saturating_sub(end);
-            // A device never has more than it has now.
+            // A device never becomes larger: the run must fit into it.
             let count = if free.is_none() && in_file > 0 { wanted.min(in_file) } else { wanted };
             match tables.refcounts().scan(end, count)? {
                 Scan::Free(clusters) => {
@@ -120,7 +120,7 @@ impl Allocator {
                     return Ok(Some(clusters));
                 }
                 Scan::Allocated(count) => tables.file.advance(end + count),
-                // The allocation places it, and takes what follows as without preparation.
+                // The allocation places the refcount block, and takes unprepared clusters.
                 Scan::NoRefcountBlock => {
                     self.prepared.not_before = end + 1;
                     return Ok(None);
@@ -129,15 +129,15 @@ impl Allocator {
         }
     }
 
-    /// The claimed clusters hold written zeros, durably.
+    /// Makes the claimed clusters prepared: they durably hold written zeros.
     pub(crate) fn put_prepared(&mut self, clusters: Range<u64>) {
         self.space.note_written(clusters.end);
         self.space.set_length(clusters.end);
         self.prepared.clusters = clusters;
     }
 
-    /// The claimed clusters could not be prepared. They are free as before, and it is not tried
-    /// again soon.
+    /// Returns claimed clusters that could not be prepared: they are free as before. The next
+    /// attempt is not made soon.
     pub(crate) fn give_up_preparing(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         tables.file.unreserve(clusters.end, clusters.start);
         if tables.file.end() > clusters.start {
@@ -151,13 +151,13 @@ impl Allocator {
         self.prepared.not_before = end + MIN_AHEAD;
     }
 
-    /// Prepared clusters are nothing but free from now on: other tables may take them.
+    /// Makes prepared clusters ordinary free clusters: other tables may take them.
     pub(crate) fn drop_prepared(&mut self) {
         let clusters = self.prepared.take_all();
         self.space.free_range(clusters);
     }
 
-    /// Takes up to `limit` prepared clusters; `None` where there are none.
+    /// Takes up to `limit` prepared clusters; `None` if there are none.
     pub(super) fn scan_prepared(
         &mut self,
         tables: &mut Tables,

@@ -53,13 +53,12 @@ pub(crate) struct BitRuns<'a> {
 }
 
 impl<'a> BitRuns<'a> {
-    /// Of the first `end` bits of `bytes`, or of as many as there are.
+    /// The runs in the first `end` bits of `bytes`, or in all of them if there are fewer.
     pub(crate) fn new(bytes: &'a [u8], end: u64) -> Self {
         Self { bytes, at: 0, end: end.min(bytes.len() as u64 * 8) }
     }
 
-    /// The first bit from `at` on whose byte is not all `skipped`, and that is not `skipped`
-    /// itself.
+    /// The first bit from `at` on that differs from the bits of `skipped`, which is 0 or 0xff.
     fn skip_bits(&self, mut at: u64, skipped: u8) -> u64 {
         while at < self.end {
             let byte = self.bytes[at as usize / 8];

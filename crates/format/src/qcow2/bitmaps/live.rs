@@ -6,23 +6,23 @@
 //! - The autoclear bit [`LIVE_BITMAPS`] tells this program that bitmaps in use and enabled contain
 //!   all changes. Other programs clear bits that they do not know before they change the disk.
 //!
-//! A session begins, each step durable before the next: bitmaps that lack changes are disabled, so
-//! that they are not mistaken for those of the session; the autoclear bit is set; the flags are
-//! set; the change is recorded in the bitmaps, and made. It ends, again each step durable before
-//! the next: the bitmaps' bits are written; the flags are cleared; the autoclear bit is cleared.
-//! After a crash between any two steps the bitmaps contain all changes, whichever program reads
-//! them.
+//! Steps that begin a session, each durable before the next: bitmaps that lack changes are
+//! disabled, because they must not be mistaken for those of the session; the autoclear bit is set;
+//! the flags are set; the change is recorded in the bitmaps, and made. Steps that end it, each
+//! durable before the next: the bitmaps' bits are written; the flags are cleared; the autoclear bit
+//! is cleared. After a crash between any two steps the bitmaps contain all changes, whichever
+//! program reads them.
 //!
 //! If there is no space for a bitmap's bits, the bitmap becomes coarser (`coarser`). If a change
-//! cannot be recorded even then, because the storage is full or fails, the bitmap is lost: before
+//! cannot be recorded even then, because the storage is full or fails, the bitmap is lost. Before
 //! the change is made, it is durably disabled and keeps `in-use`, so every program sees that it
-//! lacks changes. Neither needs space. The guest's change succeeds in both cases.
+//! lacks changes. Neither step needs space. The guest's change succeeds in both cases.
 //!
 //! When a session ends, the header of a side file gets the time of the raw disk's last change
 //! (`side_file`).
 //!
-//! Flags are changed in place: each lies in one sector, and means the same whatever its neighbours
-//! say.
+//! Flags are changed in place: each lies in one sector, and its meaning does not depend on the
+//! flags of other bitmaps.
 
 mod coarser;
 
@@ -52,17 +52,17 @@ use super::reader::BitsReader;
 use super::side_file;
 use super::tracker::LiveBitmap;
 
-/// How many bitmaps are enabled at most: each costs an operation more where changes begin.
+/// Maximum number of enabled bitmaps: each costs one more operation when a change begins.
 pub(crate) const MAX_LIVE: usize = 64;
-/// How many bytes of the disk are recorded at a time. A multiple of the largest cluster.
+/// Bytes of the disk that are recorded at a time. A multiple of the largest cluster.
 const MAX_RECORDED: u64 = 256 << 20;
-/// How many bitmaps are written together.
+/// Maximum number of bitmaps that are written at the same time.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// See the module's page.
 pub(crate) struct LiveBitmaps {
     set: RwLock<Arc<BitmapSet>>,
-    /// Whether any bitmap is enabled, or it is not known.
+    /// Whether any bitmap is enabled, or may be, because the bitmaps are not loaded.
     has_live: AtomicBool,
     /// Whether the bitmaps have to be read before the next change.
     is_forgotten: AtomicBool,
@@ -70,38 +70,38 @@ pub(crate) struct LiveBitmaps {
     has_begun: AtomicBool,
     /// Whether the header is durably marked as that of a session.
     is_marked: AtomicBool,
-    /// Held by the task that begins or ends the session, or notes a voucher.
+    /// Held to begin or end the session, to drop or coarsen a bitmap, and to write a voucher.
     begin_lock: Semaphore,
-    /// Whether a write of flags has failed or was dropped: what is read of them may not be
-    /// durable.
+    /// Whether a write of flags has failed or was dropped: flags that are read from the disk may
+    /// not be durable.
     is_flags_write_unknown: AtomicBool,
-    /// Of a side file: what gives vouchers.
+    /// Function that makes the vouchers of a side file.
     vouch: OnceLock<fn() -> Option<Voucher>>,
     /// The observer of bitmaps that become coarser or are lost.
     loss_observer: OnceLock<BitmapLossObserver>,
-    /// The lost ones, and when.
+    /// Names of the lost bitmaps, and the times at which they were lost.
     losses: Mutex<Vec<(Vec<u8>, Duration)>>,
     activity: BitmapActivity,
 }
 
-/// The cost of a place that is full or fails, for a bitmap.
+/// The loss to a bitmap when its storage is full or fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapLoss {
-    /// More than what has changed counts as changed.
+    /// More than the changed bytes count as changed.
     Precision,
-    /// It lacks changes.
+    /// The bitmap lacks changes.
     Changes,
 }
 
-/// The callback for each bitmap that becomes coarser or is lost: with its name, and why. It must
-/// not wait.
+/// The callback for each bitmap that becomes coarser or is lost, with its name and the reason. It
+/// must not block.
 pub type BitmapLossObserver = Arc<dyn Fn(&str, BitmapLoss, &Error) + Send + Sync>;
 
 /// The bitmaps of an image.
 #[derive(Clone, Default)]
 struct BitmapSet {
     location: Option<DirectoryLocation>,
-    /// As they were when the set was read.
+    /// The entries of the directory as read; those of lost or coarser bitmaps are updated.
     entries: Vec<BitmapEntry>,
     roles: Vec<Role>,
     /// The bitmaps in which changes are recorded.
@@ -129,13 +129,13 @@ impl Role {
     }
 }
 
-/// Clusters that are written in place when changes are recorded: each is of one bitmap, and of
-/// nothing else that the image cannot do without.
+/// Checks clusters that are written in place when changes are recorded. Each must belong to one
+/// bitmap and to no other metadata that the image needs.
 struct Places<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     taken: ClusterRanges,
-    /// They are not of an image that was not closed while they were written late, until they are
-    /// counted.
+    /// False for an image with the dirty bit (lazy refcounts) whose refcounts are not counted again
+    /// yet.
     are_refcounts_known: bool,
 }
 
@@ -146,8 +146,8 @@ impl<'a, S: Storage> Places<'a, S> {
     }
 
     /// # Errors
-    /// `Corrupt` where any of these bytes are of something else, or may be given to something else
-    /// because they count as free.
+    /// `Corrupt` if any of these bytes belong to other metadata, or may be reallocated because
+    /// their refcount is 0.
     async fn take(&mut self, offset: u64, length: u64) -> Result<()> {
         let geometry = self.metadata.geometry();
         let clusters = geometry.cluster_of(offset)..geometry.clusters_for(offset + length);
@@ -178,7 +178,7 @@ impl BitmapSet {
         activity: BitmapActivity,
     ) -> Result<Self> {
         let entries = bitmap_directory::read(metadata.storage(), header).await?;
-        // It was read just now, so it is inside its bounds.
+        // `read` has checked the location just now.
         let location = DirectoryLocation::of(header).unwrap_or_default();
         let roles: Vec<Role> = entries.iter().map(|entry| Role::of(entry, header)).collect();
         let mut set = Self { location, entries, roles, live: Vec::new() };
@@ -226,7 +226,7 @@ impl BitmapSet {
         self.live_names().nth(index)
     }
 
-    /// The same set, in which these bitmaps lack changes; `None` where they do already.
+    /// The set with these bitmaps marked as lost; `None` if none of them is live.
     fn without(&self, is_lost: impl Fn(&Arc<LiveBitmap>) -> bool) -> Option<Self> {
         let Self { location, mut entries, mut roles, live } = self.clone();
         let recorded = entries.iter_mut().zip(&mut roles).filter(|(_, role)| **role == Role::Live);
@@ -242,7 +242,7 @@ impl BitmapSet {
         self.roles.iter().filter(|role| **role == Role::Live).count()
     }
 
-    /// Writes flags that are not what they should be. Returns whether there were any: they are not
+    /// Writes the flags that differ from `wanted`. Returns whether any differed: they are not
     /// durable yet.
     async fn write_flags<S: Storage>(
         &self,
@@ -259,8 +259,8 @@ impl BitmapSet {
         .await
     }
 
-    /// Changes the directory in its place. Returns whether anything is another one by that: it is
-    /// not durable yet.
+    /// Changes the directory in place. Returns whether any byte changed: the change is not durable
+    /// yet.
     async fn write_directory<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -293,18 +293,18 @@ fn in_session(role: Role, flags: BitmapFlags) -> BitmapFlags {
     }
 }
 
-/// Whether an error says that the place of a bitmap is full or fails.
+/// Whether an error means that the storage of a bitmap is full or fails.
 fn is_of_its_place(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io)
 }
 
-/// The bytes that are recorded together.
+/// The first bytes of `range`, which are recorded together.
 fn first_recorded(range: ByteRange) -> ByteRange {
     range.truncate(MAX_RECORDED - range.offset() % MAX_RECORDED)
 }
 
 impl LiveBitmaps {
-    /// Of an image whose bitmaps are not known yet.
+    /// For an image whose bitmaps are not loaded yet.
     pub(crate) fn new(activity: BitmapActivity) -> Self {
         Self {
             set: RwLock::default(),
@@ -321,14 +321,14 @@ impl LiveBitmaps {
         }
     }
 
-    /// Reads which bitmaps an image has that is open for writing, outside of a session. Nothing is
-    /// changed. Bitmaps whose directory is damaged are lost with the first change.
+    /// Reads the bitmaps of an image that is open for writing, outside of a session. Changes
+    /// nothing on disk. Bitmaps whose directory is damaged are lost with the first change.
     ///
     /// # Errors
-    /// Errors of the storage; the failure to write metadata that is remembered.
+    /// Errors of the storage; an earlier failure to write metadata.
     pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
-        // After one it may be unknown which header is on disk. With refcounts of the other one's
-        // tables, good bitmaps would look damaged.
+        // After a failure it may be unknown which header is on disk. With the refcounts of the
+        // other header's tables, good bitmaps would look damaged.
         metadata.writer().check_failure()?;
         let header = metadata.lock().tables.headers.disk().clone();
         let set = match BitmapSet::read(metadata, &header, self.activity).await {
@@ -346,8 +346,8 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Forgets the bitmaps, outside of a session. Unless they are [loaded](Self::load) before the
-    /// next change, that loads them.
+    /// Forgets the bitmaps, outside of a session. The next change [loads](Self::load) them, unless
+    /// they were loaded before it.
     pub(crate) fn forget(&self) {
         self.has_live.store(true, Ordering::Release);
         self.is_forgotten.store(true, Ordering::Release);
@@ -358,7 +358,7 @@ impl LiveBitmaps {
         Arc::clone(&self.set.read())
     }
 
-    /// Waits until no bitmap is about to become another one.
+    /// Waits until no bitmap is being replaced by a coarser one or marked as lost.
     pub(super) async fn settled(&self) {
         drop(self.begin_lock.acquire().await);
     }
@@ -373,8 +373,8 @@ impl LiveBitmaps {
         self.is_forgotten.load(Ordering::Acquire) || self.set().location.is_some()
     }
 
-    /// The most bytes of the disk that an enabled bitmap may say to have changed although they have
-    /// not, because a process died that recorded changes in it; 0 where none did.
+    /// Maximum number of unchanged bytes that an enabled bitmap may report as changed, because the
+    /// process that recorded changes in it died; 0 if none died.
     pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
         if metadata.lock().tables.headers.disk().autoclear & LIVE_BITMAPS == 0 {
             return 0;
@@ -383,8 +383,8 @@ impl LiveBitmaps {
         set.live.iter().map(|bitmap| bitmap.max_excess()).max().unwrap_or(0).min(metadata.size())
     }
 
-    /// As [`record`](Self::record), where nothing has to be written for it: the disk says so
-    /// already.
+    /// As [`record`](Self::record), if nothing has to be written, because the disk has the record
+    /// already; else `None`.
     pub(crate) fn try_record(&self, range: ByteRange) -> Option<ByteRange> {
         if !self.has_live.load(Ordering::Acquire) {
             return Some(range);
@@ -395,15 +395,14 @@ impl LiveBitmaps {
         is_recorded.then_some(range)
     }
 
-    /// Records that the first bytes of `range` are about to change: durably, when it returns.
-    /// Returns these bytes.
+    /// Records durably that the first bytes of `range` are about to change. Returns these bytes.
     ///
-    /// A bitmap without room for that becomes coarser. One in which it cannot be recorded is lost:
-    /// it lacks changes.
+    /// A bitmap without space for the record becomes coarser. If the change cannot be recorded even
+    /// then, the bitmap is lost: it lacks changes.
     ///
     /// # Errors
-    /// Errors of the storage where not even that can be noted, or `InvalidInput` where too many
-    /// bitmaps are enabled: the change must not be made.
+    /// Errors of the storage if not even the loss can be recorded; `InvalidInput` if too many
+    /// bitmaps are enabled. The change must not be made.
     pub(crate) async fn record<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -418,13 +417,13 @@ impl LiveBitmaps {
             if rare(self.record_in_all(metadata, range)).await? {
                 return Ok(range);
             }
-            // A bitmap becomes coarser: until then its changes wait.
+            // A bitmap was being made coarser: wait until that ends, and try again.
             self.settled().await;
         }
     }
 
-    /// Whether a change is recorded in all enabled bitmaps, and none of them was about to be
-    /// another one.
+    /// Records a change in all enabled bitmaps. Returns false if a coarser bitmap replaced one of
+    /// them: then the caller tries again.
     async fn record_in_all<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -459,7 +458,7 @@ impl LiveBitmaps {
         }
     }
 
-    /// Has these bitmaps lack changes from now on, durably.
+    /// Marks these bitmaps as lost, durably.
     async fn give_up<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -482,8 +481,8 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Changes flags on disk where they are not what they should be. Durable when it returns: a
-    /// write that failed or was dropped may be read, and is lost in a crash.
+    /// Changes the flags on disk that differ from `wanted`, durably. After a write that failed or
+    /// was dropped it always flushes: flags that are read may be lost in a crash.
     async fn set_flags<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -504,25 +503,25 @@ impl LiveBitmaps {
     /// Calls `observer` for each bitmap that becomes coarser or is lost from now on. Only the first
     /// observer counts.
     pub(crate) fn observe_losses(&self, observer: BitmapLossObserver) {
-        // There is one already: that one stays.
+        // An observer that is set already stays.
         let _ = self.loss_observer.set(observer);
     }
 
-    /// When this process gave up the bitmap of this name for the last time, since the Unix epoch.
+    /// The last time, since the Unix epoch, at which this process lost the bitmap of this name.
     pub(crate) fn lost_at(&self, name: &str) -> Option<Duration> {
         let losses = self.losses.lock();
         let of_name = losses.iter().rev().find(|(lost, _)| names::listed(lost) == name);
         of_name.map(|&(_, when)| when)
     }
 
-    /// Begins the session, unless it has begun or no bitmap is enabled: comes before any change.
+    /// Begins the session, unless it has begun or no bitmap is enabled. Called before any change.
     ///
     /// # Errors
     /// As [`record`](Self::record).
     pub(crate) async fn begin_session<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.has_live.load(Ordering::Acquire) && !self.has_begun.load(Ordering::Acquire) {
             rare(self.begin(metadata)).await?;
-            // They may have been found to be damaged just now.
+            // `begin` may have found damaged bitmaps: then their autoclear bits must be cleared.
             metadata.autoclear().begin_changes().await?;
         }
         Ok(())
@@ -551,8 +550,8 @@ impl LiveBitmaps {
                 .hint("disable some of them (bitmap disable)"));
         }
         self.disable_lost(metadata).await?;
-        // Of a side file also where the session is that of a process that died: it is this one's
-        // now.
+        // The voucher of a side file is also set if a process that died began the session: it is
+        // this process's session now.
         let voucher = self.voucher();
         if !self.is_marked.load(Ordering::Acquire) || voucher.is_some() {
             metadata
@@ -570,8 +569,8 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Disables bitmaps that lack changes, unless the header is that of a session: before the
-    /// header is marked as that of one, so that they are not mistaken for those of the session.
+    /// Disables bitmaps that lack changes, unless the header is marked as that of a session. Called
+    /// before it is marked, because they must not be mistaken for those of the session.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -586,7 +585,7 @@ impl LiveBitmaps {
         self.set_flags(metadata, &self.set(), disabled).await
     }
 
-    /// Has sessions begin with a voucher of `vouch`.
+    /// Makes each session begin with a voucher of `vouch`.
     pub(crate) fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
         // The first one stays: there is one clock.
         let _ = self.vouch.set(vouch);
@@ -597,8 +596,8 @@ impl LiveBitmaps {
         self.vouch.get().and_then(|vouch| vouch())
     }
 
-    /// Notes a voucher durably, if a session goes on. It never lands after the end of one: another
-    /// process may have the image then.
+    /// Writes a voucher durably while a session is active. Never writes after the session's end,
+    /// when another process may have the image.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -611,12 +610,12 @@ impl LiveBitmaps {
         else {
             return Ok(());
         };
-        // Of the side file alone: the guest's data need not be stable.
+        // Flushes the side file only: the guest's data need not be stable.
         metadata.write_header(|header| DataFileMark::set_voucher(header, voucher)).await
     }
 
-    /// The size of the disk was changed, and that of the data file of a side file: this is no
-    /// change by another program.
+    /// Notes that this program, and no other, changed the size of the disk, and with a side file
+    /// that of the data file.
     ///
     /// # Errors
     /// Errors of the storage: the side file is refused later.
@@ -628,8 +627,8 @@ impl LiveBitmaps {
         }
     }
 
-    /// Ends the session, also that of a process that died: the bitmaps say what has changed, to all
-    /// programs. No change may be in flight. The next change begins another one.
+    /// Ends the session, also that of a process that died: then the bitmaps are valid for all
+    /// programs. No change may be in flight. The next change begins a new session.
     ///
     /// # Errors
     /// Errors of the storage: the bitmaps stay marked, and contain all changes.
@@ -641,8 +640,8 @@ impl LiveBitmaps {
         }
         let set = self.set();
         if header.autoclear & LIVE_BITMAPS == 0 || set.location.is_none() {
-            // Outside of a session nothing is recorded, so what enabled bitmaps lack must stay to
-            // be found out.
+            // Outside of a session no changes are recorded, so changes that enabled bitmaps lack
+            // must stay detectable.
             let is_free = !self.is_forgotten.load(Ordering::Acquire) && set.count_live() == 0;
             return if is_free { side_file::renew_mark(metadata).await } else { Ok(()) };
         }

@@ -1,7 +1,7 @@
-//! The space of persistent bitmaps in the file, and their repair.
+//! The clusters of persistent bitmaps in the file, and the repair of bitmaps.
 //!
-//! Their clusters count as used only while the autoclear bit says that they are consistent with the
-//! disk. Without it QEMU treats their clusters as leaked, and so does a check.
+//! These clusters count as used only while the autoclear bit says that the bitmaps are consistent
+//! with the disk. Without the bit QEMU treats the clusters as leaked, and so does a check.
 
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Result, Storage, SyncMode};
 
@@ -15,11 +15,11 @@ use crate::qcow2::layout::{table_io, words};
 
 use super::counts::Counts;
 
-/// Tells `add` everything that bitmaps take of the file: what, offset, length. Answers why that may
-/// not be all, in words.
+/// Calls `add` with the description, offset and length of each part of the file that bitmaps use.
+/// Returns the reason, as text, if these may not be all parts.
 ///
 /// # Errors
-/// Only what the storage and `add` answer.
+/// Only errors of the storage and of `add`.
 pub(crate) async fn walk<S: Storage>(
     storage: &S,
     header: &Header,
@@ -82,12 +82,12 @@ async fn walk_table<S: Storage>(
     Ok(None)
 }
 
-/// Has the enabled bitmaps say durably that all of the disk changes, before a repair changes what
-/// the disk reads. Their tables are changed in place: bits that they referred to leak. Answers
-/// whether that can be done: not where a table may be something else's, too.
+/// Marks the whole disk as changed in the enabled bitmaps, durably, before a repair changes the
+/// disk's content. Overwrites the bitmap tables in place: the clusters of their bits leak. Returns
+/// false if that is impossible: a table may also belong to something else, or bitmaps are corrupt.
 ///
 /// # Errors
-/// Only what the storage answers.
+/// Only errors of the storage.
 pub(super) async fn mark_all<S: Storage>(
     storage: &S,
     header: &Header,

@@ -11,7 +11,7 @@ use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::limits::{MAX_L1_BYTES, MAX_OFFSET, MAX_SNAPSHOTS};
 use crate::qcow2::layout::snapshot_table::{SnapshotEntry, TableReader};
 
-/// Where an L1 table is.
+/// Location of an L1 table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct L1Location {
     pub(crate) offset: u64,
@@ -32,7 +32,7 @@ impl L1Location {
         u64::from(self.entries) * 8
     }
 
-    /// Whether a table can be there at all.
+    /// Whether a table can have this location and length.
     pub(crate) fn is_possible(self, geometry: Geometry) -> bool {
         self.length() <= MAX_L1_BYTES
             && self.offset <= MAX_OFFSET
@@ -59,9 +59,9 @@ pub(crate) struct SnapshotSurvey {
     pub(crate) usable: Vec<SnapshotEntry>,
     /// The faults.
     pub(crate) faults: Vec<Fault>,
-    /// Whether `usable` is the start of the table, as it is on disk.
+    /// Whether `usable` is the start of the table as it is on disk.
     pub(crate) is_prefix: bool,
-    /// Bytes of the table, as far as it makes sense.
+    /// Bytes of the table up to its last readable entry.
     pub(crate) length: u64,
 }
 
@@ -69,7 +69,7 @@ impl SnapshotSurvey {
     /// Reads the snapshot table.
     ///
     /// # Errors
-    /// Only what the storage answers.
+    /// Errors of the storage only.
     pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Self> {
         let mut survey =
             Self { usable: Vec::new(), faults: Vec::new(), is_prefix: true, length: 0 };
@@ -88,17 +88,17 @@ impl SnapshotSurvey {
         Ok(survey)
     }
 
-    /// Where the usable snapshots have their L1 tables.
+    /// Locations of the L1 tables of the usable snapshots.
     pub(crate) fn l1_tables(&self) -> impl Iterator<Item = L1Location> {
         self.usable.iter().map(L1Location::of)
     }
 
-    /// The last `count` entries are lost.
+    /// Records that the last `count` entries are lost.
     fn lose_all(&mut self, count: u64, why: String) {
         self.faults.push(Fault { count, what: format!("{count} snapshots cannot be used: {why}") });
     }
 
-    /// An entry is lost, or has to be changed.
+    /// Records that an entry is lost or has to be changed.
     fn fault(&mut self, what: String) {
         self.is_prefix = false;
         self.faults.push(Fault { count: 1, what });
@@ -127,7 +127,7 @@ impl SnapshotSurvey {
                 empty += 1;
                 continue;
             }
-            // Entries after empty ones do not follow upon the others.
+            // An entry after an empty one does not directly follow the entries before.
             self.is_prefix &= empty == 0;
             match fault_of(&entry, header, storage.size()) {
                 Some(why) => self.fault(format!("{} cannot be used: {why}", entry.called())),
@@ -151,7 +151,7 @@ impl SnapshotSurvey {
     }
 }
 
-/// Why a snapshot cannot be used.
+/// The reason why a snapshot cannot be used; `None` if it can.
 fn fault_of(entry: &SnapshotEntry, header: &Header, file_size: u64) -> Option<String> {
     let (geometry, place) = (header.geometry, L1Location::of(entry));
     let snapshot_table = geometry.cluster_of(header.snapshots_offset);

@@ -2,10 +2,10 @@
 //! `docs/interop/qcow2.txt`, "Bitmaps").
 //!
 //! A bitmap has a bit for each `granularity` bytes of the disk, the least significant bit of a byte
-//! first. Its table has the offset of each cluster of bits, or says that all its bits are zeros or
-//! ones. The directory names the bitmaps, and the header extension has the directory's offset. All
-//! of it is valid only while the autoclear bit [`BITMAPS_CONSISTENT`] is set. Every value is
-//! checked against QEMU's bounds before use, so that no image is made that QEMU refuses.
+//! first. Each entry of its table is the offset of a cluster of bits, or says that its bits are all
+//! zeros or ones. The directory names the bitmaps, and the header extension has the directory's
+//! offset. All of it is valid only while the autoclear bit [`BITMAPS_CONSISTENT`] is set. Every
+//! value is checked against QEMU's bounds before use, so no image is made that QEMU refuses.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -24,8 +24,8 @@ use super::{names, table_io};
 
 /// Autoclear feature bit: the bitmaps are in step with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;
-/// Autoclear bit, of those that the format reserves: bitmaps that are in use and enabled contain
-/// all changes, because their writer records each one before it makes it. Other programs clear bits
+/// An autoclear bit that the format reserves: bitmaps that are in use and enabled contain all
+/// changes, because their writer records each change before making it. Other programs clear bits
 /// that they do not know before they change the disk.
 pub(crate) const LIVE_BITMAPS: u64 = 1 << 63;
 
@@ -33,7 +33,7 @@ pub(crate) const LIVE_BITMAPS: u64 = 1 << 63;
 const EXTENSION: usize = 24;
 /// The length of an entry of the directory without its extra data and name.
 const FIXED: usize = 24;
-/// The only type that there is: bits of what changed.
+/// The only bitmap type of the format.
 const DIRTY_TRACKING: u8 = 1;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 const ALL_ONES: u64 = 1;
@@ -42,21 +42,21 @@ bitflags::bitflags! {
     /// Flags of a bitmap.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub(crate) struct BitmapFlags: u32 {
-        /// It was not saved: a writer has it in memory, or died.
+        /// The bitmap was not saved: a writer has it in memory, or died.
         const IN_USE = 1;
-        /// It is enabled: every writer records its changes in it.
+        /// The bitmap is enabled: every writer records its changes in it.
         const AUTO = 1 << 1;
         /// Extra data that is not understood may be ignored.
         const EXTRA_DATA_COMPATIBLE = 1 << 2;
     }
 }
 
-/// A persistent dirty bitmap, as told to users.
+/// A dirty bitmap, as shown to users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bitmap {
     /// Unique in the image, 1 to 1023 bytes.
     pub name: String,
-    /// How many bytes of the disk one bit stands for: a power of two, 512 B to 2 GiB.
+    /// How many bytes of the disk one bit represents: a power of two, 512 B to 2 GiB.
     pub granularity: u64,
     /// Whether changes of the disk are recorded in it.
     pub is_enabled: bool,
@@ -80,8 +80,8 @@ pub(crate) struct DirectoryLocation {
 }
 
 impl DirectoryLocation {
-    /// The location that a header names; `None` without bitmaps, or where they are not in step with
-    /// the disk. An error is the reason.
+    /// The location in the header; `None` without bitmaps, or if they are not consistent with the
+    /// disk. An error is the reason why the location is invalid.
     pub(crate) fn of(header: &Header) -> Result<Option<Self>, String> {
         let extension = extensions::find(&header.extensions, extensions::BITMAPS);
         match extension.filter(|_| header.autoclear & BITMAPS_CONSISTENT != 0) {
@@ -132,19 +132,19 @@ pub(crate) struct BitmapEntry {
     pub(crate) granularity_bits: u32,
     pub(crate) name: Vec<u8>,
     kind: u8,
-    /// Whole, also what is not understood.
+    /// All extra data, including parts that this program does not know.
     extra: Vec<u8>,
 }
 
 impl BitmapEntry {
-    /// Puts how coarse the bitmap is and the length of its table into a directory in which its
-    /// flags are at this position.
+    /// Writes the bitmap's granularity and the length of its table into a directory. `flags` is the
+    /// position of the bitmap's flags there.
     pub(crate) fn put_size(&self, directory: &mut [u8], flags: usize) {
         directory[flags - 4..flags].copy_from_slice(&self.table_entries.to_be_bytes());
         directory[flags + 5] = self.granularity_bits as u8;
     }
 
-    /// Of a bitmap whose table is not placed yet.
+    /// An entry for a bitmap whose table has no offset yet.
     pub(crate) fn new(name: &[u8], granularity_bits: u32, flags: BitmapFlags) -> Self {
         Self {
             table_offset: 0,
@@ -169,7 +169,7 @@ impl BitmapEntry {
         self.flags.contains(BitmapFlags::IN_USE) && !is_live
     }
 
-    /// For users.
+    /// The bitmap as shown to users.
     pub(crate) fn described(&self, header: &Header) -> Bitmap {
         Bitmap {
             name: names::listed(&self.name),
@@ -182,7 +182,7 @@ impl BitmapEntry {
         }
     }
 
-    /// For messages.
+    /// The bitmap's name in messages.
     pub(crate) fn called(&self) -> String {
         format!("the bitmap '{}'", names::listed(&self.name).escape_default())
     }
@@ -192,7 +192,7 @@ impl BitmapEntry {
         size.div_ceil(1 << self.granularity_bits)
     }
 
-    /// How many clusters of bits, which is how many entries of the table, a disk of `size` bytes
+    /// How many clusters of bits, and so how many entries of the table, a disk of `size` bytes
     /// needs.
     pub(crate) fn clusters_for(&self, size: u64, geometry: Geometry) -> u64 {
         geometry.clusters_for(self.bits_for(size).div_ceil(8))
@@ -213,7 +213,7 @@ impl BitmapEntry {
         clusters.push(first..first + geometry.clusters_for(length));
         let table = table_io::read(storage, self.table_offset, length as usize).await?;
         for word in words_of(&table) {
-            // A word that breaks the rules refers to nothing that can be told.
+            // An invalid word refers to no known cluster.
             if let Ok(BitsCluster::Stored(offset)) = BitsCluster::parse(word, geometry) {
                 let cluster = geometry.cluster_of(offset);
                 clusters.push(cluster..cluster + 1);
@@ -222,7 +222,7 @@ impl BitmapEntry {
         Ok(clusters)
     }
 
-    /// Why no program can use the entry, in words that follow its name.
+    /// The reason why no program can use the entry, in words that follow its name.
     fn fault(&self, header: &Header) -> Option<String> {
         let geometry = header.geometry;
         let Self { table_offset, table_entries, granularity_bits, .. } = self;
@@ -271,8 +271,8 @@ impl BitmapEntry {
         bytes.resize(bytes.len().next_multiple_of(8), 0);
     }
 
-    /// The entry at the beginning of `bytes`, and the length that it takes; `None` where it is
-    /// longer.
+    /// The entry at the beginning of `bytes`, and its length there; `None` if it is longer than
+    /// `bytes`.
     fn take(bytes: &[u8]) -> Option<(Self, usize)> {
         if bytes.len() < FIXED {
             return None;
@@ -293,10 +293,10 @@ impl BitmapEntry {
     }
 }
 
-/// Which of these bitmaps of an image has a name.
+/// The index of the entry of the bitmap with this name.
 ///
 /// # Errors
-/// `InvalidInput` where none has.
+/// `InvalidInput` if no bitmap has the name.
 pub(crate) fn index_of(image: &str, name: &str, entries: &[BitmapEntry]) -> Result<usize> {
     names::index_of(entries.iter().map(|entry| &entry.name[..]), name).ok_or_else(|| {
         let error = Error::new(ErrorKind::InvalidInput, format!("has no bitmap '{name}'"));
@@ -311,7 +311,7 @@ pub(crate) fn to_bytes(entries: &[BitmapEntry]) -> Vec<u8> {
     bytes
 }
 
-/// Where in the directory of these entries the flags of each are.
+/// The position of each entry's flags in the directory of these entries.
 pub(crate) fn flags_positions(entries: &[BitmapEntry]) -> impl Iterator<Item = usize> {
     entries.iter().scan(0, |at, entry| {
         let flags = *at + 12;
@@ -348,7 +348,7 @@ pub(crate) fn parse(
     }
 }
 
-/// The table's entry of a bitmap for one cluster of bits.
+/// An entry of a bitmap's table: the state of one cluster of bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BitsCluster {
     Zeros,
@@ -358,7 +358,7 @@ pub(crate) enum BitsCluster {
 }
 
 impl BitsCluster {
-    /// An error is the rule that the word breaks.
+    /// Parses a word of the table. An error is the rule that the word breaks.
     pub(crate) fn parse(word: u64, geometry: Geometry) -> Result<Self, &'static str> {
         let offset = word & OFFSET;
         if word & !(OFFSET | ALL_ONES) != 0 || (offset != 0 && word & ALL_ONES != 0) {
@@ -383,7 +383,7 @@ impl BitsCluster {
     }
 }
 
-/// The bitmaps of an image; none where they are not in step with the disk.
+/// The bitmaps of an image; none if they are not consistent with the disk.
 ///
 /// # Errors
 /// Errors of the storage; `Corrupt` where an entry is out of its bounds.
@@ -410,7 +410,7 @@ mod tests {
 
     const GEOMETRY: Geometry = Geometry::COMMON;
 
-    /// Of a disk of 1 GiB.
+    /// A header for a disk of 1 GiB.
     fn header() -> Header {
         let mut bytes = vec![0; 1 << 16];
         bytes[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");

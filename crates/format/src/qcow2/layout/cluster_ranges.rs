@@ -7,7 +7,7 @@ use std::ops::Range;
 /// Ranges of clusters that are taken.
 #[derive(Default)]
 pub(crate) struct ClusterRanges {
-    /// By start; ranges that touch are one.
+    /// The end of each range, by its start. Adjacent ranges are merged.
     ranges: BTreeMap<u64, u64>,
 }
 
@@ -18,7 +18,7 @@ impl ClusterRanges {
         before.is_some_and(|(_, &end)| end > clusters.start && !clusters.is_empty())
     }
 
-    /// Behind the last one; `None` where none is taken.
+    /// The end of the last range; `None` if no cluster is taken.
     pub(crate) fn end(&self) -> Option<u64> {
         Some(*self.ranges.last_key_value()?.1)
     }

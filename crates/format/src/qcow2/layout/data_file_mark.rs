@@ -1,5 +1,5 @@
-//! The side file's description of its data file, the raw disk: a header extension of Blockhouse's
-//! own, which other programs keep and may ignore.
+//! The side file's description of its data file, the raw disk. It is a header extension that only
+//! Blockhouse defines; other programs keep it and may ignore it.
 
 use std::time::Duration;
 
@@ -7,43 +7,41 @@ use super::extensions::{self, Extension, SIDE_FILE};
 use super::header::{Header, SECTOR};
 use super::words::be64;
 
-/// Bytes of the extension, without a size and a voucher.
+/// Bytes of the extension without `other_size` and `voucher`.
 const LENGTH: usize = 32;
-/// Bytes of a size.
+/// Bytes of `other_size`.
 const OTHER_SIZE: usize = 8;
 /// Bytes of a voucher.
 const VOUCHER: usize = 24;
 
-/// The word of a process that it records all changes of the data file for some time, and is its
-/// only writer: noted before they are made, and again and again while they are. So it tells later
-/// whose changes were made in that time, also where the host has died with all that the process
-/// could have told.
+/// A process's statement that until a given time it is the data file's only writer and records all
+/// changes. The process writes it before the first change, and renews it while it makes changes.
+/// After a crash of the host it shows whose changes were made until that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Voucher {
-    /// The boot of the host, as it is called there.
+    /// The boot id of the host.
     pub boot: [u8; 16],
-    /// The end of that time, in nanoseconds since the Unix epoch.
+    /// The given time, in nanoseconds since the Unix epoch.
     pub until: u64,
 }
 
 /// The side file's description of its data file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataFileMark {
-    /// Which file it is, in the bytes that the side file was made with.
+    /// Identity of the data file, in the form that was stored when the side file was made.
     pub identity: [u8; 16],
-    /// When it had been changed for the last time when enabled bitmaps had all of its changes and
-    /// nothing recorded more, since the Unix epoch.
+    /// Time of the data file's last change, since the Unix epoch, read when the enabled bitmaps had
+    /// all of its changes and recording had ended.
     pub changed: Duration,
-    /// The size in bytes that the data file may have instead of the disk's: that of a disk which
-    /// was about to become as long, or was as long before, when a process died. What is past the
-    /// end of the disk is no part of it.
+    /// The size in bytes that the data file may have instead of the disk's: the size before or
+    /// after a resize in which a process died. Bytes past the end of the disk are not part of it.
     pub other_size: Option<u64>,
-    /// Of a process that records changes, or died. `None` outside of a session.
+    /// Voucher of a process that records changes, or died while it did. `None` outside a session.
     pub voucher: Option<Voucher>,
 }
 
 impl DataFileMark {
-    /// Of an image; `None` where it is no side file.
+    /// Reads it from the header; `None` if the image is not a side file.
     pub(crate) fn of(header: &Header) -> Option<Self> {
         Self::parse(extensions::find(&header.extensions, SIDE_FILE)?)
     }
@@ -76,31 +74,31 @@ impl DataFileMark {
         parts.into_iter().flatten().flatten().collect()
     }
 
-    /// Notes when the data file was changed, in the header of a side file whose session ends.
-    /// Where another program left no room in the first sector, the old time stays.
+    /// Stores the time of the data file's last change when a session ends. If another program left
+    /// no space in the first sector, the old mark stays.
     pub(crate) fn set_changed(header: &mut Header, changed: Duration) {
         if let Some(mark) = Self::of(header) {
             Self { changed, other_size: None, voucher: None, ..mark }.store(header);
         }
     }
 
-    /// Notes which other size the data file may have while that of the disk changes. Where there is
-    /// no room for it in the first sector, it is not noted.
+    /// Stores the other size of the data file during a resize of the disk. If the first sector has
+    /// no space for it, the header is unchanged.
     pub(crate) fn set_other_size(header: &mut Header, size: u64) {
         if let Some(mark) = Self::of(header) {
             Self { other_size: Some(size), ..mark }.store(header);
         }
     }
 
-    /// Notes a voucher, in the header of a side file. Where there is no room for it in the first
-    /// sector, it is not noted.
+    /// Stores a voucher in the header of a side file. If the first sector has no space for it, the
+    /// header is unchanged.
     pub(crate) fn set_voucher(header: &mut Header, voucher: Voucher) {
         if let Some(mark) = Self::of(header) {
             Self { voucher: Some(voucher), ..mark }.store(header);
         }
     }
 
-    /// Gives one header what the other one says of the data file.
+    /// Copies the mark from one header to the other.
     pub(crate) fn copy(from: &Header, to: &mut Header) {
         if let Some(mark) = Self::of(from) {
             mark.store(to);
@@ -112,7 +110,7 @@ impl DataFileMark {
         let mut new = header.clone();
         new.extensions.retain(|extension| extension.kind != SIDE_FILE);
         new.extensions.push(Extension { kind: SIDE_FILE, data });
-        // Of an image without a backing file: its name takes nothing of the sector.
+        // A side file has no backing file, so no backing file name occupies the sector.
         if new.fit_extensions(&[0; SECTOR]) {
             *header = new;
         }

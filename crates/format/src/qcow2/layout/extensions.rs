@@ -1,21 +1,21 @@
-//! Header extensions: records of a type, a length and that many bytes (padded to 8) after the
-//! header.
+//! Header extensions: records after the header, with a type, a length, and data padded to 8 bytes.
 //!
-//! Most are kept as they are; only what changes how the image is read is understood here.
+//! This program interprets only extensions that affect how the image is read, and keeps the others
+//! unchanged.
 
 use super::words::be32;
 
 /// The end of the list.
 const END: u32 = 0;
-/// The format of the backing file, as a name.
+/// The name of the backing file's format.
 pub(crate) const BACKING_FORMAT: u32 = 0xe279_2aca;
 /// Persistent bitmaps of changed parts of the disk.
 pub(crate) const BITMAPS: u32 = 0x2385_2875;
 /// The name of the file that holds the guest's data.
 pub(crate) const DATA_FILE: u32 = 0x4441_5441;
-/// Where the header of the encryption is, and its length in bytes: two 64-bit numbers.
+/// Offset and length of the encryption header in bytes: two 64-bit numbers.
 pub(crate) const ENCRYPTION: u32 = 0x0537_be77;
-/// Which file a side file belongs to (`data_file_mark`).
+/// The file that a side file belongs to (`data_file_mark`).
 pub(crate) const SIDE_FILE: u32 = 0x424c_4b48;
 /// Names of feature bits, for messages about unknown ones.
 pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
@@ -24,12 +24,12 @@ pub(crate) const FEATURE_NAMES: u32 = 0x6803_f857;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Extension {
     pub(crate) kind: u32,
-    /// Without the padding.
+    /// The data without the padding.
     pub(crate) data: Vec<u8>,
 }
 
-/// Reads the list that starts at `start` and must end before `end`. An error is the reason and the
-/// offset of the record.
+/// Reads the list that starts at `start` and must not pass `end`. An error has the reason and the
+/// offset of the invalid record.
 pub(crate) fn parse(
     bytes: &[u8],
     start: usize,
@@ -37,7 +37,7 @@ pub(crate) fn parse(
 ) -> Result<Vec<Extension>, (String, usize)> {
     let mut extensions = Vec::new();
     let mut at = start;
-    // A list may also end where its room does.
+    // A list may also end at `end`, without an end record.
     while at + 8 <= end {
         let (kind, length) = (be32(bytes, at), be32(bytes, at + 4) as usize);
         if kind == END {
@@ -55,7 +55,7 @@ pub(crate) fn parse(
     Ok(extensions)
 }
 
-/// The list as bytes, with its end.
+/// The list as bytes, with its end record.
 pub(crate) fn to_bytes(extensions: &[Extension]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for Extension { kind, data } in extensions {
@@ -68,7 +68,7 @@ pub(crate) fn to_bytes(extensions: &[Extension]) -> Vec<u8> {
     bytes
 }
 
-/// The last extension of this kind: the one that counts for QEMU, too.
+/// The data of the last extension of this kind, which QEMU uses as well.
 pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
     extensions.iter().rfind(|one| one.kind == kind).map(|one| one.data.as_slice())
 }
@@ -77,8 +77,7 @@ pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
 const FEATURE_RECORD: usize = 48;
 
 /// The names of the features that the format knows: kind (0 incompatible, 1 compatible, 2
-/// autoclear), bit, name. They are those that QEMU stores, so that all programs call a feature by
-/// one name.
+/// autoclear), bit, name. QEMU stores the same names, so all programs show one name for a feature.
 const KNOWN_FEATURES: [(u8, u8, &str); 8] = [
     (0, 0, "dirty bit"),
     (0, 1, "corrupt bit"),
@@ -90,8 +89,8 @@ const KNOWN_FEATURES: [(u8, u8, &str); 8] = [
     (2, 1, "raw external data"),
 ];
 
-/// The extension that names all features that this program knows, for messages of programs that do
-/// not.
+/// The extension with the names of all features that this program knows. Programs that do not know
+/// a feature show its name in messages.
 pub(crate) fn feature_names() -> Extension {
     let record = |(kind, bit, name): (u8, u8, &str)| {
         let mut record = vec![kind, bit];
@@ -102,9 +101,9 @@ pub(crate) fn feature_names() -> Extension {
     Extension { kind: FEATURE_NAMES, data: KNOWN_FEATURES.into_iter().flat_map(record).collect() }
 }
 
-/// The name of an incompatible feature in the image itself.
+/// The name that the image itself stores for an incompatible feature.
 pub(crate) fn incompatible_feature_name(extensions: &[Extension], bit: u32) -> Option<String> {
-    // The last record may be short: the rest of its name is zeros.
+    // The last record may be short. The rest of its name counts as zeros.
     let records = find(extensions, FEATURE_NAMES)?.chunks(FEATURE_RECORD);
     let wanted = |record: &&[u8]| record.len() > 2 && record[0] == 0 && u32::from(record[1]) == bit;
     let name = records.filter(wanted).map(|record| &record[2..]).next()?;

@@ -1,15 +1,15 @@
 //! Names of snapshots and bitmaps, as people read and write them.
 //!
-//! In an image they are bytes. Guarantee: [`index_of`] finds the text that [`listed`] returns for a
-//! name, unless another name is listed by the same text.
+//! In an image, names are bytes. Guarantee: [`index_of`] finds a name by the text that [`listed`]
+//! returns for it, unless another name has the same text.
 
 /// A name for people: bytes that are no UTF-8 become U+FFFD.
 pub(crate) fn listed(name: &[u8]) -> String {
     String::from_utf8_lossy(name).into_owned()
 }
 
-/// Which of these names is meant: the first that has these bytes, else the only one that is listed
-/// so.
+/// The index of the name `meant`: the first name with its bytes, else the only name for which
+/// [`listed`] returns it.
 pub(crate) fn index_of<'a>(
     names: impl Iterator<Item = &'a [u8]> + Clone,
     meant: &str,

@@ -1,22 +1,21 @@
-//! From guest clusters to host clusters: lookups, and changes that have not taken effect yet.
+//! Maps guest clusters to host clusters: lookups, and changes that have not taken effect yet.
 //!
 //! The life of a change:
 //!
 //! 1. *Prepare* ([`Mapper::map_write`], `map_zero`, `map_discard`, `map_compressed`): the step
-//!    allocates what the change needs and locks its guest clusters (`pending_changes`). Nothing
-//!    that is looked up has changed: reads see the old mapping.
+//!    allocates what the change needs and locks its guest clusters (`pending_changes`). Lookups do
+//!    not see the change: reads use the old mapping.
 //! 2. The I/O path moves the data, without the image's lock.
-//! 3. *Link* ([`Mapper::link`]): the L2 entries change in memory, and what they referred to is
-//!    freed later. Or *abort* ([`Mapper::abort`]): what was allocated is free again, or quarantined
-//!    where a dropped write may still modify it.
+//! 3. *Link* ([`Mapper::link`]): the L2 entries change in memory, and their old clusters are freed
+//!    later. Or *abort* ([`Mapper::abort`]): the allocated clusters are free again, or quarantined
+//!    if a dropped write may still modify them.
 //!
 //! The overwrite of a mapped cluster allocates nothing and changes no entry. It is counted while it
-//! is in flight, so that no change takes the cluster away meanwhile. It looks at `tables` and at
-//! these counts.
+//! is in flight, so no change frees the cluster meanwhile. It reads `tables` and these counts.
 //!
-//! Locking: [`Mapping`] lies under the image's one lock beside the tables and the allocator; a step
-//! borrows all three as a [`Mapper`]. Nothing here waits. Guest clusters are locked in ascending
-//! order by each request, so no requests wait for each other in a circle.
+//! Locking: the image's one lock protects [`Mapping`], the tables and the allocator; a step borrows
+//! all three as a [`Mapper`]. No function here waits. Each request locks its guest clusters in
+//! ascending order, so requests do not deadlock.
 
 mod data_file;
 mod data_placement;
@@ -50,8 +49,8 @@ pub(crate) struct Mapping {
     changes: PendingChanges,
     data: DataPlacement,
     runs: RunsAhead,
-    /// End of the backing file's bytes: 0 for none, the maximum while unknown, and before the image
-    /// gets a backing file.
+    /// End of the backing file's bytes: 0 without one; the maximum while it is unknown, and before
+    /// the image gets a backing file.
     backing_end: u64,
 }
 
@@ -63,7 +62,7 @@ pub(crate) struct Mapper<'a> {
 }
 
 impl Mapping {
-    /// For an image with this header.
+    /// The mapping of an image with this header.
     pub(crate) fn new(header: &Header) -> Self {
         Self {
             changes: PendingChanges::default(),
@@ -73,7 +72,7 @@ impl Mapping {
         }
     }
 
-    /// For a step that changes entries.
+    /// The mapper for a step that changes entries.
     pub(crate) fn mapper<'a>(
         &'a mut self,
         tables: &'a mut Tables,
@@ -87,7 +86,7 @@ impl Mapping {
         self.backing_end = end;
     }
 
-    /// The data file is open, and has blocks of this many bytes.
+    /// Sets the block size in bytes of the data file, which is open.
     pub(crate) fn set_data_block(&mut self, block: u64) {
         self.data.set_block(block);
     }
@@ -115,7 +114,7 @@ impl Mapper<'_> {
         self.tables.header().backing.is_some() || self.mapping.backing_end > 0
     }
 
-    /// Blocked if a writeback must run, or a change must end, before another one is prepared.
+    /// Blocked if a writeback must run, or a change must end, before another change is prepared.
     fn check_room(&mut self) -> Step<()> {
         self.tables.check_dirty_limit()?;
         let checked = self.tables.redo.check_room(self.mapping.changes.len());

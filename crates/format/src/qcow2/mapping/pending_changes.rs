@@ -1,8 +1,8 @@
 //! Locks of guest clusters, and the changes that wait for others.
 //!
-//! A pending change has its clusters alone: other changes of them wait until it is linked or
-//! aborted. Overwrites in place go side by side, and a change that would take their host cluster
-//! away waits for their end. Reads never wait: until the link they see the old mapping.
+//! A pending change locks its clusters: other changes of them wait until it is linked or aborted.
+//! Overwrites in place run concurrently. A change that would remove their host cluster waits for
+//! their end. Reads never wait: they see the old mapping until the link.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -14,19 +14,19 @@ use event_listener::{Event, EventListener};
 use crate::qcow2::layout::entry::{CompressedDescriptor, SubclusterState};
 use crate::qcow2::tables::{Blocked, Step};
 
-/// The change of the clusters' entries by a link.
+/// The change that a link makes to the entries of clusters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Change {
-    /// They refer to host clusters with their data; `allocated` if these are new.
+    /// The entries refer to host clusters with data; `allocated` if these are new.
     Write { host: u64, allocated: bool },
-    /// It refers to its compressed data.
+    /// The entry refers to compressed data.
     Compressed(CompressedDescriptor),
-    /// They read as zeros, with or without their host clusters.
+    /// The clusters read as zeros, with or without their host clusters.
     Zero { keep: bool },
-    /// They have no host cluster, and read as zeros if that can be encoded.
+    /// The clusters have no host cluster, and read as zeros if that can be encoded.
     Discard,
-    /// The subclusters `mask` of the one cluster change to `state`. Once no subcluster has data the
-    /// cluster loses its host cluster, except with `keep`.
+    /// The subclusters in `mask` of the one cluster change to `state`. If no subcluster has data
+    /// then, the cluster loses its host cluster, unless `keep` is set.
     Subclusters { mask: u32, state: SubclusterState, keep: bool },
 }
 
@@ -46,7 +46,7 @@ impl PendingChange {
         &self.change
     }
 
-    /// The event to wait for until it is linked or aborted.
+    /// The event that signals the link or the abort.
     pub(super) fn listen(&self) -> EventListener {
         self.ended.listen()
     }
@@ -55,16 +55,16 @@ impl PendingChange {
 /// See the module's page.
 #[derive(Default)]
 pub(super) struct PendingChanges {
-    /// By first cluster; they do not overlap.
+    /// Keyed by the first cluster; the ranges do not overlap.
     changes: BTreeMap<u64, PendingChange>,
-    /// Overwrites in place: clusters, and how many of them.
+    /// Overwrites in place: their number for each range of clusters.
     overwrites: HashMap<(u64, u64), u32>,
     overwrite_ended: Event,
 }
 
 impl PendingChanges {
-    /// The end of the clusters from `first` on that no change has locked, at most `end`; or the
-    /// event to wait for, if `first` itself is locked.
+    /// The end of the unlocked clusters from `first` on, at most `end`. If `first` itself is
+    /// locked, the event to wait for.
     pub(super) fn unlocked_until(&self, first: u64, end: u64) -> Result<u64, EventListener> {
         if let Some((_, before)) = self.changes.range(..=first).next_back()
             && before.clusters.end > first
@@ -75,7 +75,7 @@ impl PendingChanges {
         Ok(next.map_or(end, |(&start, _)| start))
     }
 
-    /// The overwrites to wait for before these clusters can lose their host clusters.
+    /// The event to wait for before these clusters can lose their host clusters, if any.
     pub(super) fn overwrites_of(&self, clusters: &Range<u64>) -> Option<EventListener> {
         let overlaps = |&(start, end): &(u64, u64)| start < clusters.end && clusters.start < end;
         self.overwrites.keys().any(overlaps).then(|| self.overwrite_ended.listen())
@@ -101,7 +101,7 @@ impl PendingChanges {
         }
     }
 
-    /// A cluster has one change at a time: another one waits until that has ended.
+    /// Begins a change. A cluster has one change at a time: a second one waits for the first.
     pub(super) fn begin(&mut self, clusters: Range<u64>, change: Change) -> Step<()> {
         match self.changes.entry(clusters.start) {
             Entry::Occupied(other) => Err(Blocked::Wait(other.get().ended.listen())),
@@ -113,12 +113,12 @@ impl PendingChanges {
         }
     }
 
-    /// How many changes are pending.
+    /// The number of pending changes.
     pub(super) fn len(&self) -> usize {
         self.changes.len()
     }
 
-    /// Any of them.
+    /// Any pending change.
     pub(super) fn first(&self) -> Option<&PendingChange> {
         self.changes.values().next()
     }

@@ -1,4 +1,4 @@
-//! Looking up guest ranges: which bytes are where. Looks at tables and at nothing else.
+//! Looks up where the bytes of guest ranges are. Reads the tables and nothing else.
 
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState};
 
@@ -97,8 +97,8 @@ fn extent(tables: &Tables, guest: ByteRange, content: SubclusterContent) -> Exte
     Extent { guest, alloc_range: whole, state, flags: ExtentFlags::empty() }
 }
 
-/// The extent up to the end of the file. An extent that begins past the end is lost: it is not read
-/// as zeros.
+/// Truncates an extent at the end of the file. An extent that begins past the end is an error: its
+/// data is lost, and must not read as zeros.
 fn within_file(tables: &Tables, extent: Extent) -> Step<Extent> {
     let geometry = tables.geometry();
     let host = match extent.state {

@@ -1,4 +1,4 @@
-//! Replays changes of a process that has died.
+//! Replays the redo log of a dead process.
 
 use std::ops::Range;
 
@@ -9,8 +9,9 @@ use crate::qcow2::tables::{DataStability, RedoRecord, SliceId, Step};
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// The first part of `clusters` that lies in one slice: its clusters whose entries differ from
-    /// those after `record`, with the entries after it. Changes nothing.
+    /// Compares entries with `record` in the first slice of `clusters`. Returns the end of that
+    /// part, and each cluster whose entry `record` would change, with its new entry. Changes
+    /// nothing.
     pub(crate) fn differing_entries(
         &mut self,
         record: &RedoRecord,
@@ -33,8 +34,8 @@ impl Mapper<'_> {
         Ok((end, differing))
     }
 
-    /// Sets these entries, all in one slice. Their data must be at their host offsets, with
-    /// refcounts. Returns the clusters whose references left the tables, for the caller to free.
+    /// Sets these entries, all in one slice. Their host clusters must hold the data and have
+    /// refcounts. Returns the clusters that lost their references, for the caller to free.
     pub(crate) fn set_entries(&mut self, entries: &[(u64, Entry)]) -> Step<Vec<DeferredFree>> {
         let mut dropped = Vec::new();
         let Some(&(first, _)) = entries.first() else { return Ok(dropped) };
@@ -57,10 +58,9 @@ impl Mapper<'_> {
         Ok(dropped)
     }
 
-    /// The entry without its COPIED flag if its host cluster's refcount exceeds one: the cluster
-    /// was freed and used again, and the process was killed before its lower refcount was written.
-    /// The flag would be wrong; the refcount is not lowered, because another table may refer to the
-    /// cluster. So at most a cluster leaks.
+    /// Clears COPIED in `entry` if the host cluster's refcount exceeds one. Reason: the cluster was
+    /// freed and used again, and the process was killed before its lower refcount was written. The
+    /// refcount stays, because another table may refer to the cluster: at most a cluster leaks.
     fn with_found_refcount(&mut self, entry: Entry) -> Step<Entry> {
         let geometry = self.tables.geometry();
         match entry {

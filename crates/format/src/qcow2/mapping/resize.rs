@@ -1,4 +1,4 @@
-//! Steps of a disk that becomes longer or shorter: entries that come and go.
+//! The steps of growing or shrinking a disk: entries are added or removed.
 
 use crate::qcow2::allocator::{DeferredFree, Punch, Users};
 use crate::qcow2::layout::entry::Entry;
@@ -7,7 +7,7 @@ use crate::qcow2::tables::{Blocked, DataStability, Step};
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// Makes the L1 table reach as far as a disk of `size` bytes.
+    /// Grows the L1 table to cover a disk of `size` bytes.
     pub(crate) fn grow_l1(&mut self, size: u64) -> Step<()> {
         let geometry = self.tables.geometry();
         let entries = geometry.l1_entries_for(size);
@@ -22,8 +22,8 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// Makes the L2 entries from that of `cluster` to the end of its slice, or to `end`, refer to
-    /// their host offsets in the raw disk. Returns the cluster after them.
+    /// Maps the clusters from `cluster` to the end of its slice, or to `end`, to their host offsets
+    /// in the raw disk. Returns the cluster after them.
     pub(crate) fn map_raw_slice(&mut self, cluster: u64, end: u64) -> Step<u64> {
         let geometry = self.tables.geometry();
         let first = geometry.l2_index(cluster).index as u64;
@@ -38,8 +38,8 @@ impl Mapper<'_> {
         Ok(next)
     }
 
-    /// Empties the L2 entries from that of `cluster` to the end of its slice. Returns the cluster
-    /// after them.
+    /// Empties the L2 entries from `cluster` to the end of its slice. Returns the cluster after
+    /// them.
     pub(crate) fn empty_slice(&mut self, cluster: u64) -> Step<u64> {
         let geometry = self.tables.geometry();
         let at = geometry.l2_index(cluster);
@@ -52,7 +52,7 @@ impl Mapper<'_> {
         let indexes = at.index..geometry.slice_l2_entries() as usize;
         let entries: Vec<Entry> =
             indexes.clone().map(|index| self.tables.entry(slice, index)).collect::<Step<_>>()?;
-        // A longer disk must not show the backing file here again.
+        // If the disk grows again, the backing file must not become visible here.
         let new = self.discarded_entry();
         for (index, old) in indexes.zip(entries).filter(|&(_, old)| old != Entry::UNALLOCATED) {
             self.defer_free_of(old, new, Punch::Yes);
@@ -62,13 +62,13 @@ impl Mapper<'_> {
         Ok(next)
     }
 
-    /// Takes an L2 table and all that it refers to out of the L1 table.
+    /// Removes an L2 table, with all that it refers to, from the L1 table.
     pub(crate) fn drop_l2_table(&mut self, l1_index: usize) -> Step<()> {
         let geometry = self.tables.geometry();
         let first = l1_index as u64 * geometry.l2_entries();
         self.wait_for_changes(first, first + geometry.l2_entries())?;
         let Some(table) = self.tables.l2_table(l1_index)? else { return Ok(()) };
-        // Clusters that a snapshot refers to as well are not given to the host.
+        // Clusters that a snapshot also refers to are not punched.
         let punch = if table.is_copied() { Punch::Yes } else { Punch::No };
         for entry in self.tables.entries_of(table)? {
             self.defer_free_of(entry, Entry::UNALLOCATED, punch);
@@ -80,9 +80,9 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// Shortens the disk, and with it the L1 table. Nothing beyond `size` may be in use, durably.
+    /// Shrinks the disk and its L1 table. On disk, nothing beyond `size` may be in use.
     pub(crate) fn cut(&mut self, size: u64) -> Step<()> {
-        // An L1 table of no entries at all is unusual: other programs may not expect it.
+        // An L1 table without entries is unusual: other programs may not expect it.
         let entries = self.tables.geometry().l1_entries_for(size).max(1);
         let unused = self.tables.truncate_l1(entries.min(self.tables.l1().len() as u64));
         if !unused.is_empty() {

@@ -1,9 +1,9 @@
-//! Which slices changed while all tables are copied beside the active ones.
+//! Records the slices that change while all tables are copied beside the active ones.
 //!
 //! 1. A watch begins. From then on every slice that a step changes is noted, before a writeback can
-//!    bring the change to the disk. So a reader of a slice without the lock finds it noted if that
-//!    read saw a part of a change.
-//! 2. Reading a noted slice returns its bytes and removes its note, at one moment.
+//!    write the change to the disk. So if a read of a slice without the lock sees a part of a
+//!    change, the reader then finds the slice noted.
+//! 2. Reading a noted slice atomically returns its bytes and removes its note.
 //! 3. The watch ends by itself if tables are moved, dropped or replaced: the copies are then
 //!    invalid. Added tables are not noted: the L1 table and the refcount table show them.
 
@@ -12,13 +12,13 @@ use std::collections::BTreeSet;
 use super::Tables;
 use super::slice_cache::SliceKind;
 
-/// The slices that change while it is active.
+/// The slices that change while the watch is active.
 #[derive(Default)]
 pub(crate) struct ChangeWatch {
     changed: Option<ChangedSlices>,
 }
 
-/// Offsets of slices that changed since they were looked at.
+/// Offsets of slices that changed since they were last read ([`Tables::look_at`]).
 #[derive(Default)]
 struct ChangedSlices {
     l2: BTreeSet<u64>,
@@ -35,32 +35,32 @@ impl ChangedSlices {
 }
 
 impl ChangeWatch {
-    /// Begins, without any change.
+    /// Begins the watch, without any noted slice.
     pub(crate) fn begin(&mut self) {
         self.changed = Some(ChangedSlices::default());
     }
 
-    /// Ends, if it is active.
+    /// Ends the watch, if it is active.
     pub(crate) fn end(&mut self) {
         self.changed = None;
     }
 
-    /// Whether all changes since it began were noted.
+    /// Whether the watch is active: all changes since its begin were noted.
     pub(crate) fn is_active(&self) -> bool {
         self.changed.is_some()
     }
 
-    /// The slices that changed and were not looked at since, in order.
+    /// The offsets of the noted slices of a kind, in order.
     pub(crate) fn changed(&mut self, kind: SliceKind) -> Vec<u64> {
         self.changed.iter_mut().flat_map(|changed| changed.of(kind).iter()).copied().collect()
     }
 
-    /// How many these are, of all kinds.
+    /// The number of noted slices of all kinds.
     pub(crate) fn count(&self) -> usize {
         self.changed.as_ref().map_or(0, |changed| changed.l2.len() + changed.refcounts.len())
     }
 
-    /// A slice was changed.
+    /// Notes a changed slice.
     pub(super) fn note(&mut self, offset: u64, kind: SliceKind) {
         if let Some(changed) = &mut self.changed {
             changed.of(kind).insert(offset);
@@ -69,7 +69,7 @@ impl ChangeWatch {
 }
 
 impl Tables {
-    /// Takes the note of a slice back; its bytes, where they may differ from those on disk.
+    /// Removes the note of a slice. Returns its bytes if they may differ from those on disk.
     pub(crate) fn look_at(&mut self, offset: u64, kind: SliceKind) -> Option<&[u8]> {
         if let Some(changed) = &mut self.watch.changed {
             changed.of(kind).remove(&offset);
@@ -77,7 +77,7 @@ impl Tables {
         self.cache.peek(offset)
     }
 
-    /// Whether nothing on disk refers to this table: slices of it that are not in memory are zeros.
+    /// Whether nothing on disk refers to this table. Its slices that are not in memory are zeros.
     pub(crate) fn is_new_table(&self, offset: u64) -> bool {
         self.new_tables.contains_key(&offset)
     }

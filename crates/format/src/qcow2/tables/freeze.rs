@@ -1,9 +1,9 @@
 //! Freezing the tables while the image is changed as a whole.
 //!
-//! 1. A transaction freezes them: steps that change tables wait for its end.
-//! 2. It ends: the tables are active again, at once or when writes that are still in flight have
-//!    completed.
-//! 3. It fails at its last step: which tables on disk are the active ones is unknown, and every
+//! 1. A transaction freezes the tables: steps that change tables wait for its end.
+//! 2. The transaction ends: the tables are active again, at once or when writes that are still in
+//!    flight have completed.
+//! 3. The transaction fails at its last step: the active tables on disk are unknown, and every
 //!    change fails until the image is opened again.
 
 use blockhouse_core::Error;
@@ -15,7 +15,7 @@ use super::step::{Blocked, Step};
 /// Whether steps may change the tables.
 #[derive(Default)]
 pub(crate) enum FreezeState {
-    /// They may.
+    /// Steps may change the tables.
     #[default]
     Active,
     /// The image is being changed as a whole.
@@ -48,10 +48,10 @@ impl FreezeState {
         }
     }
 
-    /// Fails when it is unknown which tables are the active ones.
+    /// Fails if the active tables on disk are unknown.
     ///
     /// # Errors
-    /// Why.
+    /// The failure of the transaction.
     pub(crate) fn check_known(&self) -> Result<(), Error> {
         match self {
             Self::Failed(error) => Err(error.duplicate()),
@@ -60,12 +60,12 @@ impl FreezeState {
     }
 }
 
-/// Tells those who wait when it is dropped.
+/// Wakes the waiting tasks when dropped.
 #[derive(Default)]
 pub(crate) struct ThawEvent(Event);
 
 impl ThawEvent {
-    /// Resolves when it is dropped.
+    /// Resolves when this event is dropped.
     pub(crate) fn listen(&self) -> EventListener {
         self.0.listen()
     }

@@ -1,10 +1,10 @@
-//! Restores refcounts that are missing on disk when an image is opened: all of them if an image
-//! with lazy refcounts was not closed, and those of changes that a dead process had acknowledged
+//! Restores refcounts that are missing on disk when an image is opened: all refcounts of an image
+//! with lazy refcounts that was not closed, and those of a dead process's acknowledged changes
 //! (`replay`).
 //!
 //! A missing refcount block is placed at the end of the file. If the file cannot grow, as on a
-//! block device, the block gets an unused cluster: one with neither a refcount on disk nor a
-//! reference that is about to be counted.
+//! block device, the block gets an unused cluster: one without a refcount on disk and without a
+//! reference.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, ToolProgress};
 
@@ -15,11 +15,11 @@ use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 use crate::qcow2::tables::{Step, Tables};
 use crate::qcow2::writeback::Metadata;
 
-/// Sets every refcount to the number of references, durably, and marks the image as clean. Nothing
-/// is placed in `hosts`: data of a log that is replayed later.
+/// Sets every refcount to the number of references, durably, and marks the image as clean. Places
+/// no refcount block in `hosts`, the clusters of a log that is replayed later.
 ///
 /// # Errors
-/// `Corrupt` if the tables themselves are damaged: then nothing is changed.
+/// `Corrupt` if the tables themselves are damaged. Nothing is changed then.
 pub(crate) async fn recount<S: Storage>(
     metadata: &Metadata<S>,
     hosts: &ClusterRanges,
@@ -37,7 +37,7 @@ pub(crate) async fn recount<S: Storage>(
     let on_disk = DiskRefcounts::read(storage, &header).await?;
     let is_taken = |cluster| counts.get(cluster) > 0 || hosts.overlaps(&(cluster..cluster + 1));
     let mut gaps = Gaps::new(whole_clusters(metadata), &is_taken);
-    // Clusters whose refcount is too high are free: refcount blocks find space there.
+    // Lowers refcounts first: a cluster without references is then free for a refcount block.
     for is_raised in [false, true] {
         let wrong = beside(counts, &on_disk)
             .filter(|&(_, count, recorded)| count != recorded && (count > recorded) == is_raised);
@@ -52,8 +52,8 @@ pub(crate) async fn recount<S: Storage>(
     metadata.finish().await
 }
 
-/// Makes a change of the refcount of `cluster`, with a refcount block in a gap if the file has no
-/// space at its end.
+/// Runs `change` of the refcount of `cluster`. If the file has no space at its end, places the
+/// refcount block in a gap first.
 ///
 /// # Errors
 /// `NoSpace` if there is no gap either.
@@ -83,7 +83,7 @@ pub(super) async fn change_refcount<S: Storage>(
     }
 }
 
-/// How many whole clusters the file has, without a last one that is incomplete.
+/// The number of whole clusters in the file, without an incomplete last cluster.
 pub(super) fn whole_clusters<S: Storage>(metadata: &Metadata<S>) -> u64 {
     metadata.geometry().cluster_of(metadata.storage().size())
 }

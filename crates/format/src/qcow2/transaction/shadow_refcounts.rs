@@ -1,10 +1,10 @@
-//! New refcounts, built beside those that are active.
+//! New refcounts, built beside the active ones.
 //!
-//! A change of snapshots concerns refcounts all over the image. It is made beside the active
-//! tables: every refcount block that changes is written to a new cluster, and so is the refcount
-//! table, so that one write of the header switches from all of the old to all of the new. A new
-//! cluster is taken only where both the old and the new refcount are 0: no old data is overwritten,
-//! and a crash before the switch leaves the image as it was, without leaks.
+//! A change of snapshots modifies refcounts all over the image, in copies of the tables. Every
+//! changed refcount block and the refcount table are written to new clusters. Then one write of the
+//! header switches from all the old to all the new ones. A new cluster is allocated only where both
+//! the old and the new refcount are 0. So no old data is overwritten, and a crash before the switch
+//! leaves the image unchanged, without leaks.
 //!
 //! Only slices of refcounts that are not all zeros are read and kept: memory and time depend on the
 //! data in the file, not on the size of the refcount table.
@@ -24,7 +24,7 @@ use crate::qcow2::layout::{entry, refcount, table_io, words};
 
 use super::shadow_slices::ShadowSlices;
 
-/// How many parts of blocks are read together.
+/// Maximum parts of blocks that are read concurrently.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// See the module's page.
@@ -37,11 +37,11 @@ pub(crate) struct ShadowRefcounts {
     slices: ShadowSlices,
     /// Blocks that change and have no new cluster yet.
     unallocated_blocks: BTreeSet<u64>,
-    /// Clusters of active tables: one of them that counts as free is a sign of damage.
+    /// Clusters of active tables: if one counts as free, the image is corrupt.
     tables: HashSet<u64>,
     /// Clusters that a dropped write may still modify: their refcounts never become 0.
     quarantined: HashSet<u64>,
-    /// No cluster below it is free.
+    /// No cluster below this one is free.
     cursor: u64,
 }
 
@@ -98,7 +98,7 @@ impl ShadowRefcounts {
         })
     }
 
-    /// The number of the slice with a cluster's refcount, and which one of it that is.
+    /// The number of the slice with a cluster's refcount, and the refcount's index in it.
     fn index_of(&self, cluster: u64) -> (u64, usize) {
         let in_slice = self.geometry.slice_refcounts();
         (cluster / in_slice, (cluster % in_slice) as usize)
@@ -111,13 +111,13 @@ impl ShadowRefcounts {
         }
     }
 
-    /// How often a cluster will be counted.
+    /// The refcount of a cluster after the change.
     pub(crate) fn new_refcount(&self, cluster: u64) -> u64 {
         let (slice, index) = self.index_of(cluster);
         self.value(self.slices.now(slice), index)
     }
 
-    /// How often it is counted on disk.
+    /// The refcount of a cluster on disk.
     fn old_refcount(&self, cluster: u64) -> u64 {
         let (slice, index) = self.index_of(cluster);
         self.value(self.slices.before(slice), index)
@@ -146,7 +146,7 @@ impl ShadowRefcounts {
             .hint("check the image before using it")
     }
 
-    /// One more reference to a cluster that is in use.
+    /// Adds a reference to a cluster that is in use.
     ///
     /// # Errors
     /// `Corrupt` for a cluster that counts as free; `Unsupported` when refcounts are too narrow.
@@ -166,7 +166,7 @@ impl ShadowRefcounts {
         Ok(())
     }
 
-    /// One reference less.
+    /// Removes a reference to a cluster.
     ///
     /// # Errors
     /// `Corrupt` for a cluster that counts as free.
@@ -210,18 +210,18 @@ impl ShadowRefcounts {
         Ok(start)
     }
 
-    /// Gives every block that changes a new cluster, and the table new ones.
+    /// Allocates a new cluster for every changed block, and new clusters for the table.
     pub(crate) fn finalize(mut self) -> Result<NewRefcounts> {
         self.decrement_all(self.old_table.clone())?;
         let mut table = 0..0;
         loop {
-            // Allocation changes blocks, maybe one that did not change before.
+            // Allocation changes blocks, maybe one that was unchanged before.
             while let Some(index) = self.unallocated_blocks.pop_first() {
                 let cluster = self.allocate(1)?;
                 let absent = Block { offset: None, new_cluster: None };
                 let block = self.blocks.entry(index).or_insert(absent);
                 block.new_cluster = Some(cluster);
-                // The allocation of its own new cluster may have changed it.
+                // The allocation of the block's new cluster may have changed the block itself.
                 self.unallocated_blocks.remove(&index);
                 if let Some(old) = block.offset {
                     self.decrement(self.geometry.cluster_of(old))?;
@@ -239,8 +239,8 @@ impl ShadowRefcounts {
         self.into_writes(&table)
     }
 
-    /// For a table of this many entries: as many as before, or half as many again as needed, so
-    /// that growing stays rare.
+    /// Clusters for a table of this many entries: as many as before, or 1.5 times as many as
+    /// needed, so the table rarely grows.
     fn table_clusters(&self, entries: u64) -> Result<u64> {
         let before = self.old_table.end - self.old_table.start;
         if entries * 8 <= before << self.geometry.cluster_bits {
@@ -309,8 +309,8 @@ impl ShadowRefcounts {
     }
 }
 
-/// The slices of refcount blocks that are not all zeros, by their number. `blocks` maps offsets to
-/// indexes of the refcount table.
+/// Reads the slices of refcount blocks that are not all zeros, keyed by their number. `blocks` maps
+/// offsets to indexes of the refcount table.
 async fn read_slices<S: Storage>(
     storage: &S,
     geometry: Geometry,

@@ -1,11 +1,11 @@
 //! Snapshots of the disk, with or without the machine's state: taken, applied, deleted, renamed.
 //!
-//! Taking one costs reading and writing the image's tables, never its data: all clusters are
-//! counted once more, and copied when they are next written. Each of these changes happens as a
-//! whole or not at all, whatever crashes (see the folder's page). The machine's state lies in the
-//! snapshot's tables after the disk, at the size of the disk rounded up to what one L1 entry
-//! covers. As in QEMU, what the active tables have there goes into a snapshot without a VM state of
-//! its own, and comes back with it.
+//! Taking one costs reading and writing the image's tables, never its data: the refcounts of all
+//! clusters are incremented, and clusters are copied when they are next written. Each of these
+//! changes is atomic, even in a crash (see the folder's page). The machine's state lies in the
+//! snapshot's tables after the disk, at the size of the disk rounded up to the range of an L1
+//! entry. As in QEMU, a snapshot without a VM state of its own gets the active tables' data there,
+//! and reverting to it restores that data.
 
 use std::time::Duration;
 
@@ -35,8 +35,8 @@ pub struct NewSnapshot {
     pub vm_clock: Duration,
 }
 
-/// The snapshots of an image. Changes are durable when they return, and happen as a whole or not at
-/// all. No change of the guest's data may be in flight.
+/// The snapshots of an image. Changes are atomic, and durable when they return. No change of the
+/// guest's data may be in flight.
 pub struct InternalSnapshots<'a, S: Storage> {
     pub(super) image: &'a Qcow2<S>,
 }
@@ -54,8 +54,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         self.image.storage().name()
     }
 
-    /// Refuses snapshots, whose disks share clusters: in a data file each guest cluster has one
-    /// host offset.
+    /// Refuses an image with a data file: snapshots share clusters, and each guest cluster has one
+    /// fixed host offset in a data file.
     ///
     /// # Errors
     /// `Unsupported` for an image with a data file.
@@ -66,8 +66,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
     /// All snapshots, in the order in which they were taken.
     ///
     /// # Errors
-    /// `Corrupt` if the table contradicts the format; the reason if it is unknown which table is
-    /// active, after a change of it failed at its last step.
+    /// `Corrupt` if the table is invalid; the earlier error if a change of the table failed at its
+    /// last step, because it is unknown which table is active.
     pub async fn list(&self) -> Result<Vec<Snapshot>> {
         let metadata = &self.image.metadata;
         // A concurrent change of the snapshots must not give a cluster of the old table to the
@@ -85,9 +85,9 @@ impl<S: Storage> InternalSnapshots<'_, S> {
     /// Takes a snapshot of the guest's disk, with a machine's state if one is given.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` when refcounts
-    /// cannot count so far, or when the image has a data file; `NoSpace`; storage errors. Then
-    /// nothing has changed, and `vm_state` is as before.
+    /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` if a refcount
+    /// would exceed its maximum, or for an image with a data file; `NoSpace`; storage errors. On an
+    /// error nothing has changed, and `vm_state` is as before.
     pub async fn create(
         &self,
         new: &NewSnapshot,
@@ -170,7 +170,7 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         }
         prepare_directory(metadata, live).await?;
         let outcome = transactions.run(metadata, change).await;
-        // If that fails, the next change retries it.
+        // If `load` fails, the next change retries it.
         let _ = live.load(metadata).await;
         outcome
     }
@@ -222,7 +222,7 @@ impl<S: Storage> InternalSnapshots<'_, S> {
     }
 }
 
-/// Bitmaps are those of a disk of one size.
+/// Refuses a snapshot of another size than the disk, because the bitmaps have the disk's size.
 fn check_size(image: &str, name: &str, of_snapshot: u64, of_disk: u64) -> Result<()> {
     if of_snapshot == of_disk {
         return Ok(());
@@ -296,8 +296,8 @@ pub(super) fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> 
     Err(Error::new(ErrorKind::InvalidInput, what).on(image).hint("delete some of them first"))
 }
 
-/// Drops clusters of the active tables after the disk's end: another program's VM state, if the new
-/// snapshot has its own.
+/// Drops the clusters of the active tables past the disk's end: another program's VM state. Called
+/// if the new snapshot has a VM state of its own.
 async fn drop_active_vm_state<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {
@@ -312,8 +312,8 @@ async fn drop_active_vm_state<S: Storage>(
     Ok(())
 }
 
-/// The entry of a new snapshot of a disk of this many bytes without a machine's state, but for the
-/// offset of its L1 table.
+/// The entry of a new snapshot of a disk of `disk_size` bytes, without a machine's state and
+/// without the offset of its L1 table.
 pub(super) fn draft_entry(
     new: &NewSnapshot,
     disk_size: u64,
@@ -326,7 +326,7 @@ pub(super) fn draft_entry(
     SnapshotEntry::new(next_id(entries), 0, l1_entries, &facts)
 }
 
-/// One more than the largest number that is an id.
+/// The id of a new snapshot: one more than the largest numeric id.
 fn next_id(entries: &[SnapshotEntry]) -> Vec<u8> {
     let number = |entry: &SnapshotEntry| std::str::from_utf8(&entry.id).ok()?.parse::<u64>().ok();
     let largest = entries.iter().filter_map(number).max().unwrap_or(0);

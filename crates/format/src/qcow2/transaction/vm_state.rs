@@ -23,14 +23,14 @@ pub struct VmStateTables {
     /// L1 entries before those of the state.
     first_l1: u64,
     zero_encoding: ZeroEncoding,
-    /// By number of the L1 entry.
+    /// The L2 tables, by the number of their L1 entry after `first_l1`.
     tables: BTreeMap<u64, Vec<u8>>,
     /// Host clusters of the state.
     reserved: Vec<Range<u64>>,
     size: u64,
 }
 
-/// How zeros are encoded that need no cluster.
+/// The encoding of zeros that take no cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZeroEncoding {
     /// The zero flag of an entry.
@@ -44,7 +44,7 @@ enum ZeroEncoding {
 /// Location of a cluster of the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmStateCluster {
-    /// Nowhere; it reads as zeros.
+    /// Not stored; it reads as zeros.
     Zero,
     /// At this offset of the storage.
     Data(u64),
@@ -77,12 +77,12 @@ impl<S: Storage> VmStates<'_, S> {
         geometry.l1_entries_for(metadata.size()) * geometry.l1_entry_span()
     }
 
-    /// The range, [from there on](Self::start), of the state in the snapshot
-    /// that the image was opened on; empty for a snapshot without one.
+    /// The range of the state in the snapshot that the image was opened on. It begins at
+    /// [`start`](Self::start), and is empty for a snapshot without a state.
     ///
     /// # Errors
     /// `InvalidInput` for an image that was not opened on a snapshot; `Corrupt` if the snapshot's
-    /// tables do not reach so far; `Unsupported` for an image with a data file.
+    /// tables are too short for the state; `Unsupported` for an image with a data file.
     pub fn location(&self) -> Result<ByteRange> {
         let Qcow2 { metadata, facts, .. } = self.image;
         check_no_data_file(metadata)?;
@@ -113,8 +113,8 @@ impl<S: Storage> VmStates<'_, S> {
     /// [reserves](VmStateTables::reserve) or [frees](Self::free_clusters) them.
     ///
     /// # Errors
-    /// `NoSpace`, `ReadOnly`, or why tables cannot be written; `Unsupported` for an image with a
-    /// data file.
+    /// `NoSpace`, `ReadOnly`, or an earlier failure to write tables; `Unsupported` for an image
+    /// with a data file.
     pub async fn allocate_clusters(&self, limit: u64) -> Result<ByteRange> {
         let metadata = &self.image.metadata;
         metadata.check_writable()?;
@@ -138,7 +138,7 @@ impl<S: Storage> VmStates<'_, S> {
 }
 
 impl VmStateTables {
-    /// For a state of which nothing is stored yet, of a disk of `size` bytes.
+    /// Tables for a state of which nothing is stored yet, in an image with a disk of `size` bytes.
     fn new(header: &Header, size: u64) -> Self {
         let geometry = header.geometry;
         let zero_encoding = match &header.backing {
@@ -166,7 +166,7 @@ impl VmStateTables {
         self.zero_encoding != ZeroEncoding::None
     }
 
-    /// The state reaches at least up to here.
+    /// Extends the state to at least `end` bytes.
     ///
     /// # Errors
     /// `NoSpace` if it would be larger than the format allows.
@@ -180,7 +180,7 @@ impl VmStateTables {
         Ok(())
     }
 
-    /// These clusters belong to the state from now on.
+    /// Makes these clusters part of the state.
     pub fn reserve(&mut self, range: ByteRange) {
         let clusters = self.geometry.clusters_of(range);
         match self.reserved.last_mut() {
@@ -189,7 +189,7 @@ impl VmStateTables {
         }
     }
 
-    /// All clusters of the state, to be freed; then the tables are empty.
+    /// Empties the tables. Returns all clusters of the state, to be freed.
     pub fn release_all(&mut self) -> Vec<ByteRange> {
         self.tables.clear();
         let reserved = std::mem::take(&mut self.reserved);
@@ -234,7 +234,7 @@ impl VmStateTables {
         (cluster / entries, (cluster % entries) as usize)
     }
 
-    /// A table with zero entries for clusters that were never stored.
+    /// The table of this number, with zero entries for clusters that were never stored.
     fn with_zero_entries(&self, number: u64) -> Vec<u8> {
         let geometry = self.geometry;
         let absent = || vec![0; geometry.cluster_size() as usize];
@@ -265,7 +265,7 @@ impl VmStateTables {
             let reference = Reference { offset, copied: false };
             l1[(self.first_l1 + number) as usize] = l1_word(reference);
         }
-        // The reserve counts once; the entries count now.
+        // The references of the entries are counted now, so those of the reservation are dropped.
         self.reserved.iter().try_for_each(|clusters| transaction.release_clusters(clusters.clone()))
     }
 }

@@ -2,11 +2,10 @@
 //!
 //! 1. Before the first change of an image its autoclear bits are cleared, durably, except those of
 //!    features that this program keeps consistent (bitmaps, for example). If a redo log is
-//!    attached, the same write sets the session bits: any other program clears them before it
-//!    changes the image, and another process with a redo log sets different ones, so a replay
-//!    detects both.
-//! 2. An image that contradicts itself is marked as corrupt, durably, and not changed again while
-//!    it is open, if it is open for writing.
+//!    attached, the same write sets the session bits. Other programs clear them before they change
+//!    the image, and another process with a redo log sets different ones: a replay detects both.
+//! 2. If an image that is open for writing contradicts itself, it is marked as corrupt, durably,
+//!    and not changed again while it is open.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -20,11 +19,11 @@ use crate::qcow2::tables::RedoLog;
 
 use super::Metadata;
 
-/// The autoclear bits before the first change.
+/// The state of the autoclear bits before the first change.
 pub(super) struct AutoclearState {
-    /// Whether they must be changed.
+    /// Whether the bits must be changed before the first change.
     is_due: AtomicBool,
-    /// The bits that stay set because they are kept true: those of bitmaps.
+    /// The bits that stay set, because this program keeps them true: those of bitmaps.
     kept: AtomicU64,
     lock: Semaphore,
 }
@@ -36,8 +35,8 @@ impl AutoclearState {
     }
 }
 
-/// The autoclear bits of an image that is being changed: those that are `kept` true as well, and
-/// those of the session.
+/// The autoclear bits of an image that is being changed: the preserved bits and the `kept` ones if
+/// they are set, and those of the session.
 fn autoclear_bits(header: &Header, kept: u64, session: u64) -> u64 {
     header.autoclear & (header.preserved_autoclear() | kept) | session
 }
@@ -51,7 +50,7 @@ impl<S: Storage> Autoclear<'_, S> {
         self.0.autoclear.is_due.load(Ordering::Acquire)
     }
 
-    /// Before the first change: makes the autoclear bits true, durably.
+    /// Makes the autoclear bits true, durably. Called before the first change.
     pub(crate) async fn begin_changes(&self) -> Result<()> {
         if self.needs_begin_changes() {
             let _alone = self.0.autoclear.lock.acquire().await;
@@ -69,8 +68,8 @@ impl<S: Storage> Autoclear<'_, S> {
         Ok(())
     }
 
-    /// Before a change that leaves the guest's data as it is: bitmaps stay in step with the disk.
-    /// Other autoclear bits are made true, durably.
+    /// Called before a change that leaves the guest's data as it is. Keeps the bits of bitmaps,
+    /// which stay consistent with the disk; makes other autoclear bits true, durably.
     pub(crate) async fn begin_changes_beside_guest_data(&self) -> Result<()> {
         if !self.needs_begin_changes() {
             return Ok(());
@@ -87,7 +86,7 @@ impl<S: Storage> Autoclear<'_, S> {
         Ok(())
     }
 
-    /// Before a change that is made before it is known whether a redo log will be replayed: the
+    /// Called before a change if it is not known yet whether a redo log will be replayed. The
     /// session bits stay as they are.
     pub(crate) async fn begin_changes_before_replay(&self) -> Result<()> {
         let kept = self.kept_autoclear() | SESSION_BITS;
@@ -98,13 +97,13 @@ impl<S: Storage> Autoclear<'_, S> {
             .await
     }
 
-    /// Changes are noted in this log from now on, which is empty.
+    /// Attaches this redo log, which is empty: later changes are recorded in it.
     pub(crate) fn attach_redo_log(&self, log: RedoLog) {
         self.0.state.lock().tables.redo = log;
         self.look_at_autoclear();
     }
 
-    /// Keeps these autoclear bits from now on: their meaning stays true with every change.
+    /// Keeps these autoclear bits from now on: every change keeps their meaning true.
     pub(crate) fn keep_autoclear(&self, kept: u64) {
         self.0.autoclear.kept.store(kept, Ordering::Release);
         self.look_at_autoclear();
@@ -183,7 +182,7 @@ impl<S: Storage> Metadata<S> {
         self.mark_clean(ended).await
     }
 
-    /// Takes the mark of an image that is open away, and these autoclear bits, durably.
+    /// Clears the dirty bit of an image that is open, and these autoclear bits, durably.
     async fn mark_clean(&self, ended: u64) -> Result<()> {
         let is_session = self.state.lock().tables.headers.disk().autoclear & ended & SESSION != 0;
         if self.access == Access::ReadOnly || !(is_session || self.is_marked_dirty()) {

@@ -1,6 +1,6 @@
-//! Freeing clusters: writebacks that are run for it, lowering refcounts, and holes for the host.
+//! Frees clusters: runs the necessary writebacks, lowers refcounts, and punches holes.
 //!
-//! `allocator/deferred_free` describes the life of a cluster on its way.
+//! `allocator/deferred_free` describes the states of a cluster that is being freed.
 
 use blockhouse_core::{ReadAfterDiscard, Result, Storage, rare};
 use parking_lot::Mutex;
@@ -11,8 +11,8 @@ use crate::qcow2::tables::{Blocked, WritebackReason};
 
 use super::{Metadata, State};
 
-/// Clusters that are being freed. When it is dropped, the rest is still freeable, except clusters
-/// in the middle of a punch: they stay allocated, a leak, since their hole may appear at any time.
+/// Clusters that are being freed. If the guard is dropped, the rest is still freeable. Clusters in
+/// the middle of a punch stay allocated, a leak, because the late punch may still zero them.
 struct FreeingGuard<'a> {
     state: &'a Mutex<State>,
     free: DeferredFree,
@@ -29,8 +29,8 @@ impl Drop for FreeingGuard<'_> {
 impl<S: Storage> Metadata<S> {
     /// Frees clusters whose references left the tables in memory. If discarded ranges read as
     /// zeros, the host range is punched at once: the L2 entry on disk may still refer to it, so
-    /// after a crash the guest must read its old data or zeros. Not for encrypted data, because a
-    /// hole would not read as zeros.
+    /// after a crash the guest must read its old data or zeros. Encrypted data is not punched,
+    /// because a hole would not read as zeros.
     pub(crate) async fn free_clusters(&self, dropped: Vec<DeferredFree>) {
         if dropped.is_empty() {
             return;
@@ -39,8 +39,8 @@ impl<S: Storage> Metadata<S> {
         let is_zeroed = read_after_discard == ReadAfterDiscard::Zeros && !self.is_encrypted;
         for mut free in dropped {
             if free.punch == Punch::Yes && self.discard == Discard::Unmap && is_zeroed {
-                // They have no other owner yet. If this future is dropped they stay allocated: a
-                // leak, since the hole may appear at any time.
+                // The clusters have no other owner yet. If this future is dropped they leak,
+                // because the late punch may still zero them.
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
                 free.punch = Punch::No;
             }
@@ -49,15 +49,15 @@ impl<S: Storage> Metadata<S> {
         self.reclaim_if_much().await;
     }
 
-    /// Runs a writeback and frees clusters if enough are pending. A failure is recorded as usual;
-    /// the caller's change is made already.
+    /// Runs a writeback and frees clusters if enough are pending. A failure is only recorded,
+    /// because the caller's change is made already.
     async fn reclaim_if_much(&self) {
         let has_many = {
             let state = self.state.lock();
             state.allocator.frees.has_many(state.tables.file.end(), self.geometry.cluster_bits)
         };
         if has_many {
-            // Boxed, so that the future of a link stays small.
+            // Boxed, so the future of a link stays small.
             let _ = rare(self.reclaim()).await;
         }
     }
@@ -65,14 +65,14 @@ impl<S: Storage> Metadata<S> {
     /// Frees all clusters that are pending or freeable now: runs a writeback, or waits for one.
     ///
     /// The caller may have prepared changes and hold a claim, a copy's memory or the permit for a
-    /// new L2 table: a writeback waits for none of these, only for writes of tables and, at its
-    /// end, for reads of the image, which need none of them either.
+    /// new L2 table. A writeback waits for none of these: only for table writes and, at its end,
+    /// for reads of the image. Those need none of them either.
     ///
     /// # Errors
-    /// Why tables cannot be written.
+    /// The reason why tables cannot be written.
     pub(crate) async fn reclaim(&self) -> Result<()> {
-        // A running writeback may have begun before; then the second one has the pending frees. The
-        // clusters of the running one's batch must wait for it as well.
+        // A running writeback may have begun before these frees; then the second one includes
+        // them. The clusters in the running one's batch must wait for it as well.
         for _ in 0..2 {
             self.writer.check_failure()?;
             let is_due = {
@@ -116,7 +116,7 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Gives ranges of clusters that are free back to the host.
+    /// Deallocates ranges of free clusters on the host, if discards unmap.
     pub(crate) async fn give_to_host(&self, freed: &[std::ops::Range<u64>]) {
         if self.discard == Discard::Unmap {
             for clusters in freed {

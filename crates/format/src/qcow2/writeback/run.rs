@@ -14,7 +14,7 @@ use super::order::{BatchWriter, Flushed, MAX_FUA_WRITES};
 
 /// The next step of a task that needs changes to be durable.
 enum WritebackStep {
-    /// None: the changes are durable.
+    /// No step: the changes are durable.
     Durable,
     /// Another task runs a writeback.
     Wait(EventListener),
@@ -22,8 +22,8 @@ enum WritebackStep {
     Run,
 }
 
-/// The only running writeback. When dropped, it lets others run; if unfinished, the tables that it
-/// had copied are dirty again.
+/// The only running writeback. Dropping it lets others run. If it is unfinished, the tables that it
+/// had copied become dirty again.
 struct WritebackGuard<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     batch: Option<WritebackBatch>,
@@ -81,9 +81,9 @@ impl<S: Storage> Metadata<S> {
         self.make_durable(WritebackReason::PendingData).await.map(drop)
     }
 
-    /// How extents become durable with the fewest operations: by FUA while few changes are pending
-    /// and the next writeback is a few writes whose data is stable. Not if FUA implies a flush, as
-    /// it does when the file grows: one flush for data and refcounts is cheaper than one for each.
+    /// How extents become durable with the fewest operations: by FUA if few changes are pending and
+    /// the next writeback has few writes, with stable data. By a flush if FUA implies one, as it
+    /// does when the file grows: one flush for data and refcounts is cheaper than one for each.
     pub(crate) fn metadata_sync_mode(&self) -> MetadataSync {
         let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
         let mut state = self.state.lock();
@@ -112,7 +112,7 @@ impl<S: Storage> Metadata<S> {
             let state = &mut *state;
             state.allocator.release_reserve(&mut state.tables);
         }
-        // Each writeback frees clusters, which changes refcounts, which takes a writeback.
+        // Each writeback frees clusters. That changes refcounts, so another writeback is needed.
         while self.has_changes() {
             rare(self.write_back(WritebackReason::Full)).await?;
         }
@@ -152,7 +152,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Writes all that is dirty now, so that the cache has clean slices.
+    /// Writes all metadata that is dirty now, which makes slices of the cache clean.
     pub(crate) async fn write_back_all(&self) -> Result<()> {
         self.writer.check_failure()?;
         rare(self.write_back(WritebackReason::Full)).await.map(drop)

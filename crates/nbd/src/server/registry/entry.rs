@@ -11,7 +11,7 @@ use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
 use crate::tls::Credential;
 
-/// The origin of a connection, by which the shares of connections are counted.
+/// The origin of a connection. Shares of connections are counted per origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Origin {
     /// The listening socket.
@@ -20,9 +20,9 @@ pub struct Origin {
     pub peer: Peer,
 }
 
-/// How far a connection is.
+/// The phase of a connection.
 enum Phase {
-    /// It is beyond the limit.
+    /// Above the limit: the connection waits for admission.
     Waiting,
     /// In the handshake since this time.
     Handshake(Instant),
@@ -31,7 +31,7 @@ enum Phase {
         since: Instant,
         shutdown: Arc<ShutdownSignal>,
         activity: Arc<Activity>,
-        /// The session from which it resumes, while it is paused.
+        /// The session to resume, while the connection is paused.
         paused: Option<PausedSession>,
     },
     /// Shutdown was requested at this time; `None` if its stream is shut down.
@@ -46,48 +46,48 @@ pub struct Entry {
     phase: Phase,
     /// The export of its handshake.
     export: Option<ExportId>,
-    /// The credential that admitted it, if it uses TLS; known when the handshake is over.
+    /// The credential that admitted the client, if TLS is used; known after the handshake.
     credential: Option<Arc<Credential>>,
 }
 
 impl Entry {
-    /// A connection that waits.
+    /// A connection that waits for admission.
     pub fn new(id: u64, stream: Stream, origin: Origin) -> Self {
         Self { id, stream, origin, phase: Phase::Waiting, export: None, credential: None }
     }
 
-    /// Its number, larger than those of earlier connections.
+    /// The connection's number, larger than those of earlier connections.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Where it comes from.
+    /// The connection's origin.
     pub fn origin(&self) -> Origin {
         self.origin
     }
 
-    /// Whether it waits for its admission.
+    /// Whether the connection waits for admission.
     pub fn is_waiting(&self) -> bool {
         matches!(self.phase, Phase::Waiting)
     }
 
-    /// Whether it may begin its handshake.
+    /// Whether the connection is admitted, and its handshake is not complete.
     pub fn is_in_handshake(&self) -> bool {
         matches!(self.phase, Phase::Handshake(_))
     }
 
-    /// Whether shutdown was requested, or it was disconnected.
+    /// Whether shutdown was requested, or the client was disconnected.
     pub fn is_ending(&self) -> bool {
         matches!(self.phase, Phase::Ending(_))
     }
 
-    /// Whether it has completed its handshake and was not asked to end.
+    /// Whether the handshake is complete, and no shutdown was requested.
     pub fn is_in_transmission(&self) -> bool {
         matches!(self.phase, Phase::Transmission { .. })
     }
 
-    /// The time since which the client has sent no request, although it could, and whether its
-    /// handshake is complete.
+    /// Whether the handshake is complete, and the time since which the client could have sent a
+    /// request but sent none.
     pub fn unused_since(&self) -> Option<(bool, Instant)> {
         match &self.phase {
             Phase::Handshake(since) => Some((false, *since)),
@@ -98,7 +98,7 @@ impl Entry {
         }
     }
 
-    /// For how long nothing has been in flight in the transmission phase.
+    /// The time for which nothing has been in flight in the transmission phase.
     pub fn idle(&self) -> Option<Duration> {
         match &self.phase {
             Phase::Transmission { activity, .. } => activity.idle(),
@@ -106,7 +106,7 @@ impl Entry {
         }
     }
 
-    /// When shutdown was requested, if its stream is not shut down yet.
+    /// The time of the shutdown request, if the stream is not shut down yet.
     pub fn shutdown_requested_at(&self) -> Option<Instant> {
         match self.phase {
             Phase::Ending(requested) => requested,
@@ -114,12 +114,12 @@ impl Entry {
         }
     }
 
-    /// It is admitted, and begins its handshake.
+    /// Admits the connection, which begins its handshake.
     pub fn admit(&mut self) {
         self.phase = Phase::Handshake(Instant::now());
     }
 
-    /// The handshake is over.
+    /// Begins the transmission phase after the handshake.
     pub fn start_transmission(
         &mut self,
         export: ExportId,
@@ -129,7 +129,7 @@ impl Entry {
         (self.export, self.credential) = (Some(export), credential);
         let shutdown = Arc::new(ShutdownSignal::default());
         if self.is_ending() {
-            // It was asked to end while its last option was answered.
+            // Shutdown was requested during the reply to the last option.
             shutdown.request();
         } else {
             self.phase = Phase::Transmission {
@@ -142,17 +142,17 @@ impl Entry {
         shutdown
     }
 
-    /// The export that it uses, from its choice to its end.
+    /// The export in use, from its choice to the connection's end.
     pub fn export(&self) -> Option<ExportId> {
         self.export
     }
 
-    /// Whether it uses TLS.
+    /// Whether the connection uses TLS.
     pub fn is_encrypted(&self) -> bool {
         self.credential.is_some()
     }
 
-    /// The credential that admitted it, if it uses TLS.
+    /// The credential that admitted the client, if TLS is used.
     pub fn credential(&self) -> Option<&Credential> {
         self.credential.as_deref()
     }
@@ -164,14 +164,14 @@ impl Entry {
         }
     }
 
-    /// Resumes the session, or takes the request to pause back.
+    /// Resumes the session, or cancels the pause request.
     pub fn resume(&self) {
         if let Phase::Transmission { shutdown, .. } = &self.phase {
             shutdown.resume();
         }
     }
 
-    /// It has paused. Returns the session if it was asked to end.
+    /// Stores the paused session. Returns the session if shutdown was requested.
     pub fn set_paused(&mut self, session: PausedSession) -> Option<PausedSession> {
         match &mut self.phase {
             Phase::Transmission { paused, .. } => paused.replace(session),
@@ -179,7 +179,7 @@ impl Entry {
         }
     }
 
-    /// The session from which it resumes, while it is paused.
+    /// The session to resume, while the connection is paused.
     pub fn paused(&self) -> Option<&PausedSession> {
         match &self.phase {
             Phase::Transmission { paused, .. } => paused.as_ref(),
@@ -187,7 +187,7 @@ impl Entry {
         }
     }
 
-    /// It goes on.
+    /// Takes the paused session, to resume it.
     pub fn take_paused(&mut self) -> Option<PausedSession> {
         match &mut self.phase {
             Phase::Transmission { paused, .. } => paused.take(),
@@ -200,7 +200,7 @@ impl Entry {
         &self.stream
     }
 
-    /// Begins its end. Requests that were received already complete and get their replies.
+    /// Begins the shutdown. Requests that were received already complete and get their replies.
     pub fn end(&mut self) {
         match &self.phase {
             Phase::Transmission { shutdown, .. } => {
@@ -212,13 +212,13 @@ impl Entry {
         }
     }
 
-    /// Ends it at once. Requests in flight complete without replies.
+    /// Disconnects at once. Requests in flight complete without replies.
     pub fn disconnect(&mut self) {
         self.shut_stream_down();
         self.phase = Phase::Ending(None);
     }
 
-    /// Ends all operations on its socket.
+    /// Ends all operations on the socket.
     pub fn shut_stream_down(&self) {
         self.stream.shutdown();
     }

@@ -1,35 +1,35 @@
-//! The connections of a server: their limit, the choice of those that end to admit others, and the
-//! orderly end.
+//! The connections of a server: their limit, the choice of connections that end so that others are
+//! admitted, and the orderly end.
 //!
-//! Guarantee: the clients of a socket are not kept out by those of other sockets. At the same
-//! socket, a client that holds few connections is not kept out by a process or host that holds
-//! many, whether those are silent, idle or busy. Below the limit no client is disconnected for
+//! Guarantee: the clients of a socket cannot block those of other sockets. At the same socket, a
+//! process or host that holds many connections cannot block a client that holds few, whether the
+//! many are silent, idle or busy. Below the limit no client is disconnected for
 //! being idle, unless the limit `idle` is set: a guest may have nothing to do for days. At the
 //! limit, one connection ends for a client that waits, chosen in this order:
 //!
-//! 1. a connection that has sent no request yet, and is at least a second old. Those in the
-//!    handshake come before the others; among equals, those of the peer with most of them; among
-//!    these, the oldest;
-//! 2. a connection of the socket that holds most of them, or else, at the same socket, of the
-//!    [`Peer`](super::peer::Peer) that does. That socket or peer must hold at least two more than
-//!    the one that waits. Of the connections of all peers that hold as many, the one idle for
-//!    longest ends.
+//! 1. a connection that has sent no request yet, and is at least a second old. Connections in the
+//!    handshake come first; among equals, those of the peer with most of them; among these, the
+//!    oldest;
+//! 2. a connection of the socket with the most connections, or else, at the same socket, of the
+//!    [`Peer`](super::peer::Peer) with the most. That socket or peer must hold at least two more
+//!    than the waiting one. If several peers hold the most, the connection among all of theirs that
+//!    is idle for longest ends.
 //!
 //! Otherwise the client waits, in a queue of [`MAX_WAITING`](admission::MAX_WAITING).
 //!
-//! The socket is the unit of isolation: at one socket, a connection that was used does not end for
-//! a client whose process or host would then hold as many. So a program that forks, with one used
-//! connection in each child, can keep other clients of its own socket out. Reason: idle children
-//! look like the guests of a host, each a process with one connection. Ending the one that is idle
-//! for longest would let an attacker disconnect one guest after the other. And a client that may
-//! connect to a socket may read its exports, and write those that are not read-only, which is worse
-//! than blocking other clients. The owner and mode of a Unix socket, or a firewall, say who may
-//! connect: clients that must not block each other need sockets of their own.
+//! The socket is the unit of isolation: at one socket, a used connection does not end for a client
+//! whose process or host would then hold as many connections. So a program that forks, with one
+//! used connection in each child, can block other clients of its own socket. Reason: idle children
+//! look like the guests of a host, each a process with one connection. Ending the connection that
+//! is idle for longest would let an attacker disconnect one guest after the other. And a client
+//! that may connect to a socket can do worse than block others: it may read the socket's exports,
+//! and write those that are not read-only. The owner and mode of a Unix socket, or a firewall,
+//! restrict who may connect: clients that must not block each other need sockets of their own.
 //!
-//! A connection that is asked to end completes its requests in flight and sends the replies. While
-//! another client waits for its place, it has at most the time given to [`Registry::new`]. Then it
-//! is disconnected, even if it is still receiving: a slow receiver would stay longer than the other
-//! client may wait.
+//! A connection that is asked to end completes its requests in flight and sends the replies. If
+//! another client waits, the connection has at most the time given to [`Registry::new`]. Then it is
+//! disconnected, even if its client is still receiving: a slow receiver would stay longer than the
+//! other client may wait.
 
 mod admission;
 mod entry;
@@ -52,7 +52,7 @@ use crate::server::peer::Peer;
 use crate::session::{Activity, ShutdownSignal};
 use crate::tls::Credential;
 
-/// All connections of a server. Used when one begins or ends, never for its requests.
+/// All connections of a server. Used when a connection begins or ends, never for its requests.
 pub struct Registry {
     state: Mutex<AdmissionState>,
     limit: usize,
@@ -67,14 +67,14 @@ impl Registry {
     }
 
     /// Registers a connection, to be admitted now or later. `None` when the server ends, or too
-    /// many wait: the caller closes it.
+    /// many wait: then the caller closes the connection.
     pub fn enter(self: &Arc<Self>, stream: &Stream, origin: Origin) -> Option<ConnectionGuard> {
         let id = self.state.lock().enter(stream, origin, self.limit)?;
         Some(ConnectionGuard { registry: Arc::clone(self), id })
     }
 
-    /// Takes a connection in that has done its handshake with another process. `None` when the
-    /// server ends.
+    /// Registers a connection that has completed its handshake with another process. `None` when
+    /// the server ends.
     pub fn enter_served(
         self: &Arc<Self>,
         stream: &Stream,
@@ -84,7 +84,7 @@ impl Registry {
         Some(ConnectionGuard { registry: Arc::clone(self), id })
     }
 
-    /// A task accepts connections until the guard is dropped.
+    /// Records that a task accepts connections, until the guard is dropped.
     pub fn begin_accepting(&self) -> AcceptGuard<'_> {
         self.state.lock().set_accepting(true);
         AcceptGuard(self)
@@ -108,8 +108,8 @@ impl Registry {
         !self.state.lock().is_draining()
     }
 
-    /// Stops accepting connections until [`resume`](Self::resume), and waits until all have done
-    /// their handshakes; those that have not in `time` are disconnected.
+    /// Stops accepting connections until [`resume`](Self::resume), and waits until all handshakes
+    /// are complete. Connections in a handshake after `time` are disconnected.
     pub async fn pause_accepting(&self, time: Duration) {
         self.state.lock().pause_accepting();
         let settled = || poll_fn(|context| self.poll(context, AdmissionState::is_settled));
@@ -159,7 +159,7 @@ impl Registry {
     }
 
     /// Ends these connections: requests in flight complete. Clients that have not received their
-    /// replies in `time` are disconnected; false if there was one. When it returns there are none.
+    /// replies in `time` are disconnected; false if there was one. On return no connection is left.
     pub async fn end_clients(&self, which: Clients, time: Duration) -> bool {
         self.state.lock().end_clients(which);
         let gone = || poll_fn(|context| self.poll(context, |state| state.clients(which) == 0));
@@ -218,15 +218,15 @@ impl Drop for AcceptGuard<'_> {
     }
 }
 
-/// The entry of one connection in the registry, which it leaves when this is dropped.
+/// The entry of a connection in the registry. The drop removes the entry.
 pub struct ConnectionGuard {
     registry: Arc<Registry>,
     id: u64,
 }
 
 impl ConnectionGuard {
-    /// Waits until the connection is admitted, and ends another one if need be. False when it will
-    /// not be.
+    /// Waits until the connection is admitted, and ends another one if necessary. False if it is
+    /// refused.
     pub async fn admitted(&self) -> bool {
         let mut delay = None;
         poll_fn(|context| {
@@ -249,8 +249,8 @@ impl ConnectionGuard {
         .await
     }
 
-    /// The handshake is over, and has chosen this export, with TLS or without. The signal that ends
-    /// the transmission phase.
+    /// Records that the handshake is over and has chosen `export`, with TLS or without. Returns the
+    /// signal that ends the transmission phase.
     pub fn start_transmission(
         &self,
         export: ExportId,

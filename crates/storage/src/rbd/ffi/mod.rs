@@ -1,12 +1,10 @@
-//! Images in Ceph by librbd: the one place outside of the engine and core's buffers with unsafe
-//! code.
+//! Images in Ceph through librbd. Only this module, the engine and core's buffers have unsafe code.
 //!
 //! Guarantees:
 //! - [`Image`] is safe to use from any thread.
-//! - An operation in flight owns its memory until librbd has completed it, also if its caller's
+//! - An operation in flight owns its memory until librbd has completed it, even if its caller's
 //!   future is dropped, and an image is closed after its last operation.
-//! - No function of Ceph is called after what it works on was closed, and no panic crosses a
-//!   callback.
+//! - No function of Ceph is called on a closed object, and no panic crosses a callback.
 
 mod cluster;
 mod image;
@@ -30,7 +28,7 @@ pub(super) struct CallError {
     pub(super) source: io::Error,
 }
 
-/// Ceph's encoding of a count or an errno in one number.
+/// Decodes a count or an errno, which Ceph returns in one number.
 fn check(code: c_int) -> io::Result<u32> {
     u32::try_from(code).map_err(|_| io::Error::from_raw_os_error(-code))
 }

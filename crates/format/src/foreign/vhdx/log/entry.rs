@@ -1,5 +1,5 @@
 //! An entry of the log as bytes (\[MS-VHDX\] 2.3.1): a header, descriptors of changes, and a sector
-//! of data for each change that is no range of zeros.
+//! of data for each change that does not write zeros.
 
 use blockhouse_core::{ByteRange, Result};
 
@@ -30,24 +30,24 @@ mod at {
     pub(super) const LAST_SIZE: usize = 56;
 }
 
-/// An entry whose checksum is sound.
+/// An entry with a valid checksum.
 pub(super) struct Entry {
-    /// Where it is in the log.
+    /// Offset of the entry in the log.
     pub(super) start: u64,
     /// Bytes, a multiple of [`SECTOR`].
     pub(super) length: u64,
     pub(super) sequence: u64,
-    /// Where the first entry was whose changes were not in place when this one was written.
+    /// Log offset of the first entry whose changes were not yet in place at the write of this one.
     pub(super) tail: u64,
-    /// Bytes that the file had at least.
+    /// Minimum size of the file in bytes when the entry was written.
     pub(super) flushed_size: u64,
-    /// Bytes that it has at least after the replay.
+    /// Minimum size of the file in bytes after the replay.
     pub(super) last_size: u64,
     descriptors: u64,
 }
 
 impl Entry {
-    /// The length that the header in a sector states, if it is one of this log.
+    /// Entry length from the header in a sector, if that header belongs to this log.
     pub(super) fn length(sector: &[u8], header: &Header) -> Option<u64> {
         let length = u64::from(le32(sector, at::LENGTH));
         let is_entry = sector.starts_with(SIGNATURE)
@@ -57,7 +57,7 @@ impl Entry {
         is_entry.then_some(length)
     }
 
-    /// Of all bytes of an entry at `start` of the log; `None` if they are not sound.
+    /// Parses all bytes of an entry at `start` of the log; `None` if they are invalid.
     pub(super) fn parse(bytes: &[u8], start: u64) -> Option<Self> {
         let entry = Self {
             start,
@@ -72,7 +72,7 @@ impl Entry {
         (entry.sequence > 0 && fits && is_sealed(bytes, SIGNATURE)).then_some(entry)
     }
 
-    /// Adds its changes to `patches`. The log is at `log` of the file.
+    /// Adds the entry's changes to `patches`. `log` is the offset of the log in the file.
     ///
     /// # Errors
     /// `Corrupt` where the entry contradicts itself in spite of its checksum; `Unsupported` for too
@@ -107,14 +107,14 @@ impl Entry {
         Ok(())
     }
 
-    /// Whether a data sector has the number of this entry.
+    /// Whether a data sector has the sequence number of this entry.
     fn owns(&self, sector: &[u8]) -> bool {
         let (high, low) = (le32(sector, 4), le32(sector, PAGE - 4));
         sector.starts_with(DATA_SECTOR) && u64::from(high) << 32 | u64::from(low) == self.sequence
     }
 }
 
-/// The bytes that a data sector stands for: its first eight and last four are in the descriptor.
+/// The bytes that a data sector restores: the descriptor has the first eight and the last four.
 fn restore(descriptor: &[u8], sector: &[u8]) -> Box<[u8; PAGE]> {
     let mut page: Box<[u8; PAGE]> = Box::new(array(sector, 0));
     page[..8].copy_from_slice(&descriptor[8..16]);

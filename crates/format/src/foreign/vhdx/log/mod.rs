@@ -1,10 +1,10 @@
-//! The log of a VHDX image (\[MS-VHDX\] 2.3), replayed in memory: what a program that died had
-//! logged, and not yet written to its place.
+//! The log of a VHDX image (\[MS-VHDX\] 2.3), replayed in memory: changes that a program logged
+//! before it died, and may not have written to their offsets.
 //!
-//! Guarantees: nothing is written. The entries of the one sequence that is in force are applied in
-//! their order; an image that the log does not fit is refused. Time and memory are bounded: logs
-//! beyond [`MAX_LENGTH`] are refused, and at most [`MAX_CHECKED`] times the log's length is read to
-//! find its entries.
+//! Guarantees: nothing is written. The entries of the active sequence are applied in order; an
+//! image that does not fit its log is refused. Time and memory are bounded: logs beyond
+//! [`MAX_LENGTH`] are refused, and at most [`MAX_CHECKED`] times the log's length is read to find
+//! its entries.
 
 mod entry;
 
@@ -19,17 +19,17 @@ use entry::{Entry, SECTOR};
 
 /// Bytes of the longest log that is replayed. Hyper-V and QEMU make logs of 1 MiB for most images.
 const MAX_LENGTH: u64 = 64 << 20;
-/// Bytes that are read at once where entries may begin: a log without any is read by few requests,
-/// also by a storage that is far away.
+/// Bytes that are read at once in the search for entries: a log without entries is read with few
+/// requests, even from a remote storage.
 const WINDOW: u64 = 64 << 10;
-/// How often the log is read, counting each entry that turns out to have no sound checksum.
+/// Limit of the bytes read to check entries, valid or not, in multiples of the log's length.
 const MAX_CHECKED: u64 = 16;
 
 /// Entries that follow each other.
 #[derive(Default)]
 struct Sequence {
     entries: Vec<Entry>,
-    /// Bytes from the first to the last.
+    /// Bytes of all entries.
     length: u64,
 }
 
@@ -39,8 +39,8 @@ impl Sequence {
         self.entries.last()
     }
 
-    /// From the entry that the head names as the first whose changes may be missing, if this
-    /// sequence has it.
+    /// The entries from the head's tail on, which is the first whose changes may be missing; `None`
+    /// if the sequence does not have it.
     fn active(&self) -> Option<&[Entry]> {
         let tail = self.head()?.tail;
         let first = self.entries.iter().position(|entry| entry.start == tail)?;
@@ -48,10 +48,10 @@ impl Sequence {
     }
 }
 
-/// The changes by the log; nothing where it is empty.
+/// The changes in the log; none if it is empty.
 ///
 /// # Errors
-/// `Corrupt` or `Unsupported`, with an offset; or what the storage answers.
+/// `Corrupt` or `Unsupported`, with an offset; errors of the storage.
 pub(super) async fn replay<S: Storage>(storage: &S, header: &Header) -> Result<Patches> {
     let mut patches = Patches::default();
     if header.log_guid == NIL || header.log_length == 0 {
@@ -95,8 +95,8 @@ struct Log<'a, S> {
 }
 
 impl<S: Storage> Log<'_, S> {
-    /// The sequence in force: of those that hold the tail which their head names, the one with the
-    /// highest number.
+    /// The active sequence: of those that have the tail named by their head, the one with the
+    /// highest sequence number.
     async fn find(&self) -> Result<Option<Sequence>> {
         let (mut at, mut best): (u64, Option<Sequence>) = (0, None);
         let number = |sequence: &Sequence| sequence.head().map(|head| head.sequence);
@@ -113,7 +113,7 @@ impl<S: Storage> Log<'_, S> {
         Ok(best)
     }
 
-    /// The entries from `start` on, as long as each has the number after the one before it.
+    /// The entries from `start` on, as long as their sequence numbers increase by one.
     async fn walk(&self, start: u64, checked: &mut u64, window: &mut Window) -> Result<Sequence> {
         let mut sequence = Sequence::default();
         let budget = WorkBudget::new();
@@ -155,7 +155,7 @@ impl<S: Storage> Log<'_, S> {
         Ok(&window.bytes[start..start + SECTOR as usize])
     }
 
-    /// Bytes of the log, whose end is followed by its beginning.
+    /// Reads bytes of the log, which is a circular buffer.
     async fn read(&self, start: u64, length: u64) -> Result<Vec<u8>> {
         let offset = self.header.log_offset;
         let first = length.min(self.header.log_length - start);

@@ -1,6 +1,6 @@
 //! References of the entries of an L2 table, and their COPIED flags.
 //!
-//! A table is in whole slices. Long computing yields.
+//! A table consists of whole slices. Long computations yield to other tasks.
 
 use blockhouse_core::{Error, ErrorKind, Result, WorkBudget};
 
@@ -19,7 +19,7 @@ pub(super) struct L2References {
 #[derive(Clone, Copy)]
 pub(super) struct Located<'a> {
     pub(super) bytes: &'a [u8],
-    /// The image's name and where in its file they are, for messages.
+    /// The image's name and the offset of the bytes in its file, for messages.
     pub(super) name: &'a str,
     pub(super) offset: u64,
 }
@@ -38,10 +38,10 @@ impl L2References {
         self.for_each_cluster(l2, add).await
     }
 
-    /// Subtracts the counts of the entries of a copy.
+    /// Subtracts the references of a copy's entries from the counts.
     ///
     /// # Errors
-    /// `Corrupt` if they were not counted so: the copy was overwritten.
+    /// `Corrupt` if these references were not counted: the copy was overwritten.
     pub(super) async fn take_back(
         &self,
         l2: Located<'_>,
@@ -50,7 +50,7 @@ impl L2References {
         self.for_each_cluster(l2, |cluster| counts.remove(cluster)).await
     }
 
-    /// Calls `with` for every reference to a cluster; `None` from it ends that.
+    /// Calls `with` for every reference to a cluster. Fails when `with` returns `None`.
     async fn for_each_cluster(
         &self,
         l2: Located<'_>,
@@ -81,7 +81,7 @@ impl L2References {
         slice as u64 * self.geometry.slice_size() + index as u64 * self.geometry.l2_entry_size()
     }
 
-    /// Takes the COPIED flags away; whether there were any.
+    /// Clears the COPIED flags. Returns whether any was set.
     pub(super) async fn clear_copied(&self, l2: &mut [u8]) -> Result<bool> {
         let clear = |host: Reference| Ok(Reference { copied: false, ..host });
         self.change_references(l2, clear).await

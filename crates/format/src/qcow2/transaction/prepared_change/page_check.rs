@@ -1,4 +1,4 @@
-//! Bounds the memory of the counters in an image that contradicts itself.
+//! Bounds the memory of the reference counters in an inconsistent image.
 //!
 //! A page of counters is as large as 256 L2 entries, so L2 entries that refer to scattered clusters
 //! would cost far more memory than they take in the file. But a cluster in use has a refcount, so
@@ -16,13 +16,13 @@ use super::reference_counts::ReferenceCounts;
 use super::space::Halt;
 use super::table_parts::{MAX_SLICES_IN_FLIGHT, Notes, Part, look};
 
-/// How many pages are checked together, if there are this many.
+/// New pages are checked together as soon as there are this many.
 const PAGES: usize = 1024;
 
 /// Checks the refcounts of new pages, if there are many.
 ///
 /// # Errors
-/// `Implausible` where most of them are zeros.
+/// `Implausible` if most of the new pages have no refcount other than 0.
 pub(super) async fn check_new_pages<S: Storage>(
     metadata: &Metadata<S>,
     counts: &mut ReferenceCounts,

@@ -1,4 +1,4 @@
-//! The change of the snapshots that is prepared, and its effect on the snapshot table.
+//! A prepared change of the snapshots, and its effect on the snapshot table.
 
 use blockhouse_core::Result;
 
@@ -6,7 +6,7 @@ use crate::qcow2::layout::snapshot_table::SnapshotEntry;
 
 use super::super::snapshots::{NewSnapshot, check_new_name, draft_entry, index_of};
 
-/// Which change is prepared.
+/// The change that is prepared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SnapshotPlan {
     /// A snapshot is taken of the disk.
@@ -18,9 +18,9 @@ pub enum SnapshotPlan {
 /// The purpose of the copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
-    /// Clusters of the active tables have one reference more.
+    /// Clusters of the active tables get one more reference.
     Create,
-    /// Clusters of a snapshot's tables have one reference less.
+    /// Clusters of a snapshot's tables lose one reference.
     Delete,
 }
 
@@ -32,8 +32,8 @@ impl SnapshotPlan {
         }
     }
 
-    /// Changes the entries of the snapshot table of a disk of this many bytes and L1 entries.
-    /// Returns the added or removed entry: a new one is the last, and its L1 table has no offset
+    /// Changes the snapshot table's `entries`, of a disk with this size and this many L1 entries.
+    /// Returns the added or removed entry. A new entry is the last, and its L1 table has no offset
     /// yet.
     pub(super) fn change(
         &self,

@@ -1,7 +1,7 @@
-//! The references of a snapshot to be deleted: to its L2 tables, and to the clusters in these.
+//! Counts the references of a snapshot to be deleted: to its L2 tables, and to their clusters.
 //!
-//! A snapshot's tables are never changed in place, so they are counted once. Where another
-//! transaction has run meanwhile, which may have changed the snapshots, all is counted anew.
+//! A snapshot's tables are never changed in place, so they are counted once. If another transaction
+//! has run meanwhile, it may have changed the snapshots, and all references are counted again.
 
 use blockhouse_core::{Result, Storage};
 use futures_util::stream::{self, StreamExt};

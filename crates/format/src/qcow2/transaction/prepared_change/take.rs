@@ -1,4 +1,4 @@
-//! The moment of a prepared change: the rest is copied, and the header switches.
+//! Completes a prepared change: copies the remaining changes, and switches the header.
 
 use std::mem;
 use std::ops::Range;
@@ -28,15 +28,15 @@ struct NewMetadata {
     refcount_table: Vec<u64>,
     /// The snapshot that is taken or deleted.
     snapshot: Snapshot,
-    /// Clusters without a reference afterwards.
+    /// Clusters that have no reference after the switch.
     replaced: Vec<DeferredFree>,
 }
 
 impl<S: Storage> PreparedChange<'_, S> {
-    /// Makes the change; durable when it returns. No change of the guest's data may be in flight.
-    /// Returns the snapshot that is taken or deleted. `None` if nothing has changed, and it must be
-    /// [updated](Self::update) first: guests changed too much since. `now` is the time of a new
-    /// snapshot, since 1970-01-01 UTC.
+    /// Makes the change durably. No change of the guest's data may be in flight. Returns the
+    /// snapshot that is taken or deleted. `None`: nothing was changed, because the guests changed
+    /// too much since the last [update](Self::update); the caller must update again first. `now` is
+    /// the time of a new snapshot, since 1970-01-01 UTC.
     ///
     /// # Errors
     /// As [`Snapshots::create`](crate::Snapshots::create) and
@@ -73,7 +73,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         freeze.begin_switch();
         let wanted = made.header.clone();
         if let Err(error) = metadata.rewrite_header(|header| *header = wanted).await {
-            // Also after ENOSPC: it is unknown which header is on disk.
+            // No change may follow, even after ENOSPC: it is unknown which header is on disk.
             metadata.writer().fail(&error);
             return Err(error);
         }
@@ -95,7 +95,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(Some(made.snapshot))
     }
 
-    /// Copies the rest, and writes the tables that the header names.
+    /// Copies the remaining changes, and writes the tables that the new header refers to.
     async fn finish(&mut self) -> Result<NewMetadata, Halt> {
         if let Some(error) = self.copy_changes(&|| false).await? {
             return Err(error.into());
@@ -117,7 +117,7 @@ impl<S: Storage> PreparedChange<'_, S> {
             Purpose::Create => {
                 let of_snapshot = words::bytes_of(&l1[..of_disk]);
                 let place = self.place(Run::SnapshotL1, of_snapshot, &mut writes)?;
-                // The new one.
+                // The last entry is the new snapshot.
                 entries.last_mut().into_iter().for_each(|entry| entry.l1_offset = place);
             }
             Purpose::Delete => replaced.extend(self.l1_of(&changed)),
@@ -133,7 +133,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(NewMetadata { header, l1, refcount_table, snapshot, replaced })
     }
 
-    /// The clusters of a snapshot's L1 table.
+    /// The deferred free of a snapshot's L1 table; `None` if the table is empty.
     fn l1_of(&self, entry: &SnapshotEntry) -> Option<DeferredFree> {
         let free = self.free(entry.l1_offset, u64::from(entry.l1_entries) * 8);
         (!free.clusters.is_empty()).then_some(free)
@@ -147,7 +147,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) }
     }
 
-    /// Offset of a table: 0 for an empty one.
+    /// Adds the write of a table to `writes`. Returns its offset: 0 for an empty table.
     fn place(&self, run: Run, bytes: Vec<u8>, writes: &mut Vec<TableWrite>) -> Result<u64, Halt> {
         let clusters = self.space.run(run, bytes.len() as u64)?;
         if bytes.is_empty() {
@@ -158,7 +158,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(offset)
     }
 
-    /// The clusters that the new tables take the place of.
+    /// The clusters of the tables that the new tables replace.
     fn replaced(&self, header: &Header, blocks: &[u64], snapshots: u64) -> Vec<DeferredFree> {
         let geometry = self.metadata.geometry();
         let mut replaced = vec![self.free(header.l1_offset, u64::from(header.l1_entries) * 8)];
