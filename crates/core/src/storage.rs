@@ -137,12 +137,10 @@ pub trait Storage: 'static {
     /// Starts to bring the range into the cache, if there is one. Without a cache it does nothing.
     fn prefetch(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
-    /// Puts the bytes of the range into an empty pipe with room for them, as references to pages of
-    /// the host's page cache, if all of it is there. Never waits. Returns how many bytes it has put
-    /// there: the length of the range, or fewer, and then the caller reads. Changes of the storage
-    /// may show until the bytes are taken out.
-    fn lend_pages(&self, _range: ByteRange, _pipe: BorrowedFd<'_>) -> usize {
-        0
+    /// The file that has the bytes of the range at the same offsets, if all of them are in the
+    /// host's page cache. Does not wait.
+    fn cached_file(&self, _range: ByteRange) -> Option<BorrowedFd<'_>> {
+        None
     }
 
     /// When the storage was changed for the last time, by whatever program, since the Unix epoch:

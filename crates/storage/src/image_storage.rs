@@ -216,8 +216,8 @@ impl Storage for ImageStorage {
         carry_out!(self.prefetch(range))
     }
 
-    fn lend_pages(&self, range: ByteRange, pipe: BorrowedFd<'_>) -> usize {
-        ask!(self.lend_pages(range, pipe))
+    fn cached_file(&self, range: ByteRange) -> Option<BorrowedFd<'_>> {
+        ask!(self.cached_file(range))
     }
 
     fn needs_close(&self) -> bool {

@@ -20,7 +20,7 @@ const READS: usize = 60;
 fn serve(scratch: &Scratch, image: &Path, engine: Engine) -> Server {
     let metrics = format!("unix:{}", scratch.socket("metrics").display());
     let serve = Serve::new(scratch, image).engine(engine).cache(Cache::Writeback);
-    serve.option("--metrics", metrics).start()
+    serve.option("--metrics", metrics).flag("--read-only").start()
 }
 
 /// How many reads the host was asked for.
@@ -95,7 +95,7 @@ fn a_cached_read_asks_the_host_for_nothing() {
         return;
     }
     let mut random = seeded();
-    let scratch = Scratch::in_memory();
+    let scratch = Scratch::new();
     let content = random_bytes(&mut random, SIZE);
     let image = scratch.image_of("disk.img", &content);
     let server = serve(&scratch, image.path(), Engine::IoUring);

@@ -163,6 +163,15 @@ const SESSION: &[Step] = &[
     Keys(
         "{'execute':'blockdev-snapshot-delete-internal-sync','arguments':{'device':'d','name':'s'}}",
     ),
+    // One whose name is the id of the other.
+    Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'s'}}"),
+    Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'1'}}"),
+    Keys(
+        "{'execute':'blockdev-snapshot-delete-internal-sync','arguments':{'device':'d','id':'1'}}",
+    ),
+    Keys(
+        "{'execute':'blockdev-snapshot-delete-internal-sync','arguments':{'device':'d','name':'1'}}",
+    ),
     // Bitmaps.
     Same("{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'m'}}"),
     Same("{'execute':'block-dirty-bitmap-add','arguments':{'node':'d','name':'m'}}"),

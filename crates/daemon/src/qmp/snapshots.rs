@@ -1,4 +1,4 @@
-//! Snapshots inside of images.
+//! Internal snapshots of images.
 
 use std::rc::Rc;
 
@@ -26,7 +26,7 @@ pub(super) async fn create(context: &Rc<Context>, mut given: Arguments) -> Retur
     Ok(json!({}))
 }
 
-/// `blockdev-snapshot-delete-internal-sync`: what was deleted.
+/// `blockdev-snapshot-delete-internal-sync`: returns the deleted snapshot.
 pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let device = given.text("device")?;
     let (id, name) = (given.some_text("id")?, given.some_text("name")?);
@@ -44,10 +44,23 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
             word(name)
         )));
     };
-    // A name that is the id of another snapshot would be taken for that.
-    let word = if id.is_some() { &found["id"] } else { &found["name"] };
+    let words = [&found["name"], &found["id"]];
+    let word = words.into_iter().find(|word| std::ptr::eq(meant(&known, word), found));
+    let Some(word) = word else {
+        return Err(QmpError::generic(format!(
+            "Snapshot {} on device '{device}' has the name of another one, and its id is a name",
+            found["id"]
+        )));
+    };
     context.call("snapshot.delete", json!({ "disk": disk, "name": word })).await?;
     Ok(found.clone())
+}
+
+/// The snapshot that a word means: the first of this name, or else that of this id.
+fn meant<'a>(known: &'a Value, word: &Value) -> &'a Value {
+    let all = || known.as_array().into_iter().flatten();
+    let by_name = all().find(|one| one["name"] == *word);
+    by_name.or_else(|| all().find(|one| one["id"] == *word)).unwrap_or(&Value::Null)
 }
 
 /// The snapshot of an id, a name, or both.

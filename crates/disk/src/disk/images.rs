@@ -1,8 +1,8 @@
-//! The images that a disk has had: requests go to the last one.
+//! The current image of a disk, to which requests go, and its earlier images.
 //!
-//! A [`Disk`](super::Disk) stays what its users hold; another image can take the place of the one
-//! below it. What was replaced stays in memory and its files stay open until the disk is dropped,
-//! because requests that read from it may still be in flight.
+//! An image can be replaced while its [`Disk`](super::Disk) is in use: users keep the same `Disk`.
+//! A replaced image stays in memory and its files stay open until the disk is dropped, because
+//! requests that read from it may still be in flight.
 
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -12,17 +12,17 @@ use blockhouse_core::Storage;
 use crate::image::{Image, UseGuard};
 use crate::layer::Layer;
 
-/// All images of a disk, the first one first, each with its base (`B`) if it has one. The list only
-/// becomes longer.
+/// All images of a disk, from the first to the current one, each with its base (`B`) if it has one.
+/// Images are never removed from the list.
 pub(crate) struct Images<S: Storage, B>(Link<S, B>);
 
-/// An image of a disk, and the one that has replaced it.
+/// An image of a disk, and the image that has replaced it.
 pub(super) struct Link<S: Storage, B> {
     image: Arc<Image<S>>,
-    /// Whether it is over the same file as the one before: recording its changes beside the file
-    /// has begun or ended.
+    /// Whether it has the same file as the image before. Reason: recording of changes beside the
+    /// file has begun or ended.
     is_same_file: bool,
-    /// The disk of its backing file, once that is open for writing.
+    /// The disk of its backing file, if that is open for writing.
     pub(super) base: OnceLock<B>,
     next: OnceLock<Box<Self>>,
 }
@@ -39,6 +39,7 @@ impl<S: Storage, B> Link<S, B> {
 
 impl<S: Storage, B> Images<S, B> {
     pub(super) fn new(image: Arc<Image<S>>) -> Self {
+        image.layer().stands().enter_disk();
         Self(Link::new(image, false))
     }
 
@@ -60,8 +61,10 @@ impl<S: Storage, B> Images<S, B> {
     /// may be in flight, and no other task may replace its image.
     pub(super) fn replace(&self, image: Arc<Image<S>>, is_same_file: bool) -> &Link<S, B> {
         let replaced = self.last();
-        // It is the last one.
+        image.layer().stands().enter_disk();
+        // The last image has no successor yet.
         let _ = replaced.next.set(Box::new(Link::new(image, is_same_file)));
+        replaced.image.layer().stands().leave_disk();
         replaced
     }
 
@@ -69,12 +72,12 @@ impl<S: Storage, B> Images<S, B> {
         std::iter::successors(Some(&self.0), |link| link.next.get().map(|next| &**next))
     }
 
-    /// How many images were replaced.
+    /// The number of replaced images.
     pub(crate) fn count_replaced(&self) -> usize {
         self.links().count() - 1
     }
 
-    /// Whether another image has taken the place of the first one.
+    /// Whether an image with another file has replaced the first one.
     pub(super) fn is_replaced(&self) -> bool {
         self.links().skip(1).any(|link| !link.is_same_file)
     }
@@ -84,24 +87,30 @@ impl<S: Storage, B> Images<S, B> {
         self.links().map(|link| &**link.image.layer())
     }
 
-    /// Whether it is one of them.
+    /// Whether `image` is one of the disk's images.
     pub(super) fn contains(&self, image: &Arc<Image<S>>) -> bool {
         self.links().any(|link| Arc::ptr_eq(&link.image, image))
     }
 
-    /// The layers that the disk has left: those of images that were replaced, and backing files
-    /// that were detached. Without those that it uses now.
+    /// The layers of replaced images, and detached backing files, except layers that the disk uses
+    /// now.
     pub(crate) fn former_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let now = self.last().image.layer();
         let is_used = |layer: &Layer<S>| now.layers().any(|one| std::ptr::eq(one, layer));
         self.layers().flat_map(|layer| layer.opened().all()).filter(move |layer| !is_used(layer))
     }
 
-    /// As [`former_layers`](Self::former_layers), without those that are backing files of another
+    /// Counts the images that were replaced no longer among those over their backing files, unless
+    /// they are read through as layers of others.
+    pub(crate) fn leave_replaced(&self) {
+        self.layers().for_each(|layer| layer.opened().leave_unused());
+    }
+
+    /// As [`former_layers`](Self::former_layers), except layers that are backing files of another
     /// disk.
     pub(crate) fn left_layers(&self) -> impl Iterator<Item = &Layer<S>> {
         let is_shared = |layer: &Layer<S>| {
-            // An overlay needs its whole backing chain.
+            // Another disk's overlay over a layer needs the layer's whole backing chain.
             self.layers().any(|top| {
                 let all = top.opened().all_counted();
                 let mut shared = all.skip_while(|(one, own)| one.stands().count() <= *own);
@@ -112,8 +121,14 @@ impl<S: Storage, B> Images<S, B> {
     }
 }
 
-/// The image that a disk's requests go to, or went to when this was made: it stays open until this
-/// is dropped.
+impl<S: Storage, B> Drop for Images<S, B> {
+    fn drop(&mut self) {
+        self.last().image.layer().stands().leave_disk();
+    }
+}
+
+/// The current image of a disk when this was made. It stays open until this is dropped, even if it
+/// is replaced.
 pub(crate) struct ImageUse<'a, S: Storage> {
     pub(super) image: &'a Image<S>,
     pub(super) _guard: UseGuard<'a>,

@@ -1,28 +1,29 @@
 //! The disk as exports and tools see it: the choke point of all requests to an image.
 //!
-//! - [`Disk`]: what it is made of, and what it says of itself.
-//! - `images`: the images that it has had.
+//! - [`Disk`]: its parts and its properties.
+//! - `images`: the current image and the earlier ones.
 //! - `requests`: the one choke point of all requests.
-//! - `access`: whether it may be changed.
-//! - `block_sizes`: the blocks that the disk announces
-//! - `copy_on_read`: reads that copy from its backing file.
-//! - [`DiskJobs`]: what jobs do with it; `base`: its backing file, open for writing; `detach`:
-//!   independent of its backing file.
-//! - `resize`: longer and shorter disks.
-//! - [`DiskStats`]: what it is measured by, and what was counted before this process had it.
-//! - `patience`: how long what holds changes off waits for requests in flight.
-//! - `flush_ahead`: flushes before changes are held off.
-//! - `failures`: the observer of requests that fail.
-//! - `hold`, `held_changes`: changes that wait until the host has room for them.
+//! - `access`: whether the disk may be changed.
+//! - `block_sizes`: the block sizes that the disk reports.
+//! - `copy_on_read`: reads that copy data from the backing file into the image.
+//! - [`DiskJobs`]: the disk's interface for jobs; `base`: the backing file, open for writing;
+//!   `detach`: makes the disk independent of its backing file.
+//! - `resize`: makes the disk longer or shorter.
+//! - [`DiskStats`]: the disk's counters, also those of the process that handed the disk over.
+//! - `patience`: how long a change of the whole disk waits for requests in flight.
+//! - `flush_ahead`: flushes before a quiesce.
+//! - `failures`: the observer of failed requests.
+//! - `hold`, `held_changes`: changes that got ENOSPC and wait for space on the host.
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
-//! - [`QuiescedDisk`]: another image in the place of this one, and observers of changes.
+//! - [`QuiescedDisk`]: replaces the image, and adds observers of changes.
 //!
-//! One image, reading and changing it is below, in `image`, `layer` and `write`; the use of disks
-//! (snapshots, bitmaps, tools, opening files) is above.
+//! Lower modules (`image`, `layer`, `write`) read and change one image. Higher ones use disks
+//! (snapshots, bitmaps, tools, opening files).
 
 mod access;
 mod base;
 mod block_sizes;
+mod cached_file;
 mod copy_on_read;
 mod detach;
 mod earlier_counts;
@@ -33,7 +34,6 @@ mod hold;
 mod images;
 mod in_flight;
 mod jobs;
-mod lend_pages;
 #[cfg(test)]
 mod long_requests;
 mod patience;
@@ -86,9 +86,9 @@ pub struct Disk<S: Storage> {
     protection: WriteProtection,
     failures: failures::Failures,
     hold: Hold,
-    /// The counters before this process had the disk.
+    /// The counters of the process that handed the disk over.
     earlier: OnceLock<Box<EarlierCounts>>,
-    /// How many jobs populate its image from its backing file.
+    /// The number of jobs that populate the image from its backing file.
     populating: Arc<AtomicUsize>,
     /// Whether a failure of copy-on-read has been reported.
     has_failed_to_populate: AtomicBool,
@@ -121,7 +121,7 @@ impl<S: Storage> Disk<S> {
         Image::raw(storage, options).map(Self::new)
     }
 
-    /// A disk over an image that stands alone.
+    /// A disk over an image that needs no other file.
     ///
     /// # Errors
     /// As [`Image::open`].
@@ -138,12 +138,12 @@ impl<S: Storage> Disk<S> {
         self.image().format()
     }
 
-    /// Its limits on rates: `throttle` has their guarantees.
+    /// The rate limits. The module `throttle` describes their guarantees.
     pub fn throttle(&self) -> &Arc<Throttle> {
         &self.throttle
     }
 
-    /// How people call it: the path of the image, mostly.
+    /// The disk's name for users: mostly the path of the image.
     pub fn name(&self) -> &str {
         self.image().name()
     }
@@ -158,8 +158,8 @@ impl<S: Storage> Disk<S> {
         self.image().capabilities()
     }
 
-    /// The status of the first bytes of `range`, through all layers, and for how many bytes that
-    /// holds (at least one, at most the length of `range`). `cache` belongs to this disk alone.
+    /// The status of the first bytes of `range` through all layers, and the number of bytes with
+    /// that status (at least one, at most the length of `range`). `cache` is for this disk only.
     ///
     /// # Errors
     /// `InvalidInput` when the range is empty or reaches past the end; or storage errors.
@@ -174,12 +174,12 @@ impl<S: Storage> Disk<S> {
         image.layer().status().block_status(range, cache, 0).await
     }
 
-    /// Which image of the chain has the first bytes of `range`, and for how many bytes that holds
-    /// (as for [`block_status`](Self::block_status)): 1 for the disk's own, 2 for its backing file,
-    /// and so on; 0 if none has them.
+    /// The depth of the image that has the first bytes of `range`, and the number of bytes for
+    /// which this holds. Depth 1 is the disk's own image, 2 its backing file, and so on; 0 means
+    /// that no image has the bytes.
     ///
     /// # Errors
-    /// As there.
+    /// As [`block_status`](Self::block_status).
     pub async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
         self.check_has_status(range)?;
         let image = self.begin_use();
@@ -196,8 +196,8 @@ impl<S: Storage> Disk<S> {
         Ok(())
     }
 
-    /// Where the first bytes of `range` are stored. `range` must not be empty; `cache` belongs to
-    /// this disk alone.
+    /// The location of the first bytes of `range`. `range` must not be empty; `cache` is for this
+    /// disk only.
     ///
     /// # Errors
     /// `InvalidInput` when `range` reaches past the end; storage errors.
@@ -221,8 +221,8 @@ impl<S: Storage> Disk<S> {
         self.close_image(self.images.last()).await
     }
 
-    /// Closes an image; and its [base](DiskJobs::base), unless that has become the disk's image:
-    /// then it is in use.
+    /// Closes an image and its [base](DiskJobs::base). A base that has become an image of the disk
+    /// stays open.
     async fn close_image(&self, link: &Link<S, Arc<Self>>) -> Result<()> {
         let closed = link.image().close().await;
         match link.base.get().filter(|base| !self.images.contains(base.image())) {
@@ -231,7 +231,7 @@ impl<S: Storage> Disk<S> {
         }
     }
 
-    /// All that it has had.
+    /// The current image and all earlier ones.
     pub(crate) fn images(&self) -> &Images<S, Arc<Self>> {
         &self.images
     }

@@ -597,8 +597,8 @@ impl<S: Storage> Storage for FlushTracker<S> {
         self.storage.prefetch(range).await
     }
 
-    fn lend_pages(&self, range: ByteRange, pipe: BorrowedFd<'_>) -> usize {
-        self.storage.lend_pages(range, pipe)
+    fn cached_file(&self, range: ByteRange) -> Option<BorrowedFd<'_>> {
+        self.storage.cached_file(range)
     }
 
     fn needs_close(&self) -> bool {

@@ -40,6 +40,7 @@ impl<S: Storage> Image<S> {
             .chain([layer])
             .map(|one| one.format().header().logical_block_size());
         self.sector_size = sizes.fold(self.sector_size, u64::max);
+        self.layer().claims().set_all(self.options.copy_on_read);
         self.uses = ImageUses::new(self.layer());
         self
     }

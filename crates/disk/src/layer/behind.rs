@@ -1,7 +1,7 @@
-//! The layer behind an image: the one that was opened with it, and those that took its place.
+//! The backing layer of an image: the one that was opened with it, and those that replaced it.
 //!
-//! Guarantees: a read through any of them in turn returns the same bytes. Each stays open until the
-//! image is dropped, because reads that began before may still use it.
+//! Guarantees: a read returns the same bytes through each of these layers. Each stays open until
+//! the image is dropped, because reads in flight may still use it.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -41,7 +41,7 @@ impl<S: Storage> Layer<S> {
         OpenedLayers(self)
     }
 
-    /// The images that are read through this one's layer in this process.
+    /// The images in this process that read through this layer.
     pub(crate) fn stands(&self) -> &Stands {
         &self.stands
     }
@@ -76,11 +76,11 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     /// Makes `layer`, which was opened with this `access`, the backing file. Once only.
     pub(crate) fn set(self, layer: Arc<Layer<S>>, access: Access) {
         self.0.format.set_backing_size(layer.size());
-        // Its chain is a part of this one's.
+        // The chain of `layer` is a part of this layer's chain.
         layer.remembers_chain.store(false, Ordering::Release);
         layer.stands.enter();
         let next = OnceLock::new();
-        // A second one would change data that was read already.
+        // The first backing file stays: a second one would change data that was read already.
         let _ = self.0.behind.0.set(Backing {
             layer,
             access,
@@ -90,22 +90,22 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         });
     }
 
-    /// Replaces the backing file by `backing`, another opening of the same file, which may change
+    /// Replaces the backing file by `backing`, another opening of the same file that may write to
     /// it. Reads in flight may use the older one.
     pub(crate) fn replace(self, backing: Arc<Layer<S>>) {
         // Only a read that begins after those in flight have ended sees it. The base remembers its
         // own chain.
         self.0.remembers_chain.store(false, Ordering::Release);
         match self.0.backing_layer() {
-            // The last one of its line has none.
+            // The last opening of the file has no successor yet.
             Some(older) => drop(older.successor.set(backing)),
             None => self.set(backing, Access::ReadWrite),
         }
     }
 
-    /// Skips the layers above `depth`, from which the image needs nothing: the one there becomes
-    /// its backing file, by this name. No read may be in flight that looked up a range before the
-    /// image had it.
+    /// Skips the layers above `depth`, of which the image needs no data: the layer at `depth`
+    /// becomes its backing file, with this name. No read may be in flight that looked up a range
+    /// before the image contained its data.
     pub(crate) fn pass_over(self, depth: usize, name: BackingName) {
         let mut above = self.0;
         for _ in 1..depth {
@@ -113,30 +113,43 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
             above = layer;
         }
         let Some(backing) = above.behind.now() else { return };
-        // A commit may have opened it again.
+        // A commit may have opened its file again.
         let (layer, access) = (Arc::clone(last(&backing.layer)), backing.access);
         self.0.format.set_backing_size(layer.size());
         self.0.remembers_chain.store(false, Ordering::Release);
         layer.remembers_chain.store(true, Ordering::Release);
-        // The layer above counts there, and stays open as long as this one.
+        // The layer above it counts as its image, and stays open as long as this layer.
         let is_counted = AtomicBool::new(false);
         let next = OnceLock::new();
         self.0.behind.leave(Some(Backing { layer, access, name: Some(name), is_counted, next }));
     }
 
     /// Removes the backing file from this layer. No read may be in flight that looked up a range
-    /// before the image had it.
+    /// before the image contained its data.
     pub(crate) fn detach(self) {
         self.0.behind.leave(None);
     }
 
-    /// Counts this image no longer among those over the backing file, if it was
+    /// Removes this image from the count of images over its backing file, if it was
     /// [detached](Self::detach) from it.
-    pub(crate) fn forget_detached(self) {
+    pub(crate) fn leave_detached(self) {
         if self.0.behind.now().is_none()
             && let Some(first) = self.0.behind.0.get()
         {
             first.leave();
+            first.layer.opened().leave_unused();
+        }
+    }
+
+    /// Counts this layer, if nothing reads through it any more, no longer among those over its
+    /// backing file, and so on down.
+    pub(crate) fn leave_unused(self) {
+        let mut layer = self.0;
+        while layer.stands.is_unused()
+            && let Some(first) = layer.behind.0.get()
+        {
+            first.leave();
+            layer = &*first.layer;
         }
     }
 
@@ -155,7 +168,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         std::iter::successors(self.0.backing_layer(), |layer| layer.backing_layer())
     }
 
-    /// The layer itself, and all of them.
+    /// The layer itself, and all backing files that were opened for it.
     pub(crate) fn all(self) -> impl Iterator<Item = &'a Layer<S>> {
         std::iter::successors(Some(self.0), |layer| {
             layer.behind.0.get().map(|behind| &**last(&behind.layer))
@@ -171,7 +184,15 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         std::iter::once((self.0, 1)).chain(behind)
     }
 
-    /// Makes each of them look up unallocated ranges layer by layer from now on.
+    /// The backing files that the layer no longer uses and that no other image is over, the nearest
+    /// first.
+    pub(crate) fn left_alone(self) -> impl Iterator<Item = &'a Layer<S>> {
+        let left = self.left().count();
+        let all = self.all_counted().skip(1).take(left);
+        all.take_while(|(layer, own)| layer.stands.count() <= *own).map(|(layer, _)| layer)
+    }
+
+    /// Makes all these layers look up unallocated ranges layer by layer from now on.
     pub(crate) fn forget_chains(self) {
         self.all().for_each(|layer| layer.remembers_chain.store(false, Ordering::Release));
     }
@@ -182,8 +203,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         self.all().skip(1).take_while(move |layer| now != Some(std::ptr::from_ref(*layer)))
     }
 
-    /// Whether its backing file, or one that it no longer uses but that needs that, is the backing
-    /// file of other images.
+    /// Whether other images use its backing file, or a layer that it no longer uses and that reads
+    /// through its backing file.
     pub(crate) fn are_shared(self) -> bool {
         let behind = self.0.backing_layer().map(|layer| &**layer);
         self.left().chain(behind).any(|layer| layer.stands.count() > 1)

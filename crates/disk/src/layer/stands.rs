@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 #[derive(Default)]
 pub(crate) struct Stands {
     count: AtomicUsize,
+    /// Disks whose current image this layer is.
+    disks: AtomicUsize,
     is_kept: AtomicBool,
 }
 
@@ -23,6 +25,21 @@ impl Stands {
     /// Counts one less.
     pub(crate) fn leave(&self) {
         self.count.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Counts one more disk that has the layer as its current image.
+    pub(crate) fn enter_disk(&self) {
+        self.disks.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Counts one disk less.
+    pub(crate) fn leave_disk(&self) {
+        self.disks.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether neither an image nor a disk reads through the layer any more.
+    pub(crate) fn is_unused(&self) -> bool {
+        self.count() == 0 && self.disks.load(Ordering::SeqCst) == 0
     }
 
     /// Whether an image that is opened may be put over the layer. Asked after it was

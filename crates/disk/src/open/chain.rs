@@ -2,11 +2,11 @@
 //!
 //! A backing file is opened only in the format that the image names; the format is never probed.
 //! Reason: a guest could make its raw disk look like an image whose backing file is any file of the
-//! host. The backing file is a file (a server's export only if the user allows it). Its name is
-//! relative to the folder of the image that names it, and it must be below that folder or an
-//! allowed path (`allowed_paths`). It is only read, and locked against writers. A file that occurs
-//! twice in a chain and a chain that is too long are refused. A data file is checked in the same
-//! way, as raw, and is opened and locked as its image is.
+//! host. A backing file is a local file, or a server's export if the user allows that. Its name is
+//! relative to the folder of the image that names it. It must be below that folder or an allowed
+//! path (`allowed_paths`). It is opened read-only, and locked against writers. A chain that has a
+//! file twice or is too long is refused. A data file is raw and has the same checks; it is opened
+//! and locked as its image is.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -34,13 +34,13 @@ use super::unlock::{WithoutKey, unlocked};
 use crate::image::EarlierWrites;
 use crate::options::Access;
 
-/// How many files a chain may have.
+/// The maximum number of files of a chain.
 pub(super) const MAX_FILES: usize = 200;
 
-/// How many names at either end of a chain appear in a message.
+/// The number of file names at each end of a chain that a message shows.
 const NAMED: usize = 2;
 
-/// The words for the file that an image names, in messages.
+/// The role of a file that an image names, in messages.
 pub(super) const BACKING_FILE: &str = "backing file";
 const DATA_FILE: &str = "data file";
 const EXTENT: &str = "extent";
@@ -48,7 +48,7 @@ const EXTENT: &str = "extent";
 /// `ENOENT` of Linux: a file is missing.
 const ENOENT: i32 = 2;
 
-/// Warns of a raw backing file that looks like another format: the image that names its format may
+/// Warns of a raw backing file that looks like another format: the format that the image names may
 /// be wrong.
 pub(super) async fn warn_of_disguise(backing: &StoredImage) -> Result<()> {
     if backing.format().is_raw()
@@ -68,12 +68,12 @@ pub(super) struct Chain {
     files: Vec<(PathBuf, Option<Identity>)>,
     /// The files that hold the images' data.
     data_files: Vec<Identity>,
-    /// The raw image that the user named, if the first image is its side file: the one data file
-    /// that is not found by a name in an image.
+    /// The raw image that the user named, if the first image is its side file. It is the only data
+    /// file that is not found by a name in an image.
     pub(super) side_files_image: Option<RawImage>,
     /// The folder of the last image, from which its names are looked up.
     pub(super) folder: Folder,
-    /// Where they come from.
+    /// The source of the files.
     pub(super) source: Files,
     pub(super) without_key: WithoutKey,
 }
@@ -82,7 +82,7 @@ pub(super) struct Chain {
 pub(super) struct Named {
     pub(super) path: PathBuf,
     pub(super) storage: ImageStorage,
-    /// Of a file.
+    /// `None` if the storage is not a file.
     pub(super) identity: Option<Identity>,
     pub(super) folder: Folder,
 }
@@ -109,7 +109,8 @@ impl Chain {
         Self { files, data_files, side_files_image, folder, source, without_key }
     }
 
-    /// The options that the next file is opened by.
+    /// The format of the next file. Refuses a chain that is too long, and an address that is not
+    /// allowed or not supported.
     pub(super) fn next(&self, backing: &Backing, options: &ImageOptions) -> Result<ImageFormat> {
         let name = String::from_utf8_lossy(&backing.name);
         let last = self.last();
@@ -154,8 +155,8 @@ impl Chain {
         self.open_found(storage, &behind, options).await
     }
 
-    /// Opens the file that [`open_behind`](Self::open_behind) does, which is not locked yet, and
-    /// says how its image is opened.
+    /// Opens the file for [`open_behind`](Self::open_behind), without locking it. Returns it with
+    /// the options for its image.
     pub(super) async fn find_behind(
         &mut self,
         backing: &Backing,
@@ -168,12 +169,13 @@ impl Chain {
         let named = self.open_named(&backing.name, BACKING_FILE, &behind, NameUse::Asked).await;
         let Named { path, storage, identity, folder } =
             named.map_err(|error| self.failed(error))?;
-        // Before it is locked: in a loop this process would hold the lock.
+        // Checks for a loop before locking: in a loop this process holds the lock already.
         self.enter(path, identity, folder)?;
         Ok((storage, behind))
     }
 
-    /// Opens the image of a file that was [found](Self::find_behind) for a disk with these options.
+    /// Opens the image of a file that [`find_behind`](Self::find_behind) returned. `options` are
+    /// those of the disk.
     pub(super) async fn open_found(
         &mut self,
         storage: ImageStorage,
@@ -231,8 +233,8 @@ impl Chain {
         Ok(Named { path, storage, identity, folder })
     }
 
-    /// The last image with the files that hold its data, if those are others: opened and locked as
-    /// the image is.
+    /// Adds the files that hold the last image's data, if they are separate files. They are opened
+    /// and locked as the image is.
     pub(super) async fn with_data(
         &mut self,
         disk: StoredImage,
@@ -251,12 +253,12 @@ impl Chain {
         let file = disk.format().storage().storage().as_file();
         let file = file.map(HostFile::descriptor);
         let (storage, identity) = self.open_data(name, DATA_FILE, options, file).await?;
-        // Known to those that follow, without being one of the images.
+        // Later files are compared with it, although it is not one of the images.
         self.data_files.extend(identity);
         disk.with_data(storage)
     }
 
-    /// A side file with the volume that it belongs to, which is locked as the side file is.
+    /// Adds the volume that a side file belongs to. The volume is locked as the side file is.
     fn with_volume(
         &mut self,
         disk: StoredImage,
@@ -284,7 +286,7 @@ impl Chain {
         disk.with_data(storage)
     }
 
-    /// An image that is in many files, with all of them.
+    /// Adds the extent files of an image that consists of several files.
     pub(super) async fn with_extents(
         &mut self,
         disk: StoredImage,
@@ -305,8 +307,8 @@ impl Chain {
         disk.with_extents(ImageStorage::Concat(Box::new(data)), &ranges).await
     }
 
-    /// A file with data of the last image, whose own file is `image`, and which names it as its
-    /// `role`: opened and locked.
+    /// Opens and locks a file with data of the last image. The image names it as its `role`;
+    /// `image` is the image's own file.
     async fn open_data(
         &mut self,
         name: &[u8],
@@ -341,7 +343,8 @@ impl Chain {
             FindError::Refused(error) => error,
             FindError::Host(error) => failed(error),
         })?;
-        // Before it is locked: an image that is its own data file would have this process's lock.
+        // Checks this before locking: this process holds the lock of an image already, which may be
+        // its own data file.
         if self.contains(identity) {
             let what = format!("its {role} {} is already in its chain", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what)
@@ -354,7 +357,7 @@ impl Chain {
         Ok((storage, identity))
     }
 
-    /// Whether a file is one of the chain already.
+    /// Whether the chain has the file already.
     fn contains(&self, identity: Option<Identity>) -> bool {
         let is_it = |identity: Identity| {
             self.files.iter().any(|(_, one)| *one == Some(identity))
@@ -363,7 +366,7 @@ impl Chain {
         identity.is_some_and(is_it)
     }
 
-    /// Adds a file that was just opened.
+    /// Adds a file that was just opened. An error means that the chain has it already.
     fn enter(&mut self, path: PathBuf, identity: Option<Identity>, folder: Folder) -> Result<()> {
         let is_there = self.contains(identity);
         self.files.push((path, identity));
@@ -376,25 +379,20 @@ impl Chain {
             .hint("restore the image, or give it the right file: 'blockhouse rebase -u'"))
     }
 
-    /// How many files may follow.
+    /// The number of files that the chain may still get.
     pub(super) fn room(&self) -> usize {
         MAX_FILES - self.files.len()
     }
 
-    /// The identity of the last file; `None` for one on another server.
-    pub(super) fn last_identity(&self) -> Option<Identity> {
-        self.files.last().and_then(|(_, identity)| *identity)
-    }
-
-    /// The identities of the files, from the image down; `None` for one on another server.
-    pub(super) fn identities(&self) -> impl Iterator<Item = Option<Identity>> {
-        self.files.iter().map(|(_, identity)| *identity)
+    /// The files with their identities (`None` for one on another server), from the image down.
+    pub(super) fn files(&self) -> impl Iterator<Item = (&Path, Option<Identity>)> {
+        self.files.iter().map(|(path, identity)| (&**path, *identity))
     }
 
     /// The error for a file below the first one of the chain.
     pub(super) fn failed(&self, error: FindError) -> Error {
         let error = match error {
-            // It names the image.
+            // The error names the image already.
             FindError::Refused(error) => return error,
             FindError::Host(error) => error,
         };

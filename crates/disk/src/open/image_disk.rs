@@ -61,12 +61,12 @@ impl DiskJobs<'_, ImageStorage> {
     /// Releases the resources of backing files that were [detached](Self::detach_backing): locks,
     /// and connections to other servers. No read may be in flight there.
     pub fn release_detached(self) {
-        self.unlock_former();
         let layer = self.disk().image().layer();
-        for layer in layer.opened().left().take_while(|layer| layer.stands().count() <= 1) {
+        for layer in layer.opened().left_alone() {
             layer.format().storage().storage().disconnect();
         }
-        layer.opened().forget_detached();
+        layer.opened().leave_detached();
+        self.unlock_former();
     }
 
     /// Gives the locks back that are held on images that were
@@ -74,6 +74,7 @@ impl DiskJobs<'_, ImageStorage> {
     /// programs may use them again.
     pub fn unlock_former(self) {
         self.disk().images().former_layers().for_each(|layer| layer.stands().keep());
+        self.disk().images().leave_replaced();
         let files = self.disk().images().left_layers().flat_map(|layer| {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())

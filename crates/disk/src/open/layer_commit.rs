@@ -20,7 +20,7 @@ use super::images_over::check_only_over;
 use super::lock::become_reader;
 use super::moved_record::{has_commit_begun, is_forked, record_committed, record_forked};
 use super::open_image::open_behind;
-use super::reader_locks::lock_readers;
+use super::reader_locks::{check_alone, lock_readers};
 use crate::disk::{Disk, FurtherBase};
 use crate::layer::Layer;
 use crate::tools::LayerCommit;
@@ -43,6 +43,8 @@ pub fn begin_layer_commit<'a>(
         let layers: Vec<_> = disk.image().layers().collect();
         let (above, base) = (left_out.above(), left_out.above() + left_out.steps());
         check_layers(&layers[above..=base])?;
+        // Also the layers between, which others would read at the same time.
+        layers[above.max(1)..=base].iter().try_for_each(|layer| check_alone(layer))?;
         let options = ImageOptions { copy_on_read: false, ..options.clone() };
         let opener = Opener { layers: &layers, path, options: &options };
         let upper = match above {

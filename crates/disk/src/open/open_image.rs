@@ -174,10 +174,7 @@ async fn over_backing(
             break;
         }
         let (storage, behind) = chain.find_behind(backing, options).await?;
-        if is_anew
-            && let Some(shared) =
-                open_layers::find(chain.last_identity(), behind.format, options, chain.room())
-        {
+        if is_anew && let Some(shared) = open_layers::find(chain, behind.format, options) {
             image = shared.put_behind(image)?;
             break;
         }
@@ -189,7 +186,7 @@ async fn over_backing(
     let opened = above.len();
     let image = above.into_iter().rfold(image, |behind, image| image.with_backing(&behind));
     if is_anew {
-        open_layers::note(&image, chain.identities().skip(1).take(opened), options);
+        open_layers::note(&image, chain, opened, options);
     }
     Ok(image)
 }

@@ -5,18 +5,21 @@
 //! options would open the same chain, and not once its locks are about to be given to a writer.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Weak};
 
+use blockhouse_core::Storage;
+use blockhouse_engine::HostFile;
 use blockhouse_format::ImageFormat;
 use blockhouse_storage::ImageStorage;
 use parking_lot::Mutex;
 
-use super::allowed_paths::AllowedPaths;
+use super::chain::Chain;
 use super::handed_over::SharedLayer;
 use super::image_disk::StoredImage;
-use super::image_options::{CacheMode, ImageOptions, Locking, Purpose, RemoteBacking};
-use super::open_location::Identity;
+use super::image_options::{CacheMode, ImageOptions, Locking, Purpose};
+use super::open_location::{Identity, identity_of};
 use crate::layer::Layer;
 use crate::options::Access;
 
@@ -29,6 +32,8 @@ static OPEN: LazyLock<Mutex<HashMap<Identity, Vec<OpenLayer>>>> = LazyLock::new(
 /// A layer, and how it was opened.
 struct OpenLayer {
     layer: Weak<Layer<ImageStorage>>,
+    /// The folder from which the names in it were looked up.
+    folder: Identity,
     terms: Terms,
 }
 
@@ -37,8 +42,7 @@ struct OpenLayer {
 struct Terms {
     access: Access,
     cache: CacheMode,
-    remote_backing: RemoteBacking,
-    allowed_paths: AllowedPaths,
+    allowed_paths: Vec<PathBuf>,
     /// Where state of a server that died is looked for.
     state: Option<PathBuf>,
 }
@@ -46,47 +50,56 @@ struct Terms {
 impl Terms {
     /// `None` where nothing is shared.
     fn of(options: &ImageOptions) -> Option<Self> {
-        let is_shared = options.purpose == Purpose::Disk && options.locking == Locking::Held;
+        let is_shared = options.purpose == Purpose::Disk
+            && options.locking == Locking::Held
+            && !options.allowed_paths.is_none();
         is_shared.then(|| Self {
             access: options.access,
             cache: options.cache,
-            remote_backing: options.remote_backing,
-            allowed_paths: options.allowed_paths.clone(),
+            allowed_paths: options.allowed_paths.paths().map(Path::to_owned).collect(),
             state: options.state.directory().map(|dir| dir.path().to_owned()),
         })
     }
 }
 
-/// The layer of a file that is open already, for a disk with these options, if no more than `room`
-/// files are behind it.
+/// The layer of the file that `chain` has come to, if it is open already as a disk with these
+/// options would open it.
 pub(super) fn find(
-    identity: Option<Identity>,
+    chain: &Chain,
     format: Option<ImageFormat>,
     options: &ImageOptions,
-    room: usize,
 ) -> Option<SharedLayer> {
-    let terms = Terms::of(options)?;
+    let (terms, folder) = (Terms::of(options)?, folder_of(chain.last_path())?);
     let open = OPEN.lock();
-    let mut layers = open.get(&identity?)?.iter();
+    let mut layers = open.get(&chain.files().last()?.1?)?.iter();
     layers.find_map(|open| {
-        let layer = open.layer.upgrade().filter(|_| open.terms == terms)?;
+        let layer = open.layer.upgrade()?;
+        let is_same = open.folder == folder && open.terms == terms;
         let has_format = layer.format().name().parse().ok() == format;
-        let fits = has_format && layer.opened().now().count() <= room;
+        let has_room = layer.opened().now().count() <= chain.room();
+        let fits = is_same && has_format && has_room && has_its_files(&layer);
         if fits { SharedLayer::of(layer) } else { None }
     })
 }
 
-/// Notes the backing files of an image that was opened by these options, the nearest first, as far
-/// as they were opened for it.
-pub(super) fn note(
-    image: &StoredImage,
-    files: impl Iterator<Item = Option<Identity>>,
-    options: &ImageOptions,
-) {
+/// Whether the names of the files behind a layer still lead to them.
+fn has_its_files(layer: &Layer<ImageStorage>) -> bool {
+    layer.opened().now().all(|layer| {
+        let file = layer.format().storage().storage().as_file();
+        let is_it = |file: &HostFile| identity_at(Path::new(file.name())) == identity_of(file).ok();
+        file.is_some_and(is_it)
+    })
+}
+
+/// Notes the backing files of an image that was opened by these options, as far as they were opened
+/// for it: `count` of those that `chain` has found.
+pub(super) fn note(image: &StoredImage, chain: &Chain, count: usize, options: &ImageOptions) {
     let Some(terms) = Terms::of(options) else { return };
     let mut open = OPEN.lock();
-    for (layer, identity) in image.layer().opened().now().zip(files) {
-        let Some(identity) = identity else { continue };
+    let files = chain.files().skip(1).take(count);
+    for (layer, (path, identity)) in image.layer().opened().now().zip(files) {
+        let folder = folder_of(path);
+        let (Some(identity), Some(folder)) = (identity, folder) else { continue };
         // A key is of one disk.
         if layer.layers().any(|one| one.format().is_encrypted()) {
             continue;
@@ -96,6 +109,16 @@ pub(super) fn note(
         }
         let layers = open.entry(identity).or_default();
         layers.retain(|one| one.layer.strong_count() > 0);
-        layers.push(OpenLayer { layer: Arc::downgrade(layer), terms: terms.clone() });
+        layers.push(OpenLayer { layer: Arc::downgrade(layer), folder, terms: terms.clone() });
     }
+}
+
+fn folder_of(path: &Path) -> Option<Identity> {
+    let parent = path.parent()?;
+    identity_at(if parent.as_os_str().is_empty() { Path::new(".") } else { parent })
+}
+
+fn identity_at(path: &Path) -> Option<Identity> {
+    let found = std::fs::metadata(path).ok()?;
+    Some((found.dev(), found.ino()))
 }

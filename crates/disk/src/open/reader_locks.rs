@@ -1,6 +1,6 @@
 //! The locks of a layer that a disk reads, while the layer is reopened for writing.
 
-use blockhouse_core::Result;
+use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::HostFile;
 use blockhouse_storage::ImageStorage;
 
@@ -10,7 +10,7 @@ use super::open_location::identity_of;
 use crate::layer::Layer;
 use crate::options::Access;
 
-/// The files of a layer that is read.
+/// The files that a layer reads.
 fn readers(layer: &Layer<ImageStorage>) -> Vec<&HostFile> {
     let (image, data) = (layer.format().storage(), layer.data());
     let mut files = image.storage().files();
@@ -20,25 +20,39 @@ fn readers(layer: &Layer<ImageStorage>) -> Vec<&HostFile> {
     files
 }
 
-/// Gives the locks of a layer that is read to `file`, which is the same image or the file of its
-/// bitmaps, or gives them back.
+/// Moves the locks of a layer that is read to `file`: the same image, or the file of its bitmaps.
+/// Releases the locks of the layer's other file.
 ///
 /// # Errors
-/// As [`lock_in_place_of`]: the caller [locks](lock_readers) the others again.
+/// As [`lock_in_place_of`]. The caller then [locks](lock_readers) the layer's other files again.
 pub(super) fn take_from_readers(
     layer: &Layer<ImageStorage>,
     file: &HostFile,
     options: &ImageOptions,
 ) -> Result<()> {
-    layer.stands().keep();
+    check_alone(layer)?;
     let wanted = identity_of(file)?;
     for reader in readers(layer).into_iter().filter(|_| options.locking == Locking::Held) {
         if identity_of(reader)? == wanted {
             lock_in_place_of(file, reader)?
         } else {
-            // The other of the two files, raw image and side file, is locked next.
+            // This is the other one of raw image and side file, which is locked next.
             reader.release_locks()
         }
+    }
+    Ok(())
+}
+
+/// Keeps further disks from reading through a layer, which a writer is about to get.
+///
+/// # Errors
+/// `Unsupported` if images of other disks are over it.
+pub(super) fn check_alone(layer: &Layer<ImageStorage>) -> Result<()> {
+    layer.stands().keep();
+    if layer.stands().count() > 1 {
+        let what = "is the layer of other disks of this server as well, which it would spoil";
+        let error = Error::new(ErrorKind::Unsupported, what).on(layer.image_name());
+        return Err(error.hint("close these first, or make them independent (stream)"));
     }
     Ok(())
 }

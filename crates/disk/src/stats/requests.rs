@@ -196,12 +196,6 @@ impl RequestTimer<'_> {
         self.operation
     }
 
-    /// Of a request that began before it was counted.
-    pub(crate) fn since(mut self, began: Timestamp) -> Self {
-        self.began = began;
-        self
-    }
-
     /// Records the duration and the outcome.
     pub fn end<T>(self, outcome: &Result<T>) {
         self.requests.durations.record(clock::now().nanoseconds_since(self.began));

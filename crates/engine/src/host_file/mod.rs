@@ -671,11 +671,10 @@ impl Storage for HostFile {
         Ok(())
     }
 
-    fn lend_pages(&self, range: ByteRange, pipe: BorrowedFd<'_>) -> usize {
-        match self.file.caching {
-            Caching::PageCache => page_cache::lend(&self.file, range, pipe),
-            Caching::Direct => 0,
-        }
+    fn cached_file(&self, range: ByteRange) -> Option<BorrowedFd<'_>> {
+        let is_cached =
+            self.file.caching == Caching::PageCache && page_cache::has_all(&self.file, range);
+        is_cached.then(|| self.descriptor())
     }
 }
 

@@ -1,15 +1,16 @@
 //! Bytes of a file on their way to a socket without a copy: a pipe with references to pages of the
 //! host's page cache.
 //!
-//! Guarantees: neither filling nor sending blocks the thread. The pages are those of the file, not
-//! copies of them: a write to the file before the peer has received them changes what it receives.
+//! Guarantees: filling waits for no page that is in the cache, and sending never waits in a system
+//! call. The pages are those of the file: a write to the file before the peer has received them
+//! changes what it receives.
 
 use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 
-use blockhouse_core::{BufferPool, IoVectorList};
+use blockhouse_core::{BufferPool, ByteRange, IoVectorList};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice};
 
@@ -43,26 +44,15 @@ struct Pipe {
 }
 
 impl PagePipes {
-    /// Has `fill` put this many bytes into an empty pipe and return how many it has put there.
-    /// `None` if it has put fewer, if that many do not fit, and while all pipes are on their way.
-    pub fn fill(&self, length: usize, fill: impl FnOnce(BorrowedFd<'_>) -> usize) -> Option<Pages> {
+    /// An empty pipe for this many bytes. `None` if they do not fit, and while all pipes are on
+    /// their way.
+    pub fn take(&self, length: usize) -> Option<EmptyPipe> {
         if length > MAX_BYTES {
             return None;
         }
         let free = self.free.borrow_mut().pop();
         let pipe = free.map_or_else(|| self.make(), Some)?;
-        match fill(pipe.write.as_fd()) {
-            // It is still empty.
-            0 => {
-                self.free.borrow_mut().push(pipe);
-                None
-            }
-            filled if filled == length => {
-                Some(Pages { pipe: Some(pipe), length, free: Rc::clone(&self.free) })
-            }
-            // It is dropped with what it holds.
-            _ => None,
-        }
+        Some(EmptyPipe { pipe, free: Rc::clone(&self.free) })
     }
 
     fn make(&self) -> Option<Pipe> {
@@ -73,6 +63,30 @@ impl PagePipes {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).ok()?;
         fcntl_setpipe_size(&write, CAPACITY).ok()?;
         Some(Pipe { read, write, _made: Rc::clone(&self.made) })
+    }
+}
+
+/// A pipe that holds nothing.
+pub struct EmptyPipe {
+    pipe: Pipe,
+    free: FreePipes,
+}
+
+impl EmptyPipe {
+    /// Puts references to the pages of a range of `file` into the pipe. `None` if fewer are there.
+    pub fn fill(self, file: BorrowedFd<'_>, range: ByteRange) -> Option<Pages> {
+        let Self { pipe, free } = self;
+        let (length, mut offset) = (range.length() as usize, range.offset());
+        let mut put = 0;
+        while put < length {
+            let left = length - put;
+            // A pipe with a part of the bytes is dropped.
+            match splice(file, Some(&mut offset), &pipe.write, None, left, SpliceFlags::NONBLOCK) {
+                Ok(0) | Err(_) => return None,
+                Ok(moved) => put += moved,
+            }
+        }
+        Some(Pages { pipe: Some(pipe), length, free })
     }
 }
 

@@ -125,7 +125,7 @@ async fn read<S: Storage>(
 ) -> Result<Reply> {
     let framing = state.options.framing;
     let head = read_head_length(framing);
-    if let Some(pages) = lend_pages(state, offset, length) {
+    if let Some(pages) = cached_pages(state, offset, length) {
         let mut buffer = state.pool.get(head)?;
         encode_read_head(buffer.bytes_mut(), framing, to, length);
         return Ok(Reply::Data(DataReply::of_pages(buffer, pages)));
@@ -138,11 +138,16 @@ async fn read<S: Storage>(
     Ok(Reply::Data(DataReply::new(buffer, start)))
 }
 
-/// The data of a read, if it can be sent from where it is.
-fn lend_pages<S: Storage>(state: &SessionState<S>, offset: u64, length: usize) -> Option<Pages> {
+/// The data of a read, if it can be sent from the page cache. Then the read has been carried out.
+fn cached_pages<S: Storage>(state: &SessionState<S>, offset: u64, length: usize) -> Option<Pages> {
     if length < MIN_PAGES || state.tls.is_some() {
         return None;
     }
     let range = ByteRange::new(offset, length as u64)?;
-    state.pipes.fill(length, |pipe| state.disk.lend_pages(ExportKind::Nbd, range, pipe))
+    let file = state.disk.cached_file(range)?;
+    let pipe = state.pipes.take(length)?;
+    let timer = state.disk.stats().measure(ExportKind::Nbd, Operation::Read, length as u64);
+    let pages = pipe.fill(file, range)?;
+    timer.end(&Ok(()));
+    Some(pages)
 }

@@ -132,16 +132,6 @@ impl From<Errno> for Refusal {
     }
 }
 
-impl PartialEq for AllowedPaths {
-    /// Whether both are of the same list.
-    fn eq(&self, other: &Self) -> bool {
-        let same = |one: usize, other: usize, is_one: bool| one + other == 0 || is_one;
-        same(self.roots.len(), other.roots.len(), Arc::ptr_eq(&self.roots, &other.roots))
-            && same(self.remote.len(), other.remote.len(), Arc::ptr_eq(&self.remote, &other.remote))
-            && self.refuses_all == other.refuses_all
-    }
-}
-
 impl AllowedPaths {
     /// Allows these folders, with all regular files and block devices below them, and these files.
     /// They are opened now: a folder that is renamed later stays allowed. The address of an image
@@ -166,6 +156,11 @@ impl AllowedPaths {
     /// No file or server that an image names is opened; `hint` is the advice in the error.
     pub fn none(hint: &'static str) -> Self {
         Self { refuses_all: Some(hint), ..Self::default() }
+    }
+
+    /// The files and folders of this host that are allowed.
+    pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
+        self.roots.iter().map(|root| &*root.path)
     }
 
     /// Whether no name is followed at all.
