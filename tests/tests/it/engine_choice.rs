@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use blockhouse_tests::nbd::{Client, flag};
-use blockhouse_tests::{Engine, Image, Scratch, Serve, Server, blockhouse, run};
+use blockhouse_tests::{Engine, Image, Scratch, Serve, Server, blockhouse, eventually, run};
 
 const WITHOUT: &str = env!("CARGO_BIN_EXE_without_syscalls");
 
@@ -48,6 +48,8 @@ fn without_io_uring_auto_is_linux_aio_and_says_why_once() {
     let serve = Serve::new(&scratch, image(&scratch).path()).option("--workers", "2");
     let server = serve.under([WITHOUT, "io_uring_setup"]).start();
     assert_works(&server);
+    // The log is read by another thread.
+    eventually(Duration::from_secs(10), || !about_engines(&server).is_empty());
     let lines = about_engines(&server);
     let [line] = &lines[..] else { panic!("one line is expected: {lines:?}") };
     for word in ["linux-aio", "io_uring", "Operation not permitted"] {
@@ -62,6 +64,8 @@ fn without_io_uring_and_linux_aio_auto_is_threads_and_says_why_once() {
     let serve = Serve::new(&scratch, image(&scratch).path()).option("--workers", "2");
     let server = serve.under([WITHOUT, "io_uring_setup,io_setup"]).start();
     assert_works(&server);
+    // The log is read by another thread.
+    eventually(Duration::from_secs(10), || !about_engines(&server).is_empty());
     let lines = about_engines(&server);
     let [line] = &lines[..] else { panic!("one line is expected: {lines:?}") };
     for word in ["threads", "no io_uring", "no linux-aio", "Operation not permitted"] {
