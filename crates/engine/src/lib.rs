@@ -63,6 +63,7 @@ pub use event_loop::spawn::{Task, current_party, spawn, spawn_detached};
 pub use event_loop::wait_released::wait_until_released;
 pub use event_loop::{EventLoop, Handle, Submission};
 pub use host_file::fixed_file_probe::probe_fixed_file;
+pub use host_file::page_cache::SYS_CACHESTAT;
 pub use host_file::probe::FileKind;
 pub use host_file::same_file::is_same_file;
 pub use host_file::{DeviceWrites, HostFile, NewFile, OpenFiles, OpenMode, PageCache};

@@ -30,7 +30,7 @@ use crate::storage::{self, Storage};
 /// Bytes of the disk.
 const DISK: u64 = 64 << 30;
 const DEPTH: u16 = 64;
-/// The name of the socket by which a server is told to fork.
+/// The name of the control socket, or of QEMU's monitor.
 const DOOR: &str = "door";
 /// Forks of a round. A chain has 200 files at most.
 const FORKS: usize = 100;

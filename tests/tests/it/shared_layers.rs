@@ -1,5 +1,5 @@
-//! Disks that are opened over the same images: these are open once in the server, whoever leaves
-//! them first, and stay locked as long as one of the disks needs them.
+//! Disks that are opened over the same images: the server opens each image once, and keeps it
+//! locked as long as one of the disks needs it, in whatever order the disks are closed.
 
 use std::path::{Path, PathBuf};
 

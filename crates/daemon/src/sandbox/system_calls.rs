@@ -19,6 +19,7 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
+use blockhouse_engine::SYS_CACHESTAT;
 use libc::{c_long, *};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
@@ -26,9 +27,6 @@ use seccompiler::{
 };
 
 use super::needs::Needs;
-
-/// `cachestat` of `<asm-generic/unistd.h>`.
-const SYS_CACHESTAT: c_long = 451;
 
 /// Allowed with all arguments.
 const ALWAYS: &[c_long] = &[

@@ -141,8 +141,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         }
     }
 
-    /// Counts this layer, if nothing reads through it any more, no longer among those over its
-    /// backing file, and so on down.
+    /// Removes an unused layer from the count of its backing file, and then that backing file, if
+    /// it has become unused, from the count below it, and so on.
     pub(crate) fn leave_unused(self) {
         let mut layer = self.0;
         while layer.stands.is_unused()

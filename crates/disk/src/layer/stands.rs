@@ -37,7 +37,7 @@ impl Stands {
         self.disks.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Whether neither an image nor a disk reads through the layer any more.
+    /// Whether the layer has no image over it, and is the current image of no disk.
     pub(crate) fn is_unused(&self) -> bool {
         self.count() == 0 && self.disks.load(Ordering::SeqCst) == 0
     }

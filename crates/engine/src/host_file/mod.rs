@@ -13,7 +13,7 @@ pub(crate) mod fixed_file_probe;
 mod new_file;
 mod open;
 mod open_files;
-mod page_cache;
+pub(crate) mod page_cache;
 pub(crate) mod probe;
 pub(crate) mod same_file;
 mod write_out;

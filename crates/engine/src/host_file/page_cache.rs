@@ -5,7 +5,7 @@ use blockhouse_core::ByteRange;
 use crate::driver::file::File;
 
 /// `cachestat` of `<asm-generic/unistd.h>`, the same number on all architectures (Linux 6.5).
-const SYS_CACHESTAT: libc::c_long = 451;
+pub const SYS_CACHESTAT: libc::c_long = 451;
 /// Bytes of a page where pages are smallest. With larger pages, a range counts as not cached.
 const PAGE: u64 = 4096;
 

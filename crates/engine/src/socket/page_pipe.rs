@@ -18,8 +18,8 @@ use super::Stream;
 
 /// Bytes that a pipe may be asked to hold: the most that the kernel gives to every process.
 const CAPACITY: usize = 1 << 20;
-/// The longest read that fits, wherever it begins: a pipe holds so many pages, and the first and
-/// the last one may be in it in part.
+/// Bytes of the longest read that fits at any offset. Reason: a read that is not aligned to pages
+/// needs one page more in the pipe.
 const MAX_BYTES: usize = CAPACITY - (4 << 10);
 /// Pipes of a pool. Each has two descriptors.
 const MAX_PIPES: usize = 8;
