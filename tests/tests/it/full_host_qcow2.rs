@@ -113,7 +113,7 @@ fn room_comes_and_goes(engine: Engine, kind: FileSystem, options: &str, stride: 
     assert_eq!(pieces.write(flag::FUA), 0);
     pieces.fill();
 
-    std::fs::remove_file(&ballast).expect("it is there");
+    host.give_back("ballast");
     assert_eq!(pieces.write(flag::FUA), 0, "somebody else made room");
     assert!(pieces.fill() >= 1);
     pieces.verify();
@@ -244,7 +244,7 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     client.disconnect();
     server.stop();
     for name in ["ballast", "more"] {
-        std::fs::remove_file(host.path(name)).expect("it is there");
+        host.give_back(name);
     }
     run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
 
@@ -289,13 +289,13 @@ fn a_server_begins_on_a_full_host_whose_last_one_was_killed() {
         let client = Client::open(&server.address());
         let mut pieces = Pieces { client, stride, next: 0, written: Vec::new() };
         pieces.fill();
-        let ballast = host.fill_up("ballast");
+        host.fill_up("ballast");
         server.signal(Signal::KILL);
         server.wait(Duration::from_secs(60));
         let server = start();
         pieces.client = Client::open(&server.address());
         pieces.verify();
-        std::fs::remove_file(&ballast).expect("it is there");
+        host.give_back("ballast");
         pieces.discard_first(1);
         assert_eq!(pieces.client.flush(), 0, "{options}");
         assert_eq!(pieces.write(flag::FUA), 0, "{options}: there is room");
@@ -331,7 +331,7 @@ fn bytes_of_a_failed_write_are_not_read() {
         drop(file);
         // A part of it is in the file.
         assert_eq!(client.write(20 * MIB, &vec![0xaa; 1 << 20], 0), errno::ENOSPC);
-        std::fs::remove_file(&ballast).expect("it is there");
+        host.give_back("ballast");
         if let Some(method) = change {
             let params = match method {
                 "disk.resize" => json!({ "disk": "disk.qcow2", "size": SIZE + MIB }),
