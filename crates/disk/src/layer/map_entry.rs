@@ -87,13 +87,7 @@ impl<S: Storage> LayerStatus<'_, S> {
         depth: usize,
     ) -> Result<(ByteRange, MapEntryKind)> {
         let host = range.offset();
-        // The file may have only a part of the last sector.
-        let stored = self.0.data().size().saturating_sub(host);
-        if stored == 0 {
-            return Ok((range, MapEntryKind::Zero { host: Some(host) }));
-        }
         let (status, length) = self.block_status(range, cache, depth).await?;
-        let length = if status == BlockStatus::Data { length.min(stored) } else { length };
         let content = match status {
             BlockStatus::Data => MapEntryKind::Data { host },
             BlockStatus::Hole | BlockStatus::Zero => MapEntryKind::Zero { host: Some(host) },

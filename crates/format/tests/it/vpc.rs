@@ -89,12 +89,12 @@ proptest! {
         let (run, start) = (sim.clone(), start * SECTOR % size);
         let expected = move |at: u64| {
             let (Some(block), inside) = (table[(at / BLOCK) as usize], at % BLOCK) else {
-                return ExtentState::Hole;
+                return ExtentState::Zero;
             };
             let sector = inside / SECTOR;
             let byte = bitmaps[block][(sector / 8) as usize];
             match byte << (sector % 8) & 0x80 {
-                0 => ExtentState::Hole,
+                0 => ExtentState::Zero,
                 _ => ExtentState::Mapped { host: bitmap_at(block) + SECTOR + inside },
             }
         };

@@ -64,8 +64,8 @@ impl Vdi {
         let (index, inside) = (at / block_size, at % block_size);
         let length = block_size - inside;
         Ok(match self.entry(tables, index).await? {
-            UNALLOCATED => Piece::hole(length),
-            DISCARDED => Piece::zero(length),
+            // No other image has the block's data.
+            UNALLOCATED | DISCARDED => Piece::zero(length),
             block if block < self.header.blocks => {
                 Piece::mapped(self.host_offset(block) + inside, length)
             }

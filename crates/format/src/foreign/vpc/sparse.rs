@@ -95,14 +95,14 @@ impl SparseHeader {
         let length = self.block_size - inside;
         let entry = self.entry(tables, at / self.block_size).await?;
         if entry == UNALLOCATED {
-            return Ok(Piece::hole(length));
+            return Ok(Piece::zero(length));
         }
         let bitmap = u64::from(entry) * SECTOR;
         self.check_inside(at, bitmap + self.bitmap_size)?;
         let (is_written, sectors) = self.run(tables, bitmap, inside / SECTOR).await?;
         let length = (sectors * SECTOR - inside % SECTOR).min(length);
         if !is_written {
-            return Ok(Piece::hole(length));
+            return Ok(Piece::zero(length));
         }
         let host = bitmap + self.bitmap_size + inside;
         self.check_inside(at, host + length)?;
