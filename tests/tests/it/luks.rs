@@ -5,10 +5,12 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::control::Control;
+use blockhouse_tests::image_tool::{command, json as printed, qemu_img, str};
 use blockhouse_tests::{
-    Image, Outcome, Scratch, Serve, need, random_bytes, require, run, seeded, tool,
+    Image, Outcome, Scratch, Serve, nbd_uri, need, random_bytes, require, run, seeded, tool,
 };
+use serde_json::json;
 
 const SIZE: usize = 4 << 20;
 const KEY: &[u8] = b"not a line\nbut a key\n";
@@ -108,8 +110,8 @@ fn containers_of_qemu_img_convert_equal() {
     {
         let image = fixture.of_qemu(&format!("{index}.luks"), options);
         fixture.assert_holds_disk(&image);
-        let info = json(&command(&["info", "--json", str(&image)]).success());
-        let theirs = json(&qemu_img(&["info", "--output=json", str(&image)]).success());
+        let info = printed(&command(&["info", "--json", str(&image)]).success());
+        let theirs = printed(&qemu_img(&["info", "--output=json", str(&image)]).success());
         for key in ["format", "virtual-size", "encrypted"] {
             assert_eq!(info[key], theirs[key], "{key} with {options}");
         }
@@ -362,7 +364,7 @@ fn qcow2_images_of_qemu_convert_equal() {
         let compare = ["compare", "--key-file", str(&fixture.key), str(&image), fixture.disk.str()];
         command(&compare).success();
         command(&["compare", str(&image), fixture.disk.str()]).failure("--key-file FILE");
-        let info = json(&command(&["info", "--json", str(&image)]).success());
+        let info = printed(&command(&["info", "--json", str(&image)]).success());
         assert_eq!(info["encrypted"], true);
     }
 }
@@ -421,6 +423,76 @@ fn a_streamed_overlay_holds_the_disk_encrypted() {
     assert_qemu_reads(&fixture, &overlay, fixture.disk.path());
 }
 
+/// The files of a fork are encrypted as the disk is: its key opens them, here and in QEMU.
+#[test]
+fn a_fork_of_an_encrypted_disk_is_encrypted() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    for (driver, key) in [("luks", "key-secret"), ("qcow2", "encrypt.key-secret")] {
+        let fixture = Fixture::new();
+        let path = |name: &str| fixture.scratch.path(name);
+        let (image, [over, kid, next]) = (path("disk"), ["over", "kid", "next"].map(path));
+        if driver == "luks" {
+            std::fs::rename(fixture.of_qemu("made", ""), &image).expect("one folder");
+        } else {
+            let convert = ["convert", "-f", "raw", "-O", "qcow2"];
+            let files = [str(&fixture.key), fixture.disk.str(), str(&image)];
+            command(&[&convert[..], &ENCRYPTED, &files].concat()).success();
+        }
+        let (control, sockets) = (fixture.scratch.socket("control"), fixture.scratch.socket("kid"));
+        let start = |image: &Path, format: &str| {
+            let serve = Serve::new(&fixture.scratch, image).option("--format", format);
+            let serve = serve.option("--key-file", &fixture.key).option("--name", "disk");
+            serve.option("--control", &control).start()
+        };
+        let ctl = |words: &[&str]| command(&[&["ctl", str(&control)], words].concat()).success();
+        let write = |pattern: u8, target: &str| {
+            let write = format!("write -P {pattern} 64k 64k");
+            run(tool("qemu-io").args(["-f", "raw", "-c", &write, target])).success();
+        };
+        let holds = |pattern: u8, file: &Path| {
+            let mut content = fixture.disk.content();
+            content[64 << 10..128 << 10].fill(pattern);
+            let expected = fixture.scratch.image_of("expected", &content);
+            let below = format!("backing.driver={driver},backing.{key}=key");
+            let node = node("qcow2", "encrypt.key-secret", file);
+            let node = format!("{node},{below},backing.file.filename={}", image.display());
+            let other = format!("driver=raw,file.filename={}", expected.str());
+            let object = secret(&fixture.key);
+            let words = ["compare", "--object", &object, "--image-opts", &node, &other];
+            qemu_img(&words).success();
+            command(&["check", str(file)]).success();
+            let bytes = std::fs::read(file).expect("it is there");
+            assert!(!bytes.windows(64).any(|part| part == [pattern; 64]), "it is in the clear");
+        };
+        let server = start(&image, driver);
+        write(7, server.uri());
+        let child = format!("kid={}", kid.display());
+        ctl(&["fork", "disk", "--overlay", str(&over), "--child", &child]);
+        write(8, server.uri());
+        let uri = nbd_uri("kid", &sockets);
+        ctl(&["export", "kid", &uri]);
+        run(tool("qemu-io").args(["-f", "raw", "-c", "read -P 7 64k 64k", &uri])).success();
+        write(9, &uri);
+        server.stop();
+        holds(8, &over);
+        holds(9, &kid);
+        // Its own files may be no less.
+        command(&["create", "-f", "qcow2", str(&next), &SIZE.to_string()]).success();
+        let server = start(&over, "qcow2");
+        let made = json!({ "disk": "disk", "overlay": next, "made": true });
+        let why = ["is not encrypted, and the disk"];
+        Control::connect(&control).refused("disk.fork", json!({ "disks": [made] }), -32000, &why);
+        std::fs::remove_file(&kid).expect("it is there");
+        ctl(&["rollback", "disk"]);
+        run(tool("qemu-io").args(["-f", "raw", "-c", "read -P 7 64k 64k", server.uri()])).success();
+        server.stop();
+        // An image that is not open is forked in the same way.
+        let snapshot = ["snapshot", "create", "-f", driver, "--key-file", str(&fixture.key)];
+        command(&[&snapshot[..], &["--external", str(&over), str(&image)]].concat()).success();
+        holds(7, &over);
+    }
+}
+
 #[test]
 fn an_encrypted_overlay_goes_into_a_plain_base_only_if_that_is_meant() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -474,10 +546,10 @@ fn new_containers_open_in_qemu_and_cryptsetup() {
     {
         let image = fixture.scratch.path(&format!("new{index}.luks"));
         command(&[words, &[str(&image), &size]].concat()).success();
-        let info = json(&qemu_img(&["info", "--output=json", str(&image)]).success());
+        let info = printed(&qemu_img(&["info", "--output=json", str(&image)]).success());
         assert_eq!((&info["format"], &info["virtual-size"]), (&"luks".into(), &SIZE.into()));
         assert_eq!(
-            json(&command(&["info", "--json", str(&image)]).success())["virtual-size"],
+            printed(&command(&["info", "--json", str(&image)]).success())["virtual-size"],
             SIZE
         );
         // Bytes that QEMU writes there are read by ours.
@@ -504,7 +576,7 @@ fn new_containers_open_in_qemu_and_cryptsetup() {
     qemu_img(&["compare", "--object", &object, "--image-opts", &node, &raw]).success();
     let measured = command(&["measure", "-O", "luks", "--json", "--size", &size]).success();
     let length = std::fs::metadata(&image).expect("it is there").len();
-    assert_eq!(json(&measured)["required"], length);
+    assert_eq!(printed(&measured)["required"], length);
 }
 
 #[test]

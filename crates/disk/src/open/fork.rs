@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, WriteCache, rare};
 use blockhouse_engine::{HostFile, NewFile, OpenMode, PageCache};
-use blockhouse_format::qcow2::{CreateOptions, Switch};
+use blockhouse_format::qcow2::{CreateOptions, NewEncryption, Switch};
 use blockhouse_format::{Backing, ImageFormat, Intent};
 use blockhouse_storage::ImageStorage;
 use futures_util::future::LocalBoxFuture;
@@ -31,6 +31,7 @@ use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
 use super::open_location::{canonical, identity_of};
+use super::unlock::{WithoutKey, unlocked};
 use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
 use crate::options::Access;
@@ -287,8 +288,16 @@ impl<'a> Steps<'a> {
         }
         let part = part_of(path);
         let backing = Some(self.backing_of(path));
+        let encryption = if self.fork.disk.image().has_encrypted_layer() {
+            let secrets = &self.fork.options.secrets;
+            let header = secrets.create_overlay_header(&path.to_string_lossy()).await?;
+            Some(NewEncryption::Luks(header))
+        } else {
+            None
+        };
         let options = CreateOptions {
             backing,
+            encryption,
             cluster_size: OVERLAY_CLUSTER,
             extended_l2: Switch::On,
             ..CreateOptions::new(self.fork.disk.size())
@@ -317,6 +326,12 @@ impl<'a> Steps<'a> {
         };
         let opened = disk_over(file.into(), path, &options, EarlierWrites::Unknown, None).await;
         let (image, restore) = opened?;
+        let image = unlocked(image, &options.secrets, WithoutKey::Refuse).await?;
+        if self.fork.disk.image().has_encrypted_layer() && !image.is_encrypted() {
+            let what = "is not encrypted, and the disk that would go on in it is";
+            let error = Error::new(ErrorKind::InvalidInput, what).on(image.name());
+            return Err(error.hint("let the fork make the overlay"));
+        }
         image.format().header().check_backing(self.fork.disk.format())?;
         image.end_opening(false);
         restore.finish(image.over(self.fork.disk.image())).await
@@ -495,10 +510,6 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         let what = "is no file or device of this host, and is not forked";
         return refuse(ErrorKind::Unsupported, what, "mirror the disk to a file first");
     };
-    if image.has_encrypted_layer() {
-        let what = "is encrypted, and an overlay of it would not be";
-        return refuse(ErrorKind::Unsupported, what, "take an internal snapshot (qcow2)");
-    }
     if image.backing_file().is_some() && image.layer_at(1).is_none() {
         let what =
             "is open without the backing file that it names, which would be read behind an overlay";

@@ -13,6 +13,9 @@ use futures_channel::oneshot;
 
 use super::image_disk::StoredImage;
 
+/// How long deriving the key of a fork's overlay takes: as of an image that the user creates.
+const OVERLAY_KEY_TIME: Duration = Duration::from_secs(2);
+
 /// The secrets for encrypted images: each is tried on each encrypted image of a chain.
 #[derive(Clone, Debug, Default)]
 pub struct Secrets(Vec<Arc<Secret>>);
@@ -58,6 +61,13 @@ impl Secrets {
         create_header(self.get(index)?, time)
     }
 
+    /// As [`create_header`](Self::create_header) of the first secret, without blocking the loop of
+    /// the current thread.
+    pub(super) async fn create_overlay_header(&self, name: &str) -> Result<Vec<u8>> {
+        let secret = Arc::clone(self.get(0)?);
+        derived(move || create_header(&secret, OVERLAY_KEY_TIME), name).await?
+    }
+
     /// Refuses a new image whose key would be the secret of this index, if that does not exist.
     ///
     /// # Errors
@@ -66,8 +76,8 @@ impl Secrets {
         self.get(index).map(drop)
     }
 
-    fn get(&self, index: usize) -> Result<&Secret> {
-        self.0.get(index).map(|secret| &**secret).ok_or_else(|| {
+    fn get(&self, index: usize) -> Result<&Arc<Secret>> {
+        self.0.get(index).ok_or_else(|| {
             let what = "an encrypted image needs a key";
             let error = Error::new(ErrorKind::InvalidInput, what);
             error.hint("name it: --key-file FILE, or --passphrase-file FILE")
@@ -140,15 +150,25 @@ pub(super) async fn unlocked(
     };
     let areas = keys.read_areas(disk.format().storage()).await?;
     let (header, secrets) = (keys.header().clone(), secrets.0.clone());
-    let (send, receive) = oneshot::channel();
-    let derive = move || {
+    let unlock = move || {
         let secrets: Vec<&Secret> = secrets.iter().map(AsRef::as_ref).collect();
-        // The future may have been dropped.
-        let _ = send.send(unlock(&header, &areas, &secrets));
+        unlock(&header, &areas, &secrets)
     };
-    let host = |error| Error::host("cannot derive its key", error).on(disk.name());
-    std::thread::Builder::new().name("blockhouse-key".into()).spawn(derive).map_err(host)?;
-    let outcome = receive.await.map_err(|_| host(std::io::ErrorKind::Interrupted.into()))?;
-    let cipher = outcome.map_err(|error| error.on(disk.name()))?;
+    let cipher = derived(unlock, disk.name()).await?.map_err(|error| error.on(disk.name()))?;
     disk.with_cipher(encryption, cipher)
+}
+
+/// The result of `derive`, which runs on a thread of its own, for the image of this name.
+async fn derived<T: Send + 'static>(
+    derive: impl FnOnce() -> T + Send + 'static,
+    name: &str,
+) -> Result<T> {
+    let (send, receive) = oneshot::channel();
+    let run = move || {
+        // The future may have been dropped.
+        let _ = send.send(derive());
+    };
+    let host = |error| Error::host("cannot derive its key", error).on(name);
+    std::thread::Builder::new().name("blockhouse-key".into()).spawn(run).map_err(host)?;
+    receive.await.map_err(|_| host(std::io::ErrorKind::Interrupted.into()))
 }
