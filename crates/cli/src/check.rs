@@ -4,6 +4,7 @@
 //! the command line is wrong, 2 the image is corrupt, 3 it has leaks only, 63 the format has
 //! nothing to check. Problems are printed on standard error, sums on standard output.
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
@@ -14,11 +15,13 @@ use blockhouse_disk::{
 };
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::qcow2::{REPAIR_PASSES, Repair, RepairReport, repair_with};
+use blockhouse_format::{ForeignKind, replay_vhdx_log};
 use serde_json::json;
 
 use crate::called_as;
 use crate::check_words;
 use crate::create::wrong_usage;
+use crate::foreign_create::random_bytes;
 use crate::image_args::ImageArgs;
 use crate::image_opts::Named;
 use crate::info::missing_as_json;
@@ -80,7 +83,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         ToolProgress::in_passes(if arguments.repair.is_some() { REPAIR_PASSES } else { 1 });
     let work = || match arguments.repair {
         None => event_loop.block_on(check(arguments, &progress)),
-        Some(what) => event_loop.block_on(repair_image(image, what, &progress)),
+        Some(what) => event_loop.block_on(repair_image(arguments, what, &progress)),
     };
     let outcome = shown.beside(|| progress.get(), work)?;
     let name = image.to_string();
@@ -154,15 +157,18 @@ async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome
 }
 
 async fn repair_image(
-    arguments: &ImageArgs,
+    arguments: &Arguments,
     what: RepairScope,
     progress: &ToolProgress,
 ) -> Result<Outcome> {
-    let Named { path, format, .. } = arguments.to_change()?;
+    let Named { path, format, .. } = arguments.image.to_change()?;
     let image = &*path;
     let format = format.unwrap_or_else(|| format_by_name(image));
     match format {
         ImageFormat::Raw | ImageFormat::Luks => return Ok(Outcome::NotCheckable(format.as_str())),
+        ImageFormat::Foreign(ForeignKind::Vhdx) => {
+            return replay_log(arguments, image, progress).await;
+        }
         ImageFormat::Foreign(_) => bail!(
             "{}: {} images are checked, but not repaired: repair it with the program that made it",
             image.display(),
@@ -175,12 +181,35 @@ async fn repair_image(
         RepairScope::All => (Repair::All, IfCorrupt::SetAside),
     };
     // The answered writes of a server that died would be leaks, and would be gone.
-    let options = arguments.open.read_write(Some(format))?;
+    let options = arguments.image.open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_storage(image, options).await?;
     let repaired = repair_with(&storage, what, progress).await?;
     storage.close().await?;
     Ok(Outcome::Repaired(repaired, format.as_str()))
+}
+
+/// Replays the log of a VHDX image, which its writer has left, and checks the image.
+async fn replay_log(
+    arguments: &Arguments,
+    image: &Path,
+    progress: &ToolProgress,
+) -> Result<Outcome> {
+    let format = ImageFormat::Foreign(ForeignKind::Vhdx);
+    let storage = open_storage(image, arguments.image.open.read_write(Some(format))?).await?;
+    let is_replayed = replay_vhdx_log(&storage, random_bytes()?).await?;
+    storage.close().await?;
+    // Its lock would refuse the check.
+    drop(storage);
+    Ok(match check(arguments, progress).await? {
+        Outcome::Checked(left, format, _) => {
+            // As QEMU counts it.
+            let corruptions = left.corruptions + u64::from(is_replayed);
+            let found = CheckReport { corruptions, ..left.clone() };
+            Outcome::Repaired(RepairReport { found, left, snapshots: Vec::new() }, format)
+        }
+        other => other,
+    })
 }
 
 /// Counts of what was repaired.

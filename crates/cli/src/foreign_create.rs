@@ -64,9 +64,17 @@ pub async fn begin(
 pub fn with_identity(options: NewForeignOptions, path: &Path) -> Result<NewForeignOptions> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let file_name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let mut seed = [0; 16];
+    Ok(NewForeignOptions { now, file_name, seed: random_bytes()?, ..options })
+}
+
+/// Bytes that nobody can guess.
+///
+/// # Errors
+/// The host has none.
+pub fn random_bytes() -> Result<[u8; 16]> {
+    let mut bytes = [0; 16];
     let random = std::fs::File::open("/dev/urandom")
-        .and_then(|mut random| std::io::Read::read_exact(&mut random, &mut seed));
+        .and_then(|mut random| std::io::Read::read_exact(&mut random, &mut bytes));
     random.context("/dev/urandom")?;
-    Ok(NewForeignOptions { now, file_name, seed, ..options })
+    Ok(bytes)
 }

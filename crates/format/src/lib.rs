@@ -30,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 mod aligned_read;
+mod aligned_write;
 mod bitmaps;
 mod compressed;
 mod describe;
@@ -54,7 +55,7 @@ pub use encryption::{DataPlace, Encryption};
 pub use flat::{Flat, Raw, SideFile};
 pub use foreign::{
     FilePiece, FilePieces, Foreign, ForeignKind, NewForeign, NewForeignOptions, NewParent,
-    NewVmdkFile, Subformat, VmdkExtent, VmdkFacts, vmdk_descriptor, vmdk_files,
+    NewVmdkFile, Subformat, VmdkExtent, VmdkFacts, replay_vhdx_log, vmdk_descriptor, vmdk_files,
 };
 pub use format::Format;
 pub use header::ImageHeader;

@@ -104,6 +104,13 @@ fn a_log_is_replayed_as_qemu_replays_it_and_the_file_stays() {
     qemu_img(&["convert", "-f", "vhdx", "-O", "raw", str(&replayed), str(&theirs)]).success();
     assert_same(&ours, &theirs);
     command(&["compare", str(&replayed), dirty.str()]).success();
+    // Here, too, it is replayed into the file when that is asked for.
+    let repaired = command(&["check", "--repair", "all", dirty.str()]).success();
+    assert!(repaired.stdout.contains("1 corruption"), "{}", repaired.stdout);
+    qemu_img(&["compare", "-f", "vhdx", "-F", "raw", dirty.str(), str(&theirs)]).success();
+    qemu_img(&["check", "-f", "vhdx", dirty.str()]).success();
+    let again = command(&["check", "--repair", "all", dirty.str()]).success();
+    assert!(!again.stdout.contains("corruption"), "{}", again.stdout);
 }
 
 #[test]

@@ -52,6 +52,15 @@ impl ForeignKind {
     }
 }
 
+/// Replays the log of the VHDX image in `storage`, which no other program may have open, into the
+/// file, and empties it. `write_id` is a new random GUID. Returns whether there was a log.
+///
+/// # Errors
+/// As [`Foreign::open`]; `NoSpace`; what the storage answers. The log is still there then.
+pub async fn replay_vhdx_log<S: Storage>(storage: &S, write_id: [u8; 16]) -> Result<bool> {
+    Vhdx::repair(storage, write_id).await.map_err(|error| error.on(storage.name()))
+}
+
 /// An image of another program's format, for reading.
 pub struct Foreign<S: Storage> {
     storage: S,

@@ -28,7 +28,7 @@ mod vmdk;
 mod vpc;
 
 pub(crate) use image::refuse_writing;
-pub use image::{Foreign, ForeignKind};
+pub use image::{Foreign, ForeignKind, replay_vhdx_log};
 pub use new_image::NewForeign;
 pub use new_parts::{FilePiece, FilePieces, NewForeignOptions, NewParent, Subformat};
 pub(crate) use vmdk::descriptor::is_descriptor as is_vmdk_descriptor;

@@ -5,16 +5,19 @@
 
 use std::collections::BTreeMap;
 
-use blockhouse_core::{ByteRange, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Durability, Result, Storage};
 
 use super::refusal::unsupported;
 use crate::aligned_read::read;
+use crate::aligned_write::write;
 
 /// Bytes of a page: the unit of changes.
 pub(super) const PAGE: usize = 4096;
 
 /// How many pages are kept: 32 MiB.
 const MAX_PAGES: usize = 8192;
+/// How many zeros are written at once, in bytes.
+const ZEROS_AT_ONCE: usize = 1 << 20;
 /// How many ranges of zeros are kept.
 const MAX_ZEROS: usize = 4096;
 
@@ -85,6 +88,35 @@ impl Patches {
         let mut bytes = read(storage, offset, length).await?;
         self.apply(offset, &mut bytes);
         Ok(bytes)
+    }
+
+    /// Makes the changes in the file, which is then as long as it has to be. Not durable yet.
+    ///
+    /// # Errors
+    /// `Unsupported` if the storage's blocks are larger than pages: nothing has changed. Errors of
+    /// the storage; some changes may have been made.
+    pub(super) async fn write_to<S: Storage>(&self, storage: &S) -> Result<()> {
+        if storage.capabilities().alignment.offset as usize > PAGE {
+            let what = "a log of pages of 4 KiB in a storage of larger blocks";
+            return Err(unsupported(what, 0));
+        }
+        if self.file_size > storage.size() {
+            storage.resize(self.file_size).await?;
+        }
+        let zeros = Buffer::new(ZEROS_AT_ONCE);
+        for range in &self.zeros {
+            let mut rest = *range;
+            while !rest.is_empty() {
+                let part = rest.truncate(ZEROS_AT_ONCE as u64);
+                let bytes = &zeros.bytes()[..part.length() as usize];
+                write(storage, part.offset(), bytes, Durability::None).await?;
+                rest = rest.skip(part.length());
+            }
+        }
+        for (&offset, page) in &self.pages {
+            write(storage, offset, &page[..], Durability::None).await?;
+        }
+        Ok(())
     }
 
     /// Makes the changes in bytes that were read from `offset` on.

@@ -2,8 +2,8 @@
 //! whole, cut and stale.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, ToolProgress};
-use blockhouse_format::{ForeignKind, Format, Intent};
-use blockhouse_sim::{Sim, SimDisk};
+use blockhouse_format::{ForeignKind, Format, Intent, replay_vhdx_log};
+use blockhouse_sim::{Config, Report, Sim, SimDisk, for_seeds};
 use proptest::prelude::*;
 
 use crate::common::foreign;
@@ -251,6 +251,50 @@ fn the_log_is_replayed_in_memory_in_its_order() {
     let mut torn = two(0);
     torn[PAGE + 100] ^= 1;
     assert_eq!(states(&[(0, one(0)), (2 * PAGE, torn)]), [mapped(5), ExtentState::Hole]);
+}
+
+/// A crash at any step of a replay into the file leaves the disk that the log says.
+#[test]
+fn a_log_is_replayed_into_the_file_at_whatever_step_a_crash_comes() {
+    let expected = [ExtentState::Hole, ExtentState::Mapped { host: 5 << 20 }];
+    let name = "a_log_is_replayed_into_the_file_at_whatever_step_a_crash_comes";
+    let report = for_seeds(env!("CARGO_PKG_NAME"), name, 50, |seed| {
+        let sim = Sim::new(seed);
+        let mut random = sim.fork_prng();
+        let config = Config { refuses_fua: false, ..Config::random(&mut random) };
+        if config.alignment.offset > PAGE as u32 {
+            return Ok(Report::default());
+        }
+        let mut file = image(&[at(4), 0], 2 * BLOCK, 6 * MIB);
+        let (first, second) = (page_of(&[at(5), 0]), page_of(&[0, at(5)]));
+        let mut longer = entry(7, 0, &[(BAT, Some(&first)), (6 * MIB, None)], 0);
+        put(&mut longer, 56, &(7_u64 << 20).to_le_bytes());
+        seal(&mut longer);
+        put(&mut file, LOG, &longer);
+        put(&mut file, LOG + 2 * PAGE, &entry(8, 0, &[(BAT, Some(&second))], 0));
+        let before = blocks(file.clone()).map_err(|error| error.to_string());
+        assert_eq!(before.as_deref(), Ok(&expected[..]));
+        let disk = SimDisk::new(&sim, config, file);
+        let replayed = disk.clone();
+        let task = sim.spawn(async move { replay_vhdx_log(&replayed, [9; 16]).await });
+        let (mut last, mut report) = (None, Report::default());
+        while sim.step() {
+            let moment = disk.counts();
+            if last.replace(moment) != Some(moment) {
+                report.crashes += 1;
+                let after = blocks(disk.crash(&mut random)).map_err(|error| error.to_string())?;
+                assert_eq!(after, expected, "after a crash");
+            }
+        }
+        assert_eq!(task.output().expect("it ends").map_err(|error| error.to_string()), Ok(true));
+        // The log is not needed, and not looked at.
+        let mut file = disk.content();
+        assert_eq!(file.len(), 7 * MIB);
+        file[LOG..LOG + MIB].fill(0xff);
+        assert_eq!(blocks(file).map_err(|error| error.to_string()).as_deref(), Ok(&expected[..]));
+        Ok(report)
+    });
+    assert!(report.crashes > 100, "{} crashes", report.crashes);
 }
 
 #[test]

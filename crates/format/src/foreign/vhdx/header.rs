@@ -5,7 +5,7 @@ use blockhouse_core::{Result, Storage};
 
 use super::guid::{Guid, MIB, NIL};
 use crate::aligned_read::read;
-use crate::foreign::fields::{array, le16, le32, le64};
+use crate::foreign::fields::{array, le16, le32, le64, put};
 use crate::foreign::refusal::{corrupt, other_signature, unsupported};
 
 pub(super) const FILE_SIGNATURE: &[u8; 8] = b"vhdxfile";
@@ -23,6 +23,7 @@ pub(super) const LENGTH: usize = 4096;
 mod at {
     pub(super) const CHECKSUM: usize = 4;
     pub(super) const SEQUENCE: usize = 8;
+    pub(super) const FILE_WRITE_GUID: usize = 16;
     pub(super) const LOG_GUID: usize = 48;
     pub(super) const LOG_VERSION: usize = 64;
     pub(super) const VERSION: usize = 66;
@@ -49,6 +50,33 @@ impl Header {
         if read(storage, 0, FILE_SIGNATURE.len()).await? != FILE_SIGNATURE {
             return Err(other_signature("VHDX image", 0));
         }
+        let (bytes, offset) = Self::in_force(storage).await?;
+        Self::parse(&bytes, offset)
+    }
+
+    /// The header that takes the place of the older one: that in force, but the log is empty, and
+    /// the file has this writer. Its offset, and its bytes.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find).
+    pub(super) async fn without_log<S: Storage>(
+        storage: &S,
+        write_id: Guid,
+    ) -> Result<(u64, Vec<u8>)> {
+        let (mut bytes, offset) = Self::in_force(storage).await?;
+        let sequence = sequence(&bytes).wrapping_add(1);
+        put(&mut bytes, at::SEQUENCE, sequence.to_le_bytes());
+        put(&mut bytes, at::FILE_WRITE_GUID, write_id);
+        put(&mut bytes, at::LOG_GUID, NIL);
+        put(&mut bytes, at::CHECKSUM, [0; 4]);
+        let sum = crc32c::crc32c(&bytes);
+        put(&mut bytes, at::CHECKSUM, sum.to_le_bytes());
+        let other = if offset == OFFSETS[0] { OFFSETS[1] } else { OFFSETS[0] };
+        Ok((other, bytes))
+    }
+
+    /// The bytes of the header in force, and its offset.
+    async fn in_force<S: Storage>(storage: &S) -> Result<(Vec<u8>, u64)> {
         let mut found: Option<(Vec<u8>, u64)> = None;
         for offset in OFFSETS {
             let bytes = read(storage, offset, LENGTH).await?;
@@ -58,10 +86,7 @@ impl Header {
                 found = Some((bytes, offset));
             }
         }
-        match found {
-            Some((bytes, offset)) => Self::parse(&bytes, offset),
-            None => Err(corrupt("neither of its two headers has a sound checksum", OFFSETS[0])),
-        }
+        found.ok_or_else(|| corrupt("neither of its two headers has a sound checksum", OFFSETS[0]))
     }
 
     /// Of a header at `offset` whose checksum is sound.

@@ -4,7 +4,7 @@
 //! Source: \[MS-VHDX\]. Read: fixed and dynamic images. Refused: differencing images, whose other
 //! part is in another file. A log that was not replayed, because the program that wrote it died, is
 //! replayed in memory (`log`): what is read is what it would be after a replay, and the file stays
-//! as it is.
+//! as it is. A repair replays it into the file (`repair`).
 
 mod bat;
 mod check;
@@ -14,6 +14,7 @@ mod header;
 mod log;
 mod metadata;
 mod regions;
+mod repair;
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, ExtentState, Result, Storage};
 

@@ -1,6 +1,8 @@
 //! Tables on their way between the storage and memory.
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage};
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
+
+pub(crate) use crate::aligned_write::write;
 
 use super::header::{self, Header, HeaderError, HeaderErrorKind, SECTOR};
 pub(crate) use crate::aligned_read::read;
@@ -48,20 +50,6 @@ pub(crate) async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
 pub(crate) const SMALL_CLUSTERS: &str = "a file or device of this host is opened through the page cache (--cache \
      writeback); an export of another server needs one that takes smaller blocks, or a copy of the image with larger \
      clusters";
-
-/// Writes `bytes` at `offset`, a multiple of the storage's alignment, with zeros up to the next
-/// multiple.
-pub(crate) async fn write<S: Storage>(
-    storage: &S,
-    offset: u64,
-    bytes: &[u8],
-    durability: Durability,
-) -> Result<()> {
-    let block = storage.capabilities().alignment.offset as usize;
-    let mut buffer = Buffer::new(bytes.len().next_multiple_of(block));
-    buffer.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
-    storage.write(offset, buffer.lend(), durability).await
-}
 
 /// As much of a range of whole clusters as lies in the file, in whole blocks: for giving it back.
 pub(crate) fn whole_blocks<S: Storage>(storage: &S, range: ByteRange) -> Option<ByteRange> {

@@ -1,0 +1,39 @@
+//! Writes what the log of an image says to its places, as the next program that writes to the image
+//! would, and empties the log (\[MS-VHDX\] 2.3.3).
+//!
+//! Guarantees: the changes are durable at their offsets before a header says that the log is empty.
+//! A crash at any step leaves a log that is replayed again, or none that is needed.
+
+use blockhouse_core::{Durability, Result, Storage, SyncMode};
+
+use super::Vhdx;
+use super::guid::{Guid, NIL};
+use super::header::{Header, OFFSETS};
+use crate::aligned_write::write;
+
+impl Vhdx {
+    /// Replays the log into the image in `storage`, which no other program may have open, and
+    /// empties it; `write_id` is the new random GUID of the file's writer. Returns whether there
+    /// was a log.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); `NoSpace`; what the storage answers. The log is still there then.
+    pub(in crate::foreign) async fn repair<S: Storage>(
+        storage: &S,
+        write_id: Guid,
+    ) -> Result<bool> {
+        if Header::find(storage).await?.log_guid == NIL {
+            return Ok(false);
+        }
+        let image = Self::open(storage).await?;
+        image.patches.write_to(storage).await?;
+        storage.flush(SyncMode::Full).await?;
+        // Each time the one that is not in force.
+        for _ in OFFSETS {
+            let (offset, bytes) = Header::without_log(storage, write_id).await?;
+            write(storage, offset, &bytes, Durability::None).await?;
+            storage.flush(SyncMode::Full).await?;
+        }
+        Ok(true)
+    }
+}
