@@ -1,9 +1,9 @@
-//! `blockhouse amend`: other options for an image, in place.
+//! `blockhouse amend`: changes options of an image in place.
 //!
-//! Guarantees: what one write of the header can change is changed at once or not at all (`compat`,
-//! `lazy_refcounts`), and so is the name of a data file (`data_file`); and a larger `size`. An
-//! option that has the value already is fine. For all else a line names the command that does it,
-//! and nothing is changed.
+//! Guarantees: each of these changes is made as a whole or not at all: `compat` and
+//! `lazy_refcounts` (one write of the header), the name of a data file (`data_file`), and a larger
+//! `size`. An option that has the value already is accepted. For any other option, the error names
+//! the command that changes it, and the image is not changed.
 
 use std::path::{Path, PathBuf};
 
@@ -77,9 +77,9 @@ enum Changes {
 /// One option.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Change {
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     Size(u64),
-    /// An option of new images, too.
+    /// An option that `create` has too.
     Setting(Setting),
     /// An option of key slots, and its value.
     KeySlot(KeySlotOption, String),
@@ -118,7 +118,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         arguments.image_opts.resolve_to_change(image, arguments.format)?;
     let options = arguments.target_cache.apply(arguments.open.read_write(format)?);
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    // There is one write at the end, and no telling how far it is.
+    // The progress is 0 of 1: the change is one write, whose progress is not known.
     let work = || {
         event_loop.block_on(async {
             let disk = open(&path, options.for_purpose(Purpose::Image)).await?;
@@ -133,7 +133,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     progress.beside(|| (0, 1), work)
 }
 
-/// Makes all changes, or none but a larger size; another name of the data file comes last.
+/// Makes the changes in this order: a larger size, the options in the header, the name of the data
+/// file. An error ends it, so that a larger size may be the only change.
 async fn change(disk: &ImageDisk, path: &Path, changes: Vec<Change>) -> Result<()> {
     let (mut amendments, mut size, mut data_file) = (Amendments::default(), None, None);
     let Some(features) = disk.image().features().filter(|_| disk.image().format_name() == "qcow2")
@@ -175,7 +176,7 @@ async fn change(disk: &ImageDisk, path: &Path, changes: Vec<Change>) -> Result<(
     Ok(disk.close().await?)
 }
 
-/// Refuses an option that stays as it is, unless it is so already.
+/// Refuses an option that cannot be changed, unless it has this value already.
 fn check_same(disk: &ImageDisk, features: &Features, setting: &Setting) -> Result<()> {
     let backing = disk.image().backing_file();
     let data_file = disk.image().data_file();

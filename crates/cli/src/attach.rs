@@ -1,8 +1,8 @@
 //! `blockhouse attach` and `detach`: an image as a block device of this host, served by a process
 //! in the background.
 //!
-//! The device is one of ublk; where the kernel has no driver for that, one of its NBD client, with
-//! a message.
+//! The device is a ublk device. If the kernel has no ublk driver, it is a device of the kernel's
+//! NBD client, and a message says so.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use clap::builder::ValueParser;
 use crate::background::{self, Started};
 use crate::output;
 
-/// How many devices the driver can have: numbers are below that.
+/// The maximum number of ublk devices: device numbers are below it.
 const UBLK_DEVICES: i64 = 1 << 20;
 
 /// Arguments of `attach`.
@@ -74,7 +74,7 @@ fn parse_device(text: &str) -> Result<Device, String> {
 pub fn attach(arguments: &AttachArguments) -> Result<ExitCode> {
     match blockhouse_ublk::check_driver() {
         Err(error) if error.has_no_driver() => attach_by_nbd(arguments, error),
-        // The other faults are reported where the device is made.
+        // Other errors are reported when the device is made.
         _ => attach_by_ublk(arguments),
     }
 }
@@ -88,13 +88,13 @@ fn attach_by_ublk(arguments: &AttachArguments) -> Result<ExitCode> {
             output::print(device.context("the server did not name its device")?)?;
             Ok(ExitCode::SUCCESS)
         }
-        // It has said why.
+        // The server has printed the reason.
         Started::Ended(_) => Ok(ExitCode::FAILURE),
     }
 }
 
-/// The same without the driver of ublk, for this reason: a server at a socket of its own, and the
-/// kernel as its client.
+/// Attaches without the ublk driver; `why` says why it cannot be used. The server listens on a Unix
+/// socket, and the kernel's NBD client connects to it.
 fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Result<ExitCode> {
     if let Err(error) = blockhouse_kernel_nbd::check_driver() {
         bail!("{why}; nor can a device be had otherwise: {error}");
@@ -117,7 +117,7 @@ fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Re
     Ok(ExitCode::SUCCESS)
 }
 
-/// The command that serves the device by this export.
+/// The arguments of the `serve` command with this export.
 fn words(arguments: &AttachArguments, export: Vec<OsString>) -> Vec<OsString> {
     let mut words: Vec<OsString> =
         vec!["serve".into(), background::OPTION.into(), arguments.image.clone().into()];

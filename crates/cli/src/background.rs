@@ -1,10 +1,10 @@
-//! A server in the background: a process that goes on when the command that started it has ended.
+//! A server in the background: a process that keeps running after the command that started it ends.
 //!
 //! Guarantees: the command passes on the server's output until the server listens, and its exit
-//! status if it ends before. A listening server has neither standard output nor standard error, so
-//! that a program that reads those of the command does not wait for the server. It is in a process
-//! group of its own, so that Ctrl-C does not end it. If the command ends before the server listens,
-//! the server ends, because it cannot report that it listens.
+//! status if it ends before. A listening server has neither standard output nor standard error: a
+//! program that reads those of the command to their end does not wait for the server. The server is
+//! in a process group of its own, so that Ctrl-C does not end it. If the command ends before the
+//! server listens, the server ends, because it cannot report that it listens.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -29,7 +29,7 @@ const CHUNK: usize = 4096;
 pub enum Started {
     /// The server listens, at the addresses that these lines name.
     Listens(String),
-    /// The server has ended before, and printed the reason.
+    /// The server ended before it listened, and printed the reason.
     Ended(ExitCode),
 }
 
@@ -61,7 +61,7 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     let mut server = command.spawn().context("cannot start the server")?;
     let outcome = until_it_listens(&mut server);
     if outcome.is_err() {
-        // The user would not know of a server that still runs.
+        // Otherwise the server would keep running without the user's knowledge.
         let _ = server.kill();
     }
     outcome
@@ -85,7 +85,7 @@ fn until_it_listens(server: &mut Child) -> Result<Started> {
 struct Output {
     stdout: ChildStdout,
     stderr: ChildStderr,
-    /// The bytes that came from standard output.
+    /// The bytes read from standard output.
     lines: Vec<u8>,
 }
 
@@ -147,7 +147,7 @@ impl Output {
         Ok(())
     }
 
-    /// Waits for standard output and standard error: which has something to read, or has ended.
+    /// Waits until standard output or standard error can be read or has ended; says which.
     fn wait(&self, limit: Option<&Timespec>) -> io::Result<[bool; 2]> {
         let mut both =
             [PollFd::new(&self.stdout, PollFlags::IN), PollFd::new(&self.stderr, PollFlags::IN)];

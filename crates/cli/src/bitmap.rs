@@ -1,5 +1,5 @@
-//! `blockhouse bitmap`: the persistent dirty bitmaps inside an image. What qemu-img calls `--add`,
-//! `--remove` and so on is that here, too.
+//! `blockhouse bitmap`: the persistent dirty bitmaps inside an image. The options of qemu-img
+//! (`--add`, `--remove` and so on) are accepted, too.
 
 use std::path::{Path, PathBuf};
 
@@ -49,14 +49,14 @@ pub struct Arguments {
 /// The actions as options of qemu-img: several are carried out in the order of the command line.
 struct Flags(Vec<Flag>);
 
-/// One of them.
+/// One action as an option.
 enum Flag {
     Add,
     Change(BitmapAction),
     Merge(String),
 }
 
-/// Their names, and the subcommands that do the same.
+/// The names of the options, and the subcommands that do the same.
 const FLAGS: [(&str, &str); 5] = [
     ("add", "The same as 'add IMAGE NAME'"),
     ("remove", "The same as 'remove IMAGE NAME'"),
@@ -316,19 +316,20 @@ impl Image {
         open(&named.path, self.options(named.format, access, locking)?).await
     }
 
-    /// A place for the bitmaps of a raw image, if it has none yet: whether there was none.
+    /// Makes the side file for the bitmaps of a raw image, if it has none yet; true if it made one.
     async fn make_side_file(&self) -> Result<bool> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
         if called_as::is_qemu_img() {
-            // Scripts ask by it whether an image can have bitmaps, and copy the image alone.
+            // qemu-img makes none: scripts use the failure to find out whether an image can have
+            // bitmaps, and they would copy the image without the side file.
             return Ok(false);
         }
         let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
         Ok(make_side_file(&named.path, &options).await.map_err(told)?)
     }
 
-    /// Takes that place away again.
+    /// Removes the side file of a raw image if it has no use.
     async fn remove_unused_side_file(&self, disk: &ImageDisk) -> Result<()> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
@@ -352,7 +353,7 @@ impl Image {
 }
 
 async fn open(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
-    // The tables are all that is needed.
+    // Only the metadata is needed.
     Ok(blockhouse_disk::open(image, options.for_purpose(Purpose::Image)).await.map_err(told)?)
 }
 
@@ -363,7 +364,7 @@ fn told(error: Error) -> Error {
     }
 }
 
-/// By the keys of `qemu-img info`.
+/// A bitmap as JSON, with the keys of `qemu-img info`.
 pub fn value_of(bitmap: &Bitmap) -> Value {
     let flags = [(bitmap.is_in_use, "in-use"), (bitmap.is_enabled, "auto")];
     let flags: Vec<_> =
@@ -375,7 +376,7 @@ fn as_json(bitmaps: &[Bitmap]) -> String {
     json_text::pretty(&Value::Array(bitmaps.iter().map(value_of).collect()))
 }
 
-/// As a table; nothing where there are none.
+/// The bitmaps as a table; an empty text if there are none.
 fn as_text(bitmaps: &[Bitmap]) -> String {
     if bitmaps.is_empty() {
         return String::new();
@@ -392,7 +393,7 @@ fn as_text(bitmaps: &[Bitmap]) -> String {
     std::iter::once(heading).chain(lines).collect::<Vec<_>>().join("\n")
 }
 
-/// In one word.
+/// The state of a bitmap in one word.
 pub fn state_of(bitmap: &Bitmap) -> &'static str {
     match (bitmap.is_inconsistent, bitmap.is_enabled) {
         (true, _) => "inconsistent",

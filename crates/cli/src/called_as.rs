@@ -1,8 +1,8 @@
-//! The name that this program is called by: the callers of QEMU's tools depend on exit statuses and
-//! on words on standard output and error.
+//! The name that this program is called by. Under the name of a QEMU tool it behaves as that tool:
+//! callers depend on its exit statuses and on its texts on standard output and error.
 //!
-//! Guarantees: under such a name wrong usage ends with 1, an image that exists is overwritten as
-//! there, and an error has the words that scripts look for on lines after our own.
+//! Guarantees: under such a name wrong usage ends with status 1, an existing image is overwritten
+//! where the tool does so, and the error texts that scripts look for follow on lines after our own.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -10,22 +10,22 @@ use std::sync::OnceLock;
 
 use crate::version::VERSION;
 
-/// The version of QEMU's tools whose words and options these are.
+/// The version of QEMU's tools whose texts and options are reproduced.
 const QEMU_VERSION: &str = "10.0.2";
 
-/// The name of QEMU's storage daemon, and of the command that is one.
+/// The name of QEMU's storage daemon, and of our command that replaces it.
 const STORAGE_DAEMON: &str = "qemu-storage-daemon";
 
 /// A tool of QEMU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tool {
-    /// All commands on images.
+    /// qemu-img: all commands on images.
     Img,
-    /// The server.
+    /// qemu-nbd: the server.
     Nbd,
-    /// Only its version is printed.
+    /// qemu-io, of which only the version is printed.
     Io,
-    /// The server that clients of QMP tell what to serve.
+    /// The storage daemon: QMP clients configure what it serves.
     StorageDaemon,
 }
 
@@ -63,28 +63,28 @@ pub fn tool() -> Option<Tool> {
     *TOOL.get_or_init(|| Tool::by_name(Path::new(&std::env::args_os().next()?)))
 }
 
-/// Whether qemu-img is meant: a target that exists is overwritten.
+/// Whether the program is called qemu-img: an existing target is overwritten then.
 pub fn is_qemu_img() -> bool {
     tool() == Some(Tool::Img)
 }
 
-/// Whether qemu-nbd is meant: it says nothing of what it serves.
+/// Whether the program is called qemu-nbd: it does not print what it serves then.
 pub fn is_qemu_nbd() -> bool {
     tool() == Some(Tool::Nbd)
 }
 
-/// The exit status of wrong usage. That of `check` is qemu-img's, whose 2 says that the image is
-/// corrupt.
+/// The exit status of wrong usage. For `check` it is always qemu-img's 1, because 2 means that the
+/// image is corrupt.
 pub fn wrong_usage_status() -> i32 {
     if tool().is_some() || is_check(&words()) { 1 } else { 2 }
 }
 
-/// Whether the command of these words is `check`.
+/// Whether this command line is of the command `check`.
 fn is_check(words: &[OsString]) -> bool {
     command_of(words) == "check"
 }
 
-/// The command of the words of a command line; empty where they have none.
+/// The command in a command line; empty if it has none.
 pub fn command_of<Word: AsRef<OsStr>>(words: &[Word]) -> &str {
     const WITH_VALUES: [&str; 3] = ["--log-format", "--trace", "-T"];
     let mut words = words.iter().skip(1).map(AsRef::as_ref);
@@ -118,7 +118,7 @@ pub fn own_name() -> &'static str {
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {
-        // Its -v keeps it in the foreground, where it is anyway, and says nothing.
+        // The -v of qemu-nbd keeps it in the foreground, which is the default here.
         words.retain(|word| word != "-v" && word != "--verbose");
         words.insert(1, "serve".into());
     }
@@ -132,7 +132,7 @@ pub fn words() -> Vec<OsString> {
     words
 }
 
-/// The output where only the version is asked for under a name of QEMU's.
+/// The output of `--version` or `-V` under the name of a QEMU tool; `None` for other command lines.
 pub fn version() -> Option<String> {
     let word = std::env::args_os().nth(1)?;
     (word == "--version" || word == "-V").then(|| tool().map(Tool::version)).flatten()

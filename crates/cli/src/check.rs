@@ -1,7 +1,7 @@
 //! `blockhouse check`: checks the metadata of an image, and repairs it.
 //!
-//! Exit status, as that of `qemu-img check`: 0 nothing is wrong, 1 the check could not be made or
-//! the command line is wrong, 2 the image is corrupt, 3 it has leaks only, 63 the format has
+//! Exit status, as that of `qemu-img check`: 0 no problem found, 1 the check failed or the
+//! command line is wrong, 2 the image is corrupt, 3 it has leaks only, 63 the format has
 //! nothing to check. Problems are printed on standard error, sums on standard output.
 
 use std::path::Path;
@@ -63,9 +63,9 @@ enum RepairScope {
 enum Outcome {
     /// There is nothing to check in this format.
     NotCheckable(&'static str),
-    /// It was only checked.
+    /// The image was checked and not changed.
     Checked(CheckReport, &'static str, Option<PendingChanges>),
-    /// It was repaired, as far as that was possible.
+    /// The image was repaired, as far as possible.
     Repaired(RepairReport, &'static str),
 }
 
@@ -130,7 +130,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome> {
-    // Locked, so that no program writes until the report is there.
+    // The image is locked, so that no program writes to it before the check ends.
     let (path, options) = arguments.image.look_only()?;
     let state = options.state.directory().cloned();
     let disk =
@@ -180,7 +180,8 @@ async fn repair_image(
         RepairScope::Leaks => (Repair::Leaks, IfCorrupt::Fail),
         RepairScope::All => (Repair::All, IfCorrupt::SetAside),
     };
-    // The answered writes of a server that died would be leaks, and would be gone.
+    // Otherwise the completed writes of a killed server (in its state file) would be lost: the
+    // repair would free their clusters as leaks.
     let options = arguments.image.open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_storage(image, options).await?;
@@ -222,7 +223,7 @@ struct FixCounts {
 impl FixCounts {
     fn of(repaired: &RepairReport) -> Self {
         let corruptions = repaired.corruptions_fixed();
-        // qemu-img finds those when the refcounts are right.
+        // qemu-img finds and fixes these flags only after the refcounts are correct.
         let follow =
             if called_as::is_qemu_img() && repaired.left.corruptions == 0 && corruptions > 0 {
                 repaired.found.flags_to_follow
@@ -286,7 +287,7 @@ fn words_of_qemu(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
     lines
 }
 
-/// The same in ours.
+/// The findings and repairs in our own words.
 fn words_of(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
     let mut lines = Vec::new();
     if fixed.corruptions > 0 || fixed.leaks > 0 {

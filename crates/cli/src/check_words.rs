@@ -1,5 +1,5 @@
-//! The lines of `qemu-img check` for its findings, for scripts that look for them (`Leaked
-//! cluster`, `ERROR cluster`).
+//! The lines that `qemu-img check` prints for findings (`Leaked cluster`, `ERROR cluster`):
+//! scripts look for them.
 
 use blockhouse_disk::CheckReport;
 use blockhouse_format::qcow2::Finding;

@@ -1,4 +1,4 @@
-//! `blockhouse commit`: an image's data into its backing file, or into one that is deeper in the
+//! `blockhouse commit`: writes an image's data into its backing file, or into one further down the
 //! chain.
 //!
 //! Guarantees: the image reads the same at every moment. It is emptied only if all its data is in
@@ -79,7 +79,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     }
     arguments.rate.apply(&base);
     if between.is_empty() {
-        // There a base that is named keeps the image as it is.
+        // qemu-img does not empty the image if `-b` names the base.
         let is_kept = arguments.keep || arguments.base.is_some() && called_as::is_qemu_img();
         let after = if is_kept { AfterCommit::Keep } else { AfterCommit::Empty };
         let progress = ToolProgress::default();
@@ -92,7 +92,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
         base.close().await?;
         anyhow::Ok(overlay.close().await?)
     })?;
-    // A program that reads standard error takes it for an error.
+    // Not as qemu-img: programs that read its standard error take this warning for an error.
     for image in between.iter().filter(|_| !called_as::is_qemu_img()) {
         output::tell(&format!(
             "blockhouse: {image}: its backing file has changed; it is a part of this chain only, not a disk by itself"
@@ -123,14 +123,14 @@ fn commit_chain(
     Ok(event_loop.block_on(base.flush())?)
 }
 
-/// Whether a base as it was typed is the file of this path: found from here, or as `image` would
-/// name it.
+/// Whether the base that the user typed is the file at `path`. A relative name is resolved from the
+/// working directory, or from the folder of `image`.
 fn is_named(image: &Path, typed: &Path, path: &Path) -> bool {
     let from_image = resolve_relative(image, typed.as_os_str().as_encoded_bytes());
     is_same_file(typed, path) || is_same_file(&from_image, path)
 }
 
-/// Refuses to store in the clear what is encrypted in one of the images above the base.
+/// Refuses to store data unencrypted in the base if an image above it is encrypted.
 fn check_encryption(overlay: &ImageDisk, base: &ImageDisk, between: usize) -> Result<()> {
     let mut above = (0..=between).filter_map(|depth| overlay.image().layer_at(depth));
     match above.find(|layer| layer.is_encrypted && !base.image().is_encrypted()) {

@@ -24,7 +24,7 @@ use crate::output;
 use crate::parallel::{default_threads, run_parallel};
 use crate::progress::{Progress, ProgressArgs};
 
-/// Chunks in flight in all.
+/// The maximum number of chunks in flight, of all threads together.
 const MAX_IN_FLIGHT: usize = 16;
 
 const DIFFERENT: u8 = 1;
@@ -86,7 +86,7 @@ enum Difference {
     Same,
     /// The first byte that differs.
     Content(u64),
-    /// The first byte that is stored in another way.
+    /// The first byte whose allocation differs.
     Status(u64),
     Size,
 }

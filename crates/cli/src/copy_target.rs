@@ -1,9 +1,8 @@
 //! The target of a copy: a new image, or one that is overwritten.
 //!
 //! Guarantees: a new image gets its name when it is complete and durable, never before; until then
-//! the copy is in `TARGET.part` beside it. A file that has the name already is left alone, unless
-//! the options ask to replace it, which happens at one moment at the very end, or to overwrite it
-//! in place.
+//! the copy is in `TARGET.part` beside it. An existing file of that name is left alone, unless the
+//! options ask to replace it (atomically, at the very end) or to overwrite it in place.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -49,7 +48,7 @@ pub struct CopyFormats {
 }
 
 impl CopyFormats {
-    /// The format of the target, which is going to be at this path.
+    /// The format of the target, which will be at this path.
     pub fn of_target(&self, path: &Path) -> ImageFormat {
         self.format.unwrap_or_else(|| format_of_new(path))
     }
@@ -71,7 +70,7 @@ pub struct How {
 pub enum IfThere {
     /// It is left alone.
     Fail,
-    /// A file is replaced; what has a size of its own (a device, an export) is overwritten.
+    /// A file is replaced; a target of fixed size (a device, an export) is overwritten.
     Replace,
     /// It must exist; it is filled with zeros and written.
     Overwrite,
@@ -81,11 +80,11 @@ pub enum IfThere {
     Resume,
 }
 
-/// Returns the unfinished copy of an earlier command. If clusters leaked because that was killed,
-/// frees them, and opens the copy again by `open`.
+/// Returns the unfinished copy of an earlier command. If clusters leaked because that command was
+/// killed, frees them, and opens the copy again by `open`.
 ///
 /// # Errors
-/// Its metadata is damaged; what the storage answers.
+/// The copy's metadata is damaged; errors of the storage.
 pub async fn without_leaks(
     disk: ImageDisk,
     part: &Path,
@@ -98,7 +97,7 @@ pub async fn without_leaks(
         }
         Some(report) if report.leaks > 0 => {
             disk.close().await?;
-            // Its lock goes with it.
+            // Dropping the disk releases its lock.
             drop(disk);
             let storage = open_storage(part, ImageOptions::default()).await?;
             repair(&storage, Repair::Leaks).await.with_context(advice)?;
@@ -119,14 +118,14 @@ pub struct TargetSpec<'a> {
     /// Bytes of the disk.
     pub size: u64,
     pub if_there: IfThere,
-    /// Whether the command can go on with a copy that failed.
+    /// Whether the command can resume a copy that failed.
     pub can_resume: bool,
     /// Whether clusters will be compressed.
     pub compress: bool,
-    /// `None`: around the page cache where that can be.
+    /// `None`: direct I/O where that is possible.
     pub cache: Option<CacheMode>,
     pub open: &'a OpenArgs,
-    /// The disks that are read for it.
+    /// The disks that the copy reads.
     pub sources: Vec<&'a ImageDisk>,
 }
 
@@ -142,7 +141,7 @@ pub struct Finish {
     path: PathBuf,
     /// The file that becomes the target; `None` if the target is written in place.
     part: Option<PathBuf>,
-    /// The file that is going to be replaced, locked.
+    /// The file that will be replaced, locked.
     replaced_file: Option<HostFile>,
     if_exists: IfExists,
     can_resume: bool,
@@ -170,10 +169,10 @@ impl Finish {
         Self { path, part, replaced_file, if_exists, can_resume: false }
     }
 
-    /// Gives the target, which is durable and not open, its name if all went well.
+    /// Gives the target its name if `copied` is no error. The target is durable and closed.
     ///
     /// # Errors
-    /// The copy's, or one of its end, with what was left behind.
+    /// The error of the copy, or of its end; the error names the files that are left.
     pub async fn end(self, copied: Result<()>) -> Result<()> {
         let Self { path, part, replaced_file, if_exists, can_resume } = self;
         let finished = match (copied, &part) {
@@ -199,17 +198,17 @@ impl Finish {
 /// A file that has the name of a new target.
 pub enum Existing {
     None,
-    /// It is going to be replaced, and locked: a program that uses it would go on with a file that
-    /// has no name.
+    /// It will be replaced. It is locked, because a program that has it open would continue with a
+    /// file that has no name.
     Replaced(HostFile),
-    /// It keeps its place, and is emptied.
+    /// It keeps its inode, and is emptied.
     InPlace,
 }
 
 /// Finds out what there is at `path`.
 ///
 /// # Errors
-/// The options leave the file alone, it is in use, or no file can have the name.
+/// The options do not allow to change the file, it is in use, or no file can have the name.
 pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
     let is_there = std::fs::metadata(path).is_ok();
     if is_there && if_there != IfThere::Replace {
@@ -232,11 +231,11 @@ impl Target {
         self.finish.part.is_some()
     }
 
-    /// Ends the copy, whose outcome is `copied`: closes the disk in any case, so that what was
-    /// copied can be found again, and gives it its name if all went well.
+    /// Ends the copy, whose outcome is `copied`. Closes the disk in any case, so that a later
+    /// command can resume the copy. Gives the disk its name if there was no error.
     ///
     /// # Errors
-    /// The copy's, or one of its end, with what was left behind.
+    /// The error of the copy, or of its end; the error names the files that are left.
     pub async fn finish(self, copied: Result<()>) -> Result<()> {
         let Self { disk, finish, .. } = self;
         let closed = disk.close().await;
@@ -247,7 +246,7 @@ impl Target {
 /// Chunks in flight in all.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// All of these disks.
+/// The whole range of each of these disks.
 pub fn whole(sources: &[Arc<ImageDisk>]) -> Vec<(Arc<ImageDisk>, ByteRange)> {
     let all = |source: &Arc<ImageDisk>| ByteRange::between(0, source.size());
     sources.iter().map(|source| (Arc::clone(source), all(source))).collect()
@@ -273,8 +272,8 @@ pub fn copy(
     copy_to(event_loop, progress, job, target.disk.name(), false, how)
 }
 
-/// Carries out a copy, on one thread if it is in order. `job` makes it for a number of chunks in
-/// flight on each thread; `name` is the target's.
+/// Carries out a copy; on one thread if it must be in order. `job` makes the copy for a number of
+/// chunks in flight on each thread; `name` is the target's.
 ///
 /// # Errors
 /// Errors of a storage.
@@ -316,8 +315,7 @@ pub fn copy_to(
     Ok(())
 }
 
-/// Warns where a copy of a disk loses the size of its sectors, which no format that is written can
-/// state.
+/// Warns if a copy loses the source's sector size: no format that is written can store it.
 pub fn tell_of_sectors(source: &ImageDisk) {
     let sector = source.logical_block_size();
     if sector != 512 {
@@ -330,7 +328,7 @@ pub fn tell_of_sectors(source: &ImageDisk) {
 }
 
 impl<'a> TargetSpec<'a> {
-    /// A new image without options of its own, which no other call goes on with.
+    /// A new image without options, whose copy cannot be resumed.
     pub fn new(
         path: &'a Path,
         format: ImageFormat,
@@ -386,7 +384,7 @@ impl TargetSpec<'_> {
         }
     }
 
-    /// The image that becomes the target: a new one, or what an earlier conversion has left.
+    /// The image that becomes the target: a new one, or the partial copy of an earlier conversion.
     async fn fill_part(self, replaced_file: Option<HostFile>) -> Result<Target> {
         let part = part_of(self.path);
         let (disk, content) = match self.if_there {
@@ -400,7 +398,7 @@ impl TargetSpec<'_> {
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 
-    /// The file that is there, emptied: it is mounted where it is, or its folder takes no new file.
+    /// The existing file, emptied: it is a mount point, or its folder accepts no new file.
     async fn fill_in_place(self) -> Result<Target> {
         let path = self.path.to_owned();
         let file = NewFile { is_in_place: true, ..create_options::new_file(&self.settings) };
@@ -409,7 +407,8 @@ impl TargetSpec<'_> {
         Ok(Target { disk: Arc::new(disk), content: self.content_of_new(), finish })
     }
 
-    /// An overlay reads as its backing file, and what is encrypted as anything.
+    /// The content of a new image. Unknown for an overlay, which reads as its backing file, and for
+    /// an encrypted image, whose unwritten blocks decrypt to any data.
     fn content_of_new(&self) -> TargetContent {
         match self.backing_name() {
             Some(_) => TargetContent::Unknown,
@@ -435,7 +434,7 @@ impl TargetSpec<'_> {
         }
         let opened = self.make(part, create_options::new_file(&self.settings)).await;
         if opened.is_err() {
-            // Nothing is in it yet.
+            // The file has no data yet, so there is nothing to resume.
             remove_created(part).await;
         }
         opened
@@ -489,7 +488,7 @@ impl TargetSpec<'_> {
         without_leaks(disk, part, async || self.open_target(part).await).await
     }
 
-    /// A target that has a size of its own is overwritten where that is meant: `what` names it.
+    /// Overwrites a target of fixed size, if the options ask for that; `what` names it in errors.
     async fn replace(self, what: &str) -> Result<Target> {
         let path = self.path;
         let takes_space = |one: &Setting| matches!(one, Setting::Preallocation(mode) if *mode != Preallocation::Off);
@@ -519,7 +518,7 @@ impl TargetSpec<'_> {
         }
     }
 
-    /// An image on a device, in the place of all that was there.
+    /// A new image on a device, which loses its old content.
     async fn fill_device(self) -> Result<Target> {
         let path = self.path;
         let (raw, cache) = (Some(ImageFormat::Raw), CacheMode::Writeback);
@@ -556,10 +555,10 @@ impl TargetSpec<'_> {
         }
         let content = match self.if_there {
             IfThere::Resume => TargetContent::Unknown,
-            // The ranges that it leaves to its backing file may be right.
+            // Ranges that read from its backing file may already have the right data.
             _ if disk.image().backing_file().is_some() => TargetContent::Unknown,
             IfThere::OverwriteZeros => TargetContent::Zero,
-            // A stream: it says what becomes zeros.
+            // A stream, whose length is unknown: it is not filled with zeros before.
             _ if self.size == 0 => TargetContent::Unknown,
             _ => {
                 let range = ByteRange::between(0, self.size);
@@ -573,19 +572,19 @@ impl TargetSpec<'_> {
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 
-    /// Before anything is written.
+    /// Refuses a target that shares a file with a source; called before anything is written.
     fn check_apart(&self, target: &ImageDisk) -> blockhouse_core::Result<()> {
         self.sources.iter().try_for_each(|source| check_apart(target, source))
     }
 
     async fn open_target(&self, path: &Path) -> Result<ImageDisk> {
-        // Compressed clusters are packed byte for byte, which blocks of direct I/O would not allow.
+        // Compressed clusters are not aligned to blocks, as direct I/O requires.
         let usual = if self.compress { CacheMode::Writeback } else { CacheMode::None };
         let cache = self.cache.unwrap_or(usual);
         let is_free = self.cache.is_none();
         let state = self.state()?;
         match self.open_with(path, Some(self.format), cache, state.clone()).await {
-            // No direct I/O here, or clusters smaller than the host's blocks.
+            // The host has no direct I/O, or the clusters are smaller than its blocks.
             Err(error)
                 if is_free
                     && matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::InvalidInput) =>
@@ -625,12 +624,13 @@ impl TargetSpec<'_> {
         matches!(self.if_there, IfThere::Overwrite | IfThere::OverwriteZeros)
     }
 
-    /// The answered writes of a killed server matter where an image keeps its options and its size.
+    /// Uses the image's state file if the image is overwritten in place: the state file may have
+    /// completed writes of a killed server. A new image needs none.
     fn state(&self) -> Result<StateUse> {
         if self.is_overwritten() { self.open.state_use() } else { Ok(StateUse::Off) }
     }
 
-    /// The user named the data file and the backing file, too.
+    /// The paths that the target may open: also the data file or backing file that the user named.
     fn allowed_paths(&self) -> blockhouse_core::Result<AllowedPaths> {
         let named = self.settings.iter().find_map(|setting| match setting {
             Setting::DataFile(name) | Setting::BackingFile(name) => {

@@ -79,7 +79,7 @@ fn parse_operand(text: &str) -> Result<Operand, String> {
     })
 }
 
-/// The values of all operands; of several for one thing the last counts.
+/// The values of all operands. If an operand is repeated, the last counts.
 #[derive(Default)]
 struct Operands {
     source: Option<PathBuf>,
@@ -106,7 +106,7 @@ impl Operands {
         operands
     }
 
-    /// The range of a disk of `size` bytes that is copied; `None` where the disk ends before.
+    /// The range that is copied of a disk of `size` bytes; `None` if the range begins past its end.
     fn part_of(&self, size: u64) -> Option<ByteRange> {
         let block = self.block.unwrap_or(BLOCK);
         let start = self.skip.checked_mul(block).filter(|&start| start <= size)?;

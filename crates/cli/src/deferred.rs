@@ -21,7 +21,7 @@ pub fn at_once(define: impl FnOnce() -> Command) -> Command {
     command
 }
 
-/// The arguments of a command, defined when it is met.
+/// The arguments of a command, defined when the parser finds the command.
 pub struct Deferred<A>(pub A);
 
 impl<A: FromArgMatches> FromArgMatches for Deferred<A> {

@@ -12,7 +12,7 @@ use blockhouse_storage::ImageStorage;
 /// Makes an empty image.
 ///
 /// # Errors
-/// One that names the file; none is left then.
+/// The error names the file; no file is left then.
 pub async fn create(
     path: &Path,
     kind: ForeignKind,
@@ -27,10 +27,10 @@ pub async fn create(
     Ok(made?)
 }
 
-/// The description of its parent in a new image.
+/// The description of the parent, for a new image.
 ///
 /// # Errors
-/// It is no VMDK image.
+/// The parent is no VMDK image.
 pub fn parent(disk: &ImageDisk, named: &Backing) -> Result<NewParent> {
     let Some(facts) = disk.image().vmdk_facts() else {
         bail!("{}: is no VMDK image, and the parent of one has to be", disk.name());
@@ -39,7 +39,7 @@ pub fn parent(disk: &ImageDisk, named: &Backing) -> Result<NewParent> {
     Ok(NewParent { cid: facts.cid, name })
 }
 
-/// The image without data, in a new file at `place` that is going to be at `path`.
+/// The image without data, in a new file at `place`; `path` is its final path.
 pub async fn begin(
     place: &Path,
     path: &Path,
@@ -49,7 +49,7 @@ pub async fn begin(
 ) -> Result<NewImage<ImageStorage>> {
     let size = options.size;
     let options = with_identity(options, path)?;
-    // Before anything is made.
+    // The options are checked before the file is created.
     let image = NewForeign::new(kind, &options);
     let image = image.map_err(|error| error.on(&path.display().to_string()))?;
     create_as(place, 0, ImageFormat::Raw, file).await?;
@@ -57,7 +57,7 @@ pub async fn begin(
     Ok(NewImage::new(storage, image, size))
 }
 
-/// The options with what is the image's own: the name of its file, the time, random bytes.
+/// The options and what differs in each image: the name of its file, the time, random bytes.
 ///
 /// # Errors
 /// There are no random bytes.

@@ -1,7 +1,7 @@
 //! Copies of disks that become images of other programs' formats.
 //!
-//! Guarantees: those of [`copy_target`](crate::copy_target), but that a copy which fails leaves
-//! nothing: a part of it could not be resumed.
+//! Guarantees: those of [`copy_target`](crate::copy_target), except that a failed copy leaves no
+//! file, because a partial copy cannot be resumed.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::copy_target::{Existing, Finish, How, IfThere, copy_to, existing, tell
 use crate::foreign_create::begin;
 use crate::progress::Progress;
 
-/// A copy that is to become an image at `path`.
+/// A copy that becomes an image at `path`.
 pub struct ForeignTarget<'a> {
     /// The image.
     pub path: &'a Path,
@@ -29,9 +29,9 @@ pub struct ForeignTarget<'a> {
     pub parent: Option<Arc<ImageDisk>>,
     /// The file's properties for the file system.
     pub file: NewFile,
-    /// The treatment of a file that has the name.
+    /// The treatment of an existing file of that name.
     pub if_there: IfThere,
-    /// Whether it is made durable in the end.
+    /// Whether the image is flushed at the end.
     pub is_flushed: bool,
 }
 
@@ -52,7 +52,7 @@ impl ForeignTarget<'_> {
     /// Copies parts of disks, one after the other.
     ///
     /// # Errors
-    /// One that names a file; what was made is removed.
+    /// The error names a file; the files of the copy are removed.
     pub fn copy(
         self,
         event_loop: &mut EventLoop,

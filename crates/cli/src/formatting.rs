@@ -9,10 +9,10 @@ use blockhouse_format::ForeignKind;
 use crate::create_setting::{Setting, word_of};
 use crate::{called_as, output};
 
-/// Prints it under the name qemu-img, unless `--quiet` forbids it.
+/// Prints the line if the program is called qemu-img, except with `--quiet`.
 ///
 /// # Errors
-/// Standard output takes nothing.
+/// Standard output cannot be written.
 pub fn print(
     image: &Path,
     format: ImageFormat,
@@ -99,7 +99,7 @@ fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> S
     line
 }
 
-/// How space is taken, as it is typed; the last counts.
+/// The preallocation mode as the user types it; the last one counts.
 pub fn preallocation_of(settings: &[Setting]) -> Option<String> {
     let words = settings.iter().rev().filter_map(word_of);
     words.filter(|(name, _)| *name == "preallocation").map(|(_, value)| value).next()

@@ -1,5 +1,5 @@
-//! Habits of qemu-img's and qemu-nbd's users that this command line spells otherwise: the error of
-//! wrong usage names the spelling.
+//! Spellings of qemu-img and qemu-nbd that this command line does not have: the error of wrong
+//! usage names ours.
 
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
@@ -7,7 +7,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 /// A command, what was typed after it, and what to type.
 type Habit = (&'static str, &'static [&'static str], &'static str);
 
-/// Commands that are not there.
+/// Commands that this program does not have.
 const COMMANDS: &[(&str, &str)] = &[
     ("connect", "'blockhouse serve IMAGE', then 'nbd-client -unix SOCKET /dev/nbd0'"),
     ("start", "'blockhouse serve IMAGE' serves it, with --fork in the background"),
@@ -23,7 +23,7 @@ const COMMANDS: &[(&str, &str)] = &[
     ),
 ];
 
-/// Options that are not there.
+/// Options that this program does not have.
 const OPTIONS: &[Habit] = &[
     ("serve", &["-c", "--connect"], "serve without it, then 'nbd-client -unix SOCKET /dev/nbd0'"),
     ("serve", &["--tls-authz"], "--tls-allow EXPORT=NAME"),
@@ -39,7 +39,7 @@ pub fn explain(error: clap::Error, arguments: &[String]) -> clap::Error {
     }
 }
 
-/// A message in place of the parser's: for digits, and for a word that is no command.
+/// A message that replaces the parser's: for digits, and for a word that is no command.
 fn plain_reason(error: &clap::Error, arguments: &[String]) -> Option<(ErrorKind, String)> {
     let context = |kind| error.get(kind).map(ToString::to_string);
     match error.kind() {

@@ -3,7 +3,7 @@
 use blockhouse_format::{LuksHeader, LuksKdf, LuksSlotKey};
 use serde_json::{Value, json};
 
-/// The object that QEMU has of it.
+/// The header as QEMU's JSON object.
 pub fn as_json(header: &LuksHeader) -> Value {
     let (algorithm, mode, vectors) = words_of(header);
     let keys = || header.slots.iter().filter_map(|slot| slot.key.as_ref().ok());

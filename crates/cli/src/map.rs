@@ -63,7 +63,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 
 /// The map of an export in a context of its server, by the two flags that base:allocation has.
 fn context_of(path: &Path, context: &str) -> Result<String> {
-    /// A larger number says nothing more: of qemu:allocation-depth it is another backing file.
+    /// Larger numbers are treated alike: in qemu:allocation-depth they are deeper backing files.
     const MAX_FLAGS: u32 = 2;
     EventLoop::new(EngineChoice::Auto)?.block_on(async {
         let Location::Nbd { uri, reconnect } = Location::of(path)? else {
@@ -100,7 +100,7 @@ fn context_of(path: &Path, context: &str) -> Result<String> {
     })
 }
 
-/// All of `rest`, each part as long as it can be.
+/// The parts of `rest`; neighbours of the same kind are merged.
 async fn parts_of(disk: &ImageDisk, mut rest: ByteRange) -> Result<Vec<MapEntry>> {
     let mut parts: Vec<MapEntry> = Vec::new();
     let mut cache = BlockStatusCache::default();
@@ -117,7 +117,7 @@ async fn parts_of(disk: &ImageDisk, mut rest: ByteRange) -> Result<Vec<MapEntry>
     Ok(parts)
 }
 
-/// Whether `next` is more of the same.
+/// Whether `next` continues the part before it.
 fn goes_on(last: &MapEntry, next: &MapEntry) -> bool {
     let distance = last.guest.length();
     last.depth == next.depth
@@ -167,7 +167,7 @@ fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
     format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
 }
 
-/// As C prints it, and so QEMU: 0 without its mark.
+/// A number as `%#x` of C, and so QEMU, prints it: 0 has no `0x`.
 fn hexadecimal(number: u64) -> String {
     if number == 0 { "0".into() } else { format!("{number:#x}") }
 }

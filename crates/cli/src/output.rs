@@ -1,10 +1,10 @@
 //! Standard output and standard error: the one place where commands print.
 //!
-//! Guarantees: a result that standard output does not take is an error, with one line and a failure
-//! status; where its reader is gone (`info | head -1`) the command ends without a word and
-//! succeeds, because the reader has what it wanted. No failure of standard error ends the process.
-//! A standard output that is closed at the start counts as /dev/null, because the runtime of Rust
-//! opens that in its place.
+//! Guarantees: if a result cannot be written to standard output, the command prints one line and
+//! ends with a failure status. If the reader of a pipe is gone (`info | head -1`), the command ends
+//! silently with success, because the reader has what it wanted. No failure of standard error ends
+//! the process. A standard output that is closed at the start counts as /dev/null, because Rust's
+//! runtime opens that in its place.
 
 use std::io::{self, IsTerminal, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -80,7 +80,7 @@ pub fn tell(text: &str) {
     logging::tell(text, Level::INFO);
 }
 
-/// As [`tell`], for what ends the command.
+/// As [`tell`], for a message that ends the command.
 pub fn tell_error(text: &str) {
     logging::tell(text, Level::ERROR);
 }

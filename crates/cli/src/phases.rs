@@ -1,10 +1,10 @@
 //! The progress of a command with several phases, each of which has a progress of its own.
 //!
-//! Guarantee: every phase is the same share of the whole, so that what is shown never goes back.
+//! Guarantee: every phase is the same share of the whole, so that the percentage never decreases.
 
 use parking_lot::Mutex;
 
-/// Bytes done, and of how many.
+/// The bytes done, and their total.
 type Position = Box<dyn Fn() -> (u64, u64) + Send>;
 
 /// The phases of a command.
@@ -14,7 +14,7 @@ pub struct Phases {
 }
 
 impl Phases {
-    /// Of this many phases.
+    /// A command with this number of phases.
     pub fn of(count: u64) -> Self {
         Self { count, current: Mutex::new((0, None)) }
     }

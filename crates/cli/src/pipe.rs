@@ -1,5 +1,5 @@
-//! Standard input and output as fast as the other end is: large pipe buffers, and a thread of its
-//! own for the calls that wait.
+//! Standard input and output at the speed of the other end: pipes get large buffers, and a separate
+//! thread makes the blocking calls.
 
 use std::fs::File;
 use std::future::poll_fn;
@@ -15,10 +15,10 @@ use futures_util::StreamExt;
 
 /// The capacity that a pipe is asked for, in bytes.
 const PIPE_SIZE: usize = 1 << 20;
-/// How many chunks are on their way.
+/// The maximum number of chunks in flight.
 const CHUNKS: usize = 3;
 
-/// Pieces of standard input, in order, each full but the last.
+/// Pieces of standard input, in order; all but the last are full.
 pub struct Chunks {
     coming: queue::Receiver<io::Result<Vec<u8>>>,
     spare: mpsc::Sender<Vec<u8>>,
@@ -60,9 +60,9 @@ impl Chunks {
         self.coming.next().await
     }
 
-    /// Takes a piece back that was used.
+    /// Takes back the buffer of a used piece.
     pub fn recycle(&self, chunk: Vec<u8>) {
-        // A reader that has come to the end needs none.
+        // After the end of the input, the reading thread needs no buffer.
         let _ = self.spare.send(chunk);
     }
 }
@@ -116,7 +116,7 @@ impl Output {
     /// Waits until everything is written.
     ///
     /// # Errors
-    /// When the reader has closed the pipe, or the host fails a write.
+    /// The reader has closed the pipe, or a write fails.
     pub fn finish(self) -> Result<()> {
         drop(self.give);
         // Nothing else is left to do meanwhile.

@@ -1,4 +1,4 @@
-//! How far a command is that takes long.
+//! The progress of a long command.
 //!
 //! Guarantees: a bar is drawn where standard error is a terminal, unless `--quiet` forbids it.
 //! Elsewhere `-p` prints on standard output what qemu-img prints there: `    (12.34/100%)`, one
@@ -83,8 +83,8 @@ impl Progress {
         Self { lines_to: LinesTo::Error, ..self }
     }
 
-    /// Runs `work` on this thread, while another one shows what `position` says: bytes done, and of
-    /// how many, which is 0 while that is not known.
+    /// Runs `work` on this thread, while another one shows what `position` returns: the bytes done,
+    /// and their total, which is 0 while that is not known.
     pub fn beside<T>(
         &self,
         position: impl Fn() -> (u64, u64) + Sync,
@@ -98,7 +98,7 @@ impl Progress {
                     display.show(position());
                 }
             };
-            // Without the thread the work is the same.
+            // If the thread cannot be started, only the display is missing.
             let _shown = std::thread::Builder::new().spawn_scoped(scope, show);
             let outcome = work();
             drop(end);
@@ -163,7 +163,7 @@ impl Display<'_> {
         }
     }
 
-    /// The work has ended, well or not.
+    /// Ends the display when the work has succeeded or failed.
     pub fn end(&self, is_good: bool) {
         self.bar.finish_and_clear();
         if self.is_asked.swap(false, Ordering::Relaxed) && is_good {

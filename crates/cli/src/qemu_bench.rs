@@ -73,7 +73,7 @@ fn parse_buffer_size(text: &str) -> Result<u64, String> {
     is_possible.then_some(bytes).ok_or_else(|| "a request has 1 byte to 64 MiB".into())
 }
 
-/// The requests that are left.
+/// The requests not yet sent.
 struct Requests<'a> {
     disk: &'a ImageDisk,
     arguments: &'a Arguments,
@@ -138,7 +138,7 @@ impl Arguments {
 }
 
 impl Requests<'_> {
-    /// Sends all, with a flush after each group of writes.
+    /// Sends all requests, with a flush after each group of writes.
     async fn send(&self) -> Result<()> {
         let Arguments { count, depth, flush_interval, no_drain, .. } = self.arguments;
         let mut left = *count;
@@ -179,7 +179,7 @@ impl Requests<'_> {
         Ok(())
     }
 
-    /// Where the next request begins: at the start again where it would end after the disk.
+    /// The offset of the next request: the start again if it would end past the end of the disk.
     fn offset(&self) -> u64 {
         let Arguments { buffer_size, step_size, .. } = self.arguments;
         let offset = self.next.get();

@@ -1,7 +1,7 @@
 //! The help texts of qemu-img, under its name: scripts look there for the version, the formats and
 //! the options of a format.
 //!
-//! Guarantee: no format and no option is named that is not there.
+//! Guarantee: the help names only formats and options that this program has.
 
 use blockhouse_disk::ImageFormat;
 use blockhouse_format::ForeignKind;

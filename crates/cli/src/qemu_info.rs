@@ -1,5 +1,5 @@
-//! The output of `qemu-img info`, for scripts that look for its lines: made of the object that
-//! `info --json` prints.
+//! The output of `qemu-img info`, for scripts that look for its lines. It is made from the object
+//! that `info --json` prints.
 
 use std::fmt::Write;
 
@@ -15,7 +15,7 @@ pub fn text_of(info: &Value, snapshots: &str) -> String {
     text
 }
 
-/// A node of QEMU's graph: an image, or below it what has its bytes.
+/// A node of QEMU's graph: an image, or the file or device below it.
 fn node(text: &mut String, info: &Value, depth: usize, snapshots: &str) {
     let is_file = depth > 0 && is_empty(&info["children"]);
     let words = if is_file {

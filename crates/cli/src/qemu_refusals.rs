@@ -1,5 +1,5 @@
-//! The refusals of qemu-img for an image that it does not make, under its name: each is its own
-//! line, with its own words.
+//! The errors of qemu-img for an image that it refuses to create, in its own texts, if the program
+//! is called qemu-img.
 
 use blockhouse_config::size;
 

@@ -1,8 +1,7 @@
 //! The messages of QEMU's tools about wrong usage, under their names, for scripts that look for
 //! them.
 //!
-//! Guarantee: no words of QEMU stand in the place of ours where they are not those that it has for
-//! the same mistake.
+//! Guarantee: a text of QEMU replaces ours only if QEMU prints that text for the same mistake.
 
 use std::ffi::OsString;
 

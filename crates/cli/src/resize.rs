@@ -41,10 +41,10 @@ pub struct Arguments {
     size: NewSize,
 }
 
-/// When space is allocated.
+/// When the added space is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Space {
-    /// When it is written.
+    /// When the guest writes to it.
     Later,
     Now(SpaceMode),
     /// Space for metadata: clusters get their offsets together with space here.
@@ -128,8 +128,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     if called_as::is_qemu_img() { output::print_unless_quiet("Image resized.") } else { Ok(()) }
 }
 
-/// Makes the disk as long as it was before `added`, whose space could not be taken: why, and what
-/// became of the disk.
+/// Restores the size that the disk had before `added`, whose space could not be allocated. Returns
+/// `why`, and says so if the disk keeps its new size.
 async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> anyhow::Error {
     let durability = Durability::None;
     let undo = async {
@@ -146,7 +146,7 @@ async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> an
 }
 
 async fn resize(disk: &ImageDisk, size: u64, may_shrink: bool) -> Result<()> {
-    // A device keeps the size that it has.
+    // A device has a fixed size.
     if size == disk.size() {
         return Ok(());
     }

@@ -1,8 +1,8 @@
 //! `blockhouse restore`: copies a backup, with its backing files, to a disk that can be used.
 //!
-//! Guarantees: those of [`copy_target`](crate::copy_target), and that the disk was read again and
-//! compared with the backup before a new image gets its name. Nothing that exists is written to
-//! without `--force`.
+//! Guarantees: those of [`copy_target`](crate::copy_target); also, the disk is read again and
+//! compared with the backup before a new image gets its name. An existing file or device is written
+//! to only with `--force`.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -2,8 +2,8 @@
 //! ([`tls_object`]).
 //!
 //! Guarantee: a key never has to stand on the command line, where every user of the host can read
-//! it. Under the names of QEMU's tools `data=KEY` is taken as there: the caller has shown the key
-//! already.
+//! it. Under the names of QEMU's tools `data=KEY` is accepted, as there: the caller has exposed
+//! the key already.
 
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub enum Object {
 pub struct SecretObject {
     /// The name in options.
     pub id: String,
-    /// The file whose bytes it is, all of them.
+    /// The file whose whole content is the secret.
     pub file: PathBuf,
 }
 
@@ -103,7 +103,7 @@ fn decoded(text: &str) -> Result<Vec<u8>, String> {
 fn in_memory(key: &[u8]) -> Result<PathBuf, String> {
     let kept = key_memory::keep(key);
     let (path, memory) = kept.map_err(|error| format!("the key cannot be kept: {error}"))?;
-    // Open for as long as the process runs.
+    // The file stays open as long as the process runs.
     let _ = memory.into_raw_fd();
     Ok(path)
 }

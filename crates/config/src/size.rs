@@ -1,6 +1,6 @@
 //! Sizes as people write them: 512, 64K, 20G, 1T.
 
-/// A size, or how much a disk is to change.
+/// A disk's new size, or the change of its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewSize {
     /// A size in bytes.
@@ -12,10 +12,10 @@ pub enum NewSize {
 }
 
 impl NewSize {
-    /// The size of a disk that has `size` bytes now.
+    /// The new size of a disk that has `size` bytes now.
     ///
     /// # Errors
-    /// Why there is no such size, in words.
+    /// The reason, in words, why the disk cannot have that size.
     pub fn of(self, size: u64) -> Result<u64, String> {
         let new = match self {
             Self::Absolute(new) => Some(new),
@@ -42,8 +42,8 @@ pub fn parse_new(text: &str) -> Result<NewSize, String> {
 }
 
 /// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024; KiB and so on
-/// mean the same). With a unit it may have a fraction (1.5G), of which what is less than a byte is
-/// left out. A count without a unit may be hexadecimal (0x10000).
+/// mean the same). A count with a unit may have a fraction (1.5G); the result is rounded down to a
+/// whole byte. A count without a unit may be hexadecimal (0x10000).
 ///
 /// # Errors
 /// The reason why the text is no size.
@@ -94,7 +94,7 @@ fn exponent_of(unit: &str) -> Result<u32, String> {
     }
 }
 
-/// The way `qemu-img` shows sizes: "1.5 GiB".
+/// Formats a size as `qemu-img` does: "1.5 GiB".
 pub fn show(bytes: u64) -> String {
     const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     let is_next = |exponent: usize| bytes as f64 >= 1000.0 * (1u64 << (10 * exponent)) as f64;

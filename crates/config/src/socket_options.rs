@@ -1,4 +1,4 @@
-//! The users who may connect to the Unix sockets of a server, as people write it.
+//! Options that say which users may connect to a server's Unix sockets.
 
 use std::str::FromStr;
 
@@ -22,8 +22,8 @@ impl FromStr for SocketMode {
     }
 }
 
-/// The first part of a text with options behind commas, and the options. Two commas are one that
-/// belongs to a part.
+/// Splits a text at its commas into the first part and the options after it. Two commas stand for
+/// one comma inside of a part.
 pub fn split_options(text: &str) -> (String, Vec<String>) {
     let mut parts = vec![String::new()];
     let mut letters = text.chars().peekable();
@@ -37,8 +37,8 @@ pub fn split_options(text: &str) -> (String, Vec<String>) {
     (path, parts)
 }
 
-/// The users that may connect to a socket that is this user's alone unless its options say more:
-/// `mode=MODE`, `group=GROUP`.
+/// Permissions of a socket that only the server's own user may connect to, unless the options
+/// `mode=MODE` and `group=GROUP` allow more.
 #[derive(Default)]
 pub struct PrivatePermissions {
     mode: Option<SocketMode>,
@@ -46,10 +46,10 @@ pub struct PrivatePermissions {
 }
 
 impl PrivatePermissions {
-    /// Takes an option in, if it is one of these.
+    /// Reads `mode=` or `group=`; `false` for any other option.
     ///
     /// # Errors
-    /// Its value makes no sense.
+    /// The option's value is invalid.
     pub fn take(&mut self, option: &str) -> Result<bool, String> {
         match option.split_once('=') {
             Some(("mode", mode)) => self.mode = Some(mode.parse()?),
@@ -59,7 +59,7 @@ impl PrivatePermissions {
         Ok(true)
     }
 
-    /// As the options said.
+    /// The permissions that the options gave.
     pub fn get(self) -> SocketPermissions {
         match (self.mode, self.group) {
             (None, None) => SocketPermissions::PRIVATE,
@@ -68,7 +68,8 @@ impl PrivatePermissions {
     }
 }
 
-/// The users who may connect; with a group alone, its members may.
+/// The permissions of a socket. A group without a mode means mode 0660: the group's members may
+/// connect.
 pub fn permissions(mode: Option<SocketMode>, group: Option<GroupName>) -> SocketPermissions {
     let mode = mode.or(group.map(|_| SocketMode(0o660)));
     SocketPermissions { mode: mode.map(|mode| mode.0), group: group.map(GroupName::id) }

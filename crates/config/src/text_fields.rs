@@ -31,7 +31,7 @@ pub fn text<'de, D: Deserializer<'de>, T: FromStr<Err = String>>(from: D) -> Res
     from.deserialize_str(Text(PhantomData))
 }
 
-/// As [`text`], for what may be left out.
+/// As [`text`], for a field that may be left out.
 ///
 /// # Errors
 /// As there.
@@ -84,7 +84,7 @@ pub fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::E
 /// Refuses a path that depends on the working directory of a server.
 ///
 /// # Errors
-/// Where it is relative.
+/// The path is relative.
 pub fn check_absolute(path: &Path) -> Result<(), String> {
     if path.is_absolute() {
         Ok(())

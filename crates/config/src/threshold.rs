@@ -7,17 +7,17 @@ use blockhouse_disk::Room;
 
 use crate::size;
 
-/// See the module's page.
+/// The threshold: the event is reported when less space is left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threshold {
     /// Bytes.
     Bytes(u64),
-    /// Hundredths of all the room.
+    /// Percent of the total space.
     Percent(u8),
 }
 
 impl Threshold {
-    /// Whether less is left.
+    /// Whether less space is left than the threshold.
     pub fn is_crossed(self, room: Room) -> bool {
         match self {
             Self::Bytes(bytes) => room.left < bytes,

@@ -1,4 +1,4 @@
-//! Users and groups as people write them, and which of them a server becomes.
+//! Users and groups as people write them, and the user and group that a server switches to.
 
 use std::str::FromStr;
 
@@ -8,7 +8,7 @@ use nix::unistd::{Group, Uid, User};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UserName {
     id: u32,
-    /// Its group, where the host knows the user.
+    /// The user's primary group, if the host knows the user.
     group: Option<u32>,
 }
 
@@ -47,8 +47,9 @@ impl FromStr for GroupName {
     }
 }
 
-/// Whether the C library is linked in. Modules of the host's one (NSS) crash in such a program:
-/// those of systemd did. So it reads the files alone.
+/// Whether the C library is linked statically. The NSS modules of the host's C library crash in a
+/// static program (those of systemd did). So a static program reads only /etc/passwd and
+/// /etc/group.
 const IS_STATIC: bool = cfg!(target_feature = "crt-static");
 
 /// The ids of a user, by its name or number, and of its group.
@@ -77,7 +78,8 @@ fn find_group(name: &str) -> Result<Option<u32>, String> {
     Ok(found.map(|group| group.gid.as_raw()))
 }
 
-/// The id of a name or number in the text of /etc/passwd or /etc/group, and the fields after it.
+/// The id of the entry with this name or number in the text of /etc/passwd or /etc/group, and the
+/// fields after the id.
 fn entry<'a>(file: &'a str, text: &str) -> Option<(u32, Vec<&'a str>)> {
     file.lines().find_map(|line| {
         let mut fields = line.split(':');
@@ -88,7 +90,7 @@ fn entry<'a>(file: &'a str, text: &str) -> Option<(u32, Vec<&'a str>)> {
 }
 
 impl GroupName {
-    /// Its number.
+    /// The group's number.
     pub fn id(self) -> u32 {
         self.0
     }
@@ -103,7 +105,7 @@ pub struct UserIds {
     pub group: u32,
 }
 
-/// The user that a server becomes; `None` where it stays who it is.
+/// The user and group that a server switches to; `None` if it keeps its own.
 ///
 /// # Errors
 /// A group without a user, and a user without a group.

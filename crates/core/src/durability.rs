@@ -1,6 +1,6 @@
 //! The durability that a caller may ask of a write, and that a storage can give.
 //!
-//! The two guarantees, datasync and full sync, are different and never stand in for one another:
+//! The two guarantees, datasync and full sync, are different, and neither replaces the other:
 //! `open(2)` calls them `O_DSYNC` and `O_SYNC`, POSIX "synchronized I/O data integrity completion"
 //! and "file integrity completion".
 
@@ -11,16 +11,16 @@ pub enum Durability {
     /// Nothing: the data may sit in a volatile cache until the next flush.
     #[default]
     None,
-    /// The data and what is needed to read it back. Guests and NBD call this FUA.
+    /// The data, and the metadata needed to read it back. Guests and NBD call this FUA.
     Data,
     /// As `Data`, and all other metadata of the file (timestamps and the like). FUA alone never
-    /// suffices for it.
+    /// gives this.
     Full,
 }
 
 impl Durability {
-    /// The flush that makes an operation of this durability stable if the operation itself did not;
-    /// `None` if none is needed.
+    /// The flush that an operation of this durability needs if the operation itself is not durable;
+    /// `None` if it needs no flush.
     pub const fn sync(self) -> Option<SyncMode> {
         match self {
             Self::None => None,
@@ -30,28 +30,28 @@ impl Durability {
     }
 }
 
-/// How far a flush goes.
+/// The depth of a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SyncMode {
-    /// `fdatasync(2)`: all completed writes and what is needed to read them back.
+    /// `fdatasync(2)`: all completed writes, and the metadata needed to read them back.
     Data,
     /// `fsync(2)`: as `Data`, and all other metadata of the file.
     Full,
 }
 
-/// How a storage makes a single write durable. Found out per file, at run time.
+/// How a storage makes a single write durable. Detected at run time for each file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fua {
-    /// The durability travels with the write: one request.
+    /// The write itself carries the durability: one request.
     Native,
-    /// A single write cannot be: it takes a write and then a flush, which the caller makes.
+    /// A write cannot carry it: the caller sends a flush after the write.
     Emulated,
-    /// The storage has no stable place at all (`--cache unsafe`): durability is not kept.
+    /// Durability is ignored (`--cache unsafe`): the storage makes nothing durable.
     Ignored,
 }
 
 impl Fua {
-    /// The word for it in listings and metrics.
+    /// The name of this variant in listings and metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Native => "native",

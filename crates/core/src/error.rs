@@ -8,7 +8,7 @@ use std::{fmt, io};
 /// Result with [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// The errno values that the data path speaks, as on Linux.
+/// The errno values that the data path uses, numbered as on Linux.
 pub mod errno {
     /// Operation not permitted.
     pub const EPERM: i32 = 1;
@@ -20,7 +20,7 @@ pub mod errno {
     pub const EAGAIN: i32 = 11;
     /// Cannot allocate memory.
     pub const ENOMEM: i32 = 12;
-    /// Bad address: memory that is not there.
+    /// Bad address: memory that is not mapped.
     pub const EFAULT: i32 = 14;
     /// No such device.
     pub const ENODEV: i32 = 19;
@@ -43,21 +43,21 @@ pub mod errno {
 /// The kind of a failure, for code that must decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// The request makes no sense (bad range, bad option).
+    /// The request is invalid (bad range, bad option).
     InvalidInput,
     /// A write reaches past the end of the disk.
     PastEnd,
     /// The host has no space left for the data.
     NoSpace,
-    /// A write to something opened for reading only.
+    /// A write to an image or disk that is read-only.
     ReadOnly,
     /// The storage, kernel or format cannot do this; nothing was changed.
     Unsupported,
     /// Another process holds the image's lock.
     Locked,
-    /// The image contradicts itself.
+    /// The image's metadata is inconsistent.
     Corrupt,
-    /// A record of changes is incomplete, for good: its users must start over.
+    /// A record of changes is incomplete and stays so: its users must start with a full copy.
     LacksChanges,
     /// The host failed the operation.
     Io,
@@ -101,7 +101,8 @@ struct Detail {
 }
 
 impl Error {
-    /// An error of Blockhouse's own making. `what` says what failed and why: "cannot write: ...".
+    /// An error that Blockhouse itself detects. `what` says what failed and why: "cannot write:
+    /// ...".
     pub fn new(kind: ErrorKind, what: impl Into<Cow<'static, str>>) -> Self {
         Self(Box::new(Detail {
             kind,
@@ -115,8 +116,8 @@ impl Error {
         }))
     }
 
-    /// An error from the host. `what` names the failed operation: "cannot write". The errno of
-    /// `source` is kept; without one it is EIO.
+    /// An error from the host. `what` names the failed operation: "cannot write". The error keeps
+    /// the errno of `source`; if `source` has none, the errno is EIO.
     pub fn host(what: impl Into<Cow<'static, str>>, source: io::Error) -> Self {
         let code = source.raw_os_error().unwrap_or(errno::EIO);
         let mut error = Self::new(ErrorKind::from_errno(code), what);
@@ -169,8 +170,7 @@ impl Error {
         self
     }
 
-    /// Whether the failure concerns nothing but the range of the failed operation. `false` means
-    /// that this is not known.
+    /// Whether the failure is known to affect only the range of the failed operation.
     pub fn is_confined(&self) -> bool {
         self.0.confined
     }
@@ -233,8 +233,8 @@ impl fmt::Debug for Error {
     }
 }
 
-// The source is part of the line already, so `source()` stays empty: printing the chain of causes
-// must not say it twice.
+// `Display` includes the source already. So `source()` returns `None`: a caller that prints the
+// chain of causes must not print it twice.
 impl StdError for Error {}
 
 #[cfg(test)]

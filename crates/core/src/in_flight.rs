@@ -1,12 +1,13 @@
-//! How much one party may have in flight: the one answer for all exports.
+//! Limits of what one party may have in flight, the same for all exports.
 //!
 //! A party is a client's connection or a guest's queue. Each export announces and enforces these
 //! limits in the words of its protocol, and the event loop takes the length of a turn from here. A
-//! request that is longer than allowed fails alone; further requests and bytes wait in the socket
-//! or the ring.
+//! request that is longer than allowed fails, and no other request does; requests over the limits
+//! wait in the socket or the ring.
 //!
-//! Guarantee: what a party has in flight is what its [`InFlightPermit`]s hold. A permit returns
-//! itself when it is dropped, on every path of a request, errors and dropped futures included.
+//! Guarantee: a party has in flight exactly the requests and bytes that its [`InFlightPermit`]s
+//! hold. A permit returns itself when it is dropped, on every path of a request, errors and dropped
+//! futures included.
 
 use std::cell::Cell;
 use std::mem;
@@ -20,21 +21,20 @@ pub struct InFlightLimits {
     /// Bytes of data that one request may move. A request without data (a discard, a zero write)
     /// is bounded by its protocol; the I/O path cuts it and yields between the pieces.
     pub request_bytes: u64,
-    /// Requests that were taken and not answered.
+    /// Requests that were accepted and not answered.
     pub requests: usize,
     /// Bytes of data of all requests that were accepted and not answered. A party with nothing in
     /// flight may begin one request of any length.
     pub bytes: u64,
     /// How long the party's tasks may compute while tasks of other parties on the same event loop
-    /// wait. Not exact: a task that is polled is not interrupted (see
-    /// [`WorkBudget`](crate::WorkBudget) for how long that takes).
+    /// wait. Not exact: a task is not interrupted while it is polled (see
+    /// [`WorkBudget`](crate::WorkBudget) for the length of a poll).
     pub turn: Duration,
 }
 
 impl InFlightLimits {
-    /// 32 MiB a request (what an NBD client may assume without asking), 128 requests, 64 MiB in
-    /// all, and turns of 50 microseconds: about what a loop spends on a batch of short
-    /// requests.
+    /// 32 MiB a request (what an NBD client may assume without negotiation), 128 requests, 64 MiB
+    /// in all, and turns of 50 microseconds: about what a loop spends on a batch of short requests.
     pub const DEFAULT: Self = Self {
         request_bytes: 32 << 20,
         requests: 128,
@@ -74,7 +74,7 @@ impl InFlight {
         self.requests.get()
     }
 
-    /// Bytes of their data.
+    /// Bytes of data of the requests in flight.
     pub fn bytes(&self) -> u64 {
         self.bytes.get()
     }
@@ -95,14 +95,15 @@ impl InFlight {
         InFlightPermit::new(self, length)
     }
 
-    /// As [`acquire`](Self::acquire), for a counter around this one whose permit releases both.
+    /// As [`acquire`](Self::acquire), without a permit: for a counter that contains this one and
+    /// whose permit releases both.
     pub fn add(&self, length: u64) {
         self.requests.update(|requests| requests + 1);
         self.bytes.update(|bytes| bytes + length);
     }
 }
 
-/// Takes back what an [`InFlightPermit`] holds.
+/// A counter to which an [`InFlightPermit`] returns what it holds.
 pub trait ReleaseInFlight {
     /// Ends requests in flight, with their bytes.
     fn release(&self, requests: usize, bytes: u64);
@@ -146,7 +147,8 @@ where
         }
     }
 
-    /// Takes over what `other` holds, a permit of the same counter: both return together.
+    /// Takes over the requests and bytes of `other`, a permit of the same counter; they return when
+    /// this permit is dropped.
     pub fn merge(&mut self, mut other: Self) {
         self.requests += mem::take(&mut other.requests);
         self.bytes += mem::take(&mut other.bytes);

@@ -9,9 +9,10 @@
 //! | [`Extent`] | the location of a guest's bytes, and the rules for overwriting them |
 //! | [`Error`] | one line: the failure, its file and offset, and what to do; and an errno |
 //!
-//! [`sync`] has the primitives of concurrency that all layers share, [`metrics`] what they measure
-//! with. This crate does no I/O and starts no threads. To open disk images see `blockhouse-disk`;
-//! the guide to all crates is `docs/library.md` in the repository.
+//! [`sync`] has the primitives of concurrency that all layers share, [`metrics`] the clock,
+//! counters and histograms with which they measure. This crate does no I/O and starts no threads.
+//! To open disk images see `blockhouse-disk`; the guide to all crates is `docs/library.md` in the
+//! repository.
 //!
 //! # Memory
 //!

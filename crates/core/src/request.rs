@@ -1,7 +1,7 @@
 //! The requests of an export to a disk.
 //!
-//! Every protocol is turned into these, so that range, alignment, access and limits are checked at
-//! one place for all of them.
+//! Every export turns its protocol into these, so that one place checks range, alignment, access
+//! and limits for all protocols.
 
 use crate::{ByteRange, Durability, IoVector};
 
@@ -45,9 +45,9 @@ pub enum Request {
     WriteZeroes {
         /// The bytes of the disk.
         range: ByteRange,
-        /// Whether their space may be deallocated.
+        /// Whether the range's space may be deallocated.
         unmap: Unmap,
-        /// Whether slow ways are welcome.
+        /// Whether the zeros may be written as data, which is slow.
         fallback: Fallback,
         /// The data that must be stable on completion.
         durability: Durability,
@@ -69,7 +69,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Whether it changes the disk's content.
+    /// Whether the request changes the disk's content.
     pub fn is_change(&self) -> bool {
         match self {
             Self::Write { .. } | Self::WriteZeroes { .. } | Self::Discard { .. } => true,
@@ -81,13 +81,13 @@ impl Request {
 /// Whether a zero write may give space back to the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unmap {
-    /// Holes are welcome.
+    /// The range may become a hole.
     Allowed,
     /// The space must stay allocated, so that a later write cannot run out of it.
     Forbidden,
 }
 
-/// How much work a zero write is worth.
+/// Whether a zero write may fall back to writing zeros as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fallback {
     /// Write zeros as data if there is no quicker way.

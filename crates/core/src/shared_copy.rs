@@ -1,24 +1,24 @@
-//! Copies from and to memory that another process changes meanwhile: a guest's.
+//! Copies from and to memory that another process may change during the copy: a guest's memory.
 //!
-//! `memcpy` on such memory is a data race by the letter: its accesses are not atomic, so the
-//! compiler may assume that nothing changes. The functions here are race-free by the letter. Each
-//! is defined by a sequence of [`AtomicU8`] accesses, `Relaxed`, one for each byte of the shared
-//! memory (on other processors than x86-64 of aligned words where both sides are aligned); the
-//! other side is private memory and is accessed as usual. An inline `asm!` block must behave like
-//! some sequence of Rust operations that its author names (the Rust reference, "Rules for inline
-//! assembly"), and that sequence is it: no instruction of the loops below tears a byte, or reads
-//! what it has written. So a byte that is copied is one that some process stored there. There is no
-//! order between bytes, nor between two copies of the same byte: a value that must be read once is
-//! copied once and then used.
+//! By Rust's memory model, `memcpy` on such memory is a data race: its accesses are not atomic, so
+//! the compiler may assume that the memory does not change. The functions here have no data race in
+//! that model. Each is defined as a sequence of `Relaxed` [`AtomicU8`] accesses, one for each byte
+//! of the shared memory (on processors other than x86-64, of aligned words if both sides are
+//! aligned). The other side is private memory and is accessed as usual. An inline `asm!` block must
+//! behave like some sequence of Rust operations that its author names (the Rust reference, "Rules
+//! for inline assembly"), and this sequence is the one named: no instruction of the loops below
+//! tears a byte, or reads what it has written. So each copied byte has a value that some process
+//! stored there. There is no order between bytes, nor between two copies of the same byte. So a
+//! caller that must not read a value twice copies it once and then uses the copy.
 //!
-//! Cost: that of `memcpy` from 512 bytes on (`cargo bench -p blockhouse-core --bench shared_copy`).
-//! The loops are of vector instructions and not `rep movsb`, which falls to 1 GB/s on Zen 3 where
-//! the target lies a little above the source in their pages (the library's `memcpy` uses it there,
-//! and does too).
+//! Cost: as `memcpy` from 512 bytes on (`cargo bench -p blockhouse-core --bench shared_copy`). The
+//! loops use vector instructions and not `rep movsb`, which falls to 1 GB/s on Zen 3 if the
+//! target's offset in its page is a little above the source's (the C library's `memcpy` uses `rep
+//! movsb` there and is as slow).
 //!
-//! Memory may vanish under a copy (its file is cut short): the copy then goes on with zeros, and
-//! [`IoVector::is_intact`](crate::IoVector::is_intact) says so. Memory of our own never needs this
-//! module.
+//! Memory may vanish during a copy (its file is truncated): the copy then continues with zeros, and
+//! [`IoVector::is_intact`](crate::IoVector::is_intact) reports the loss. Private memory never needs
+//! this module.
 
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
@@ -51,7 +51,7 @@ pub unsafe fn copy_to_shared(source: *const u8, target: *mut u8, length: usize) 
 /// # Safety
 /// As for the target of [`copy_to_shared`].
 pub unsafe fn fill_shared(target: *mut u8, byte: u8, length: usize) {
-    // It stays in the processor's L1 cache, so that only the loop's stores take time.
+    // The pattern stays in the processor's L1 cache, so that only the loop's stores take time.
     let pattern = [byte; 2048];
     let mut done = 0;
     while done < length {
@@ -115,15 +115,15 @@ unsafe fn copy(source: *const u8, target: *mut u8, length: usize, _: Side) {
     }
 }
 
-/// The loops. Each copies whole blocks, then whole vectors, then the last vector's worth of bytes,
-/// some of which it has copied before: a byte copied again is one more pair of accesses to it,
-/// which the sequence that defines the copy may have.
+/// The loops. Each copies whole blocks, then whole vectors, then the last `vector` bytes, some of
+/// which it has copied before. The sequence of accesses that defines a copy may access a byte
+/// twice.
 #[cfg(target_arch = "x86_64")]
 mod x86_64 {
     use std::arch::asm;
 
-    /// A function that copies at least `$vector` bytes by registers of that many, four of them a
-    /// block.
+    /// A function that copies at least `$vector` bytes, with registers of `$vector` bytes; a block
+    /// is four registers.
     macro_rules! copy_loop {
         (
             $(#[$attribute:meta])*
@@ -205,8 +205,8 @@ mod x86_64 {
 }
 
 /// Copies at least [`VECTOR`] bytes, one side of which is shared: by words where both sides are
-/// aligned, else by bytes. Words and bytes meet in one place only if the guest gives overlapping
-/// memory to two requests.
+/// aligned, else by bytes. The same memory is accessed by words and by bytes only if the guest
+/// gives overlapping memory to two requests.
 ///
 /// # Safety
 /// As for [`copy_from_shared`] or [`copy_to_shared`].
@@ -239,8 +239,8 @@ mod tests {
 
     type Copy = unsafe fn(*const u8, *mut u8, usize);
 
-    /// Lengths around every boundary of the loops, at every alignment that they may meet, with the
-    /// bytes before and after left alone.
+    /// Copies lengths around every boundary of the loops, at several alignments, and checks that
+    /// the bytes before and after the target do not change.
     fn copies_exactly(copy: Copy, least: usize) {
         let source: Vec<u8> = (0..1024).map(|index| (index % 251) as u8 + 1).collect();
         for length in (least..300).chain([511, 512, 513, 640]) {

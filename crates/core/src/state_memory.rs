@@ -1,42 +1,40 @@
 //! Memory that outlives the process: where a format keeps its redo log.
 //!
 //! A process that is killed loses no store that it made, because the memory belongs to the host and
-//! not to the process: a file on tmpfs that is mapped shared, for instance. A loss of power, or a
-//! restart of the host, voids it.
+//! not to the process: a file on tmpfs that is mapped shared, for instance. A power failure or a
+//! restart of the host loses the memory.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How many words are there from the start: 32 KiB. Of shorter memory all are.
+/// How many words are reserved from the start (32 KiB); in shorter memory, all of them.
 pub const RESERVED_WORDS: usize = 4096;
 
 /// Memory of 64-bit words that outlives the process which stores them.
 ///
 /// An implementation guarantees:
 ///
-/// - A word that [`store`](Self::store) has written is there for the next process, whatever ends
-///   this one: SIGKILL, an abort, no memory left. Nothing needs to be flushed or closed for that.
+/// - The next process finds each word that [`store`](Self::store) has written, whatever ends this
+///   process: SIGKILL, an abort, the OOM killer. Nothing needs to be flushed or closed for that.
 /// - Stores of one thread become visible in their order, to other threads and to the next process.
 /// - A word is never torn: a load sees zero, or a value that was stored.
-/// - Neither loads nor stores block, allocate or make a system call, but for a page that is touched
-///   the first time.
-/// - A store to one of the first [`RESERVED_WORDS`] never fails, and one beyond them does not after
-///   [`reserve`](Self::reserve). Callers never store to other words.
-/// - New memory is all zeros, and only one user stores into it at a time, which the image's lock
-///   ensures.
+/// - Loads and stores do not block, allocate or make a system call, except at the first access to a
+///   page.
+/// - A store to one of the first [`RESERVED_WORDS`] never fails, and neither does a store to a word
+///   that [`reserve`](Self::reserve) has allocated. Callers never store to other words.
+/// - New memory is all zeros. The image's lock ensures that only one user stores into it at a time.
 ///
-/// The memory may be damaged or not what the reader expects: another program had access to the
-/// file. So a reader checks all words as untrusted input.
+/// Another program may have changed the file. So a reader checks all words as untrusted input.
 pub trait StateMemory: Send + Sync {
     /// How many words there are. Constant.
     fn words(&self) -> usize;
 
-    /// Loads a word, before everything that the caller loads later (acquire).
+    /// Loads a word with acquire ordering.
     ///
     /// # Panics
     /// When `index` is not less than [`words`](Self::words).
     fn load(&self, index: usize) -> u64;
 
-    /// Stores a word, after everything that the caller stored before (release).
+    /// Stores a word with release ordering.
     ///
     /// # Panics
     /// When `index` is not less than [`words`](Self::words).
@@ -46,8 +44,9 @@ pub trait StateMemory: Send + Sync {
     /// keep their value. `false` on ENOMEM: then nothing has changed. May make a system call.
     fn reserve(&self, words: usize) -> bool;
 
-    /// Frees the memory beyond the first `words` words, at least [`RESERVED_WORDS`]. It then reads
-    /// as zeros or as before, and must be reserved again before stores. May make a system call.
+    /// Frees the memory beyond the first `words` words, at least [`RESERVED_WORDS`]. The freed
+    /// words then read as zeros or as before, and must be reserved again before stores. May make a
+    /// system call.
     fn release(&self, words: usize);
 }
 
@@ -66,7 +65,7 @@ impl StateMemory for Vec<AtomicU64> {
         self[index].store(value, Ordering::Release);
     }
 
-    /// All of it is there.
+    /// All words are allocated.
     fn reserve(&self, _words: usize) -> bool {
         true
     }

@@ -1,8 +1,9 @@
-//! The one interface between the I/O path and whatever holds the bytes.
+//! The one interface between the I/O path and the storage of the bytes.
 //!
 //! A host file, a block device and the simulator's disk are all a [`Storage`]; formats and the I/O
-//! path are generic over it, so that the simulator stands where the disk does. Only what a storage
-//! may go without has a default body: each implementation says what it does for every guarantee.
+//! path are generic over it, so that tests can put the simulator in the place of a disk. Only
+//! optional operations have a default body: every implementation must state what it does for each
+//! guarantee.
 
 use std::future::{Future, ready};
 use std::os::fd::BorrowedFd;
@@ -13,8 +14,9 @@ use crate::{ByteRange, Durability, Error, ErrorKind, Fua, IoVector, Result, Sync
 /// A flat range of bytes that can be read, written and made durable.
 ///
 /// A future that is dropped before it is ready leaves its operation to complete by itself: the
-/// operation owns its [`IoVector`] until then, and whether a dropped write happened is unknown.
-/// When a future is ready, the vector has been dropped: the lender can use its buffer again.
+/// operation owns its [`IoVector`] until then, and the caller does not learn whether a dropped
+/// write has happened. When a future is ready, the vector has been dropped: the lender can use its
+/// buffer again.
 ///
 /// The outcome of a dropped flush or durable write is not lost, because the host reports each
 /// failure once: the next flush first waits until such operations have ended, and if one of them
@@ -23,17 +25,17 @@ use crate::{ByteRange, Durability, Error, ErrorKind, Fua, IoVector, Result, Sync
 /// The order of operations in flight at the same time is not defined. A caller that needs an order
 /// waits for the first before it starts the second.
 ///
-/// Ranges are aligned as [`Capabilities::alignment`] says. One more is always welcome: the last
-/// partial block, where the size is no multiple of the offset alignment. It starts at the last
-/// multiple below the size and ends exactly at the size, or at the next multiple of 512.
+/// Ranges are aligned as [`Capabilities::alignment`] says. One range need not be: the last partial
+/// block, if the size is not a multiple of the offset alignment. It starts at the last multiple of
+/// the alignment below the size, and ends exactly at the size or at the next multiple of 512.
 pub trait Storage: 'static {
-    /// How people call it: a path, mostly. For messages.
+    /// The storage's name for messages, usually a path.
     fn name(&self) -> &str;
 
-    /// The storage's abilities, and its cheapest ways, for the thread that asks and carries the
-    /// request out: others may have another way to it. Cheap, and asked anew for each request:
-    /// a thread's answer may get worse at run time (a kernel that refuses a flag), never
-    /// better.
+    /// The storage's abilities and its cheapest operations, for the calling thread, which must also
+    /// submit the request: another thread may reach the storage in another way. Cheap: callers ask
+    /// for each request. A thread's answer may get worse at run time (the kernel refuses a flag),
+    /// never better.
     fn capabilities(&self) -> Capabilities;
 
     /// The size in bytes.
@@ -42,21 +44,22 @@ pub trait Storage: 'static {
     /// Fills `into` with the bytes from `offset` on. Bytes past the end of a file read as zeros.
     fn read(&self, offset: u64, into: IoVector) -> impl Future<Output = Result<()>>;
 
-    /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), as
-    /// durable as asked. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when there
-    /// was no room for all bytes. What is written past the end makes the storage longer. A write
-    /// that fails may have stored any part of the bytes, and [`size`](Self::size) says how long
-    /// that has made the storage.
+    /// Stores all bytes of `from` from `offset` on (never fewer: short writes are continued), with
+    /// the durability given. Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) when
+    /// there was no space for all bytes. A write past the end makes the storage longer. A write
+    /// that fails may have stored any part of the bytes; [`size`](Self::size) then returns the
+    /// length that results.
     ///
-    /// A durable write is a write and a flush in one, so its failure may be the only report of an
-    /// earlier write that was lost, whatever its errno. Where the storage knows that it is not, it
-    /// says so by [`Error::confined`](crate::Error::confined).
+    /// A durable write is a write and a flush in one. So its failure, with any errno, may be the
+    /// only report that an earlier write was lost. If the storage knows that no other write was
+    /// lost, it marks the error with [`Error::confined`](crate::Error::confined).
     ///
-    /// No storage emulates it. What a single request cannot make durable fails with
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), and the caller writes and
-    /// flushes: [`Durability::Full`], [`Durability::Data`] where [`Capabilities::fua`] is not
-    /// native, and the last partial block. So does a write that the host refuses although FUA was
-    /// said to be native; nothing but a part of its own bytes was written then.
+    /// No storage emulates a durable write. A write that a single request cannot make durable fails
+    /// with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), and the caller then writes
+    /// and flushes. This concerns [`Durability::Full`], [`Durability::Data`] if
+    /// [`Capabilities::fua`] is not native, and the last partial block. A write that the host
+    /// refuses although FUA was reported as native fails in the same way; a part of its own bytes
+    /// may have been written, and nothing else.
     fn write(
         &self,
         offset: u64,
@@ -65,21 +68,21 @@ pub trait Storage: 'static {
     ) -> impl Future<Output = Result<()>>;
 
     /// Makes the range read as zeros without sending zeros, or fails with
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed. Not durable
-    /// before the next flush, as little as a discard or a resize.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and changes nothing. Like a
+    /// discard or a resize, it is not durable before the next flush.
     fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> impl Future<Output = Result<()>>;
 
-    /// Fills the range with zeros that are *written*, without sending them: once a full flush that
-    /// began after the return has ended, a durable write to the range costs what an overwrite
-    /// costs, and nothing of the host's metadata. What lies past the end makes the storage
-    /// longer. Not durable before that flush: after a crash a sector may hold what it held
-    /// before, or zeros; past the end as it was, anything. `held` has no bytes; the operation owns
-    /// it until it ends, and with it its guards.
+    /// Fills the range with *written* zeros without sending them (no unwritten extents). After a
+    /// full flush that began after the return, a durable write to the range is a plain overwrite:
+    /// the host has no metadata to write for it. A range past the end makes the storage longer. Not
+    /// durable before that flush: after a crash a sector may have its old content or zeros, and a
+    /// sector past the old end anything. `held` has no bytes; the operation owns it, and so its
+    /// guards, until the operation ends.
     ///
-    /// Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and nothing changed
-    /// where zeros have to be sent for that, and with
-    /// [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where there is no room, with a part of
-    /// the range filled at most.
+    /// Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), and changes nothing,
+    /// if the zeros would have to be sent. Fails with
+    /// [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) if there is no space; a part of the range
+    /// may have been filled.
     fn prepare_zeroes(
         &self,
         _range: ByteRange,
@@ -89,8 +92,8 @@ pub trait Storage: 'static {
         ready(Err(Error::new(ErrorKind::Unsupported, what).on(self.name())))
     }
 
-    /// How many bytes the host could still give to the storage, which others may take first; `None`
-    /// where that is not known, or where the storage has all its space.
+    /// How many bytes the host could still allocate to the storage, unless other files take them
+    /// first; `None` if that is unknown, or if all of the storage's space is allocated.
     ///
     /// # Errors
     /// The host's.
@@ -98,40 +101,40 @@ pub trait Storage: 'static {
         ready(Ok(None))
     }
 
-    /// Gives the space of the range back; [`Capabilities::read_after_discard`] says what it reads
-    /// as afterwards. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) and
-    /// nothing changed where the storage cannot.
+    /// Deallocates the space of the range; [`Capabilities::read_after_discard`] says what the range
+    /// reads as afterwards. Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported),
+    /// and changes nothing, if the storage cannot.
     fn discard(&self, range: ByteRange) -> impl Future<Output = Result<()>>;
 
-    /// Makes every write that completed before the call durable. Always does the work: whether
-    /// there is anything to flush, and what a failure means for later flushes, is decided above.
+    /// Makes every write that completed before the call durable. Always flushes: the caller decides
+    /// whether there is anything to flush, and what a failure means for later flushes.
     fn flush(&self, sync: SyncMode) -> impl Future<Output = Result<()>>;
 
     /// Changes the size. New bytes read as zeros. Not durable before the next full flush.
     fn resize(&self, size: u64) -> impl Future<Output = Result<()>>;
 
-    /// Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) where it is known that the
-    /// storage cannot become `size` bytes long, whatever room there is. Changes nothing.
+    /// Fails with [`ErrorKind::NoSpace`](crate::ErrorKind::NoSpace) if the storage is known to be
+    /// unable to become `size` bytes long, however much space is free. Changes nothing.
     fn check_size(&self, _size: u64) -> Result<()> {
         Ok(())
     }
 
-    /// Makes the storage at least `size` bytes long if it can do that by itself, so that writes do
-    /// not lengthen it one by one. New bytes read as zeros; what is there stays, whatever
-    /// happens at the same time. It is a hint: a storage that cannot leaves its length alone.
+    /// Makes the storage at least `size` bytes long if it can, so that not every write has to
+    /// lengthen it. New bytes read as zeros. Existing bytes and concurrent writes are not changed.
+    /// A hint: a storage that cannot do it keeps its length.
     fn extend_hint(&self, _size: u64) -> impl Future<Output = ()> {
         ready(())
     }
 
-    /// Whether bytes read as zeros that the storage gets when it becomes longer, by a write, a
-    /// resize or another program. Not those of a block device: what its volume manager gives it
-    /// may hold anything.
+    /// Whether new bytes read as zeros when the storage becomes longer, by a write, a resize or
+    /// another program. `false` for a block device: the space that its volume manager adds may hold
+    /// anything.
     fn grows_with_zeros(&self) -> bool {
         true
     }
 
-    /// The status of the start of `range`, and for how many bytes it holds (at least one, at most
-    /// the length of the range, which must not be empty).
+    /// The allocation at the start of `range`, and for how many bytes it is the same (at least one,
+    /// at most the length of the range, which must not be empty).
     fn block_status(&self, range: ByteRange) -> impl Future<Output = Result<(Allocation, u64)>>;
 
     /// Starts to bring the range into the cache, if there is one. Without a cache it does nothing.
@@ -143,10 +146,10 @@ pub trait Storage: 'static {
         None
     }
 
-    /// When the storage was changed for the last time, by whatever program, since the Unix epoch:
-    /// by a clock that no program can set for it. No change that begins after the return has
-    /// this time. `None` where nothing tells. Of a block device it is no time, but says how
-    /// much was written to it.
+    /// The time since the Unix epoch at which any program last changed the storage: a time that
+    /// programs cannot set (ctime, not mtime). A change that begins after the return gets a
+    /// different value. `None` if unknown. For a block device the value is not a time but the
+    /// amount written to it.
     ///
     /// # Errors
     /// The host's.
@@ -154,20 +157,20 @@ pub trait Storage: 'static {
         ready(Ok(None))
     }
 
-    /// Whether [`close`](Self::close) gives something back, so that operations fail afterwards. A
-    /// storage with a `close` of its own says so here: otherwise it is closed while operations
-    /// are in flight.
+    /// Whether [`close`](Self::close) releases something that operations need, so that they fail
+    /// afterwards. A storage that implements `close` must return `true`: otherwise it is closed
+    /// while operations are in flight.
     fn needs_close(&self) -> bool {
         false
     }
 
-    /// Requests from now on are made to close it: a storage of another host, which may never
-    /// answer, limits how long that waits.
+    /// Tells the storage that all further requests serve to close it. A storage on another host,
+    /// which may never answer, then limits how long they wait.
     fn begin_close(&self) {}
 
-    /// Gives back what the storage holds on another host, such as a lock. Operations that begin
-    /// later may fail. A storage that is dropped without it gives that back as well, but may
-    /// block its thread until then. What is only of this process goes with the drop.
+    /// Releases what the storage holds on another host, such as a lock. Operations that begin later
+    /// may fail. Dropping the storage without `close` releases it too, but may block the thread.
+    /// Resources of this process are released by the drop.
     fn close(&self) -> impl Future<Output = Result<()>> {
         ready(Ok(()))
     }
@@ -180,18 +183,18 @@ pub trait Storage: 'static {
     /// The snapshots that the storage has taken of itself, in the order in which they were taken.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where it takes none.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the storage takes none.
     fn list_snapshots(&self) -> impl Future<Output = Result<Vec<StorageSnapshot>>> {
         ready(Err(without_snapshots(self.name())))
     }
 
-    /// The parts of `range` that were written, or given back, since the storage took a snapshot, in
-    /// order; none of them touches the next. A part may have the bytes that it had. What is
-    /// past the end is no change.
+    /// The parts of `range` that were written or deallocated since the storage took a snapshot, in
+    /// order of their offsets; no two of them are adjacent. A part's bytes may be the same as
+    /// before. Bytes past the end are not reported.
     ///
     /// # Errors
-    /// As [`change_snapshots`](Self::change_snapshots); `InvalidInput` also where the snapshot is
-    /// younger than what the storage was opened on.
+    /// As [`change_snapshots`](Self::change_snapshots); `InvalidInput` also if the storage was
+    /// opened on a snapshot that is older than this one.
     fn changes_since(
         &self,
         _snapshot: &str,
@@ -200,13 +203,13 @@ pub trait Storage: 'static {
         ready(Err(without_snapshots(self.name())))
     }
 
-    /// Takes, deletes, renames or applies a snapshot; durable when it returns. The caller keeps
-    /// other changes away.
+    /// Takes, deletes, renames or applies a snapshot; durable when it returns. The caller ensures
+    /// that no other change is in flight.
     ///
     /// # Errors
     /// As [`list_snapshots`](Self::list_snapshots);
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) where there is no such
-    /// snapshot, or the name of a new one is taken or cannot be used.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no such snapshot, or
+    /// if the name of a new one exists already or is not allowed.
     fn change_snapshots(&self, _change: SnapshotChange<'_>) -> impl Future<Output = Result<()>> {
         ready(Err(without_snapshots(self.name())))
     }
@@ -219,25 +222,25 @@ fn without_snapshots(name: &str) -> Error {
 /// A change of the snapshots that a storage takes of itself, by their names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SnapshotChange<'a> {
-    /// Takes one of this name.
+    /// Takes a snapshot of this name.
     Create(&'a str),
-    /// Deletes this one.
+    /// Deletes the snapshot of this name.
     Delete(&'a str),
-    /// Gives one another name.
+    /// Renames a snapshot.
     Rename {
-        /// Its name so far.
+        /// The present name.
         from: &'a str,
-        /// Its name from now on.
+        /// The new name.
         to: &'a str,
     },
-    /// Makes the storage what it was when this one was taken, its size included.
+    /// Restores the storage's content and size of the time when this snapshot was taken.
     Apply(&'a str),
 }
 
 /// A part of a storage that has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StorageChange {
-    /// Where.
+    /// The changed range.
     pub range: ByteRange,
     /// The present allocation.
     pub allocation: Allocation,
@@ -248,11 +251,11 @@ pub struct StorageChange {
 pub struct StorageSnapshot {
     /// Unique in the storage.
     pub id: u64,
-    /// Unique in the storage, too.
+    /// Also unique in the storage.
     pub name: String,
-    /// When it was taken, since 1970-01-01 UTC.
+    /// When the snapshot was taken, since 1970-01-01 UTC.
     pub created: Duration,
-    /// Bytes of the storage when it was taken.
+    /// Bytes of the storage when the snapshot was taken.
     pub size: u64,
 }
 
@@ -261,11 +264,12 @@ pub struct StorageSnapshot {
 pub struct Capabilities {
     /// How single writes are made durable.
     pub fua: Fua,
-    /// The cost of a write with native FUA at the disk below.
+    /// The cost of a write with native FUA at the physical disk.
     pub fua_cost: FuaCost,
     /// Whether completed writes may sit in a volatile cache.
     pub write_cache: WriteCache,
-    /// When durable writes in flight together are cheaper as plain writes with one flush for all.
+    /// The number of concurrent durable writes from which plain writes and one flush are cheaper
+    /// than FUA on each.
     pub group_commit: GroupCommit,
     /// The unit of which offsets, lengths and memory addresses must be multiples. This never
     /// changes while the storage is open.
@@ -284,16 +288,17 @@ pub struct Capabilities {
 /// The content of a discarded range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadAfterDiscard {
-    /// Zeros; after a crash, each of its sectors as zeros or as it was.
+    /// Zeros. After a crash, each sector of the range has zeros or its old content.
     Zeros,
-    /// Undefined, also what another range held.
+    /// Undefined: the range may even read as the old content of another range.
     Undefined,
 }
 
-/// Whether the storage has an operation of its own for something.
+/// Whether the storage has its own operation for a purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offload {
-    /// Yes, as far as is known: it may still refuse at the first try, and is `Unavailable` then.
+    /// Yes, as far as is known. The first use may still fail; the answer is `Unavailable` from then
+    /// on.
     Available,
     /// No.
     Unavailable,
@@ -302,16 +307,16 @@ pub enum Offload {
 /// The cost of a durable write at the disk, where FUA is native.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FuaCost {
-    /// One request: the disk has FUA, or no cache that could lose it.
+    /// One request: the disk has FUA, or no volatile cache.
     NoFlush,
-    /// A flush besides: writes in flight together may share one, several in a row have one each.
+    /// An extra flush. Concurrent writes may share a flush; consecutive writes need one each.
     ExtraFlush,
 }
 
-/// From how many durable writes in flight on a shared flush is cheaper than FUA on each.
+/// The number of durable writes in flight from which one shared flush is cheaper than FUA on each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupCommit {
-    /// It never is: each carries its durability as cheaply as can be.
+    /// A shared flush is never cheaper.
     Never,
     /// From this many on.
     From(usize),
@@ -326,7 +331,7 @@ pub enum WriteCache {
     None,
 }
 
-/// The demands of direct I/O. Both are powers of two, 1 for "nothing".
+/// The alignment that direct I/O requires. Both values are powers of two; 1 means no requirement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
     /// Of offsets and lengths, in bytes.
@@ -336,10 +341,10 @@ pub struct Alignment {
 }
 
 impl Alignment {
-    /// No demand.
+    /// No requirement.
     pub const BYTE: Self = Self { offset: 1, memory: 1 };
 
-    /// Whether an operation can go down as it is.
+    /// Whether an operation can be submitted without a bounce buffer.
     pub fn admits(self, offset: u64, vector: &IoVector) -> bool {
         let length = vector.len() as u64;
         (offset | length) & (u64::from(self.offset) - 1) == 0
@@ -347,7 +352,7 @@ impl Alignment {
     }
 }
 
-/// The space behind a range of a storage.
+/// The allocation of a range of a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allocation {
     /// Space is allocated and holds data.

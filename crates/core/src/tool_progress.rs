@@ -1,11 +1,12 @@
-//! The progress of a tool: bytes that are done, of all.
+//! The progress of a tool: bytes done, and bytes in total.
 //!
-//! Guarantees: it is read from any thread, at any time, and it never goes back.
+//! Guarantees: any thread can read it at any time, and it never decreases.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that a tool has processed, and their total. If a tool processes the same bytes several
-/// times, as a repair checks before and after, [`in_passes`](Self::in_passes) gets the number.
+/// times (a repair checks before and after), [`in_passes`](Self::in_passes) takes the number of
+/// passes.
 #[derive(Debug)]
 pub struct ToolProgress {
     passes: u64,
@@ -21,22 +22,22 @@ impl Default for ToolProgress {
 }
 
 impl ToolProgress {
-    /// Of a tool that [begins](Self::begin) this many times.
+    /// The progress of a tool that calls [`begin`](Self::begin) this many times.
     pub fn in_passes(passes: u64) -> Self {
         let zero = || AtomicU64::new(0);
         Self { passes: passes.max(1), begun: zero(), done: zero(), total: zero() }
     }
 
-    /// Bytes that need no more work, and all of them; the latter is 0 if unknown, as before the
-    /// tool has begun. Several parts are in flight together, so earlier ones may still be
-    /// incomplete.
+    /// Bytes that need no more work, and bytes in total. The total is 0 if unknown, for example
+    /// before the tool has begun. Several parts are processed at once, so parts before the reported
+    /// position may still be incomplete.
     pub fn get(&self) -> (u64, u64) {
         let total = self.total.load(Ordering::Relaxed);
         let done = self.done.load(Ordering::Relaxed);
         (if total > 0 { done.min(total) } else { done }, total)
     }
 
-    /// A pass begins, which is about `bytes` long: that of the first counts for all of them.
+    /// Begins a pass of about `bytes` bytes. The length of the first pass counts for all passes.
     pub fn begin(&self, bytes: u64) {
         match self.begun.fetch_add(1, Ordering::Relaxed) {
             0 => self.total.store(bytes.saturating_mul(self.passes), Ordering::Relaxed),
@@ -47,7 +48,7 @@ impl ToolProgress {
         }
     }
 
-    /// All work before `offset` is done.
+    /// Records that all work before `offset` is done.
     pub fn reach(&self, offset: u64) {
         self.done.fetch_max(offset, Ordering::Relaxed);
     }

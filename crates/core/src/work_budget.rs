@@ -1,16 +1,16 @@
 //! Long work in short steps: a task that computes lets the others of its thread run.
 //!
-//! Futures are not interrupted. Work that is over without waiting (filling holes with zeros,
-//! looking up extents, decompression) would keep every other task of the thread waiting for as long
-//! as the request is long. So such work counts what it does and yields after each quantum of it.
-//! Counting, and not a clock, decides: it costs nothing, and a simulation stays deterministic.
+//! Futures are not interrupted. Work that never waits (filling holes with zeros, looking up
+//! extents, decompression) would keep every other task of the thread waiting until the whole
+//! request is done. So such work counts what it does and yields after each quantum. It counts and
+//! does not read a clock, because counting costs nothing and a simulation stays deterministic.
 
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::task::Poll;
 
-/// Lets every other task that is ready run first. Works with any executor: pending once, woken at
-/// once.
+/// Lets every other task that is ready run first. Works with any executor: the future wakes its
+/// task, returns pending once, and is then ready.
 pub async fn yield_now() {
     let mut yielded = false;
     poll_fn(|context| {
@@ -23,7 +23,7 @@ pub async fn yield_now() {
     .await;
 }
 
-/// The rest of the quantum of one request. Starts full.
+/// What is left of the quantum of one request. Starts full.
 #[derive(Debug)]
 pub struct WorkBudget {
     left: Cell<u64>,
@@ -37,7 +37,7 @@ impl WorkBudget {
     /// The cost of looking up an extent, in the same unit: a fraction of a microsecond.
     pub const LOOK_UP: u64 = 2 << 10;
 
-    /// How many times a byte that is decompressed costs more than a byte that is copied.
+    /// The cost of a decompressed byte, in copied bytes.
     pub const DECOMPRESSION: u64 = 16;
 
     /// A full quantum.
@@ -50,7 +50,7 @@ impl WorkBudget {
         self.left.update(|left| left.saturating_sub(cost));
     }
 
-    /// Yields if the quantum is used up; then there is a new one.
+    /// Yields and starts a new quantum if the present one is used up.
     pub async fn yield_if_spent(&self) {
         if self.left.get() == 0 {
             self.left.set(Self::QUANTUM);
@@ -58,7 +58,7 @@ impl WorkBudget {
         }
     }
 
-    /// Records work of this `cost`: yields if it used up the quantum.
+    /// Records work of this `cost`, and yields if the quantum is used up.
     pub async fn spend(&self, cost: u64) {
         self.charge(cost);
         self.yield_if_spent().await;

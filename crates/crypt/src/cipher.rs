@@ -1,7 +1,7 @@
-//! The sectors of a disk, encrypted and decrypted in memory.
+//! Encryption and decryption of a disk's sectors in memory.
 //!
-//! As `dm-crypt` does it: each sector by itself, with an initialization vector made of its number
-//! in units of 512 bytes.
+//! As in `dm-crypt`, each sector is encrypted by itself, with an initialization vector made of the
+//! sector's number in units of 512 bytes.
 
 use std::io;
 
@@ -54,11 +54,11 @@ enum Direction {
 }
 
 impl SectorCipher {
-    /// For sectors of `sector_size` bytes, a power of two from 512 to 4096. The key has a length
-    /// that the cipher has.
+    /// A cipher for sectors of `sector_size` bytes, a power of two from 512 to 4096. The key's
+    /// length must be valid for the cipher.
     ///
     /// # Errors
-    /// The kernel has no memory for the keys; `InvalidInput` for a key of another length.
+    /// The kernel has no memory for the keys; `InvalidInput` for a key of an invalid length.
     pub fn new(cipher: LuksCipher, key: &[u8], sector_size: u32) -> io::Result<Self> {
         let keys = match cipher {
             LuksCipher::AesXtsPlain | LuksCipher::AesXtsPlain64 => xts_keys(key),
@@ -81,7 +81,8 @@ impl SectorCipher {
         self.sector_size as u32
     }
 
-    /// Encrypts whole sectors in place; `number` is the first one's, in units of 512 bytes.
+    /// Encrypts whole sectors in place; `number` is the first sector's number in units of 512
+    /// bytes.
     pub fn encrypt(&self, number: u64, bytes: &mut [u8]) {
         self.run(Direction::Encrypt, number, bytes);
     }
@@ -114,7 +115,7 @@ impl SectorCipher {
 }
 
 impl std::fmt::Debug for SectorCipher {
-    /// Never the keys.
+    /// Does not show the keys.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("SectorCipher")
     }

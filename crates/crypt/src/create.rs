@@ -1,7 +1,7 @@
-//! The header of a new encrypted image: a key at random, in a slot that one secret opens.
+//! The header of a new encrypted image: a random key, in a slot that one secret opens.
 //!
-//! Guarantee: keys, salts and stripes are from the kernel's random numbers (`getrandom`), and the
-//! secret is one that [`unlock`](crate::unlock) opens the slot with, within its limits.
+//! Guarantee: keys, salts and stripes are random numbers of the kernel (`getrandom`), and
+//! [`unlock`](crate::unlock) can open the slot with the secret within its limits.
 
 use std::time::{Duration, Instant};
 
@@ -11,19 +11,20 @@ use blockhouse_format::NewLuks;
 
 use crate::{Secret, SectorCipher, hash, stripes};
 
-/// The fewest iterations of a secret and of a digest, as cryptsetup has them.
+/// The minimum number of iterations of a slot and of a digest, as in cryptsetup.
 const MIN_ITERATIONS: u32 = 1000;
-/// The most: a slot of two rounds each stays within a quarter of what is done for a header.
+/// The maximum: a slot, with two rounds an iteration, stays within a quarter of the limit for a
+/// header.
 const MAX_ITERATIONS: u32 = 1 << 24;
 /// Iterations by which the machine's speed is measured.
 const SAMPLE: u32 = 1 << 14;
 
-/// The header of LUKS 1 for a new image, with its areas: AES-256-XTS, a key at random, and one
-/// slot, which `secret` opens. To derive the slot's key takes about `time` on this machine.
-/// Computes for as long: not for an event loop.
+/// The LUKS 1 header for a new image, with its key areas: AES-256-XTS, a random key, and one slot,
+/// which `secret` opens. Deriving the slot's key takes about `time` on this machine. This call
+/// takes about as long, so do not call it on an event loop.
 ///
 /// # Errors
-/// The kernel has no random numbers or no memory.
+/// The kernel gives no random numbers or no memory.
 pub fn create_header(secret: &Secret, time: Duration) -> Result<Vec<u8>> {
     build(secret, time).map_err(|error| Error::host("cannot make a key", error))
 }
@@ -55,14 +56,14 @@ fn build(secret: &Secret, time: Duration) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// How many iterations of a secret take so long here.
+/// How many iterations take about `time` on this machine.
 pub(crate) fn iterations_for(secret: &Secret, time: Duration) -> u32 {
     let mut key = [0; NewLuks::KEY];
     let start = Instant::now();
     hash::pbkdf2(NewLuks::HASH, secret.bytes(), &[0; 32], SAMPLE, &mut key);
     zeroize::Zeroize::zeroize(&mut key);
     let each = start.elapsed().as_secs_f64() / f64::from(SAMPLE);
-    // Saturating, also where the clock stood still.
+    // The conversion saturates, also if the clock did not advance (division by zero).
     ((time.as_secs_f64() / each) as u32).clamp(MIN_ITERATIONS, MAX_ITERATIONS)
 }
 

@@ -1,4 +1,4 @@
-//! The hash functions of headers, by their names.
+//! The hash functions of LUKS headers.
 
 use blockhouse_format::LuksHash;
 use pbkdf2::pbkdf2_hmac;
@@ -16,8 +16,8 @@ pub(crate) fn length(hash: LuksHash) -> usize {
     }
 }
 
-/// Stores the first bytes of the digest of `parts`, one after the other, into `into`, at most as
-/// long as a digest.
+/// Fills `into`, which is at most as long as a digest, with the first bytes of the digest of the
+/// two `parts` concatenated.
 pub(crate) fn digest(hash: LuksHash, parts: [&[u8]; 2], into: &mut [u8]) {
     fn of<D: Digest>(parts: [&[u8]; 2], into: &mut [u8]) {
         let digest = D::new().chain_update(parts[0]).chain_update(parts[1]).finalize();

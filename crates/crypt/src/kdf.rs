@@ -1,7 +1,8 @@
-//! From a passphrase to the key of a slot's area, with a limit on the work.
+//! Derivation of a slot's area key from a passphrase, with a limit on the work.
 //!
-//! A header is a stranger's: without limits it could ask for hours and for all memory. One [`Work`]
-//! is for all slots of a header together, so 32 slots take no longer than one may.
+//! A header is untrusted: without limits it could ask for hours of work and for all memory. One
+//! [`Work`] limits all slots of a header together, so that 32 slots take no longer than one slot
+//! may.
 
 use argon2::{Algorithm, Argon2, Block, Params, Version};
 use blockhouse_engine::LockedBytes;
@@ -10,13 +11,14 @@ use zeroize::Zeroize;
 
 use crate::hash;
 
-/// The most rounds of HMAC. cryptsetup and QEMU choose what takes two seconds: some millions.
+/// The maximum number of HMAC rounds. cryptsetup and QEMU choose a number that takes two seconds:
+/// some millions.
 const MAX_ROUNDS: u64 = 1 << 27;
-/// The most memory of one Argon2 in KiB: the most that cryptsetup uses by default.
+/// The maximum memory of one Argon2 derivation, in KiB: cryptsetup's default maximum.
 const MAX_MEMORY_KIB: u32 = 1 << 20;
-/// The most KiB that all Argon2 together may fill, over all passes.
+/// The maximum number of KiB that all Argon2 derivations together may fill, over all passes.
 const MAX_FILLED_KIB: u64 = 32 << 20;
-/// The words for a limit that is exceeded.
+/// The error text for a limit that is exceeded.
 const TOO_MUCH: &str = "which is more than is done here";
 
 /// The work that may still be done for a header.
@@ -30,7 +32,7 @@ impl Work {
         Self { rounds: MAX_ROUNDS, filled_kib: MAX_FILLED_KIB }
     }
 
-    /// Pays for PBKDF2.
+    /// Subtracts the work of PBKDF2.
     fn take_rounds(
         &mut self,
         hash: LuksHash,
@@ -48,7 +50,7 @@ impl Work {
         Ok(())
     }
 
-    /// Pays for Argon2.
+    /// Subtracts the work of Argon2.
     fn take_filled(&mut self, passes: u32, memory_kib: u32) -> Result<(), String> {
         if memory_kib > MAX_MEMORY_KIB {
             let limit = MAX_MEMORY_KIB >> 10;
@@ -64,7 +66,7 @@ impl Work {
         Ok(())
     }
 
-    /// Fills `into` with the key that the secret gives.
+    /// Derives a key from the secret into `into`.
     ///
     /// # Errors
     /// The parameters in the header are not supported, or cost too much.
@@ -93,7 +95,7 @@ impl Work {
         }
     }
 
-    /// Whether `key` is the one that the digest is of.
+    /// Whether `digest` is the digest of `key`.
     ///
     /// # Errors
     /// As [`derive`](Self::derive).

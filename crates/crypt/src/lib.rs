@@ -1,16 +1,16 @@
 //! Keys and ciphers of encrypted images (layer 2): LUKS.
 //!
-//! - [`Secret`] is what a person gives: a passphrase or a key file.
-//! - [`unlock`] opens a key slot of a [`LuksHeader`](blockhouse_format::LuksHeader) with it. It
-//!   computes for long, so it has no place on an event loop.
+//! - [`Secret`] is a passphrase or the content of a key file.
+//! - [`unlock`] opens a key slot of a [`LuksHeader`](blockhouse_format::LuksHeader) with a secret.
+//!   It computes for seconds, so do not call it on an event loop.
 //! - [`create_header`] makes the header of a new image.
 //! - [`SectorCipher`] encrypts and decrypts the sectors of a disk.
 //!
 //! Guarantees: secrets, derived keys and the ciphers' key schedules are in locked memory that is
-//! wiped ([`Locked`](blockhouse_engine::Locked)). What a header asks for in time and memory is
-//! limited ([`unlock`]). The block cipher and the hashes take the same time whatever the key and
-//! the data are: AES by the processor's instructions, elsewhere bitsliced. No message has a secret
-//! in it.
+//! wiped when it is freed ([`Locked`](blockhouse_engine::Locked)). The time and memory that a
+//! header can demand are limited ([`unlock`]). The time of the block cipher and the hashes does not
+//! depend on the key and the data: AES uses the processor's instructions, or is bitsliced where
+//! there are none. No message contains a secret.
 #![forbid(unsafe_code)]
 
 mod cipher;

@@ -1,10 +1,11 @@
-//! The anti-forensic splitter of LUKS: a key in stripes, each of which is needed to get it back.
+//! The anti-forensic splitter of LUKS: it splits a key into stripes, all of which are needed to
+//! restore the key.
 
 use blockhouse_format::LuksHash;
 
 use crate::hash;
 
-/// Merges `stripes` of a key's length into `key`.
+/// Restores `key` from `stripes`, each of the key's length.
 pub(crate) fn merge(hash: LuksHash, stripes: &[u8], key: &mut [u8]) {
     key.fill(0);
     let mut stripes = stripes.chunks_exact(key.len()).peekable();
@@ -16,7 +17,8 @@ pub(crate) fn merge(hash: LuksHash, stripes: &[u8], key: &mut [u8]) {
     }
 }
 
-/// Makes of `stripes`, all but the last of which are random, those that [`merge`] to `key`.
+/// Sets the last of `stripes` so that [`merge`] restores `key`. The caller has filled the other
+/// stripes with random bytes.
 pub(crate) fn split(hash: LuksHash, key: &[u8], stripes: &mut [u8]) {
     let last = stripes.len() - key.len();
     let (random, last) = stripes.split_at_mut(last);
@@ -28,7 +30,7 @@ pub(crate) fn split(hash: LuksHash, key: &[u8], stripes: &mut [u8]) {
     last.iter_mut().zip(key).for_each(|(byte, other)| *byte ^= other);
 }
 
-/// Replaces each piece of a digest's length by the digest of its number and itself.
+/// Replaces each piece of a digest's length by the digest of the piece's number and content.
 fn diffuse(hash: LuksHash, bytes: &mut [u8]) {
     for (number, piece) in bytes.chunks_mut(hash::length(hash)).enumerate() {
         let (mut copy, length) = ([0; 64], piece.len());

@@ -1,4 +1,4 @@
-//! From a header and secrets to the cipher of the disk.
+//! Opens a key slot with a secret and returns the cipher of the disk.
 
 use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::LockedBytes;
@@ -7,16 +7,17 @@ use blockhouse_format::{LuksCipher, LuksHeader, LuksSlotKey};
 use crate::kdf::{Work, empty_key};
 use crate::{Secret, SectorCipher, stripes};
 
-/// The cipher of a container's disk, by the first of `secrets` that opens one of its key slots.
-/// `areas` are the bytes of the slots' areas, in the slots' order; those of slots that are not
-/// supported are not looked at. Errors have no file.
+/// The cipher of a container's disk, from the first of `secrets` that opens one of its key slots.
+/// `areas` are the bytes of the slots' areas, in the slots' order; areas of unsupported slots are
+/// not read. Errors do not name a file.
 ///
-/// Computes for seconds, with up to 1 GiB of memory: not for an event loop. What the header may ask
-/// for is limited: 2^27 rounds of HMAC, and 32 GiB filled by Argon2, over all slots and secrets.
+/// Computes for seconds, with up to 1 GiB of memory: do not call it on an event loop. The work that
+/// the header can demand is limited: 2^27 rounds of HMAC, and 32 GiB filled by Argon2, over all
+/// slots and secrets.
 ///
 /// # Errors
-/// `Unsupported` when no secret opens a slot, also where slots could not be tried or ask for too
-/// much.
+/// `Unsupported` when no secret opens a slot, also if slots could not be tried or exceed the
+/// limits.
 pub fn unlock(header: &LuksHeader, areas: &[Vec<u8>], secrets: &[&Secret]) -> Result<SectorCipher> {
     let mut work = Work::new();
     let mut reasons = Vec::new();
@@ -39,8 +40,8 @@ pub fn unlock(header: &LuksHeader, areas: &[Vec<u8>], secrets: &[&Secret]) -> Re
     Err(refusal(header, reasons))
 }
 
-/// The cipher of an image that QEMU encrypted before LUKS: the key is the secret, cut off or filled
-/// up with zeros to 16 bytes. Any secret has one, also a wrong one.
+/// The cipher of an image in QEMU's encryption before LUKS: the key is the secret, truncated or
+/// zero-padded to 16 bytes. A wrong secret is not detected: it gives a cipher, too.
 ///
 /// # Errors
 /// The kernel has no memory for the key.

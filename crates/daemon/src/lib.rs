@@ -1,22 +1,22 @@
 //! The running server (layer 6): disks, exports, control and hand-over, from the first check to the
 //! last flush.
 //!
-//! [`run()`] takes a [`Setup`](blockhouse_config::setup::Setup), a plain description of what is to
-//! run, and returns when that has ended in order. The command line is one way to make a `Setup`;
-//! nothing here reads arguments or prints.
+//! [`run()`] takes a [`Setup`](blockhouse_config::setup::Setup), a description of the server to
+//! run, and returns after its orderly end. The command line is one way to make a `Setup`; nothing
+//! here reads arguments or prints.
 //!
-//! - `process`: threads, signals, and what service managers are told
-//! - `server`: [`run()`], its start, upgrade and stop; `service`: what serves, as a whole
-//! - `running`: disks and exports, by name, while they are served; they come and go
+//! - `process`: threads, signals, and messages to the service manager
+//! - `server`: start, upgrade and stop ([`run()`]); `service`: everything that serves, as a whole
+//! - `running`: disks and exports by name; they are added and removed while the server runs
 //! - `endpoints`: listening sockets and devices
-//! - [`events`]: what happens meanwhile
+//! - [`events`]: events while the server runs
 //! - `jobs`: long work on disks while they are served
-//! - [`control`]: what a user may ask of a running server, and the client that asks; [`forks`]: of
+//! - [`control`]: the methods for users of a running server, and a client; [`forks`]: parameters of
 //!   forks
-//! - `qmp`: the same in the words of QEMU's monitor
-//! - [`metrics`]: what is measured of all that runs
-//! - `hand_over`: another process goes on; `launcher`: what starts it; `sandbox`: what neither may
-//!   do
+//! - `qmp`: control by the protocol of QEMU's monitor
+//! - [`metrics`]: measurements of the running server
+//! - `hand_over`: the hand-over to another process; `launcher`: starts that process; `sandbox`: the
+//!   confinement of the server
 #![forbid(unsafe_code)]
 
 pub mod control;

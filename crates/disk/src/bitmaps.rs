@@ -23,36 +23,36 @@ use crate::transient_bitmaps::{TransientBitmaps, is_there};
 
 /// Minimum number of extents read together.
 const EXTENTS: usize = 4096;
-/// Bytes of memory for a copy of a bitmap that is merged into one in memory. A finer one is made
-/// coarser.
+/// Maximum bytes of memory for the copy of a stored bitmap that is merged into one in memory. A
+/// larger copy gets a coarser granularity.
 const MAX_COPY: u64 = 16 << 20;
 
-/// A change of one bitmap, of several that are made together.
+/// A change of a bitmap: one of several changes that are made together.
 #[derive(Clone)]
 pub enum BitmapChange {
-    /// It is added to the image, without any changes in it.
+    /// The bitmap is added to the image, with nothing dirty in it.
     Add(NewBitmap),
-    /// It is added in memory.
+    /// The bitmap is added in memory.
     AddTransient(NewBitmap),
-    /// It is changed.
+    /// The bitmap is changed.
     Change {
         /// Its name.
         name: String,
-        /// What becomes of it.
+        /// The action.
         action: BitmapAction,
     },
-    /// It gets the changes of another bitmap of the disk.
+    /// Another bitmap of the disk is merged into the bitmap.
     Merge {
         /// Its name.
         name: String,
         /// The name of the other one.
         source: String,
     },
-    /// It is in memory, and gets these changes.
+    /// These changes are merged into a bitmap in memory.
     MergeChanges {
         /// Its name.
         name: String,
-        /// What has changed.
+        /// The dirty ranges.
         changes: Arc<DirtyMap>,
     },
 }
@@ -84,8 +84,8 @@ pub struct DiskBitmaps<'a, S: Storage> {
 
 impl<S: Storage> DiskBitmaps<'_, S> {
     /// All bitmaps: those of the image, and those in memory, each in the order in which they were
-    /// added; none of the image where another program has changed the disk without recording its
-    /// changes in them.
+    /// added. Those of the image are missing if another program has changed the disk without
+    /// recording its changes in them.
     ///
     /// # Errors
     /// `Unsupported` for a format without bitmaps, if none is in memory; `Corrupt` if the directory
@@ -106,7 +106,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     }
 
     /// The records of the bitmap of this name for `range`: adjacent extents, at least `max` unless
-    /// there are fewer. An enabled bitmap of a writable disk returns its records up to now.
+    /// there are fewer. For an enabled bitmap of a writable disk they include all changes so far.
     ///
     /// # Errors
     /// `InvalidInput` if there is no such bitmap, if it is inconsistent, or if the range is past
@@ -129,7 +129,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// above it.
     ///
     /// # Errors
-    /// As there; `InvalidInput` if the backing file that has it has another size.
+    /// As [`extents`](Self::extents); `InvalidInput` if the backing file with the bitmap has
+    /// another size.
     pub async fn extents_in_chain(
         &self,
         name: &str,
@@ -178,8 +179,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     }
 
     /// A copy of the bitmap of this name in memory, with granules of at least `min_granularity`
-    /// bytes, a power of two. If the bitmap records changes, the copy has all earlier ones, and
-    /// perhaps later ones.
+    /// bytes, a power of two. If the bitmap records changes, the copy has all changes before the
+    /// call, and perhaps later ones.
     ///
     /// # Errors
     /// As [`extents`](Self::extents), and as [`DirtyMap::new`].
@@ -238,11 +239,12 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     }
 
     /// Merges the bitmap `source_name` of `source` into the bitmap `name`. `source` is this disk,
-    /// or one that does not change during this.
+    /// or a disk that does not change during the call.
     ///
     /// # Errors
     /// As [`change`](Self::change); `InvalidInput` for disks of different sizes; `Unsupported` to
-    /// merge one in memory into one of an image, or one of another disk into one in memory.
+    /// merge a bitmap in memory into one of an image, or a bitmap of another disk into one in
+    /// memory.
     pub async fn merge(&self, name: &str, source: &Disk<S>, source_name: &str) -> Result<Pause> {
         let is_in_memory = self.is_transient(name) || source.bitmaps().is_transient(source_name);
         if is_in_memory && std::ptr::eq(self.disk, source) {
@@ -274,7 +276,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     }
 
     /// Refuses to change bitmaps of an image that has none or is read-only, and writes pending
-    /// metadata, so that the changes are quick. Before [`change_bitmaps`].
+    /// metadata, so that the changes are quick. Called before [`change_bitmaps`].
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -292,8 +294,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
     }
 
-    /// The changes that the image's bitmaps get, and the bitmaps in memory as they are after all
-    /// changes. The disk is quiesced.
+    /// Divides `changes`: returns those for the image's bitmaps, and the bitmaps in memory after
+    /// all changes. The disk is quiesced.
     async fn divide(
         &self,
         changes: &[BitmapChange],
@@ -356,7 +358,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         }
         match self.disk.format().bitmaps() {
             Ok(bitmaps) => Ok(bitmaps.list().await?.iter().any(|bitmap| bitmap.name == name)),
-            // It has none.
+            // The format has no bitmaps.
             Err(_) => Ok(false),
         }
     }
@@ -376,12 +378,11 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     }
 }
 
-/// Changes the bitmaps of disks whose changes are held off: all of them, or none, durably.
+/// Changes the bitmaps of quiesced disks durably: either all changes are made, or none.
 ///
 /// # Errors
-/// The error of the first change that fails: then none is made. Or a storage's error of the last
-/// write of one of several images: the changes of the others may then be made, which the error
-/// says.
+/// The error of the first change that fails; then none is made. If the last write to one of several
+/// images fails, the changes of the others may have been made, which the error says.
 pub async fn change_bitmaps<S: Storage>(
     all: &[(&QuiescedDisk<'_, S>, &[BitmapChange])],
 ) -> Result<()> {
@@ -424,7 +425,7 @@ fn adds_transient(changes: &[BitmapChange], name: &str) -> bool {
     })
 }
 
-/// The change of an image.
+/// The change of an image's bitmap; `None` for a change in memory.
 fn of_an_image(change: &BitmapChange) -> Option<ImageChange> {
     Some(match change.clone() {
         BitmapChange::Add(new) => ImageChange::Add(new),
@@ -454,7 +455,7 @@ impl Meeting {
         self.changed.notify_all();
         let outcome = || {
             if self.failed.load(Ordering::SeqCst) > 0 {
-                // The caller gets the error of the one that has failed.
+                // The caller gets the error of the change that failed.
                 return Some(Err(Error::new(ErrorKind::Io, "another disk's change failed")));
             }
             (self.arrived.load(Ordering::SeqCst) == self.of).then_some(Ok(()))

@@ -1,9 +1,9 @@
 //! Which parts of a disk have changed: a bit for each granule, in memory.
 //!
-//! Guarantees: any thread may mark and clear at any time, without a lock. A mark is never lost: a
-//! range that is marked while it is cleared is dirty afterwards, or what a thread did before it
-//! marked the range is seen by the thread that clears it.
-//! Memory is one bit for each granule, taken when the map is made.
+//! Guarantees: any thread may mark and clear at any time, without a lock. A mark is never lost: if
+//! a range is marked and cleared concurrently, it is dirty afterwards, or the clearing thread sees
+//! what the marking thread did before the mark. Memory is one bit for each granule, taken when the
+//! map is made.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,7 +18,7 @@ const WORD: u64 = 64;
 /// The granules of a disk that are dirty. See the module's page.
 pub struct DirtyMap {
     size: u64,
-    /// Bytes, as a power of two.
+    /// The binary logarithm of the bytes of a granule.
     shift: u32,
     words: Box<[AtomicU64]>,
     /// How many bits are set.
@@ -63,8 +63,8 @@ impl DirtyMap {
         1 << self.shift
     }
 
-    /// Bytes that are dirty, in whole granules: at most one granule more than the disk has. While
-    /// others mark and take, an estimate.
+    /// Bytes that are dirty, in whole granules: at most one granule more than the disk has. An
+    /// estimate while other threads mark and clear.
     pub fn dirty_bytes(&self) -> u64 {
         self.dirty.load(Ordering::Relaxed) << self.shift
     }
@@ -74,7 +74,7 @@ impl DirtyMap {
     pub fn mark(&self, range: ByteRange) -> bool {
         let mut fresh = 0;
         self.for_each_word(range, |word, bits| {
-            // A mark that is there already is read only, so that writes to a dirty region share the
+            // A word that needs no change is only read, so that writers of a dirty region share the
             // cache line.
             if word.load(Ordering::SeqCst) & bits != bits {
                 let before = word.fetch_or(bits, Ordering::SeqCst);
@@ -102,8 +102,8 @@ impl DirtyMap {
     }
 
     /// The first run of dirty granules at `offset` or after it, at most `limit` bytes but at least
-    /// one granule. They stay dirty. It starts and ends at granules, except at the end of the disk;
-    /// `None` past that.
+    /// one granule. The granules stay dirty. The run starts and ends at granule boundaries, except
+    /// at the end of the disk. `None` if there is no run.
     pub fn next(&self, offset: u64, limit: u64) -> Option<ByteRange> {
         self.next_run(offset, limit, true)
     }
@@ -125,8 +125,8 @@ impl DirtyMap {
         Some(ByteRange::between(start, end))
     }
 
-    /// The dirty and clean ranges in `range`, as a bitmap returns them: adjacent extents, at least
-    /// `max` unless there are fewer.
+    /// The dirty and clean ranges in `range`, as a bitmap returns them: adjacent extents, `max`
+    /// unless there are fewer.
     pub fn extents(&self, range: ByteRange, max: usize) -> Vec<BitmapExtent> {
         let mut extents = Vec::new();
         let mut rest = range;
@@ -144,7 +144,7 @@ impl DirtyMap {
         extents
     }
 
-    /// The bits, 64 granules in a word, the first one its lowest bit; a word at least.
+    /// The bits, at least one word: 64 granules in a word, the first granule in the lowest bit.
     pub fn words(&self) -> impl Iterator<Item = u64> {
         let none = self.words.is_empty().then_some(0);
         self.words.iter().map(|word| word.load(Ordering::SeqCst)).chain(none)

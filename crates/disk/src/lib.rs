@@ -1,5 +1,5 @@
-//! Disks (layer 3): open images, and read and write them. An [`Image`] is an
-//! image format over a storage, a [`Disk`] the choke point of all requests to it.
+//! Disks (layer 3): opens images, and reads and writes them. An [`Image`] is an image format over a
+//! storage; a [`Disk`] is the choke point of all requests to it.
 //!
 //! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes
 //! a new one. [`Disk::submit`] carries out one request. It is the only place where requests are

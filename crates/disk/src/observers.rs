@@ -1,10 +1,10 @@
 //! The observers of a disk's changes: jobs that copy it.
 //!
 //! Guarantees: an observer that is attached while the disk is quiesced is called at the begin and
-//! the end of every change that is made from then on, whatever its outcome, and at the end before
-//! the change counts as ended: when the disk is quiesced again, the observer has heard of all of
-//! them. The bytes that it sees of a write are those that the disk gets, also where a guest changes
-//! its memory meanwhile. A disk without observers pays three relaxed loads for each write.
+//! the end of every later change, whatever its outcome. The call at the end comes before the change
+//! counts as ended, so when the disk is quiesced again, the observer was called for all of them.
+//! The observer gets the same bytes of a write as the disk, even if a guest changes its memory
+//! meanwhile. For a disk without observers, each write costs three relaxed loads.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -18,15 +18,16 @@ use smallvec::SmallVec;
 /// A wait of a request before it is answered.
 pub type ChangeWait = Pin<Box<dyn Future<Output = ()>>>;
 
-/// An observer's name of a change, between its begin and its end.
+/// An observer's ID of a change, between its begin and its end.
 pub type ChangeId = u64;
 
-/// The longest write whose bytes observers receive: they are copied for it if a guest shares them.
+/// The maximum length of a write whose bytes observers receive. The bytes are copied if a guest
+/// shares the memory.
 pub const MAX_OBSERVED_BYTES: u64 = 256 << 10;
 
 /// Receives the changes of a disk: [`DiskJobs::observe`](crate::DiskJobs::observe).
 pub trait ChangeObserver: Send + Sync {
-    /// Whether it is shown the bytes of writes now.
+    /// Whether the observer wants the bytes of writes now.
     fn wants_bytes(&self) -> bool {
         false
     }
@@ -49,8 +50,8 @@ pub trait ChangeObserver: Send + Sync {
     /// back at the end.
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId;
 
-    /// The change was carried out, and is not answered yet. A returned future is awaited before
-    /// that; the change already counts as ended.
+    /// The change was carried out, and is not answered yet. A returned future is awaited before the
+    /// answer; the change already counts as ended.
     fn completed(&self, change: ChangeId, range: ByteRange) -> Option<ChangeWait>;
 
     /// The change failed, or its future was dropped: the range may hold anything.
@@ -66,14 +67,14 @@ pub(crate) struct Observers {
     list: RwLock<List>,
 }
 
-/// A change in flight whose end observers receive; if it is dropped, as abandoned.
+/// A change in flight whose end is reported to observers: as abandoned, if this is dropped.
 pub(crate) struct ObservedChange {
     observers: SmallVec<[(Arc<dyn ChangeObserver>, ChangeId); 1]>,
     range: ByteRange,
 }
 
 impl Observers {
-    /// Adds one. No change may be in flight.
+    /// Attaches an observer. No change may be in flight.
     pub(crate) fn attach(&self, observer: Arc<dyn ChangeObserver>) {
         let mut list = self.list.write();
         list.push(observer);
@@ -99,8 +100,8 @@ impl Observers {
             && self.list.read().iter().any(|observer| observer.wants_bytes())
     }
 
-    /// The wait of a change of `length` bytes from `offset` on before it begins, of a disk that is
-    /// not quiesced.
+    /// The futures that a change of `length` bytes from `offset` on awaits before it begins. The
+    /// disk is not quiesced.
     pub(crate) fn hold_off(&self, offset: u64, length: u64) -> SmallVec<[ChangeWait; 1]> {
         match ByteRange::new(offset, length) {
             Some(range) if self.is_any.load(Ordering::Relaxed) => {
@@ -110,7 +111,7 @@ impl Observers {
         }
     }
 
-    /// A change of `length` bytes from `offset` on begins, of a disk that is not quiesced.
+    /// Reports the begin of a change of `length` bytes from `offset` on. The disk is not quiesced.
     pub(crate) fn begin(
         &self,
         offset: u64,

@@ -40,19 +40,19 @@ pub struct BlockSizes {
 }
 
 impl BlockSizes {
-    /// As the image has them.
+    /// The sizes that follow from the image.
     pub const OF_IMAGE: Self = Self { logical: None, physical: None, discard: None };
 
-    /// The largest sector: Linux has none beyond its smallest page.
+    /// The largest sector, because Linux supports none larger than its smallest page.
     const MAX_LOGICAL: u64 = 4096;
     const MAX_PHYSICAL: u64 = 2 << 20;
     const MAX_DISCARD: u64 = 1 << 30;
 
-    /// Bytes of a sector, of a block that is written at once, and of the unit of discards; `None`
-    /// for the image's.
+    /// Bytes of a sector, of a block that is written as a whole, and of the unit of discards;
+    /// `None` for the image's.
     ///
     /// # Errors
-    /// Why no disk has such sizes, in words.
+    /// The reason why a disk cannot have such sizes, as text.
     pub fn new(
         logical: Option<u64>,
         physical: Option<u64>,
@@ -82,7 +82,7 @@ impl BlockSizes {
         self.logical
     }
 
-    /// Bytes of a block that is written at once.
+    /// Bytes of a block that is written as a whole.
     pub fn physical(self) -> Option<u64> {
         self.physical
     }
@@ -93,13 +93,13 @@ impl BlockSizes {
     }
 }
 
-/// The treatment of changes that find no room on the host.
+/// The treatment of changes for which the host has no free space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFull {
     /// They fail with ENOSPC.
     #[default]
     Report,
-    /// They wait until there is room, each for so long at most, and fail then.
+    /// They wait for free space, each for at most this time, and then fail with ENOSPC.
     Hold(Duration),
 }
 
@@ -107,10 +107,10 @@ impl OnFull {
     /// The default of the longest time for which a change is held.
     pub const DEFAULT_LIMIT: Duration = Duration::from_secs(300);
 
-    /// As the command line says it: whether they are held, and for how many seconds.
+    /// The treatment by the command line's options: whether changes wait, and for how many seconds.
     ///
     /// # Errors
-    /// The mistake, in words.
+    /// The mistake, as text.
     pub fn new(is_held: bool, seconds: Option<u32>) -> Result<Self, String> {
         match (is_held, seconds) {
             (false, None) => Ok(Self::Report),
@@ -123,7 +123,7 @@ impl OnFull {
         }
     }
 
-    /// For how many seconds changes are held; `None` where they are not.
+    /// For how many seconds changes wait; `None` if they do not.
     pub fn seconds(self) -> Option<u32> {
         match self {
             Self::Report => None,
@@ -143,15 +143,16 @@ pub struct Options {
     pub flush: FlushPolicy,
     /// Whether discards are passed on.
     pub discard: Discard,
-    /// Whether writes of zeros are made zero writes.
+    /// Whether writes of zeros become zero writes.
     pub detect_zeroes: DetectZeroes,
-    /// Whether what is read from the backing file becomes the image's own, if it may be changed.
+    /// Whether data that is read from the backing file is copied into the image, if that may be
+    /// changed.
     pub copy_on_read: bool,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
     /// The block sizes that it announces.
     pub block_sizes: BlockSizes,
-    /// The treatment of changes that find no room.
+    /// The treatment of changes for which the host has no free space.
     pub on_full: OnFull,
 }
 
@@ -174,7 +175,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The options that are the format's concern.
+    /// The options that the format uses.
     pub(crate) fn of_format(self) -> OpenOptions {
         let Self { access, discard, bitmap_activity, .. } = self;
         OpenOptions { access, discard, bitmap_activity }

@@ -1,16 +1,17 @@
 //! Requests that consist of several parts: how they are cut, and how the parts run together.
 //!
-//! Several storage operations of one request are in flight at once, and the next ones are looked up
-//! as those complete. So a request of any length holds at most 2 x [`MAX_IN_FLIGHT`] extents of at
-//! most [`MAX_PART`] bytes each.
+//! Several storage operations of one request are in flight at once. As they complete, the next
+//! extents are looked up. So a request of any length holds at most 2 x [`MAX_IN_FLIGHT`] extents of
+//! at most [`MAX_PART`] bytes each.
 
 use blockhouse_core::{ByteRange, Extent, IoVector};
 
 /// How many operations of one request are in flight together, and how many extents of a write are
 /// prepared before the first one is written.
 pub(crate) const MAX_IN_FLIGHT: usize = 16;
-/// The most bytes of one storage operation. More is no faster on any device, and takes a kernel
-/// that copies from its page cache inside of the system call too long.
+/// The most bytes of one storage operation. A larger one is no faster on any device. From the page
+/// cache, the kernel copies inside the system call, and a larger copy would block the loop too
+/// long.
 pub(crate) const MAX_PART: u64 = 4 << 20;
 /// Where longer requests are cut: no cluster of any format lies on both sides.
 const CUT_ALIGNMENT: u64 = 2 << 20;
@@ -21,7 +22,7 @@ pub(crate) fn take_part(vector: &mut IoVector, extent: &Extent) -> IoVector {
     std::mem::replace(vector, rest)
 }
 
-/// The first bytes of a range that one extent may have.
+/// The part at the start of a range that one extent may cover.
 pub(crate) fn first_part(range: ByteRange) -> ByteRange {
     if range.length() <= MAX_PART {
         return range;

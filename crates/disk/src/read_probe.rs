@@ -14,7 +14,7 @@ pub(crate) struct ReadProbes {
     wanted: Mutex<Vec<(ByteRange, bool)>>,
 }
 
-/// Watches for reads of some ranges by the disk's exports, until it is dropped.
+/// Watches for reads of some ranges by the disk's exports, until this is dropped.
 pub struct ReadProbe<'a>(&'a ReadProbes);
 
 impl ReadProbes {

@@ -1,10 +1,10 @@
-//! Dirty bitmaps in memory: they are of the disk and not of its image, and end with it.
+//! Dirty bitmaps in memory. They belong to the disk, not to its image, and end with the disk.
 //!
-//! Guarantees: an enabled bitmap has every change that began while it was enabled, whatever became
-//! of the change, and whichever image the disk had. A bitmap is never changed in place: a change
-//! makes another set of bitmaps, which takes the place of the former one while the disk is
-//! quiesced. So several changes are made at one moment, or none is. Memory is one bit for each
-//! granule, [`MAX_BYTES`] at most for each of [`MAX_BITMAPS`].
+//! Guarantees: an enabled bitmap has every change that began while it was enabled, also if the
+//! change failed, and whichever image the disk had. A command never modifies a bitmap in place: it
+//! makes a new set of bitmaps, which replaces the old set while the disk is quiesced. So several
+//! modifications take effect at one moment, or none does. Memory is one bit for each granule,
+//! [`MAX_BYTES`] at most for each of [`MAX_BITMAPS`].
 
 use std::sync::Arc;
 
@@ -17,14 +17,14 @@ use crate::observers::{ChangeObserver, Observers};
 
 /// How many bitmaps in memory a disk has at most.
 const MAX_BITMAPS: usize = 64;
-/// Bytes of the bits of one, at most.
+/// Maximum bytes of the bits of one bitmap.
 const MAX_BYTES: u64 = 64 << 20;
-/// Bytes of a name, at most, as of a bitmap of an image.
+/// Maximum bytes of a name, as for a bitmap of an image.
 const MAX_NAME: usize = 1023;
 /// Minimum number of bytes per bit.
 const MIN_GRANULARITY: u64 = 512;
 const MAX_GRANULARITY: u64 = 2 << 30;
-/// Unless a granularity is given: a cluster, within these.
+/// The bounds of the default granularity, which is the cluster size.
 const USUAL_GRANULARITY: [u64; 2] = [4 << 10, 64 << 10];
 
 /// A bitmap in memory. While it is enabled, its map observes the disk's changes.
@@ -41,17 +41,17 @@ pub(crate) struct TransientBitmaps {
     bitmaps: Vec<Arc<TransientBitmap>>,
 }
 
-/// Those that a disk has.
+/// The present bitmaps in memory of a disk.
 #[derive(Default)]
 pub(crate) struct SharedBitmaps(Mutex<TransientBitmaps>);
 
 impl SharedBitmaps {
-    /// As they are.
+    /// A copy of the present set.
     pub(crate) fn get(&self) -> TransientBitmaps {
         self.0.lock().clone()
     }
 
-    /// Replaces them by others, for a quiesced disk with these observers.
+    /// Replaces the set. The disk is quiesced, and `observers` are the disk's.
     pub(crate) fn set(&self, bitmaps: TransientBitmaps, observers: &Observers) {
         let former = std::mem::replace(&mut *self.0.lock(), bitmaps.clone());
         former.observers().for_each(|bitmap| observers.detach(&bitmap));
@@ -89,7 +89,7 @@ impl TransientBitmaps {
         self.bitmaps.iter().find(|bitmap| bitmap.name == name).map(|bitmap| &bitmap.map)
     }
 
-    /// For users.
+    /// The descriptions of the bitmaps, for users.
     pub(crate) fn described(&self) -> impl Iterator<Item = Bitmap> {
         self.bitmaps.iter().map(|bitmap| bitmap.described())
     }
@@ -104,8 +104,8 @@ impl TransientBitmaps {
     /// its name.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is taken, empty or too long, another granularity than bitmaps
-    /// of images have, or one too many; `Io` without memory.
+    /// `InvalidInput` for a name that is taken, empty or too long, a granularity that bitmaps of
+    /// images cannot have, or too many bitmaps; `Io` without memory.
     pub(crate) fn add(&mut self, new: &NewBitmap, size: u64, cluster: Option<u64>) -> Result<()> {
         let NewBitmap { name, granularity, is_enabled } = new;
         let [least, most] = USUAL_GRANULARITY;
@@ -195,14 +195,14 @@ impl TransientBitmaps {
         Ok(self)
     }
 
-    /// `range` has other content now, which no change has brought.
+    /// Marks `range` in the enabled bitmaps, because its content has changed without a request.
     pub(crate) fn mark(&self, range: ByteRange) {
         for bitmap in self.bitmaps.iter().filter(|bitmap| bitmap.is_enabled) {
             bitmap.map.mark(range);
         }
     }
 
-    /// Puts a changed copy in the place of the bitmap of this name, or of all.
+    /// Replaces the bitmap of this name, or all of them, by a changed copy.
     fn replace(
         &mut self,
         name: Option<&str>,
@@ -219,7 +219,7 @@ impl TransientBitmaps {
     }
 }
 
-/// The error for a name that a bitmap has.
+/// The error for a name that is already in use by a bitmap.
 pub(crate) fn is_there(name: &str) -> Error {
     let what = format!("the bitmap {name:?} is there already");
     Error::new(ErrorKind::InvalidInput, what)

@@ -1,7 +1,7 @@
 //! Figures of repeated measurements: the median, the extremes, and ratios within a round.
 //!
-//! A drift of the machine is the same for all measurements of one round. So a ratio is taken within
-//! each round, and its median and extremes are those of these ratios.
+//! A drift of the machine affects all measurements of one round alike. So a ratio is computed
+//! within each round, and the median and extremes are those of these ratios.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -9,7 +9,7 @@ use std::fmt;
 /// The median of some values, and the smallest and the largest of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Spread {
-    /// Half of the values are below. Of an even number, the mean of the two in the middle.
+    /// The middle value; of an even number of values, the mean of the two in the middle.
     pub median: f64,
     /// The smallest value.
     pub min: f64,
@@ -18,7 +18,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of at least one value.
+    /// The spread of the values; `None` if there are none.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut sorted: Vec<f64> = values.into_iter().collect();
         sorted.sort_by(f64::total_cmp);
@@ -32,15 +32,14 @@ impl Spread {
         Some(Self { median, min: sorted[0], max: sorted[sorted.len() - 1] })
     }
 
-    /// Of the ratios of `ours` to `theirs` in the same round.
+    /// The spread of the ratios of `ours` to `theirs` in the same round.
     pub fn of_ratios(ours: &[f64], theirs: &[f64]) -> Option<Self> {
         Self::of(ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs))
     }
 }
 
-/// Between which two of the values the median of all that could be measured lies, in 95 of 100 such
-/// series (order statistics; nothing is assumed of how values are spread). Of fewer than [`ENOUGH`]
-/// values, none.
+/// The 95 % confidence interval of the median (by order statistics, so no distribution is assumed):
+/// two of the values. `None` if there are fewer than [`ENOUGH`] values.
 pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<(f64, f64)> {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     if sorted.len() < ENOUGH {
@@ -48,16 +47,17 @@ pub fn median_interval(values: impl IntoIterator<Item = f64>) -> Option<(f64, f6
     }
     sorted.sort_by(f64::total_cmp);
     let count = sorted.len() as f64;
-    // How many of the values are below the median is binomial, and with this many nearly normal.
+    // The number of values below the median has a binomial distribution, which is nearly normal for
+    // this many values.
     let reach = 1.96 * count.sqrt() / 2.0;
     let below = (count / 2.0 - reach).floor() as usize;
     Some((sorted[below], sorted[sorted.len() - 1 - below]))
 }
 
-/// The number of values from which on there is a [`median_interval`].
+/// The smallest number of values that has a [`median_interval`].
 pub const ENOUGH: usize = 30;
 
-/// `median (min..max)`, with the given precision or none.
+/// `median (min..max)`, with the given precision or no decimals.
 impl fmt::Display for Spread {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let digits = formatter.precision().unwrap_or(0);

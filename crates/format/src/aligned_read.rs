@@ -2,15 +2,14 @@
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 
-/// Reads `length` bytes at any `offset`, also one that no storage reaches: bytes past the end of
-/// the storage are zeros.
+/// Reads `length` bytes at any `offset`: bytes past the end of the storage are zeros.
 ///
 /// # Errors
 /// Errors of the storage.
 pub(crate) async fn read<S: Storage>(storage: &S, offset: u64, length: usize) -> Result<Vec<u8>> {
     let block = u64::from(storage.capabilities().alignment.offset);
     let mut bytes = Vec::with_capacity(length);
-    // In chunks, so that a large table does not need twice its memory.
+    // Read in chunks, so that a large table does not need twice its memory.
     const CHUNK_SIZE: usize = 1 << 20;
     let mut at = offset;
     while bytes.len() < length {

@@ -2,7 +2,7 @@
 
 use blockhouse_core::{Buffer, Durability, Result, Storage};
 
-/// Writes `bytes` at `offset`, a multiple of the storage's alignment, with zeros up to the next
+/// Writes `bytes` at `offset`, a multiple of the storage's alignment, padded with zeros to the next
 /// multiple.
 pub(crate) async fn write<S: Storage>(
     storage: &S,

@@ -17,23 +17,24 @@ impl<S: Storage> Format<S> {
 }
 
 impl<S: Storage> CompressedClusters<'_, S> {
-    /// A place for the compressed form of one guest cluster, `length` bytes: an extent that is
-    /// `NEW` and `Compressed`, whose length may be more than was asked for (the rest is padding
+    /// Allocates host space for the compressed form of one guest cluster, `length` bytes: an extent
+    /// that is `NEW` and `Compressed`. The extent may be longer than `length` (the rest is padding
     /// of any content). It starts and ends as the storage's alignment demands.
     ///
     /// `guest` is the whole cluster, or ends with the disk; `length`, rounded up to the storage's
-    /// alignment, is less than a cluster. Handed back by exactly one of [`link`](Format::link) and
-    /// [`abort`](Format::abort), as those of [`map`](Format::map).
+    /// alignment, is less than a cluster. The caller passes the extent to exactly one of
+    /// [`link`](Format::link) and [`abort`](Format::abort), as it does with those of
+    /// [`map`](Format::map).
     ///
     /// # Errors
-    /// `Unsupported` where the format has no compressed clusters; or what [`map`](Format::map)
-    /// answers a write.
+    /// `Unsupported` if the format has no compressed clusters; or the errors of
+    /// [`map`](Format::map) for a write.
     pub async fn map(&self, guest: ByteRange, length: u64) -> Result<Extent> {
         self.format.qcow2_with("compressed clusters")?.map_compressed(guest, length).await
     }
 
-    /// The compressed form of a whole cluster; `None` where it would not be shorter, or where the
-    /// format has no compressed clusters.
+    /// The compressed form of a whole cluster; `None` if it would not be shorter, if the image is
+    /// encrypted, or if the format has no compressed clusters.
     pub fn compress(&self, cluster: &[u8]) -> Option<Vec<u8>> {
         // Compressed clusters are never encrypted.
         if self.format.is_encrypted() {
@@ -42,10 +43,10 @@ impl<S: Storage> CompressedClusters<'_, S> {
         qcow2::compress(self.format.header().compression()?, cluster)
     }
 
-    /// Fills `into`, as long as a cluster, from the compressed form of one.
+    /// Decompresses a cluster into `into`, which is as long as a cluster.
     ///
     /// # Errors
-    /// Why the bytes are no compressed cluster of this image.
+    /// The reason why the bytes are not a compressed cluster of this image.
     pub fn decompress(&self, compressed: &[u8], into: &mut [u8]) -> Result<(), String> {
         match (self.format, self.format.header().compression()) {
             (Format::Flat(Flat::Foreign(foreign)), _) => foreign.decompress(compressed, into),

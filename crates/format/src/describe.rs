@@ -1,5 +1,4 @@
-//! The answers about an image for the layers above, so that none of them looks at which format it
-//! is.
+//! Properties of an image for the layers above, so that these need not know which format it has.
 
 use blockhouse_core::{ByteRange, Result, Storage, ToolProgress};
 
@@ -7,7 +6,8 @@ use crate::qcow2;
 use crate::{CacheCounts, CheckReport, Flat, Format, Qcow2, SideFile};
 
 impl<S: Storage> Format<S> {
-    /// The name of the format of its [`storage`](Self::storage), as on the command line.
+    /// The name of the format of [`storage`](Self::storage), as on the command line: `qcow2` for a
+    /// raw image with a side file.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Flat(flat) => flat.name(),
@@ -15,9 +15,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Whether the disk is the storage of its [data](Self::data), byte for byte: each extent is
-    /// mapped at its own offset, also a last sector that the storage has only in part, and
-    /// holes of the host's file are holes of the disk.
+    /// Whether the disk is the storage of its [data](Self::data), byte for byte: each guest offset
+    /// is mapped to the same host offset (even in a last sector of which the storage has only a
+    /// part), and holes of the host's file are holes of the disk.
     pub fn is_identity(&self) -> bool {
         matches!(self, Self::Flat(Flat::Raw(_) | Flat::WithSideFile(_)))
     }
@@ -35,8 +35,8 @@ impl<S: Storage> Format<S> {
         matches!(self, Self::Flat(Flat::Raw(_)))
     }
 
-    /// Whether what [`map`](Self::map) points to is encrypted: the guest's data, never the
-    /// metadata.
+    /// Whether the guest's data, to which [`map`](Self::map) points, is encrypted. Metadata never
+    /// is.
     pub fn is_encrypted(&self) -> bool {
         match self {
             Self::Flat(flat) => matches!(flat, Flat::Luks(_)),
@@ -49,8 +49,8 @@ impl<S: Storage> Format<S> {
         matches!(self, Self::Qcow2(_))
     }
 
-    /// Whether every part of the disk has its own host range from the beginning, so that what other
-    /// programs write to the storage is read here.
+    /// Whether every part of the disk has its own host range from the beginning, so that reads
+    /// return what other programs write to the storage.
     pub fn is_fully_allocated(&self) -> bool {
         match self {
             Self::Flat(flat) => !matches!(flat, Flat::Foreign(_)),
@@ -58,7 +58,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Bytes of a cluster, a power of two; `None` where the format has none.
+    /// Bytes of a cluster, a power of two; `None` if the format has no clusters.
     pub fn cluster_size(&self) -> Option<u64> {
         match self {
             Self::Flat(Flat::Foreign(foreign)) => foreign.cluster_size(),
@@ -66,8 +66,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as
-    /// many.
+    /// Bytes of the unit in which space is allocated, a power of two: a shorter write allocates a
+    /// whole unit.
     pub fn allocation_unit(&self) -> u64 {
         match self {
             Self::Flat(Flat::Luks(luks)) => u64::from(luks.header().sector_size),
@@ -77,16 +77,16 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Says how long the backing file's disk is, in bytes: past its end, unallocated clusters read
-    /// as zeros. Before, none is taken to end.
+    /// Sets the size of the backing file's disk, in bytes: past its end, unallocated clusters read
+    /// as zeros. Until this call, the backing file's disk has no end.
     pub fn set_backing_size(&self, size: u64) {
         if let Self::Qcow2(qcow2) = self {
             qcow2.set_backing_size(size);
         }
     }
 
-    /// How often parts of the metadata were found in memory, and had to be read; `None` where the
-    /// format has none.
+    /// How often parts of the metadata were found in memory, and how often they had to be read;
+    /// `None` if the format has no metadata.
     pub fn cache_counts(&self) -> Option<CacheCounts> {
         match self {
             Self::Flat(Flat::Foreign(foreign)) => Some(foreign.cache_counts()),
@@ -94,9 +94,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The host offset that is allocated for the first bytes of `range` although they are not read
-    /// from there, and for how many bytes that answer holds. `range` was just mapped as zeros,
-    /// a hole or backing.
+    /// The host offset that is allocated for the first bytes of `range` although they do not read
+    /// from there (`None` if none is allocated), and the number of bytes for which this holds.
+    /// `range` was just mapped as zeros, a hole or backing.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -107,12 +107,12 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Looks for errors in the image, whose changes are flushed and which must not change
-    /// meanwhile; `None` where the format has nothing to check. `progress` counts tables that were
+    /// Checks the image for errors; `None` if the format has nothing to check. The image's changes
+    /// were flushed, and it must not change during the check. `progress` counts tables that were
     /// read.
     ///
     /// # Errors
-    /// Only what the storage answers: what is wrong with the image is in the report.
+    /// Errors of the storage only: errors in the image are in the report.
     pub async fn check(&self, progress: &ToolProgress) -> Result<Option<CheckReport>> {
         match (self, self.qcow2()) {
             (_, Some(qcow2)) => qcow2::check_with(qcow2, progress).await.map(Some),

@@ -4,10 +4,10 @@
 //! of an image (clusters, the header, snapshots) are in `describe`, `header`, `snapshots` and
 //! `bitmaps`.
 //!
-//! Writing goes in three steps, so that no crash shows a mapping without its data: `map` prepares
-//! an extent, the path moves the data, `link` makes the extent visible (or `abort` gives it back).
-//! A format relies on its caller for order: two writes of the same guest bytes may be in flight
-//! together only where they need no space of their own.
+//! A write has three steps, so that after a crash no mapping refers to data that was not written:
+//! `map` prepares an extent, the I/O path writes the data, `link` makes the extent visible (or
+//! `abort` gives it back). The caller is responsible for the order of writes: two writes of the
+//! same guest bytes may be in flight together only if neither allocates space.
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Extent, IoVector, Result, Storage, SyncMode,
@@ -16,8 +16,8 @@ use blockhouse_core::{
 use crate::qcow2::{DataWriteGuard, ImageRedo, ReadGuard};
 use crate::{Abort, Flat, Intent, MetadataSync, Qcow2};
 
-/// An image format over the storage that holds the image. The I/O path has one arm for each state
-/// of an extent, not one for each format. The [crate's page](crate) has an example.
+/// An open image: a format, and the storage that has the image. The I/O path distinguishes states
+/// of extents, not formats. The [crate's page](crate) has an example.
 pub enum Format<S: Storage> {
     /// Host offsets never change, or the image is only read.
     Flat(Flat<S>),
@@ -35,7 +35,7 @@ impl<S: Storage> Format<S> {
     }
 
     /// The end of the last allocation unit: [`size`](Self::size), rounded up to a multiple of the
-    /// unit. Block-aligned operations stop here.
+    /// unit. Operations that are aligned to allocation units end here.
     pub fn end(&self) -> u64 {
         self.qcow2().map_or_else(|| self.size(), Qcow2::end)
     }
@@ -56,7 +56,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The qcow2 that has metadata of the disk: the image, or the side file of a raw one.
+    /// The qcow2 image that has the disk's metadata: the image itself, or the side file of a raw
+    /// image.
     pub(crate) fn qcow2(&self) -> Option<&Qcow2<S>> {
         match self {
             Self::Flat(flat) => flat.qcow2(),
@@ -67,7 +68,7 @@ impl<S: Storage> Format<S> {
     /// As [`qcow2`](Self::qcow2), for a change of `what`.
     ///
     /// # Errors
-    /// `Unsupported` where the format has none, `ReadOnly` where it is only read.
+    /// `Unsupported` if the format has no such metadata, `ReadOnly` if the format is only read.
     pub(crate) fn qcow2_with(&self, what: &str) -> Result<&Qcow2<S>> {
         match self {
             Self::Flat(flat) => flat.qcow2().ok_or_else(|| flat.lacks(what)),
@@ -75,9 +76,9 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Attaches a guard to the memory of a write that carries copy-on-write padding (an extent
-    /// whose `alloc_range` exceeds its `guest`). The drop of the guard tells the format that the
-    /// write has ended, even after its future was dropped.
+    /// Attaches a guard to the memory of a write with copy-on-write padding (an extent whose
+    /// `alloc_range` exceeds its `guest`). The drop of the guard tells the format that the write
+    /// has ended, even if its future was dropped before.
     #[must_use]
     pub fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
@@ -86,13 +87,13 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Maps the first bytes of `range`: returns an extent that starts where `range` does, is not
-    /// empty and does not reach beyond it. Its host offset is as well aligned as its guest offset,
-    /// up to the storage's alignment.
+    /// Maps the first bytes of `range`: returns an extent that starts with `range`, is not empty
+    /// and does not exceed it. If its guest offset is aligned to the storage's alignment, or to a
+    /// part of it, so is its host offset.
     ///
     /// `range` must not be empty, must lie before [`end`](Self::end), and for all intents but
-    /// `Read` must be aligned as the storage demands (or stop at the end). Every extent of those
-    /// intents is handed back by exactly one of [`link`](Self::link) and
+    /// `Read` must be aligned as the storage demands (or stop at the end). For these intents, the
+    /// caller passes every extent to exactly one of [`link`](Self::link) and
     /// [`abort`](Self::abort).
     pub async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         let extent = match self {
@@ -116,8 +117,8 @@ impl<S: Storage> Format<S> {
     }
 
     /// As [`map`](Self::map) for a write, by a request that holds extents whose writes have not
-    /// begun. `None` if it would have to wait for extents of other requests. Reason: they may wait
-    /// for those of this request, which would be a deadlock.
+    /// begun. `None` if the call would have to wait for extents of other requests. Reason: those
+    /// requests may wait for extents of this one, which would be a deadlock.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -128,10 +129,10 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Begins a read: to be called before [`map`](Self::map) with [`Intent::Read`], and the guard
-    /// to be dropped when the data is read. Until then the mapped host ranges get no new owner,
-    /// whatever is written, discarded and flushed meanwhile. The holder must wait for nothing
-    /// but reads. `None` where host ranges never change their owner.
+    /// Begins a read: must be called before [`map`](Self::map) with [`Intent::Read`]; the guard is
+    /// dropped after the data was read. Until then the mapped host ranges are not reused, whatever
+    /// is written, discarded and flushed at the same time. The holder must wait for nothing but
+    /// reads. `None` if the format never reuses host ranges.
     pub fn begin_read(&self) -> Option<ReadGuard<'_>> {
         match self {
             Self::Flat(_) => None,
@@ -139,7 +140,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Waits for the reads that have [begun](Self::begin_read), and not for later ones.
+    /// Waits for the reads that have [begun](Self::begin_read), but not for later ones.
     pub async fn reads_ended(&self) {
         match self {
             Self::Flat(_) => {}
@@ -147,19 +148,19 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Begins a write without FUA that will need a metadata sync: to be called before the data is
-    /// written, and the guard to be dropped when the write has ended, with or without an error. A
+    /// Begins a write without FUA that will need a metadata sync: must be called before the data is
+    /// written; the guard is dropped when the write has ended, with or without an error. A
     /// [`flush`](Self::flush) or [`sync_data_and_metadata`](Self::sync_data_and_metadata) that has
     /// metadata to write first waits for the guards that exist, and so covers those writes as well.
-    /// The holder must wait for nothing but the storage, and the write should be short. `None`
-    /// where the format has no metadata.
+    /// The holder must wait for nothing but the storage, and the write should be short. `None` if
+    /// the format has no metadata.
     pub fn begin_data_write(&self) -> Option<DataWriteGuard<'_>> {
         self.qcow2().map(Qcow2::begin_data_write)
     }
 
-    /// Makes the extent visible: its data is in the storage, as durable as `data` says. The mapping
-    /// is durable after the next [`flush`](Self::flush) or metadata sync. Without data the
-    /// caller passes `Durability::Data`.
+    /// Makes the extent visible. Its data was written with the durability `data`; if there was no
+    /// data to write, the caller passes `Durability::Data`. The mapping is durable after the next
+    /// [`flush`](Self::flush) or metadata sync.
     pub async fn link(&self, extent: Extent, data: Durability) -> Result<()> {
         match self {
             Self::Flat(flat) => flat.link(),
@@ -167,7 +168,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Gives the extent back: its data was not written. Never waits, so that `drop` can call it.
+    /// Gives the extent back without making it visible. Never waits, so that `drop` can call it.
     pub fn abort(&self, extent: Extent, why: Abort) {
         // Extents of flat images are never new: there is nothing to undo.
         if let Self::Qcow2(qcow2) = self {
@@ -185,8 +186,8 @@ impl<S: Storage> Format<S> {
     }
 
     /// Makes the mappings linked so far durable, and the data that they refer to. Unlike
-    /// [`flush`](Self::flush) it need not make any other data durable: enough for a write whose
-    /// extents are all new, or were written by FUA.
+    /// [`flush`](Self::flush), it need not make other data durable: it suffices for a write whose
+    /// extents are all new, or were written with FUA.
     pub async fn sync_metadata(&self) -> Result<()> {
         match self.qcow2() {
             Some(qcow2) => qcow2.sync_metadata().await,
@@ -204,35 +205,35 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The way in which the extents that are prepared now become durable with the fewest
-    /// operations. Only advice: both ways are always correct.
+    /// The way in which extents that are prepared now become durable with the fewest operations.
+    /// This is only advice: both ways are always correct.
     pub fn metadata_sync_mode(&self) -> MetadataSync {
         self.qcow2().map_or(MetadataSync::Flush, Qcow2::metadata_sync_mode)
     }
 
-    /// The image's redo log; `None` without metadata, because then no change is only in the memory
-    /// of this process.
+    /// The image's redo log; `None` without metadata, because then this process keeps no unwritten
+    /// changes in memory.
     pub fn redo(&self) -> Option<ImageRedo<'_, S>> {
         self.qcow2().map(Qcow2::redo)
     }
 
-    /// Drops all data of the image itself, so that all of it reads as the backing file (or as zeros
-    /// without one). Durable when it returns; a crash before leaves some of the data. No request
-    /// may be in flight.
+    /// Discards all data of the image itself, so that the disk reads as the backing file (or as
+    /// zeros without one). The change is durable when the call returns; a crash before may leave
+    /// some of the data. No request may be in flight.
     ///
     /// # Errors
-    /// `Unsupported` where the format has no backing files; or what the storage answers.
+    /// `Unsupported` if the format has no backing files; or errors of the storage.
     pub async fn make_empty(&self) -> Result<()> {
         self.qcow2_with("backing file")?.make_empty().await
     }
 
-    /// Brings the image to a state in which another process can open it, with all that was linked:
-    /// metadata is written and durable, and no mark says that the image is open. No request may
-    /// be in flight. The image stays open, and what it has in memory stays true as long as the
+    /// Brings the image on disk to a state that another process can open, with all extents linked
+    /// so far: metadata is written and durable, and the image is not marked as open. No request may
+    /// be in flight. The image stays open, and its metadata in memory stays valid as long as the
     /// other process changes nothing.
     ///
     /// # Errors
-    /// Errors of the storage; a failure to write metadata that is remembered.
+    /// Errors of the storage; a remembered failure to write metadata.
     pub async fn settle(&self) -> Result<()> {
         match self.qcow2() {
             Some(qcow2) => qcow2.settle().await,
@@ -240,8 +241,8 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Writes the metadata that [`settle`](Self::settle) would write, lazy refcounts included, and
-    /// flushes, while requests go on.
+    /// Writes the metadata that [`settle`](Self::settle) would write, including lazy refcounts, and
+    /// flushes; requests may be in flight.
     ///
     /// # Errors
     /// As [`settle`](Self::settle).
@@ -263,7 +264,7 @@ impl<S: Storage> Format<S> {
 }
 
 /// Refuses an extent that does not start with `range` or exceeds it. Reason: callers split buffers
-/// by extents, and a corrupt image must fail only this request.
+/// by extents, and a corrupt image must not cause more than the failure of this request.
 fn check_extent<S: Storage>(
     format: &Format<S>,
     range: ByteRange,

@@ -1,4 +1,4 @@
-//! The header of an image: its statements about the disk and other files, and changes of them.
+//! The header of an image: what it states about the disk and other files, and changes of it.
 
 use blockhouse_core::{Result, Storage};
 
@@ -21,7 +21,8 @@ impl<S: Storage> Format<S> {
 }
 
 impl<'a, S: Storage> ImageHeader<'a, S> {
-    /// The qcow2 image. The side file of a raw one has a header, too, which is not this image's.
+    /// The image, if it is qcow2. The header of a raw image's side file does not count as the
+    /// image's header.
     fn qcow2(&self) -> Option<&'a Qcow2<S>> {
         match self.format {
             Format::Flat(_) => None,
@@ -36,7 +37,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
         }
     }
 
-    /// How clusters are compressed; `None` where the format has no compressed clusters.
+    /// How clusters are compressed; `None` if the format has no compressed clusters.
     pub fn compression(&self) -> Option<Compression> {
         self.qcow2().map(|qcow2| qcow2.facts().compression)
     }
@@ -49,11 +50,11 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
         }
     }
 
-    /// Refuses `backing` as the backing file of this image where the image says that it must be
-    /// another one.
+    /// Refuses `backing` as the backing file if this image has recorded properties that do not
+    /// match it.
     ///
     /// # Errors
-    /// `Corrupt` where it was changed since the image was made, `InvalidInput` where it is of
+    /// `Corrupt` if `backing` was changed since the image was made, `InvalidInput` if it has
     /// another format.
     pub fn check_backing(&self, backing: &Format<S>) -> Result<()> {
         match (self.format, backing) {
@@ -69,7 +70,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
     /// [`Qcow2Header::set_backing`](crate::qcow2::Qcow2Header::set_backing).
     ///
     /// # Errors
-    /// As there; `Unsupported` where the format has no backing files.
+    /// As there; `Unsupported` if the format has no backing files.
     pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
         self.qcow2_with("backing file")?.header().set_backing(backing).await
     }
@@ -78,7 +79,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
     /// [`Qcow2Header::amend`](crate::qcow2::Qcow2Header::amend).
     ///
     /// # Errors
-    /// As there; `Unsupported` where the format has none.
+    /// As there; `Unsupported` if the format has no options.
     pub async fn amend(&self, amendments: Amendments) -> Result<()> {
         let qcow2 = self.qcow2_with("options that could be changed")?;
         qcow2.header().amend(amendments).await
@@ -88,23 +89,23 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
     /// [`Qcow2Header::rename_data_file`](crate::qcow2::Qcow2Header::rename_data_file).
     ///
     /// # Errors
-    /// As there; `Unsupported` where the format has no data files.
+    /// As there; `Unsupported` if the format has no data files.
     pub async fn rename_data_file(&self, name: &[u8]) -> Result<()> {
         self.qcow2_with("data file")?.header().rename_data_file(name).await
     }
 
-    /// The file that the image names as the one with the guest's data, if that is another one.
+    /// The external data file that the image names, if it has one.
     pub fn data_file(&self) -> Option<&'a DataFile> {
         self.format.qcow2()?.facts().data_file.as_ref()
     }
 
-    /// The mark of the raw image in its side file.
+    /// The mark that the side file has of its raw image.
     pub fn data_file_mark(&self) -> Option<DataFileMark> {
         self.format.qcow2()?.header().data_file_mark()
     }
 
-    /// The names of the files that together hold the disk's data, as bytes of the host's file
-    /// system, relative to the image's folder; empty where the image holds it itself, or in a
+    /// The names of the files that together have the disk's data, as bytes of the host's file
+    /// system, relative to the image's folder; empty if the data is in the image itself, or in a
     /// [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &'a [Vec<u8>] {
         match self.format {
@@ -126,8 +127,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
         self.qcow2().map(|qcow2| qcow2.header().features())
     }
 
-    /// Bytes of the sectors that the image says its disk has, a power of two; 512 where it does not
-    /// say.
+    /// The sector size of the disk in bytes, a power of two; 512 if the image does not state it.
     pub fn logical_block_size(&self) -> u64 {
         match self.format {
             Format::Flat(Flat::Foreign(foreign)) => foreign.sector_size(),
@@ -135,7 +135,7 @@ impl<'a, S: Storage> ImageHeader<'a, S> {
         }
     }
 
-    /// How the guest's data is encrypted; `None` where it [is not](Format::is_encrypted).
+    /// How the guest's data is encrypted; `None` if it [is not](Format::is_encrypted).
     ///
     /// # Errors
     /// As [`LuksHeader::read`](crate::LuksHeader::read).

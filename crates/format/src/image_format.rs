@@ -1,4 +1,4 @@
-//! The image formats by name: on the command line, in file names, and in images that name their
+//! The names of image formats: on the command line, in file names, and in images that name their
 //! backing file's format.
 
 use std::path::Path;
@@ -13,9 +13,9 @@ pub enum ImageFormat {
     Raw,
     /// A container with an encrypted disk (LUKS 1 and 2).
     Luks,
-    /// QEMU's format: metadata says where each cluster of the disk is.
+    /// QEMU's format: metadata has the location of each cluster of the disk.
     Qcow2,
-    /// A format of another program: an image that is there is only read.
+    /// A format of another program: existing images are only read.
     Foreign(ForeignKind),
 }
 
@@ -25,7 +25,7 @@ impl FromStr for ImageFormat {
     fn from_str(name: &str) -> Result<Self, String> {
         match name {
             "raw" => Ok(Self::Raw),
-            // QEMU's names of what is below a format: the bytes themselves.
+            // Names of QEMU's protocol drivers, which give access to the bytes themselves.
             "file" | "host_device" | "nbd" | "rbd" => Ok(Self::Raw),
             "luks" => Ok(Self::Luks),
             "qcow2" => Ok(Self::Qcow2),
@@ -51,7 +51,7 @@ impl ImageFormat {
         }
     }
 
-    /// Whether an image of this format can be told by its first or last bytes, see
+    /// Whether images of this format can be recognized by their first or last bytes, see
     /// [`probe`](crate::probe::probe).
     pub fn has_signature(self) -> bool {
         match self {
@@ -60,12 +60,12 @@ impl ImageFormat {
         }
     }
 
-    /// Whether images of this format are written to here.
+    /// Whether this program writes to images of this format.
     pub fn is_writable(self) -> bool {
         matches!(self, Self::Raw | Self::Luks | Self::Qcow2)
     }
 
-    /// Why this command makes no image of this format, where it is not
+    /// The reason why a command makes no image of this format, if the format is not
     /// [writable](Self::is_writable).
     pub fn not_made(self) -> String {
         format!(
@@ -74,8 +74,8 @@ impl ImageFormat {
         )
     }
 
-    /// The format that a file's name stands for: `.qcow2`, `.luks` or the suffix of a format that
-    /// is only read, otherwise raw.
+    /// The format by a file's suffix: `.qcow2`, `.luks` or the suffix of a format that is only
+    /// read; otherwise raw.
     pub fn by_name(path: &Path) -> Self {
         match suffix(path).as_deref() {
             Some("qcow2") => Self::Qcow2,
@@ -85,8 +85,8 @@ impl ImageFormat {
         }
     }
 
-    /// The format that the name of a new file stands for: as [`by_name`](Self::by_name), but a name
-    /// of another format is refused, because its owner does not expect a raw image.
+    /// The format by the name of a new file: as [`by_name`](Self::by_name), but the suffix of a
+    /// format that is not written is refused, because its user does not expect a raw image.
     ///
     /// # Errors
     /// The mistake in the name, and how to name the format.
@@ -102,11 +102,11 @@ impl ImageFormat {
     }
 }
 
-/// Names of files in formats that are not written here.
+/// Suffixes of files in formats that this program does not write to.
 const FOREIGN_SUFFIXES: [&str; 11] =
     ["bochs", "cloop", "dmg", "parallels", "qcow", "qed", "vdi", "vhd", "vhdx", "vmdk", "vpc"];
 
-/// The part of a file's name after its last dot, in small letters.
+/// The part of a file's name after its last dot, in lower case.
 pub(crate) fn suffix(path: &Path) -> Option<String> {
     path.extension()?.to_str().map(str::to_ascii_lowercase)
 }

@@ -1,21 +1,21 @@
-//! Unpacking deflate streams (RFC 1951), bare or as zlib streams (RFC 1950).
+//! Decompression of deflate streams (RFC 1951), bare or as zlib streams (RFC 1950).
 
 use flate2::{Decompress, FlushDecompress, Status};
 
-/// The wrapping of a stream's blocks.
+/// The format around the deflate stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wrapper {
-    /// Nothing.
+    /// None: a bare deflate stream.
     None,
-    /// The header of zlib, and its checksum.
+    /// zlib: a header, and a checksum at the end.
     Zlib,
 }
 
-/// Unpacks `stream` until `into` is full; what follows is not looked at. Reads what any window
-/// wrote, with the memory of the largest.
+/// Decompresses `stream` until `into` is full; the rest of the stream is ignored. Accepts every
+/// window size, and always takes the memory of the largest window.
 ///
 /// # Errors
-/// The mistake in the bytes: they are no such stream, or do not fill `into`.
+/// The fault: the bytes are not such a stream, or do not fill `into`.
 pub(crate) fn inflate(stream: &[u8], into: &mut [u8], wrapper: Wrapper) -> Result<(), String> {
     let mut decoder = Decompress::new(wrapper == Wrapper::Zlib);
     let (mut read, mut written) = (0, 0);

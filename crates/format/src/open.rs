@@ -1,4 +1,4 @@
-//! Opening and creating images by the name of their format.
+//! Opening and creating images of a given format.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
@@ -13,7 +13,7 @@ use crate::{
 pub struct OpenOptions {
     /// The access.
     pub access: Access,
-    /// The treatment of the space that the guest discards.
+    /// What happens to the space that the guest discards.
     pub discard: Discard,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
@@ -27,19 +27,20 @@ impl From<OpenOptions> for qcow2::OpenOptions {
 }
 
 impl<S: Storage> Format<S> {
-    /// Opens the image in `storage`. One that names a backing file reads it through the caller; one
-    /// that names a data file is not complete before [`with_data`](Self::with_data).
+    /// Opens the image in `storage`. If the image names a backing file, the caller reads from that
+    /// file; if the image names a data file, it is complete only after
+    /// [`with_data`](Self::with_data).
     ///
     /// # Errors
-    /// As [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`]; `ReadOnly` for an
-    /// image that is only read and is opened to be written.
+    /// As [`Raw::open`], [`Luks::open`], [`Qcow2::open`] or [`Foreign::open`]; `ReadOnly` for write
+    /// access to an image of a format that is only read.
     pub async fn open(storage: S, format: ImageFormat, options: OpenOptions) -> Result<Self> {
         Self::open_before_replay(storage, format, options, None).await
     }
 
     /// As [`open`](Self::open), for an image whose `log` will be
-    /// [replayed](qcow2::ImageRedo::replay): what opening itself writes does not take the place of
-    /// what the log refers to.
+    /// [replayed](qcow2::ImageRedo::replay): metadata that opening itself writes is not placed in
+    /// host clusters to which the log refers.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -67,11 +68,11 @@ impl<S: Storage> Format<S> {
         })
     }
 
-    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken;
-    /// for reading only.
+    /// As [`open`](Self::open), but opens the state of the disk in the snapshot with this name (or
+    /// id), for reading only.
     ///
     /// # Errors
-    /// As [`open`](Self::open); `InvalidInput` when there is no such snapshot, `Unsupported` for a
+    /// As [`open`](Self::open); `InvalidInput` if there is no such snapshot, `Unsupported` for a
     /// format without snapshots.
     pub async fn open_snapshot(
         storage: S,
@@ -91,7 +92,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// A raw image, which has nothing to read when it is opened.
+    /// Opens a raw image, which needs no reads.
     ///
     /// # Errors
     /// As [`Raw::open`].
@@ -99,11 +100,11 @@ impl<S: Storage> Format<S> {
         Ok(Self::Flat(Flat::Raw(Raw::open(storage)?)))
     }
 
-    /// The same image with its data file, before anything is read or written.
+    /// Attaches the image's data file. Must be called before anything is read or written.
     ///
     /// # Errors
-    /// `InvalidInput` where it has none; `Unsupported` when its clusters are smaller than the
-    /// blocks of `data`.
+    /// `InvalidInput` if the image names no data file; `Unsupported` if its clusters are smaller
+    /// than the blocks of `data`.
     pub fn with_data(self, data: S) -> Result<Self> {
         match self {
             Self::Flat(_) => {
@@ -117,11 +118,12 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// The same image with its [files](crate::ImageHeader::extent_files), before anything is read:
-    /// each is one of `ranges` of `data`, in their order.
+    /// Attaches the image's [files](crate::ImageHeader::extent_files): `data` has them one after
+    /// the other, each in its range of `ranges`, in the order of their names. Must be called before
+    /// anything is read.
     ///
     /// # Errors
-    /// `InvalidInput` where it names none, or another number; what is wrong with a file.
+    /// `InvalidInput` if the image names none, or another number of files; the fault of a file.
     pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         match self {
             Self::Flat(Flat::Foreign(image)) => {
@@ -136,7 +138,7 @@ impl<S: Storage> Format<S> {
     }
 }
 
-/// Bytes of the file that [`create`] is given for a disk of `size` bytes.
+/// The size in bytes that a new file must have for [`create`] with a disk of `size` bytes.
 pub fn initial_file_size(format: ImageFormat, size: u64) -> u64 {
     match format {
         ImageFormat::Raw => size,
@@ -148,7 +150,7 @@ pub fn initial_file_size(format: ImageFormat, size: u64) -> u64 {
 /// [`initial_file_size`] bytes. Durable when it returns.
 ///
 /// # Errors
-/// Errors of the format or the storage; `Unsupported` for formats that are only read.
+/// Errors of the format or the storage; `Unsupported` for LUKS, and for formats that are only read.
 pub async fn create<S: Storage>(storage: &S, format: ImageFormat, size: u64) -> Result<()> {
     match format {
         ImageFormat::Raw => storage.resize(size).await?,

@@ -4,26 +4,27 @@ use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, Offload, Result, Storage, ToolProgress, Unmap,
 };
 
-/// How space is taken.
+/// How space is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpaceMode {
-    /// The host's file system sets it aside (`fallocate`): quick.
+    /// The host's file system reserves it (`fallocate`): quick.
     Falloc,
-    /// Zeros are written: slow, and works everywhere. Where the storage writes them without being
-    /// sent them, it does so, which is quick.
+    /// Zeros are written: slow, but works everywhere. If the storage can write zeros without a
+    /// transfer of data, that is used, and is quick.
     Full,
 }
 
-/// Bytes of one write of zeros, of one request for zeros that are not sent, and of one for space.
+/// Maximum bytes of one write of zeros, of one request for zeros without a transfer of data, and of
+/// one reservation.
 const WRITE_SIZE: u64 = 1 << 20;
 const PREPARE_SIZE: u64 = 64 << 20;
 const RESERVE_SIZE: u64 = 1 << 30;
 
-/// Takes the space of `range`, which lies in whole blocks of the storage and reads as zeros before
-/// and after. Durable with the next full flush. `progress` advances by what is done.
+/// Allocates the space of `range`, which consists of whole blocks of the storage and reads as zeros
+/// before and after. Durable with the next full flush. `progress` advances by the bytes done.
 ///
 /// # Errors
-/// `NoSpace`; `Unsupported` where the host cannot set space aside; or what the storage answers.
+/// `NoSpace`; `Unsupported` if the host cannot reserve space; or errors of the storage.
 pub async fn preallocate<S: Storage>(
     storage: &S,
     range: ByteRange,
@@ -58,7 +59,8 @@ pub async fn preallocate<S: Storage>(
     Ok(())
 }
 
-/// Fills what it can with zeros that are written without being sent; the rest is for the caller.
+/// Fills the start of `range` with zeros that the storage writes without a transfer of data, as far
+/// as it supports that. Returns the rest, which the caller must write.
 async fn prepare<S: Storage>(
     storage: &S,
     range: ByteRange,

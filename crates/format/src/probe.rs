@@ -1,7 +1,8 @@
-//! Which image format the first bytes of a file look like.
+//! Probing: the image format that the first or last bytes of a file indicate.
 //!
-//! A guest can write any bytes to the start of its raw disk, so the answer never chooses a format:
-//! it is for refusing to treat a qcow2 file as a raw one by mistake, and for saying so by name.
+//! A guest can write any bytes to the start of its raw disk, so the result never selects a format.
+//! It serves to refuse a file of another format that would be treated as raw by mistake, and to
+//! name that format in the error.
 
 use std::path::Path;
 
@@ -11,10 +12,11 @@ use crate::foreign::is_vmdk_descriptor;
 use crate::image_format::suffix;
 use crate::qcow2::MAX_FILE_NAME;
 
-/// How many first bytes [`name_of`] looks at, and how many last ones [`name_of_end`].
+/// The number of first bytes that [`name_of`] examines, and of last bytes that [`name_of_end`]
+/// does.
 pub const LENGTH: usize = 512;
 
-/// Offset, bytes and name of the formats that can be told by their start.
+/// Offset, signature and name of the formats that are recognized by their first bytes.
 const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (0, b"QFI\xfb\x00\x00\x00\x01", "qcow"),
     (0, b"QFI\xfb", "qcow2"),
@@ -31,11 +33,11 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
     (0, b"#!/bin/sh\n#V2.0 Format\n", "cloop"),
 ];
 
-/// The same of formats that can be told by their last 512 bytes.
+/// Signature and name of the formats that are recognized by their last 512 bytes.
 const FINAL_SIGNATURES: &[(&[u8], &str)] = &[(b"koly", "dmg"), (b"conectix", "vpc")];
 
-/// The name of the format (as `qemu-img` calls it) that a file with these first bytes seems to
-/// have; `None` when nothing is recognised, as with raw images.
+/// The name (in `qemu-img`) of the format that a file with these first bytes seems to have; `None`
+/// if no format is recognized, as for raw images.
 pub fn name_of(first: &[u8]) -> Option<&'static str> {
     let matches = |&&(offset, bytes, _): &&(usize, &[u8], &str)| {
         first.get(offset..).is_some_and(|rest| rest.starts_with(bytes))
@@ -44,16 +46,16 @@ pub fn name_of(first: &[u8]) -> Option<&'static str> {
     found.or_else(|| is_vmdk_descriptor(first).then_some("vmdk"))
 }
 
-/// The name of the format that a file with these last [`LENGTH`] bytes seems to have. A disk
-/// image's last sector is as much a guest's as its first, so this is for files whose names say the
-/// same.
+/// The name of the format that a file with these last [`LENGTH`] bytes seems to have. A guest can
+/// write the last sector of a raw image as well as the first, so this is used only for files whose
+/// suffix indicates such a format.
 pub fn name_of_end(last: &[u8]) -> Option<&'static str> {
     let found = FINAL_SIGNATURES.iter().find(|(bytes, _)| last.starts_with(bytes));
     found.map(|&(_, name)| name)
 }
 
-/// The location of the backing file's name, by the header of a qcow2 image with these first bytes;
-/// `None` for another format, or without a backing file.
+/// The location of the backing file's name in a qcow2 image with these first bytes; `None` for
+/// another format, or without a backing file.
 pub fn qcow2_backing_name(first: &[u8]) -> Option<ByteRange> {
     if name_of(first) != Some("qcow2") {
         return None;
@@ -64,8 +66,7 @@ pub fn qcow2_backing_name(first: &[u8]) -> Option<ByteRange> {
     ByteRange::new(offset, length.into()).filter(|_| is_there)
 }
 
-/// Bytes of a cluster, by the header of a qcow2 image with these first bytes; `None` for another
-/// format.
+/// Bytes of a cluster of a qcow2 image with these first bytes; `None` for another format.
 pub fn qcow2_cluster_size(first: &[u8]) -> Option<u64> {
     const CLUSTER_BITS: usize = 20;
     if name_of(first) != Some("qcow2") {
@@ -75,7 +76,7 @@ pub fn qcow2_cluster_size(first: &[u8]) -> Option<u64> {
     1_u64.checked_shl(bits)
 }
 
-/// Reads the last bytes of `storage` and answers as [`name_of_end`].
+/// Reads the last bytes of `storage`, and returns the result of [`name_of_end`].
 async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
     let size = storage.size();
     let Some(last) = size.checked_sub(LENGTH as u64) else { return Ok(None) };
@@ -85,8 +86,8 @@ async fn probe_end<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
     Ok(name_of_end(&buffer.bytes()[(last - start) as usize..]))
 }
 
-/// As [`probe`], of a file with this name: where the name says a format whose signature is at the
-/// end, the last bytes are read, too.
+/// As [`probe`], for a file with this name: if its suffix is that of a format with a signature at
+/// the end, the last bytes are read, too.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -98,7 +99,7 @@ pub async fn probe_file<S: Storage>(storage: &S, path: &Path) -> Result<Option<&
     Ok(found)
 }
 
-/// Reads the first bytes of `storage` and answers as [`name_of`].
+/// Reads the first bytes of `storage`, and returns the result of [`name_of`].
 pub async fn probe<S: Storage>(storage: &S) -> Result<Option<&'static str>> {
     let block = storage.capabilities().alignment.offset as usize;
     let mut buffer = Buffer::new(LENGTH.next_multiple_of(block));

@@ -28,7 +28,7 @@ struct Timeline {
 
 struct Event {
     at: Duration,
-    /// Decides among events of one moment; the number of the event makes it unique.
+    /// Orders events of the same moment: a random number, then the event's number, which is unique.
     order: (u64, u64),
     action: Action,
 }
@@ -61,7 +61,7 @@ impl Clock {
         alarm.wait().await;
     }
 
-    /// Jumps to the next event and takes it out.
+    /// Advances the time to the next event and removes the event.
     pub(crate) fn advance(&self) -> Option<Action> {
         let mut timeline = self.0.lock();
         let Reverse(event) = timeline.events.pop()?;
@@ -90,7 +90,7 @@ impl Ord for Event {
     }
 }
 
-/// A value that one place sets and one place waits for.
+/// A value that is set once, and that one task waits for.
 pub(crate) struct Oneshot<T>(Arc<Mutex<(Option<T>, Option<Waker>)>>);
 
 impl<T> Clone for Oneshot<T> {

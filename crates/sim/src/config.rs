@@ -11,24 +11,24 @@ use fastrand::Rng;
 pub struct Config {
     /// How single writes are made durable.
     pub fua: Fua,
-    /// Whether durable writes are refused although FUA is said to be native, as by a kernel that
-    /// knows the flag for reads alone.
+    /// Whether durable writes fail with EOPNOTSUPP although the disk announces native FUA. Some
+    /// kernels accept the flag only for reads.
     pub refuses_fua: bool,
     /// The announced cost of a durable write.
     pub fua_cost: FuaCost,
     /// Whether completed writes may be lost in a crash.
     pub write_cache: WriteCache,
-    /// When a shared flush is said to be cheaper than FUA.
+    /// From how many writes on the disk announces that a shared flush is cheaper than FUA.
     pub group_commit: GroupCommit,
-    /// The alignment of operations. One without it makes the simulation panic.
+    /// The required alignment of operations. An operation without it makes the simulation panic.
     pub alignment: Alignment,
-    /// How zero writes without data go.
+    /// Whether the disk has zero writes without data.
     pub write_zeroes: Support,
-    /// How zeros go that are written without being sent.
+    /// Whether the disk can write zeros without being sent them.
     pub prepare_zeroes: Support,
-    /// How many bytes the host has left for it, as far as it says.
+    /// How many bytes the host reports as free for the disk; `None` if it does not report that.
     pub free_space: Option<u64>,
-    /// How discards go.
+    /// Whether the disk has discards.
     pub discard: Support,
     /// The content of discarded ranges.
     pub read_after_discard: ReadAfterDiscard,
@@ -36,7 +36,8 @@ pub struct Config {
     pub size: Size,
     /// How long operations take.
     pub latency: Latency,
-    /// Whether its closing gives something back: a handle that was closed is no longer used then.
+    /// Whether closing a handle releases a resource, so that a closed handle must not be used any
+    /// more.
     pub needs_close: bool,
 }
 
@@ -49,7 +50,7 @@ pub enum Size {
     Fixed,
 }
 
-/// Whether the disk has an operation.
+/// Whether the disk supports an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Support {
     /// The operation works.
@@ -65,12 +66,12 @@ pub enum Support {
 pub struct Latency {
     /// A read or a write.
     pub data: RangeInclusive<u64>,
-    /// A flush, and what a durable write takes on top.
+    /// A flush, and the time that a durable write takes in addition to a write's.
     pub flush: RangeInclusive<u64>,
 }
 
 impl Latency {
-    /// Always the same: operations end in the order in which they started.
+    /// The same latency for all: operations of one kind end in the order in which they started.
     pub fn fixed(data: u64, flush: u64) -> Self {
         Self { data: data..=data, flush: flush..=flush }
     }
@@ -85,8 +86,8 @@ impl Latency {
 }
 
 impl Default for Config {
-    /// A disk that can do everything but prepare zeros, demands no alignment and ends operations in
-    /// any order.
+    /// A disk that supports everything but preparing zeros, requires no alignment and completes
+    /// operations in any order.
     fn default() -> Self {
         Self {
             fua: Fua::Native,
@@ -108,7 +109,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Any disk.
+    /// A disk with random properties.
     pub fn random(random: &mut Rng) -> Self {
         let block = [1, 512, 4096, 8192, 16384, 65536][random.usize(..6)];
         let support = |random: &mut Rng| {
@@ -137,7 +138,7 @@ impl Config {
             latency: Latency { data: 1..=100, flush: 1..=300 },
             needs_close: false,
         };
-        // Not drawn from the sequence, so that what else a seed means stays what it was.
+        // Drawn from a copy of the PRNG, so that the other choices of a seed do not change.
         let mut aside = random.clone();
         Self { needs_close: aside.bool(), refuses_fua: aside.u8(..8) == 0, ..config }
     }

@@ -1,8 +1,8 @@
 //! A small executor whose every choice comes from one seed.
 //!
-//! Which of the ready tasks is polled next, and whether the next event comes before it (the
-//! processor was busy so long), is chosen at random; so a run explores one interleaving and the
-//! seed alone replays it.
+//! The PRNG chooses which ready task is polled next, and whether the next event happens before it
+//! (as if the processor had been busy that long). So a run explores one interleaving, and the seed
+//! alone replays it.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -20,8 +20,8 @@ use slab::Slab;
 use crate::clock::{Clock, Oneshot};
 use crate::process::Process;
 
-/// One simulation: its tasks, its clock, its PRNG. It stands for one process, which may die. Clones
-/// are the same simulation.
+/// One simulation: its tasks, its clock, its PRNG. A simulation represents one process, which may
+/// die. Clones are the same simulation.
 #[derive(Clone)]
 pub struct Sim(Rc<Inner>);
 
@@ -41,7 +41,7 @@ struct TaskState {
 
 type ReadyList = Arc<Mutex<Vec<Arc<TaskWaker>>>>;
 
-/// Puts its task on the list of ready ones, once.
+/// Adds its task to the list of ready tasks, if it is not there yet.
 struct TaskWaker {
     task: usize,
     is_queued: AtomicBool,
@@ -79,20 +79,20 @@ impl Sim {
         &self.0.process
     }
 
-    /// The process dies instead of making its step of this number, counted from 0: starting or
-    /// ending a storage operation, or storing a word into [`SimMemory`](crate::SimMemory).
-    /// Nothing happens in the simulation from then on.
+    /// Makes the process die instead of making step number `step`, counted from 0. A step is the
+    /// start or end of a storage operation, or a store of a word into
+    /// [`SimMemory`](crate::SimMemory). Nothing happens in the simulation after that.
     pub fn kill_at(&self, step: u64) {
         self.0.process.kill_at(step);
     }
 
-    /// The process dies now.
+    /// Makes the process die now.
     pub fn kill(&self) {
         self.0.process.kill_at(0);
     }
 
-    /// Whether the process is dead. What its tasks answered in the turn in which it died was not
-    /// answered.
+    /// Whether the process is dead. An answer that a task gives in the poll in which the process
+    /// dies does not count: no client received it.
     pub fn is_dead(&self) -> bool {
         self.0.process.is_dead()
     }
@@ -102,11 +102,11 @@ impl Sim {
         self.0.process.steps()
     }
 
-    /// Drops the futures of all tasks: the memory of a process that has ended. They may hold the
-    /// simulation itself, which would never be freed otherwise.
+    /// Drops the futures of all tasks: the memory of a process that has ended. The futures may hold
+    /// the simulation itself, which would otherwise never be freed.
     pub fn drop_tasks(&self) {
         let tasks = self.0.tasks.take();
-        // Dropping a future runs code that may spawn or wake: not while the tasks are borrowed.
+        // No borrow of the tasks is held here: dropping a future runs code that may spawn or wake.
         drop(tasks);
     }
 
@@ -120,7 +120,7 @@ impl Sim {
         self.0.clock.sleep(delay).await;
     }
 
-    /// Starts a task. It goes on when the handle is dropped.
+    /// Starts a task. It continues if its handle is dropped.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Task<T> {
         let output = Oneshot::new();
         let result = output.clone();
@@ -223,7 +223,7 @@ impl<T> Task<T> {
         let mut tasks = self.sim.0.tasks.borrow_mut();
         let is_ours = tasks.get(id).is_some_and(|state| Arc::ptr_eq(&state.waker, &self.waker));
         let state = is_ours.then(|| tasks.remove(id));
-        // Dropping a future runs code that may spawn or wake: not while the tasks are borrowed.
+        // No borrow of the tasks is held here: dropping a future runs code that may spawn or wake.
         drop(tasks);
         drop(state);
     }

@@ -2,8 +2,8 @@
 //!
 //! Several tasks send reads, writes of any alignment, zero writes, discards and flushes, and cancel
 //! some of them by dropping their futures. After each step of the simulation that started or ended
-//! an operation or a request, an image of what a crash would leave behind is compared with the
-//! model; and so is every read. At the end no request may be left waiting.
+//! an operation or a request, the image that a crash would leave is checked against the model.
+//! Every read is checked too. At the end no request may still wait.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -19,10 +19,10 @@ use crate::{
     Workload,
 };
 
-/// Explores what `build` makes of a random disk, as `seed` decides.
+/// Explores the system that `build` makes on a random disk. `seed` decides all choices.
 ///
 /// # Errors
-/// In words, the first violation of the model.
+/// The first violation of the model, in words.
 pub fn explore<T: SystemUnderTest>(
     seed: u64,
     workload: &Workload,
@@ -32,8 +32,8 @@ pub fn explore<T: SystemUnderTest>(
     explore_image(seed, workload, as_it_is, |_, disk, random| build(disk, random))
 }
 
-/// As [`explore`], for a disk that holds the guest's bytes in the form that `encode` gives them.
-/// `build` may run the simulation.
+/// As [`explore`], for a disk with an image format: `encode` turns the guest's bytes into the
+/// image. `build` may run the simulation.
 ///
 /// # Errors
 /// As [`explore`].
@@ -103,7 +103,8 @@ impl<T: SystemUnderTest> Run<T> {
         self.guests.system.others()
     }
 
-    /// Runs to the end and crashes after every step that might matter.
+    /// Runs to the end. After every step that may have changed the disk or a request, checks what a
+    /// crash would leave.
     fn crash_everywhere(&self, disk: &SimDisk, random: &mut Rng) -> Result<(), String> {
         let mut last = None;
         let others = self.others();
@@ -125,8 +126,8 @@ impl<T: SystemUnderTest> Run<T> {
         Ok(())
     }
 
-    /// Closes the system after a clean run, and checks the image that it leaves. A storage's own
-    /// close may fail: the system reports the failure, and the image is whole.
+    /// Closes the system after a clean run, and checks the image that it leaves. The close of a
+    /// storage may fail: then the system must report the failure, and the image must be complete.
     fn close(&self, disk: &SimDisk, random: &mut Rng, may_fail: bool) -> Result<(), String> {
         if !self.record.borrow().is_clean_run {
             return Ok(());
@@ -145,7 +146,7 @@ impl<T: SystemUnderTest> Run<T> {
         self.crash_everywhere(disk, random)?;
         let is_any = |has: fn(&SimDisk) -> bool| has(disk) || others.iter().any(has);
         match closed.output().ok_or("closing waits for ever")? {
-            // Of work in the background, which no request was told of.
+            // A sync of background work failed, and no request has reported that.
             Err(_) if is_any(SimDisk::has_failed_sync) => return Ok(()),
             Err(_) if is_any(SimDisk::has_failed_close) => {}
             Ok(()) if is_any(SimDisk::has_failed_close) => {

@@ -1,6 +1,6 @@
-//! The guests of one process: they send random requests, and hold each answer against the model.
+//! The guests of one process: they send random requests, and check each answer against the model.
 //!
-//! The answers of a dead process in the turn in which it died were never heard.
+//! Answers in the poll in which the process dies are ignored: no guest has received them.
 
 use std::cell::{Cell, RefCell};
 use std::future::{Future, pending, poll_fn};
@@ -21,7 +21,7 @@ use crate::{Report, Sim, SystemUnderTest, Task};
 pub(crate) struct Guests<T> {
     pub(crate) system: T,
     sim: Sim,
-    /// Its certain size.
+    /// The size of the disk without a growth that has not succeeded.
     size: Cell<u64>,
     limits: Limits,
     record: Rc<RefCell<Record>>,
@@ -32,7 +32,7 @@ pub(crate) struct Guests<T> {
 pub(crate) struct Limits {
     /// The block of the disk in bytes.
     pub(crate) block: u64,
-    /// Whether the disk was given reasons to fail.
+    /// Whether requests may fail: the disk has planned faults, or is a device that may be full.
     pub(crate) may_fail: bool,
     /// The probability that a request is cancelled.
     pub(crate) cancel_probability: f64,
@@ -44,7 +44,7 @@ pub(crate) struct Record {
     pub(crate) report: Report,
     pub(crate) history: History,
     pub(crate) violation: Option<String>,
-    /// Whether no request was cancelled, and none failed but those that were refused.
+    /// Whether no request was cancelled, and none failed except as unsupported.
     pub(crate) is_clean_run: bool,
 }
 
@@ -54,7 +54,7 @@ impl<T: SystemUnderTest> Guests<T> {
         Self { system, sim: sim.clone(), size, limits, record: Rc::clone(record) }
     }
 
-    /// Starts them, as many as the workload permits.
+    /// Starts a random number of guests within the workload's limits.
     pub(crate) fn spawn(self: &Rc<Self>, workload: &Workload, random: &mut Rng) -> Vec<Task<()>> {
         let mut tasks: Vec<_> = (0..random.usize(1..=workload.tasks))
             .map(|_| {
@@ -88,7 +88,7 @@ impl<T: SystemUnderTest> Guests<T> {
         }
     }
 
-    /// Returns at once, unless the process has died meanwhile: then never.
+    /// Returns at once if the process is alive, and never if it has died.
     async fn heard(&self) {
         if self.sim.is_dead() {
             pending().await
@@ -110,7 +110,7 @@ impl<T: SystemUnderTest> Guests<T> {
             record.answered(number, self.sim.clock().now(), &outcome, self.limits.may_fail, false);
             match outcome {
                 Some(Ok(())) => record.model.complete_growth(growth),
-                // It may have grown or not.
+                // After a failed growth the disk may have either size.
                 _ => return,
             }
             self.size.set(size);
@@ -170,8 +170,8 @@ impl<T: SystemUnderTest> Guests<T> {
         match outcome {
             Some(Ok(())) => model.succeed(change, is_durable),
             Some(Err(_)) => model.fail(change),
-            // Where blocks are changed in part, that may undo what is still in flight and was never
-            // answered, even if it was seen already.
+            // With larger blocks, a change of a part of a block may undo the cancelled change while
+            // it is in flight, even if a read has seen it.
             None if self.limits.block == 1 => model.cancel(change),
             None => {}
         }
@@ -200,7 +200,7 @@ impl<T: SystemUnderTest> Guests<T> {
         outcome
     }
 
-    /// A range of the disk: in blocks or not, mostly short, so that many meet.
+    /// A range of the disk, aligned to blocks or not. Most ranges are short; many overlap.
     fn any_range(&self, random: &mut Rng) -> ByteRange {
         let size = self.size.get();
         let unit = if random.bool() { self.limits.block } else { 1 };
@@ -226,7 +226,8 @@ impl Record {
         }
     }
 
-    /// A request ended or was cancelled: only one that has a reason may fail.
+    /// Records that a request ended or was cancelled. A failure without a permitted reason is a
+    /// violation.
     fn answered(
         &mut self,
         number: usize,
@@ -259,7 +260,8 @@ impl Record {
     }
 }
 
-/// Memory for `range`, and where in it to begin: mostly aligned, sometimes not.
+/// Memory for `range`, and the offset at which the data starts in it: mostly aligned, sometimes
+/// not.
 fn any_buffer(range: ByteRange, random: &mut Rng) -> (Buffer, usize) {
     let start = if random.u8(..4) == 0 { random.usize(1..100) } else { 0 };
     (Buffer::new(start + range.length() as usize), start)

@@ -1,4 +1,4 @@
-//! The requests and answers of an exploration, for the words of a failure.
+//! The requests and answers of an exploration, for the report of a failure.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +11,7 @@ pub(crate) struct History(Vec<Entry>);
 
 enum Entry {
     Request(RequestEntry),
-    /// Another thing that happened to all of them.
+    /// An event that concerns all requests.
     Event(Duration, String),
 }
 
@@ -30,23 +30,23 @@ enum Outcome {
 }
 
 impl History {
-    /// A request begins; the answer is its number.
+    /// Records that a request begins; returns its number.
     pub(crate) fn asked(&mut self, now: Duration, request: &Request) -> usize {
         let (verb, range, durability) = words_of(request);
         self.begun(now, verb, range, durability)
     }
 
-    /// A change of the size begins; the answer is its number.
+    /// Records that a change of the size begins; returns its number.
     pub(crate) fn asked_to_grow(&mut self, now: Duration, size: u64) -> usize {
         self.begun(now, "grow to", ByteRange::new(0, size), Durability::Full)
     }
 
-    /// Maintenance of the image begins; the answer is its number.
+    /// Records that maintenance of the image begins; returns its number.
     pub(crate) fn asked_to_maintain(&mut self, now: Duration) -> usize {
         self.begun(now, "maintain", None, Durability::None)
     }
 
-    /// Something happened to all requests.
+    /// Records an event that concerns all requests.
     pub(crate) fn note(&mut self, now: Duration, event: impl Into<String>) {
         self.0.push(Entry::Event(now, event.into()));
     }
@@ -63,7 +63,7 @@ impl History {
         self.0.len() - 1
     }
 
-    /// The request ended, or was cancelled.
+    /// Records that the request ended, or was cancelled.
     pub(crate) fn answered(&mut self, number: usize, now: Duration, outcome: &Option<Result<()>>) {
         let outcome = match outcome {
             Some(Ok(())) => Outcome::Succeeded,

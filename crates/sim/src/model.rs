@@ -1,21 +1,22 @@
 //! The permitted values of each byte of a disk, by the changes that wrote them.
 //!
-//! Every change has a number and, if it stores data, a byte value of its own. A byte remembers the
-//! set of changes whose value it may show: one set for reads, one for what is found after a crash.
-//! A change enters both sets when it begins. When it has succeeded, the changes that had ended
-//! before it began leave the set for reads; they leave the set for crashes when it was durable, or
-//! when a flush that began after it has succeeded. A change that failed or was cancelled pushes out
-//! others only where a read has seen it: what was seen and then flushed is there to stay. So
-//! nothing is demanded that the interface of a disk does not guarantee.
+//! Every change has a number and, if it stores data, a byte value of its own. The model keeps for
+//! each byte the changes whose value it may show: one set for reads, and one for the content after
+//! a crash. A change enters both sets when it begins. When it succeeds, the changes that had ended
+//! before it began leave the set for reads. They leave the set for crashes if it was durable, or
+//! when a flush that began after its end succeeds. A change that failed or was cancelled removes
+//! others only where a read has seen it: a value that was read and then flushed must stay. So the
+//! model requires only what the interface of a disk guarantees.
 //!
 //! A process that ends leaves its set for reads to the next one, and nothing in flight: every
-//! answered change has happened. A loss of power leaves the set for crashes. What the next process
-//! finds decides which of the permitted changes it is; what was once found is found again.
+//! answered change has happened. A loss of power leaves the set for crashes. The content that the
+//! next process reads decides which of the permitted changes happened; later processes must read
+//! the same content.
 
 use blockhouse_core::ByteRange;
 
-/// How many changes a model can tell apart. A process that begins finds those free that left no
-/// trace.
+/// How many changes a model can tell apart. When a process begins, the numbers of changes that no
+/// byte may show any more are free again.
 pub(crate) const MAX_CHANGES: u32 = 63;
 
 /// The state that the end of a process leaves to the next one.
@@ -73,13 +74,13 @@ pub(crate) struct Model {
     undefined: u64,
     /// By the change's number: the changes that had ended when it began.
     before: [u64; u64::BITS as usize],
-    /// How short the disk may be after a crash. Writes after a growth that failed may leave any
-    /// size from here to the largest.
+    /// The minimum size of the disk after a crash. Writes after a growth that failed may leave any
+    /// size from this one to the largest.
     min_size: usize,
-    /// The same for the next process, when this one dies.
+    /// The minimum size of the disk that the next process finds when this one dies.
     min_visible_size: usize,
-    /// The value that a read has seen while no change of the byte was in flight: the next read
-    /// sees it, too.
+    /// The value that a read has seen while no change of the byte was in flight: later reads must
+    /// see it too.
     seen: Vec<Option<u8>>,
     /// Whether everything is stable: the power was lost, and nothing was read or changed since.
     is_all_stable: bool,
@@ -184,7 +185,7 @@ impl Model {
         self.ended |= 1 << change.number;
     }
 
-    /// The change failed: nothing of it happens, any part of it may have happened.
+    /// The change failed: any part of it may have happened, and nothing more of it happens later.
     pub(crate) fn fail(&mut self, change: Change) {
         self.ended |= 1 << change.number;
         self.unsuccessful |= 1 << change.number;
@@ -199,7 +200,8 @@ impl Model {
         Flushing { visible: self.visible.clone(), begun: self.begun }
     }
 
-    /// Bytes that the disk has got since then are left as they are.
+    /// The flush succeeded. Bytes that the disk has gained since the flush began are left as they
+    /// are.
     pub(crate) fn flushed(&mut self, flushing: &Flushing) {
         let since = self.begun & !flushing.begun;
         for (stable, visible) in self.stable.iter_mut().zip(&flushing.visible) {
@@ -212,7 +214,7 @@ impl Model {
         Reading { range, permitted, begun: self.begun, ended: self.ended }
     }
 
-    /// Whether a read may have seen `bytes`, and what follows from it.
+    /// Checks that a read may return `bytes`, and records which changes it has seen.
     pub(crate) fn end_read(&mut self, reading: &Reading, bytes: &[u8]) -> Result<(), String> {
         let since = self.begun & !reading.begun;
         let sets = reading.permitted.iter().map(|set| set | since);
@@ -280,7 +282,7 @@ impl Model {
         Ok(())
     }
 
-    /// Changes that no byte can show are forgotten: their numbers are free.
+    /// Frees the numbers of changes that no byte can show.
     fn recycle(&mut self) {
         let used = self.visible.iter().chain(&self.stable).fold(0, |used, set| used | set);
         self.begun = used;

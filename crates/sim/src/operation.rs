@@ -7,11 +7,11 @@ use blockhouse_core::{ByteRange, Durability, SyncMode, Unmap};
 pub enum Operation {
     /// A read.
     Read(ByteRange),
-    /// A write and the durability that travelled with it.
+    /// A write and its durability.
     Write(ByteRange, Durability),
     /// A zero write without data.
     WriteZeroes(ByteRange, Unmap),
-    /// Zeros that are written without being sent.
+    /// Zeros that the disk writes without being sent them.
     PrepareZeroes(ByteRange),
     /// A discard.
     Discard(ByteRange),
@@ -19,13 +19,13 @@ pub enum Operation {
     Flush(SyncMode),
     /// A change of size.
     Resize(u64),
-    /// A larger size, or none where it is larger already.
+    /// An increase to this size; no change if the disk is that large already.
     Lengthen(u64),
-    /// A question for holes.
+    /// A query for holes.
     Status(ByteRange),
     /// A hint to read ahead.
     Prefetch(ByteRange),
-    /// The close of a handle that [gives something back](crate::Config::needs_close).
+    /// The close of a handle, if it [releases a resource](crate::Config::needs_close).
     Close,
 }
 
@@ -77,7 +77,7 @@ impl Operation {
         }
     }
 
-    /// The bytes it speaks of, if it does.
+    /// The range of the operation, if it has one.
     pub fn range(&self) -> Option<ByteRange> {
         match *self {
             Self::Read(range)
@@ -106,8 +106,8 @@ impl Operation {
         }
     }
 
-    /// Whether its outcome says something about the stability of other bytes, so that it must not
-    /// be lost with its future.
+    /// Whether its outcome concerns the stability of bytes. The outcome of such an operation is
+    /// kept when its future is dropped.
     pub(crate) fn is_durable(&self) -> bool {
         matches!(self.kind(), OperationKind::DurableWrite | OperationKind::Flush)
     }

@@ -1,9 +1,9 @@
-//! The process that a simulation stands for, and the step at which it ends.
+//! The process that a simulation represents, and the step at which it ends.
 //!
 //! The steps of a process are what others can see of it: a storage operation that starts or ends, a
 //! store into memory that outlives it. At the chosen step everything stops: that step and all later
-//! ones do not happen, although futures that are polled go on for the rest of their turn. So a test
-//! that reads the simulation's results asks first whether the process was still alive.
+//! ones do not happen. The future that is being polled still runs until its poll returns. So a test
+//! must check that the process is alive before it uses the simulation's results.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,8 +39,8 @@ impl Process {
         self.0.steps.load(Ordering::Relaxed)
     }
 
-    /// The process dies instead of making the step of this number, counted from 0; at once, when it
-    /// has made it.
+    /// Makes the process die instead of making step number `step`, counted from 0, or at once if it
+    /// has made that step.
     pub(crate) fn kill_at(&self, step: u64) {
         self.0.last.store(step.max(self.steps()), Ordering::Relaxed);
     }

@@ -3,7 +3,7 @@
 /// The counts of an exploration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Requests that came to their end.
+    /// Requests that completed.
     pub requests: u64,
     /// Requests that failed.
     pub failed: u64,
@@ -11,7 +11,7 @@ pub struct Report {
     pub cancelled: u64,
     /// Crashes that were checked.
     pub crashes: u64,
-    /// Processes that died and left what the next one found.
+    /// Processes that died and were followed by another one.
     pub deaths: u64,
 }
 

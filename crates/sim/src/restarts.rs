@@ -1,9 +1,10 @@
 //! Processes that serve the same disks one after the other, and end in any way at any moment.
 //!
-//! A process dies, or the power is lost, at a chosen step: a storage operation that starts or ends,
-//! or a store into the memory that outlives processes, also while it only begins or closes. The
-//! next one begins with what is there. It has to find every answered change after a death, and
-//! every durable one after a loss of power, whatever died before. Then its guests go on.
+//! A process dies, or the power is lost, at a chosen step, also during start or close. A step is a
+//! storage operation that starts or ends, or a store into the memory that outlives processes. The
+//! next process starts with the disks and memory that are left. It must find every answered change
+//! after a death, and every durable change after a loss of power, however earlier processes ended.
+//! Then its guests continue.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -34,17 +35,17 @@ pub trait Service: 'static {
     /// Starts a process. It gets the disks and the memory as the last one left them.
     fn start(&self, host: Host) -> impl Future<Output = Result<Self::System>> + 'static;
 
-    /// Whether the disk of a host, a device, has no room for what a start may have to write. No
-    /// other start of a process may fail with ENOSPC.
+    /// Whether the host's disk is a device without space for what a start may have to write. Only
+    /// then may the start of a process fail with ENOSPC.
     fn is_full(&self, _host: &Host) -> bool {
         false
     }
 
-    /// Whether the images, those of the [`Host`]'s disks in their order, are sound. A
-    /// [closed](ImageState::Closed) one has lost no space either.
+    /// Checks that the images of the [`Host`]'s disks, in their order, are consistent. A
+    /// [closed](ImageState::Closed) image must have no leaks either.
     ///
     /// # Errors
-    /// The mistake, in words.
+    /// The inconsistency, in words.
     fn check(&self, images: &[Vec<u8>], state: ImageState) -> std::result::Result<(), String>;
 }
 
@@ -57,8 +58,8 @@ pub struct Host {
     pub disk: SimDisk,
     /// Other disks that belong to it, such as a data file.
     pub others: Vec<SimDisk>,
-    /// Memory of [`Service::memory_words`] words. A loss of power and an orderly end make zeros of
-    /// it.
+    /// Memory of [`Service::memory_words`] words. A loss of power and an orderly end clear it to
+    /// zeros.
     pub memory: Arc<SimMemory>,
 }
 
@@ -70,12 +71,12 @@ enum End {
     Closed,
 }
 
-/// Explores processes that serve what `prepare` makes of a random disk, as `seed` decides.
-/// `prepare` gets the disk's properties and the guest's bytes, and answers what serves them and the
-/// images: the one with these bytes first.
+/// Explores processes that serve the images that `prepare` makes; `seed` decides all choices.
+/// `prepare` gets the disk's properties and the guest's bytes, and returns the service and its
+/// images. The first image holds these bytes.
 ///
 /// # Errors
-/// In words, the first violation of the model.
+/// The first violation of the model, in words.
 pub fn explore_restarts<T: Service>(
     seed: u64,
     workload: &Workload,
@@ -119,13 +120,13 @@ struct Run<'a, T> {
     is_device: bool,
     block: u64,
     random: Rng,
-    /// Decides what takes long.
+    /// PRNG for slow operations and rare faults, apart so that it does not change other choices.
     late: Rng,
     record: Rc<RefCell<Record>>,
 }
 
 impl<T: Service> Run<'_, T> {
-    /// Lets one process follow the other. Nothing happens to the last.
+    /// Runs one process after the other. The last one has no faults and is not killed.
     fn live_all(&mut self, mut host: Host) -> std::result::Result<(), String> {
         let count = self.random.usize(1..self.workload.processes.max(2));
         let mut last_log = Vec::new();
@@ -222,8 +223,8 @@ impl<T: Service> Run<'_, T> {
         self.close(host, &guests, limits)
     }
 
-    /// Starts a process; `None` when it died over it, or could not begin for a reason that it was
-    /// given.
+    /// Starts a process. `None` if it died during the start, or failed for a permitted reason: a
+    /// planned fault, or a full device.
     fn start(
         &mut self,
         host: &Host,
@@ -260,8 +261,8 @@ impl<T: Service> Run<'_, T> {
         self.is_device && error.kind() == ErrorKind::NoSpace && self.service.is_full(host)
     }
 
-    /// Runs until nothing happens, or the process dies. Looks at what a loss of power would
-    /// leave of some moments.
+    /// Runs until nothing more happens, or the process dies. At some random steps, checks what a
+    /// loss of power would leave.
     fn crash_sometimes(
         &mut self,
         host: &Host,
@@ -298,7 +299,7 @@ impl<T: Service> Run<'_, T> {
         match (closed.output(), host.sim.is_dead()) {
             (_, true) => return Ok(self.any_violent_end()),
             (None, false) => return Err("closing waits for ever".into()),
-            // Its process ends all the same.
+            // The process ends even though its close failed.
             (Some(Err(_)), false) if limits.may_fail => return Ok(self.any_violent_end()),
             (Some(outcome), false) => {
                 outcome.map_err(|error| format!("closing failed: {error}"))?

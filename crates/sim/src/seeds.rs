@@ -1,4 +1,4 @@
-//! Running a check for many seeds, others in each run, and saying how to see a failure again.
+//! Runs a check for many seeds, different ones in each run, and prints how to replay a failure.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::ops;
@@ -14,26 +14,26 @@ use crate::{Report, Rng};
 const ONE: &str = "BLOCKHOUSE_SIM_SEED";
 
 /// How many seeds to run (from 0 on), or which (`FIRST..END`), instead of the test's own number of
-/// random ones.
+/// random seeds.
 const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
 
-/// Of the moments that tests look at by chance, to look at one in this many, so that more seeds
-/// take the same time.
+/// Tests check randomly chosen moments; with this variable they check only one in this many of
+/// them, so that more seeds take the same time.
 const FEWER: &str = "BLOCKHOUSE_SIM_ONE_MOMENT_IN";
 
-/// Which seeds a run is about.
+/// Which seeds a run uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeedSelection {
-    /// As many as each test says.
+    /// As many random seeds as each test says.
     Default,
-    /// One that is seen again (`BLOCKHOUSE_SIM_SEED`).
+    /// One seed, to replay a failure (`BLOCKHOUSE_SIM_SEED`).
     One,
-    /// Others than the tests say, mostly many more (`BLOCKHOUSE_SIM_SEEDS`).
+    /// Other seeds than the tests choose, usually many more (`BLOCKHOUSE_SIM_SEEDS`).
     Range,
 }
 
 impl SeedSelection {
-    /// As the environment says.
+    /// The selection that the environment variables make.
     pub fn of_this_run() -> Self {
         if std::env::var_os(ONE).is_some() {
             Self::One
@@ -45,8 +45,8 @@ impl SeedSelection {
     }
 }
 
-/// Whether this is one of the moments that a test looks at: by chance one in `count`, or in this
-/// many times more as `BLOCKHOUSE_SIM_ONE_MOMENT_IN` says.
+/// Whether a test checks this moment. True at random for one in `count` moments, or one in `count`
+/// times `BLOCKHOUSE_SIM_ONE_MOMENT_IN`.
 pub fn is_looked_at(random: &mut Rng, count: u32) -> bool {
     static FEWER_BY: OnceLock<u32> = OnceLock::new();
     let fewer_by = FEWER_BY.get_or_init(|| {
@@ -58,11 +58,11 @@ pub fn is_looked_at(random: &mut Rng, count: u32) -> bool {
     random.u32(..count.saturating_mul(*fewer_by)) == 0
 }
 
-/// Runs `check` for `count` random seeds on all cores and adds up what they saw. `package` and
-/// `test` name the calling test on cargo's command line.
+/// Runs `check` for `count` random seeds on all cores and adds up the reports. `package` and `test`
+/// name the calling test on cargo's command line.
 ///
 /// # Panics
-/// At the failure with the smallest seed, with its words and the line that replays it.
+/// If a seed fails: with the smallest such seed, its violation, and the command that replays it.
 pub fn for_seeds(
     package: &str,
     test: &str,
@@ -134,7 +134,7 @@ fn chosen(count: u64) -> ops::Range<u64> {
         return seed..seed + 1;
     }
     let Ok(many) = std::env::var(MANY) else {
-        // Others each time; far enough from the end, and short enough to type.
+        // Different seeds in each run. 32 bits: they cannot overflow, and are short enough to type.
         let first = RandomState::new().build_hasher().finish() >> 32;
         return first..first + count;
     };

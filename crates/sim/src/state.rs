@@ -14,19 +14,19 @@ use crate::{Config, Operation, OperationKind, Size, Support};
 pub(crate) struct State {
     pub(crate) media: Media,
     pub(crate) faults: FaultPlan,
-    /// The disk's present abilities: fewer than at first where it has refused.
+    /// The disk's current abilities; operations that failed at first use are removed.
     pub(crate) config: Config,
     pub(crate) log: Vec<Operation>,
     pub(crate) started: u64,
     pub(crate) ended: u64,
-    /// How many operations started that change the disk.
+    /// How many operations that change the disk were started.
     pub(crate) changes: u64,
     /// How many operations ended with a failure other than a refusal.
     pub(crate) failed: u64,
     /// How many flushes and durable writes failed.
     pub(crate) failed_syncs: u64,
     pub(crate) failed_closes: u64,
-    /// The error of a durable operation whose future was dropped; the next flush answers it.
+    /// The error of a durable operation whose future was dropped; the next flush reports it.
     pub(crate) unreported_errno: Option<i32>,
     random: Rng,
     in_flight: BTreeMap<u64, InFlight>,
@@ -46,7 +46,7 @@ struct InFlight {
     outcome: Oneshot<Option<Failure>>,
 }
 
-/// The work that is left when an operation has ended, outside of any lock.
+/// The work after the end of an operation, to be done without a lock held.
 pub(crate) struct Completion {
     vector: Option<IoVector>,
     outcome: Oneshot<Option<Failure>>,
@@ -74,7 +74,7 @@ impl State {
         }
     }
 
-    /// Starts an operation: the answer is its number, its outcome to come, and how long it takes.
+    /// Starts an operation. Returns its number, its future outcome, and its latency.
     pub(crate) fn start(
         &mut self,
         operation: Operation,
@@ -117,7 +117,7 @@ impl State {
         }
     }
 
-    /// Ends an operation: what it does happens now.
+    /// Ends an operation: its effect on the disk happens now.
     pub(crate) fn end(&mut self, id: u64) -> Completion {
         let mut done = self.in_flight.remove(&id).expect("an operation ends once");
         self.ended += 1;
@@ -133,7 +133,7 @@ impl State {
         let mut released = Vec::new();
         if done.is_detached {
             let errno = done.failure.map(|failure| failure.errno);
-            // What was refused has lost nothing.
+            // An operation that failed with EOPNOTSUPP has lost nothing.
             let errno = errno.filter(|&errno| errno != errno::EOPNOTSUPP);
             self.unreported_errno = self.unreported_errno.or(errno);
             released = std::mem::take(&mut self.detached_waiters);
@@ -162,11 +162,11 @@ impl State {
         self.media.crash(&writes, random)
     }
 
-    /// The content for the next process when this one dies now: everything that has ended, and of
-    /// each operation in flight all, a part or nothing, in any order.
+    /// The state for the next process when this one dies now. Operations that have ended took
+    /// effect; of each operation in flight all, a part or nothing, in any order.
     pub(crate) fn after_death(&self, random: &mut Rng) -> Self {
         let mut next = Self::new(self.config.clone(), self.media.clone(), random.fork());
-        // The host reports an error that no process has seen to the next one.
+        // The host reports an error that no process has seen to the next process.
         next.unreported_errno = self.unreported_errno;
         let mut in_flight: Vec<_> = self.in_flight.iter().collect();
         random.shuffle(&mut in_flight);
@@ -186,8 +186,8 @@ impl State {
         next
     }
 
-    /// The bytes that the operation stores, as far as that is decided when it starts; for reads
-    /// that see the content of the start rather than that of the end, what they see.
+    /// The bytes that a change stores, if they are known at its start. For a read, chosen at
+    /// random: the content at its start, or `None` if it returns the content at its end.
     fn bytes_of(&mut self, operation: Operation, vector: Option<&IoVector>) -> Option<Vec<u8>> {
         let length = operation.range()?.length() as usize;
         match (operation, vector) {
@@ -214,7 +214,7 @@ impl State {
         }
     }
 
-    /// The errno of an operation that the disk does not have, found out by using it.
+    /// The errno of an operation that the disk does not support.
     fn refusal(&mut self, kind: OperationKind) -> Option<i32> {
         let support = match kind {
             OperationKind::DurableWrite if self.config.refuses_fua => {
@@ -259,7 +259,7 @@ impl State {
         done.vector.as_mut().expect("a read has memory").copy_from(&bytes);
     }
 
-    /// The change of an operation that succeeds.
+    /// Applies the effect of an operation that succeeds, other than a read.
     fn apply(&mut self, id: u64, done: &InFlight) {
         match done.operation {
             Operation::Write(range, durability) => {
@@ -294,7 +294,7 @@ impl State {
         }
     }
 
-    /// The change of an operation that was interrupted: some of the sectors of its write.
+    /// Applies the effect of an operation that was interrupted: some of the sectors of its write.
     fn apply_part(&mut self, id: u64, operation: &InFlight) {
         if let Some(write) = InFlight::as_write((&id, operation)) {
             let random = &mut self.random;
@@ -335,7 +335,7 @@ impl State {
 }
 
 impl Completion {
-    /// Gives the memory back and wakes those who wait.
+    /// Returns the memory and wakes the waiting tasks.
     pub(crate) fn notify(self) {
         // The memory behind the vector is released before a waiter sees the end.
         drop(self.vector);

@@ -22,16 +22,16 @@ pub trait SystemUnderTest: 'static {
     /// Makes the disk longer; new bytes read as zeros. Durable when it returns.
     fn grow(&self, size: u64) -> impl Future<Output = Result<()>>;
 
-    /// Changes the image as people do with their tools, while guests use it, and nothing that
-    /// guests can see.
+    /// Changes the image as operators do with their tools, while guests use the disk. Guests must
+    /// see no change.
     fn maintain(&self, _random: Rng) -> impl Future<Output = Result<()>> {
         async { Ok(()) }
     }
 
-    /// Brings everything to a durable end: nothing is asked.
+    /// Makes everything durable and closes the disk. No request is in flight.
     fn close(&self) -> impl Future<Output = Result<()>>;
 
-    /// The disks that it uses besides the one that it was built on, and that crash at the same
+    /// The other disks that it uses besides the one that it was built on. They crash at the same
     /// moment.
     fn others(&self) -> Vec<SimDisk>;
 
@@ -42,7 +42,7 @@ pub trait SystemUnderTest: 'static {
 /// How an image was left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ImageState {
-    /// By a crash.
+    /// As a crash leaves it.
     Crashed,
     /// Closed, after no request had failed or was cancelled.
     Closed,

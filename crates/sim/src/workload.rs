@@ -24,7 +24,7 @@ pub struct Workload {
     pub growth: Growth,
     /// Whether the disk may be a device.
     pub devices: Devices,
-    /// Processes that serve the disk one after the other, at most, where they are restarted.
+    /// Processes that serve the disk one after the other, at most, in explorations with restarts.
     pub processes: usize,
 }
 
@@ -75,10 +75,10 @@ impl Default for Workload {
 pub enum Devices {
     /// It is a file.
     Never,
-    /// In a third of the runs it is a device: the image is followed by little space, with random
+    /// It is a device in a third of the runs. The image is followed by a little space with random
     /// content.
     Sometimes,
-    /// It is such a device.
+    /// It is such a device in every run.
     Always,
 }
 

@@ -1,24 +1,25 @@
-//! Several files one after the other as one storage, for reading: the extents of an image that is
-//! in many files.
+//! Several files, one after the other, as one read-only storage: for an image whose extents are in
+//! several files.
 //!
-//! Guarantees: each file has a range of its own, which starts at a multiple of [`GAP`] and follows
-//! no other without a gap, so no extent of an image goes on in the next file; the bytes of gaps
-//! read as zeros. Only a part of one file can be written, and nothing is written around it.
+//! Guarantees: each file has a range of its own. It starts at a multiple of [`GAP`], with a gap
+//! after the previous range, so no extent of an image continues in the next file. Gaps read as
+//! zeros. Only a storage that is a part of one file can be written, and no byte of the file outside
+//! of that part is written.
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector,
     Offload, Result, Storage, SyncMode, Unmap,
 };
 
-/// The unit of which each file's range starts at a multiple: more than any alignment.
+/// The range of each file starts at a multiple of this, which is more than any alignment.
 const GAP: u64 = 1 << 20;
 
-/// See the module's page.
+/// Several files, or a part of one file, as one storage; see the module.
 pub struct Concat<S> {
     name: String,
     /// In the order of their ranges.
     files: Vec<(ByteRange, S)>,
-    /// Offset of its range in a single file; 0 if there are several.
+    /// Offset of the part in its file; 0 if there are several files.
     skip: u64,
     /// Whether it is a part of one file.
     is_part: bool,
@@ -49,7 +50,7 @@ impl<S: Storage> Concat<S> {
         Ok(Self { name, files: placed, skip: 0, is_part: false })
     }
 
-    /// A part of one file, which it is in.
+    /// The storage of a part of one file; `range` is inside of the file.
     pub fn part(file: S, range: ByteRange) -> Self {
         let name = file.name().to_owned();
         let files = vec![(ByteRange::between(0, range.length()), file)];
@@ -66,7 +67,7 @@ impl<S: Storage> Concat<S> {
         self.files.iter().map(|(_, file)| file)
     }
 
-    /// The name of the file that has `offset`, and the place there.
+    /// The name of the file that has `offset`, and the offset in that file.
     pub fn locate(&self, offset: u64) -> (&str, u64) {
         let (range, file, _) = self.find(offset);
         (file.name(), offset - range.offset() + self.skip)
@@ -81,7 +82,7 @@ impl<S: Storage> Concat<S> {
         (*range, file, limit - offset)
     }
 
-    /// The file of a part, and where in it a range of the part is that is changed.
+    /// For a change of `range`: the file of the part, and the range in that file.
     fn changed(&self, range: ByteRange) -> Result<(&S, ByteRange)> {
         if !self.is_part {
             return self.read_only();
@@ -159,7 +160,7 @@ impl<S: Storage> Storage for Concat<S> {
         file.discard(range).await
     }
 
-    /// Several files are never written.
+    /// Several files are never written, so there is nothing to flush.
     async fn flush(&self, sync: SyncMode) -> Result<()> {
         if self.is_part { self.files[0].1.flush(sync).await } else { Ok(()) }
     }

@@ -13,8 +13,8 @@ use crate::{Concat, NbdStorage, NullStorage, RbdStorage, ViewStorage};
 
 /// A file, or an image or export on another server or cluster.
 ///
-/// A file's operations are as without this enum. The futures of the others are boxed, so that they
-/// do not make a file's longer.
+/// The operations of a file cost the same as without this enum. The futures of the other storages
+/// are boxed, so that they do not make those of a file larger.
 pub enum ImageStorage {
     /// A file or block device of this host.
     File(HostFile),
@@ -22,32 +22,32 @@ pub enum ImageStorage {
     Nbd(Box<NbdStorage>),
     /// An image in Ceph.
     Rbd(Box<RbdStorage>),
-    /// The files of an image that is in several, for reading.
+    /// The files of an image that consists of several, read-only.
     Concat(Box<Concat<HostFile>>),
-    /// Something that another layer has, for reading.
+    /// Data that another layer provides, read-only.
     View(Box<ViewStorage>),
-    /// Nothing.
+    /// No storage: reads are zeros.
     Null(NullStorage),
 }
 
 impl ImageStorage {
-    /// Ends connections to another server, when nothing is in flight; every later request fails
-    /// there. A file stays open.
+    /// Ends the connections to another server; no request may be in flight. Every later request to
+    /// the server fails. A file stays open.
     pub fn disconnect(&self) {
         if let Self::Nbd(nbd) = self {
             nbd.disconnect();
         }
     }
 
-    /// From now on a request to another server without an answer in this time fails; with `None` it
-    /// waits without limit. Files and Ceph clusters have limits of their own.
+    /// From now on a request to another server fails if it has no answer within this time; with
+    /// `None` it waits without limit. Files and Ceph clusters have limits of their own.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         if let Self::Nbd(nbd) = self {
             nbd.set_answer_time(time);
         }
     }
 
-    /// The file, if the storage is exactly one.
+    /// The file, if the storage is exactly one file.
     pub fn as_file(&self) -> Option<&HostFile> {
         match self {
             Self::File(file) => Some(file),
@@ -55,7 +55,8 @@ impl ImageStorage {
         }
     }
 
-    /// The files of this host that it consists of; none where another server or a cluster has it.
+    /// The files of this host that the storage consists of; none if it is on another server or a
+    /// cluster.
     pub fn files(&self) -> Vec<&HostFile> {
         match self {
             Self::File(file) => vec![file],
@@ -64,7 +65,7 @@ impl ImageStorage {
         }
     }
 
-    /// The name of the file that has the byte at `offset`, and its place there.
+    /// The name of the file that has the byte at `offset`, and the byte's offset in that file.
     pub fn locate(&self, offset: u64) -> (&str, u64) {
         match self {
             Self::Concat(files) => files.locate(offset),
@@ -72,8 +73,8 @@ impl ImageStorage {
         }
     }
 
-    /// The present size at the host or the cluster, which another program may have changed. `None`
-    /// if it cannot change after opening.
+    /// The current size according to the host or the cluster; another program may have changed it.
+    /// `None` if it cannot change after opening.
     ///
     /// # Errors
     /// The host's, or the cluster's.
@@ -85,7 +86,7 @@ impl ImageStorage {
         }
     }
 
-    /// Accepts a [new size](Self::query_size) that is not less than the present one.
+    /// Accepts a [new size](Self::query_size); a smaller one than the current size is ignored.
     pub fn set_min_size(&self, size: u64) {
         match self {
             Self::File(file) => file.set_min_size(size),

@@ -1,8 +1,9 @@
 //! Storage (layer 2): where images live beside local files.
 //!
-//! A [`Location`] is what a person writes; [`ImageStorage`] is what it leads to. [`NbdStorage`] is
-//! an export of an NBD server, [`RbdStorage`] an image in Ceph, [`NullStorage`] nothing. Each is a
-//! [`Storage`](blockhouse_core::Storage), so a disk, a format and every tool can stand on it.
+//! A [`Location`] is what a person writes; [`ImageStorage`] is the storage that it names.
+//! [`NbdStorage`] is an export of an NBD server, [`RbdStorage`] an image in Ceph, [`NullStorage`]
+//! no data at all. Each is a [`Storage`](blockhouse_core::Storage), so a disk, a format and every
+//! tool can use it.
 //!
 //! ```no_run
 //! use std::time::Duration;

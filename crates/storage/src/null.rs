@@ -1,8 +1,8 @@
-//! A storage of nothing, as QEMU's `null-co` and `null-aio`: writes go nowhere, and reads are
-//! zeros. It measures and tests what stands on a storage, without one.
+//! A storage without data, as QEMU's `null-co` and `null-aio`: writes are discarded, and reads are
+//! zeros. It measures and tests the layers above a storage without the cost of one.
 //!
 //! Guarantees: a read fills its memory with zeros, also where QEMU would leave the memory as it is;
-//! each operation takes the time that the location names, and nothing else waits.
+//! each operation takes the time that the location sets, and has no other delay.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,7 +14,7 @@ use blockhouse_core::{
 };
 use blockhouse_engine::sleep;
 
-/// QEMU's drivers of such a storage.
+/// The names of QEMU's drivers for such a storage.
 const DRIVERS: [&str; 2] = ["null-co", "null-aio"];
 
 /// `null-co://[?size=SIZE&latency-ns=NUMBER&read-zeroes=on|off]`, or `null-aio://...`, which is the
@@ -24,7 +24,7 @@ pub struct NullLocation {
     driver: &'static str,
     size: u64,
     latency: Duration,
-    /// Whether the zeros are known without a read.
+    /// Whether the block status reports zeros, so that no read is needed to know them.
     reads_zeroes: bool,
 }
 
@@ -95,7 +95,7 @@ impl fmt::Display for NullLocation {
     }
 }
 
-/// See the module's page.
+/// A storage without data; see the module.
 pub struct NullStorage {
     name: String,
     location: NullLocation,
@@ -107,7 +107,7 @@ impl NullStorage {
         Self { name: location.to_string(), location }
     }
 
-    /// Waits as long as an operation takes; `end` is that of its range.
+    /// Waits as long as an operation takes; `end` is the end of its range.
     async fn carry_out(&self, end: u64) -> Result<()> {
         if end > self.location.size {
             let what = format!("has {} bytes, and never more", self.location.size);

@@ -1,4 +1,4 @@
-//! Something that another layer has, as storage: for reading only.
+//! Data that another layer provides, as read-only storage.
 
 use std::sync::Arc;
 
@@ -8,13 +8,13 @@ use blockhouse_core::{
 };
 use futures_util::future::LocalBoxFuture;
 
-/// The view of a [`ViewStorage`]. Each method behaves as that of [`Storage`] of this name. Any
-/// range is allowed.
+/// The data of a [`ViewStorage`]. Each method behaves as the method of [`Storage`] with the same
+/// name. Any range is allowed.
 pub trait StorageView: Send + Sync + 'static {
-    /// How people call it.
+    /// The name for messages.
     fn name(&self) -> &str;
 
-    /// The size in bytes, which stays.
+    /// The size in bytes; it never changes.
     fn size(&self) -> u64;
 
     /// Fills `into` with the bytes from `offset` on; those past the end are zeros.
@@ -46,7 +46,7 @@ impl<V: StorageView> StorageView for Arc<V> {
 pub struct ViewStorage(Box<dyn StorageView>);
 
 impl ViewStorage {
-    /// The storage that shows this.
+    /// The storage with the data of this view.
     pub fn new(view: impl StorageView) -> Self {
         Self(Box::new(view))
     }

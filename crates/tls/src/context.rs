@@ -1,5 +1,5 @@
-//! The common settings of servers' and clients' contexts: versions, ciphers, and how files come
-//! into them.
+//! The common settings of servers' and clients' contexts: versions, ciphers, certificates and
+//! revocation lists.
 
 use std::path::Path;
 
@@ -19,7 +19,7 @@ const CERTIFICATE_CIPHERS: &str = "ECDHE+AESGCM:ECDHE+CHACHA20";
 /// The suites of TLS 1.2 with pre-shared keys.
 const PSK_CIPHERS: &str = "kECDHEPSK+CHACHA20:kPSK+AESGCM:kPSK+CHACHA20";
 
-/// The credentials by which the two sides know each other.
+/// The credentials by which the two sides authenticate each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CipherKind {
     /// X.509 certificates.
@@ -42,7 +42,7 @@ pub fn context(method: SslMethod, kind: CipherKind) -> Result<SslContextBuilder,
             | SslOptions::NO_COMPRESSION
             | SslOptions::CIPHER_SERVER_PREFERENCE,
     );
-    // A resumed session would keep a client that was revoked since.
+    // A resumed session would admit a client whose credential was revoked meanwhile.
     builder.set_session_cache_mode(SslSessionCacheMode::OFF);
     builder.set_mode(SslMode::ACCEPT_MOVING_WRITE_BUFFER);
     builder.set_ciphersuites(SUITES)?;
@@ -53,11 +53,11 @@ pub fn context(method: SslMethod, kind: CipherKind) -> Result<SslContextBuilder,
     Ok(builder)
 }
 
-/// The credentials of this side: a certificate, with those between it and the authority, and its
+/// Sets the credentials of this side: a certificate with its chain up to the authority, and its
 /// key.
 ///
 /// # Errors
-/// A file cannot be read, is not in PEM, or they do not fit each other.
+/// A file cannot be read or is not in PEM, or the key does not match the certificate.
 pub fn use_identity(
     builder: &mut SslContextBuilder,
     certificate: &Path,
@@ -74,10 +74,10 @@ pub fn use_identity(
     builder.check_private_key().map_err(unfit(key, "is not the key of the certificate beside it"))
 }
 
-/// Refuses the certificates of a list of revoked ones, if there is such a file.
+/// Refuses the certificates in the file `revoked`, a revocation list, if the file exists.
 ///
 /// # Errors
-/// It is not in PEM.
+/// The file is not in PEM.
 pub fn use_revoked(store: &mut X509StoreBuilderRef, revoked: &Path) -> Result<(), TlsError> {
     if !revoked.exists() {
         return Ok(());

@@ -6,10 +6,10 @@ use std::path::Path;
 use openssl::error::ErrorStack;
 use openssl::x509::{X509NameRef, X509Ref};
 
-/// Why there is no TLS.
+/// Why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file is missing, or it is not what its name says.
+    /// A file is missing, or has other content than its name says.
     #[error("{path}: {why}")]
     File {
         /// The file.
@@ -22,20 +22,20 @@ pub enum TlsError {
     Library(#[from] ErrorStack),
 }
 
-/// The error of a file that cannot be used for this reason.
+/// The error of a file that cannot be used; `why` is the reason.
 pub fn file_error(path: &Path, why: &str) -> TlsError {
     TlsError::File { path: path.display().to_string(), why: why.to_owned() }
 }
 
-/// The error of a file that OpenSSL does not take, because it is not `what`.
+/// The error of a file that OpenSSL rejects; `what` says what the file is not.
 pub fn unfit(path: &Path, what: &'static str) -> impl Fn(ErrorStack) -> TlsError {
     move |error| file_error(path, &format!("{what}: {error}"))
 }
 
-/// Whether a file can be read.
+/// Checks that a file can be read.
 ///
 /// # Errors
-/// It cannot, and why.
+/// Why the file cannot be read.
 pub fn check_readable(path: &Path) -> Result<(), TlsError> {
     let opened = std::fs::File::open(path);
     opened.map(drop).map_err(|error| file_error(path, &error.to_string()))

@@ -1,14 +1,14 @@
 //! OpenSSL's view of a connection: encrypted bytes that were received, and encrypted bytes to be
 //! sent.
 //!
-//! Guarantee: nothing here waits. A read without bytes is `WouldBlock`; a write always takes
-//! everything.
+//! Guarantee: nothing here waits. A read fails with `WouldBlock` if no bytes are there; a write
+//! always accepts all bytes.
 
 use std::io::{self, ErrorKind, Read, Write};
 
 use blockhouse_core::{Buffer, BufferPool};
 
-/// Bytes that are received at once: some eight records.
+/// Bytes that are received at once: about eight records.
 const RECEIVE_SIZE: usize = 128 << 10;
 
 /// The two directions.
@@ -16,29 +16,29 @@ pub struct Pipe {
     pool: BufferPool,
     /// The received bytes; `None` while the kernel has the memory, and before the first receive.
     input: Option<Buffer>,
-    /// The bytes of it that were not read yet.
+    /// The range of `input` that was not read yet.
     start: usize,
     end: usize,
     output: Option<Buffer>,
-    /// How many bytes of it there are.
+    /// How many bytes of the output are filled.
     output_end: usize,
-    /// How large it is made.
+    /// The size of a new output buffer.
     output_size: usize,
 }
 
 impl Pipe {
-    /// An empty one, with room for a handshake.
+    /// An empty pipe, with output memory for a handshake.
     pub fn new(pool: BufferPool) -> Self {
         let output_size = 8 << 10;
         Self { pool, input: None, start: 0, end: 0, output: None, output_end: 0, output_size }
     }
 
-    /// Makes room for this many bytes of output from the next time on.
+    /// Sets the size of output buffers, from the next one on.
     pub fn set_output_size(&mut self, size: usize) {
         self.output_size = size;
     }
 
-    /// Memory to receive into. All that was received before was read.
+    /// Memory to receive into. All bytes that were received before must have been read.
     ///
     /// # Errors
     /// ENOMEM.

@@ -1,8 +1,8 @@
 //! One end of a connection under TLS: the handshake, and bytes in both directions.
 //!
-//! Guarantees: bytes are decrypted into the caller's memory, and what was decrypted and not asked
-//! for yet stays here. Bytes that are sent together are encrypted together, in records of 16 KiB
-//! where there is as much.
+//! Guarantees: bytes are decrypted into the caller's memory; decrypted bytes that do not fit stay
+//! here for the next call. Bytes that are sent together are encrypted together, in records of 16
+//! KiB as far as there are enough bytes.
 
 use std::io::{self, Write};
 
@@ -12,28 +12,28 @@ use openssl::ssl::{self, ErrorCode, Ssl, SslRef, SslStream, SslVersion};
 
 use crate::pipe::Pipe;
 
-/// Bytes that are encrypted and sent at once: while the kernel and the other side have them, the
-/// next are encrypted.
+/// Maximum bytes that are encrypted and sent at once. The next bytes are encrypted while the kernel
+/// and the other side process these.
 pub const SEND_LIMIT: usize = 256 << 10;
 
 /// The most plain bytes of a TLS record (RFC 8446, 5.1).
 const RECORD: usize = 16 << 10;
 
-/// Room for as many bytes encrypted: 64 more for each record.
+/// Size of the output for that many bytes, encrypted: 64 more for each record.
 const OUTPUT_SIZE: usize = SEND_LIMIT + SEND_LIMIT / 256 + RECORD;
 
-/// Bytes of answers to the other side's own messages that may wait to be sent: one is 50 bytes at
-/// most.
+/// Maximum bytes of OpenSSL's own answers to the other side that may wait to be sent; one answer is
+/// 50 bytes at most.
 const MAX_ANSWERS: usize = 4 << 10;
 
 /// Why nothing more can be read from the other side.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadError {
-    /// It breaks TLS, or refuses what this side has shown.
+    /// The other side violates TLS, or rejects the credentials of this side.
     #[error("{0}")]
     Tls(#[from] ssl::Error),
-    /// It wants to renegotiate, which is refused, again and again. Each refusal is memory until
-    /// something else is sent.
+    /// The other side has requested renegotiation too often. Each request is refused, and each
+    /// refusal takes memory until something else is sent.
     #[error("the other side asks for renegotiation again and again")]
     Renegotiation,
 }
@@ -41,13 +41,13 @@ pub enum ReadError {
 /// One end of a connection.
 pub struct TlsSession {
     tls: SslStream<Pipe>,
-    /// The beginning of a record that is to become longer.
+    /// Plain bytes of a record that is not full yet.
     gathered: Vec<u8>,
 }
 
 impl TlsSession {
-    /// One of which no byte was sent or received. `ssl` knows by its state (`set_accept_state`,
-    /// `set_connect_state`) which end it is.
+    /// A connection of which no byte was sent or received. The state of `ssl` (`set_accept_state`,
+    /// `set_connect_state`) decides which end this is.
     ///
     /// # Errors
     /// OpenSSL's.
@@ -56,12 +56,11 @@ impl TlsSession {
         Ok(Self { tls, gathered: Vec::new() })
     }
 
-    /// Goes on with the handshake as far as what was received allows: whether it is done. In any
-    /// case there may be [output](Self::take_output), which belongs to the other side, also
-    /// where it is an alert that tells of an error.
+    /// Continues the handshake as far as the received bytes allow; returns whether it is done. In
+    /// any case, also after an error (an alert), there may be [output](Self::take_output) to send.
     ///
     /// # Errors
-    /// There will be no TLS with the other side.
+    /// The handshake has failed for good.
     pub fn handshake(&mut self) -> Result<bool, ssl::Error> {
         match self.tls.do_handshake() {
             Ok(()) => {
@@ -73,13 +72,13 @@ impl TlsSession {
         }
     }
 
-    /// OpenSSL's view of it: the other side's certificate, the protocol, the cipher.
+    /// OpenSSL's object of the connection: the other side's certificate, the protocol, the cipher.
     pub fn ssl(&self) -> &SslRef {
         self.tls.ssl()
     }
 
-    /// Whether a pre-shared key was used, so that the other side has it, too. No session is resumed
-    /// otherwise.
+    /// Whether a pre-shared key was used, which proves that the other side has it too. In TLS 1.3,
+    /// OpenSSL reports this as a resumed session; no session is resumed otherwise.
     pub fn is_by_key(&self) -> bool {
         let ssl = self.ssl();
         match ssl.version2() {
@@ -94,7 +93,7 @@ impl TlsSession {
         format!("{}, {cipher}", self.ssl().version_str())
     }
 
-    /// Memory to receive into, where [`decrypt`](Self::decrypt) or the handshake needs more.
+    /// Memory to receive into, when [`decrypt`](Self::decrypt) or the handshake needs more bytes.
     ///
     /// # Errors
     /// ENOMEM.
@@ -112,13 +111,13 @@ impl TlsSession {
         self.tls.get_mut().take_output()
     }
 
-    /// Decrypts what was received: how many bytes; 0 where the other side has ended. `None` where
-    /// what was received is not a whole record.
+    /// Decrypts received bytes. Returns their number, 0 if the other side has ended the stream, and
+    /// `None` if no whole record was received.
     ///
-    /// The answers of OpenSSL itself are sent with the next batch, so that no record is divided.
+    /// OpenSSL's own answers are sent with the next batch, so that no record is divided.
     ///
     /// # Errors
-    /// There will be nothing more to read.
+    /// Nothing more can be read.
     pub fn decrypt(&mut self, into: &mut [u8]) -> Result<Option<usize>, ReadError> {
         let mut filled = 0;
         while filled < into.len() {
@@ -135,7 +134,7 @@ impl TlsSession {
         self.check_answers().map(|()| Some(filled))
     }
 
-    /// No batch is encrypted while this side reads, so all output there is are answers.
+    /// No batch is encrypted while this side reads, so all output consists of OpenSSL's answers.
     fn check_answers(&self) -> Result<(), ReadError> {
         if self.tls.get_ref().output_len() > MAX_ANSWERS {
             Err(ReadError::Renegotiation)
@@ -182,9 +181,10 @@ impl TlsSession {
         Ok(self.take_output())
     }
 
-    /// Ends this side: what tells the other one so, if TLS has not ended before.
+    /// Ends the stream of this side. Returns the notification for the other side, if TLS has not
+    /// ended before.
     pub fn close(&mut self) -> Option<Buffer> {
-        // It fails where TLS has ended already.
+        // It fails if TLS has ended already.
         let _ = self.tls.shutdown();
         self.take_output()
     }

@@ -1,8 +1,8 @@
 //! The gate that holds requests back while another process takes a device over.
 //!
 //! Guarantee: once [`Gate::shut`] has returned, no request is being carried out, and none begins
-//! until [`Gate::open`]. Those that wait are the driver's: if this process ends meanwhile, it
-//! issues them again.
+//! until [`Gate::open`]. Waiting requests still belong to the driver: if this process ends
+//! meanwhile, the driver issues them again.
 
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
@@ -21,8 +21,8 @@ impl Gate {
     pub(crate) async fn enter(&self) -> WaitGuard {
         loop {
             let guard = self.in_flight.enter();
-            // Pairs with that of `shut`: either this sees that the gate is shut, or `shut` sees the
-            // request.
+            // Pairs with the fence of `shut`: either this sees that the gate is shut, or `shut`
+            // sees the request.
             fence(Ordering::SeqCst);
             if !self.is_shut.load(Ordering::Acquire) {
                 return guard;

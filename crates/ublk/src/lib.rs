@@ -1,26 +1,26 @@
 //! ublk (layer 4): a disk as a block device of this host's kernel, `/dev/ublkbN`.
 //!
 //! The kernel's driver (`ublk_drv`) hands requests to this process by completions of io_uring, and
-//! copies their data from and to its memory. A [`PreparedDevice`] has been made, or is one whose
+//! copies their data from and to its memory. A [`PreparedDevice`] is a new device, or one whose
 //! server was killed or hands it over; a [`Server`] serves it until it is stopped. Each of its
-//! queues is served by one loop, whose ring carries the driver's commands and the I/O of the
-//! image alike.
+//! queues is served by one loop, whose ring carries both the driver's commands and the I/O of the
+//! image.
 //!
 //! Nothing here knows an image format or an engine: requests become requests for a
 //! [`Disk`](blockhouse_disk::Disk).
 //!
-//! From the bottom up, each uses only what is above it in this list:
+//! The modules; each uses only those above it in this list:
 //!
 //! - `error`: what fails, and what to do
 //! - `parameters`: what the block device is like, for a disk
 //! - `request`: from a descriptor to a request
-//! - `process_files`: which devices a process serves, and whether that is all
-//! - `lifecycle`: which commands follow which, until a device takes requests: a new one, or one
-//!   that goes on
-//! - `removal`: the end of a device from outside of its server
-//! - `gate`: what holds requests back while another process takes the device over
+//! - `process_files`: which devices a process serves, and whether it serves anything else
+//! - `lifecycle`: the sequence of commands until a device takes requests, a new one or one that
+//!   continues
+//! - `removal`: removes a device from outside of its server
+//! - `gate`: holds requests back while another process takes the device over
 //! - `queue`: the requests of a queue
-//! - `unexpected_end`: the call when another process removes the device
+//! - `unexpected_end`: the callback for when another process removes the device
 //! - `server`: a device from its start to its end
 #![forbid(unsafe_code)]
 

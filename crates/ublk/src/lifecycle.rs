@@ -1,4 +1,4 @@
-//! Which commands follow which, until a device takes requests, and until it is gone.
+//! The sequence of commands until a device takes requests, and until it is removed.
 //!
 //! ```text
 //!             Add, SetParameters          all tags fetched, Start
@@ -11,10 +11,10 @@
 //! ```
 //!
 //! Guarantees: a device that another process serves, or that was made for another image, is not
-//! touched. Reason: its block device may be mounted, and another image's content beneath would
-//! destroy the file system. A device notes its image ([`note_of`]), which the driver keeps for as
-//! long as the device exists. No error names a process that does not have the device: numbers of
-//! processes are used again, and its reader may end that process.
+//! touched. Reason: its block device may be mounted, and the content of another image would destroy
+//! the file system. The driver keeps a note about the image ([`note_of`]) for as long as the device
+//! exists. No error names a process that does not have the device: process IDs are reused, and the
+//! reader of the error may end that process.
 
 use std::io;
 use std::thread::sleep;
@@ -32,16 +32,16 @@ use crate::process_files;
 const ANY: u32 = u32::MAX;
 /// The interval of the checks of a device that is about to be released.
 const PAUSE: Duration = Duration::from_millis(2);
-/// How many pauses a killed server may take to end: ten seconds, since its I/O in flight completes
-/// first.
+/// How many pauses to wait for the end of a killed server: ten seconds, since its I/O in flight
+/// completes first.
 const MAX_PAUSES: u32 = 5000;
-/// After how many pauses a server that exists counts as one that goes on: two seconds. A process
-/// that was killed exists until its files are closed.
+/// After how many pauses a server that still exists counts as running: two seconds. A process that
+/// was killed exists until its files are closed.
 const MAX_PAUSES_OF_SERVER: u32 = 1000;
-/// How long a device that is deleted is waited for. What has its block device open may keep it for
-/// ever.
+/// How long to wait for the deletion of a device. A process that has the block device open may
+/// delay it for ever.
 const DELETE_LIMIT: Duration = Duration::from_secs(2);
-/// The link of a process in the first PID namespace (`PROC_PID_INIT_INO` in Linux).
+/// The `/proc` link of a process in the initial PID namespace (`PROC_PID_INIT_INO` in Linux).
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
 /// The first bits of this program's notes, beside the image's 48 bits.
 const MARK: u64 = 0xb10c << 48;
@@ -50,10 +50,10 @@ const IMAGE_BITS: u64 = (1 << 48) - 1;
 /// The flags that a device must have.
 const NEEDED: u64 =
     ublk_flag::CMD_IOCTL_ENCODE | ublk_flag::USER_RECOVERY | ublk_flag::USER_RECOVERY_REISSUE;
-/// The flags of a device where the driver has them: a driver drops flags that it does not know.
+/// Optional flags of a device: a driver drops flags that it does not know.
 const WISHED: u64 = ublk_flag::UPDATE_SIZE;
 
-/// The driver, and the host beside it.
+/// The driver, and queries of the host.
 pub(crate) trait Control {
     /// As [`UblkControl::command`].
     fn command(
@@ -72,18 +72,18 @@ pub(crate) trait Control {
         limit: Duration,
     ) -> io::Result<Option<()>>;
 
-    /// Whether this process is in a PID namespace other than the first: the driver knows it by
-    /// another number.
+    /// Whether this process is in a PID namespace other than the initial one: then the driver has
+    /// another ID for it.
     fn is_in_pid_namespace(&self) -> bool;
 
     /// Whether there is a process with this id.
     fn process_exists(&self, process: i32) -> bool;
 
-    /// Whether a process has the device's own file open. False also where this process may not find
+    /// Whether a process has the character device open. False also if this process may not find
     /// out.
     fn has_open(&self, process: i32, id: u32) -> bool;
 
-    /// Waits before a further look.
+    /// Waits before the next check.
     fn pause(&mut self);
 }
 
@@ -114,7 +114,7 @@ impl Control for UblkControl {
 
     fn process_exists(&self, process: i32) -> bool {
         let found = pid(process).map(rustix::process::test_kill_process);
-        // It may be another user's.
+        // A process of another user exists too, although this one may not signal it.
         found.is_some_and(|found| found != Err(rustix::io::Errno::SRCH))
     }
 
@@ -127,7 +127,7 @@ impl Control for UblkControl {
     }
 }
 
-/// A device that is wanted.
+/// The device to acquire.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
     /// Its number; `None` for any.
@@ -135,11 +135,11 @@ pub(crate) struct Wanted {
     /// Its queues, and the depth of each, if it does not exist yet.
     pub(crate) queues: u16,
     pub(crate) depth: u16,
-    /// The most bytes of a request.
+    /// Maximum bytes of a request.
     pub(crate) max_io_bytes: u32,
     /// The server's process.
     pub(crate) server: i32,
-    /// Its note.
+    /// The note about its image.
     pub(crate) note: u64,
     /// Its parameters.
     pub(crate) parameters: Parameters,
@@ -150,9 +150,9 @@ pub(crate) struct Wanted {
 pub(crate) enum Origin {
     /// It is new.
     Added,
-    /// It has waited for a server.
+    /// It was waiting for a server.
     Recovered,
-    /// The same, and a server was killed while it took it over.
+    /// It was waiting for a server, and a previous server was killed while it took the device over.
     RecoveredAgain,
 }
 
@@ -161,12 +161,12 @@ pub(crate) enum Origin {
 pub(crate) struct Acquired {
     pub(crate) id: u32,
     pub(crate) origin: Origin,
-    /// As the kernel knows them.
+    /// The parameters that the kernel has.
     pub(crate) parameters: Parameters,
 }
 
-/// A process by the number that the driver has: -1 for a device that was stopped, which kill(2)
-/// takes for all processes.
+/// The process whose ID the driver has. `None` for -1, the value of a stopped device: kill(2) would
+/// signal all processes.
 pub(crate) fn pid(number: i32) -> Option<Pid> {
     if number > 0 { Pid::from_raw(number) } else { None }
 }
@@ -179,7 +179,7 @@ pub(crate) fn note_of(image: &str) -> u64 {
     MARK | hash & IMAGE_BITS
 }
 
-/// Makes the device, or takes the one that waits for its server.
+/// Makes the device, or takes over the existing one that waits for its server.
 pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acquired, Error> {
     check_driver(control)?;
     let Some(id) = wanted.id else { return add(control, wanted, ANY) };
@@ -187,7 +187,7 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
     loop {
         let Some(info) = find(control, id)? else {
             match add(control, wanted, id) {
-                // Its removal is not complete.
+                // The removal of the former device with this number is not complete.
                 Err(Error::Refused { cause, .. }) if is_busy(&cause) && pauses < MAX_PAUSES => {}
                 outcome => return outcome,
             }
@@ -203,8 +203,8 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
                     return Ok(recovered);
                 }
             }
-            // Its server has stopped it, and removes it at the end or died before. It is there
-            // while it is open.
+            // Its server has stopped it, and removes it next or died before that. It exists as long
+            // as it is open.
             ublk_state::DEAD if pid(info.server).is_none() => match pauses {
                 0 => remove(control, id)?,
                 MAX_PAUSES_OF_SERVER.. => return Err(Error::StillOpen { id }),
@@ -224,10 +224,10 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
     }
 }
 
-/// Why a device of a process that exists is not had.
+/// Why a device of an existing process cannot be acquired.
 fn in_use(control: &impl Control, info: &UblkInfo) -> Error {
     let UblkInfo { id, server, state, .. } = *info;
-    // A server that starts has its own file open at once.
+    // A server that is starting has the device's file open from the beginning.
     if state == ublk_state::DEAD && !control.has_open(server, id) {
         Error::NotStarted { id, server }
     } else {
@@ -239,7 +239,7 @@ fn is_busy(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::AlreadyExists | io::ErrorKind::ResourceBusy)
 }
 
-/// Refuses a driver that lacks something.
+/// Refuses a driver that lacks a needed feature.
 pub(crate) fn check_driver(control: &mut impl Control) -> Result<(), Error> {
     let mut features = [0; 8];
     match control.command(UblkCommand::GetFeatures, ANY, 0, &mut features) {
@@ -314,7 +314,8 @@ fn set_parameters(
     set.map_err(Error::refused("set the parameters of", id))
 }
 
-/// Takes a device that waits for its server; `None` where what is left of that still holds it.
+/// Takes over a device that waits for its server; `None` if the rest of the former server still
+/// holds it.
 fn recover(
     control: &mut impl Control,
     wanted: &Wanted,
@@ -335,8 +336,8 @@ fn recover(
     match control.command(UblkCommand::StartRecovery, id, 0, &mut []) {
         Ok(()) => Ok(Some(Acquired { id, origin: Origin::Recovered, parameters })),
         Err(error) if is_busy(&error) => Ok(None),
-        // Before Linux 6.16, of a device whose recovery a server began that was killed before it
-        // had fetched a queue: it waits for fetches as it is, unless that server has mapped
+        // Linux before 6.16: a server began the recovery of this device and was killed before it
+        // had fetched a queue. The device accepts fetches as it is, unless that server had mapped
         // its descriptors.
         Err(error) if error.raw_os_error() == Some(errno::EINVAL) => {
             Ok(Some(Acquired { id, origin: Origin::RecoveredAgain, parameters }))
@@ -345,7 +346,7 @@ fn recover(
     }
 }
 
-/// All tags of all queues are fetched: the device takes requests from now on.
+/// Starts the device: it takes requests from now on. All tags of all queues have been fetched.
 pub(crate) fn start(
     control: &mut impl Control,
     acquired: &Acquired,
@@ -377,9 +378,9 @@ pub(crate) fn update_size(control: &mut impl Control, id: u32, sectors: u64) -> 
     updated.map_err(Error::refused("change the size of", id))
 }
 
-/// Removes the block device. Requests in flight complete first, so they must be served. Then all
-/// commands of its queues complete. Where the kernel has no process or memory to carry the command
-/// out, it is repeated for ten seconds.
+/// Removes the block device. Requests in flight complete first, so they must still be served. Then
+/// all commands of its queues complete. If the kernel lacks a worker or memory for the command, it
+/// is repeated for ten seconds.
 pub(crate) fn stop(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let mut pauses = 0;
     loop {
@@ -393,20 +394,20 @@ pub(crate) fn stop(control: &mut impl Control, id: u32) -> Result<(), Error> {
     }
 }
 
-/// Whether a command was not carried out for a lack that may pass: a ring whose worker cannot be
-/// made cancels it.
+/// Whether a command failed for a temporary lack of resources. A ring that cannot create a worker
+/// cancels the command.
 fn is_short(error: &io::Error) -> bool {
     let short = [errno::ECANCELED, errno::EAGAIN, errno::ENOMEM, errno::EINTR];
     error.raw_os_error().is_some_and(|code| short.contains(&code))
 }
 
-/// Removes the device. Its number is free when nothing has its block device open, which is not
-/// waited for: the device vanishes then by itself.
+/// Removes the device. Does not wait until nothing has its block device open; then the device
+/// vanishes by itself, and its number is free.
 pub(crate) fn delete(control: &mut impl Control, id: u32) -> Result<(), Error> {
     let outcome = control.command(UblkCommand::DeleteAsync, id, 0, &mut []).or_else(|error| {
         match error.raw_os_error() {
-            // Before about Linux 6.11 there is no other way; it waits, after it has removed the
-            // device.
+            // The only command before about Linux 6.11. It removes the device, then waits until
+            // nothing has it open.
             Some(errno::EOPNOTSUPP | errno::EINVAL) => {
                 control.command_within(UblkCommand::Delete, id, DELETE_LIMIT).map(drop)
             }
@@ -424,11 +425,11 @@ pub(crate) fn find_own(control: &mut impl Control, id: u32) -> Result<Option<Ubl
     }
 }
 
-/// Whether a process serves a device, or is about to, as far as can be told.
+/// Whether a process serves a device, or is about to, as far as this process can find out.
 pub(crate) fn is_served(control: &impl Control, info: &UblkInfo) -> bool {
     match info.state {
         ublk_state::QUIESCED => false,
-        // Its maker may have died, and another process have its number.
+        // The process that made it may have died, and its ID may belong to another process now.
         ublk_state::DEAD => control.has_open(info.server, info.id),
         _ => control.process_exists(info.server),
     }

@@ -1,16 +1,15 @@
 //! The parameters of a block device (`struct ublk_params` of `<linux/ublk_cmd.h>`): block sizes,
 //! limits, its write cache.
 //!
-//! The kernel gets the true state: where writes are stable when they complete there is no cache to
-//! flush, and otherwise there is one, with FUA. The physical block size says which requests are
-//! cheaper.
+//! The kernel gets the true state of the write cache: none if writes are stable when they complete,
+//! otherwise a volatile one with FUA. The physical block size tells it which requests are cheaper.
 
 use blockhouse_core::{Durability, Offload, Storage, WriteCache};
 use blockhouse_disk::{Access, Disk};
 
 /// Bytes of a sector, in which the driver counts.
 pub(crate) const SECTOR: u64 = 512;
-/// The most sectors of a discard or of zeros: 1 GiB.
+/// Maximum sectors of a discard or zero write: 1 GiB.
 const MAX_SECTORS: u32 = 1 << 21;
 
 /// `UBLK_PARAM_TYPE_BASIC` and `UBLK_PARAM_TYPE_DISCARD`.
@@ -27,26 +26,26 @@ const FUA: u32 = 1 << 3;
 pub(crate) struct Parameters {
     /// Bytes of the disk.
     pub(crate) size: u64,
-    /// Whether it takes changes.
+    /// Whether it accepts changes.
     pub(crate) access: Access,
     /// Whether the kernel flushes.
     pub(crate) cache: WriteCache,
-    /// Bytes of the disk's sectors, 4096 at most: the kernel takes no more on some machines.
+    /// Logical block size in bytes, 4096 at most: on some machines the kernel accepts no more.
     logical: u64,
-    /// Bytes of a block that is written at once.
+    /// Physical block size in bytes.
     block: u64,
-    /// Bytes that are best written at once.
+    /// Optimal size of a write in bytes.
     unit: u64,
     /// Bytes of the unit of discards.
     discard_granularity: u64,
-    /// The most bytes of a request with data.
+    /// Maximum bytes of a request with data.
     max_io_bytes: u32,
     /// Whether discards do anything.
     discard: Offload,
 }
 
 impl Parameters {
-    /// How many bytes they have for the driver.
+    /// Bytes of the parameters in the driver's layout.
     pub(crate) const BYTES: usize = 60;
 
     /// The parameters of a disk.
@@ -66,8 +65,7 @@ impl Parameters {
         }
     }
 
-    /// How durable a write is that does not ask for more: a kernel that knows of no cache does not
-    /// flush.
+    /// The minimum durability of a write: a kernel to which no cache was reported does not flush.
     pub(crate) fn durability(&self) -> Durability {
         match self.cache {
             WriteCache::Volatile => Durability::None,
@@ -75,7 +73,7 @@ impl Parameters {
         }
     }
 
-    /// As the driver reads them.
+    /// The parameters in the driver's layout.
     pub(crate) fn to_bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = Vec::with_capacity(Self::BYTES);
         let mut put = |field: &[u8]| bytes.extend_from_slice(field);
@@ -86,10 +84,10 @@ impl Parameters {
         put(&self.attributes().to_ne_bytes());
         put(&[self.logical, self.block, self.unit, self.block].map(shift));
         put(&sectors(self.max_io_bytes.into()).to_ne_bytes());
-        // No chunks that requests must not cross.
+        // `chunk_sectors`: requests may cross any boundary.
         put(&[0; 4]);
         put(&(self.size / SECTOR).to_ne_bytes());
-        // No boundary that memory must not cross.
+        // `virt_boundary_mask`: memory may cross any boundary.
         put(&[0; 8]);
         let is_writable = self.access == Access::ReadWrite;
         let limit = |is_offered: bool| if is_offered && is_writable { MAX_SECTORS } else { 0 };
@@ -115,7 +113,8 @@ impl Parameters {
         attributes
     }
 
-    /// These, as the kernel knows the device already: with its size and its write cache.
+    /// These parameters, but with the size and the write cache that the kernel already has for the
+    /// device.
     ///
     /// # Errors
     /// The property that the device can no longer have.

@@ -1,6 +1,7 @@
-//! The open files of a process, by `/proc`: which devices it serves, and whether that is all.
+//! The open files of a process, by `/proc`: which devices it serves, and whether it serves anything
+//! else.
 //!
-//! Guarantee: what cannot be found out counts as not open. So a process is never ended for a device
+//! Guarantee: a file counts as open only if `/proc` shows it. So no process is ended for a device
 //! that it may not have.
 
 use std::fs;
@@ -13,13 +14,13 @@ const DEVICE: &str = "/dev/ublkc";
 /// The name of a socket's descriptor, around the number of its inode.
 const SOCKET: (&str, char) = ("socket:[", ']');
 
-/// The devices whose own files it has open, in no order.
+/// The devices whose character devices the process has open, in no order.
 pub(crate) fn devices(process: Pid) -> Vec<u32> {
     let number = |file: &Path| file.to_str()?.strip_prefix(DEVICE)?.parse().ok();
     open_files(process).iter().filter_map(|file| number(file)).collect()
 }
 
-/// Whether it has a socket at which others can connect.
+/// Whether the process has a listening socket.
 pub(crate) fn listens(process: Pid) -> bool {
     let inode = |file: &Path| -> Option<u64> {
         file.to_str()?.strip_prefix(SOCKET.0)?.strip_suffix(SOCKET.1)?.parse().ok()
@@ -91,7 +92,7 @@ mod tests {
         }
     }
 
-    /// A process of its own, since other tests of this one may listen.
+    /// A separate process, since other tests of this process may have listening sockets.
     fn sleeper(socket: Option<std::process::Stdio>) -> std::process::Child {
         let mut command = std::process::Command::new("sleep");
         command.arg("1000").stdin(socket.unwrap_or(std::process::Stdio::null()));
@@ -118,7 +119,7 @@ mod tests {
             let found = listens(Pid::from_child(&process));
             process.kill().and_then(|()| process.wait()).expect("it ends");
             assert_eq!(found, expected);
-            // Of a process that has ended nothing is known.
+            // `/proc` shows no files of a process that has ended.
             assert!(!listens(Pid::from_child(&process)));
         }
         assert!(devices(rustix::process::getpid()).is_empty());

@@ -1,9 +1,9 @@
 //! The requests of one queue, on one loop: a task for each tag, with memory of its own.
 //!
-//! Guarantees: a request that was taken is answered, once, with the bytes of its tag alone. A tag's
-//! memory belongs to the driver while it waits for a request, and to the request until that is
-//! answered. What is in flight is bounded by the tags: memory for all of them is had before the
-//! first is fetched.
+//! Guarantees: each request that was taken is answered once, with bytes of its own tag only. A
+//! tag's memory belongs to the driver while the tag waits for a request, and to the request until
+//! its answer. The tags bound the requests in flight: memory for all tags is allocated before the
+//! first one is fetched.
 
 use std::cell::Cell;
 use std::io;
@@ -19,19 +19,19 @@ use blockhouse_engine::{UblkDescriptor, UblkDevice, sleep, spawn};
 use crate::gate::Gate;
 use crate::request::decode;
 
-/// A tag that the driver refuses is refused when it is submitted, which the loop does before a
-/// timer fires.
+/// After this time all tags count as fetched. The driver refuses a tag only at submission, which
+/// the loop does before a timer fires.
 const SUBMITTED: Duration = Duration::from_millis(1);
 
 /// A queue of the driver.
 pub(crate) trait Tags {
-    /// How many there are.
+    /// The number of tags.
     fn depth(&self) -> u16;
 
-    /// How much memory each has.
+    /// Bytes of memory for each tag.
     fn max_io_bytes(&self) -> usize;
 
-    /// The request of a tag that has one.
+    /// The descriptor of the request that a tag has.
     fn descriptor(&self, tag: u16) -> UblkDescriptor;
 
     /// Waits for the first request of a tag.
@@ -69,12 +69,12 @@ impl Tags for DeviceQueue {
     }
 }
 
-/// The needs of a queue beside its tags.
+/// The disk and the rules that a queue serves its tags with.
 pub(crate) struct Served<S: Storage> {
     pub(crate) disk: Arc<Disk<S>>,
-    /// How durable a change is at least.
+    /// The minimum durability of a change.
     pub(crate) durability: Durability,
-    /// Requests pass it before they are carried out.
+    /// The gate that requests pass before they are carried out.
     pub(crate) gate: Arc<Gate>,
 }
 
@@ -87,8 +87,8 @@ struct Queue<T, S: Storage> {
     has_logged_failure: Cell<bool>,
 }
 
-/// Serves the queue until its device is stopped. `fetched` is called when the driver has taken each
-/// tag.
+/// Serves the queue until its device is stopped. `fetched` is notified when the driver has taken
+/// all tags.
 pub(crate) async fn run<T: Tags + 'static, S: Storage>(
     tags: T,
     served: Served<S>,
@@ -109,7 +109,7 @@ pub(crate) async fn run<T: Tags + 'static, S: Storage>(
         .map(|(tag, memory)| spawn(serve_tag(Rc::clone(&queue), tag, memory)))
         .collect();
     sleep(SUBMITTED).await;
-    // The receiver may be gone.
+    // The receiver may have been dropped.
     let _ = fetched.send(queue.refusal.take().map_or(Ok(()), Err));
     drop(fetched);
     for task in tasks {
@@ -123,7 +123,8 @@ async fn serve_tag<T: Tags, S: Storage>(queue: Rc<Queue<T, S>>, tag: u16, mut me
     while next.is_ok() {
         let in_flight = queue.served.gate.enter().await;
         let result = queue.execute(tag, &mut memory).await;
-        // The kernel issues a request again whose answer it has not got when the process ends.
+        // If the process ends before the kernel has the answer, the kernel issues the request
+        // again.
         drop(in_flight);
         next = queue.tags.commit(tag, result, memory.lend()).await;
     }
@@ -136,8 +137,7 @@ async fn serve_tag<T: Tags, S: Storage>(queue: Rc<Queue<T, S>>, tag: u16, mut me
 }
 
 impl<T: Tags, S: Storage> Queue<T, S> {
-    /// Carries out the request of a tag. Gives what it is answered with: a count of bytes, or a
-    /// negative errno.
+    /// Carries out the request of a tag. Returns the answer: a count of bytes, or a negative errno.
     async fn execute(&self, tag: u16, memory: &mut Buffer) -> i32 {
         let descriptor = self.tags.descriptor(tag);
         let command = match decode(descriptor, memory.len(), self.served.durability) {

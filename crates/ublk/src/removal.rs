@@ -1,9 +1,9 @@
 //! Removing a device from outside of its server.
 //!
-//! Guarantees: only a process of this program that has the device open is asked to end. Unless it
-//! is forced, no device is removed that something uses, and no server is ended that serves anything
-//! else. When a device that was served is removed, its server has ended: what it had is in the
-//! image, and nothing holds that.
+//! Guarantees: only a process of this program that has the device open is asked to end. Unless the
+//! removal is forced, no device in use is removed, and no server that serves anything else is
+//! ended. When a served device has been removed, its server has ended: all its writes are in the
+//! image, and the image is not locked.
 
 use std::io::ErrorKind;
 use std::path::Path;
@@ -18,18 +18,18 @@ use crate::error::Error;
 use crate::lifecycle::{Control, find_own, is_served, pid, remove_unserved};
 use crate::process_files;
 
-/// How long a server may take to end: what it has in flight completes, and is flushed.
+/// How long a server may take to end: requests in flight complete, and the image is flushed.
 const END_LIMIT: Duration = Duration::from_secs(60);
 /// How long the driver may take to notice that a server has ended.
 const NOTICE_LIMIT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// The uses of a device that is removed.
+/// Which uses of a device do not prevent its removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detach {
-    /// Nothing, and its server for nothing else.
+    /// None: nothing uses the device, and its server serves nothing else.
     Unused,
-    /// Anything.
+    /// All uses.
     Forced,
 }
 
@@ -65,17 +65,18 @@ fn in_use(info: &UblkInfo) -> Error {
     Error::InUse { id: info.id, server: info.server }
 }
 
-/// A process that serves a device: a descriptor of it, since its number may be another process's at
-/// any time.
+/// A process that serves a device, by a pidfd: its ID could be reused at any time.
 struct Server {
     process: OwnedFd,
 }
 
 impl Server {
-    /// The server of a device, if it has its file open. A number alone may be of another namespace.
+    /// The server of a device, if it has the device's file open. The ID alone may belong to another
+    /// namespace.
     fn of(control: &impl Control, info: &UblkInfo) -> Option<Self> {
         let process = pidfd_open(pid(info.server)?, PidfdFlags::empty()).ok()?;
-        // After that: a process that got the number since has not the signal's descriptor.
+        // Checked after the pidfd was opened, so that the pidfd is of the process that has the
+        // device open.
         control.has_open(info.server, info.id).then_some(Self { process })
     }
 
@@ -92,8 +93,8 @@ impl Server {
     }
 }
 
-/// Holds the block device, as [`blockhouse_engine::hold_unused`]. A device without a node can be
-/// removed, too.
+/// Holds the block device exclusively, as [`blockhouse_engine::hold_unused`]. A device without a
+/// node can be removed too.
 fn hold_unused(id: u32) -> Result<Option<OwnedFd>, Error> {
     let held = blockhouse_engine::hold_unused(Path::new(&format!("/dev/ublkb{id}")));
     held.map_err(|error| match error.kind() {
@@ -102,7 +103,8 @@ fn hold_unused(id: u32) -> Result<Option<OwnedFd>, Error> {
     })
 }
 
-/// The server has ended: in order, and the device is gone, or otherwise, and it waits.
+/// Removes the device after its server has ended, unless the server has removed it itself: one that
+/// did not stop in order leaves the device waiting.
 fn remove_what_is_left(control: &mut impl Control, ended: &UblkInfo) -> Result<(), Error> {
     let UblkInfo { id, server, .. } = *ended;
     let end = Instant::now() + NOTICE_LIMIT;

@@ -1,10 +1,10 @@
 //! A device from its start to its end.
 //!
 //! Guarantees: a device that was made and is not started is removed again. A server that stops
-//! answers every request that it has taken, and its block device is gone when that returns. One
-//! that is killed leaves the block device as it is: requests wait, those in flight among them,
-//! until a server for the same image has the same number. A device that another process removes is
-//! told of, once.
+//! answers every request that it has taken, and its block device is gone when the stop returns. A
+//! server that is killed leaves the block device: requests, including those in flight, wait until a
+//! server for the same image takes over the same number. If another process removes the device, a
+//! callback is called once.
 
 use std::fmt;
 use std::io;
@@ -23,25 +23,24 @@ use crate::parameters::{Parameters, SECTOR};
 use crate::queue::{self, DeviceQueue, Served};
 use crate::unexpected_end::UnexpectedEnd;
 
-/// The most bytes of a request. Each tag has as much memory, of which pages are taken when they are
-/// used.
+/// Maximum bytes of a request. Each tag has as much memory, whose pages are allocated at first use.
 const MAX_IO_BYTES: u32 = 512 << 10;
 
 /// The options of a device.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
     /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one. A device with this number
-    /// that waits for a server of the same image goes on, with the queues that it had.
+    /// that waits for a server of the same image is continued, with its existing queues.
     pub id: Option<u32>,
     /// How many queues a new one gets, at least one; no more than the machine has processors.
     pub queues: u16,
     /// How many requests each may have in flight, from 1 to 4096.
     pub depth: u16,
-    /// The identity of the image. No two images are called the same.
+    /// The identity of the image, different for each image.
     pub image: String,
 }
 
-/// Finds out whether this process can have devices.
+/// Checks whether this process can make devices.
 ///
 /// # Errors
 /// Why not: no driver, an old one, no rights.
@@ -58,31 +57,31 @@ pub struct PreparedDevice<S: Storage> {
     end: Arc<UnexpectedEnd>,
 }
 
-/// A device that another process serves, and hands over.
+/// A device that another process serves and hands over.
 pub struct HandedOverDevice {
     control: UblkControl,
     options: DeviceOptions,
 }
 
 impl HandedOverDevice {
-    /// Finds out whether this process could take over device `id` of an image. Changes nothing.
+    /// Checks whether this process could take over device `id` of an image. Changes nothing.
     ///
     /// # Errors
     /// Why not: no rights, no such device, or one of another image.
     pub fn new(id: u32, image: String) -> Result<Self, Error> {
         let mut control = UblkControl::open().map_err(Error::opening)?;
         lifecycle::check_image(&mut control, id, note_of(&image))?;
-        // It has its queues already.
+        // The counts are not used: the device has its queues already.
         let options = DeviceOptions { id: Some(id), queues: 1, depth: 1, image };
         Ok(Self { control, options })
     }
 
-    /// Takes the device, as soon as the other process has ended; blocks until then, for ten seconds
-    /// at most. What waits for it goes on with [`PreparedDevice::start`]. The loops are as for
-    /// [`PreparedDevice::new`].
+    /// Takes the device over as soon as the other process has ended; blocks until then, for ten
+    /// seconds at most. Waiting requests continue with [`PreparedDevice::start`]. The loops are as
+    /// for [`PreparedDevice::new`].
     ///
     /// # Errors
-    /// Why it cannot be served. It goes on waiting for its server.
+    /// Why the device cannot be served. It continues to wait for a server.
     pub fn take_over<S: Storage + Send + Sync>(
         self,
         disk: &Arc<Disk<S>>,
@@ -92,13 +91,13 @@ impl HandedOverDevice {
     }
 }
 
-/// A device that is this process's. With this it is removed, unless it is started, or was a former
-/// server's: its end would fail the requests that wait. Those go on waiting when the process ends.
+/// A device that this process has acquired. Dropping this removes the device, unless it was started
+/// or taken over from a former server: removal would fail its waiting requests. Those continue to
+/// wait when the process ends.
 struct Owner {
     control: UblkControl,
     acquired: Acquired,
-    /// The character device, once it is open. This is the only value that keeps it, beside the
-    /// queues that run.
+    /// The character device, once it is open. Only this field and the running queues keep it open.
     device: Option<Arc<UblkDevice>>,
     queues: Vec<Queue>,
     is_started: bool,
@@ -106,18 +105,18 @@ struct Owner {
 
 impl Owner {
     /// Removes the device: stops it, waits for its queues, closes its file, and deletes it. Reason
-    /// for the order: while the file is open, kernels without `DEL_DEV_ASYNC` do not complete
-    /// the last command. Where the stop is refused the queues do not end: nothing is waited
-    /// for, and the device stays until this process ends.
+    /// for the order: while the file is open, kernels without `DEL_DEV_ASYNC` do not complete the
+    /// last command. If the stop is refused, the queues do not end: this returns without waiting,
+    /// and the device stays until this process ends.
     fn remove(&mut self) -> Result<(), Error> {
         let id = self.acquired.id;
         match lifecycle::stop(&mut self.control, id) {
-            // Another process may have removed it. Then its queues have ended.
+            // A missing device was removed by another process; its queues have ended.
             Err(error) if !error.is_missing() => return Err(error),
             _ => {}
         }
         for queue in std::mem::take(&mut self.queues) {
-            // A loop that has ended has no commands.
+            // An error means that the loop has ended, so it has no commands in flight.
             let _ = queue.end.wait();
         }
         drop(self.device.take());
@@ -128,7 +127,7 @@ impl Owner {
 impl Drop for Owner {
     fn drop(&mut self) {
         if !self.is_started && self.acquired.origin == Origin::Added {
-            // The first failure is reported.
+            // An error is ignored: the failure before it is reported.
             let _ = self.remove();
         }
     }
@@ -139,14 +138,14 @@ fn own_process() -> i32 {
 }
 
 impl<S: Storage + Send + Sync> PreparedDevice<S> {
-    /// Makes the device for a disk, or takes the one that waits for its server; blocks while what
-    /// is left of a killed server ends, for ten seconds at most. Queue `i` is served by loop
-    /// `i` modulo their number; there is at least one, and each takes commands
-    /// ([`DeviceCommands::Allowed`]). What this thread may do now is what it takes to stop the
+    /// Makes the device for a disk, or takes over the one that waits for its server; blocks while
+    /// the rest of a killed server ends, for ten seconds at most. Queue `i` is served by loop `i`
+    /// modulo the number of loops. There is at least one loop, and each accepts commands
+    /// ([`DeviceCommands::Allowed`]). The privileges that this thread has now are used to stop the
     /// device later.
     ///
     /// # Errors
-    /// Why there is no device: no driver, no rights, another server or image has it.
+    /// Why there is no device: no driver, no permission, or another server or image has it.
     ///
     /// [`DeviceCommands::Allowed`]: blockhouse_engine::DeviceCommands::Allowed
     pub fn new(
@@ -191,24 +190,23 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         self.info.id
     }
 
-    /// How many commands the driver has in flight on a loop, of this many.
+    /// How many commands the driver has in flight on a loop, if there are this many loops.
     pub fn commands(&self, loops: usize) -> usize {
         let UblkInfo { queues, depth, .. } = self.info;
         usize::from(queues).div_ceil(loops) * usize::from(depth)
     }
 
-    /// Serves it. Blocks until the block device is there, which is when the kernel has looked for
-    /// partitions. `removed` is called on one of the loops if another process removes the
-    /// device.
+    /// Serves the device. Blocks until the block device exists and the kernel has scanned it for
+    /// partitions. `removed` is called on one of the loops if another process removes the device.
     ///
     /// # Errors
-    /// Why it is not served. A new device is removed again; one that waited for its server goes on
-    /// waiting, once this process has ended.
+    /// Why the device is not served. A new device is removed again; one that was taken over waits
+    /// for a server again once this process has ended.
     pub fn start(self, removed: impl FnOnce() + Send + 'static) -> Result<Server<S>, Error> {
         let Self { mut owner, info, disk, image, end } = self;
         end.call(removed);
         let started = lifecycle::start(&mut owner.control, &owner.acquired, own_process());
-        // Then it is removed here.
+        // After a failure this process removes the device, so the end of its queues is expected.
         started.inspect_err(|_| end.expect())?;
         owner.is_started = true;
         let Acquired { origin, parameters, .. } = owner.acquired;
@@ -253,8 +251,8 @@ fn spawn_queues<S: Storage + Send + Sync>(
     (queues.map(spawn).collect(), fetched)
 }
 
-/// Why the file of a device cannot be opened or mapped. The driver takes the descriptors of a
-/// device for those of the first process that mapped them.
+/// Why the file of a device cannot be opened or mapped. The driver ties the descriptors of a device
+/// to the first process that mapped them.
 fn why_not_open(acquired: &Acquired, source: io::Error) -> Error {
     let Acquired { id, origin, .. } = *acquired;
     match source.raw_os_error() {
@@ -265,14 +263,14 @@ fn why_not_open(acquired: &Acquired, source: io::Error) -> Error {
     }
 }
 
-/// Waits until the driver has taken each tag of each queue: until then it would not start the
-/// device, and never answer.
+/// Waits until the driver has taken each tag of each queue. Before that, a start command would
+/// block forever.
 fn wait_until_fetched(
     acquired: &Acquired,
     fetched: &Receiver<io::Result<()>>,
 ) -> Result<(), Error> {
     let Acquired { id, origin, .. } = *acquired;
-    // Each queue tells once; a loop that has ended drops its sender without.
+    // Each queue sends one result; a loop that has ended drops its sender without one.
     fetched.iter().collect::<io::Result<()>>().map_err(|source| match origin {
         Origin::RecoveredAgain => Error::Lost { id, cause: source },
         Origin::Added | Origin::Recovered => Error::Queue { id, cause: source },
@@ -302,20 +300,20 @@ impl<S: Storage> Server<S> {
         &self.image
     }
 
-    /// Carries out no request, and waits for those in flight. The others wait until
-    /// [`resume`](Self::resume), or for the process that takes the device over. Needs a loop.
+    /// Stops executing requests, and waits for those in flight. Other requests wait until
+    /// [`resume`](Self::resume), or for the process that takes the device over. Must run on a loop.
     pub async fn pause(&self) {
         for gate in &self.gates {
             gate.shut().await;
         }
     }
 
-    /// Goes on after [`pause`](Self::pause), also after one that was not awaited to its end.
+    /// Continues after [`pause`](Self::pause), also after one whose future was dropped.
     pub fn resume(&self) {
         self.gates.iter().for_each(|gate| gate.open());
     }
 
-    /// The disk has another size: the block device gets it, too.
+    /// Sets the size of the block device to the disk's new size.
     ///
     /// # Errors
     /// The kernel cannot change it.
@@ -328,10 +326,10 @@ impl<S: Storage> Server<S> {
         lifecycle::update_size(&mut self.owner.lock().control, id, sectors)
     }
 
-    /// Removes the block device, when the requests in flight have completed. The loops must still
-    /// run. Writes that others still have in their caches fail: no file system should be mounted
-    /// from it then. If the driver refuses to stop it, no request is carried out from then on, and
-    /// it waits for its next server once this process has ended.
+    /// Removes the block device after the requests in flight have completed. The loops must still
+    /// run. Writes that are still in the caches of its users fail, so no file system should be
+    /// mounted from it. If the driver refuses the stop, no request is carried out from then on, and
+    /// the device waits for its next server once this process has ended.
     pub fn stop(self) {
         let Self { disk, info: _, owner, gates, image: _, end, _client: _ } = self;
         end.expect();

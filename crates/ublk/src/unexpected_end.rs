@@ -1,4 +1,4 @@
-//! The end of a device that its server did not ask for: another process has removed it.
+//! The unexpected end of a device: another process has removed it.
 //!
 //! Guarantee: it is reported once, however many queues end, and never after the server began to
 //! stop the device.
@@ -19,7 +19,7 @@ impl UnexpectedEnd {
         *self.call.lock() = Some(Box::new(call));
     }
 
-    /// Removes the callback: the server stops the device.
+    /// Removes the callback, because the server is about to stop the device.
     pub(crate) fn expect(&self) {
         self.call.lock().take();
     }
@@ -63,7 +63,7 @@ mod tests {
         end.expect();
         end.queue_has_ended();
         assert_eq!(calls.load(Ordering::Relaxed), 0);
-        // Nor one of a device that was never started.
+        // Without a callback, the end of a queue is not reported.
         UnexpectedEnd::default().queue_has_ended();
     }
 }

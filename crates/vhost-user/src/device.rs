@@ -16,10 +16,10 @@ use crate::protocol::BackendChannel;
 pub enum RegisteredMemory {
     /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once
     /// for each loop. Memory that the guest returns to the host (balloon, free page reporting,
-    /// virtio-mem) stays allocated, and if the guest gets it again, it does not see data read into
-    /// it.
+    /// virtio-mem) stays pinned. If the guest reuses it, data of reads goes to the pinned pages,
+    /// which the guest no longer sees.
     On,
-    /// None.
+    /// No memory is registered.
     Off,
 }
 
@@ -27,7 +27,7 @@ pub enum RegisteredMemory {
 pub struct Export<S: Storage> {
     /// The disk.
     pub disk: Arc<Disk<S>>,
-    /// Its name for guests: the first 20 bytes of its name.
+    /// The disk's name; guests see its first 20 bytes as the serial.
     pub name: String,
     /// How many queues a guest may use, at least one.
     pub queues: u16,
@@ -47,7 +47,7 @@ impl<S: Storage> Export<S> {
     }
 }
 
-/// A device for one disk. The [crate's page](crate) has a whole program.
+/// A device for one disk. The [crate's documentation](crate) has a complete program.
 pub struct Device<S: Storage> {
     pub(crate) export: Export<S>,
     /// The channel that notifies the front-end of changes, if it set one up.
@@ -58,14 +58,14 @@ pub struct Device<S: Storage> {
 /// A front-end of a device connected or disconnected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrontendEvent {
-    /// It has connected.
+    /// The front-end has connected.
     Came,
     /// Its connection has ended, and none of its requests is in flight.
     Left,
 }
 
-/// The observer of front-ends: which one, as far as the kernel knows, and its act. Called on the
-/// device's thread.
+/// The observer of front-ends. Its arguments are the front-end's process, as far as the kernel
+/// knows it, and the event. Called on the device's thread.
 pub type FrontendObserver = Box<dyn Fn(&str, FrontendEvent) + Send + Sync>;
 
 /// A front-end of a device, until it is dropped.
@@ -106,8 +106,8 @@ impl<S: Storage> Device<S> {
         FrontendGuard { device: self, peer }
     }
 
-    /// The disk has another size: notifies the front-end, which reads the configuration again and
-    /// notifies the guest.
+    /// Notifies the front-end that the disk has another size. The front-end then reads the
+    /// configuration again and notifies the guest.
     pub fn resized(&self) {
         let channel = self.backend_channel.lock();
         if let Some(Err(error)) = channel.as_ref().map(BackendChannel::notify_config_change) {

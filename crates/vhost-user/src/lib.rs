@@ -41,9 +41,10 @@
 //! Nothing here knows an image format or an engine: requests become requests for a
 //! [`Disk`](blockhouse_disk::Disk).
 //!
-//! Layers, each on those before it: [`ring`] (rings and chains), [`block`] (block requests),
-//! `queue` (one queue on one loop), `protocol` (messages as bytes), `frontend` (their effects), and
-//! [`Server`]. A program that accepts connections itself calls [`serve_frontend`] instead.
+//! The modules, each based on those before it: [`ring`] (rings and chains), [`block`] (block
+//! requests), `queue` (one queue on one loop), `protocol` (messages as bytes), `frontend` (their
+//! effects), and [`Server`]. A program that accepts connections itself calls [`serve_frontend`]
+//! instead.
 //!
 //! Another process can continue a device without the front-end noticing: [`Server::pause`] returns
 //! a [`PausedFrontend`], the other process makes a [`PreparedFrontend`] of it, and calls

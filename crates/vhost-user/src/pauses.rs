@@ -21,12 +21,12 @@ const MARGIN: Duration = Duration::from_millis(500);
 
 /// The pauses requested from a device's thread.
 pub struct Pauses {
-    /// An eventfd, readable while there is something to take.
+    /// An eventfd, readable while a requested pause waits to be taken.
     wake: OwnedFd,
     asked: Mutex<Option<Asked>>,
 }
 
-/// A pause that was asked for.
+/// A pause that the device's thread has to carry out.
 pub struct Asked {
     deadline: Instant,
     outcome: Sender<Outcome>,
@@ -34,7 +34,7 @@ pub struct Asked {
     resumed: Receiver<()>,
 }
 
-/// A requested pause, which may fail.
+/// The requesting thread's side of a pause, which may fail.
 #[must_use]
 pub struct PendingPause {
     deadline: Instant,
@@ -42,7 +42,7 @@ pub struct PendingPause {
 }
 
 impl PendingPause {
-    /// Waits for it. The front-end that has paused, if the device has one.
+    /// Waits for the pause. Returns the front-end that has paused, if the device has one.
     ///
     /// # Errors
     /// Why the device has not paused in time; the [`Server`](crate::Server) must still be told to
@@ -52,14 +52,14 @@ impl PendingPause {
         match self.outcome.recv_timeout(limit) {
             Ok(outcome) => outcome,
             Err(RecvTimeoutError::Timeout) => Err(PauseError::Message),
-            // The thread is over, and serves no front-end.
+            // The device's thread has ended, and serves no front-end.
             Err(RecvTimeoutError::Disconnected) => Ok(None),
         }
     }
 }
 
 impl Pauses {
-    /// None.
+    /// No pause is requested.
     ///
     /// # Errors
     /// The kernel's, if no more descriptors are available.
@@ -78,7 +78,7 @@ impl Pauses {
     }
 
     fn signal(&self) {
-        // It fails only if the counter is full.
+        // This fails only if the counter is full, so that the eventfd is readable anyway.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
@@ -89,7 +89,7 @@ impl Pauses {
 
     /// The requested pause, unless the requesting thread no longer waits.
     pub fn take(&self) -> Option<Asked> {
-        // Nothing to read is no error.
+        // An error is ignored: the counter may be 0.
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
         let asked = self.asked.lock().take()?;
         (asked.resumed.try_recv() == Err(TryRecvError::Empty)).then_some(asked)
@@ -103,7 +103,7 @@ impl Pauses {
 }
 
 impl Asked {
-    /// Until when requests may complete.
+    /// The deadline until which requests may complete.
     pub fn deadline(&self) -> Instant {
         self.deadline
     }
@@ -112,7 +112,7 @@ impl Asked {
     pub fn answer(self, outcome: Outcome) {
         let has_paused = outcome.is_ok();
         if self.outcome.send(outcome).is_ok() && has_paused {
-            // It returns when the other side drops its sender.
+            // This returns when the other side drops its sender.
             let _ = self.resumed.recv();
         }
     }

@@ -55,12 +55,13 @@ impl<S: Storage + Send + Sync> Server<S> {
     /// loops.
     ///
     /// # Errors
-    /// The kernel's, when there can be no further thread.
+    /// The kernel's, if no thread can be started.
     pub fn start(device: Device<S>, socket: OwnedFd) -> io::Result<Self> {
         Self::restore(device, socket, None)
     }
 
-    /// As [`start`](Self::start), first with the front-end that paused in another process, if any.
+    /// As [`start`](Self::start), but serves the front-end that paused in another process first, if
+    /// any.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -104,23 +105,25 @@ impl<S: Storage + Send + Sync> Server<S> {
         &self.device
     }
 
-    /// Accepts no front-end, and pops no more requests: the beginning of [`stop`](Self::stop).
+    /// Begins to [stop](Self::stop): accepts no further front-end, and pops no more requests.
     pub fn begin_stop(&self) {
         {
             let mut state = self.shared.state.lock();
             state.is_stopping = true;
-            // Only the receiving half: the front-end sees the end when everything has completed.
+            // Shuts down only the receiving half: the front-end sees the end of the connection when
+            // all requests have completed.
             let _ = state.current.as_ref().map(|stream| stream.shutdown(Shutdown::Read));
         }
         self.resume();
-        // Ends a wait for connections.
+        // This ends a wait for connections.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
     }
 
-    /// Accepts no front-end, completes requests in flight, and ends. The loops must still run.
+    /// Accepts no further front-end, completes the requests in flight, and ends the server. The
+    /// loops must still run.
     pub fn stop(self) {
         self.begin_stop();
-        // A thread that panicked is over as well.
+        // An error is ignored: a thread that panicked has ended too.
         let _ = self.thread.join();
     }
 }
@@ -161,8 +164,8 @@ fn serve<S: Storage + Send + Sync>(
     }
 }
 
-/// Logs the loss of a front-end; shortages at a bounded rate, since a refused front-end may
-/// reconnect at once.
+/// Logs the loss of a front-end. Shortages of resources are logged at a bounded rate, since a
+/// refused front-end may reconnect at once.
 fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
     if is_shortage(error) {
         shortages.warn(effect, error)

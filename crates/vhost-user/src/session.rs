@@ -62,7 +62,7 @@ impl<S: Storage + Send + Sync> Session<S> {
 
     /// Resumes queues that have paused, handles messages until the end, and waits for the requests
     /// in flight. Between two messages it pauses if `pauses` has a request. `is_stopping` is called
-    /// after the last message: whether the server ends, rather than the front-end.
+    /// after the last message; it returns whether the server ends, rather than the front-end.
     pub fn run(mut self, pauses: Option<&Pauses>, is_stopping: impl FnOnce() -> bool) {
         let device = Arc::clone(&self.device);
         let _observed = device.observe(self.connection.stream());
@@ -101,7 +101,7 @@ impl<S: Storage + Send + Sync> Session<S> {
     fn pause(&mut self, pauses: &Pauses) {
         let Some(asked) = pauses.take() else { return };
         match self.frontend.pause(asked.deadline()) {
-            // The front-end ends first; the pause is handled after that.
+            // The connection of this front-end ends first; the pause is handled after that.
             Ok(None) => return pauses.put_back(asked),
             Ok(Some(paused)) => asked.answer(Ok(Some(paused))),
             Err(error) => asked.answer(Err(error)),

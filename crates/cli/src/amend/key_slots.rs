@@ -15,11 +15,11 @@ use crate::open_args::KeyArgs;
 pub enum KeySlotOption {
     /// Whether a slot becomes active or inactive.
     State,
-    /// The key that it is to have.
+    /// The key to add.
     NewSecret,
-    /// The key that it has.
+    /// The key of an active slot.
     OldSecret,
-    /// Its number.
+    /// The slot's number.
     KeySlot,
 }
 
@@ -44,10 +44,10 @@ pub enum NamedChange {
     EraseSecret(String),
 }
 
-/// The change that these options are, if one of them is of key slots.
+/// The change of key slots that these options describe; `None` if none of them is of key slots.
 ///
 /// # Errors
-/// They contradict each other, or one is missing.
+/// The options contradict each other, or one is missing.
 pub fn change(changes: &[Change]) -> Result<Option<NamedChange>> {
     const USUAL_TIME: u32 = 2000;
     let value = |wanted: KeySlotOption| {
@@ -112,14 +112,14 @@ pub async fn run(
     if !called_as::is_qemu_img() {
         return Err(error.into());
     }
-    // There a slot that is not in use is as it should be.
+    // qemu-img succeeds if the slot is inactive already.
     if text.contains("is not in use") {
         return Ok(());
     }
     Err(words(&text).map_or_else(|| error.into(), |words| anyhow!(words)))
 }
 
-/// The words of qemu-img for why it was not made.
+/// The error text of qemu-img for this error of ours.
 fn words(text: &str) -> Option<String> {
     let number = || text.split_once("the key slot ")?.1.split(' ').next();
     Some(match text {

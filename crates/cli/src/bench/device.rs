@@ -2,13 +2,13 @@
 //!
 //! They count the requests of all programs. Flushes are counted for the whole disk only, never for
 //! a partition. Durable writes (FUA) are not counted: the kernel tells only whether the device
-//! takes them.
+//! supports them.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// A disk that the kernel counts for.
+/// A disk with block statistics in the kernel.
 #[derive(Debug)]
 pub struct Device {
     folder: PathBuf,
@@ -35,7 +35,7 @@ impl DeviceCounts {
         }
     }
 
-    /// Both together.
+    /// The sum of both.
     pub fn plus(self, other: Self) -> Self {
         Self {
             reads: self.reads + other.reads,
@@ -66,7 +66,7 @@ impl Device {
         self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Whether it takes durable writes, in words; `None` where the kernel does not tell.
+    /// Whether the device supports FUA, in words; `None` if the kernel does not tell.
     pub fn fua(&self) -> Option<&'static str> {
         match fs::read_to_string(self.folder.join("queue/fua")).ok()?.trim() {
             "0" => Some("unsupported"),

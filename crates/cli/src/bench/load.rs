@@ -1,7 +1,7 @@
 //! Requests to a disk, with the queue depth of a load, and their cost.
 //!
 //! A sample is one uninterrupted measurement. It ends when its time or its requests are used up,
-//! whichever comes first, and every request that was begun is waited for and counted.
+//! whichever comes first. It waits for all requests in flight, and counts them.
 
 use std::cell::RefCell;
 use std::sync::Barrier;
@@ -22,7 +22,7 @@ use super::stop::Stop;
 /// No sample writes more bytes than this.
 pub const MAX_BYTES: u64 = 64 << 20;
 
-/// Time as a measurement sees it, since any moment.
+/// A monotonic clock; its zero is arbitrary.
 pub type Clock<'a> = dyn Fn() -> Duration + Sync + 'a;
 
 /// The monotonic clock of the machine.
@@ -43,7 +43,7 @@ pub struct LoopSetup<'a> {
 }
 
 impl LoopSetup<'_> {
-    /// An engine as it is.
+    /// An engine whose event loop is not changed.
     pub fn plain(engine: Engine) -> Self {
         Self { engine, prepare: None }
     }
@@ -62,13 +62,13 @@ pub struct Load {
     pub depth: usize,
     /// Threads, each with an event loop of its own.
     pub jobs: usize,
-    /// The bytes at the start of the disk that are worked on.
+    /// The requests stay within this number of bytes at the start of the disk.
     pub span: u64,
 }
 
 impl Load {
-    /// How many requests a sample has at most: as many as may be written, and one pass where blocks
-    /// are visited one after the other.
+    /// The maximum number of requests in a sample. Reads have no limit. Writes end at
+    /// [`MAX_BYTES`], sequential ones also after one pass over the span.
     pub fn most_requests(&self) -> u64 {
         let bytes = match (self.work, self.pattern) {
             (Work::Read, _) => return u64::MAX,
@@ -96,7 +96,7 @@ pub enum Work {
     Write,
     /// A write, and when it is complete a flush: two requests that count as one.
     WriteThenFlush,
-    /// A write that carries its durability.
+    /// A write with FUA.
     DurableWrite,
 }
 
@@ -118,22 +118,22 @@ pub struct Limits {
     pub requests: u64,
 }
 
-/// The measurement of one sample.
+/// The figures of one sample.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// Requests that were completed.
     pub requests: u64,
     /// Bytes that they moved.
     pub bytes: u64,
-    /// From the first request's begin to the last one's end.
+    /// The time from the start of the first request to the end of the last.
     pub elapsed: Duration,
     /// Processor time of the whole process meanwhile.
     pub processor: Duration,
     /// Nanoseconds from the begin of each request to its end.
     pub latency: Histogram<u64>,
-    /// The device's counters of the kernel meanwhile, of requests by anybody.
+    /// The change of the kernel's counters of the device meanwhile, for requests of all programs.
     pub device: Option<DeviceCounts>,
-    /// A further finding.
+    /// A remark on this sample.
     pub note: Option<String>,
 }
 
@@ -163,8 +163,8 @@ impl<'a> Clocks<'a> {
         Self { device, processor: processor_time(), begin: clock() }
     }
 
-    /// The time that went by until then. To give an engine back to the kernel, which takes longer
-    /// than many requests, is not a part of it.
+    /// The sample, which ended at `end`. The time to close the engine is excluded: it can be longer
+    /// than many requests.
     pub fn end(self, end: End, bytes: u64, latency: Histogram<u64>) -> Sample {
         let elapsed = end.at.saturating_sub(self.begin);
         let processor = end.processor.saturating_sub(self.processor);
@@ -181,7 +181,7 @@ pub struct End {
 }
 
 impl End {
-    /// Just now, by the clock that the sample began with.
+    /// The current time, by the clock that the sample began with.
     pub fn now(clock: &Clock<'_>) -> Self {
         Self { at: clock(), processor: processor_time() }
     }
@@ -202,20 +202,20 @@ pub struct Shared<'a, S: Storage> {
     pub disk: &'a Disk<S>,
     /// The requests.
     pub load: Load,
-    /// When no more of them begin.
+    /// When the sample ends.
     pub limits: Limits,
-    /// How many have begun.
+    /// The number of requests that have begun.
     pub begun: AtomicU64,
-    /// The time for all of them.
+    /// The clock of the sample.
     pub clock: &'a Clock<'a>,
-    /// Whether to stop before that.
+    /// Whether to stop before the limits.
     pub stop: &'a Stop,
 }
 
 /// Measures one sample.
 ///
 /// # Errors
-/// The first that the disk answers, or that an engine cannot be used.
+/// The first error of the disk, or an engine cannot be used.
 pub fn measure<S: Storage + Send + Sync>(
     disk: &Disk<S>,
     setup: LoopSetup<'_>,
@@ -269,10 +269,10 @@ fn new_loop(setup: LoopSetup<'_>) -> Result<EventLoop> {
     Ok(event_loop)
 }
 
-/// The requests of one job of a sample; the answer is how long each took.
+/// Runs the requests of one job of a sample; returns their latencies.
 ///
 /// # Errors
-/// The first that the disk answers.
+/// The first error of the disk.
 pub async fn one_job<S: Storage>(shared: &Shared<'_, S>, job: usize) -> Result<Histogram<u64>> {
     let latency = RefCell::new(new_histogram());
     let begin = (shared.clock)();

@@ -77,7 +77,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     show(arguments, &report)
 }
 
-/// Checks that the results can be written, before minutes are spent on them.
+/// Checks that the results can be written, before the measurement, which takes minutes.
 fn can_be_written(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| *folder != Path::new(""));
     let folder = folder.unwrap_or(Path::new("."));

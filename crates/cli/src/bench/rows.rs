@@ -1,7 +1,7 @@
-//! Cases, whose variants take turns, and the ratios that their samples give.
+//! Cases, whose variants are measured in turns, and the ratios of their samples.
 //!
-//! The first variant of a case is its baseline. A ratio is taken within each round, where both ran
-//! one right after the other, and is reported with its spread, and with a note where the spread
+//! The first variant of a case is its baseline. A ratio is computed within each round, because its
+//! samples were taken close together. It is reported with its spread, and with a note if the spread
 //! includes 1.
 
 use std::time::{Duration, Instant};
@@ -13,19 +13,19 @@ use hdrhistogram::Histogram;
 use super::device::DeviceCounts;
 use super::load::{Load, Sample, new_histogram};
 
-/// How often each variant is measured, if there is time. That seven rounds agree by chance on which
-/// is faster happens once in 64 cases.
+/// How often each variant is measured, if there is time. Seven rounds agree by chance on which
+/// variant is faster in one of 64 cases.
 pub const ROUNDS: usize = 7;
-/// A difference smaller than this says nothing about any machine.
+/// A smaller difference counts as noise.
 const MIN_DIFFERENCE: f64 = 0.03;
-/// Fewer rounds agree by chance too often.
+/// The minimum number of rounds of a result: fewer agree by chance too often.
 const MIN_ROUNDS: usize = 5;
 
 /// One line of a question: the same work done in several ways.
 pub struct Case<'a> {
     /// The work: "16x1, io_uring".
     pub name: String,
-    /// The ways, of which the first is what the others are compared with.
+    /// The ways to do the work. The first is the baseline.
     pub variants: Vec<Variant<'a>>,
 }
 
@@ -33,23 +33,23 @@ pub struct Case<'a> {
 pub struct Cases<'a> {
     /// The cases.
     pub cases: Vec<Case<'a>>,
-    /// Why others are missing.
+    /// Why other cases are missing.
     pub missing: Option<String>,
 }
 
 impl<'a> Cases<'a> {
-    /// All that there are.
+    /// These cases, with none missing.
     pub fn all(cases: impl IntoIterator<Item = Case<'a>>) -> Self {
         Self { cases: cases.into_iter().collect(), missing: None }
     }
 
-    /// None at all.
+    /// No cases, because of `why`.
     pub fn none(why: &str) -> Self {
         Self { cases: Vec::new(), missing: Some(why.into()) }
     }
 }
 
-/// One way.
+/// One way to do the work of a case.
 pub struct Variant<'a> {
     /// How it is done: "write + flush".
     pub name: String,
@@ -71,7 +71,7 @@ pub struct Cost {
 }
 
 impl Cost {
-    /// Of a load.
+    /// The cost of a sample of this load.
     pub fn of(load: Load) -> Self {
         Self { extra: Duration::ZERO, written: load.most_written() }
     }
@@ -82,7 +82,7 @@ impl Cost {
 pub struct Published {
     /// The figure.
     pub value: f64,
-    /// Where it is published, and of what it is.
+    /// Where the figure is published, and what was measured.
     pub detail: &'static str,
 }
 
@@ -127,26 +127,26 @@ pub struct Row {
 /// How many times faster than the baseline: medians and extremes over the rounds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ratio {
-    /// In the middle.
+    /// The median round.
     pub median: f64,
     /// The lowest round.
     pub low: f64,
     /// The highest round.
     pub high: f64,
-    /// How many there were.
+    /// The number of rounds.
     pub rounds: usize,
 }
 
 impl Ratio {
-    /// Of the rates of each round.
+    /// The ratio of the rates of each round.
     pub fn of(baseline: &[f64], variant: &[f64]) -> Self {
         let Spread { median, min, max } =
             Spread::of_ratios(variant, baseline).expect("a case has one round at least");
         Self { median, low: min, high: max, rounds: variant.len().min(baseline.len()) }
     }
 
-    /// Whether nothing can be concluded: there are too few rounds, or they do not agree on who is
-    /// faster, or the difference is too small to mean anything.
+    /// Whether the ratio shows no difference: there are too few rounds, or they do not agree on
+    /// which variant is faster, or the difference is too small.
     pub fn is_noise(self) -> bool {
         let distance = (self.median - 1.0).abs();
         let disagree = self.low <= 1.0 && self.high >= 1.0;
@@ -154,11 +154,11 @@ impl Ratio {
     }
 }
 
-/// Runs every variant once in each round, in turns: once in any case, and then as long as one more
-/// round should be over by `end`.
+/// Runs every variant once in each round, in turns. A further round begins only if the
+/// longest round so far would fit before `end`.
 ///
 /// # Errors
-/// The first that a sample answers.
+/// The first error of a sample.
 pub fn run_case(
     question: &'static str,
     case: Case<'_>,
@@ -174,7 +174,7 @@ pub fn run_case(
             break;
         }
         for turn in 0..variants.len() {
-            // No variant always runs right after the same other one.
+            // The order alternates, so that no variant always runs after the same other one.
             let which = if round % 2 == 0 { turn } else { variants.len() - 1 - turn };
             let variant = &mut variants[which];
             let sample = (variant.run)().with_context(|| format!("{name}, {}", variant.name))?;
@@ -222,7 +222,7 @@ fn rows_of(
     rows.collect()
 }
 
-/// The findings, each once: rounds may differ.
+/// The notes of the samples, each once: rounds may have different notes.
 fn notes(samples: &[Sample]) -> Option<String> {
     let mut notes: Vec<&str> = samples.iter().filter_map(|sample| sample.note.as_deref()).collect();
     notes.dedup();

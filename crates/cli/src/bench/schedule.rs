@@ -1,17 +1,18 @@
-//! How the time is shared out, and how much is written at most.
+//! How the time is shared among the cases, and how much is written at most.
 //!
-//! Guarantees: no case begins after the time is up, and none begins a round that would, as far as
-//! its rounds so far tell, not end within the case's share. So only a single round can run over.
+//! Guarantees: no case begins after the time is up. A case begins a further round only if, by the
+//! time of its rounds so far, that round ends within the case's share. So at most one round of a
+//! case runs over.
 
 use std::time::{Duration, Instant};
 
 use super::rows::{Case, Cost};
 
-/// For filling the disk.
+/// The time to fill the disk.
 const FILLING: Duration = Duration::from_secs(4);
 /// A shorter sample measures mostly its own beginning and end.
 const MIN_SAMPLE_TIME: Duration = Duration::from_millis(20);
-/// A longer one tells nothing more than another round does.
+/// A longer sample tells no more than another round does.
 const MAX_SAMPLE_TIME: Duration = Duration::from_millis(1500);
 /// The time between samples and after their ends, as a part of their time.
 const BETWEEN: f64 = 0.2;

@@ -1,8 +1,8 @@
-//! Where a measurement may write, and that nothing of it stays.
+//! The file or device that a measurement writes to, and the removal of its files.
 //!
-//! The place is a new folder, with a name of its own, next to the path that the user gave; it goes
-//! when the value does. An existing file or block device is written to only when the user says that
-//! its data may be destroyed, and it is locked meanwhile.
+//! It writes to a new folder with a unique name, in the folder that the user gave or next to the
+//! file; dropping the value removes the new folder. An existing file or block device is written to
+//! only if the user says that its data may be destroyed, and it is locked meanwhile.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use super::stop::Stop;
 use crate::open_args::read_only;
 use blockhouse_config::size;
 
-/// How much is written at once while the file is filled.
+/// Bytes of one write while the file is filled.
 const CHUNK_SIZE: usize = 1 << 20;
 
 /// The treatment of data that is there already.
@@ -50,10 +50,10 @@ enum TargetKind {
 }
 
 impl Target {
-    /// Looks at the path; makes no file but the folder, and that only if `space` bytes are free.
+    /// Checks the path. Creates only the folder, and only if `space` bytes are free.
     ///
     /// # Errors
-    /// No room, no permission, or a path that must not be written to; it says what to do.
+    /// No space, no permission, or a path that must not be written to. The error says what to do.
     pub fn at(path: &Path, data: ExistingData, space: u64) -> Result<Self> {
         let kind = std::fs::metadata(path).map(|metadata| metadata.file_type());
         let (is_folder, is_device) = match &kind {
@@ -96,7 +96,7 @@ impl Target {
         Ok(Self { kind: TargetKind::Folder(folder) })
     }
 
-    /// The folder for new files; `None` where an existing file is written over.
+    /// The folder for new files; `None` if an existing file is overwritten.
     pub fn folder(&self) -> Option<&Path> {
         match &self.kind {
             TargetKind::Folder(folder) => Some(folder.path()),
@@ -121,7 +121,7 @@ impl Target {
                 let probe = folder.path().join("probe");
                 let mode = Mode::RUSR | Mode::WUSR;
                 let opened = rustix::fs::open(&probe, flags | OFlags::CREATE, mode);
-                // If it stays, it goes with the folder.
+                // If this fails, the file is removed with the folder.
                 let _ = std::fs::remove_file(&probe);
                 opened.is_ok()
             }
@@ -129,7 +129,7 @@ impl Target {
         }
     }
 
-    /// The path of device statistics and messages.
+    /// The path for device statistics and messages.
     pub fn path(&self) -> &Path {
         match &self.kind {
             TargetKind::Folder(folder) => folder.path(),
@@ -137,11 +137,12 @@ impl Target {
         }
     }
 
-    /// A raw disk of `size` bytes, or what an existing file has of them, filled and flushed. The
-    /// cache mode is `None` (direct I/O) where the file system has it.
+    /// A raw disk: a new one of `size` bytes, or the existing file or device. Its first `size`
+    /// bytes are filled and flushed. The cache mode is `None` (direct I/O) if the file system
+    /// supports it.
     ///
     /// # Errors
-    /// Errors of the host, or that it is time to stop.
+    /// Errors of the host; the existing file is too short; the user has asked to stop.
     pub fn new_disk(&self, size: u64, stop: &Stop) -> Result<(Arc<ImageDisk>, CacheMode)> {
         let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
         event_loop.block_on(async {
@@ -174,7 +175,8 @@ async fn open_direct(path: &Path) -> Result<(ImageStorage, CacheMode)> {
     }
 }
 
-/// Data, not holes, which would be read from nowhere and allocated by the writes that are measured.
+/// Writes data everywhere: reads of a hole would not reach the device, and measured writes would
+/// allocate its space.
 async fn fill(disk: &ImageDisk, size: u64, stop: &Stop) -> Result<()> {
     ensure!(
         disk.size() >= size,

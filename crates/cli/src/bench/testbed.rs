@@ -30,7 +30,7 @@ pub struct Testbed {
 }
 
 impl Testbed {
-    /// A testbed on a target that nothing was written to yet.
+    /// A testbed on an unused target.
     ///
     /// # Errors
     /// The host allows no engine.
@@ -43,7 +43,7 @@ impl Testbed {
         Ok(Self { disk, engines, device, sample_time, stop, target })
     }
 
-    /// Makes and fills the disk. To be called once, before anything is measured.
+    /// Creates and fills the disk. The caller calls it once, before the first measurement.
     ///
     /// # Errors
     /// Errors of [`Target::new_disk`].
@@ -69,7 +69,7 @@ impl Testbed {
         self.disk.get().expect("measuring begins after the disk is filled").1
     }
 
-    /// The engines that this machine has, best first; one at least.
+    /// The engines that this machine has, best first; at least one.
     pub fn engines(&self) -> &[Engine] {
         &self.engines
     }

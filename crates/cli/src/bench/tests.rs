@@ -1,4 +1,4 @@
-//! The rows tell the truth: a storage of known latency, and ratios where arithmetic says.
+//! The rows are correct: on a storage of known latency the ratios are the computed ones.
 
 mod exact;
 
@@ -21,9 +21,9 @@ use super::questions::wakeup::{self, UNRELATED_TIMER, WakeUp};
 use super::rows::{Case, Cost, Row, Variant, run_case};
 use super::stop::Stop;
 
-/// Keeps its content in memory, and takes its time.
+/// A storage in memory, with a given latency.
 struct Slow {
-    /// Of reads, too.
+    /// The latency of writes, and of reads.
     write: Duration,
     durable_write: Duration,
     flush: Duration,
@@ -45,7 +45,7 @@ impl Slow {
         }
     }
 
-    /// Does nothing for the time of an operation.
+    /// Waits for the time of an operation.
     async fn take(&self, time: Duration) {
         self.operations.fetch_add(1, Ordering::Relaxed);
         sleep(time).await;

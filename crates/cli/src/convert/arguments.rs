@@ -120,7 +120,7 @@ struct Habits {
 }
 
 impl Habits {
-    /// Wrong usage of them is that of qemu-img, under its name.
+    /// Refuses the same wrong usage as qemu-img, under its name.
     fn check(&self, sparse: Option<u64>) {
         const SECTOR: u64 = 512;
         const MAX_SPARSE: u64 = 16 << 20;
@@ -145,7 +145,7 @@ impl Habits {
 fn parse_cache(name: &str) -> Result<CacheMode, String> {
     Ok(match name.parse()? {
         mode @ (CacheMode::None | CacheMode::Writeback | CacheMode::Unsafe) => mode,
-        // Their flushes do not matter: there is one, at the end.
+        // Flushes after each write are not needed: one flush at the end is enough.
         CacheMode::Directsync => CacheMode::None,
         CacheMode::Writethrough => CacheMode::Writeback,
     })
@@ -154,7 +154,7 @@ fn parse_cache(name: &str) -> Result<CacheMode, String> {
 /// A snapshot as qemu-img takes it: a name or id, or `snapshot.name=NAME`, `snapshot.id=ID`.
 ///
 /// # Errors
-/// Why it is neither.
+/// The text is neither; the error says why.
 pub fn parse_snapshot(text: &str) -> Result<String, String> {
     let named = ["snapshot.name=", "snapshot.id="];
     let name = named.iter().find_map(|prefix| text.strip_prefix(prefix)).unwrap_or(text);
@@ -180,7 +180,7 @@ impl Arguments {
             settings,
             size,
             if_there: self.if_there(),
-            // Going on would end with the bitmaps that are there, which may lack changes.
+            // A resumed copy would keep the bitmaps of the partial copy, which may lack changes.
             can_resume: !self.bitmaps,
             compress: self.compress,
             cache: self.cache,
@@ -189,7 +189,7 @@ impl Arguments {
         }
     }
 
-    /// Finds out where the target is and which format it gets, however it was named.
+    /// Sets the path and the format of the target from either form of its name.
     ///
     /// # Errors
     /// As [`ImageOptsArgs::resolve_to_change`].
@@ -226,13 +226,13 @@ impl Arguments {
     }
 }
 
-/// The options of the target, after everything that contradicts itself is refused.
+/// The options of the target. Contradictions end the program.
 pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     let mut settings = Settings::join(arguments.options.clone()).unwrap_or_default();
     settings.extend(arguments.backing.clone());
     settings.extend(arguments.backing_format.clone());
     let is_foreign = matches!(format, ImageFormat::Foreign(_));
-    // Of those only some have it: `to_foreign` says which.
+    // Only some foreign formats have compression: `to_foreign` checks that.
     if format != ImageFormat::Qcow2 && !is_foreign && arguments.compress {
         wrong_usage("only qcow2 images have compressed clusters (-c); say --format qcow2");
     }
@@ -268,7 +268,7 @@ pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Settin
 /// Opens all sources, in their order.
 ///
 /// # Errors
-/// The first that cannot be opened.
+/// The first source that cannot be opened.
 pub(super) async fn open_sources(arguments: &Arguments) -> Result<Vec<Arc<ImageDisk>>> {
     let mut sources = Vec::with_capacity(arguments.sources.len());
     for source in &arguments.sources {
@@ -287,9 +287,9 @@ async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> 
     let options = arguments.source_cache.apply(options);
     let opened = open(&path, options.at_snapshot(snapshot.as_deref())).await;
     opened.map_err(|error| match error.kind() {
-        // A snapshot that is not there is no matter of formats.
+        // With a snapshot, the error may be that it does not exist, and not the format.
         ErrorKind::InvalidInput if format.is_none() && snapshot.is_none() => {
-            // --format is the target's here.
+            // In `convert`, --format is the format of the target.
             anyhow!(error.to_string().replace("--format ", "--source-format "))
         }
         _ => error.into(),

@@ -1,9 +1,8 @@
 //! `blockhouse convert - TARGET`: a raw disk from standard input.
 //!
-//! Guarantees: a new target is as long as what came, in whole sectors; one that is there keeps its
-//! size. A stream without a byte is an error, because it is what a failed command before the pipe
-//! leaves. Bytes that look like an image of another format are copied only where `-f raw` says that
-//! they are meant.
+//! Guarantees: a new target is as long as the stream, rounded up to whole sectors; an existing one
+//! keeps its size. An empty stream is an error, because a failed command before the pipe leaves
+//! one. A stream that looks like an image of another format is copied only with `-f raw`.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -24,7 +23,7 @@ use crate::output;
 use crate::pipe::{Chunks, read_standard_input};
 use crate::progress::Progress;
 
-/// The stream in messages.
+/// The name of the stream in messages.
 const INPUT: &str = "standard input";
 
 /// Runs the command.
@@ -34,7 +33,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     refuse(arguments, format, &settings);
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    // Before there is a target that would have to be removed.
+    // The stream is checked before the target is created, which would have to be removed.
     let input = event_loop.block_on(begin(arguments))?;
     let spec = arguments.target_spec(format, settings, 0, &[]);
     let spec = crate::copy_target::TargetSpec { can_resume: false, ..spec };
@@ -48,7 +47,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     event_loop.block_on(target.finish(copied))
 }
 
-/// Ends the program where something is asked for that a stream does not have.
+/// Ends the program if an option needs a source that is no stream.
 fn refuse(arguments: &Arguments, format: ImageFormat, settings: &[Setting]) {
     let is_of_image = arguments.snapshot.is_some() || arguments.bitmaps;
     let is_preallocated = |one: &Setting| matches!(one, Setting::Preallocation(_));
@@ -80,7 +79,7 @@ fn refuse(arguments: &Arguments, format: ImageFormat, settings: &[Setting]) {
     }
 }
 
-/// Bytes of the rest of standard input where that is a file.
+/// The number of bytes left in standard input, if that is a file.
 fn known_length() -> Option<u64> {
     let input = io::stdin();
     let status = fstat(&input).ok()?;
@@ -91,7 +90,7 @@ fn known_length() -> Option<u64> {
     u64::try_from(status.st_size).ok()?.checked_sub(at)
 }
 
-/// Reads the first piece, and refuses what cannot be meant.
+/// Reads the first piece. Refuses an empty stream and an image that is not raw.
 async fn begin(arguments: &Arguments) -> Result<(Buffer, Chunks)> {
     let mut chunks = read_standard_input(STREAM_PIECE)?;
     let first = next(&mut chunks).await?;

@@ -84,7 +84,7 @@ fn run_between_images(arguments: &Arguments) -> Result<()> {
     })
 }
 
-/// The bitmaps of the source to be copied.
+/// The bitmaps of the source that are to be copied.
 ///
 /// # Errors
 /// One of them lacks changes.
@@ -111,7 +111,7 @@ async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bi
     Ok(good)
 }
 
-/// Gives the target these bitmaps of the source.
+/// Copies these bitmaps of the source to the target.
 async fn copy_bitmaps(source: &ImageDisk, target: &ImageDisk, bitmaps: &[Bitmap]) -> Result<()> {
     for Bitmap { name, granularity, is_enabled, .. } in bitmaps {
         let (name, granularity) = (name.clone(), Some(*granularity));

@@ -37,7 +37,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     shown.beside(|| progress.get(), work)
 }
 
-/// Ends the program where something is asked for that bytes on standard output cannot have.
+/// Ends the program if an option needs a target that is an image.
 fn refuse(arguments: &Arguments) {
     let is_raw = arguments.formats.of_target(&arguments.target) == ImageFormat::Raw;
     let has_options =
@@ -76,7 +76,7 @@ async fn write(sources: &[Arc<ImageDisk>], progress: &ToolProgress) -> Result<()
     let written = output.finish();
     outcome?;
     match written {
-        // A part of the disk is no disk.
+        // The reader is gone: an incomplete disk must not end with status 0.
         Err(error) if is_broken_pipe(&error) => end_by_sigpipe(),
         written => written,
     }

@@ -40,7 +40,7 @@ fn add(command: &Command, path: &str, all: &mut Vec<(String, Vec<u8>)>) -> Resul
     Ok(())
 }
 
-/// The title line. It has no date: the page would be another one each day.
+/// The title line. It has no date, so that the page is the same every day.
 fn title(filename: &str) -> String {
     let name = filename.trim_end_matches(".1").to_uppercase();
     format!(".TH {name} 1 \"\" \"blockhouse {}\" \"Blockhouse\"\n", env!("CARGO_PKG_VERSION"))
@@ -89,7 +89,7 @@ fn examples_of(path: &str) -> Roff {
     roff
 }
 
-/// The other pages: of the command that has this one, and of the ones that this one has.
+/// The related pages: of the parent command, and of the subcommands.
 fn see_also(name: &str, names: &[String]) -> Roff {
     let stem = name.trim_end_matches(".1");
     let parent = stem.rsplit_once('-').map(|(parent, _)| format!("{parent}.1"));

@@ -1,10 +1,9 @@
 //! `blockhouse __generate FOLDER`: files for packages that are made from the definition of the
 //! command line.
 //!
-//! Guarantee: what is made tells the options that this program has, because it is made from the
-//! definition by which this program parses. It depends on nothing else, so it is the same on each
-//! machine. The command is in no help: it is for those who make packages, and for `cargo xtask
-//! dist`.
+//! Guarantee: the files describe exactly the options of this program, because they are made from
+//! the definition by which it parses. They depend on nothing else, so they are the same on each
+//! machine. The command is hidden from the help: it is for packagers and for `cargo xtask dist`.
 //!
 //! | file | content |
 //! | --- | --- |
@@ -26,14 +25,14 @@ use clap::builder::Resettable;
 use clap::{Arg, Command, Id};
 use clap_complete::Shell;
 
-/// The word that asks for it.
+/// The name of the command.
 const WORD: &str = "__generate";
 
-/// The folder, where a command line asks to generate.
+/// The folder, if the command line has this command.
 pub fn folder(words: impl Iterator<Item = OsString>) -> Option<PathBuf> {
     let words: Vec<_> = words.skip(1).take(3).collect();
     match &words[..] {
-        // An option is no folder: the command line says that there is no such command.
+        // An option is no folder: the parser then reports an unknown command.
         [word, folder] if word == WORD && !folder.as_encoded_bytes().starts_with(b"-") => {
             Some(folder.into())
         }
@@ -44,7 +43,7 @@ pub fn folder(words: impl Iterator<Item = OsString>) -> Option<PathBuf> {
 /// Makes everything from `command`. Files that are there are replaced.
 ///
 /// # Errors
-/// A file that cannot be written, by its path.
+/// A file cannot be written; the error has its path.
 pub fn run(folder: &Path, mut command: Command) -> Result<()> {
     command = command.disable_help_subcommand(true);
     command.build();
@@ -69,7 +68,7 @@ pub fn run(folder: &Path, mut command: Command) -> Result<()> {
 }
 
 /// The command without hidden options, which completions would offer. Names live as long as the
-/// process, because `Command` asks for that.
+/// process, because `Command` requires that.
 fn without_hidden(command: &Command) -> Command {
     let name: &'static str = command.get_name().to_owned().leak();
     // Each command gets these two anew.

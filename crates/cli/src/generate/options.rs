@@ -55,7 +55,7 @@ fn add(command: &Command, path: &str, page: &mut String) {
     }
 }
 
-/// An argument, what it means, and what it is if left out.
+/// An argument, its meaning, and its default.
 fn item(argument: &Arg) -> String {
     let help = argument.get_long_help().or(argument.get_help());
     let mut text = help.map(ToString::to_string).unwrap_or_default();
@@ -78,7 +78,7 @@ fn item(argument: &Arg) -> String {
     format!("- `{}`\n{}", name(argument), paragraphs(&text, "  "))
 }
 
-/// As it is typed: `-f, --format <FORMAT>`.
+/// The argument as the user types it: `-f, --format <FORMAT>`.
 fn name(argument: &Arg) -> String {
     let long = argument.to_string();
     match argument.get_short() {

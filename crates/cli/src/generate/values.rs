@@ -1,7 +1,7 @@
 //! The values that completions offer for an option, and where they offer files.
 //!
-//! Guarantee: each word that is offered is accepted, because the parser of the option itself is
-//! asked. A word that some option takes need only be in [`WORDS`].
+//! Guarantee: each offered word is accepted, because the option's own parser decides. A new value
+//! of any option only has to be added to [`WORDS`].
 
 use std::any::TypeId;
 use std::path::PathBuf;
@@ -74,12 +74,12 @@ pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
     }
 }
 
-/// Whether the values are users or groups, which are others on another host.
+/// Whether the values are users or groups, which differ between hosts.
 fn is_name_of_this_host(kind: impl PartialEq<TypeId>) -> bool {
     kind == TypeId::of::<UserName>() || kind == TypeId::of::<GroupName>()
 }
 
-/// Whether the option takes the word, whatever else the command lacks then.
+/// Whether the option accepts the word, even if the command lacks other arguments then.
 fn accepts(command: &Command, option: &str, word: &str) -> bool {
     let line = [command.get_name().to_owned(), format!("--{option}={word}")];
     let refusals = [ErrorKind::ValueValidation, ErrorKind::InvalidValue];

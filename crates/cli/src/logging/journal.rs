@@ -1,8 +1,8 @@
 //! Lines on their way to systemd's journal, with their fields (systemd.io/JOURNAL_NATIVE_PROTOCOL).
 //!
-//! The thread that writes the log gets lines of JSON and sends each as a datagram. What the journal
-//! does not take is written to standard error, which it reads as well: with a priority in front, as
-//! sd-daemon(3) has it.
+//! The thread that writes the log gets lines of JSON and sends each as a datagram. A line that
+//! the journal does not accept is written to standard error, which the journal reads as well, with
+//! a priority in front (sd-daemon(3)).
 
 use std::os::linux::fs::MetadataExt;
 use std::os::unix::net::UnixDatagram;
@@ -28,14 +28,14 @@ impl Journal {
     }
 
     fn at(path: &Path) -> Option<Self> {
-        // Any file could be there but for the journal.
+        // The path must be a socket: without a journal it may be any file.
         std::fs::metadata(path).ok().filter(|file| file.st_mode() & 0o170_000 == 0o140_000)?;
         let socket = UnixDatagram::unbound().ok()?;
         socket.connect(path).ok()?;
         Some(Self(socket))
     }
 
-    /// Sends lines, whole ones.
+    /// Sends complete lines.
     pub fn send(&self, lines: &[u8]) {
         for line in lines.split(|&byte| byte == b'\n').filter(|line| !line.is_empty()) {
             let object = serde_json::from_slice(line).unwrap_or_else(|_| {
@@ -51,7 +51,7 @@ impl Journal {
     }
 }
 
-/// As syslog(3) has them.
+/// The priorities of syslog(3).
 fn priority(object: &Map<String, Value>) -> u32 {
     match object.get("level").and_then(Value::as_str) {
         Some("error") => 3,

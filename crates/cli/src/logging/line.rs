@@ -23,7 +23,7 @@ pub enum LineFormat {
 #[derive(Debug)]
 pub struct Line {
     pub level: Level,
-    /// The part of the program that says it.
+    /// The part of the program that logs the line.
     pub target: &'static str,
     pub message: String,
     pub fields: Vec<(&'static str, Value)>,
@@ -79,8 +79,8 @@ impl Line {
     }
 }
 
-/// A text as one line that shows all of it: names that others chose neither begin a line nor
-/// control the terminal.
+/// A text as one line, with control characters escaped: names that others chose can neither begin a
+/// line nor control the terminal.
 fn visible(text: &str) -> String {
     // Characters that change the order in which a line is shown.
     let reorders = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

@@ -6,8 +6,8 @@
 //!
 //! A server's event loops write to the log as well, and standard error may be a pipe that no
 //! process reads. So `serve` has its lines written by a thread of their own (`queue`): a line costs
-//! a loop a copy, never a wait, and lines beyond the queue's bound are dropped and counted. What
-//! one place in the code repeats is limited in rate (`rate`), so that clients cannot flood the log.
+//! a loop a copy, never a wait, and lines beyond the queue's bound are dropped and counted. The
+//! lines of each call site are limited in rate (`rate`), so that clients cannot flood the log.
 //! Lines that are waiting are written before the process ends, for at most [`EXIT_LIMIT`], also
 //! when it ends by a panic.
 
@@ -28,7 +28,7 @@ use line::{Line, LineFormat};
 use queue::Queue;
 use rate::RateLimit;
 
-/// How long the end of the process waits for a standard error that takes nothing.
+/// How long the process waits at its end for a standard error that is blocked.
 const EXIT_LIMIT: Duration = Duration::from_secs(1);
 
 /// The queue of this process, if its lines go by a thread.
@@ -54,7 +54,7 @@ pub enum LogFormat {
     Json,
 }
 
-/// Starts the log of this process: of what is at least as severe as `level`.
+/// Starts the log of this process, with lines at least as severe as `level`.
 pub fn start(level: Level, format: LogFormat, delivery: Delivery) {
     let limit = RateLimit::shared();
     let format = match (format, delivery) {
@@ -117,14 +117,14 @@ fn write(lines: &[u8]) {
     }
 }
 
-/// Writes what waits, for at most [`EXIT_LIMIT`]. Not for event loops that serve.
+/// Writes the queued lines, for at most [`EXIT_LIMIT`]. It blocks: not for event loops that serve.
 pub fn flush() {
     if let Some(queue) = QUEUE.get() {
         queue.flush(EXIT_LIMIT);
     }
 }
 
-/// Writes what waits and counts of what was left out, for at most [`EXIT_LIMIT`]: to be called
+/// Writes the queued lines and the counts of omitted ones, for at most [`EXIT_LIMIT`]. Called
 /// before the process ends.
 pub fn finish() {
     let format = FORMAT.get().copied().unwrap_or(LineFormat::Plain);

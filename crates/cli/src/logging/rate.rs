@@ -1,8 +1,8 @@
 //! How often one place in the code may write to the log.
 //!
-//! Each call site has [`BURST`] lines in [`PERIOD`]; what it repeats beyond that is counted, and
-//! one line says how many they were and what one of them said. Lines that only `--verbose` shows
-//! are not limited.
+//! Each call site may write [`BURST`] lines in [`PERIOD`]. Further ones are omitted and counted;
+//! one line gives their number and the text of one of them. Lines that only `--verbose` shows are
+//! not limited.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -31,12 +31,12 @@ struct Site {
     start: Instant,
     written: u32,
     left_out: u64,
-    /// One line that was left out.
+    /// One of the omitted lines.
     example: String,
 }
 
 impl RateLimit {
-    /// The one of this process.
+    /// The counts of this process.
     pub fn shared() -> &'static Self {
         static LIMIT: OnceLock<RateLimit> = OnceLock::new();
         LIMIT.get_or_init(Self::default)

@@ -26,7 +26,7 @@ const FLAGS: [(u16, &str); 12] = [
 /// Lists the exports of the server at this URI on standard output.
 ///
 /// # Errors
-/// The server's, or that nothing can be written.
+/// Errors of the server, or standard output cannot be written.
 pub fn run(uri: &str) -> Result<()> {
     let uri: ClientUri = uri.parse().map_err(|error| anyhow!("{uri}: {error}"))?;
     let exports = EventLoop::new(EngineChoice::Auto)?.block_on(list_exports(uri))?;

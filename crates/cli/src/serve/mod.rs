@@ -54,7 +54,7 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     }
 }
 
-/// Has the same command line but for `--fork` served by a process in the background.
+/// Starts a process in the background that serves the same command line without `--fork`.
 fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
     let own = std::process::id().to_string();
     if std::env::var_os("LISTEN_PID").is_some_and(|pid| pid == own.as_str()) {
@@ -72,7 +72,7 @@ fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
-        // It has said why.
+        // The server has printed the reason.
         Started::Ended(code) => Ok(code),
     }
 }
@@ -100,7 +100,7 @@ fn announce(service: &Service, verbose: bool, in_background: bool) {
     service.notify_ready();
 }
 
-/// Prints what a person who gave no address may want to do next.
+/// Prints next steps for a user who gave no address.
 fn print_hint(service: &Service) {
     if let Some(uri) = service.first_uri() {
         output::tell(&format!(

@@ -1,8 +1,8 @@
-//! Memory of a request that may have to be carried out again.
+//! Memory of a request that may have to be submitted again.
 //!
-//! Guarantee: two vectors never have the same bytes at the same time. A [`KeptVector`] touches no
-//! byte: it lends all of them once more, when the vector that it lent before is gone with all parts
-//! of it.
+//! Guarantee: two vectors never have the same bytes at the same time. A [`KeptVector`] accesses no
+//! byte itself. It lends all bytes again only after the vector that it lent before, and all parts
+//! of that vector, were dropped.
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -13,11 +13,11 @@ use smallvec::SmallVec;
 
 use super::{IoVector, Segment};
 
-/// The bytes of an [`IoVector`] beyond its end. See [`IoVector::keep`].
+/// The bytes of an [`IoVector`], kept after the vector is dropped. See [`IoVector::keep`].
 pub struct KeptVector(Arc<Kept>);
 
-/// The owner of each vector that was lent: while one of its parts exists, it has more than one
-/// owner.
+/// The owner of the bytes, shared with each vector that was lent: while a part of such a vector
+/// exists, the `Arc` has more than one reference.
 struct Kept {
     /// Keeps the bytes alive.
     _owner: Arc<dyn Any + Send + Sync>,
@@ -33,8 +33,8 @@ unsafe impl Send for Kept {}
 unsafe impl Sync for Kept {}
 
 impl IoVector {
-    /// The same bytes, which can be lent again once this vector is dropped. The lender of the
-    /// memory gets it back when the kept vector is dropped, too.
+    /// Returns a vector of the same bytes, and a [`KeptVector`] that lends them again after that
+    /// vector is dropped. The memory returns to its lender when both are dropped.
     #[must_use]
     pub fn keep(self) -> (Self, KeptVector) {
         let Self { owner, segments, length, lost } = self;
@@ -47,8 +47,8 @@ impl KeptVector {
     /// All bytes of the kept vector; `None` while any part of the last loan exists, because an
     /// operation may use it.
     pub fn lend(&mut self) -> Option<IoVector> {
-        // Sees all other owners, also those on other threads, and all that they did before they let
-        // go.
+        // `get_mut` sees all other references, also those on other threads, and is ordered after
+        // all accesses that they made before they were dropped.
         Arc::get_mut(&mut self.0)?;
         Some(self.vector())
     }

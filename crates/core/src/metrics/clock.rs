@@ -3,14 +3,14 @@
 //! Reading the clock costs about as much as everything else that is recorded of a request, although
 //! it is no system call (vDSO). So on a thread with an event loop one reading serves several uses:
 //! the loop calls [`renew`] when the kernel has returned, and after an operation that it did
-//! inline, and [`MAX_USES`] uses at most share a reading. What a use gets is then late by what the
-//! thread computed since the reading, some microseconds at most, and only while the loop has
-//! several requests at a time; a lone request gets two readings of its own. On other threads
-//! each use is a reading.
+//! inline, and at most [`MAX_USES`] uses share a reading. The time that a use gets is then too
+//! early by the time that the thread has computed since the reading: some microseconds at most, and
+//! only while the loop has several requests at a time. A lone request gets two readings of its own.
+//! On other threads each use reads the clock.
 //!
 //! The loop's own timers, waits and turns of tasks use the same readings. So requests that are
-//! carried out inline, one after the other, take one reading each: the end of one, by which the
-//! loop also sees how late it is, is the begin of the next.
+//! carried out inline, one after the other, take one reading each: the reading at the end of a
+//! request also tells the loop the time, and is the start of the next request.
 
 use std::cell::Cell;
 use std::ops::Add;
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// How many uses share a reading: the four of a request times as many requests.
+/// How many uses share a reading: four requests with four uses each.
 pub const MAX_USES: u32 = 16;
 
 /// A time of the monotonic clock, in nanoseconds.
@@ -26,12 +26,12 @@ pub const MAX_USES: u32 = 16;
 pub struct Timestamp(u64);
 
 impl Timestamp {
-    /// Nanoseconds since an earlier time; 0 if that is later.
+    /// Nanoseconds since `earlier`; 0 if `earlier` is later than `self`.
     pub fn nanoseconds_since(self, earlier: Self) -> u64 {
         self.0.saturating_sub(earlier.0)
     }
 
-    /// The time since an earlier one; zero if that is later.
+    /// The time since `earlier`; zero if `earlier` is later than `self`.
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(self.nanoseconds_since(earlier))
     }
@@ -40,7 +40,7 @@ impl Timestamp {
 impl Add<Duration> for Timestamp {
     type Output = Self;
 
-    /// So much later; 584 years after the start of the machine at most.
+    /// The time `time` later. Saturates at 2^64 ns, 584 years after the start of the machine.
     fn add(self, time: Duration) -> Self {
         let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         Self(self.0.saturating_add(nanoseconds))
@@ -70,8 +70,8 @@ thread_local! {
     };
 }
 
-/// The time, or on a thread that [shares](set_shared) its readings that of the last reading, see
-/// the module's page. Never earlier than what this thread got before.
+/// The time now; on a thread that [shares](set_shared) its readings, the time of the last reading
+/// (see the module's page). Never earlier than a time that this thread got before.
 pub fn now() -> Timestamp {
     READING.with(|reading| {
         let uses = reading.uses.get();
@@ -85,24 +85,24 @@ pub fn now() -> Timestamp {
     })
 }
 
-/// A time later than `earlier`: that of the last reading if this thread has read the clock since,
-/// else a reading. For a loop that reads the time after each step: after a step that has read the
-/// clock itself, this is free, and the step's later work counts to the next step.
+/// A time later than `earlier`: the last reading if this thread has read the clock since `earlier`,
+/// else a new reading. For a loop that reads the time after each step: after a step that has read
+/// the clock itself, this is free, and the step's later work counts to the next step.
 pub fn later_than(earlier: Timestamp) -> Timestamp {
     READING.with(|reading| match Timestamp(reading.time.get()) {
-        // Without further uses it is out of date.
+        // A reading with no uses left is out of date.
         last if last > earlier && reading.uses.get() > 0 => last,
         _ => reading.renew(),
     })
 }
 
-/// The time, by a reading that the next uses share.
+/// Reads the clock; the next uses share the reading.
 pub fn read_now() -> Timestamp {
     READING.with(SharedReading::renew)
 }
 
-/// Says whether this thread calls [`renew`] whenever time has passed, so that several uses may
-/// share a reading.
+/// Sets whether this thread's uses share readings. A thread that sets it must call [`renew`]
+/// whenever time has passed.
 pub fn set_shared(is_shared: bool) {
     READING.with(|reading| {
         reading.is_shared.set(is_shared);
@@ -110,7 +110,7 @@ pub fn set_shared(is_shared: bool) {
     });
 }
 
-/// Time has passed on this thread: the next use reads the clock.
+/// Discards the reading, because time has passed: the next use reads the clock.
 pub fn renew() {
     READING.with(|reading| reading.uses.set(0));
 }

@@ -2,8 +2,8 @@
 //!
 //! Bucket 0 has all durations up to 1 microsecond. Then each power of two is divided into four
 //! buckets of equal width, up to 2^27 microseconds (134 s). The last bucket has everything longer.
-//! A bucket includes its upper bound, as those of OpenMetrics do (`le`). So a quantile is known to
-//! within a quarter.
+//! A bucket includes its upper bound, as those of OpenMetrics do (`le`). So the error of a quantile
+//! is at most a quarter.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -47,13 +47,13 @@ pub const fn upper_bound(bucket: usize) -> Option<u64> {
     }
 }
 
-/// A histogram of one thread's block, see [`PerThread`](super::PerThread). As a
-/// [`Counter`](super::Counter), it is for one thread to record into, and for all to read.
+/// A histogram of one thread's block, see [`PerThread`](super::PerThread). As with a
+/// [`Counter`](super::Counter), one thread records and all threads may read.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Histogram {
-    /// Nanoseconds. Before the buckets, of which the first ones are used most: one cache line
-    /// less.
+    /// Nanoseconds. It lies before the buckets, of which the first ones are used most, so that
+    /// recording touches one cache line less.
     sum: AtomicU64,
     buckets: [AtomicU64; BUCKETS],
 }
@@ -123,7 +123,7 @@ impl HistogramReading {
         Duration::from_nanos(self.sum)
     }
 
-    /// How many durations each bucket has, in the order of their bounds.
+    /// How many durations each bucket has, in the order of the buckets' bounds.
     pub fn buckets(&self) -> &[u64; BUCKETS] {
         &self.buckets
     }
@@ -141,8 +141,8 @@ impl HistogramReading {
         upper_bound(bucket).map(Duration::from_nanos)
     }
 
-    /// The powers of two of a microsecond from 1 on, and how many durations were no longer than
-    /// each.
+    /// The bounds of 1, 2, 4, ... microseconds, each with the number of durations that were not
+    /// longer.
     pub fn powers_of_two(&self) -> impl Iterator<Item = (Duration, u64)> {
         let mut seen = 0;
         let bounded = self.buckets[..BUCKETS - 1].iter().enumerate();

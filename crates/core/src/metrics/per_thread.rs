@@ -2,9 +2,10 @@
 
 use thread_local::ThreadLocal;
 
-/// One `T` for each thread, made at the thread's first use. A thread that has ended leaves its
-/// block, and the next new thread continues with it: sums never fall, and there are as many blocks
-/// as threads at once. Boxed, so that blocks of two threads share no cache line.
+/// One `T` for each thread, made at the thread's first use. When a thread ends, its block stays,
+/// and the next new thread reuses it without a reset. So sums never fall, and there are at most as
+/// many blocks as threads that ran at once. Boxed, so that blocks of two threads share no cache
+/// line.
 #[derive(Debug)]
 pub struct PerThread<T: Send>(ThreadLocal<Box<Padded<T>>>);
 
@@ -38,7 +39,7 @@ impl<T: Send + Sync + Default> PerThread<T> {
         self.0.iter().map(|block| &block.0)
     }
 
-    /// The sum of a number of all threads' blocks.
+    /// The sum of `number` over all threads' blocks.
     pub fn sum(&self, number: impl Fn(&T) -> u64) -> u64 {
         self.iter().map(number).fold(0, u64::wrapping_add)
     }

@@ -7,13 +7,13 @@ use futures_util::stream::{self, Stream, StreamExt};
 
 use crate::{Result, WorkBudget};
 
-/// Runs the futures of a stream, at most `limit` at a time, and waits for all that were begun, also
-/// when one fails.
+/// Runs the futures of a stream, at most `limit` at a time, and waits for all that were begun, even
+/// if one fails.
 ///
-/// Waiting for all matters if a request must not access the disk or its memory after its answer.
-/// After a failure `has_failed` is set, so that the stream can end; futures that it still yields
-/// are run. Between completions it yields when `budget` is spent; the futures charge to it what
-/// they compute.
+/// The caller can rely on this if its request must not access the disk or its memory after the
+/// reply. After a failure `has_failed` is set, so that the stream can end; futures that it still
+/// yields are run. Between completions it yields if `budget` is spent; the futures charge their
+/// work to `budget`.
 ///
 /// # Errors
 /// The first one in order of completion.

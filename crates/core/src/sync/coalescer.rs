@@ -1,13 +1,14 @@
 //! Flushes that callers share: one runs, the others wait for it or are covered by it.
 //!
-//! A flush covers everything that completed before it began. So of many callers that need one at
-//! the same time, one runs it. Those whose work it covers return when it has succeeded. One that
-//! came too late for it runs the next flush, again for all that wait by then.
+//! A flush covers everything that completed before it began. So of many callers that need a flush
+//! at the same time, one runs it. Callers whose work that flush covers return when it has
+//! succeeded. Of the callers that came too late for it, one runs the next flush, for all that wait
+//! by then.
 //!
 //! The meaning of "covered" is the caller's: `P` is the progress so far (a generation, a version,
-//! one for each kind of flush), and each caller brings a predicate on it. [`Coalescer`] guarantees
-//! that at most one flush runs at a time, that the progress is what flushes that succeeded have
-//! noted, and that a flush whose future is dropped lets the next one run.
+//! or one of these for each kind of flush), and each caller passes a predicate on it. [`Coalescer`]
+//! guarantees that at most one flush runs at a time, that only flushes that succeeded change the
+//! progress, and that after a flush whose future is dropped the next one can run.
 
 use super::Condvar;
 use super::parts::{EventListener, Mutex};
@@ -36,7 +37,8 @@ pub enum Turn<'a, P> {
     Run(RunGuard<'a, P>),
 }
 
-/// The one flush that runs. Dropped without [`complete`](Self::complete), it has covered nothing.
+/// The one flush that runs. If the guard is dropped without [`complete`](Self::complete), the flush
+/// covers no caller.
 #[derive(Debug)]
 pub struct RunGuard<'a, P>(&'a Coalescer<P>);
 
@@ -46,8 +48,8 @@ impl<P> Coalescer<P> {
         Self { state: Mutex::new(State { is_running: false, progress }), ended: Condvar::new() }
     }
 
-    /// The next step of a caller that needs `is_covered`. Call it again after each wait; before
-    /// that, check for anything else that ends the wait, such as a remembered failure.
+    /// The next step of a caller that needs `is_covered` to hold. Call this again after each wait;
+    /// first check for anything else that ends the wait, such as a remembered failure.
     pub fn turn(&self, is_covered: impl FnOnce(&P) -> bool) -> Turn<'_, P> {
         let mut state = self.state.lock();
         if is_covered(&state.progress) {
@@ -68,7 +70,8 @@ impl<P> Coalescer<P> {
 }
 
 impl<P> RunGuard<'_, P> {
-    /// The flush has succeeded: `note` sets the progress that it has made, before others are woken.
+    /// Ends a flush that has succeeded: `note` records its progress before the other callers are
+    /// woken.
     pub fn complete(self, note: impl FnOnce(&mut P)) {
         note(&mut self.0.state.lock().progress);
     }

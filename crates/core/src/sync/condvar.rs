@@ -4,9 +4,9 @@ use super::parts::{Event, EventListener};
 
 /// Lets tasks wait until a predicate holds that other tasks, on any thread, make true.
 ///
-/// The predicate reads state that the caller keeps: an atomic, or something under a lock. A task
-/// that changes it calls [`notify_all`](Self::notify_all) afterwards. To notify costs one fence and
-/// one load while no task waits.
+/// The predicate reads state that the caller keeps: an atomic, or data under a lock. A task that
+/// changes the state calls [`notify_all`](Self::notify_all) afterwards. To notify costs one fence
+/// and one load while no task waits.
 #[derive(Debug)]
 pub struct Condvar {
     changed: Event,
@@ -18,9 +18,10 @@ impl Condvar {
         Self { changed: Event::new() }
     }
 
-    /// Waits until `check` gives a value. It is called at once, and again after each notification.
+    /// Waits until `check` returns `Some`. `check` is called at once, and again after each
+    /// notification.
     ///
-    /// A change that precedes its notification is never missed, however it falls between check and
+    /// A change that precedes its notification is never missed, even between the check and the
     /// wait.
     pub async fn wait_until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
         loop {

@@ -6,14 +6,16 @@
 //!
 //! How it works:
 //!
-//! 1. There are two epochs, one of which is current. `entered` holds which one, and how many guards
-//!    it has issued. Both are one word, so a new guard takes one addition and knows its epoch.
+//! 1. There are two epochs, one of which is current. `entered` is one word with the number of the
+//!    current epoch and the count of guards that it has issued. So a new guard takes one addition
+//!    and knows its epoch.
 //! 2. A dropped guard subtracts one from the balance of its epoch. While the epoch is current its
 //!    balance is zero or negative.
-//! 3. `synchronize` makes the other epoch current and learns from the same exchange how many guards
-//!    the old epoch has issued. It adds that number to the old epoch's balance, which says from
-//!    then on how many of them still exist. The guard that brings it to zero wakes the waiter.
-//! 4. If the future of `synchronize` is dropped in between, guards of the old epoch are left. The
+//! 3. `synchronize` makes the other epoch current, and gets from the same exchange the number of
+//!    guards that the old epoch has issued. It adds that number to the old epoch's balance, which
+//!    is from then on the number of guards that still exist. The guard that brings the balance to
+//!    zero wakes the waiter.
+//! 4. If the future of `synchronize` is dropped before that, guards of the old epoch are left. The
 //!    next call waits for them before it makes that epoch current again, so no balance ever mixes
 //!    two generations of guards.
 
@@ -23,8 +25,8 @@ use super::parts::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 /// The bit of `entered` that says which epoch is current; the bits below count its guards.
 const EPOCH_SHIFT: u32 = 63;
 
-/// Waits for the operations in flight now, not for later ones: counts them in two epochs (as Linux
-/// SRCU).
+/// Waits for the operations in flight now, not for later ones. Counts operations in two epochs (as
+/// Linux SRCU).
 ///
 /// A guard costs two atomic additions and no lock, and keeps no memory.
 #[derive(Debug, Default)]
@@ -52,8 +54,8 @@ impl Epochs {
 
     /// Begins an operation, in the current epoch.
     ///
-    /// An operation that begins after a [`synchronize`](Self::synchronize) that does not wait for
-    /// it sees everything that the caller of `synchronize` did before.
+    /// If a [`synchronize`](Self::synchronize) does not wait for this operation, the operation sees
+    /// everything that the caller of `synchronize` did before the call.
     pub fn enter(&self) -> EpochGuard<'_> {
         let entered = self.entered.fetch_add(1, Ordering::Acquire);
         EpochGuard { epochs: self, epoch: epoch_of(entered) }
@@ -214,8 +216,8 @@ mod loom_model {
     use super::Epochs;
     use crate::sync::loom_support::block_on;
 
-    /// The object that an operation looks up, and its processing once no operation can still use
-    /// it.
+    /// An object that operations look up. After it is unlinked and `synchronize` has returned, no
+    /// operation uses it.
     #[derive(Default)]
     struct Place {
         epochs: Epochs,
@@ -232,7 +234,7 @@ mod loom_model {
                 let place = Arc::clone(&place);
                 thread::spawn(move || {
                     let _guard = place.epochs.enter();
-                    // Found: in use until the guard is dropped.
+                    // The object is found: it is in use until the guard is dropped.
                     if place.is_linked.load(Ordering::Relaxed) {
                         place.users.store(1, Ordering::Relaxed);
                         place.users.store(0, Ordering::Relaxed);
@@ -250,8 +252,8 @@ mod loom_model {
         });
     }
 
-    /// With at most this many forced switches: a lost wake-up shows with two, and without a bound
-    /// the model of two operations takes minutes.
+    /// The maximum number of forced thread switches in the model. Two are enough to show a lost
+    /// wake-up; without a bound the model of two operations takes minutes.
     const SWITCHES: usize = 2;
 
     #[test]
@@ -264,7 +266,7 @@ mod loom_model {
                 let place = Arc::clone(&place);
                 thread::spawn(move || drop(place.epochs.enter()))
             });
-            // It ends, or loom finds that every thread waits.
+            // If a wake-up is lost, loom reports that every thread waits.
             block_on(place.epochs.synchronize());
             block_on(place.epochs.synchronize());
             threads.into_iter().for_each(|thread| thread.join().unwrap());

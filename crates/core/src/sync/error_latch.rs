@@ -7,7 +7,7 @@ use crate::{Error, Result};
 /// Remembers the first failure that is reported to it, and repeats it from then on.
 ///
 /// For failures after which the state is unknown, such as a failed flush: the host may have dropped
-/// data, and yet its next flush would succeed. Later failures follow from the first, so they are
+/// data, and its next flush may still succeed. Later failures follow from the first, so they are
 /// not kept.
 #[derive(Debug)]
 pub struct ErrorLatch {
@@ -17,7 +17,7 @@ pub struct ErrorLatch {
 
 impl ErrorLatch {
     /// No failure so far. `hint` tells the user what to do when an operation is refused because of
-    /// one.
+    /// an earlier failure.
     pub const fn new(hint: &'static str) -> Self {
         Self { first: OnceLock::new(), hint }
     }

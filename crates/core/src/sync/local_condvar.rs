@@ -6,8 +6,8 @@ use std::task::{Poll, Waker};
 
 /// Lets one task wait until a predicate holds that other tasks of its thread make true.
 ///
-/// As [`Condvar`](super::Condvar) without atomic operations: to notify costs one look while no task
-/// waits, and to wait allocates nothing.
+/// As [`Condvar`](super::Condvar) without atomic operations: `notify` costs one read of a flag
+/// while no task waits, and waiting allocates nothing.
 #[derive(Debug, Default)]
 pub struct LocalCondvar {
     is_waiting: Cell<bool>,
@@ -15,9 +15,8 @@ pub struct LocalCondvar {
 }
 
 impl LocalCondvar {
-    /// Waits until `check` gives a value. It is called at once, and again after each
-    /// [`notify`](Self::notify). For one task at a time: of several only the last one to wait
-    /// is woken.
+    /// Waits until `check` returns `Some`. `check` is called at once, and again after each
+    /// [`notify`](Self::notify). For one task at a time: if several wait, only the last is woken.
     pub async fn wait_until<T>(&self, mut check: impl FnMut() -> Option<T>) -> T {
         poll_fn(|context| {
             if let Some(value) = check() {

@@ -27,7 +27,7 @@ impl<T: Default> Default for Mutex<T> {
     }
 }
 
-/// A model of `event_listener::Event`: a notification wakes those who listen already.
+/// A model of `event_listener::Event`: a notification wakes the tasks that listen already.
 #[derive(Debug)]
 pub struct Event(Arc<Mutex<State>>);
 
@@ -58,7 +58,7 @@ impl Event {
     }
 }
 
-/// Resolves with the first notification after it was made.
+/// Resolves with the first notification after the listener was created.
 #[derive(Debug)]
 pub struct EventListener {
     event: Arc<Mutex<State>>,

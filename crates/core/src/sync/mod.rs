@@ -10,8 +10,8 @@
 //! | [`ErrorLatch`] | remembers the first failure for good | |
 //! | [`run_bounded`] | runs futures concurrently, a bounded number at a time | |
 //!
-//! All of them work on any executor. None holds a lock while it waits, and a future of theirs may
-//! be dropped at any time. Those that threads share are checked under every interleaving by models
+//! All of them work on any executor. None holds a lock while it waits, and any of their futures may
+//! be dropped at any time. Models check the primitives that threads share under every interleaving
 //! (`loom_model` in each file, run by `cargo xtask loom`).
 
 mod bounded;
@@ -32,7 +32,7 @@ pub use error_latch::ErrorLatch;
 pub use local_condvar::LocalCondvar;
 pub use wait_group::{WaitGroup, WaitGuard};
 
-/// The parts of the primitives, so that the models can put loom's in their place.
+/// The types that the primitives are built from; under `--cfg loom`, loom's versions of them.
 mod parts {
     #[cfg(not(loom))]
     pub(super) use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};

@@ -18,8 +18,8 @@ struct Count {
     drained: Condvar,
 }
 
-/// One operation in flight, until this is dropped. It owns its share of the count, so it may go
-/// with the memory that an operation of the kernel uses.
+/// One operation in flight, until this is dropped. It owns a reference to the count, so that it can
+/// be stored with the memory that a kernel operation uses.
 #[derive(Debug)]
 pub struct WaitGuard(Arc<Count>);
 
@@ -35,8 +35,8 @@ impl WaitGroup {
         WaitGuard(Arc::clone(&self.0))
     }
 
-    /// Whether nothing is in flight. If so, the effects of the ended ones are visible to the
-    /// caller.
+    /// Whether nothing is in flight. If so, the effects of the operations that ended are visible to
+    /// the caller.
     pub fn is_empty(&self) -> bool {
         self.0.in_flight.load(Ordering::Acquire) == 0
     }
@@ -46,8 +46,8 @@ impl WaitGroup {
         self.0.drained.wait_until(|| self.is_empty().then_some(())).await;
     }
 
-    /// The event to wait for before asking again; `None` when nothing is in flight. For a caller
-    /// that asks under a lock.
+    /// The event to wait for before calling again; `None` when nothing is in flight. For a caller
+    /// that checks under a lock.
     pub fn listen(&self) -> Option<EventListener> {
         if self.is_empty() {
             return None;

@@ -14,7 +14,7 @@ use crate::running::backups::begin_backup;
 use crate::running::backups::end_backup;
 use crate::running::{BackupDisk, Running, RunningBackup};
 
-/// Carries a request out that is about backups.
+/// Executes a method `backup.*`.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
     match method {
         "backup.list" => {

@@ -12,7 +12,7 @@ use crate::running::recording::remove_empty_side_file;
 use crate::running::transactions::{PartChange, transact};
 use crate::running::{Running, RunningDisk};
 
-/// Carries a request out that is about bitmaps.
+/// Executes a method `bitmap.*`.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
     match method {
         "bitmap.list" => {

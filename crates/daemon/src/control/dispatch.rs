@@ -1,4 +1,4 @@
-//! The call of each method.
+//! The implementation of each method, or the call of it.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ use crate::running::reload;
 use crate::running::room::{set_threshold, set_write_threshold};
 use crate::running::{Refreshed, Running, RunningDisk, RunningExport};
 
-/// Carries out a request that changes or queries the server. The server itself handles requests
+/// Executes a request that changes or queries disks, exports or jobs. `server` handles requests
 /// about the connection or the process. A long call stops soon after `is_cancelled` returns true,
 /// if that is still possible.
 pub(crate) async fn call(
@@ -172,7 +172,7 @@ fn version(running: &Running, answers: &Answers) -> VersionResult {
     }
 }
 
-/// The socket that a user means.
+/// Parses the address of a socket.
 fn socket(address: &str) -> Result<NbdUri, Failure> {
     match address.parse().map_err(invalid)? {
         ExportAddress::Nbd(uri) if uri.export.is_empty() => Ok(uri),
@@ -180,7 +180,7 @@ fn socket(address: &str) -> Result<NbdUri, Failure> {
     }
 }
 
-/// The export that a user means.
+/// Parses the address of an export.
 fn address(text: &str) -> Result<ExportAddress, Failure> {
     text.parse().map_err(invalid)
 }
@@ -233,7 +233,7 @@ fn disks(running: &Running) -> Vec<DiskInfo> {
     running.disks().all().into_iter().map(info).collect()
 }
 
-/// A threshold, or none.
+/// Parses a threshold; `None` for "off".
 fn threshold_of(text: &str) -> Result<Option<Threshold>, Failure> {
     match text {
         "off" => Ok(None),

@@ -24,7 +24,7 @@ pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {
     result(ForkResult { pause_us: pause.as_micros() as u64, disks })
 }
 
-/// Has a disk go back.
+/// Rolls a disk back to the layer that its last fork left.
 pub(super) async fn roll_back(running: &Running, given: RollbackParams) -> Outcome {
     let RollbackParams { disk, force } = given;
     let RolledBack { layer, overlay, pause } = roll_back_disk(running, &disk, force).await?;

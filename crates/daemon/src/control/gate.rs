@@ -1,5 +1,5 @@
-//! Whether requests are carried out. A hand-over holds off new requests, and begins only if none is
-//! in progress. After a successful hand-over none is carried out, because the images belong to
+//! A gate that holds off requests during a hand-over. A hand-over begins only if no request is in
+//! progress. After a successful hand-over no request is executed, because the images belong to
 //! another process.
 
 use blockhouse_core::sync::Condvar;
@@ -19,14 +19,14 @@ struct State {
     is_sealed: bool,
 }
 
-/// A request that is carried out.
+/// Guard of a request in progress.
 pub struct Inside<'a>(&'a Gate);
 
-/// No request is carried out until this is dropped.
+/// Guard of the closed gate: no request is executed until this is dropped.
 pub struct Closed<'a>(&'a Gate);
 
 impl Gate {
-    /// Waits until requests may be carried out. `None` if none may.
+    /// Waits until requests may be executed. `None` if the gate is sealed: none will be.
     pub async fn enter(&self) -> Option<Inside<'_>> {
         self.opened
             .wait_until(|| {
@@ -43,12 +43,12 @@ impl Gate {
             .await
     }
 
-    /// Whether no request is carried out.
+    /// Whether the gate is sealed: no request is executed any more.
     pub fn is_sealed(&self) -> bool {
         self.state.lock().is_sealed
     }
 
-    /// Holds requests off, if none is carried out now.
+    /// Holds off new requests; `None` if a request is in progress or the gate is closed already.
     pub fn try_close(&self) -> Option<Closed<'_>> {
         let mut state = self.state.lock();
         if state.inside > 0 || state.is_closed {
@@ -60,7 +60,7 @@ impl Gate {
 }
 
 impl Closed<'_> {
-    /// Has no request carried out.
+    /// Refuses all requests from now on.
     pub fn seal(self) {
         self.0.state.lock().is_sealed = true;
     }

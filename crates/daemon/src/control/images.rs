@@ -1,4 +1,4 @@
-//! The method of new images.
+//! The method `image.create`.
 
 use blockhouse_config::text_fields::check_absolute;
 use blockhouse_disk::{Backing, CreateOptions, DataFile, ImageFormat};

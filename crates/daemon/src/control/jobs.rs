@@ -22,7 +22,7 @@ use crate::jobs::start_stream;
 use crate::jobs::{CommitSetup, JobSetup, MirrorTarget, OnFailure, RunningJob, TargetSetup};
 use crate::running::Running;
 
-/// Carries a request out that is about jobs.
+/// Executes a method `job.*`.
 pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outcome {
     let jobs = running.jobs();
     let find = |given| {
@@ -77,7 +77,7 @@ pub(super) async fn call(running: &Running, method: &str, given: Value) -> Outco
     }
 }
 
-/// The jobs, those included that have ended.
+/// All jobs, including those that have ended.
 pub(crate) fn listed(running: &Running) -> Vec<JobInfo> {
     running.jobs().list().iter().map(info).collect()
 }

@@ -1,4 +1,5 @@
-//! The methods of JSON-RPC: their parameters and results. control.schema.json is made from here.
+//! The methods of JSON-RPC: their parameters and results. control.schema.json is generated from
+//! them.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -20,8 +21,8 @@ use super::transaction_methods::TransactionParams;
 use crate::events::Event;
 use crate::running::reload::ReloadResult;
 
-/// The version of the protocol. It rises where something that worked works no longer; what is added
-/// shows in `server.version`.
+/// The version of the protocol. It rises with an incompatible change; `server.version` lists the
+/// methods and events, and so shows additions.
 pub const VERSION: u32 = 1;
 
 /// No parameters.
@@ -363,8 +364,8 @@ pub struct LimitInfo {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct UpgradeParams {
-    /// The program; left out, the one that the server was started from, as it is at its path by
-    /// now.
+    /// The program. Left out: the first one of `--upgrade-to`, or else the one that the server was
+    /// started from.
     pub binary: Option<PathBuf>,
     /// Whether clients with TLS are disconnected first; they cannot be handed over, but may
     /// connect again.

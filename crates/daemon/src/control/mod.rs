@@ -1,18 +1,16 @@
 //! The control socket, by which users control a running server.
 //!
 //! A Unix stream socket that its owner alone may connect to. Each line is a message of JSON-RPC 2.0
-//! (docs/control.md; `cargo xtask options` makes its schema). A connection's requests are carried
-//! out one after the other, those of several side by side.
+//! (docs/control.md; `cargo xtask options` makes its schema). The requests of one connection are
+//! executed one after the other, those of different connections concurrently.
 //!
-//! - [`methods`]: the methods, their parameters and results; `dispatch`: what each does;
-//!   `job_methods` and `jobs`: those of jobs; `bitmap_methods` and `bitmaps`: those of bitmaps;
-//!   `backup_methods` and `backups`: those of backups; `fork_methods` and `forks`: that of forks;
-//!   `transaction_methods` and `transactions`: that of transactions; `image_methods` and `images`:
-//!   that of new images
-//! - `snapshots`: those of snapshots
+//! - [`methods`]: the methods, their parameters and results; `dispatch`: their implementations;
+//!   `job_methods` and `jobs`: methods of jobs; likewise for bitmaps, backups, forks, transactions
+//!   and new images
+//! - `snapshots`: taking and deleting snapshots
 //! - `rpc`: messages of JSON-RPC; `outcome`: parameters and results
-//! - `server`, `line_stream`, `gate`: connections; `client`: the other end
-//! - `upgrades`: those that are asked for, until the main thread carries them out
+//! - `server`, `line_stream`, `gate`: connections; `client`: the client's end of a connection
+//! - `upgrades`: the upgrades requested, until the main thread executes them
 
 mod backup_methods;
 mod backups;
@@ -50,5 +48,5 @@ pub(crate) use rpc::Failure;
 pub use rpc::LACKS_CHANGES;
 pub(crate) use server::{Control, accept_clients};
 
-/// The most bytes of a message that is sent to a server, its end of line not counted.
+/// The maximum number of bytes in a message to a server, without the end of line.
 pub const MAX_LINE: usize = 64 << 10;

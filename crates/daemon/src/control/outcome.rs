@@ -6,10 +6,10 @@ use serde_json::Value;
 
 use super::rpc::{Failure, INVALID_PARAMS, UNKNOWN_METHOD};
 
-/// The result of a method, or why it has none.
+/// The result of a method, or the failure.
 pub(crate) type Outcome = Result<Value, Failure>;
 
-/// The parameters of a method.
+/// Parses the parameters of a method.
 pub(super) fn params<T: DeserializeOwned>(params: Value) -> Result<T, Failure> {
     serde_json::from_value(params).map_err(|why| {
         let hint = "docs/control.md has the parameters of each method";
@@ -17,17 +17,17 @@ pub(super) fn params<T: DeserializeOwned>(params: Value) -> Result<T, Failure> {
     })
 }
 
-/// The result of a method.
+/// Serializes the result of a method.
 pub(super) fn result(value: impl Serialize) -> Outcome {
     Ok(serde_json::to_value(value).map_err(anyhow::Error::from)?)
 }
 
-/// Parameters that make no sense.
+/// The failure for invalid parameters.
 pub(super) fn invalid(why: String) -> Failure {
     Failure::new(INVALID_PARAMS, why)
 }
 
-/// There is no such method.
+/// The failure for a method that does not exist.
 pub(super) fn unknown(method: &str) -> Failure {
     Failure::new(
         UNKNOWN_METHOD,

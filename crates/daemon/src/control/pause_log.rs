@@ -4,7 +4,7 @@ use blockhouse_disk::Pause;
 
 use crate::running::RunningDisk;
 
-/// Logs a change of an image. For how long guests' changes were held off, in microseconds.
+/// Logs a change of an image. Returns for how long guests' changes were held off, in microseconds.
 pub(super) fn log(disk: &RunningDisk, pause: Pause, what: &str) -> u64 {
     let image = disk.path();
     let image = image.display();

@@ -1,18 +1,18 @@
-//! Messages of JSON-RPC 2.0, each a line. There are no batches: a client sends several lines
+//! Messages of JSON-RPC 2.0, one on each line. There are no batches: a client sends several lines
 //! instead.
 
 use blockhouse_core::{Error, ErrorKind};
 use serde_json::{Map, Value, json};
 
-/// A line that is no JSON.
+/// A line that is not valid JSON.
 pub(super) const PARSE_ERROR: i64 = -32700;
-/// JSON that is no request.
+/// Valid JSON that is not a request.
 pub(super) const INVALID_REQUEST: i64 = -32600;
 /// A method that does not exist.
 pub(super) const UNKNOWN_METHOD: i64 = -32601;
 /// Parameters that do not fit the method.
 pub(super) const INVALID_PARAMS: i64 = -32602;
-/// The request was understood and could not be carried out; the message says why, in one line.
+/// The request is valid but failed; the message says why, in one line.
 pub(super) const FAILED: i64 = -32000;
 /// As `FAILED`, because a bitmap lacks changes: an increment cannot be made, and a full backup is
 /// needed.
@@ -21,7 +21,7 @@ pub const LACKS_CHANGES: i64 = -32001;
 /// A request.
 #[derive(Debug)]
 pub(super) struct Call {
-    /// The id of the answered request; `None`: no answer is expected.
+    /// The id of the request; `None`: the client expects no answer.
     pub(super) id: Option<Value>,
     pub(super) method: String,
     /// An object.
@@ -45,16 +45,16 @@ impl From<anyhow::Error> for Failure {
 }
 
 impl Failure {
-    /// With one of the codes above.
+    /// A failure with one of the codes above.
     pub(super) fn new(code: i64, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
     }
 }
 
-/// The request that an object is.
+/// Parses a JSON object as a request.
 ///
 /// # Errors
-/// The reason why the object is no request, and the id for the answer.
+/// The id for the answer, and the reason why the object is not a request.
 pub(super) fn parse(mut object: Map<String, Value>) -> Result<Call, (Value, Failure)> {
     let id = object.remove("id");
     let refused = |id: Option<&Value>, why: &str| {

@@ -5,7 +5,7 @@ use anyhow::{Result, bail};
 use super::pause_log::log;
 use crate::running::RunningDisk;
 
-/// Takes a snapshot; its id, and for how long changes were held off, in microseconds.
+/// Takes a snapshot. Returns its id, and for how long changes were held off, in microseconds.
 pub(super) async fn take_snapshot(
     disk: &RunningDisk,
     name: &str,
@@ -20,7 +20,7 @@ pub(super) async fn take_snapshot(
     }
 }
 
-/// Deletes a snapshot; for how long changes were held off, in microseconds.
+/// Deletes a snapshot. Returns for how long changes were held off, in microseconds.
 pub(super) async fn delete_snapshot(
     disk: &RunningDisk,
     name: &str,

@@ -54,7 +54,7 @@ fn backup(given: BackupPartParams) -> Result<BackupPart, Failure> {
     Ok(BackupPart { job, kind })
 }
 
-/// The disk, and what is changed of it.
+/// The name of the disk, and the change of its bitmaps.
 fn change(given: BitmapChangeParams) -> (String, PartChange) {
     let own = |(disk, change)| (disk, PartChange::Own(change));
     let changed =

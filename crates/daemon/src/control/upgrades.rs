@@ -1,4 +1,4 @@
-//! Requests for upgrades from the control socket, until the main thread carries them out.
+//! Upgrades that were requested over the control socket, until the main thread executes them.
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use super::methods::UpgradeReply;
 /// The treatment of clients with TLS, which cannot be handed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EncryptedClients {
-    /// They continue, and nothing is handed over while there is one.
+    /// They stay connected, and nothing is handed over while there is such a client.
     #[default]
     Keep,
     /// They are disconnected when their requests in flight have completed. They may connect again.
@@ -23,11 +23,12 @@ pub enum EncryptedClients {
 
 /// A requested upgrade.
 pub struct UpgradeRequest {
-    /// The program to continue with; if left out, this process's own program, as it is on disk now.
+    /// The program to continue with; `None`: the first one of `--upgrade-to`, or else this
+    /// process's own program.
     pub binary: Option<PathBuf>,
     /// The treatment of clients with TLS.
     pub encrypted: EncryptedClients,
-    /// Receives the outcome: or why not, in one line.
+    /// Receives the result, or the reason of the failure in one line.
     pub reply: oneshot::Sender<Result<UpgradeReply, String>>,
 }
 
@@ -42,8 +43,8 @@ struct State {
 }
 
 impl UpgradeRequests {
-    /// Requests an upgrade from the main thread, and wakes it. The result is cancelled if none is
-    /// carried out.
+    /// Requests an upgrade from the main thread, and wakes that thread. The receiver is cancelled
+    /// if the upgrade is not executed.
     pub fn ask(
         &self,
         binary: Option<PathBuf>,
@@ -57,17 +58,18 @@ impl UpgradeRequests {
             }
             state.waiting.push_back(UpgradeRequest { binary, encrypted, reply });
         }
-        // As a user would: the main thread waits for signals. It fails for invalid ones only.
+        // Wakes the main thread, which waits for signals: SIGUSR2 requests an upgrade. `raise`
+        // fails only for invalid signals.
         let _ = raise(SIGUSR2);
         outcome
     }
 
-    /// The next one.
+    /// Removes and returns the next request.
     pub fn take(&self) -> Option<UpgradeRequest> {
         self.0.lock().waiting.pop_front()
     }
 
-    /// Cancels waiting and future requests: this process carries none out.
+    /// Cancels waiting and future requests: this process executes no more upgrades.
     pub fn end(&self) {
         let mut state = self.0.lock();
         state.is_over = true;

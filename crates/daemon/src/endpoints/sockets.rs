@@ -1,4 +1,4 @@
-//! Where a server listens: URIs from the command line, sockets from systemd, or a socket named
+//! The sockets that a server listens at: from URIs of the command line, from systemd, or one named
 //! after the image.
 
 use std::fs;
@@ -24,7 +24,7 @@ use crate::process::kept_sockets;
 pub struct ListenSocket {
     /// The socket.
     pub bound: BoundSocket,
-    /// Whether its clients must use TLS whatever the setup says.
+    /// Whether its clients must use TLS, even if the setup makes TLS optional.
     pub security: Security,
     /// Empty only if control has added the socket.
     pub offers: Vec<Offer>,
@@ -34,11 +34,11 @@ pub struct ListenSocket {
     pub added: Option<AddedSocket>,
 }
 
-/// A socket that listens while it has no exports, too.
+/// Options of a socket that also listens while it has no exports.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct AddedSocket {
-    /// How many connections it has at most.
+    /// The maximum number of connections at a time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_connections: Option<NonZeroUsize>,
 }
@@ -49,8 +49,8 @@ impl ListenSocket {
     }
 }
 
-/// The TLS rule of an address as it was written. It is asked before there is a socket, whose own
-/// address may be another one: that of a host's name, or with a port in the place of 0.
+/// The TLS rule of an address as the user wrote it. The rule is looked up by this address and not
+/// by the socket's, because the two may differ: a host name is resolved, and port 0 is replaced.
 fn security_at(tls: Option<&TlsSetup>, address: &Address) -> Security {
     security(tls.map(|tls| tls.mode_at(address)))
 }
@@ -76,10 +76,11 @@ pub fn bind_uris(
     plan.into_iter().map(listen).collect()
 }
 
-/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`), but for those
-/// that a server before it had it keep.
+/// The listening sockets that systemd passed to this process (`sd_listen_fds(3)`), except those
+/// that an earlier server stored in systemd's fd store. Those go to [`kept_sockets`].
 pub fn from_systemd() -> Result<Vec<BoundSocket>> {
-    // Both are of one call: the names are those of the descriptors.
+    // systemd sets LISTEN_FDNAMES and LISTEN_FDS together: names and descriptors have the same
+    // order.
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
     let names: Vec<_> = names.split(':').collect();
     let mut passed = ListenFd::from_env();
@@ -99,7 +100,7 @@ pub fn from_systemd() -> Result<Vec<BoundSocket>> {
     Ok(sockets)
 }
 
-/// All images at every socket that was passed.
+/// Serves all images at every passed socket.
 pub fn passed_for_all(
     passed: Vec<BoundSocket>,
     offers: &[Offer],
@@ -108,10 +109,10 @@ pub fn passed_for_all(
     passed.into_iter().map(socket).collect()
 }
 
-/// The plan for each address, at the socket that was passed with it.
+/// Serves each address of the plan at the passed socket that has this address.
 ///
 /// # Errors
-/// When a socket was passed that nothing is planned for, or the other way round.
+/// A passed socket is not in the plan, or an address of the plan has no passed socket.
 pub fn passed_for(
     mut passed: Vec<BoundSocket>,
     plan: Vec<(Address, Vec<Offer>)>,
@@ -143,7 +144,7 @@ pub fn passed_for(
     }
 }
 
-/// Whether a socket with the address `passed` is meant by `wanted`, whose host may be a name.
+/// Whether `wanted`, whose host may be a name, is the address `passed` of a socket.
 fn is_same(passed: &Address, wanted: &Address) -> bool {
     match (passed, wanted) {
         (Address::Tcp { host, port }, Address::Tcp { host: name, port: wanted })
@@ -201,10 +202,10 @@ pub fn at_default(
 }
 
 /// The folder for sockets that only this user may use: `$XDG_RUNTIME_DIR/blockhouse`, or
-/// `blockhouse-UID` among the temporary files. It is made where it is not there.
+/// `blockhouse-UID` in the folder of temporary files. It is created if it does not exist.
 ///
 /// # Errors
-/// It cannot be made, or another user's program could have sockets in it.
+/// The folder cannot be created, or other users have access to it.
 pub fn runtime_folder() -> Result<PathBuf> {
     let user = rustix::process::getuid().as_raw();
     let folder = match std::env::var_os("XDG_RUNTIME_DIR") {
@@ -218,7 +219,7 @@ pub fn runtime_folder() -> Result<PathBuf> {
         }
         _ => {}
     }
-    // Another user may have made it first, to receive the data of our disks.
+    // Another user may have created the folder first, to receive the data of our disks.
     let found = fs::symlink_metadata(&folder).with_context(cannot)?;
     if !found.is_dir() || found.uid() != user || found.mode() & 0o077 != 0 {
         bail!(

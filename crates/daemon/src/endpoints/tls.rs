@@ -1,4 +1,4 @@
-//! TLS of the NBD sockets: from the setup, and read again at a reload.
+//! TLS of the NBD sockets: loaded according to the setup, and loaded again at a reload.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ impl Tls {
     /// Reads the files.
     ///
     /// # Errors
-    /// One that names the file.
+    /// A file cannot be read or is invalid; the error names it.
     pub fn load(setup: &TlsSetup) -> Result<Self> {
         let server = TlsServer::load(setup.files.clone(), setup.allowed.clone())?;
         if !server.has_client_check()
@@ -32,11 +32,11 @@ impl Tls {
         Ok(Self { setup: setup.clone(), server: Arc::new(server) })
     }
 
-    /// TLS of the socket with this address; `tls` is that of all sockets. With [`Security::Tls`] it
-    /// is required.
+    /// TLS of the socket with this address; `tls` is the TLS of all sockets. With
+    /// [`Security::Tls`], TLS is required.
     ///
     /// # Errors
-    /// It is required and not set up.
+    /// TLS is required and not set up.
     pub fn at(
         tls: Option<&Self>,
         address: &Address,
@@ -53,8 +53,8 @@ impl Tls {
         Ok(tls.map(|tls| SocketTls { server: Arc::clone(&tls.server), mode }))
     }
 
-    /// Reads the files again, for new connections; those of `server` end that were revoked. What
-    /// fails is logged, and changes nothing.
+    /// Reads the files again, for new connections. Ends the connections of `server` whose clients'
+    /// credentials were revoked. A failure is logged and changes nothing.
     pub fn reload(&self, server: &Server) {
         match self.server.reload() {
             Ok(()) => {

@@ -1,6 +1,6 @@
 //! The ublk devices of `serve`: the checks and preparations before the sandbox.
 //!
-//! Guarantee: a device has its commands on every loop that serves it, and leaves room there for the
+//! Guarantee: a device's commands fit into every loop that serves it, and leave room there for the
 //! I/O of the image.
 
 use std::sync::Arc;
@@ -21,17 +21,17 @@ const MAX_DEPTH: usize = 128;
 /// for.
 const MAX_COMMANDS: usize = 1024;
 
-/// A device that waits for its start.
+/// A device that was prepared and not started.
 pub(crate) type PreparedUblk = PreparedDevice<ImageStorage>;
-/// The same, with the place of its disk.
+/// A prepared device, with the index of its disk.
 pub(crate) type UblkOfDisk = (PreparedUblk, usize);
-/// One that another process still serves, with the place of its disk.
+/// A device that another process still serves, with the index of its disk.
 pub(crate) type HandedOverUblk = (HandedOverDevice, usize);
 
-/// Finds out whether a server can have the devices of its setup.
+/// Checks whether a server can serve the ublk devices of its setup.
 ///
 /// # Errors
-/// Why not.
+/// The reason why it cannot.
 pub(crate) fn check(setup: &Setup, workers: &Workers) -> Result<()> {
     if setup.ublk.is_empty() {
         return Ok(());
@@ -51,11 +51,11 @@ pub(crate) fn check(setup: &Setup, workers: &Workers) -> Result<()> {
     Ok(blockhouse_ublk::check_driver()?)
 }
 
-/// Makes the devices of a server, or takes those that wait for it, once [`check`] found nothing
-/// against it. `disks` are those of the setup, in their order.
+/// Creates the devices of a server, or takes over devices that wait for a server. Call [`check`]
+/// first. `disks` are the setup's disks, in its order.
 ///
 /// # Errors
-/// Why one of them cannot be served. Those that were made are removed again.
+/// The reason why a device cannot be served. Devices that were created are removed again.
 pub(crate) fn prepare(
     setup: &Setup,
     workers: &Workers,
@@ -82,8 +82,9 @@ pub(crate) fn prepare(
     Ok(devices)
 }
 
-/// Takes the devices of a process that has handed them over, as soon as it has ended. One that
-/// cannot be had goes on waiting for a server, which is logged: what else was taken over is served.
+/// Takes the devices of a process that has handed them over, as soon as that process has ended. A
+/// device that cannot be taken is logged and keeps waiting for a server; everything else that was
+/// handed over is served.
 pub(crate) fn take_over(
     devices: Vec<HandedOverUblk>,
     workers: &Workers,
@@ -103,7 +104,7 @@ pub(crate) fn take_over(
     devices.into_iter().filter_map(take).collect()
 }
 
-/// The identity of an image: the place where it is, and the snapshot of it.
+/// The identity of an image: its canonical path, and the name of the snapshot that is served.
 fn image_of(disk: &DiskConfig) -> String {
     let path = disk.path.canonicalize().unwrap_or_else(|_| disk.path.clone());
     match &disk.snapshot {

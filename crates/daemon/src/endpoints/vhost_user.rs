@@ -17,20 +17,20 @@ use crate::process::kept_sockets;
 pub struct DeviceSocket {
     /// The socket.
     pub bound: BoundSocket,
-    /// The front-end that has paused in another process.
+    /// The front-end that another process has paused and handed over.
     pub frontend: Option<PreparedFrontend>,
-    /// The access of guests; that of the disk may be less.
+    /// The access of guests; the disk's own access may be less.
     pub access: Access,
 }
 
-/// A listening socket of front-ends, and the place of its disk.
+/// A listening socket of front-ends, and the index of its disk.
 pub type DeviceOfDisk = (DeviceSocket, usize);
 
 /// A device that is served at a socket.
 pub struct ServedDevice {
     server: Server<ImageStorage>,
     path: PathBuf,
-    /// Removed at the end.
+    /// The socket's file, removed at the end.
     file: Option<SocketFile>,
 }
 
@@ -43,7 +43,7 @@ pub fn listen(setup: &Setup) -> Result<Vec<DeviceOfDisk>> {
     setup.devices.iter().map(listen).collect()
 }
 
-/// Whether guests' memory is registered: only rings have a place for it.
+/// Whether guests' memory is registered with the kernel: only io_uring can do that.
 pub fn registered_memory(report: &EngineReport, setup: &Setup) -> RegisteredMemory {
     match report.engine {
         Engine::IoUring => setup.server.registered_memory(),
@@ -65,29 +65,29 @@ impl ServedDevice {
         &self.server
     }
 
-    /// Where it listens.
+    /// The path of its socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its file, if this process is to remove that.
+    /// The socket's file, if this process must remove it.
     pub fn file(&self) -> Option<&SocketFile> {
         self.file.as_ref()
     }
 
-    /// The disk has another size.
+    /// Tells the front-ends that the disk has a new size.
     pub fn resized(&self) {
         self.server.device().resized();
     }
 
-    /// Takes nothing more: the beginning of [`stop`](Self::stop).
+    /// Stops accepting front-ends and requests: the first part of [`stop`](Self::stop).
     pub fn begin_stop(&mut self) {
-        // While it still listens: see `SocketFile`.
+        // The file is removed while the socket still listens: see `SocketFile`.
         self.file = None;
         self.server.begin_stop();
     }
 
-    /// Completes what is in flight and ends.
+    /// Completes the requests in flight, and ends.
     pub fn stop(mut self) {
         self.begin_stop();
         self.server.stop();

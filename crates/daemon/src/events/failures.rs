@@ -1,8 +1,8 @@
 //! Events of requests that the host failed.
 //!
-//! Guarantee: of one kind (an operation and an errno) at most one event is reported in each
-//! [`INTERVAL`], however many requests fail. The first is reported at once; the next has the number
-//! of failures since.
+//! Guarantee: at most one event of a kind (an operation and an errno) is reported in each
+//! [`INTERVAL`], however many requests fail. The first failure is reported at once; the next event
+//! has the number of failures since then.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::events::{Event, Events};
 /// The shortest time between two events of one kind.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// Tells of one disk's failures.
+/// Reports the failures of one disk.
 pub(crate) struct FailureTeller {
     disk: String,
     events: Events,
@@ -26,7 +26,7 @@ pub(crate) struct FailureTeller {
 #[derive(Default)]
 struct State {
     has_lost_flush: bool,
-    /// There are as many as operations and errnos at most.
+    /// Bounded: an entry for each pair of an operation and an errno.
     kinds: BTreeMap<(&'static str, i32), Recent>,
 }
 
@@ -37,13 +37,13 @@ struct Recent {
 }
 
 impl FailureTeller {
-    /// Of a disk of this name. `has_lost_flush`: whether a flush has failed before.
+    /// A reporter for a disk of this name. `has_lost_flush`: whether a flush has failed before.
     pub(crate) fn new(disk: String, events: Events, has_lost_flush: bool) -> Self {
         let state = Mutex::new(State { has_lost_flush, ..State::default() });
         Self { disk, events, state }
     }
 
-    /// A request has failed.
+    /// Records a failed request, and reports it if an event is due.
     pub(crate) fn tell(&self, failed: &FailedRequest<'_>) {
         self.tell_at(failed, Instant::now());
     }
@@ -71,7 +71,7 @@ impl FailureTeller {
 }
 
 impl State {
-    /// How many failures the next event is about; `None` where it is too early for one.
+    /// How many failures the event that is due counts; `None` if it is too early for an event.
     fn due(&mut self, operation: Operation, errno: i32, now: Instant) -> Option<u64> {
         let kind = (operation.as_str(), errno);
         match self.kinds.get_mut(&kind) {

@@ -1,7 +1,7 @@
 //! Events while images are served, for subscribers.
 //!
-//! Guarantees: reporting an event never waits for a subscriber. A subscriber that falls `QUEUE`
-//! events behind loses the newer ones, and receives their number.
+//! Guarantees: reporting an event never waits for a subscriber. A subscriber with `QUEUE` unread
+//! events loses newer events, and then receives the number lost.
 
 pub(crate) mod failures;
 pub(crate) mod room_watch;
@@ -13,7 +13,7 @@ use blockhouse_core::sync::Condvar;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// Events that wait for a subscriber, at most.
+/// The maximum number of unread events of a subscriber.
 const QUEUE: usize = 1024;
 
 /// Something that happened.
@@ -345,7 +345,7 @@ impl Event {
     }
 }
 
-/// The subscribers. Clones are the same.
+/// The subscribers. Clones share them.
 #[derive(Clone, Default)]
 pub(crate) struct Events(Arc<Mutex<Vec<Weak<Queue>>>>);
 
@@ -365,7 +365,7 @@ struct Waiting {
 pub(crate) struct Subscription(Arc<Queue>);
 
 impl Events {
-    /// Tells all subscribers.
+    /// Sends an event to all subscribers.
     pub(crate) fn tell(&self, event: Event) {
         let mut queues = self.0.lock();
         queues.retain(|queue| {
@@ -375,7 +375,7 @@ impl Events {
         });
     }
 
-    /// The events from now on.
+    /// Subscribes to all events from now on.
     pub(crate) fn subscribe(&self) -> Subscription {
         let queue = Arc::new(Queue::default());
         self.0.lock().push(Arc::downgrade(&queue));
@@ -402,7 +402,7 @@ impl Queue {
 }
 
 impl Subscription {
-    /// Waits for the next event. One that is dropped while it waits loses none.
+    /// Waits for the next event. Dropping this future loses no event.
     pub(crate) async fn next(&self) -> Event {
         self.0.changed.wait_until(|| self.0.pop()).await
     }

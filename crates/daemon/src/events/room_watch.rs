@@ -1,8 +1,8 @@
 //! Reports that a disk's host is almost full.
 //!
 //! Guarantee: each crossing of the threshold is reported once, before the disk's writes are held or
-//! fail with ENOSPC: a write that gets ENOSPC reports the crossing first. It is reported again only
-//! after the free space was above the threshold.
+//! fail with ENOSPC: a write that gets ENOSPC reports the crossing first. The crossing is reported
+//! again only after the free space was above the threshold.
 //!
 //! A *write threshold* is QEMU's: an offset in the image's storage. It is reported once, when a
 //! guest's writes exceed it, and is then unset.
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use crate::events::{Event, Events};
 
-/// The watch of a disk's room.
+/// The watch of the free space for a disk.
 pub(crate) struct RoomWatch {
     disk: String,
     events: Events,
@@ -26,7 +26,7 @@ pub(crate) struct RoomWatch {
 struct State {
     threshold: Option<Threshold>,
     write_threshold: Option<u64>,
-    /// Whether the first of them was crossed when this was looked at last.
+    /// Whether `threshold` was crossed at the last check.
     is_crossed: bool,
     /// Whether a task checks the space.
     is_watched: bool,
@@ -54,14 +54,14 @@ impl RoomWatch {
         self.state.lock().write_threshold
     }
 
-    /// As [`set`](Self::set), of the write threshold.
+    /// As [`set`](Self::set), for the write threshold.
     pub(crate) fn set_write_threshold(&self, threshold: Option<u64>) -> bool {
         let mut state = self.state.lock();
         state.write_threshold = threshold;
         state.begins()
     }
 
-    /// Whether the task that checks the space must go on.
+    /// Whether the task that checks the space must continue.
     pub(crate) fn goes_on(&self) -> bool {
         let mut state = self.state.lock();
         state.is_watched = state.has_any();
@@ -79,7 +79,7 @@ impl RoomWatch {
         }
     }
 
-    /// A write found no room.
+    /// Records that a write got ENOSPC.
     pub(crate) fn note_full(&self) {
         self.note(Room { left: 0, total: 1 });
     }

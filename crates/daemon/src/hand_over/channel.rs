@@ -1,8 +1,8 @@
 //! Frames with descriptors over a socket pair. `format` defines them.
 //!
-//! Guarantees: a frame is read to its end and never beyond, because descriptors belong to the bytes
-//! with which they came. Nothing waits beyond its deadline. Lengths from the other process are
-//! checked before memory is allocated for them.
+//! Guarantees: a read never goes beyond the end of a frame, because the kernel delivers descriptors
+//! with the bytes that they were sent with. No call waits beyond its deadline. Lengths from the
+//! other process are checked before memory is allocated for them.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -19,17 +19,18 @@ use rustix::net::{
 
 use super::format::{BATCH, HEADER_BYTES, MAGIC, Message, VERSION};
 
-/// Bytes of JSON, and of what follows, at most: all connections with a request of the largest size
-/// each are less.
+/// The maximum number of bytes of JSON, and of the bytes after it. Every connection with a request
+/// of the largest size fits.
 const MAX_JSON: u64 = 64 << 20;
 const MAX_BYTES: u64 = 16 << 30;
-/// Descriptors of a frame, at most.
+/// The maximum number of descriptors in a frame.
 const MAX_DESCRIPTORS: u32 = 1 << 20;
 
-/// Bytes for which memory is taken before any of them has come.
+/// Memory is allocated in parts of this many bytes as they arrive, not for the announced length at
+/// once.
 const PART: u64 = 1 << 20;
 
-/// How long the other process may take no byte of a frame.
+/// How long a send may wait while the other process reads nothing.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// One end of the socket pair.
@@ -49,10 +50,10 @@ pub struct Frame {
 }
 
 impl Channel {
-    /// A channel over this socket, which speaks a version of the format.
+    /// A channel over this socket that uses this version of the format.
     ///
     /// # Errors
-    /// The kernel's, for what is no socket.
+    /// The kernel's, if the descriptor is not a socket.
     pub fn new(socket: OwnedFd, version: u32) -> io::Result<Self> {
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(SEND_TIMEOUT))?;
         Ok(Self { socket, version })
@@ -105,7 +106,7 @@ impl Channel {
     /// has ended.
     ///
     /// # Errors
-    /// The kernel's; `TimedOut` at the deadline; another version of the format; what is no frame.
+    /// The kernel's; `TimedOut` at the deadline; another version of the format; an invalid frame.
     pub fn receive(&self, deadline: Option<Instant>) -> Result<Option<Frame>> {
         let mut header = [0; HEADER_BYTES];
         if !self.fill(&mut header, &mut Vec::new(), deadline)? {
@@ -146,7 +147,7 @@ impl Channel {
         Ok(Some(Frame { message, descriptors, bytes: rest }))
     }
 
-    /// Reads this many bytes, and takes memory as they come. `None` at the end of the stream.
+    /// Reads this many bytes, and allocates memory as they arrive. `None` at the end of the stream.
     fn take(&self, length: u64, deadline: Option<Instant>) -> io::Result<Option<Vec<u8>>> {
         let mut bytes = Vec::new();
         while (bytes.len() as u64) < length {
@@ -212,7 +213,7 @@ impl AsFd for Channel {
     }
 }
 
-/// The version that this program speaks.
+/// The version of the format that this program uses.
 pub fn version() -> u32 {
     super::fault::version().unwrap_or(VERSION)
 }
@@ -270,7 +271,7 @@ mod tests {
             Channel { socket: one.socket.try_clone().expect("a copy"), version: VERSION + 1 };
         newer.send(&Message::Ready, &[], &[]).expect("room");
         assert!(refusal(&other).contains(&format!("version {}", VERSION + 1)));
-        // Offers of servers of older versions, byte by byte.
+        // The exact bytes of offers from servers of older versions.
         let offers: [&[u8]; 4] = [
             include_bytes!("format/offer_of_version_1"),
             include_bytes!("format/offer_of_version_2"),

@@ -1,12 +1,12 @@
 //! The process that takes over.
 //!
 //! Guarantees: before it reports that it took over, it changes nothing: no image, no lock, no flag
-//! of a socket, no file of a socket. From then on it is the owner, even if the source does not
-//! receive the report. If it ends before, the source continues.
+//! of a socket, no file of a socket. After the report it is the owner, even if the source does not
+//! receive the report. If it ends before the report, the source continues.
 //!
-//! The source may be controlled by an attacker. So the process enters its sandbox, by its own
-//! command line, before it reads the first byte. A location in an offer is only a name: the process
-//! neither opens it nor connects to it.
+//! The source may be controlled by an attacker. So the process enters its sandbox, which its own
+//! command line defines, before it reads the first byte. A location in an offer is only a name: the
+//! process neither opens it nor connects to it.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -48,7 +48,7 @@ use crate::sandbox;
 /// How long the source may take to make its offer.
 const OFFER_TIME: Duration = Duration::from_secs(10);
 
-/// Queues of a device in [`read_offer`].
+/// The maximum number of queues of a device in [`read_offer`].
 const MAX_QUEUES: u16 = 4;
 
 /// The server that was taken over.
@@ -63,13 +63,13 @@ pub struct TakenOver {
     pub sockets: Vec<ListenSocket>,
     /// The sockets of devices, with their front-ends.
     pub devices: Vec<DeviceOfDisk>,
-    /// The block devices of this host, which are the source's until that has ended.
+    /// The ublk devices, which belong to the source until its process has ended.
     pub ublk: Vec<HandedOverUblk>,
     /// The control socket.
     pub control: Option<BoundSocket>,
-    /// The start of the counters.
+    /// The time at which the counters started.
     pub measured_since: StartTime,
-    /// The process that served before, where its id can be known.
+    /// The process id of the source, if known.
     pub source: Option<i32>,
 }
 
@@ -84,7 +84,7 @@ struct Offered {
     measured_since: StartTime,
 }
 
-/// The description of a socket, the socket, and its file.
+/// The description of a socket, the socket, and the socket's file.
 type Handed<T> = (T, OwnedFd, Option<OwnedFd>);
 
 /// A disk that the source has open.
@@ -112,22 +112,22 @@ impl OfferedDevice {
     }
 }
 
-/// Takes over what the server serves that has had this process started.
+/// Takes over the disks and exports of the server that started this process.
 ///
 /// # Errors
-/// Why not, in one line, which the source has been told: nothing was changed.
+/// The reason of the failure in one line. It was sent to the source, and nothing was changed.
 pub fn take_over(setup: &Setup) -> Result<TakenOver> {
     let channel = take_stdin().and_then(|socket| Channel::new(socket, version()));
     let channel = channel.context("--hand-over is for 'blockhouse upgrade' alone")?;
     let taken =
         confined(setup).and_then(|(workers, state)| prepare(&channel, setup, workers, &state));
     taken.inspect_err(|error| {
-        // It may be over.
+        // The source may have ended.
         let _ = channel.send(&Message::Refused { why: format!("{error:#}") }, &[], &[]);
     })
 }
 
-/// Makes what the sandbox forbids to make, and enters it.
+/// Creates everything that the sandbox forbids to create, then enters the sandbox.
 fn confined(setup: &Setup) -> Result<(Workers, StateUse)> {
     let workers = Workers::start(setup.server.workers.into(), setup.loops())?;
     let state = state_use(&setup.server.state, &setup.disks, setup.user.map(|ids| ids.user))?;
@@ -150,7 +150,7 @@ fn prepare(
     }
     channel.send(&Message::Ready, &[], &[]).context("cannot answer the source")?;
     reach(Step::DestinationReady);
-    // For as long as it takes: the source drains its requests, and flushes.
+    // No deadline: the source first completes its requests and flushes.
     let Frame { message, descriptors, bytes } = next(channel, None)?;
     let Message::Yours(yours) = message else { bail!("the source does not hand over") };
     reach(Step::DestinationMay);
@@ -162,7 +162,7 @@ fn prepare(
     let connections = paused_sessions(&connections, &mut descriptors, &bytes, sockets.len())?;
     let frontends = prepare_all(&workers, setup, frontends, &devices, &mut descriptors)?;
     reach(Step::DestinationOpened);
-    // It may be over by now: then there is no other owner.
+    // The source may have ended by now: then there is no other owner.
     let _ = channel.send(&Message::Mine, &[], &[]);
     reach(Step::DestinationTook);
     let learnt = flush_failures.into_iter().zip(counts);
@@ -183,10 +183,10 @@ fn prepare(
     })
 }
 
-/// Reads what a source sends, as far as nothing is taken over: for fuzz targets.
+/// Parses and checks the messages of a source without taking anything over: for fuzz targets.
 ///
 /// # Errors
-/// Why it would be refused.
+/// The reason why the messages would be refused.
 pub fn read_offer(socket: OwnedFd) -> Result<()> {
     let channel = Channel::new(socket, version())?;
     let frame = next(&channel, None)?;
@@ -296,7 +296,7 @@ impl Offered {
         Ok(Self { disks, configured, sockets, devices, ublk, control, measured_since })
     }
 
-    /// Refuses what does not belong to the offer.
+    /// Refuses a `Yours` whose lists do not match the offer.
     fn check(&self, yours: &Yours) -> Result<()> {
         let disks = [yours.flush_failures.len(), yours.counts.len()];
         if disks != [self.disks.len(); 2] || yours.frontends.len() != self.devices.len() {
@@ -307,7 +307,7 @@ impl Offered {
 }
 
 impl OfferedDisk {
-    /// Takes the descriptors of its files, in their order.
+    /// Takes the descriptors of the disk's files, in their order.
     fn new(disk: Disk, take: &mut impl FnMut(bool) -> Result<Option<OwnedFd>>) -> Result<Self> {
         let Disk {
             opened,
@@ -332,7 +332,8 @@ impl OfferedDisk {
         Ok(Self { setup: opened.config()?, earlier, is_protected, files, stands_on })
     }
 
-    /// How its image is opened: where it is now, and by the files that were handed over alone.
+    /// The configuration for opening the disk's image: at its present path, and only through the
+    /// files that were handed over.
     fn image_setup(&self) -> DiskConfig {
         let setup =
             DiskConfig { allow_paths: Vec::new(), allow_remote: false, ..self.setup.clone() };
@@ -345,7 +346,7 @@ impl OfferedDisk {
     }
 }
 
-/// A disk that is open here, and still the source's.
+/// A disk that this process has opened and that the source still owns.
 struct PreparedDisk {
     setup: DiskConfig,
     earlier: EarlierLife,

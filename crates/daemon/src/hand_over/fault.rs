@@ -1,7 +1,8 @@
 //! Crashes at chosen steps of a hand-over, for tests: in builds with debug assertions only.
 //!
-//! The environment variable `BLOCKHOUSE_HAND_OVER_FAULT` names a step, as `source-offered`: there
-//! the process kills itself. `version` makes the destination use another version of the format.
+//! The environment variable `BLOCKHOUSE_HAND_OVER_FAULT` names a step, such as `source-offered`, at
+//! which the process kills itself. `version` makes the destination use another version of the
+//! format.
 
 /// A step of a hand-over.
 #[derive(Clone, Copy, Debug)]
@@ -10,19 +11,19 @@ pub enum Step {
     SourceOffered,
     /// The source executes nothing.
     SourceSettled,
-    /// The source has sent what it stopped to serve.
+    /// The source has sent [`Message::Yours`](super::format::Message::Yours).
     SourceGave,
-    /// The source has read that the destination took over.
+    /// The source has received the report that the destination took over.
     SourceGaveUp,
     /// The destination has received the offer.
     DestinationOffered,
-    /// The destination has said that it is ready.
+    /// The destination has reported that it is ready.
     DestinationReady,
-    /// The destination may take over.
+    /// The destination has received the permission to take over.
     DestinationMay,
     /// The destination has opened the images.
     DestinationOpened,
-    /// The destination has said that it took over.
+    /// The destination has reported that it took over.
     DestinationTook,
 }
 
@@ -48,12 +49,12 @@ fn wanted(name: &str) -> bool {
     std::env::var_os("BLOCKHOUSE_HAND_OVER_FAULT").is_some_and(|wanted| wanted == name)
 }
 
-/// Reaches a step: the process ends here if a test wants it to.
+/// Marks a step: the process ends here if a test has chosen this step.
 #[cfg(debug_assertions)]
 pub fn reach(step: Step) {
     if wanted(step.name()) {
         use rustix::process::{Signal, getpid, kill_process};
-        // Nothing survives this signal.
+        // No process survives this signal.
         let _ = kill_process(getpid(), Signal::KILL);
     }
 }
@@ -61,7 +62,7 @@ pub fn reach(step: Step) {
 #[cfg(not(debug_assertions))]
 pub fn reach(_: Step) {}
 
-/// The version of the format that the destination is to speak, where that is not its own.
+/// The version of the format that the destination must use, if not its own.
 #[cfg(debug_assertions)]
 pub fn version() -> Option<u32> {
     (wanted("version")).then_some(super::format::VERSION + 1)

@@ -1,5 +1,5 @@
-//! The messages of a hand-over's socket pair: all of them are here, disks in [`disk`], their
-//! counters in [`counters`].
+//! The messages of a hand-over's socket pair. Disks are in [`disk`], their counters in
+//! [`counters`].
 //!
 //! A frame is a header of 32 bytes, one byte for each batch of descriptors, a message as JSON, and
 //! bytes:
@@ -14,20 +14,20 @@
 //!
 //! After the header come the descriptors (`SCM_RIGHTS`), in batches of up to [`BATCH`], each with
 //! one byte of any value. Then the JSON, then the bytes. The header is the same in all versions, so
-//! that each can refuse another. A change of anything else is another version, but for a field that
-//! is left out unless it says something: a program that does not know it refuses the offer, because
-//! fields are never ignored. A test holds the frames of each version as bytes. Version 1 had no
-//! vhost-user-blk devices, version 2 no bitmaps; version 3 had no description of disks, so that a
-//! destination could serve only what its command line names, and no counters; version 4 no ublk
-//! devices.
+//! that each version can refuse another. Any other change needs a new version, except a new field
+//! that is left out while it has its default: a program that does not know the field refuses an
+//! offer that has it, because unknown fields are never ignored. A test has the frames of each
+//! version as bytes. Version 1 had no vhost-user-blk devices, version 2 no bitmaps; version 3 had
+//! no description of disks, so that a destination could serve only what its command line names, and
+//! no counters; version 4 no ublk devices.
 //!
 //! Order of the descriptors. [`Message::Offer`]: for each file of each disk the file, then its
-//! second open file for the last block and the one that is flushed, as far as it has them; for each
-//! socket the socket, then its file (`O_PATH`) if it has one; the same for each device's socket,
-//! and for the control socket. [`Message::Yours`]: one for each connection; then for each front-end
-//! its connection, the file of each region of memory, of the in-flight memory and of the log, the
-//! eventfd for changes of the log, the socket for messages to it, and for each ring those for the
-//! guest's kicks, for notifying the driver and for errors, as far as it has them.
+//! further descriptors for the last block and for flushes, if it has them; for each socket the
+//! socket, then its file (`O_PATH`) if it has one; the same for each device's socket, and for the
+//! control socket. [`Message::Yours`]: one for each connection; then for each front-end its
+//! connection, the file of each region of memory, of the in-flight memory and of the log, the
+//! eventfd for changes of the log, the socket for messages to it, and for each ring the eventfds
+//! for the guest's kicks, for notifying the driver and for errors, if it has them.
 
 use blockhouse_nbd::handshake::{MetaContext, NegotiatedOptions};
 use blockhouse_nbd::proto::Framing;
@@ -47,16 +47,16 @@ pub const MAGIC: [u8; 8] = *b"BHANDOVR";
 pub const VERSION: u32 = 5;
 /// Bytes of a header.
 pub const HEADER_BYTES: usize = 32;
-/// Descriptors that come together: fewer than the kernel takes (`SCM_MAX_FD`, 253).
+/// The maximum number of descriptors sent together, below the kernel's limit (`SCM_MAX_FD`, 253).
 pub const BATCH: usize = 128;
 
 /// A message; the order is Offer, Ready or Refused, Yours, Mine or Refused.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Message {
-    /// The source has this, and goes on to serve it.
+    /// The source's disks and exports, which it still serves.
     Offer(Offer),
-    /// The destination can take it, and has its loops.
+    /// The destination can take the offer, and has started its event loops.
     Ready,
     /// The destination cannot take over, changes nothing, and ends.
     Refused {
@@ -81,8 +81,8 @@ pub struct Offer {
     pub sockets: Vec<Socket>,
     /// The sockets of vhost-user-blk devices.
     pub devices: Vec<Device>,
-    /// The block devices of this host. Their driver gives them to the destination when the source
-    /// has ended.
+    /// The ublk devices. The kernel's driver gives them to the destination when the source has
+    /// ended.
     pub ublk: Vec<Ublk>,
     /// The control socket.
     pub control: Option<Listening>,
@@ -94,18 +94,18 @@ pub struct Offer {
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Socket {
-    /// Where it listens.
+    /// The address at which it listens.
     pub address: Address,
     /// Whether its file is removed at the end.
     pub has_file: bool,
     /// Whether its clients must use TLS.
     pub needs_tls: bool,
-    /// The names that its clients find, and the places of disks.
+    /// The names of its exports, each with the index of its disk.
     pub exports: Vec<(String, usize)>,
-    /// The names of those that are read-only.
+    /// The names of read-only exports.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub read_only: Vec<String>,
-    /// The names of those whose clients may not ask which image of the chain has the data.
+    /// The names of exports whose clients may not query which image of the chain has the data.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub without_depth: Vec<String>,
     /// The options of `socket.add`, if control has added the socket.
@@ -119,9 +119,9 @@ pub struct Socket {
 pub struct Device {
     /// Its socket.
     pub socket: Listening,
-    /// The place of its disk.
+    /// The index of its disk.
     pub disk: usize,
-    /// Whether its guests may not change the disk.
+    /// Whether the export is read-only.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
 }
@@ -130,19 +130,19 @@ pub struct Device {
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Ublk {
-    /// Its number, N of `/dev/ublkbN`.
+    /// The device's number, N of `/dev/ublkbN`.
     pub id: u32,
-    /// The place of its disk.
+    /// The index of its disk.
     pub disk: usize,
-    /// The identity of its image: bytes of text.
+    /// The identity of its image: the bytes of a UTF-8 text.
     pub image: Vec<u8>,
 }
 
-/// A listening socket by which a device is found, or control.
+/// A listening socket of a vhost-user-blk device or of control.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Listening {
-    /// Where it listens.
+    /// The address at which it listens.
     pub address: Address,
     /// Whether its file is removed at the end.
     pub has_file: bool,
@@ -163,14 +163,14 @@ pub enum Address {
     },
 }
 
-/// The exports that the source stopped to serve.
+/// The state of the exports that the source has stopped serving.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Yours {
     /// For each disk the errno of the failed flush that is remembered, of the image and of its
     /// data file.
     pub flush_failures: Vec<[Option<i32>; 2]>,
-    /// For each disk what was counted.
+    /// For each disk the values of its counters.
     pub counts: Vec<Counts>,
     /// The connections that have paused.
     pub connections: Vec<Connection>,
@@ -178,26 +178,27 @@ pub struct Yours {
     pub frontends: Vec<Option<Frontend>>,
 }
 
-/// A connection. Its bytes are those of the frame, after the bytes of the connections before it.
+/// A connection. Its received bytes are in the frame's bytes, after those of the connections before
+/// it.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Connection {
-    /// The place of its listening socket.
+    /// The index of its listening socket.
     pub socket: usize,
     /// The canonical name of its export.
     pub export: String,
     /// How requests and replies are framed.
     pub framing: Framing,
-    /// The metadata contexts that were negotiated, with the ids that replies have.
+    /// The negotiated metadata contexts, with their ids in replies.
     pub contexts: Vec<(u32, MetaContext)>,
     /// Whether it has ever sent a request.
     pub is_used: bool,
-    /// Bytes that were received, and belong to no request that was executed.
+    /// The count of bytes that were received and do not belong to an executed request.
     pub received: u64,
 }
 
-/// A front-end of a vhost-user-blk device: what its messages have set, in the words of the
-/// vhost-user specification.
+/// A front-end of a vhost-user-blk device: the values that its messages have set, in the terms of
+/// the vhost-user specification.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Frontend {
@@ -225,11 +226,11 @@ pub struct Frontend {
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Cache {
-    /// Whether the driver is notified that it is volatile.
+    /// Whether the driver is told that the cache is volatile.
     pub is_volatile: bool,
-    /// Whether the driver flushes, or sets the state.
+    /// Whether the driver flushes, or sets the cache's state.
     pub driver_flushes: bool,
-    /// Whether the state is that which an earlier server left in the in-flight memory.
+    /// Whether the state was read from the in-flight memory, where an earlier server had stored it.
     pub is_restored: bool,
 }
 
@@ -241,7 +242,7 @@ pub struct Vring {
     pub size: u16,
     /// `SET_VRING_ADDR`.
     pub addresses: Option<UserAddresses>,
-    /// The number of the next available entry, and of the next used one.
+    /// The index of the next available entry, which is also that of the next used entry.
     pub base: u16,
     /// `SET_VRING_KICK`.
     pub kick: Option<KickName>,
@@ -251,7 +252,7 @@ pub struct Vring {
     pub has_error: bool,
     /// `SET_VRING_ENABLE`.
     pub is_enabled: bool,
-    /// Whether its queue is to run.
+    /// Whether the ring's queue must run.
     pub is_running: bool,
 }
 
@@ -261,7 +262,7 @@ pub struct Vring {
 pub enum KickName {
     /// By an eventfd.
     Event,
-    /// It does not: the ring is polled.
+    /// The guest does not kick: the ring is polled.
     Polled,
 }
 

@@ -1,4 +1,4 @@
-//! Front-ends of vhost-user-blk devices as they cross the socket pair, and back.
+//! Conversion of paused vhost-user-blk front-ends to records of the format and back.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,7 +9,7 @@ use blockhouse_vhost_user::{Kick, PausedFrontend, PausedVring, PausedWriteCache}
 
 use super::format::{Cache, Frontend, KickName, Vring as Ring};
 
-/// A front-end as the format has it, and its descriptors in the format's order.
+/// The format's record of a front-end, and its descriptors in the format's order.
 pub fn record(paused: &PausedFrontend) -> (Frontend, Vec<BorrowedFd<'_>>) {
     let mut descriptors = vec![paused.connection.as_fd()];
     descriptors.extend(paused.memory.iter().map(|(_, file)| file.as_fd()));
@@ -59,10 +59,10 @@ fn ring(vring: &PausedVring) -> Ring {
     }
 }
 
-/// The front-end of a record, with the next of the descriptors.
+/// The front-end of a record; takes its descriptors from the start of `descriptors`.
 ///
 /// # Errors
-/// When there are too few.
+/// There are too few descriptors.
 pub fn front_end(record: Frontend, descriptors: &mut VecDeque<OwnedFd>) -> Result<PausedFrontend> {
     let mut next = || descriptors.pop_front().context("a front-end's descriptor is missing");
     let connection = next()?;

@@ -1,8 +1,8 @@
 //! The server that hands over.
 //!
-//! Guarantee: it returns an error only if it still owns images and connections, and continues with
-//! both. The destination process has then ended, so it can do nothing later. If it returns without
-//! an error, it owns nothing.
+//! Guarantee: [`hand_over`] returns an error only if this process still owns images and
+//! connections, and continues with both. The destination process has then ended, so it can change
+//! nothing later. If [`hand_over`] returns without an error, this process owns nothing.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -44,17 +44,17 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 const HANDSHAKE_TIME: Duration = Duration::from_secs(1);
 /// How long clients may take to receive their last replies, and requests to complete.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
-/// How long images may take to be settled while clients wait.
+/// How long images may take to write and flush everything while clients wait.
 const SETTLE_TIME: Duration = Duration::from_secs(2);
-/// How long what was asked at the control socket may take.
+/// How long requests in progress at the control socket may take.
 const CONTROL_TIME: Duration = Duration::from_secs(5);
 
-/// How a hand-over ended that this server does not go on after.
+/// The outcome of a hand-over after which this server ends.
 pub enum Outcome {
     /// Another process serves.
     HandedOver(HandedOver),
-    /// None serves, and what the images are is not known: they must not be touched. Why, in one
-    /// line.
+    /// No process serves. The state of the images is unknown, so this process must not access them.
+    /// The reason in one line.
     Lost(anyhow::Error),
 }
 
@@ -69,13 +69,13 @@ pub struct HandedOver {
 /// The time in which nothing is served, and its parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Gap {
-    /// All of it.
+    /// The whole gap.
     pub length: Duration,
-    /// Until requests in flight had completed.
+    /// The time until requests in flight had completed.
     drained: Duration,
-    /// From then on, until the images were settled.
+    /// The time after that, until the images were settled.
     settled: Duration,
-    /// The flushes before it.
+    /// The flushes before the gap.
     ahead: FlushedAhead,
 }
 
@@ -92,17 +92,18 @@ impl fmt::Display for Gap {
     }
 }
 
-/// The destination and the channel to it. Dropped, the process is killed and its end awaited.
+/// The destination process and the channel to it. Dropping this kills the process and waits for its
+/// end.
 struct Destination<'a> {
     launcher: &'a Launcher,
     launched: Launched,
     channel: Channel,
 }
 
-/// Hands everything that is served to a process that is started for it.
+/// Starts another process and hands over to it everything that this one serves.
 ///
 /// # Errors
-/// Why not, in one line: then this server goes on.
+/// The reason of the failure in one line; this server then continues.
 pub fn hand_over(
     service: &Service,
     launcher: &Launcher,
@@ -133,15 +134,16 @@ pub fn hand_over(
             reach(Step::SourceGaveUp);
             let process = destination.launched.process;
             service_manager::tell(&[sd_notify::NotifyState::MainPid(process)]);
-            // Requests that wait there would change images that are not ours now.
+            // Requests that wait at the control socket would change images that now belong to the
+            // destination.
             control.into_iter().for_each(Closed::seal);
             destination.leave();
             Ok(Outcome::HandedOver(HandedOver { process, gap }))
         }
         Err(error) => {
             if destination.end() {
-                // It took over in the last moment, and may have changed the images: they are no
-                // longer ours.
+                // The destination took over before it was killed, and may have changed the images:
+                // they no longer belong to this process.
                 return Ok(Outcome::Lost(anyhow::anyhow!(
                     "the new server was ended after it took over: {error:#}; this one ends, too, because it \
                      does not know what was changed: start it again"
@@ -155,8 +157,8 @@ pub fn hand_over(
     }
 }
 
-/// Refuses where a client uses TLS: what encrypts its connection, keys and sequence numbers, is
-/// inside of OpenSSL, which gives it to no other process.
+/// Refuses if a client uses TLS: the keys and sequence numbers of its connection are inside
+/// OpenSSL, which cannot give them to another process.
 fn check_not_encrypted(service: &Service) -> Result<()> {
     match service.server().encrypted_clients() {
         0 => Ok(()),
@@ -167,8 +169,8 @@ fn check_not_encrypted(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where an image is encrypted: its key is not handed over, and to derive it anew takes
-/// longer than clients wait.
+/// Refuses if an image is encrypted: its key is not handed over, and deriving it again takes longer
+/// than clients wait.
 fn check_keys(service: &Service) -> Result<()> {
     let needs_key = |disk: &Arc<RunningDisk>| {
         disk.disk.image().has_encrypted_layer() || !disk.setup.keys().is_empty()
@@ -182,7 +184,7 @@ fn check_keys(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where a disk's writes wait for room: they could not complete while clients wait.
+/// Refuses if a disk holds writes that got ENOSPC: they could not complete while clients wait.
 fn check_held(service: &Service) -> Result<()> {
     let held = |disk: &Arc<RunningDisk>| disk.disk.hold().count();
     match service.disks().iter().find(|disk| held(disk) > 0) {
@@ -195,8 +197,8 @@ fn check_held(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where a job goes on: it cannot be handed over. Nor can a backing file that a commit has
-/// opened for writing.
+/// Refuses if a job runs, because jobs cannot be handed over. Also refuses if a commit that did not
+/// complete has left a backing file open for writing.
 fn check_jobs(service: &Service) -> Result<()> {
     let has_base = |disk: &Arc<RunningDisk>| disk.disk.jobs().base().is_some();
     if let Some(disk) = service.running().disks().all().into_iter().find(has_base)
@@ -222,7 +224,7 @@ fn check_jobs(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses where a fork has left a layer that could not be made durable.
+/// Refuses if a fork has left a layer that could not be made durable.
 fn check_layers(service: &Service) -> Result<()> {
     for disk in service.running().disks().all() {
         if disk.disk.image().has_unstable_layer() {
@@ -235,7 +237,8 @@ fn check_layers(service: &Service) -> Result<()> {
     Ok(())
 }
 
-/// Refuses where a backup goes on: what its disks were is known to this process alone.
+/// Refuses if a backup runs: only this process knows the content of its disks at the moment of the
+/// backup.
 fn check_backups(service: &Service) -> Result<()> {
     match service.running().backups().list().first() {
         None => Ok(()),
@@ -246,7 +249,7 @@ fn check_backups(service: &Service) -> Result<()> {
     }
 }
 
-/// Stops serving, and has the destination take over. Returns how long nothing was served.
+/// Stops serving, and hands over to the destination. Returns how long nothing was served.
 fn give(
     service: &Service,
     destination: &mut Destination<'_>,
@@ -260,7 +263,7 @@ fn give(
             server.end_encrypted_clients(DRAIN_TIME).await;
         }
     });
-    // A handshake may have ended since it was checked first.
+    // A client may have completed a TLS handshake since the first check.
     check_not_encrypted(service)?;
     let ahead = flush_disks_ahead(service);
     let begin = Instant::now();
@@ -300,17 +303,19 @@ fn give(
     Ok(Gap { length: begin.elapsed(), drained, settled, ahead })
 }
 
-/// Writes and flushes all images, so that little is left to settle.
+/// Writes and flushes all images while they are served, so that little is left to do during the
+/// gap.
 fn flush_disks_ahead(service: &Service) -> FlushedAhead {
     let disks = service.disks();
     service.workers().run(move || async move {
         let disks: Vec<_> = disks.iter().map(|disk| &*disk.disk).collect();
-        // The images are settled all the same, with the same outcome.
+        // A failure is ignored: `settle` flushes the images again and reports it.
         flush_ahead(&disks, SyncMode::Data).await.unwrap_or_default()
     })
 }
 
-/// Settles all images, all at once: clients wait for the slowest.
+/// Settles all images (writes and flushes everything) concurrently, because clients wait for the
+/// slowest one.
 fn settle(service: &Service) -> Result<()> {
     let disks = service.disks();
     let settled = service.workers().run(move || async move {
@@ -332,14 +337,15 @@ fn settle(service: &Service) -> Result<()> {
     settled.into_iter().collect()
 }
 
-/// Pauses all connections, and all devices: those that have a front-end with what it goes on from.
+/// Pauses all connections and devices. Returns for each vhost-user-blk device its front-end's
+/// state, if it has a front-end.
 fn pause(
     service: &Service,
     deadline: Instant,
 ) -> Result<(Vec<PausedConnection>, Vec<Option<PausedFrontend>>)> {
-    // Requests that wait for their turn are admitted, so that the pause does not wait for them.
+    // Limits are lifted, so that the pause does not wait for requests that limits delay.
     let _lifted: Vec<_> = service.disks().iter().map(|disk| disk.disk.throttle().lift()).collect();
-    // All at once: what they have in flight completes at the same time.
+    // All devices pause concurrently, so that their requests in flight complete at the same time.
     let devices = service.devices();
     let devices = devices.iter().map(|device| device.served());
     let pending: Vec<_> = devices.map(|device| (device, device.server().pause(deadline))).collect();
@@ -362,7 +368,8 @@ fn pause(
     Ok((connections, frontends))
 }
 
-/// Pauses all block devices. Their driver keeps what they have not begun for the destination.
+/// Pauses all ublk devices. The kernel's driver keeps requests that were not begun for the
+/// destination.
 fn pause_ublk(service: &Service, deadline: Instant) -> Result<()> {
     for device in service.ublk_devices() {
         let (paused, left) = (Arc::clone(&device), deadline.duration_since(Instant::now()));
@@ -380,7 +387,7 @@ fn record(paused: &PausedConnection, sockets: &[Arc<ServedSocket>]) -> Result<Co
     let PausedConnection { socket: number, session, .. } = paused;
     let socket = sockets.iter().position(|socket| socket.number() == *number);
     Ok(Connection {
-        // The connections of a socket end before it is closed.
+        // A socket is closed only after its connections have ended.
         socket: socket.context("a client's socket is no longer served")?,
         export: session.options.export.clone(),
         framing: session.options.framing,
@@ -464,11 +471,11 @@ fn offer_of<'a>(
     Ok((offer, descriptors))
 }
 
-/// A disk, and the descriptors of its files, but of those that the disks `before` it have in common
-/// with it.
+/// The record of a disk and the descriptors of its files, without the files that it shares with
+/// disks in `before`.
 ///
 /// # Errors
-/// It cannot be handed over.
+/// The disk cannot be handed over.
 fn disk_record<'a>(
     running: &'a RunningDisk,
     before: &[Arc<RunningDisk>],
@@ -486,8 +493,8 @@ fn disk_record<'a>(
             running.name()
         );
     }
-    // The open file of a layer has its locks, and two disks would give them back one after the
-    // other: it is handed over once.
+    // The open file description of a layer owns the layer's locks. If two disks had it, the first
+    // to close would release the locks of both. So it is handed over once.
     let shared = (0..).zip(before).filter_map(|(place, other)| {
         let (images, depth) = disk.image().shared_with(other.disk.image())?;
         Some((images, StandsOn { disk: place, depth }))
@@ -538,7 +545,7 @@ impl From<&blockhouse_nbd::uri::Address> for Address {
 }
 
 impl<'a> Destination<'a> {
-    /// Starts the program with this process's command line.
+    /// Starts the destination with this process's command line.
     fn start(launcher: &'a Launcher, binary: Option<&Path>) -> Result<Self> {
         let (ours, theirs) = UnixStream::pair().context("cannot make a socket pair")?;
         let launched = launcher.launch(binary, theirs.into())?;
@@ -554,7 +561,7 @@ impl<'a> Destination<'a> {
     ) -> Result<()> {
         match self.channel.send(message, descriptors, bytes) {
             Ok(()) => Ok(()),
-            // Its last message before it ended tells more.
+            // The destination's last message tells more than the error.
             Err(_) => self.expect(Message::Mine, "receive what it was sent"),
         }
     }
@@ -584,7 +591,7 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Ends the process. Returns whether it had taken over before.
+    /// Kills the process. Returns whether it had taken over before.
     fn end(&mut self) -> bool {
         self.launcher.kill();
         loop {
@@ -596,7 +603,7 @@ impl<'a> Destination<'a> {
         }
     }
 
-    /// Leaves the process alone: it goes on.
+    /// Lets the process continue.
     fn leave(self) {
         std::mem::forget(self);
     }
@@ -613,14 +620,14 @@ fn is_timeout(error: &anyhow::Error) -> bool {
     error.is_some_and(|error| error.kind() == std::io::ErrorKind::TimedOut)
 }
 
-/// The command line for the destination: this server's.
+/// The command line for the destination: this server's, with `--hand-over`.
 pub fn arguments() -> Vec<OsString> {
     arguments_of(std::env::args_os().skip(1))
 }
 
 fn arguments_of(own: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut arguments: Vec<_> = own.filter(|argument| argument != HAND_OVER).collect();
-    // Before what may stand behind a "--".
+    // The option comes before a possible "--".
     let command = arguments.iter().position(|argument| argument == "serve");
     arguments.insert(command.map_or(0, |command| command + 1), HAND_OVER.into());
     arguments

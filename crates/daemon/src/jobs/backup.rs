@@ -1,10 +1,10 @@
 //! Backups to disks of this server: the content of a disk at one moment is copied, all of it or the
-//! parts that a bitmap marks, while its guest goes on.
+//! parts that a bitmap marks, while its guest continues.
 //!
 //! Guarantees: when the job is complete, the target has the disk's content at the moment of its
-//! start; a full copy has the mark of an incomplete mirror until then. Another bitmap records the
-//! changes since that moment. When the job completes, they replace the content of a synced bitmap;
-//! if it fails or is cancelled, that bitmap stays as it is.
+//! start; until then the target of a full copy has the mark of an incomplete mirror. Another bitmap
+//! records the changes since that moment. When the job completes, these changes replace the content
+//! of a synced bitmap; if the job fails or is cancelled, the synced bitmap stays as it is.
 
 use std::rc::Rc;
 use std::sync::Arc;
@@ -24,22 +24,22 @@ use crate::running::{Running, RunningDisk};
 
 /// The source of a backup.
 pub(crate) struct FrozenSource {
-    /// The disk that goes on.
+    /// The disk, which the guest continues to use.
     pub(crate) disk: Arc<RunningDisk>,
-    /// The disk as it was.
+    /// The disk's content at the moment of the backup.
     pub(crate) view: Arc<FrozenDisk<ImageStorage>>,
     /// The only parts that are copied, if not all are.
     pub(crate) only: Option<DirtyMap>,
-    /// The bitmap that is synced.
+    /// The bitmap that is synced, if any.
     pub(crate) synced: Option<CopiedBitmap>,
 }
 
-/// A bitmap that says what has changed since a backup, when that is complete.
+/// A synced bitmap: when the backup is complete, it has the changes since the moment of the backup.
 #[derive(Clone, Debug)]
 pub(crate) struct CopiedBitmap {
     /// Its name.
     pub(crate) name: String,
-    /// The name of the bitmap that records changes since the moment.
+    /// The name of the bitmap that records the changes since the moment of the backup.
     pub(crate) since: String,
 }
 
@@ -59,7 +59,7 @@ impl CopiedBitmap {
     }
 }
 
-/// Starts a job that copies a disk as it was to `target`. The caller has claimed both disks, and
+/// Starts a job that copies a frozen disk to `target`. The caller has claimed both disks, and
 /// checked `target`.
 ///
 /// # Errors
@@ -108,7 +108,7 @@ async fn copy(
     }
 }
 
-/// Asks a job to complete whenever it can.
+/// Asks a job to complete each time it is ready.
 async fn complete_when_ready(control: &JobControl) -> std::convert::Infallible {
     let mut stage = JobStage::Running;
     loop {
@@ -119,7 +119,8 @@ async fn complete_when_ready(control: &JobControl) -> std::convert::Infallible {
     }
 }
 
-/// Brings a bitmap in step with the end of a job. The end, which is a failure where that fails.
+/// Updates the bitmaps after the end of a job. Returns the end, or a failure if the update fails
+/// after a complete copy.
 async fn sync(disk: &ImageDisk, bitmap: CopiedBitmap, end: JobEnd) -> JobEnd {
     let name = bitmap.name.clone();
     let changes = bitmap.changes_at(&end);

@@ -1,11 +1,11 @@
 //! Commits of served disks: copies an overlay's data into its backing file, on which the guest then
 //! continues.
 //!
-//! After a kill: as long as there is no record beside the overlay (`disk/open/moved_record`), the
-//! overlay is the disk, over a backing file that has some of its data and is no disk by itself. The
-//! record is written durably when the backing file has everything durably, and before the guest
-//! changes it: from then on the backing file alone is the disk. If the commit then fails, the
-//! record is removed.
+//! After a crash: as long as there is no record beside the overlay (`disk/open/moved_record`), the
+//! overlay is the disk, over a backing file that has some of the overlay's data and is not a
+//! consistent disk by itself. The record is written durably after all data is durable in the
+//! backing file, and before the guest writes to the backing file: from then on the backing file
+//! alone is the disk. If the commit then fails, the record is removed.
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -28,13 +28,13 @@ use crate::running::recording::keep_vouching;
 use crate::running::rollbacks::check_nobody_stands;
 use crate::running::{Running, RunningDisk};
 
-/// Starts a commit. When this returns the backing file is open for writing, as long as the
-/// disk, and the job is listed.
+/// Starts a commit. When this returns, the backing file is open for writing and has the disk's
+/// size, and the job is listed.
 ///
 /// # Errors
-/// There is no such disk, it is read-only or has a job, or its backing file cannot be written
-/// to: others use it, or it is longer; or it is not encrypted and the image is, unless
-/// the setup says that this is meant. Of layers as [`start_layer_commit`].
+/// There is no such disk, it is read-only or has a job, or its backing file cannot be written to,
+/// because others use it or it is longer. The image is encrypted, its backing file is not, and the
+/// setup does not allow that. For layers, as [`start_layer_commit`].
 pub(crate) async fn start_commit(
     running: &Running,
     setup: JobSetup,
@@ -79,7 +79,7 @@ pub(crate) async fn start_commit(
     Ok(job)
 }
 
-/// The backing file of a disk, open for writing and as long as the disk.
+/// The backing file of a disk, opened for writing and made as long as the disk.
 async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDisk>> {
     let disk = &source.disk;
     if let Some(base) = disk.jobs().base() {
@@ -93,14 +93,15 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     check_nobody_stands(running, source, 1..=1)?;
     let options = image_options(&source.setup, &StateUse::Off)?;
     let base = open_base(disk, &source.path(), options).await?;
-    // From now on it is not what the disk was at its fork.
+    // From now on the layer no longer has the disk's content at the fork.
     if is_forked(Path::new(base.image().image_name())) {
         record_committed(Path::new(base.image().image_name()), &source.path())?;
     }
     let fitted = fit(&base, disk.size()).await;
-    // Also where it cannot be made longer: it is the only opening that is locked.
+    // Attached even if the base could not be made longer: only this opening of the file holds its
+    // lock.
     if let Err(error) = disk.jobs().attach_base(Arc::clone(&base)).await {
-        // The error that counts is the first one.
+        // Only the first error is reported.
         let _ = base.close().await;
         return Err(error.into());
     }
@@ -109,7 +110,7 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
     fitted.map(|()| base)
 }
 
-/// Refuses to store in the clear what is encrypted.
+/// Refuses to store an encrypted image's data in an unencrypted backing file.
 fn check_encryption(source: &RunningDisk) -> Result<()> {
     let Some(behind) = source.disk.image().layer_at(1) else { return Ok(()) };
     if source.disk.image().is_encrypted() && !behind.is_encrypted {
@@ -151,7 +152,7 @@ async fn commit(
     state: StateUse,
 ) -> JobEnd {
     let disk = Arc::clone(&source.disk);
-    // Another server has no place for a record.
+    // There is no record if the image is on another server.
     let overlay = disk.image().file().map(|file| PathBuf::from(file.name()));
     let (kept, name) = (overlay.clone(), job.name.clone());
     let layer = PathBuf::from(base.image().image_name());
@@ -168,15 +169,15 @@ async fn commit(
         let (base, overlay, state) = (Arc::clone(&target), overlay.clone(), state.clone());
         Box::pin(async move {
             base.image().settle().await?;
-            // The base may be the layer of the fork that the overlay was made in: it is the disk
-            // again. First, because two records that name each other would leave no
-            // disk.
+            // The base may be the layer of the fork that created the overlay, and now becomes the
+            // disk again. Its record is removed first, because two records that name each other
+            // would leave no disk.
             if overlay.is_some() {
                 forget_moved(Path::new(base.image().image_name()))?;
             }
             overlay.iter().try_for_each(|image| record_moved(image, base.image().image_name()))?;
-            // Before a guest changes it: what is answered from then on outlives the process as
-            // before.
+            // The state file is created before the guest writes to the base, so that acknowledged
+            // writes survive a crash of the process as before.
             keep_state(&base, &PathBuf::from(base.name()), &state).await;
             Ok(())
         }) as _
@@ -188,7 +189,7 @@ async fn commit(
     };
     match end {
         JobEnd::Completed { .. } => disk.jobs().unlock_former(),
-        // So that what a kill leaves has no mark of an image that is open.
+        // Settled, so that a crash leaves no mark of an open image in the base.
         JobEnd::Cancelled | JobEnd::Failed(_) => {
             let settled = base.image().settle().await;
             settled.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));

@@ -1,4 +1,4 @@
-//! The images of a commit: which of a chain are merged into which.
+//! The images of a commit: which images of a chain are merged into which image.
 
 use std::path::{Path, PathBuf};
 
@@ -11,25 +11,26 @@ use crate::running::RunningDisk;
 /// The request for a commit of one disk.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CommitSetup {
-    /// The highest image that is merged; `None`: that of the disk.
+    /// The highest image that is merged; `None`: the disk's image.
     pub(crate) top: Option<PathBuf>,
-    /// The image that gets all of it; `None`: the one below, of layers the last one of the chain.
+    /// The image into which the others are merged; `None`: the disk's backing file, or the last
+    /// image of the chain if `top` is a layer.
     pub(crate) base: Option<PathBuf>,
     /// The base's name in the header of the image above the layers; `None`: its path.
     pub(crate) backing_file: Option<String>,
-    /// Whether what is encrypted may be stored in the clear.
+    /// Whether an encrypted image's data may be stored unencrypted.
     pub(crate) decrypt: bool,
-    /// Whether the files that the chain has left are removed.
+    /// Whether the files that are no longer in the chain are removed.
     pub(crate) delete: bool,
 }
 
 impl CommitSetup {
-    /// The highest one, if it is not the image of the disk.
+    /// The highest image that is merged, if it is not the disk's own image.
     pub(super) fn layer(&self, source: &RunningDisk) -> Option<&Path> {
         self.top.as_deref().filter(|top| !is_same_file(top, &source.path()))
     }
 
-    /// Refuses what is possible for layers alone.
+    /// Refuses options that only a commit of layers has.
     pub(super) fn check_for_image(&self, source: &RunningDisk) -> Result<()> {
         if self.backing_file.is_some() {
             bail!(

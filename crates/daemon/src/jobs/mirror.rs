@@ -1,9 +1,9 @@
 //! Mirrors of served disks.
 //!
-//! After a kill: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is
+//! After a crash: while the target has its mark (`blockhouse_disk::mark_incomplete`), the source is
 //! the disk. Before the mark is removed, a *record* with the target's name is written durably
-//! beside the source's image (`disk/open/moved_record`). From then on opening the source is
-//! refused, with a hint to the target, which can be opened if it is complete. If the mirror does
+//! beside the source's image (`disk/open/moved_record`). From then on opening the source is refused
+//! with a hint to the target; the target can be opened once its mark is removed. If the mirror does
 //! not complete, the record is removed.
 
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ use super::{JobSetup, RunningJob, run_job};
 use crate::running::claims::{Claim, Name};
 use crate::running::{Running, RunningDisk};
 
-/// Where a mirror goes.
+/// The target of a mirror.
 #[derive(Clone, Debug)]
 pub(crate) enum MirrorTarget {
     /// An image that is not open elsewhere.
@@ -30,7 +30,7 @@ pub(crate) enum MirrorTarget {
     Disk(String),
 }
 
-/// Starts a mirror. When this returns its target is open, and it is listed.
+/// Starts a mirror. When this returns, the target is open and the job is listed.
 ///
 /// # Errors
 /// There is no such disk, it is read-only or has a job, or the target cannot be used.
@@ -74,7 +74,7 @@ async fn claim_mirror<'a>(running: &'a Running, disk: &str, target: &MirrorTarge
     running.claims().claim(names).await
 }
 
-/// The target, with its name and that of its disk.
+/// The target, its name, and the name of its disk if it is a disk of this server.
 async fn open_target(
     running: &Running,
     source: &RunningDisk,
@@ -122,11 +122,11 @@ pub(crate) fn check_target_disk(
     Ok(disk)
 }
 
-/// Asks a job to complete, and waits for its end; for how long the guest's changes were held
-/// off. What it was to do is done durably.
+/// Asks a job to complete, and waits for its end. Returns for how long the guest's changes were
+/// held off. The job's result is durable then.
 ///
 /// # Errors
-/// There is no such job, it ends otherwise, or it cannot be completed yet: then it goes on.
+/// There is no such job; it fails or is cancelled; or it cannot complete yet and continues.
 pub(crate) async fn complete_job(
     running: &Running,
     name: &str,
@@ -136,7 +136,7 @@ pub(crate) async fn complete_job(
     if completion != Completion::Switch && job.kind != "mirror" {
         bail!("the job {name:?} is a {}: only a mirror can be completed so", job.kind);
     }
-    // It may have completed before it is asked to.
+    // A job that completes by itself may have done so before this call.
     let is_early = job.completes_by_itself() && job.status() == "completed";
     let postponed = job.control.postponements();
     if !job.control.complete(completion) && !is_early {
@@ -150,7 +150,8 @@ pub(crate) async fn complete_job(
     }
 }
 
-/// Runs a mirror to its end, and brings its disks in order.
+/// Runs a mirror to its end, then closes or removes the target, or unlocks the former image,
+/// according to the outcome.
 async fn copy(
     job: &RunningJob,
     source: &RunningDisk,
@@ -162,8 +163,8 @@ async fn copy(
     let disk = Arc::clone(&source.disk);
     let options = MirrorOptions { is_target_zero: is_zero, mode, ..MirrorOptions::default() };
     let (control, clock) = (Arc::clone(&job.control), Rc::new(LoopClock::new()));
-    // Of the image that the disk has now: it may have been moved before. A side file is not what
-    // is opened later.
+    // The record is for the disk's present image, because the disk may have been moved before. It
+    // is not for a side file, because users open the image.
     let image = disk.image().file().map(|_| PathBuf::from(disk.image().image_name()));
     let (recorded, name) = (image.clone(), job.target.clone());
     let record = move || recorded.iter().try_for_each(|image| record_moved(image, &name));
@@ -173,9 +174,9 @@ async fn copy(
         forgotten.unwrap_or_else(|error| tracing::error!("{name}: {error}"));
     };
     let mirror = Mirror::new(Arc::clone(&disk), Arc::clone(&target), options, control, clock);
-    // The target may have been the disk before, and have been moved to this source. Its mark
-    // refuses it from now on: with its record as well, after a kill each of the two images
-    // would name the other.
+    // The target may be a former image of the disk with a record that names the present source. The
+    // target's mark prevents opening it from now on, so its record is removed: after a crash the
+    // two images' records would otherwise name each other.
     let former = target.image().file().map(|_| PathBuf::from(&job.target));
     let marked = move || former.iter().try_for_each(|image| forget_moved(image));
     let end = match mirror {

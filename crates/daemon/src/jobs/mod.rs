@@ -1,9 +1,10 @@
-//! Jobs by name: work on disks while they are served.
+//! Named jobs: long work on disks while they are served.
 //!
-//! Guarantees: a disk has one job at a time, and is neither closed nor resized meanwhile. All jobs
-//! run on a loop of their own, so that copying does not delay guests' requests. A job that has
-//! ended is listed until it is dismissed, or `MAX_ENDED` later ones have ended. Jobs do not outlive
-//! the process: marks on their disks say whether they were complete (`jobs/mirror`, `jobs/commit`).
+//! Guarantees: a disk has one job at a time, and is neither closed nor resized while the job runs.
+//! All jobs run on one event loop that serves no guest, so that copying does not delay guests'
+//! requests. A job that has ended is listed until it is dismissed, or `MAX_ENDED` later ones have
+//! ended. Jobs do not outlive the process: marks on their disks say whether they were complete
+//! (`jobs/mirror`, `jobs/commit`).
 
 mod backup;
 mod commit;
@@ -36,10 +37,10 @@ pub(crate) use mirror::{MirrorTarget, check_target_disk, complete_job, start_mir
 pub(crate) use stream::{OnFailure, begin_prefetch, start_stream};
 pub(crate) use target::TargetSetup;
 
-/// Jobs that have ended and are listed still, at most.
+/// The maximum number of jobs that have ended and are still listed.
 const MAX_ENDED: usize = 64;
 
-/// How long a job whose end is decided waits for what it has in flight.
+/// How long a job whose outcome is decided waits for its operations in flight.
 const MAX_TIDY_TIME: Duration = Duration::from_secs(5);
 
 /// How long the end of a server waits for its jobs.
@@ -54,7 +55,7 @@ pub(crate) struct JobSetup {
     pub(crate) disk: String,
     /// Whether the guest's writes wait for their copy.
     pub(crate) mode: CopyMode,
-    /// The most bytes a second in the background.
+    /// The maximum rate of background copying, in bytes a second.
     pub(crate) speed: Option<NonZeroU64>,
 }
 
@@ -66,40 +67,42 @@ pub(crate) struct Jobs(Mutex<State>);
 struct State {
     /// In the order in which they were started.
     jobs: Vec<Arc<RunningJob>>,
-    /// Jobs that have ended, and whose target has not answered.
+    /// Jobs that are no longer listed but may have operations in flight at their target.
     unanswered: Vec<Arc<RunningJob>>,
     started: u64,
-    /// Their loop, until the server ends. Made before the sandbox forbids to make rings.
+    /// The event loop of jobs, until the server ends. Created before the sandbox forbids creating
+    /// io_uring instances.
     workers: Option<Workers>,
-    /// Whether none may be started.
+    /// Whether no more jobs may be started.
     is_over: bool,
 }
 
 /// A job.
 pub(crate) struct RunningJob {
-    /// Its name, unlike all others.
+    /// Its name, unique in the server.
     pub(crate) name: String,
     /// The kind of work: "mirror", "commit", "stream" or "backup".
     pub(crate) kind: &'static str,
     /// The name of its disk.
     pub(crate) disk: String,
-    /// Where to.
+    /// The target: a path, an address, or the name of a base.
     pub(crate) target: String,
-    /// The disk of this server that it writes to.
+    /// The disk of this server that the job writes to, if any.
     pub(crate) target_disk: Option<String>,
-    /// The disk's image, which is not kept open for the job's sake.
+    /// The disk's image. A weak reference, so that the job does not keep it open.
     source: Weak<ImageDisk>,
     /// Its requests and its progress.
     pub(crate) control: Arc<JobControl>,
-    /// Of a commit of layers behind the disk's image, the depths of those that are left out.
+    /// For a commit of layers below the disk's image, the depths of the layers that it removes from
+    /// the chain.
     pub(crate) left_out: OnceLock<Range<usize>>,
-    /// Whether nothing of it is in flight at the target, which is closed.
+    /// Whether the job has no operation in flight at the target, and has closed it.
     pub(crate) target_is_free: AtomicBool,
 }
 
 impl RunningJob {
-    /// The storage that does not answer, in words: the backing file of its disk where something
-    /// waits for that, else its target.
+    /// A text that names the storage that does not answer: the disk's backing file if a request
+    /// waits for it, else the target.
     fn describe_wait(&self) -> String {
         match self.source.upgrade().and_then(|disk| disk.stats().backing_wait()) {
             Some(wait) => wait.to_string(),
@@ -107,7 +110,7 @@ impl RunningJob {
         }
     }
 
-    /// Whether it is never ready, and completes when it has done its work.
+    /// Whether the job completes when its work is done, without waiting in the stage `Ready`.
     fn completes_by_itself(&self) -> bool {
         self.kind == "stream" || self.left_out.get().is_some()
     }
@@ -120,7 +123,7 @@ impl RunningJob {
         matches!(self.control.stage(), JobStage::Ended(_))
     }
 
-    /// The word for how far it is.
+    /// The name of the job's stage.
     pub(crate) fn status(&self) -> &'static str {
         match self.control.stage() {
             JobStage::Running | JobStage::Ready if self.control.is_paused() => "paused",
@@ -140,17 +143,17 @@ impl Jobs {
         self.0.lock().workers = Some(workers);
     }
 
-    /// The loop of jobs, for work beside the guests' requests.
+    /// The event loop of jobs, for work that must not delay guests' requests.
     ///
     /// # Errors
-    /// The server ends, or has none.
+    /// The server ends, or has no loop for jobs.
     pub(crate) fn handle(&self) -> Result<Handle> {
         let state = self.0.lock();
         let workers = state.workers.as_ref().filter(|_| !state.is_over);
         Ok(workers.context("this server runs no jobs, or ends")?.first().clone())
     }
 
-    /// All that are listed.
+    /// All listed jobs.
     pub(crate) fn list(&self) -> Vec<Arc<RunningJob>> {
         self.0.lock().jobs.clone()
     }
@@ -166,19 +169,19 @@ impl Jobs {
         })
     }
 
-    /// One that goes on, if there is any.
+    /// A job that has not ended, if there is any.
     pub(crate) fn find_running(&self) -> Option<Arc<RunningJob>> {
         self.0.lock().jobs.iter().find(|job| !job.has_ended()).cloned()
     }
 
-    /// The name of a job that has not ended, if there is one for which `is_it` says so.
+    /// The name of a job that has not ended and satisfies `is_it`, if there is one.
     fn find_unended(&self, is_it: impl Fn(&RunningJob) -> bool) -> Option<String> {
         let state = self.0.lock();
         let found = state.jobs.iter().find(|job| is_it(job) && !job.has_ended());
         found.map(|job| job.name.clone())
     }
 
-    /// Fails if a job works on the disk: it must not be changed then.
+    /// Fails if a job works on the disk: the disk must not be changed then.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
         match self.find_unended(|job| job.disk == disk || job.writes_to(disk)) {
             Some(name) => bail!(
@@ -196,7 +199,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Fails if a job writes to the disk: it must not be served then.
+    /// Fails if a job writes to the disk: the disk must not be served then.
     pub(crate) fn check_not_written(&self, disk: &str) -> Result<()> {
         match self.find_unended(|job| job.writes_to(disk)) {
             Some(name) => bail!(
@@ -206,8 +209,8 @@ impl Jobs {
         }
     }
 
-    /// Fails if a job fills the disk from its backing file: it must not become read-only then.
-    /// Other jobs only read it.
+    /// Fails if a job copies the backing file's data into the disk: the disk must not become
+    /// read-only then. Other jobs only read their disk.
     pub(crate) fn check_not_filled(&self, disk: &str) -> Result<()> {
         match self.find_unended(|job| job.disk == disk && job.kind == "stream") {
             Some(name) => bail!(
@@ -218,10 +221,10 @@ impl Jobs {
         }
     }
 
-    /// Refuses a target at which something of a job is in flight, also of one that has ended.
+    /// Refuses a target at which a job has operations in flight, even if that job has ended.
     ///
     /// # Errors
-    /// There is.
+    /// There are such operations.
     fn check_target_free(&self, target: &str) -> Result<()> {
         let mut state = self.0.lock();
         let is_in_use = |job: &Arc<RunningJob>| !job.target_is_free.load(Ordering::SeqCst);
@@ -285,7 +288,7 @@ impl Jobs {
         Ok((job, handle))
     }
 
-    /// Lists a job that has ended no longer.
+    /// Removes a job that has ended from the list.
     ///
     /// # Errors
     /// No job has this name, or it still runs.
@@ -300,10 +303,10 @@ impl Jobs {
         Ok(())
     }
 
-    /// Cancels all jobs, and waits until they have ended, for some seconds at most; starts none.
-    /// Calls that wait for a job return. Gives their loop, on which disks that were moved may have
-    /// connections that they need until they are closed; not where a job goes on there, whose
-    /// target hangs.
+    /// Cancels all jobs, waits a few seconds for their end, and refuses new ones. Calls that wait
+    /// for a job return. Returns the loop of jobs: moved disks may have connections on it, which
+    /// they need until they are closed. Returns `None` if a job is still waiting for its target;
+    /// that job is then ended as failed, and the loop is stopped.
     pub(crate) fn stop(&self) -> Option<Workers> {
         let (jobs, workers) = {
             let mut state = self.0.lock();
@@ -315,7 +318,7 @@ impl Jobs {
         let controls: Vec<_> = jobs.iter().map(|job| Arc::clone(&job.control)).collect();
         let have_ended = workers.run(move || async move {
             let ended = join_all(controls.iter().map(|control| control.ended()));
-            // A target that hangs does not keep the server from its end.
+            // A target that does not answer must not prevent the server from ending.
             timeout(MAX_STOP_TIME, ended).await.is_some()
         });
         if have_ended {
@@ -330,7 +333,7 @@ impl Jobs {
     }
 }
 
-/// Does a job's work on the loop of jobs, which `handle` belongs to, and ends it as the work says.
+/// Runs a job's work on the loop of jobs (`handle`), and ends the job with the outcome of the work.
 fn run_job<F>(handle: &Handle, job: &Arc<RunningJob>, events: &Events, work: F)
 where
     F: AsyncFnOnce(&RunningJob) -> JobEnd + Send + 'static,
@@ -347,8 +350,9 @@ where
     }));
 }
 
-/// Does a job's work. Where its end is decided and the work hangs, the job ends before the work
-/// does: its disk is free then, and what it was copied to or from stays open until it answers.
+/// Runs a job's work. If the outcome is decided and the work then takes too long, the job ends
+/// before its work: its disk is free then, and the image that does not answer stays open until it
+/// does.
 async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
     let overdue = async {
         let end = job.control.decided().await;
@@ -368,7 +372,7 @@ async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
     join(work, overdue).await;
 }
 
-/// Tells of a job's stages until it has ended. On the loop of jobs.
+/// Reports the events of a job's stages until it has ended. Must be called on the loop of jobs.
 fn tell_stages(job: Arc<RunningJob>, events: Events) {
     let (name, disk) = (job.name.clone(), job.disk.clone());
     events.tell(Event::JobStarted { job: name, disk, kind: job.kind.to_owned() });
@@ -379,7 +383,7 @@ fn tell_stages(job: Arc<RunningJob>, events: Events) {
             stage = job.control.next_stage(&stage).await;
             let (name, disk) = (job.name.clone(), job.disk.clone());
             let event = match &stage {
-                // It completes by itself.
+                // A backup completes without a request.
                 JobStage::Ready if job.kind == "backup" => continue,
                 JobStage::Ready if was_ready => {
                     Event::JobPostponed { job: name, disk, error: job.control.why_postponed() }

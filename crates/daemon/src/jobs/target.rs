@@ -1,4 +1,4 @@
-//! The target of a mirror: a new image, or something that exists and is overwritten.
+//! The target of a mirror: a new image, or an existing image that is overwritten.
 
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
@@ -14,14 +14,14 @@ use blockhouse_disk::{
 };
 use blockhouse_storage::Location;
 
-/// Where a mirror goes.
+/// The location and format of a mirror's target.
 #[derive(Clone, Debug)]
 pub(crate) struct TargetSetup {
     /// An absolute path, or the address of an image on another server.
     pub(crate) location: PathBuf,
-    /// Its format; `None`: by the name of a file, otherwise raw.
+    /// Its format; `None`: a file's name decides; anything else is raw.
     pub(crate) format: Option<ImageFormat>,
-    /// Whether something that exists is overwritten.
+    /// Whether an existing target is overwritten.
     pub(crate) overwrite: bool,
 }
 
@@ -30,16 +30,16 @@ pub(crate) struct Target {
     pub(crate) disk: Arc<ImageDisk>,
     /// Whether all of it reads as zeros.
     pub(crate) is_zero: bool,
-    /// The file, if it was made.
+    /// The file, if it was created for the mirror.
     pub(crate) created: Option<PathBuf>,
 }
 
 impl TargetSetup {
-    /// Opens the target of a mirror of a disk that was opened by `source`, and has `size` bytes;
-    /// makes it first if it is a file that is missing.
+    /// Opens the target for a mirror of the disk with configuration `source` and `size` bytes.
+    /// Creates the target first if it is a file that does not exist.
     ///
     /// # Errors
-    /// It exists and is not to be overwritten, does not fit, or cannot be opened.
+    /// The target exists and must not be overwritten, has another size, or cannot be opened.
     pub(crate) async fn open(
         &self,
         source: &DiskConfig,
@@ -65,9 +65,9 @@ impl TargetSetup {
         }
     }
 
-    /// Makes a file that is missing; its path. It has its name when it has the mark of a mirror
-    /// that is not complete, never before: a kill leaves no empty disk that could be taken for
-    /// the mirror.
+    /// Creates the target's file if it does not exist, and returns its path. The file gets its name
+    /// only after the mark of an incomplete mirror: so a crash leaves no empty disk that could be
+    /// taken for the mirror.
     async fn create(
         &self,
         source: &DiskConfig,
@@ -107,7 +107,7 @@ impl TargetSetup {
     }
 }
 
-/// Removes a file that was made for a mirror that is not going to be complete.
+/// Removes a file that was created for a mirror that did not complete.
 pub(super) fn remove(created: Option<&Path>) {
     if let Some(path) = created
         && let Err(error) = std::fs::remove_file(path)
@@ -116,7 +116,8 @@ pub(super) fn remove(created: Option<&Path>) {
     }
 }
 
-/// Opens the target as its source is open; through the page cache where there is no direct I/O.
+/// Opens the target with the options of its source, but through the page cache if the target does
+/// not support direct I/O.
 async fn open_existing(
     path: &Path,
     format: ImageFormat,
@@ -124,7 +125,7 @@ async fn open_existing(
     state: StateUse,
 ) -> Result<ImageDisk> {
     let options = ImageOptions {
-        // Named, because what is in it does not count.
+        // The format is given and not detected, because the present content is overwritten.
         format: Some(format),
         access: source.access(),
         cache: source.cache,
@@ -135,7 +136,7 @@ async fn open_existing(
         remote_backing: source.remote_backing(),
         secrets: source.keys().read()?,
         purpose: Purpose::Image,
-        // The job fails, or waits for more room itself.
+        // Writes that get ENOSPC are not held here: the job handles ENOSPC itself.
         ..ImageOptions::default()
     };
     match open(path, options.clone()).await {

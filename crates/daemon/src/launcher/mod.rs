@@ -1,15 +1,15 @@
 //! The launcher: a small process beside the server that starts other programs for it.
 //!
-//! A server in its sandbox cannot execute programs, but an upgrade must. So the server starts this
-//! process before anything else. It is the same program (`blockhouse __launch`), without the
-//! server's data in its memory, and never parses untrusted input.
+//! A server in its sandbox cannot execute programs, but an upgrade must start one. So the server
+//! starts this process before anything else. It is the same program (`blockhouse __launch`),
+//! without the server's data in its memory, and never parses untrusted input.
 //!
-//! Guarantees: the launcher executes nothing before it has received its rules, which then never
-//! change. It starts only its own program, even if its path now leads to another file, or one that
-//! the operator has named (`--upgrade-to`) where the server cannot write. It uses the command line
-//! of the rules, starts one program at a time, and gives it no capability that the server would
-//! drop. It sends signals only to programs that it has started. It ends with the server, but does
-//! not end the process that took over.
+//! Guarantees: the launcher starts nothing before it has received its rules, which then never
+//! change. It starts only its own program, or a program that the operator has named
+//! (`--upgrade-to`) in a place where the server cannot write. It gives each program the arguments
+//! of the rules and no capability that the server would drop, and starts one program at a time. It
+//! sends signals only to programs that it has started. It ends with the server, but does not end
+//! the process that took over.
 //!
 //! - [`Launcher`]: the server's end
 //! - [`run`]: the process
@@ -38,7 +38,7 @@ pub use reach::read_mounts;
 
 use crate::sandbox::Reach;
 
-/// The word of the command line that asks for the process.
+/// The hidden command that runs the launcher.
 pub const WORD: &str = "__launch";
 
 /// The server's end of the connection to its launcher.
@@ -54,8 +54,8 @@ pub(crate) struct Launched {
 }
 
 impl Launcher {
-    /// Starts the process, which does nothing before it receives its rules. Where that fails the
-    /// server serves all the same, and each use of the launcher says why it cannot be.
+    /// Starts the process, which does nothing before it receives its rules. If that fails, the
+    /// server still serves, and each use of the launcher returns the reason.
     pub(crate) fn start() -> Self {
         let started = start().map_err(|error| format!("{error:#}"));
         if let Err(why) = &started {
@@ -64,7 +64,7 @@ impl Launcher {
         Self(started)
     }
 
-    /// Tells it its rules, once and before anything is served.
+    /// Sends the launcher its rules, once and before anything is served.
     pub(crate) fn tell(&self, rules: LaunchRules) {
         let Ok(channel) = &self.0 else { return };
         let bytes = OsString::into_vec;
@@ -75,12 +75,12 @@ impl Launcher {
             capabilities: rules.capabilities,
             user: rules.user.map(|UserIds { user, group }| (user, group)),
         };
-        // Where it is over, the first request says so.
+        // If the launcher has ended, the first request reports that.
         let _ = channel.lock().send(&Request::Rules(rules), None);
     }
 
     /// Starts a program with the server's command line for a hand-over, and this standard input.
-    /// `None` is the first that the rules name, or else the one that runs.
+    /// `None` means the first program of the rules, or this server's own program if there is none.
     ///
     /// # Errors
     /// It cannot be started, or the rules forbid it.
@@ -96,16 +96,16 @@ impl Launcher {
         }
     }
 
-    /// Kills what was launched last, and waits for its end.
+    /// Kills the process that was launched last, and waits for its end.
     pub(crate) fn kill(&self) {
-        // It fails only where the launcher is over.
+        // This fails only if the launcher has ended.
         let _ = self.ask(&Request::Kill, None);
     }
 
-    /// Waits for the end of what was launched last. How it ended.
+    /// Waits for the end of the process that was launched last. Returns its exit status as a text.
     ///
     /// # Errors
-    /// The launcher is over.
+    /// The launcher has ended.
     pub(crate) fn wait(&self) -> Result<String> {
         match self.ask(&Request::Wait, None)? {
             Reply::Ended { status } => Ok(status),
@@ -113,9 +113,9 @@ impl Launcher {
         }
     }
 
-    /// Sends a signal to what was launched last, if it still runs.
+    /// Sends a signal to the process that was launched last, if it still runs.
     pub(crate) fn signal(&self, signal: i32) {
-        // It may have ended meanwhile.
+        // The launcher may have ended.
         let _ = self.ask(&Request::Signal { signal }, None);
     }
 
@@ -141,13 +141,13 @@ impl fmt::Debug for Launcher {
 pub(crate) struct LaunchRules {
     /// The arguments that each program gets.
     pub(crate) arguments: Vec<OsString>,
-    /// The user that it becomes.
+    /// The user that the launcher becomes.
     pub(crate) user: Option<UserIds>,
-    /// The programs that it may start beside its own.
+    /// The programs that it may start besides its own.
     pub(crate) programs: Vec<PathBuf>,
-    /// Where the server can write: no program from there, but its own.
+    /// Where the server can write: the launcher starts no program from there except its own.
     pub(crate) reach: Reach,
-    /// The capabilities that it keeps, for what it starts.
+    /// The capabilities that it keeps, for the programs that it starts.
     pub(crate) capabilities: u64,
 }
 

@@ -1,5 +1,5 @@
-//! The process of the launcher: it carries out the server's requests, one after the other, until
-//! the server ends.
+//! The launcher's process: it executes the server's requests, one after the other, until the server
+//! ends.
 
 use std::ffi::OsString;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -23,16 +23,17 @@ use crate::process::stdin::take_stdin;
 /// Serves the server whose socket is standard input, until it ends.
 ///
 /// # Errors
-/// Standard input is no such socket, or what came over it makes no sense.
+/// Standard input is not such a socket, or an invalid message was received.
 pub fn run() -> Result<()> {
-    // These are meant for the server. A handler and not "ignore", which what is started would
-    // inherit.
+    // These signals are meant for the server. They get a handler and are not ignored, because the
+    // programs started would inherit SIG_IGN.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default()).context("cannot watch for signals")?;
     }
-    // The name of the file would be "exe". A name is for people only.
+    // By default the process's name would be "exe". A failure is ignored, because only people read
+    // the name.
     let _ = rustix::thread::set_name(c"blockhouse-run");
-    // Before anything else may take its place.
+    // First, before another file can replace the program.
     let own = Own::open()?;
     let socket = take_stdin().context("this is for 'blockhouse serve' alone")?;
     let channel = Channel::new(UnixStream::from(socket));
@@ -50,8 +51,8 @@ pub fn run() -> Result<()> {
     serve(&channel, &mut State { rules, own, child: None })
 }
 
-/// Does what a stranger in a server's place asks, who has told the rules that allow least: for fuzz
-/// targets. Nothing is started.
+/// Executes requests from an untrusted peer under the strictest rules: for fuzz targets. Starts
+/// nothing.
 ///
 /// # Errors
 /// A message that a server never sends.
@@ -70,11 +71,11 @@ fn serve(channel: &Channel, state: &mut State) -> Result<()> {
     Ok(())
 }
 
-/// The program that runs.
+/// The launcher's own program.
 struct Own {
-    /// `O_PATH`: what is executed, whatever is at its path.
+    /// `O_PATH` descriptor of the file that is executed.
     descriptor: OwnedFd,
-    /// Where it was.
+    /// The path at which the program was when it started.
     path: PathBuf,
 }
 
@@ -87,7 +88,7 @@ impl Own {
         Ok(Self { descriptor, path })
     }
 
-    /// Whether it is what a path leads to.
+    /// Whether `path` leads to this program.
     fn is_at(&self, path: &Path) -> bool {
         let identity = |status: rustix::fs::Stat| (status.st_dev, status.st_ino);
         let own = rustix::fs::fstat(&self.descriptor).map(identity);
@@ -95,7 +96,7 @@ impl Own {
     }
 }
 
-/// The link to the program that runs.
+/// The link to the running program.
 const SELF: &str = "/proc/self/exe";
 
 struct State {
@@ -107,7 +108,7 @@ struct State {
 
 impl State {
     /// # Errors
-    /// A request that a server never makes.
+    /// A request that a server never sends.
     fn execute(&mut self, request: Request, descriptor: Option<OwnedFd>) -> Result<Reply> {
         Ok(match request {
             Request::Rules(_) => bail!("the rules came twice"),
@@ -120,7 +121,7 @@ impl State {
             }
             Request::Kill => {
                 if let Some(child) = &mut self.child {
-                    // It fails for a process that has ended already.
+                    // This fails for a process that has ended already.
                     let _ = child.kill();
                     let _ = child.wait();
                 }
@@ -160,10 +161,10 @@ impl State {
         Ok(Reply::Started { process, program: program.into_os_string().into_vec() })
     }
 
-    /// The program that is executed, and its name.
+    /// The path to execute, and the program's name.
     ///
     /// # Errors
-    /// It may not be started.
+    /// The rules forbid the program, or the server could have written it.
     fn program(&self, binary: Option<&Path>) -> Result<(PathBuf, PathBuf)> {
         let named: Vec<_> = self.rules.programs.iter().map(|path| path_of(path)).collect();
         let program = match (binary, named.first()) {
@@ -205,19 +206,19 @@ impl State {
         Ok((format!("/proc/self/fd/{}", descriptor.as_raw_fd()).into(), path.clone()))
     }
 
-    /// Sends a signal to what was started last, unless its end was waited for already.
+    /// Sends a signal to the process that was started last, unless it has ended.
     fn signal(&mut self, signal: i32) {
         let Some(child) = &mut self.child else { return };
         let runs = matches!(child.try_wait(), Ok(None));
         let (process, signal) = (Pid::from_raw(child.id() as i32), Signal::from_named_raw(signal));
         if let (true, Some(process), Some(signal)) = (runs, process, signal) {
-            // It may end at this moment; the id stays its own until it is waited for.
+            // The process may end at this moment; its id is not reused before `wait`.
             let _ = kill_process(process, signal);
         }
     }
 }
 
-/// The path without what the kernel adds to that of a file which was replaced.
+/// The path without the " (deleted)" that the kernel appends for a file that was replaced.
 fn without_deleted(path: &Path) -> PathBuf {
     let bytes = path.as_os_str().as_bytes();
     let bytes = bytes.strip_suffix(b" (deleted)").unwrap_or(bytes);
@@ -267,7 +268,7 @@ mod tests {
             (vec![], ToldReach::User, &shell, "--upgrade-to"),
             (vec![&*shell], ToldReach::Anywhere, &other, "--upgrade-to"),
             (vec![&*shell], below(), &shell, "can write below"),
-            // The folder is this user's.
+            // The folder belongs to this user.
             (vec![&*shell], ToldReach::User, &shell, "from writing"),
         ] {
             let reply = start(&mut state(&programs, reach, &exit), Some(binary));

@@ -1,5 +1,5 @@
-//! The messages between a server and its launcher: over a socket pair, JSON after its length, each
-//! with one descriptor at most.
+//! The messages between a server and its launcher, over a socket pair: a length, then JSON, then a
+//! byte that may carry one descriptor.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -14,22 +14,23 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The longest message: a command line has at most 2 MiB, and a byte takes up to four.
+/// The maximum length of a message: a command line has at most 2 MiB, and a byte takes up to four
+/// bytes in JSON.
 const MAX_MESSAGE: u32 = 16 << 20;
 
 /// The server's messages.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// The first message, and no other: what may be started.
+    /// The first message, sent once: the programs that may be started.
     Rules(Rules),
-    /// Starts a program; its standard input comes with the message. `None`: the first of the rules,
-    /// or the launcher's own.
+    /// Starts a program; its standard input comes with the message. `None`: the first program of
+    /// the rules, or the launcher's own if there is none.
     Start { binary: Option<Vec<u8>> },
-    /// Kills what was started last, and waits for its end.
+    /// Kills the process that was started last, and waits for its end.
     Kill,
-    /// Waits for the end of what was started last.
+    /// Waits for the end of the process that was started last.
     Wait,
-    /// Sends a signal to what was started last.
+    /// Sends a signal to the process that was started last.
     Signal { signal: i32 },
 }
 
@@ -51,16 +52,16 @@ pub(super) struct Rules {
 /// Where a server can write.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) enum ToldReach {
-    /// Where its user may.
+    /// Wherever its user may write.
     #[default]
     User,
-    /// Below these.
+    /// Below these paths.
     Below(Vec<Writable>),
-    /// It is not confined.
+    /// Anywhere: the server is not confined.
     Anywhere,
 }
 
-/// A folder or file that a server can write, as it was before that served anyone.
+/// A folder or file that a server can write, as it was before the server served any client.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Writable {
     /// The canonical path.
@@ -69,20 +70,20 @@ pub(super) struct Writable {
     pub(super) identity: (u64, u64),
 }
 
-/// The launcher's answers to all but the rules.
+/// The launcher's replies to all requests except the rules.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
-    /// It runs, with this program.
+    /// The process runs, with this program.
     Started { process: u32, program: Vec<u8> },
-    /// It was not started.
+    /// No process was started.
     Refused { why: String },
-    /// How it ended.
+    /// The exit status of the process.
     Ended { status: String },
     /// The request was carried out.
     Done,
 }
 
-/// One end.
+/// One end of the socket pair.
 pub(super) struct Channel(UnixStream);
 
 impl Channel {
@@ -90,7 +91,7 @@ impl Channel {
         Self(socket)
     }
 
-    /// Sends a message. The byte that carries a descriptor follows it, or a byte without one.
+    /// Sends a message, then one byte that carries the descriptor if there is one.
     ///
     /// # Errors
     /// The kernel's: EPIPE where the other end is closed.
@@ -121,7 +122,7 @@ impl Channel {
     /// Waits for a message. `None` when the other end is closed.
     ///
     /// # Errors
-    /// The kernel's, and what is no message.
+    /// The kernel's, or an invalid message.
     pub(super) fn receive<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Option<OwnedFd>)>> {
         let mut length = [0; 4];
         match (&self.0).read_exact(&mut length) {

@@ -1,7 +1,8 @@
-//! Whether a server could have written a program: by the places where it may write, under any path.
+//! Checks whether a server could have written a program, under any path, from the places where it
+//! can write.
 //!
-//! A folder has as many paths as mounts lead to it. So places are compared by device and inode, and
-//! by where they lie in their file systems (`/proc/self/mountinfo`), not by their paths as text.
+//! A folder has a path for each mount that leads to it. So places are compared by device and inode,
+//! and by their locations in their file systems (`/proc/self/mountinfo`), not by path names.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -13,7 +14,8 @@ use rustix::fs::{Access, AtFlags, CWD, StatxFlags, accessat, stat, statx};
 use super::protocol::{ToldReach, Writable};
 use crate::sandbox::Reach;
 
-/// The places where a server can write, for the launcher. A path that is missing cannot be written.
+/// The places where a server can write, as the rules describe them. Paths that do not exist are
+/// left out, because they cannot be written.
 pub(super) fn told(reach: &Reach) -> ToldReach {
     let writable = |path: &PathBuf| {
         let identity = identity(path)?;
@@ -29,7 +31,7 @@ pub(super) fn told(reach: &Reach) -> ToldReach {
 /// The canonical path of a program.
 ///
 /// # Errors
-/// It is missing, or the server can write there, or nothing tells.
+/// The program is missing, or the server can write there, or that cannot be determined.
 pub(super) fn check(program: &Path, reach: &ToldReach) -> Result<PathBuf> {
     let found = program.canonicalize()?;
     let folders = match reach {
@@ -60,8 +62,8 @@ pub(super) fn check(program: &Path, reach: &ToldReach) -> Result<PathBuf> {
     }
 }
 
-/// Reads a table of mounts: for fuzz targets. Whether one of them is below `/opt`, and has a place
-/// there.
+/// Parses a mount table and looks a path up in it: for fuzz targets. Whether `/opt/a b/c` is in a
+/// mount and can be changed from below `/opt`.
 pub fn read_mounts(text: &[u8]) -> bool {
     Mounts::parse(text).is_some_and(|mounts| {
         let place = mounts.place_in(Path::new("/opt/a b/c"), None);
@@ -77,14 +79,14 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     stat(path).ok().map(|status| (status.st_dev, status.st_ino))
 }
 
-/// Whether this process's user may write a file, or could give itself the right to.
+/// Whether this process's user may write a file, or owns it and so could give itself the right.
 fn may_write(path: &Path) -> bool {
     let is_owner = |owner| owner == rustix::process::geteuid().as_raw();
     stat(path).map_or(true, |status| is_owner(status.st_uid))
         || accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS).is_ok()
 }
 
-/// The mounts, and their places.
+/// The mount table.
 struct Mounts(Vec<Mount>);
 
 /// A mount.
@@ -93,9 +95,9 @@ struct Mount {
     id: u64,
     /// The file system.
     device: String,
-    /// Which folder of the file system.
+    /// The folder of the file system that is mounted.
     root: PathBuf,
-    /// Where it is.
+    /// The mount point.
     point: PathBuf,
 }
 
@@ -117,15 +119,15 @@ impl Mounts {
         lines.map(mount).collect::<Option<_>>().map(Self)
     }
 
-    /// The file system that a canonical path is in, and where in it.
+    /// The file system that has a canonical path, and the location in that file system.
     fn place(&self, path: &Path) -> Option<(&str, PathBuf)> {
         let id = statx(CWD, path, AtFlags::empty(), StatxFlags::MNT_ID).ok();
         let id = id.filter(|found| found.stx_mask & StatxFlags::MNT_ID.bits() != 0);
         self.place_in(path, id.map(|found| found.stx_mnt_id))
     }
 
-    /// As [`place`](Self::place), by the mount of this number; where that is not known, the
-    /// innermost and last one.
+    /// As [`place`](Self::place), for the mount with this id. If the id is unknown, for the mount
+    /// with the longest mount point, and of several the last.
     fn place_in(&self, path: &Path, id: Option<u64>) -> Option<(&str, PathBuf)> {
         let mut above = self.0.iter().filter(|mount| path.starts_with(&mount.point));
         let mount = match id {
@@ -136,16 +138,16 @@ impl Mounts {
         Some((&mount.device, mount.root.join(rest)))
     }
 
-    /// Whether who writes below a canonical path can change what another one leads to: what lies
-    /// below `folder` in its file system, or in one that is mounted there. True as well where
-    /// nothing tells.
+    /// Whether a process that can write below `folder` can change the file at `path`: the file is
+    /// below `folder` in its file system, or in a file system that is mounted below `folder`. Both
+    /// paths are canonical. Also true if that cannot be determined.
     fn reaches(&self, folder: &Path, path: &Path) -> bool {
         let Some(place) = self.place(path) else { return true };
-        // A folder that is gone since cannot be written.
+        // A folder that no longer exists cannot be written.
         self.are_below(folder, self.place(folder), &place)
     }
 
-    /// The same of the folder's place, and of that of what it may lead to.
+    /// As [`reaches`](Self::reaches), for the locations of the folder and of the file.
     fn are_below(
         &self,
         folder: &Path,
@@ -159,7 +161,7 @@ impl Mounts {
     }
 }
 
-/// A field, in which spaces and the like are written as a backslash and three octal digits.
+/// Decodes a field, in which spaces and similar bytes are a backslash and three octal digits.
 fn unescaped(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;

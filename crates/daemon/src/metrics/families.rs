@@ -1,21 +1,21 @@
 //! The names, kinds and meanings of all metrics.
 //!
-//! A name says the unit in its end; those of counters end in `_total`. A label has few values: what
-//! it tells apart is a disk, or one of a fixed list.
+//! A name ends with the unit; names of counters end in `_total`. A label has few values: the names
+//! of disks, or a fixed list.
 
 /// How a metric's values behave.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Only grows, from 0 at the start of the server, also over upgrades.
+    /// Only grows, from 0 at the start of the server; upgrades do not reset it.
     Counter,
     /// Goes up and down.
     Gauge,
-    /// Durations, by how many were no longer than each bound.
+    /// Durations: for each bound the number of durations that were not longer.
     Histogram,
 }
 
 impl Kind {
-    /// As in a `# TYPE` line.
+    /// The name in a `# TYPE` line.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Counter => "counter",
@@ -28,7 +28,7 @@ impl Kind {
 /// A metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
-    /// Its name; that of a counter with `_total`.
+    /// Its name; for a counter with `_total`.
     pub name: &'static str,
     /// How its values behave.
     pub kind: Kind,
@@ -120,7 +120,7 @@ mod tests {
         }
     }
 
-    /// The names of metrics in a text, without what histograms add to theirs.
+    /// The names of metrics in a text, without the suffixes of histograms.
     fn named(text: &str) -> Vec<&str> {
         let is_part = |letter: char| letter.is_ascii_alphanumeric() || letter == '_';
         let words = text.split(|letter| !is_part(letter));

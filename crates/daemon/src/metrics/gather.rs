@@ -1,4 +1,4 @@
-//! The values of all metrics, read at each request for them.
+//! The values of all metrics, read when a client requests them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use super::families::{self, Family};
 /// A disk that is measured.
 #[derive(Clone)]
 pub struct MeasuredDisk {
-    /// The value of its label `disk`, which no other disk has.
+    /// The value of its label `disk`, unique among the disks.
     pub name: String,
     /// The disk.
     pub disk: Arc<ImageDisk>,
@@ -21,13 +21,13 @@ pub struct MeasuredDisk {
 /// A value.
 #[derive(Clone, Debug)]
 pub enum Value {
-    /// Of a counter or a gauge.
+    /// The value of a counter or a gauge.
     Number(u64),
-    /// Of a histogram.
+    /// The values of a histogram.
     Durations(Box<HistogramReading>),
 }
 
-/// A value and its labels, in the order of its family's.
+/// A value and its labels, in the order of the family's label names.
 #[derive(Clone, Debug)]
 pub struct Sample {
     /// The values of the labels.
@@ -41,11 +41,12 @@ pub struct Sample {
 pub struct Samples {
     /// The family of its samples.
     pub family: &'static Family,
-    /// Without repeated labels.
+    /// The samples; no two have the same labels.
     pub samples: Vec<Sample>,
 }
 
-/// The start of the counters: that of this process, or of the first one in a row of hand-overs.
+/// The time at which the counters started: the start of this process, or of the first process
+/// before a series of hand-overs.
 #[derive(Clone, Copy, Debug)]
 pub struct StartTime(u64);
 
@@ -115,7 +116,7 @@ impl Gathered {
             1,
         );
         self.add(&families::SIZE, &[name], disk.size());
-        // Without a value where the host does not say, or another server has the image.
+        // There is no value if the host does not report one, or if the image is on another server.
         if let Ok(Some(allocated)) = disk.image().allocated_bytes() {
             self.add(&families::ALLOCATED, &[name], allocated);
         }
@@ -174,7 +175,7 @@ impl Gathered {
     }
 }
 
-/// As in errno(3), where requests fail so; others as numbers.
+/// The name as in errno(3) for errnos with which requests fail; a number for others.
 fn errno_name(errno: i32) -> String {
     const NAMES: &[(i32, &str)] = &[
         (1, "EPERM"),

@@ -1,15 +1,15 @@
-//! As much of HTTP/1.1 as a scrape and the page take: one GET or HEAD on a connection, which is
+//! The part of HTTP/1.1 that a scrape and the page need: one GET or HEAD on a connection, which is
 //! then closed.
 //!
-//! Guarantees: any other request gets an answer that says which requests are allowed, and is
-//! discarded. Pages of other sites cannot read anything: not through another name of this machine,
-//! not from a script or an image, not in a frame.
+//! Guarantees: any other request is refused with a reply that gives the reason. Pages of other
+//! sites cannot read anything: not through another name of this machine, not from a script or an
+//! image, not in a frame.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use super::text::Form;
 
-/// The most bytes of a request, up to the empty line that ends it.
+/// The maximum number of bytes in a request, up to the empty line that ends it.
 pub const MAX_REQUEST: usize = 8 << 10;
 
 /// The resource that a request asks for.
@@ -33,7 +33,7 @@ pub struct PageFile {
     text: &'static str,
 }
 
-/// The page at `/`, and what it consists of: `/events` gives it its figures.
+/// The files of the page at `/`. The page gets its figures from `/events`.
 const PAGE: [&PageFile; 3] = [
     &PageFile {
         path: "/",
@@ -52,7 +52,8 @@ const PAGE: [&PageFile; 3] = [
     },
 ];
 
-/// The browser runs the page's own script and style and nothing else, and shows it in no frame.
+/// With these headers the browser runs only the page's own script and style, and shows the page in
+/// no frame.
 const HEADERS: &str = "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n\
     Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
     base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n\
@@ -63,7 +64,7 @@ const HEADERS: &str = "Cache-Control: no-store\r\nX-Content-Type-Options: nosnif
 pub struct Request {
     /// The resource that it asks for.
     pub resource: Resource,
-    /// Whether the answer is to have its bytes, or only say how many there would be (HEAD).
+    /// Whether the reply has the body (GET), or only its length (HEAD).
     pub wants_body: bool,
 }
 
@@ -85,7 +86,7 @@ const NOT_FOUND: Refusal = Refusal {
 };
 const OTHER_SITE: Refusal =
     Refusal { status: "403 Forbidden", why: "a page of another site asks for this" };
-/// More readers of the stream than there are places for.
+/// The refusal when the maximum number of streams is reached.
 pub const TOO_MANY: Refusal = Refusal {
     status: "503 Service Unavailable",
     why: "too many pages of this server are open: close one",
@@ -97,13 +98,13 @@ const OTHER_HOST: Refusal = Refusal {
 const METHOD: Refusal =
     Refusal { status: "405 Method Not Allowed", why: "only GET and HEAD are answered" };
 
-/// The names of this host that a request may have.
+/// The host names that a request may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hosts {
-    /// By any: only programs of this host reach the socket.
+    /// Any name: only programs of this host can reach the socket.
     Any,
-    /// The names of this machine itself. A page of another site, whose owner has its name lead
-    /// here, asks by that name.
+    /// Names of the loopback addresses. This prevents DNS rebinding: a page of another site whose
+    /// name resolves to this machine would use that name.
     Loopback,
 }
 
@@ -122,13 +123,13 @@ impl Hosts {
     }
 }
 
-/// Reads a request by one of these names; `None` where its end has not been received.
+/// Parses a request to one of these host names; `None` if its end has not been received.
 ///
 /// # Errors
-/// Requests that cannot be answered.
+/// The request must be refused.
 pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> {
     let Some(end) = received.windows(4).position(|window| window == b"\r\n\r\n") else {
-        // Something that is no HTTP need not be waited for.
+        // Bytes that cannot begin a request are refused without waiting for more.
         if !may_be_request(received) {
             return Err(BAD);
         }
@@ -152,7 +153,7 @@ pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> 
     if !values("host").all(|host| hosts.have(host)) {
         return Err(OTHER_HOST);
     }
-    // Browsers say on whose behalf they ask.
+    // Browsers send in this header which site's page makes the request.
     let is_of_other_site =
         values("sec-fetch-site").any(|site| !matches!(site, "same-origin" | "none"));
     let wants_body = match method {
@@ -167,20 +168,21 @@ pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> 
         "/events" => Resource::Events,
         _ => Resource::Page(PAGE.iter().find(|file| file.path == path).ok_or(NOT_FOUND)?),
     };
-    // The page itself has no figures: a link to it may be followed from anywhere.
+    // The page itself has no figures, so other sites may link to it.
     if is_of_other_site && path != "/" {
         return Err(OTHER_SITE);
     }
     Ok(Some(Request { resource, wants_body }))
 }
 
-/// OpenMetrics if that is accepted, as Prometheus asks for; else the text that any tool reads.
+/// OpenMetrics if the client accepts it, as Prometheus does; else Prometheus' older text, which
+/// more tools read.
 fn form<'a>(mut accepted: impl Iterator<Item = &'a str>) -> Form {
     let accepts = accepted.any(|types| types.contains("application/openmetrics-text"));
     if accepts { Form::OpenMetrics } else { Form::Prometheus }
 }
 
-/// Whether bytes can be the beginning of a request.
+/// Whether the bytes can be the start of a request.
 fn may_be_request(received: &[u8]) -> bool {
     let method = received.split(|byte| *byte == b' ').next().unwrap_or_default();
     method.len() <= 16 && method.iter().all(u8::is_ascii_uppercase)
@@ -201,7 +203,7 @@ pub fn answer(content_type: &str, body: &str, wants_body: bool) -> Vec<u8> {
     with_head("200 OK", content_type, body, wants_body)
 }
 
-/// The answer to what cannot be answered.
+/// The reply to a request that is refused.
 pub fn refuse(refusal: Refusal) -> Vec<u8> {
     let body = format!("{}\n", refusal.why);
     with_head(refusal.status, "text/plain; charset=utf-8", &body, true)

@@ -1,14 +1,15 @@
-//! Metrics as JSON: the numbers of the text, and quantiles that are finer than its buckets.
+//! Metrics as JSON: the numbers of the text form, and quantiles with a finer resolution than its
+//! buckets.
 
 use blockhouse_core::metrics::{HistogramReading, upper_bound};
 use serde_json::{Map, Value as Json, json};
 
 use super::gather::{Sample, Samples, Value};
 
-/// An object with a member for each family that has samples. Each is a list of samples: their
-/// labels, and their `value`, or of a histogram `count`, `sum`, `p50`, `p99` (in seconds; null
-/// where nothing was recorded) and `buckets`: those that are not empty, each as its upper bound in
-/// seconds (null for the last, which has none) and how many durations it has.
+/// An object with a member for each family that has samples. Each member is a list of samples: the
+/// labels, and the `value`; for a histogram instead `count`, `sum`, `p50`, `p99` (in seconds; null
+/// if nothing was recorded) and `buckets`. `buckets` lists the buckets that are not empty, each as
+/// its upper bound in seconds (null for the last, which has none) and its count of durations.
 pub fn to_json(gathered: &[Samples]) -> Json {
     let family = |one: &Samples| {
         let samples = one.samples.iter().map(|sample| sample_to_json(one, sample)).collect();

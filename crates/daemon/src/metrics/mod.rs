@@ -1,10 +1,9 @@
-//! Metrics of everything that runs, as OpenMetrics, as Prometheus' older text, and as JSON.
+//! Metrics of the running server, as OpenMetrics, as Prometheus' older text, and as JSON.
 //!
 //! - `families`: the names, kinds and meanings of all metrics, in one table; docs/metrics.md
 //!   explains them.
-//! - `gather`(gather()): the values, read from the disks at each request. Nothing is kept between
-//!   two readings.
-//! - `text`, `json`: the forms.
+//! - `gather`(gather()): the values, read from the disks at each request; no reading is stored.
+//! - `text`, `json`: the formats.
 //! - `http`, `server`: the socket of `--metrics`.
 //! - `stream`: the figures and events of the page, whose own files are in the folder `page`.
 

@@ -1,11 +1,12 @@
 //! The socket of `--metrics`: HTTP clients get the metrics, or the page.
 //!
-//! It has a loop of its own, so that writing the text does not delay guests' reads. Guarantees: at
-//! most [`MAX_CLIENTS`] clients at once, each with one request and one answer, for [`TIMEOUT`]
-//! each. A further client replaces the one that has been without a complete request for longest, or
-//! else the one that has not received its answer for longest, if that is more than [`GRACE`]: so
-//! silent and slow clients cannot block a scrape for longer. If no client is that slow, the further
-//! one is disconnected. At most [`MAX_STREAMS`] read a stream, so that scrapes can connect.
+//! It has its own event loop, so that formatting the text does not delay guests' requests.
+//! Guarantees: at most [`MAX_CLIENTS`] clients at once, each with one request and one answer, for
+//! [`TIMEOUT`] each. A further client replaces the oldest client that has not sent its request; or
+//! else the oldest client that has not received its answer, if it is older than [`GRACE`]. So
+//! silent and slow clients cannot block a scrape for longer. If there is no such client, the
+//! further one is disconnected. At most [`MAX_STREAMS`] clients read a stream, so that scrapes can
+//! connect.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -33,13 +34,14 @@ use crate::process::clients::accepted;
 use crate::process::kept_sockets;
 use crate::process::workers::Workers;
 
-/// Connections at the same time.
+/// The maximum number of connections at a time.
 const MAX_CLIENTS: usize = 8;
-/// Streams at the same time.
+/// The maximum number of streams at a time.
 const MAX_STREAMS: usize = 4;
-/// How long a client has its place for certain once it has sent its request.
+/// For how long a client that has sent its request cannot be replaced by another client, counted
+/// from its connection.
 const GRACE: Duration = Duration::from_secs(1);
-/// The delay after the address could not be bound.
+/// The delay before another attempt to bind the address.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// Bytes that one system call receives.
 const RECEIVE_SIZE: usize = 4096;
@@ -47,13 +49,13 @@ const RECEIVE_SIZE: usize = 4096;
 /// Listens at an address, and has the service manager keep the socket.
 ///
 /// # Errors
-/// The kernel's, and where another process listens there.
+/// The kernel's, also if another process listens at the address.
 pub(crate) fn bind(address: &MetricsAddress) -> Result<BoundSocket> {
     let bound = kept_sockets::bind(&address.address(), address.permissions());
     bound.with_context(|| format!("--metrics {address}"))
 }
 
-/// Metrics that are served.
+/// The server of the metrics.
 pub struct MetricsServer {
     workers: Workers,
     stop: oneshot::Sender<()>,
@@ -61,13 +63,13 @@ pub struct MetricsServer {
 }
 
 impl MetricsServer {
-    /// Serves the metrics at a listening socket, by a loop of its own.
+    /// Serves the metrics at a listening socket, on its own event loop.
     pub fn start(bound: BoundSocket, workers: Workers, observed: Arc<dyn Observed>) -> Self {
         Self::start_at(workers, observed, async move || bound)
     }
 
-    /// As [`start`](Self::start), as soon as the address is free: the process that served there
-    /// before is about to end.
+    /// As [`start`](Self::start), as soon as the address is free: the process before the hand-over,
+    /// which serves there, is about to end.
     pub fn start_when_free(
         address: MetricsAddress,
         workers: Workers,
@@ -79,8 +81,9 @@ impl MetricsServer {
                     Ok(bound) => return bound,
                     Err(error) => tracing::debug!("metrics have to wait: {error:#}"),
                 }
-                // The service manager may go on to listen for the process before. It hears of this
-                // only once that has told it which process serves now.
+                // The service manager may still keep the earlier process's socket, which then
+                // listens. It accepts this message only after the earlier process has told it the
+                // new main process.
                 kept_sockets::give_up_left(&address.address());
                 sleep(RETRY_DELAY).await;
             }
@@ -108,14 +111,14 @@ impl MetricsServer {
 
     /// Ends, and removes the socket's file, unless the service manager keeps the socket.
     pub fn stop(self) {
-        // It may have ended already.
+        // The server may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();
         self.workers.stop();
     }
 }
 
-/// Accepts and answers without end.
+/// Accepts clients and answers them; returns only on an error.
 async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     let BoundSocket { socket, file, address } = bound;
     let listener = Listener::new(socket)?;
@@ -128,7 +131,7 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
             );
             Hosts::Loopback
         }
-        // No browser reaches it.
+        // Browsers cannot connect to a Unix socket.
         Address::Unix(_) => Hosts::Any,
     };
     let mut accepted = pin!(accepted(listener.clone()).fuse());
@@ -142,7 +145,7 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
             connection = accepted.select_next_some() => match connection {
                 Ok(stream) => {
                     if clients.len() >= MAX_CLIENTS && unfinished.end_one() {
-                        // The one that was told to end is ready, so this takes no time.
+                        // The client that was told to end is ready, so this does not wait.
                         clients.next().await;
                     }
                     if clients.len() < MAX_CLIENTS {
@@ -157,21 +160,23 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     }
 }
 
-/// The clients that have no answer yet, the oldest first.
+/// The clients that have not received their answer, the oldest first.
 #[derive(Default)]
 struct Unfinished(VecDeque<Place>);
 
-/// The end of a client: it has to end where its receiver ends.
+/// The senders of one client. Dropping them ends the client if it still waits for its request, or
+/// for its answer to be sent.
 struct Place {
     since: Instant,
-    /// Has no receiver once the request was sent.
+    /// The client drops the receiver when its request was received.
     silent: oneshot::Sender<Infallible>,
-    /// Has no receiver once the answer was taken, or the client reads the stream.
+    /// The client drops the receiver when its answer was sent, or when it starts to read the
+    /// stream.
     slow: oneshot::Sender<Infallible>,
 }
 
 impl Unfinished {
-    /// Adds a client, with the receivers of its [`Place`].
+    /// Adds a client, and returns the receivers of its [`Place`].
     fn join(&mut self) -> (oneshot::Receiver<Infallible>, oneshot::Receiver<Infallible>) {
         self.0.retain(|place| !place.slow.is_canceled());
         let (silent, is_silent) = oneshot::channel();
@@ -195,14 +200,14 @@ impl Unfinished {
 struct Client {
     stream: Stream,
     hosts: Hosts,
-    /// Ends where another client takes the place before the request was sent.
+    /// Resolves if another client replaces this one before its request was received.
     silent: oneshot::Receiver<Infallible>,
-    /// Ends where another client takes the place before the answer was taken.
+    /// Resolves if another client replaces this one before its answer was sent.
     slow: oneshot::Receiver<Infallible>,
 }
 
 impl Client {
-    /// Answers one request. A client that is gone or too slow gets none.
+    /// Answers one request. A client that has disconnected or is too slow gets no answer.
     async fn serve(self, (observed, streams): (&dyn Observed, &Rc<()>)) {
         let Self { stream, hosts, silent, slow } = self;
         let request = timeout(TIMEOUT, receive_request(&stream, hosts));
@@ -228,7 +233,7 @@ impl Client {
     }
 }
 
-/// Receives a request; `None` where the client has gone.
+/// Receives a request; `None` if the client has disconnected.
 async fn receive_request(stream: &Stream, hosts: Hosts) -> Option<Result<Request, http::Refusal>> {
     let mut buffer = Buffer::try_new(RECEIVE_SIZE).ok()?;
     let mut received = Vec::new();
@@ -285,7 +290,7 @@ mod tests {
                 place.since.checked_sub(2 * GRACE).expect("the machine has run for longer");
         }
         assert!(unfinished.end_one() && is_over(&mut first) && !is_over(&mut third));
-        // One whose answer was taken is over by itself.
+        // A client that has received its answer ends by itself.
         drop(third);
         assert!(!unfinished.end_one());
     }

@@ -1,8 +1,8 @@
 //! The stream of the page (Server-Sent Events), and sending to clients of the metrics.
 //!
-//! Guarantees: one snapshot a second, and each event of the server as it happens; without a client
-//! no disk is read. A client that receives nothing for [`TIMEOUT`] is disconnected, so each has at
-//! most one message in memory.
+//! Guarantees: one snapshot a second, and each event of the server when it happens; without a
+//! client no metrics are read. A client that receives nothing for [`TIMEOUT`] is disconnected, so
+//! each has at most one message in memory.
 
 use std::pin::pin;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -32,7 +32,7 @@ pub(crate) trait Observed: Send + Sync {
     fn subscribe(&self) -> Subscription;
 }
 
-/// Sends snapshots and events until the client has gone.
+/// Sends snapshots and events until the client has disconnected.
 pub(super) async fn serve_stream(stream: &Stream, observed: &dyn Observed) {
     let events = observed.subscribe();
     let mut message = http::stream_head();
@@ -52,8 +52,8 @@ pub(super) async fn serve_stream(stream: &Stream, observed: &dyn Observed) {
     }
 }
 
-/// Everything that the page shows, in a line: JSON has no line feed outside of strings, and escapes
-/// them inside.
+/// Everything that the page shows, as one line: compact JSON has no line feed between values, and
+/// escapes line feeds in strings.
 fn snapshot(observed: &dyn Observed) -> serde_json::Value {
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     json!({
@@ -63,7 +63,7 @@ fn snapshot(observed: &dyn Observed) -> serde_json::Value {
     })
 }
 
-/// Sends bytes. Returns whether the client has taken them in time.
+/// Sends bytes. Returns whether the client received them in time.
 pub(super) async fn send(stream: &Stream, bytes: &[u8]) -> bool {
     let Ok(mut buffer) = Buffer::try_new(bytes.len()) else { return false };
     buffer.bytes_mut().copy_from_slice(bytes);

@@ -1,7 +1,8 @@
 //! Metrics as text: OpenMetrics 1.0, and the older text of Prometheus (0.0.4), which more tools
 //! read.
 //!
-//! They differ in three things: where a counter's name has `_total`, the end, and the content type.
+//! The two differ in three things: `_total` in a counter's `# HELP` and `# TYPE`, the end of the
+//! text, and the content type.
 
 use std::fmt::Write;
 
@@ -10,7 +11,7 @@ use blockhouse_core::metrics::HistogramReading;
 use super::families::{Family, Kind};
 use super::gather::{Sample, Samples, Value};
 
-/// Which text.
+/// The version of the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// OpenMetrics 1.0.
@@ -20,7 +21,7 @@ pub enum Form {
 }
 
 impl Form {
-    /// For the header of an answer.
+    /// The value of `Content-Type`.
     pub fn content_type(self) -> &'static str {
         match self {
             Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -37,7 +38,7 @@ impl Form {
     }
 }
 
-/// The text. Families without samples are left out.
+/// The metrics as text. Families without samples are left out.
 pub fn to_text(gathered: &[Samples], form: Form) -> String {
     let mut text = String::new();
     for Samples { family, samples } in gathered.iter().filter(|one| !one.samples.is_empty()) {
@@ -87,7 +88,7 @@ fn write_histogram(text: &mut String, name: &str, pairs: &str, durations: &Histo
     line(text, format_args!("{name}_count{{{pairs}}} {count}"));
 }
 
-/// A label, with what would end its value early escaped.
+/// A label; characters that would end its value early are escaped.
 fn pair(name: &str, value: &str) -> String {
     let value = value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     format!("{name}=\"{value}\"")

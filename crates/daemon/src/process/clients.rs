@@ -6,7 +6,7 @@ use std::time::Duration;
 use blockhouse_engine::{Listener, Stream, sleep};
 use futures_util::stream::{self, unfold};
 
-/// The pause after an error, such as that no further file may be open.
+/// The pause after an error of `accept`, such as EMFILE.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// Accepts clients without end.

@@ -1,14 +1,14 @@
-//! Listening sockets that the service manager keeps while no server runs: its descriptor store
-//! (`FileDescriptorStoreMax=`, sd_notify(3)).
+//! Listening sockets that the service manager keeps in its file descriptor store while no server
+//! runs (`FileDescriptorStoreMax=`, sd_notify(3)).
 //!
-//! Guarantees: between the end of a server, or its death, and the next start clients wait in the
-//! backlog of the socket instead of being refused. A kept socket is used again only for its own
-//! address, and that of a file only where the file at its path is still the one that was bound. A
-//! socket that is no longer served, or not wanted at the next start, leaves the store. Without a
-//! store (`$FDSTORE`, systemd 254) nothing is kept.
+//! Guarantees: between the end or crash of a server and the next start, clients wait in the
+//! socket's backlog and are not refused. A kept socket is used again only for its own address; a
+//! Unix socket only if the file at its path is still the one that was bound. A socket that is no
+//! longer served, or not used after the next start, is removed from the store. Without a store
+//! (`$FDSTORE`, systemd 254) nothing is kept.
 //!
-//! A socket is known by its name in the store: [`PREFIX`], the device and inode of its file, and
-//! its address. The inode is not used again while the socket listens.
+//! A socket's name in the store identifies it: [`PREFIX`], the device and inode of its file, and
+//! its address. The inode number is not reused while the socket listens.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,35 +24,35 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 
 use crate::process::service_manager;
 
-/// The prefix of our sockets' names, before an equals sign, which no name of a unit has: sockets of
-/// units are called after these.
+/// The prefix of our sockets' names. The names also have an equals sign, which names of units
+/// cannot have: sockets that systemd passes from socket units are named after the units.
 const PREFIX: &str = "blockhouse-";
-/// The longest name that the service manager takes.
+/// The maximum length of a name in the store.
 const MAX_NAME: usize = 255;
 /// Characters that a name cannot have: a colon separates names in `$LISTEN_FDNAMES`.
 const ESCAPED: &AsciiSet = &CONTROLS.add(b':').add(b'%');
 
-/// A socket that an earlier server had kept, until it is used or leaves the store.
+/// A socket that an earlier server stored, until it is used or removed from the store.
 struct Kept {
     name: String,
     socket: OwnedFd,
 }
 
-/// The sockets of this process.
+/// The kept sockets that this process has received and not used.
 static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
-/// Whether a descriptor of this name is one that a server has had kept.
+/// Whether a server of ours has stored the descriptor with this name.
 pub(crate) fn is_name(name: &str) -> bool {
     parse(name).is_some()
 }
 
-/// Takes in a socket that the service manager has passed under a name of ours.
+/// Records a socket that the service manager has passed under one of our names.
 pub(crate) fn take_in(name: &str, socket: OwnedFd) {
     KEPT.lock().push(Kept { name: name.to_owned(), socket });
 }
 
-/// Listens at an address, by the socket that was kept for it if there is one, and has the service
-/// manager keep the socket.
+/// Listens at an address, with the socket that was kept for it if there is one, and stores the
+/// socket at the service manager.
 ///
 /// # Errors
 /// As [`bind_for`].
@@ -69,7 +69,7 @@ pub(crate) fn bind(address: &Address, permissions: SocketPermissions) -> Result<
     Ok(bound)
 }
 
-/// Has the service manager keep a socket, and its file stays at the end of the process.
+/// Stores a socket at the service manager; its file then stays at the end of the process.
 pub(crate) fn keep(bound: &BoundSocket) {
     if !service_manager::has_store() {
         return;
@@ -82,7 +82,8 @@ pub(crate) fn keep(bound: &BoundSocket) {
     }
 }
 
-/// Has the service manager give up a socket at which nothing is served. Its file goes with `file`.
+/// Removes a socket at which nothing is served from the store. Dropping `file` then removes the
+/// socket's file.
 pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
     let name = name_of(address, file.and_then(SocketFile::identity));
     if let Some(name) = name.filter(|_| service_manager::has_store()) {
@@ -91,8 +92,8 @@ pub(crate) fn give_up(address: &Address, file: Option<&SocketFile>) {
     }
 }
 
-/// Has the service manager give up what it keeps for an address, where the server that listened
-/// there hands over and may have had it kept. The file at the path stays.
+/// Removes the socket of an address from the store, if an earlier server, which hands over, has
+/// stored it. The file at the path stays.
 pub(crate) fn give_up_left(address: &Address) {
     if !service_manager::has_store() {
         return;
@@ -107,11 +108,11 @@ pub(crate) fn give_up_left(address: &Address) {
     name_of(address, identity).iter().for_each(|name| service_manager::forget(name));
 }
 
-/// Gives up what was kept and is not used, with its files.
+/// Removes the kept sockets that are not used from the store, and their files.
 pub(crate) fn give_up_unused() {
     for Kept { name, .. } in std::mem::take(&mut *KEPT.lock()) {
         tracing::info!("{name}: a socket that the service manager kept is no longer used");
-        // Dropped, the file is removed.
+        // Dropping the `SocketFile` removes the file.
         drop(parse(&name).and_then(|(address, identity)| file_of(&address, identity?)));
         service_manager::forget(&name);
     }
@@ -125,27 +126,28 @@ fn find(address: &Address) -> Option<BoundSocket> {
     let identity = parse(&kept[index].name).and_then(|(_, identity)| identity);
     let file = match address {
         Address::Tcp { .. } => None,
-        // Another server may have taken the path: then the socket leaves the store.
+        // If another server has replaced the file at the path, the socket is not used, and is later
+        // removed from the store.
         Address::Unix(_) => Some(file_of(&shown(address), identity?)?),
     };
     let socket = kept.remove(index).socket;
     Some(BoundSocket { socket, address: address.clone(), file })
 }
 
-/// The name of a socket in the store, of device and inode of its file; `None` where it has none
-/// that fits.
+/// The name of a socket in the store, from its address and its file's device and inode; `None` if
+/// it has no file or the name is too long.
 fn name_of(address: &Address, identity: Option<(u64, u64)>) -> Option<String> {
     let identity = match (address, identity) {
         (Address::Tcp { .. }, _) => String::new(),
         (Address::Unix(_), Some((device, inode))) => format!("{device:x}.{inode:x}"),
-        // Its file belongs to another user.
+        // Without an identity the file is not ours.
         (Address::Unix(_), None) => return None,
     };
     let name = format!("{PREFIX}{identity}={}", shown(address));
     (name.len() <= MAX_NAME).then_some(name)
 }
 
-/// An address, without what a name cannot have.
+/// An address, with the characters escaped that a name cannot have.
 fn shown(address: &Address) -> String {
     match address {
         Address::Unix(path) => percent_encode(path.as_os_str().as_bytes(), ESCAPED).to_string(),
@@ -155,7 +157,7 @@ fn shown(address: &Address) -> String {
     }
 }
 
-/// The address that a name has, and device and inode of the file.
+/// The address in a name, and the file's device and inode.
 fn parse(name: &str) -> Option<(String, Option<(u64, u64)>)> {
     let (identity, address) = name.strip_prefix(PREFIX)?.split_once('=')?;
     let number = |text| u64::from_str_radix(text, 16).ok();
@@ -165,7 +167,7 @@ fn parse(name: &str) -> Option<(String, Option<(u64, u64)>)> {
     Some((address.to_owned(), identity))
 }
 
-/// The file of a kept socket, if it is at its path.
+/// The file of a kept socket, if it is still at its path.
 fn file_of(address: &str, identity: (u64, u64)) -> Option<SocketFile> {
     let path: Vec<u8> = percent_decode_str(address).collect();
     SocketFile::find(Path::new(OsStr::from_bytes(&path)), identity)

@@ -1,12 +1,12 @@
-//! Keys from a command line or a request: in a private file of this process, as if the user had
-//! named a file.
+//! Keys from a command line or a request. They are stored in a memfd of this process, so that they
+//! are read as a key file that the user has named.
 
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
-/// Keeps a key: the path of its file, which is there as long as the descriptor is open.
+/// Stores a key. Returns the path of its file, which exists as long as the descriptor is open.
 ///
 /// # Errors
 /// The host's: no memory, or no descriptor.

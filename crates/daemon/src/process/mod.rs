@@ -1,5 +1,5 @@
-//! The process and its service manager: threads with loops, signals, the watchdog, the pid file,
-//! kept sockets.
+//! The process and its service manager: threads with event loops, signals, the watchdog, the pid
+//! file, kept sockets.
 
 pub(crate) mod blocking;
 pub(crate) mod clients;

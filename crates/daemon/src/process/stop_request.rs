@@ -1,4 +1,4 @@
-//! A request to stop, made by a signal, and when another signal is a second request.
+//! A request to stop, made by a signal, and the rule for when another signal is a second request.
 //!
 //! One request often comes as several signals: `timeout` signals its child and then its whole
 //! process group, and a terminal's Ctrl-C reaches a process that a wrapper signals as well. So
@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-/// How long after the first signal others are the same request.
+/// For how long after the first signal other signals are the same request.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
 /// The first request to stop.

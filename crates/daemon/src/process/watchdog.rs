@@ -1,9 +1,9 @@
-//! The service manager's watchdog: it gets messages as long as every event loop runs.
+//! The service manager's watchdog: this server sends it messages as long as every event loop runs.
 //!
-//! Guarantee: each message (`WATCHDOG=1`, sd_notify(3)) follows a task on every loop that was
-//! submitted after the message before. So while a loop hangs no message is sent, and the service
-//! manager ends the server after the unit's `WatchdogSec=` and starts it again. A loop that runs in
-//! time costs nothing. Without a watchdog nothing runs.
+//! Guarantee: before each message (`WATCHDOG=1`, sd_notify(3)) every loop has run a task that was
+//! submitted after the previous message. So while a loop hangs no message is sent, and the service
+//! manager ends the server after the unit's `WatchdogSec=` and restarts it. Without a watchdog no
+//! thread is started.
 
 use std::time::Duration;
 
@@ -12,20 +12,21 @@ use sd_notify::NotifyState;
 
 use crate::process::service_manager;
 
-/// The messages in each interval of the service manager: a loop may hang for three quarters of it.
+/// The number of messages in each interval of the service manager. A loop may hang for three
+/// quarters of the interval.
 const PARTS: u32 = 4;
 
-/// The process that the service manager started, and so the one that its environment is for.
+/// The process that the service manager started, and for which it set the environment.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Started {
-    /// This one.
+    /// This process.
     Here,
-    /// The process before an upgrade, whose environment this one has.
+    /// The process before an upgrade, whose environment this process has inherited.
     Before,
 }
 
 /// Starts the thread that runs a task on each of `loops` and notifies the service manager, if that
-/// has a watchdog. The thread ends with the first loop.
+/// has a watchdog. The thread ends when the first loop ends.
 pub(crate) fn start(loops: Vec<Handle>, started: Started) {
     let Some(time) = time(started) else { return };
     let tell = || service_manager::tell(&[NotifyState::Watchdog]);
@@ -46,7 +47,7 @@ fn time(started: Started) -> Option<Duration> {
     time.parse().ok().filter(|time| *time > 0).map(Duration::from_micros)
 }
 
-/// Calls `tell` each time that all loops have run, with pauses, until one has ended.
+/// Calls `tell` each time after all loops have run a task, then pauses, until a loop has ended.
 fn watch(loops: &[Handle], pause: Duration, tell: impl Fn()) {
     while all_run(loops) {
         tell();
@@ -54,7 +55,7 @@ fn watch(loops: &[Handle], pause: Duration, tell: impl Fn()) {
     }
 }
 
-/// Waits until each loop has run a task; whether all are there.
+/// Waits until each loop has run a task. Returns false if a loop has ended.
 fn all_run(loops: &[Handle]) -> bool {
     let tasks: Vec<_> = loops.iter().map(|handle| handle.spawn(|| async {})).collect();
     tasks.into_iter().all(|task| task.wait().is_some())
@@ -87,12 +88,12 @@ mod tests {
         let (hang, hangs) = channel();
         drop(loops[1].handle().spawn(move || async move {
             hang.send(()).expect("the test waits");
-            // It blocks the loop's thread until the test lets go.
+            // This blocks the loop's thread until the test drops `release`.
             let _ = released.recv();
         }));
         hangs.recv_timeout(LONG).expect("it hangs");
-        // One message may have been on its way; the loop cannot have run a task that was submitted
-        // since.
+        // One more message may follow, for tasks that ran before the loop hung. The loop cannot run
+        // a task that was submitted later.
         while messages.try_recv().is_ok() {}
         let late = std::iter::from_fn(|| messages.recv_timeout(Duration::from_millis(200)).ok());
         assert!(late.count() <= 1, "a loop hangs, and messages go on");

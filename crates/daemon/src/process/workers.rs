@@ -22,7 +22,7 @@ impl Workers {
         Ok(Self { threads: threads.collect::<Result<_>>()? })
     }
 
-    /// One loop for what is not a guest's: it does not busy-poll.
+    /// Starts one loop for work that is not for guests; it does not busy-poll.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -32,12 +32,12 @@ impl Workers {
         Self::start(1, LoopOptions { engine, polling, fixed_files, io_poll, commands })
     }
 
-    /// The engine that they use: the first one's, and so that of all.
+    /// The engine of the first loop; all loops use the same engine.
     pub fn report(&self) -> &EngineReport {
         self.threads[0].report()
     }
 
-    /// The loop for single jobs.
+    /// The first loop, for single tasks.
     pub fn first(&self) -> &Handle {
         self.threads[0].handle()
     }
@@ -56,7 +56,7 @@ impl Workers {
         self.threads[0].run(make)
     }
 
-    /// Ends all loops. What runs on them is dropped.
+    /// Ends all loops. The tasks on them are dropped.
     pub fn stop(self) {
         self.threads.into_iter().for_each(LoopThread::stop);
     }

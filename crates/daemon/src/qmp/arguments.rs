@@ -6,16 +6,16 @@ use serde_json::{Map, Value};
 
 use super::errors::QmpError;
 
-/// Arguments, or a part of them that is an object.
+/// The arguments of a command, or an object in them.
 #[derive(Debug)]
 pub(super) struct Arguments {
     given: Map<String, Value>,
     /// The prefix of names in errors.
     path: String,
-    /// Whether values are words of a command line, which are numbers and switches only where such
-    /// are wanted.
+    /// Whether the values are texts of a command line, in which numbers and switches (`on`, `off`)
+    /// are texts too.
     are_words: bool,
-    /// Whether they are those of an option.
+    /// Whether the arguments come from a command-line option.
     is_option: bool,
 }
 
@@ -25,14 +25,14 @@ impl Arguments {
         Self { given, path: String::new(), are_words: false, is_option: false }
     }
 
-    /// The arguments of a command, as an option of a command line has them; `are_words`: `on` and
-    /// `off`, and numbers as text.
+    /// The arguments of a command, from a command-line option. `are_words`: switches are `on` and
+    /// `off`, and numbers are texts.
     pub(super) fn of_option(given: Map<String, Value>, are_words: bool) -> Self {
         Self { are_words, is_option: true, ..Self::new(given) }
     }
 
-    /// The member of an address that has its parts: in an option these are members of the address
-    /// itself.
+    /// The object with the parts of an address: its member `data`, or in a command-line option the
+    /// address itself.
     pub(super) fn parts_of_address(self) -> Result<Self, QmpError> {
         let mut address = self;
         if address.is_option {
@@ -78,7 +78,7 @@ impl Arguments {
         self.needed(name, text)
     }
 
-    /// Whether something holds; `otherwise` where it is left out.
+    /// A boolean; `otherwise` if it is left out.
     pub(super) fn flag(&mut self, name: &str, otherwise: bool) -> Result<bool, QmpError> {
         if self.are_words {
             let Some(word) = self.some_text(name)? else { return Ok(otherwise) };
@@ -98,7 +98,7 @@ impl Arguments {
             if let Some(word) = value.as_str().filter(|_| are_words) {
                 return word.parse().ok();
             }
-            // QEMU takes whole numbers in any form.
+            // QEMU accepts whole numbers in any notation.
             let double = value
                 .as_f64()
                 .filter(|double| double.fract() == 0.0 && double.abs() < 2f64.powi(53));
@@ -157,7 +157,7 @@ impl Arguments {
         self.needed(name, object)
     }
 
-    /// An object that may be a text instead, which is not taken.
+    /// An object. A text instead of an object stays in the arguments, and the result is `None`.
     pub(super) fn some_object_or_text(&mut self, name: &str) -> Result<Option<Self>, QmpError> {
         match self.given.get(name) {
             Some(Value::String(_)) => Ok(None),
@@ -177,7 +177,7 @@ impl Arguments {
         }
     }
 
-    /// One of some words, which may be left out: then it is the first one.
+    /// One of the given words; `None` if it is left out.
     pub(super) fn word(
         &mut self,
         name: &str,
@@ -188,7 +188,7 @@ impl Arguments {
         known.copied().map(Some).ok_or_else(|| self.rejects(name, &text))
     }
 
-    /// One of some words.
+    /// One of the given words.
     pub(super) fn needed_word(
         &mut self,
         name: &str,
@@ -198,12 +198,12 @@ impl Arguments {
         self.needed(name, word)
     }
 
-    /// Without the path, as QEMU says it.
+    /// The error names the parameter without its path, as QEMU's error does.
     fn rejects(&self, name: &str, value: &str) -> QmpError {
         QmpError::generic(format!("Parameter '{name}' does not accept value '{value}'"))
     }
 
-    /// Takes an argument that has no meaning here, and refuses any value of it but these.
+    /// Takes an argument that has no effect here, and refuses all its values except these.
     pub(super) fn only(&mut self, name: &str, values: &[Value], why: &str) -> Result<(), QmpError> {
         match self.given.remove(name) {
             Some(value) if !values.contains(&self.typed(value.clone())) => Err(QmpError::generic(
@@ -213,18 +213,18 @@ impl Arguments {
         }
     }
 
-    /// A value of any type: a word that is a switch is one.
+    /// A value of any type; the texts `on` and `off` of a command line become booleans.
     fn typed(&self, value: Value) -> Value {
         let switch = value.as_str().filter(|_| self.are_words).and_then(switch::parse);
         switch.map_or(value, Value::Bool)
     }
 
-    /// Gives a text back, for who takes it after this.
+    /// Puts a text back into the arguments, so that it can be taken again.
     pub(super) fn put_back(&mut self, name: &str, text: &str) {
         self.given.insert(name.to_owned(), text.into());
     }
 
-    /// Whether an argument is there and says that there is nothing.
+    /// Whether an argument is present and null. Takes it if so.
     pub(super) fn is_null(&mut self, name: &str) -> bool {
         let is_null = self.given.get(name) == Some(&Value::Null);
         if is_null {
@@ -233,12 +233,12 @@ impl Arguments {
         is_null
     }
 
-    /// All that nobody has taken yet.
+    /// Takes all arguments that were not taken.
     pub(super) fn rest(&mut self) -> Map<String, Value> {
         std::mem::take(&mut self.given)
     }
 
-    /// All were taken.
+    /// Refuses arguments that were not taken.
     pub(super) fn end(&self) -> Result<(), QmpError> {
         match self.given.keys().next() {
             Some(name) => {
@@ -249,7 +249,7 @@ impl Arguments {
     }
 }
 
-/// Whether QEMU takes this as an id.
+/// Whether QEMU accepts this as an id.
 pub(super) fn is_well_formed(id: &str) -> bool {
     let is_letter = |c: u8| c.is_ascii_alphanumeric() || b"-._".contains(&c);
     id.starts_with(|c: char| c.is_ascii_alphabetic()) && id.bytes().all(is_letter)

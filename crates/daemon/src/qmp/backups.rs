@@ -1,9 +1,9 @@
 //! `blockdev-backup`: jobs that copy a disk's content at one moment, and, with `sync` `none`,
 //! frozen disks that clients read.
 //!
-//! The target of `sync` `none` is a node that stands on that of the disk. It stays empty: exports
-//! of its node serve what the server's own backup has frozen, whose scratch file is in the folder
-//! of the target's image.
+//! With `sync` `none` the target is a node whose backing file is the disk's node. The target's
+//! image stays empty: exports of the target's node serve the frozen disk of a `backup` of this
+//! server, whose scratch file is in the folder of the target's image.
 
 use std::rc::Rc;
 
@@ -17,7 +17,7 @@ use super::events::forget;
 use super::starting::{JobArguments, check_whole, start_all};
 use super::state::Pull;
 
-/// A backup that is asked for.
+/// A requested backup.
 pub(super) struct Backup {
     job: JobArguments,
     /// An element of `disk.transaction`'s `backups`.
@@ -31,7 +31,7 @@ pub(super) async fn start(context: &Rc<Context>, given: Arguments) -> Returned {
     begin(context, Vec::new(), vec![backup]).await
 }
 
-/// Begins backups at the moment of changes of bitmaps.
+/// Begins backups, and changes bitmaps, at one moment.
 pub(super) async fn begin(
     context: &Rc<Context>,
     changes: Vec<Value>,
@@ -43,7 +43,7 @@ pub(super) async fn begin(
         pulls.extend(pull.map(|pull| (job.name.clone(), pull)));
         jobs.push(job);
     }
-    // Before they are listed.
+    // Recorded before the backups are listed.
     let names: Vec<_> = pulls.iter().map(|(name, _)| name.clone()).collect();
     context.state.borrow_mut().pulls.extend(pulls);
     let call = ("disk.transaction", json!({ "bitmaps": changes, "backups": params }));
@@ -54,7 +54,8 @@ pub(super) async fn begin(
     started
 }
 
-/// Takes the arguments of one; `changes`: of bitmaps, which are made before.
+/// Takes the arguments of a backup. `changes` are changes of bitmaps that are made before it
+/// begins.
 pub(super) async fn take(
     context: &Context,
     changes: &Changes,
@@ -93,7 +94,8 @@ pub(super) async fn take(
     Ok(Backup { job, params, pull: None })
 }
 
-/// Whether the bitmap says what has changed since, after the backup.
+/// Checks `bitmap` and `bitmap-mode`. Returns whether the bitmap is synced: after the backup it has
+/// the changes since the backup's moment.
 async fn check_bitmap(
     context: &Context,
     changes: &Changes,

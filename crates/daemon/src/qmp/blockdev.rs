@@ -70,7 +70,7 @@ fn busy_behind(name: &str, user: &str) -> QmpError {
     QmpError::generic(format!("Node '{name}' is busy: node is used as backing hd of '{user}'"))
 }
 
-/// Refuses to remove what a backup needs.
+/// Refuses to remove a node that a backup uses.
 fn check_unused(context: &Context, name: &str, disk: &str) -> Result<(), QmpError> {
     let state = context.state.borrow();
     if let Some((user, _)) = state.over.iter().find(|(_, lower)| *lower == name) {
@@ -84,12 +84,12 @@ fn check_unused(context: &Context, name: &str, disk: &str) -> Result<(), QmpErro
     }
 }
 
-/// The error for a node that others are on, in QEMU's words.
+/// The error for a node that other nodes use, in QEMU's words.
 fn in_use(name: &str) -> QmpError {
     QmpError::generic(format!("Block device {name} is in use"))
 }
 
-/// Refuses to remove a filter with exports: they are those of its disk.
+/// Refuses to remove a filter that has exports.
 fn check_unexported(context: &Context, name: &str) -> Result<(), QmpError> {
     let state = context.state.borrow();
     match state.exports.iter().find(|export| export.node == name) {

@@ -17,10 +17,10 @@ use super::{
     query, reopening, schema, snapshots, starting, transaction,
 };
 
-/// The command that comes first.
+/// The command that a client must send first.
 pub(super) const NEGOTIATION: &str = "qmp_capabilities";
 
-/// A name that no method has: it stands for what only a socket allows that answers everything.
+/// Not a method's name: a command that calls it exists only on sockets that answer all methods.
 const EVERYTHING: &str = "everything";
 
 /// A command.
@@ -28,7 +28,7 @@ pub(super) struct Command {
     name: &'static str,
     /// The methods that it calls.
     calls: &'static [&'static str],
-    /// Carries it out.
+    /// Executes the command.
     pub(super) run: Run,
 }
 
@@ -54,7 +54,7 @@ macro_rules! command {
     ($name:literal, [$($call:expr),*], $run:path) => {
         Command { name: $name, calls: &[$($call),*], run: |context, arguments| $run(context, arguments).boxed_local() }
     };
-    // Of the job that the arguments name.
+    // A command for the job that the arguments name.
     ($name:literal, [$($call:expr),*], $run:path, $find_job:path) => {
         Command { name: $name, calls: &[$($call),*], run: |context, arguments| {
             async { $run(context, &$find_job(context, arguments).await?).await }.boxed_local()
@@ -64,7 +64,7 @@ macro_rules! command {
 
 #[rustfmt::skip]
 const COMMANDS: &[Command] = &[
-    // Never found: the session has carried it out.
+    // Never executed here: the session handles it.
     command!("qmp_capabilities", [], query_commands),
     command!("query-version", [], query_version),
     command!("query-commands", [], query_commands),
@@ -135,11 +135,11 @@ async fn query_schema(context: &Rc<Context>, arguments: Arguments) -> Returned {
     arguments.end().map(|()| schema::schema(is_there))
 }
 
-/// Ends the server as a signal does. Jobs end first, so that clients are told.
+/// Ends the server as SIGTERM does. Jobs end first, so that clients receive their events.
 async fn quit(context: &Rc<Context>, arguments: Arguments) -> Returned {
     arguments.end()?;
     jobs::cancel_all(context).await;
-    // The main thread waits for signals. It fails for no signal that exists.
+    // The main thread waits for signals. `raise` fails only for invalid signals.
     let _ = raise(SIGTERM);
     Ok(json!({}))
 }

@@ -16,20 +16,20 @@ use crate::control::{Gate, call};
 use crate::events::Subscription;
 use crate::running::Running;
 
-/// Ends when the server does.
+/// Resolves when the server ends.
 pub(super) type Stopped = Shared<oneshot::Receiver<()>>;
 
-/// A QMP socket's clients share this, on its loop.
+/// The context that the clients of a QMP socket share, on the socket's loop.
 pub(super) struct Context {
     /// The running server.
     pub(super) running: Arc<Running>,
     /// The methods of the control socket that commands may call.
     pub(super) answers: Answers,
-    /// The object of the command line that has the server's TLS.
+    /// The id of the command line's object that sets up the server's TLS.
     pub(super) tls_object: Option<String>,
-    /// Whether images may name any file and server, as in QEMU.
+    /// Whether images may refer to any file and server, as in QEMU.
     pub(super) follows_names: bool,
-    /// QMP's own state beside the server.
+    /// QMP's own state, besides the server's.
     pub(super) state: RefCell<State>,
     /// The receivers of events.
     pub(super) events: Broadcast,
@@ -46,24 +46,24 @@ impl Context {
     pub(super) async fn call(&self, method: &str, params: Value) -> Result<Value, QmpError> {
         self.answers.check(method).map_err(QmpError::generic)?;
         let is_cancelled = || self.stopped.peek().is_some();
-        // On the heap: commands make several calls, each of which is as large as the largest
-        // method.
+        // The future is boxed: a command makes several calls, each as large as the future of the
+        // largest method.
         let call = call(&self.running, &self.answers, method, params, &is_cancelled);
         Ok(call.boxed_local().await?)
     }
 
-    /// The disk that has a node of a format, and how many images are before the node's.
+    /// The disk whose chain has a format node of this name, and the node's depth in the chain.
     pub(super) fn find_node(&self, node: &str) -> Option<(String, usize)> {
         let state = self.state.borrow();
         let (disk, depth) = state.place_of(node)?;
         self.running.disks().find(disk).map(|_| (disk.to_owned(), depth))
     }
 
-    /// The disk whose image is a node.
+    /// The disk whose top node, or filter, is `node`.
     ///
     /// # Errors
-    /// There is no such node, or it is below or behind another one, and has no use by itself.
-    /// `device` is for the words of the error.
+    /// There is no such node, or it is the file or a backing file below another node, and cannot be
+    /// used by itself. `device` is only for the error text.
     pub(super) fn disk_of(&self, device: &str, node: &str) -> Result<String, QmpError> {
         let state = self.state.borrow();
         if let Some((disk, depth)) = self.find_node(node) {
@@ -81,12 +81,12 @@ impl Context {
         }
     }
 
-    /// As [`disk_of`](Self::disk_of), where a command has one name for devices and nodes.
+    /// As [`disk_of`](Self::disk_of), for a command with one argument for devices and nodes.
     pub(super) fn disk(&self, name: &str) -> Result<String, QmpError> {
         self.disk_of(name, name)
     }
 
-    /// The disk that clients of a node are served. `device` is for the words of an error.
+    /// The disk that an export of a node serves. `device` is only for the error text.
     pub(super) fn served_disk(&self, device: &str, node: &str) -> Result<String, QmpError> {
         let disk = self.disk_of(device, node)?;
         let state = self.state.borrow();
@@ -111,7 +111,8 @@ impl Context {
         is_known || self.find_node(name).is_some()
     }
 
-    /// The name of the disk of a new node: that of the node, unless another disk has it.
+    /// The name of the disk of a new node: the node's name, with a number if another disk has that
+    /// name.
     pub(super) fn disk_name(&self, node: &str) -> String {
         let numbered = (2..).map(|number: u64| format!("{node}.{number}"));
         let mut names = std::iter::once(node.to_owned()).chain(numbered);

@@ -1,5 +1,5 @@
-//! `blockdev-create`: a job of QEMU that makes an image. It has ended soon, and is listed until it
-//! is dismissed.
+//! `blockdev-create`: a job in QEMU that creates an image. It ends soon, and is listed until it is
+//! dismissed.
 
 use std::rc::Rc;
 
@@ -13,17 +13,17 @@ use super::job_list::find;
 use super::opening::{check_file_name, close_disk, reopen};
 use super::state::FileNode;
 
-/// The drivers of QEMU that make images, and those of them that are possible here.
+/// The drivers with which QEMU creates images. Only `file` and `qcow2` are supported here.
 const DRIVERS: [&str; 11] =
     ["file", "qcow2", "luks", "parallels", "qcow", "qed", "rbd", "ssh", "vdi", "vhdx", "vmdk"];
-/// Drivers that make none.
+/// Drivers that create no images.
 const OTHERS: [&str; 5] = ["nbd", "raw", "null-co", "throttle", "host_device"];
 
-/// An image that is going to be made.
+/// An image to create.
 struct New {
     /// The parameters of `image.create`.
     params: Value,
-    /// The node of a file that becomes the image.
+    /// The `file` node whose file becomes the image.
     node: Option<String>,
     /// The node of the file that has the guest's data.
     data_node: Option<String>,
@@ -98,7 +98,7 @@ async fn make(context: &Context, New { mut params, node, data_node }: New) -> Re
     made
 }
 
-/// The file of a node that nothing is on.
+/// The file of a node that no other node uses.
 fn free_file(context: &Context, node: String) -> Result<(String, FileNode), QmpError> {
     context.disk(&node)?;
     let file = context.state.borrow().files.get(&node).cloned();
@@ -108,7 +108,7 @@ fn free_file(context: &Context, node: String) -> Result<(String, FileNode), QmpE
     Ok((node, file))
 }
 
-/// A `file`, which takes the place of one that is there, as in QEMU.
+/// A `file`. It replaces an existing file, as in QEMU.
 fn new_file(mut given: Arguments) -> Result<New, QmpError> {
     let filename = given.text("filename")?;
     let size = given.needed_unsigned("size")?;

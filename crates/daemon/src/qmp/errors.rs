@@ -1,5 +1,5 @@
-//! Errors of QMP: a class that programs test, and a line for people. Where QEMU has an error of the
-//! kind, its words are used.
+//! Errors of QMP: a class for programs, and a line for people. If QEMU has the same error, the text
+//! is QEMU's.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::control::Failure;
 /// The class of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
-    /// All that are of no other kind.
+    /// All errors without a class of their own.
     Generic,
     /// There is no such command, or not now.
     CommandNotFound,
@@ -16,7 +16,7 @@ pub(super) enum Class {
     DeviceNotActive,
 }
 
-/// Why a command has no result.
+/// The failure of a command.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct QmpError {
     class: Class,
@@ -24,7 +24,7 @@ pub(super) struct QmpError {
 }
 
 impl QmpError {
-    /// Of the kind of most errors.
+    /// An error without a class of its own.
     pub(super) fn generic(desc: impl Into<String>) -> Self {
         Self { class: Class::Generic, desc: desc.into() }
     }

@@ -1,4 +1,4 @@
-//! Events of QMP, made of what happens: those of jobs, exports and write thresholds.
+//! Events of QMP for jobs, exports and write thresholds, made from the server's events.
 //!
 //! Guarantees: an event that a command has caused is sent before its answer.
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::context::Context;
 use crate::events::Event;
 
-/// Tells what happens, for ever.
+/// Forwards the server's events to QMP clients; never returns.
 pub(super) async fn forward(context: &Context) {
     loop {
         let event = context.happening.next().await;
@@ -17,7 +17,7 @@ pub(super) async fn forward(context: &Context) {
     }
 }
 
-/// Tells what has happened until now.
+/// Forwards the events that are waiting.
 pub(super) fn catch_up(context: &Context) {
     while let Some(event) = context.happening.next().now_or_never() {
         take(context, event);
@@ -55,7 +55,7 @@ fn take(context: &Context, event: Event) {
         Event::WriteThreshold { disk, threshold, exceeded } => {
             let mut state = context.state.borrow_mut();
             let node = state.write_thresholds.remove(&disk);
-            // The disk may have gone on in another image since.
+            // The disk may have been moved to another image since the threshold was set.
             if let Some(node) = node.filter(|node| *node == state.file_of(state.top_of(&disk))) {
                 let data = json!({
                     "node-name": node, "amount-exceeded": exceeded, "write-threshold": threshold,
@@ -66,7 +66,7 @@ fn take(context: &Context, event: Event) {
         Event::Lost { count } => {
             tracing::warn!("clients of QMP are disconnected: {count} events were lost");
             events.disconnect_all();
-            // The ends of some of them may be among what was lost.
+            // Some of the lost events may have been removals of exports.
             let there = context.running.exports().list();
             let is_there =
                 |address: &str| there.iter().any(|export| export.address.to_string() == address);
@@ -76,7 +76,7 @@ fn take(context: &Context, event: Event) {
     }
 }
 
-/// Names the nodes that a disk has after a job.
+/// Updates the names of a disk's nodes after a job has changed its chain.
 fn follow_disk(context: &Context, job: &str, disk: &str) {
     let Ok(job) = context.running.jobs().find(job) else { return };
     let end = job.control.stage();
@@ -97,7 +97,7 @@ fn follow_disk(context: &Context, job: &str, disk: &str) {
     }
 }
 
-/// Tells of the end of a job, and lists it no longer if it was started so.
+/// Sends the events of a job's end, and dismisses the job if it was started with `auto-dismiss`.
 fn end(context: &Context, job: &str, before: &[&str], (name, data): (&str, Value)) {
     let events = &context.events;
     events.tell_begin(job);
@@ -110,7 +110,7 @@ fn end(context: &Context, job: &str, before: &[&str], (name, data): (&str, Value
     }
 }
 
-/// A job is listed no longer.
+/// Records that a job is no longer listed, and sends its status `null`.
 pub(super) fn forget(context: &Context, job: &str) {
     context.events.tell_status(job, "null");
     context.state.borrow_mut().jobs.remove(job);

@@ -46,7 +46,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
         check_thread(context, &thread)?;
     }
     given.flag("fixed-iothread", false)?;
-    // No node is inactive.
+    // No effect: no node is ever inactive.
     given.flag("allow-inactive", false)?;
     match kind {
         "nbd" => {
@@ -76,7 +76,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     }
 }
 
-/// `nbd-server-add`, whose id is the name.
+/// `nbd-server-add`: the export's id is its name.
 pub(super) async fn add_to_server(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let device = given.text("device")?;
     let name = given.some_text("name")?.unwrap_or_else(|| device.clone());
@@ -89,10 +89,10 @@ pub(super) async fn add_to_server(context: &Rc<Context>, mut given: Arguments) -
     export.add(context, bitmap.into_iter().map(Value::String).collect()).await
 }
 
-/// An NBD export that is asked for.
+/// A requested NBD export.
 struct NbdExport {
     id: String,
-    /// Its node's name, for the words of an error, too.
+    /// The `device` for error texts, and the name of its node.
     node: (String, String),
     name: String,
     is_writable: bool,
@@ -121,7 +121,7 @@ impl NbdExport {
     }
 }
 
-/// Where the NBD server is.
+/// The NBD server that was started.
 fn server(context: &Context) -> Result<NbdServer, QmpError> {
     let server = context.state.borrow().nbd_server.clone();
     server.ok_or_else(|| QmpError::generic("NBD server not running"))
@@ -161,16 +161,17 @@ fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Resul
     }
 }
 
-/// Bitmaps of which an export of a backup gets copies, and the disk that has them, if that is not
-/// the one that goes on.
+/// Bitmaps that an export of a frozen disk copies, and the disk that has them, if that is not the
+/// backup's source.
 #[derive(Default)]
 struct Taken {
     names: Vec<String>,
     of: Option<String>,
 }
 
-/// The bitmaps that clients of an export may ask for: of a backup, those of the node that it was
-/// made to or of the disk that goes on. Other disks offer those that they were opened with.
+/// Checks the bitmaps that clients of an export may query. An export of a backup has bitmaps of the
+/// backup's target node, or of its source. Other disks offer the bitmaps that they were opened
+/// with.
 fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<Taken, QmpError> {
     let name_of = |bitmap: &Value| bitmap.as_str().or(bitmap["name"].as_str()).map(str::to_owned);
     let names: Vec<_> = bitmaps.iter().filter_map(name_of).collect();
@@ -202,7 +203,7 @@ fn taken_bitmaps(context: &Context, disk: &str, bitmaps: Vec<Value>) -> Result<T
 /// The metadata contexts of an export besides `base:allocation`.
 #[derive(Default)]
 struct Offered {
-    /// Whether clients may ask which image of the chain has the data.
+    /// Whether clients may query which image of the chain has the data.
     has_depth: bool,
     bitmaps: Taken,
 }
@@ -225,7 +226,7 @@ async fn serve(
         params["bitmaps"] = bitmaps.names.into();
         params["bitmaps-of"] = bitmaps.of.into();
     }
-    // Before another client can take the id.
+    // Recorded before the call, so that no other client can use the id.
     context.state.borrow_mut().exports.push(named);
     let added = context.call("export.add", params).await;
     let mut state = context.state.borrow_mut();
@@ -287,13 +288,13 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     let mut params = json!({ "address": uri.to_string() });
     max_connections.into_iter().for_each(|max| params["max-connections"] = max.into());
     let added = context.call("socket.add", params).await?;
-    // The port where port 0 was asked for.
+    // The reply has the real port if port 0 was requested.
     let address = text_of(&added, "address").parse().map_or(uri.address, |uri: NbdUri| uri.address);
     context.state.borrow_mut().nbd_server = Some(NbdServer { address, tls });
     Ok(json!({}))
 }
 
-/// The address that a `SocketAddressLegacy` is.
+/// Parses a `SocketAddressLegacy`.
 fn address(mut given: Arguments) -> Result<Address, QmpError> {
     let kind = given.needed_word("type", &["inet", "unix", "vsock", "fd"])?;
     let mut data = given.parts_of_address()?;
@@ -319,13 +320,13 @@ fn address(mut given: Arguments) -> Result<Address, QmpError> {
     Ok(address)
 }
 
-/// The whole path of a socket: it is known by that.
+/// The absolute path of a socket, by which the socket is identified.
 fn absolute(path: &str) -> Result<PathBuf, QmpError> {
     let failed = |error| QmpError::generic(format!("Failed to bind socket to {path}: {error}"));
     std::path::absolute(path).map_err(failed)
 }
 
-/// The path of the Unix socket that a `SocketAddress` is.
+/// Parses a `SocketAddress`, which must be a Unix socket, and returns its path.
 fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> {
     match given.needed_word("type", &["inet", "unix", "vsock", "fd"])? {
         "unix" => {
@@ -340,7 +341,7 @@ fn socket_path(given: &mut Arguments, export: &str) -> Result<String, QmpError> 
     }
 }
 
-/// `nbd-server-stop`: its exports end, and their clients.
+/// `nbd-server-stop`: removes the server's exports and disconnects their clients.
 pub(super) async fn stop_server(context: &Rc<Context>, given: Arguments) -> Returned {
     given.end()?;
     let NbdServer { address, tls } = server(context)?;

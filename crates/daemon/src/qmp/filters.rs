@@ -1,7 +1,7 @@
-//! Nodes on a disk that have no storage: `throttle`, which puts limits on it.
+//! Filter nodes: `throttle`, which limits a disk.
 //!
-//! A filter is another name of its disk. Its limits are the disk's, also for exports of the disk by
-//! its own name.
+//! A filter is another name of its disk. Its limits are the disk's limits, and so apply to exports
+//! of the disk's own node too.
 
 use std::rc::Rc;
 
@@ -24,7 +24,7 @@ pub(super) async fn add_throttle(
     let (disk, is_implicit) = match given.some_object_or_text("file")? {
         Some(mut file) => {
             given.end()?;
-            // Before anything is opened.
+            // Checks the group before anything is opened.
             limits_of(context, &group)?;
             let mut asked = Asked::take(&mut file)?;
             if asked.is_throttle() {
@@ -67,7 +67,7 @@ async fn set(context: &Context, disk: &str, limits: Value) -> Result<(), QmpErro
     Ok(())
 }
 
-/// Puts a filter into another group.
+/// Moves a filter to another group.
 pub(super) async fn change_group(
     context: &Context,
     name: &str,
@@ -81,7 +81,7 @@ pub(super) async fn change_group(
     Ok(())
 }
 
-/// A name that no client can give, as QEMU makes one for a node without a name.
+/// A name that no client can choose, as QEMU generates for a node without a name.
 pub(super) fn implicit_name(context: &Context) -> String {
     let is_free = |name: &String| !context.has_node(name);
     (0..).map(|number: u64| format!("#block{number:03}")).find(is_free).expect("an endless list")

@@ -1,4 +1,4 @@
-//! Jobs of QMP: those of the server, backups that clients read, and images that are made.
+//! Jobs of QMP: the server's jobs, backups that clients read, and creations of images.
 
 use blockhouse_jobs::JobStage;
 use serde_json::{Value, json};
@@ -7,10 +7,10 @@ use super::context::Context;
 use super::errors::QmpError;
 use super::state::Pull;
 
-/// The statuses in QEMU of a job that goes on.
+/// QEMU's statuses of a job that has not ended.
 pub(super) const ACTIVE: &[&str] = &["running", "paused", "ready", "standby"];
 
-/// A job, as `job.list` tells of it.
+/// A job, with the keys of `job.list`.
 pub(super) struct Job(pub(super) Value);
 
 impl Job {
@@ -19,17 +19,17 @@ impl Job {
         self.0["job"].as_str().unwrap_or_default()
     }
 
-    /// A figure of it.
+    /// A number of the job.
     pub(super) fn number(&self, key: &str) -> u64 {
         self.0[key].as_u64().unwrap_or_default()
     }
 
-    /// Whether it has this status of the server.
+    /// Whether it has this status in the server's list.
     pub(super) fn is(&self, status: &str) -> bool {
         self.0["status"] == status
     }
 
-    /// Whether it is paused, ready or not.
+    /// Whether it is paused, in either stage: running or ready.
     pub(super) fn is_paused(&self) -> bool {
         self.is("paused") || self.is("standby")
     }
@@ -40,13 +40,13 @@ impl Job {
             "running" => "running",
             "paused" => "paused",
             "standby" => "standby",
-            // It is asked to complete, and does.
+            // In QEMU a job that is completing is still ready.
             "ready" | "completing" => "ready",
             _ => "concluded",
         }
     }
 
-    /// Why it has no result, if it has ended so.
+    /// The reason of its failure, if it has failed or was cancelled.
     pub(super) fn error(&self) -> Option<&str> {
         if self.is("cancelled") { Some("Operation canceled") } else { self.0["error"].as_str() }
     }
@@ -61,7 +61,7 @@ impl Job {
         self.number("total").saturating_sub(self.number("remaining"))
     }
 
-    /// Refuses a command that has no meaning in the job's status.
+    /// Refuses a command unless the job's status is one of `statuses`.
     pub(super) fn check(&self, verb: &str, statuses: &[&str]) -> Result<(), QmpError> {
         match (self.status(), self.name()) {
             (status, _) if statuses.contains(&status) => Ok(()),
@@ -72,7 +72,7 @@ impl Job {
     }
 }
 
-/// All jobs of QEMU: those of the server, and commands that are jobs only in QEMU.
+/// All jobs of QMP: the server's jobs, and commands that are jobs only in QEMU.
 pub(super) async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
     let mut jobs: Vec<_> = match context.call("job.list", json!({})).await? {
         Value::Array(jobs) => jobs.into_iter().map(|job| of_server(context, job)).collect(),
@@ -82,7 +82,7 @@ pub(super) async fn list(context: &Context) -> Result<Vec<Job>, QmpError> {
     Ok(jobs)
 }
 
-/// A job of the server. QEMU has a status of its own for one that is ready and paused.
+/// A job of the server. QEMU has its own status (`standby`) for a job that is ready and paused.
 fn of_server(context: &Context, told: Value) -> Job {
     let mut job = Job(told);
     let found = context.running.jobs().find(job.name()).ok();
@@ -97,7 +97,7 @@ pub(super) async fn find(context: &Context, name: &str) -> Result<Option<Job>, Q
     Ok(list(context).await?.into_iter().find(|job| job.name() == name))
 }
 
-/// The backups that clients read, as `job.list` tells of jobs.
+/// The backups that clients read, with the keys of `job.list`.
 fn pulls(context: &Context) -> Vec<Value> {
     let told = |(name, pull): (&String, &Pull)| {
         let size = context.running.disks().find(&pull.disk).map_or(0, |disk| disk.disk.size());
@@ -108,14 +108,14 @@ fn pulls(context: &Context) -> Vec<Value> {
             "status": if pull.has_ended { "cancelled" } else { "running" },
             "total": size,
             "remaining": size,
-            // It waits for changes.
+            // The job copies nothing by itself.
             "idle": true,
         })
     };
     context.state.borrow().pulls.iter().map(told).collect()
 }
 
-/// The images that are made or were, as `job.list` tells of jobs.
+/// The creations of images, with the keys of `job.list`.
 fn creations(context: &Context) -> Vec<Value> {
     let told = |(name, end): (&String, &Option<Option<String>>)| {
         let status = match end {

@@ -1,4 +1,5 @@
-//! Jobs. All finalize themselves: QEMU's `auto-finalize` `false` is not supported.
+//! Commands for jobs. All jobs finalize themselves: QEMU's `auto-finalize` `false` is not
+//! supported.
 
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -88,8 +89,8 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
     Ok(told.collect())
 }
 
-/// `block-job-cancel`: a mirror that is ready is a copy of the disk then, with which the guest goes
-/// on.
+/// `block-job-cancel`: a ready mirror completes as a copy, and the guest continues with the source
+/// disk.
 pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_forced = given.flag("force", false)?;
     let job = of_device(context, given).await?;
@@ -115,14 +116,14 @@ pub(super) async fn cancel(context: &Context, job: &Job) -> Returned {
     Ok(json!({}))
 }
 
-/// The longest wait for the end of jobs before the server ends, and the interval of its checks.
+/// The maximum wait for the end of jobs before the server ends, and the interval between checks.
 const MAX_END: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(5);
 
 /// Ends all jobs without their results.
 pub(super) async fn cancel_all(context: &Context) {
     for job in list(context).await.unwrap_or_default() {
-        // It may have ended.
+        // The job may have ended.
         let _ = cancel(context, &job).await;
     }
     let begin = Instant::now();
@@ -140,7 +141,7 @@ pub(super) async fn complete(context: &Rc<Context>, job: &Job) -> Returned {
     begin_completion(context, job, json!({ "job": job.name() }))
 }
 
-/// Has a job complete. Events tell when it has.
+/// Starts to complete a job. Events report the completion.
 fn begin_completion(context: &Rc<Context>, job: &Job, params: Value) -> Returned {
     let (context, name) = (Rc::clone(context), job.name().to_owned());
     spawn_detached(async move {
@@ -168,7 +169,7 @@ pub(super) async fn dismiss(context: &Context, job: &Job) -> Returned {
     Ok(json!({}))
 }
 
-/// `job-finalize`: no job waits for it.
+/// `job-finalize`: always refused, because no job waits for it.
 pub(super) async fn finalize(_: &Context, job: &Job) -> Returned {
     job.check("finalize", &[])?;
     Ok(json!({}))

@@ -1,8 +1,8 @@
 //! `query-named-block-nodes`: the list of nodes.
 //!
-//! A disk is two nodes: that of its format, with the disk's name, and its file; and two more for
-//! each backing file that was a node before. Other backing files are listed inside of the image
-//! that names them, and are no nodes.
+//! A disk is two nodes: its format's, with the disk's name, and its file's. Each backing file that
+//! was a node before is two more nodes. Other backing files are not nodes: they are listed in the
+//! image that refers to them.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -18,7 +18,7 @@ use super::errors::{QmpError, Returned};
 use super::qcow2_words::qcow2_data;
 use crate::running::RunningDisk;
 
-/// The keys of limits in QEMU, and here.
+/// The keys of limits in QEMU, and in this server.
 const LIMITS: &[(&str, &str)] = &[
     ("bps", "bps"),
     ("bps_rd", "bps-read"),
@@ -35,7 +35,7 @@ pub(super) async fn nodes(context: &Rc<Context>, mut given: Arguments) -> Return
     let mut nodes = Vec::new();
     let disks = context.call("disk.list", json!({})).await?;
     for disk in disks.as_array().into_iter().flatten().rev() {
-        // It may have gone meanwhile.
+        // The disk may have been closed meanwhile.
         if let Some(running) =
             context.running.disks().find(disk["disk"].as_str().unwrap_or_default())
         {
@@ -146,7 +146,7 @@ async fn format_node(
     let mut node = frame(disk, running, running.disk.image().image_format_name());
     node["encrypted"] = running.disk.image().is_encrypted().into();
     node["detect_zeroes"] = json!(running.setup.detect_zeroes);
-    // Those of a throttle group are told with the group.
+    // With a filter on the disk, the limits are the throttle group's and not this node's.
     if context.state.borrow().filter_on(name).is_none() {
         let limits = context.call("limit.get", json!({ "disk": name })).await?;
         for (key, limit) in LIMITS {
@@ -154,7 +154,7 @@ async fn format_node(
         }
     }
     let mut image = image(disk, running);
-    // Formats without snapshots or bitmaps refuse to list them.
+    // Formats without snapshots or bitmaps return an error, which is ignored.
     let snapshots = context.call("snapshot.list", json!({ "disk": name })).await;
     if let Some(Value::Array(snapshots)) = snapshots.ok().filter(|list| *list != json!([])) {
         image["snapshots"] = snapshots.into();
@@ -176,7 +176,7 @@ async fn format_node(
     Ok(node)
 }
 
-/// A bitmap with the keys of QEMU alone.
+/// A bitmap, only with QEMU's keys.
 fn bitmap(listed: &Value) -> Value {
     let mut told = json!({ "count": 0 });
     for key in ["name", "granularity", "recording", "persistent", "busy", "count"] {
@@ -215,7 +215,7 @@ fn image(disk: &Value, running: &RunningDisk) -> Value {
     image
 }
 
-/// The name of an image with its folder. That of another server's stays.
+/// The absolute path of an image. The address of an image on another server is not changed.
 fn absolute(name: &str) -> Value {
     match std::path::absolute(name) {
         Ok(path) if !is_address(name.as_bytes()) => json!(path),
@@ -275,12 +275,12 @@ fn protocol_node(disk: &Value, running: &RunningDisk, name: &str) -> Value {
     };
     let mut node = frame(disk, running, driver);
     node["node-name"] = name.into();
-    // In sectors, as everything that QEMU opens.
+    // Rounded up to a whole sector, as QEMU does for all nodes.
     let length = found.filter(|_| driver == "file").map(|found| found.len().next_multiple_of(512));
     let size = length.unwrap_or(running.disk.size());
     let mut image = image_of(&running.path(), driver, size, None);
     if running.disk.image().file().is_some() {
-        // As QEMU calls it for devices, too.
+        // QEMU has the type "file" for devices, too.
         image["format-specific"] = json!({ "type": "file", "data": {} });
     }
     add_space(&mut image, running);

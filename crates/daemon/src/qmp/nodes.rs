@@ -8,8 +8,8 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 
-/// `block_resize`: also to fewer bytes, which QEMU does without asking. Exports are in the way of
-/// that here.
+/// `block_resize`: also shrinks a disk without confirmation, as QEMU does. Unlike in QEMU, a disk
+/// with exports cannot be shrunk.
 pub(super) async fn resize(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let device = given.some_text("device")?.unwrap_or_default();
     let node = given.some_text("node-name")?.unwrap_or_default();
@@ -26,7 +26,8 @@ pub(super) async fn resize(context: &Rc<Context>, mut given: Arguments) -> Retur
     Ok(json!({}))
 }
 
-/// `change-backing-file`: of the image of a disk. It keeps the format that it has for that file.
+/// `change-backing-file`, only for the top image of a disk. The format of the backing file in the
+/// header does not change.
 pub(super) async fn change_backing_file(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let device = given.text("device")?;
     let node = given.text("image-node-name")?;
@@ -61,8 +62,9 @@ pub(super) async fn change_backing_file(context: &Rc<Context>, mut given: Argume
     Ok(json!({}))
 }
 
-/// `block-set-write-threshold`: of the node below a qcow2 image, whose clusters it counts. QEMU
-/// looks at each write, and this program twice a second.
+/// `block-set-write-threshold`, only for the file node below the image of a disk: the threshold
+/// applies to the end of the image's clusters in the file. QEMU checks it at each write, this
+/// server twice a second.
 pub(super) async fn set_write_threshold(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let node = given.text("node-name")?;
     let threshold = given.needed_unsigned("write-threshold")?;

@@ -15,10 +15,10 @@ use super::errors::{QmpError, Returned};
 use super::state::Object;
 use crate::process::key_memory;
 
-/// The kinds of objects that there are.
+/// The kinds of objects that are supported.
 const KINDS: &[&str] = &["iothread", "secret", "throttle-group", "tls-creds-psk", "tls-creds-x509"];
 
-/// The keys of a throttle group's limits, and of a disk's.
+/// The keys of limits in QEMU's throttle group, and in a disk's `limits`.
 const LIMITS: [(&str, &str); 6] = [
     ("iops-total", "iops"),
     ("iops-read", "iops-read"),
@@ -42,7 +42,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     }
     let object = match kind {
         "iothread" => {
-            // Without effect: --poll-max-us sets the time that a loop polls before it sleeps.
+            // These have no effect: --poll-max-us sets for how long a loop busy-polls.
             for name in ["poll-max-ns", "poll-grow", "poll-shrink", "aio-max-batch"]
                 .into_iter()
                 .chain(["thread-pool-min", "thread-pool-max"])
@@ -60,7 +60,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
     Ok(json!({}))
 }
 
-/// A secret is the bytes of a file, or of a file of this process alone that has the `data`.
+/// A secret is a file's content, or `data`, which is then stored in a memfd of this process.
 fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
     let why = "secrets are not encrypted here";
     given.only("keyid", &[], why)?;
@@ -69,7 +69,7 @@ fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
     match (given.some_text("file")?, given.some_text("data")?) {
         (Some(file), None) => {
             let failed = |error: std::io::Error| QmpError::generic(format!("{file}: {error}"));
-            // It may be a pipe: it is read when a node names it, once.
+            // The file may be a pipe, so it is read only once, when a node uses it.
             std::fs::metadata(&file).map_err(failed)?;
             let path = std::path::absolute(&file).map_err(failed)?;
             Ok(Object::Secret { path, _memory: None })
@@ -84,7 +84,7 @@ fn secret(given: &mut Arguments) -> Result<Object, QmpError> {
     }
 }
 
-/// The limits of a throttle group, as a disk has them.
+/// Parses the limits of a throttle group into the keys of a disk's limits.
 fn limits(given: &mut Arguments) -> Result<Map<String, Value>, QmpError> {
     let mut of_object = given.some_object("limits")?;
     let mut take = |name: String| match &mut of_object {
@@ -135,7 +135,7 @@ fn limits(given: &mut Arguments) -> Result<Map<String, Value>, QmpError> {
     Ok(limits)
 }
 
-/// TLS is set up at the start, from the object of the command line.
+/// Accepts the object with which the command line has set up TLS at the start; refuses any other.
 fn tls(context: &Context, id: &str, given: &mut Arguments) -> Result<Object, QmpError> {
     given.some_text("dir")?;
     given.only("endpoint", &[json!("server")], "the server's own is the only one")?;
@@ -196,7 +196,7 @@ pub(super) fn limits_of(context: &Context, group: &str) -> Result<Value, QmpErro
     }
 }
 
-/// Refuses a thread that there is not.
+/// Refuses an iothread that does not exist.
 pub(super) fn check_thread(context: &Context, id: &str) -> Result<(), QmpError> {
     match context.state.borrow().objects.get(id) {
         Some(Object::IoThread) => Ok(()),
@@ -204,7 +204,7 @@ pub(super) fn check_thread(context: &Context, id: &str) -> Result<(), QmpError> 
     }
 }
 
-/// Refuses TLS that there is not.
+/// Refuses TLS credentials that do not exist.
 pub(super) fn check_tls(context: &Context, id: &str) -> Result<(), QmpError> {
     match context.state.borrow().objects.get(id) {
         Some(Object::Tls) => Ok(()),

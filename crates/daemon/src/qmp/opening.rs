@@ -1,8 +1,8 @@
 //! Nodes of files and formats, each of which opens or closes a disk.
 //!
-//! A node of a file (`file`, `host_device`) is a raw disk of the same name until a format node is
-//! added over it. The format node's disk then replaces the raw disk, and the file node is listed as
-//! the node below. The removal of the format node opens the raw disk again.
+//! A file node (`file`, `host_device`) is a raw disk of the same name until a format node is added
+//! over it. The format node's disk then replaces the raw disk, and the file node is listed as the
+//! node below. The removal of the format node opens the raw disk again.
 
 use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
@@ -17,7 +17,7 @@ use super::errors::QmpError;
 use super::objects::key_file;
 use super::state::{FileNode, FormatNode};
 
-/// QEMU's drivers of files, of other servers' exports, and of nothing.
+/// QEMU's drivers of files, of other servers' exports, and of null devices.
 const FILES: [&str; 5] = ["file", "host_device", NBD, "null-aio", "null-co"];
 const NBD: &str = "nbd";
 const QCOW2: &str = "qcow2";
@@ -55,7 +55,7 @@ const OTHERS: [&str; 26] = [
     "ssh",
 ];
 
-/// Characters of a node's name, at most.
+/// The maximum length of a node's name.
 const MAX_NAME: usize = 31;
 
 /// The options of a requested node.
@@ -67,7 +67,7 @@ pub(super) struct Asked {
     cache: Option<&'static str>,
     discard: Option<&'static str>,
     detect_zeroes: &'static str,
-    /// Whether the backing file that the image names is not opened.
+    /// Whether the image is opened without its backing file (`"backing": null`).
     is_without_backing: bool,
 }
 
@@ -82,7 +82,7 @@ impl Asked {
         }
         let name = given.some_text("node-name")?;
         let is_read_only = given.flag("read-only", false)?;
-        // Without effect: a file is opened as `read-only` says.
+        // No effect: `read-only` alone decides how a file is opened.
         given.flag("auto-read-only", false)?;
         given.only("active", &[json!(true)], "all nodes are active")?;
         given.only("force-share", &[json!(false)], "images are locked")?;
@@ -108,13 +108,13 @@ impl Asked {
         Ok(asked)
     }
 
-    /// Whether the node limits a disk.
+    /// Whether the node is a `throttle` filter.
     pub(super) fn is_throttle(&self) -> bool {
         self.driver == THROTTLE
     }
 
-    /// Parses the options of a file's node, and refuses others. Returns the file's name, or the URI
-    /// of an export or of nothing.
+    /// Parses the options of a file node, and refuses others. Returns the file's name, or the URI
+    /// of an export or a null device.
     fn end_file(&self, mut given: Arguments) -> Result<String, QmpError> {
         if self.driver.starts_with("null-") {
             let size = given.some_unsigned("size")?.unwrap_or(1 << 30);
@@ -136,7 +136,7 @@ impl Asked {
             return Ok(named.path.to_string_lossy().into_owned());
         }
         let filename = given.text("filename")?;
-        // Without effect: --engine selects the kind of I/O.
+        // No effect: --engine selects the kind of I/O.
         given.word("aio", &["threads", "native", "io_uring"])?;
         given.only("locking", &[json!("auto"), json!("on")], "images are locked")?;
         given.flag("drop-cache", true)?;
@@ -163,7 +163,8 @@ impl Asked {
         }
     }
 
-    /// The parameters of `disk.open`. The cache mode of the node below is the default.
+    /// The parameters of `disk.open`. Without a cache mode of its own, a node gets that of the node
+    /// below.
     fn params(&self, name: &str, path: &str, below: Option<&Self>) -> Value {
         let format = if below.is_none() { "raw" } else { self.driver };
         let cache = self.cache.or(below.and_then(|below| below.cache));
@@ -180,7 +181,7 @@ impl Asked {
     }
 }
 
-/// Adds a node of a file or a format, with the nodes below it.
+/// Adds a file node or a format node, with the nodes below it.
 pub(super) async fn open_node(
     context: &Rc<Context>,
     given: Arguments,
@@ -213,7 +214,7 @@ async fn open_disk(context: &Context, node: &str, mut params: Value) -> Result<(
     Ok(())
 }
 
-/// Allows the image to name any file and server, if names are followed as in QEMU.
+/// Allows the image to refer to any file and server, if `follows_names` is set.
 fn open_params(context: &Context, mut params: Value) -> Value {
     if context.follows_names {
         params["allow-paths"] = json!(["/"]);
@@ -222,7 +223,7 @@ fn open_params(context: &Context, mut params: Value) -> Value {
     params
 }
 
-/// The keys of an encrypted image.
+/// Takes the secret of an encrypted image, and returns the list of its key files.
 fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<Value, QmpError> {
     let secret = match driver {
         "luks" => given.some_text("key-secret")?,
@@ -241,7 +242,8 @@ fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<V
     Ok(files.into_iter().map(|path| json!(path)).collect())
 }
 
-/// Adds a node of a format. A backing node that the client names becomes the image's backing file.
+/// Adds a format node. If the client names a backing node, that node becomes the image's backing
+/// file.
 async fn add_format(
     context: &Context,
     mut given: Arguments,
@@ -269,9 +271,9 @@ fn is_null(path: &std::path::Path) -> bool {
     matches!(Location::of(path), Ok(Location::Null(_)))
 }
 
-/// Gives a disk that was opened without a backing file another node as the backing file. The disk
-/// is opened again for that, unless its image names no backing file or the other node is in use:
-/// then only the state records the relation.
+/// Makes another node the backing file of a disk that was opened without one. To do so, the disk is
+/// opened again. But if the disk's image names no backing file, or the other node is in use, only
+/// QMP's state records the relation.
 async fn stand_on(
     context: &Context,
     (disk, name): (&str, &str),
@@ -293,7 +295,8 @@ async fn stand_on(
     let is_named = match path {
         None => false,
         Some(path) if path == below.path() => true,
-        // Its options are those of the node.
+        // Both are null devices. The options are those of the node, not those in the image's
+        // header.
         Some(path) if is_null(&path) && is_null(&below.path()) => false,
         Some(path) => {
             return Err(QmpError::generic(format!(
@@ -368,7 +371,7 @@ async fn open_format(
     put_on(context, (asked, keys), name, &below, node).await
 }
 
-/// Replaces the raw disk of a file's node by the disk of a format node over it.
+/// Replaces the raw disk of a file node by the disk of a format node over it.
 async fn put_on(
     context: &Context,
     (asked, keys): (Asked, Value),
@@ -400,7 +403,7 @@ pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<V
     Ok(state.opened.remove(disk))
 }
 
-/// Opens the raw disk of a file's node again; removes the node if that fails.
+/// Opens the raw disk of a file node again; removes the node if that fails.
 async fn reopen_file(context: &Context, name: &str, node: &FileNode) {
     if !reopen(context, name, node.params.clone()).await {
         context.state.borrow_mut().files.remove(name);
@@ -430,7 +433,7 @@ pub(super) fn check_name(context: &Context, name: &str) -> Result<(), QmpError> 
     }
 }
 
-/// The absolute path of a file. Reason: disks are compared by it.
+/// The absolute path of a file, by which disks are compared.
 pub(super) fn check_file_name(name: &str) -> Result<String, QmpError> {
     let path = std::path::absolute(name).ok().and_then(|path| path.to_str().map(str::to_owned));
     path.ok_or_else(|| QmpError::generic(format!("Could not open '{name}': it has no path")))
@@ -471,8 +474,8 @@ pub(super) async fn close(context: &Context, disk: &str, depth: usize) -> Result
         }
     }
     if let (Some((depth, (path, format))), Some(params)) = (lower, params) {
-        // An image without parameters was left by a fork. Other disks may stand on it, so it is
-        // opened for reading only.
+        // A node without parameters is a layer that a fork has left. It may be the backing file of
+        // other disks, so it is opened read-only.
         let params = nodes[depth].params.clone().unwrap_or_else(|| {
             let mut params = params;
             params["path"] = path.into();

@@ -16,16 +16,17 @@ use super::filters::implicit_name;
 use super::opening::{close_disk, reopen};
 use super::state::FormatNode;
 
-/// An overlay that is asked for.
+/// A requested overlay.
 pub(super) struct Overlay {
-    /// The disk that goes on in it.
+    /// The disk whose image it becomes.
     disk: String,
-    /// The image that the disk has before.
+    /// The disk's image before.
     before: PathBuf,
-    /// Where it is, or is going to be.
+    /// The path of the overlay, which may not exist yet.
     path: PathBuf,
     node: FormatNode,
-    /// The disk that it is by itself, where it is there already.
+    /// The name of the overlay's own disk, for `blockdev-snapshot`. Empty for an existing file that
+    /// is not open. `None` if the overlay is to be created.
     own_disk: Option<String>,
 }
 
@@ -41,7 +42,7 @@ pub(super) async fn use_node(context: &Rc<Context>, given: Arguments) -> Returne
     put_on(context, vec![overlay]).await
 }
 
-/// The overlay that a `blockdev-snapshot-sync` makes.
+/// The overlay of a `blockdev-snapshot-sync`.
 pub(super) fn to_create(context: &Context, mut given: Arguments) -> Result<Overlay, QmpError> {
     let (device, node) = (given.some_text("device")?, given.some_text("node-name")?);
     let path = given.text("snapshot-file")?;
@@ -78,7 +79,7 @@ pub(super) fn to_create(context: &Context, mut given: Arguments) -> Result<Overl
     Ok(Overlay { before: image_of(context, &disk), disk, path, node, own_disk })
 }
 
-/// The overlay that a `blockdev-snapshot` names.
+/// The overlay of a `blockdev-snapshot`.
 pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay, QmpError> {
     let (node, overlay) = (given.text("node")?, given.text("overlay")?);
     given.end()?;
@@ -110,11 +111,12 @@ fn image_of(context: &Context, disk: &str) -> PathBuf {
     context.running.disks().find(disk).map(|disk| disk.path()).unwrap_or_default()
 }
 
-/// Has disks go on in their overlays, all at one moment.
+/// Moves disks to their overlays, all at one moment.
 pub(super) async fn put_on(context: &Rc<Context>, overlays: Vec<Overlay>) -> Returned {
     let mut closed = Vec::new();
     let outcome = fork(context, &overlays, &mut closed).await;
-    // What a disk was may not be durable: then it goes on in its overlay all the same.
+    // A fork may fail after the disks were moved, if their layers cannot be made durable. So a
+    // disk's present image decides whether it was moved.
     let (done, undone): (Vec<_>, Vec<_>) =
         overlays.into_iter().partition(|one| image_of(context, &one.disk) != one.before);
     for Overlay { disk, mut node, .. } in done {
@@ -131,7 +133,8 @@ pub(super) async fn put_on(context: &Rc<Context>, overlays: Vec<Overlay>) -> Ret
     outcome.map(|()| json!({}))
 }
 
-/// `closed`: nodes that were disks of their own, each as it was opened.
+/// Forks the disks. `closed` receives the nodes whose own disks were closed, each with its
+/// parameters of `disk.open`.
 async fn fork(
     context: &Context,
     overlays: &[Overlay],

@@ -1,4 +1,4 @@
-//! The properties of a qcow2 image in QEMU's words.
+//! The properties of a qcow2 image under QEMU's names.
 
 use blockhouse_disk::{Compression, Features, Switch, Version};
 use serde_json::{Map, Value};

@@ -1,7 +1,7 @@
-//! Messages of QMP: values of JSON, one after the other, by no lines.
+//! Messages of QMP: JSON values, one after the other, which need not be on lines of their own.
 //!
 //! Guarantees: a message has at most [`MAX_MESSAGE`] bytes and [`MAX_NESTING`] levels. Bytes that
-//! are no JSON are an error, after which messages are found again. The words of the errors are
+//! are not JSON are an error; the reader then continues with the next message. The error texts are
 //! QEMU's.
 
 use std::collections::VecDeque;
@@ -10,15 +10,15 @@ use serde_json::{Map, Number, Value};
 
 use super::tokens::{Lexed, Lexer, MAX_TEXT, Token};
 
-/// Bytes of a message, at most.
+/// The maximum number of bytes in a message.
 pub(super) const MAX_MESSAGE: usize = MAX_TEXT;
-/// Lists and objects inside of each other, at most.
+/// The maximum number of nested lists and objects.
 const MAX_NESTING: usize = 128;
 
 /// A value, or the reason why the bytes are no value.
 pub(super) type Message = Result<Value, String>;
 
-/// Makes messages of bytes.
+/// Parses bytes into messages.
 #[derive(Default)]
 pub(super) struct Reader {
     lexer: Lexer,
@@ -27,12 +27,12 @@ pub(super) struct Reader {
     brackets: i64,
     /// Bytes since the message began.
     length: usize,
-    /// Messages that nobody has taken yet.
+    /// Messages that the caller has not taken.
     messages: VecDeque<Message>,
 }
 
 impl Reader {
-    /// Takes bytes as far as the first one that ends a message. How many.
+    /// Takes bytes up to the first that ends a message. Returns the count of bytes taken.
     pub(super) fn take(&mut self, bytes: &[u8]) -> usize {
         let mut found = Vec::new();
         for (index, byte) in bytes.iter().enumerate() {
@@ -46,7 +46,7 @@ impl Reader {
         bytes.len()
     }
 
-    /// A message that has come.
+    /// Removes and returns the next message.
     pub(super) fn next(&mut self) -> Option<Message> {
         self.messages.pop_front()
     }
@@ -97,7 +97,7 @@ impl Reader {
     }
 }
 
-/// All messages in bytes that come in pieces.
+/// All messages in bytes that arrive in pieces.
 pub(crate) fn read_all<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Message> {
     let (mut reader, mut messages) = (Reader::default(), Vec::new());
     for mut piece in pieces {
@@ -110,7 +110,7 @@ pub(crate) fn read_all<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Vec<Messag
     messages
 }
 
-/// The value that tokens are.
+/// Parses tokens as one value.
 fn parse(tokens: &mut VecDeque<Token>) -> Result<Value, String> {
     let value = parse_value(tokens)?;
     if tokens.is_empty() { Ok(value) } else { Err("expecting value".into()) }
@@ -203,7 +203,7 @@ mod tests {
 
     use super::*;
 
-    /// All messages of bytes that come in pieces of `piece` bytes.
+    /// All messages in bytes that arrive in pieces of `piece` bytes.
     fn read(bytes: &[u8], piece: usize) -> Vec<Message> {
         let (mut reader, mut messages) = (Reader::default(), Vec::new());
         for mut piece in bytes.chunks(piece) {
@@ -271,7 +271,7 @@ mod tests {
         ) {
             let bytes: Vec<u8> = words.concat().into_bytes().into_iter().chain(other).collect();
             prop_assert_eq!(read(&bytes, piece), read(&bytes, usize::MAX));
-            // A value within the JSON of the standard is read as others read it.
+            // A value of standard JSON is parsed as serde_json parses it.
             if let Ok(value @ (Value::Object(_) | Value::Array(_))) = serde_json::from_slice(&bytes) {
                 let messages = read(&bytes, piece);
                 prop_assert!(messages == [Ok(value)] || messages[0].as_ref().is_err_and(|why| why.contains("duplicate")));

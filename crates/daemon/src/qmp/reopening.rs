@@ -11,7 +11,7 @@ use super::errors::{QmpError, Returned};
 use super::filters::change_group;
 use super::opening::Asked;
 
-/// `blockdev-reopen`: of several nodes one after the other, when all are possible.
+/// `blockdev-reopen`: checks the changes of all nodes, then makes them one after the other.
 pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let options = given.list("options")?;
     given.end()?;

@@ -1,8 +1,8 @@
-//! `query-qmp-schema`: what commands take and return, and what events tell.
+//! `query-qmp-schema`: the arguments and results of commands, and the members of events.
 //!
-//! [`TYPES`] is written by hand, in a form of its own: a line for each entity. A test holds it
-//! against the commands, and the black-box tests hold it against QEMU's own schema: each entity is
-//! a part of QEMU's of the same name.
+//! [`TYPES`] is written by hand, in a notation of its own: a line for each entity. A test compares
+//! it with the commands. The black-box tests compare it with QEMU's schema: each entity is a subset
+//! of QEMU's entity of the same name.
 
 use std::collections::BTreeMap;
 
@@ -194,7 +194,7 @@ event BLOCK_EXPORT_DELETED id:str
 event BLOCK_WRITE_THRESHOLD node-name:str amount-exceeded:int write-threshold:int
 ";
 
-/// Types that need no line: their names, and what they are in JSON.
+/// Builtin types, which need no line in [`TYPES`]: their names, and their JSON types.
 const BUILTINS: [(&str, &str); 6] = [
     ("str", "string"),
     ("int", "int"),
@@ -204,7 +204,7 @@ const BUILTINS: [(&str, &str); 6] = [
     ("any", "value"),
 ];
 
-/// The schema of the commands that there are.
+/// The schema, with only those commands for which `is_there` is true.
 pub(super) fn schema(is_there: impl Fn(&str) -> bool) -> Value {
     let is_told = |entity: &Value| {
         entity["meta-type"] != "command" || entity["name"].as_str().is_some_and(&is_there)
@@ -259,7 +259,7 @@ impl Made {
         self.0.insert(name.to_owned(), entity);
     }
 
-    /// The name of the object that has the members of a command or an event.
+    /// The name of the object whose members are the arguments of a command or an event.
     fn arguments(&mut self, of: &str, members: &[&str]) -> String {
         match members {
             [] => "Nothing".to_owned(),
@@ -297,7 +297,7 @@ impl Made {
         json!({ "members": members, "tag": tag, "variants": cases })
     }
 
-    /// A type by its name; a list is made where it is named.
+    /// Returns the name of a type. A list type is added to the schema at its first use.
     fn type_of(&mut self, name: &str) -> String {
         if let Some(element) = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')) {
             self.add("array", name, json!({ "element-type": element }));

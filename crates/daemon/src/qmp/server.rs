@@ -1,7 +1,7 @@
 //! The QMP socket: its clients, on a loop of their own, so that their commands do not delay guests.
 //!
 //! An upgrade does not hand over connections: it disconnects the clients, which connect to the new
-//! process as soon as that listens. So a client's knowledge of the server is never stale.
+//! process as soon as it listens. So no client relies on state of the old process.
 
 use std::os::fd::OwnedFd;
 use std::rc::Rc;
@@ -50,7 +50,8 @@ pub(crate) struct Served {
     pub(crate) answers: Answers,
     /// The object that has the server's TLS.
     pub(crate) tls_object: Option<String>,
-    /// Commands that are carried out before any client is served; where it is a storage daemon.
+    /// The commands of a storage daemon that are carried out before any client is served; `None`
+    /// for other servers.
     pub(crate) first: Option<Vec<FirstCommand>>,
 }
 
@@ -72,14 +73,14 @@ impl Served {
     }
 }
 
-/// The same, once it is known.
+/// [`Served`], once the sockets are bound; `None` if QMP is stopped before.
 type Later = std::pin::Pin<Box<dyn Future<Output = Option<Served>>>>;
 
 impl Qmp {
     /// Listens at the sockets of a setup.
     ///
     /// # Errors
-    /// An address is in use or cannot be had.
+    /// An address is in use or cannot be bound.
     pub(crate) fn bind_all(setup: &Setup) -> Result<Vec<BoundSocket>> {
         setup.qmp_sockets().map(Self::bind).collect()
     }
@@ -92,7 +93,7 @@ impl Qmp {
     /// Carries the first commands out, and serves clients.
     ///
     /// # Errors
-    /// That of the first command that fails.
+    /// The error of the first command that fails.
     pub(crate) fn start(
         served: Served,
         workers: Workers,
@@ -167,7 +168,7 @@ impl Qmp {
             });
             let outcome = carry_out_first(&context, first.unwrap_or_default()).await;
             let is_ready = outcome.is_ok();
-            // No client waits where another process has carried them out.
+            // `start_when_free` has no first commands, so no caller waits for their outcome.
             if let Some(told) = told {
                 let _ = told.send(outcome);
             }
@@ -183,10 +184,10 @@ impl Qmp {
         &self.gate
     }
 
-    /// Takes no more commands, finishes those that were begun, and removes the socket's file. Gives
-    /// its loop, on which disks may have connections that they need until they are closed.
+    /// Takes no more commands, finishes those that were begun, and removes the socket's file.
+    /// Returns its loop: disks may have connections on it, and need them until they are closed.
     pub(crate) fn stop(self) -> Workers {
-        // It may have ended already.
+        // The task may have ended already.
         let _ = self.stop.send(());
         let _ = self.over.wait();
         self.workers
@@ -231,7 +232,7 @@ async fn listen(bound: BoundSocket, context: Rc<Context>) {
     };
     let serve = |stream| serve_client(Rc::clone(&context), stream).boxed_local();
     accept_clients(listener.clone(), context.stopped.clone(), serve).await;
-    // While it still listens: see `SocketFile`.
+    // The file is removed while the socket still listens: see `SocketFile`.
     drop(file);
     drop(listener);
 }

@@ -56,7 +56,7 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     Ok(found.clone())
 }
 
-/// The snapshot that a word means: the first of this name, or else that of this id.
+/// The snapshot that a word refers to: the first one with this name, else the one with this id.
 fn meant<'a>(known: &'a Value, word: &Value) -> &'a Value {
     let all = || known.as_array().into_iter().flatten();
     let by_name = all().find(|one| one["name"] == *word);

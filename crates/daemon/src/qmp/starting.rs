@@ -12,7 +12,7 @@ use super::errors::{QmpError, Returned};
 use super::job_list::find;
 use super::state::JobTraits;
 
-/// `block-stream`: of the whole backing chain, or of what is before a base.
+/// `block-stream`: of the whole backing chain, or of the images above a base.
 pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let why = "a stream keeps the base of 'base' or 'base-node', by its own name";
     ["bottom", "backing-file", "snapshot-file"]
@@ -34,7 +34,7 @@ pub(super) async fn stream(context: &Rc<Context>, mut given: Arguments) -> Retur
     start(context, given, ("stream", json!({ "base": base }))).await
 }
 
-/// The name of the image of a node that is behind that of a device.
+/// The image name of a node in the backing chain of a device.
 fn base_of(context: &Context, device: &str, node: &str) -> Result<String, QmpError> {
     let ChainOf { nodes, files, .. } = ChainOf::new(context, device)?;
     let place = nodes.iter().position(|own| own == node);
@@ -49,7 +49,7 @@ fn base_of(context: &Context, device: &str, node: &str) -> Result<String, QmpErr
     name.ok_or_else(|| QmpError::generic(format!("Node '{node}' has no file name")))
 }
 
-/// `block-commit`: of the image of the disk into its backing file, or of images behind it.
+/// `block-commit`: of the disk's image into its backing file, or of images of its backing chain.
 pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let (base, top) = (given.some_text("base")?, given.some_text("top")?);
     let (base_node, top_node) = (given.some_text("base-node")?, given.some_text("top-node")?);
@@ -104,7 +104,7 @@ pub(super) async fn commit(context: &Rc<Context>, mut given: Arguments) -> Retur
 /// The images of a disk, with their nodes.
 struct ChainOf {
     device: String,
-    /// The paths, that of the disk's image first.
+    /// The paths of the images, from the disk's own image down.
     files: Vec<String>,
     nodes: Vec<String>,
 }
@@ -121,13 +121,13 @@ impl ChainOf {
         Ok(Self { device: device.to_owned(), files, nodes })
     }
 
-    /// How many steps behind the disk's image the image of this path is, at least `from`.
+    /// The depth of the image of this path, if it is at least `from`. The disk's image has depth 0.
     fn depth_of_file(&self, path: &str, from: usize) -> Option<usize> {
         let is_it = |file: &String| is_same_file(Path::new(file), Path::new(path));
         self.files.iter().skip(from).position(is_it).map(|found| from + found)
     }
 
-    /// The same of a node.
+    /// The depth of a node's image, if it is at least `from`.
     fn depth_of_node(&self, context: &Context, node: &str, from: usize) -> Result<usize, QmpError> {
         let own = self.nodes.iter().position(|own| own == node);
         let found = own.or_else(|| (node == self.device).then_some(0));
@@ -148,7 +148,7 @@ pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Retur
     let sync = given.needed_word("sync", &modes)?;
     let mode = given.word("copy-mode", &["background", "write-blocking"])?;
     given.only("replaces", &[], "the disk goes on in the target")?;
-    // Changes are tracked in units of the job's own.
+    // Ignored: the job has a granularity and a buffer size of its own.
     given.some_unsigned("granularity")?;
     given.some_unsigned("buf-size")?;
     let mut job = JobArguments::take(&mut given)?;
@@ -158,7 +158,8 @@ pub(super) async fn mirror(context: &Rc<Context>, mut given: Arguments) -> Retur
     if disk == target_disk {
         return Err(QmpError::generic("Can't mirror node into itself"));
     }
-    // The target of `top` has what is behind the disk's image: all of the disk is right there, too.
+    // With `top` the target has the same backing content, so a copy of the whole disk is correct,
+    // too.
     if sync != "top" {
         check_whole(context, &disk, sync)?;
     }
@@ -188,7 +189,7 @@ pub(super) fn check_whole(context: &Context, disk: &str, sync: &str) -> Result<(
     }
 }
 
-/// Starts a job of one node, with these parameters beside those of all jobs.
+/// Starts a job of one node, with these parameters and those that all jobs have.
 async fn start(
     context: &Rc<Context>,
     mut given: Arguments,
@@ -213,7 +214,7 @@ pub(super) struct JobArguments {
     pub(super) name: String,
     /// Bytes a second; 0: no limit.
     pub(super) speed: u64,
-    /// Whether it is listed no longer when it has ended.
+    /// Whether the job leaves the list when it ends.
     pub(super) auto_dismiss: bool,
     is_blocking: bool,
 }
@@ -226,14 +227,14 @@ impl JobArguments {
         for name in ["on-error", "on-source-error", "on-target-error"] {
             given.only(name, &[json!("report")], "a job that fails ends")?;
         }
-        // There is no such node.
+        // Ignored: jobs insert no filter node.
         given.some_text("filter-node-name")?;
         given.only("auto-finalize", &[json!(true)], "jobs finalize themselves")?;
         let auto_dismiss = given.flag("auto-dismiss", true)?;
         Ok(Self { name, speed, auto_dismiss, is_blocking: false })
     }
 
-    /// Refuses a name that cannot be that of a new job.
+    /// Refuses a job name that is malformed or in use.
     pub(super) async fn check(&self, context: &Context) -> Result<(), QmpError> {
         let Self { name, .. } = self;
         if !is_well_formed(name) {
@@ -253,7 +254,7 @@ pub(super) async fn start_all(
     (method, params): (&str, Value),
 ) -> Returned {
     forget_dismissed(context);
-    // Before they can end.
+    // The traits are set before the jobs can end.
     for JobArguments { name, auto_dismiss, is_blocking, .. } in jobs {
         let (auto_dismiss, is_blocking) = (*auto_dismiss, *is_blocking);
         let traits = JobTraits { auto_dismiss, is_started: false, is_blocking };
@@ -267,7 +268,7 @@ pub(super) async fn start_all(
         if let Some(traits) = context.state.borrow_mut().jobs.get_mut(name) {
             traits.is_started = true;
         }
-        // The events of a job that has ended already are all sent.
+        // All events of a job that has ended already were sent.
         if find(context, name).await?.is_some_and(|job| job.status() != "concluded") {
             context.events.tell_begin(name);
         }

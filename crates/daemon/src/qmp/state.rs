@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use blockhouse_nbd::uri::Address;
 use serde_json::{Map, Value};
 
-/// The end of the name of the node below a disk, where no client has given it another one.
+/// The suffix of the name of the node below a disk, unless a client has named that node.
 const PROTOCOL_SUFFIX: &str = "-file";
 
 /// An export that a client of QMP has asked for.
@@ -33,9 +33,9 @@ pub(super) struct FileNode {
     pub(super) path: String,
     /// The parameters of `disk.open` for the file as a raw disk.
     pub(super) params: Value,
-    /// The node of the format that is on it.
+    /// The format node above it.
     pub(super) user: Option<String>,
-    /// Whether the node is removed with that disk.
+    /// Whether the node is removed together with `user`.
     pub(super) is_implicit: bool,
 }
 
@@ -60,13 +60,13 @@ impl FormatNode {
 /// A backup that clients read.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Pull {
-    /// The disk that goes on.
+    /// The disk that is backed up, and stays in use.
     pub(super) disk: String,
-    /// The disk of the target's node, in whose place the frozen disk is served.
+    /// The disk of the target's node. Its clients are served the frozen disk instead.
     pub(super) target: String,
-    /// The disk as it was.
+    /// The frozen disk: the content at the start of the backup.
     pub(super) frozen: String,
-    /// Whether it has ended, and is listed still.
+    /// Whether the backup has ended, but is still listed.
     pub(super) has_ended: bool,
 }
 
@@ -77,7 +77,7 @@ pub(super) struct Filter {
     pub(super) disk: String,
     /// The throttle group whose limits it has.
     pub(super) group: String,
-    /// Whether the disk goes with it.
+    /// Whether the disk is closed when the filter is removed.
     pub(super) is_implicit: bool,
 }
 
@@ -93,9 +93,9 @@ pub(super) struct NbdServer {
 /// The automatic steps of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct JobTraits {
-    /// Whether it is listed no longer when it has ended.
+    /// Whether the job leaves the list when it ends.
     pub(super) auto_dismiss: bool,
-    /// Whether it was started, and not only asked for.
+    /// Whether the job has been started; false while the request to start it runs.
     pub(super) is_started: bool,
     /// Whether the guest's changes wait for their copy.
     pub(super) is_blocking: bool,
@@ -110,7 +110,7 @@ pub(super) enum Object {
     Secret {
         /// The file that has it.
         path: PathBuf,
-        /// The descriptor that keeps a file that is of this process alone.
+        /// The descriptor that keeps the file alive, if it is private memory of this process.
         _memory: Option<OwnedFd>,
     },
     /// Limits: the parameters of `limit.set` without the group.
@@ -131,15 +131,14 @@ pub(super) struct State {
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
     /// The parameters of `disk.open` of the disks that clients have added.
     pub(super) opened: BTreeMap<String, Value>,
-    /// Nodes that a mirror has left: their images are no disks.
+    /// Nodes that disks have left by a mirror: their images are not disks any more.
     pub(super) left: BTreeSet<String>,
-    /// Disks that stand on what another node is at each moment, by name: they are for backups of
-    /// that.
+    /// Disks whose backing content is another open node, by name: targets of backups of that node.
     pub(super) over: BTreeMap<String, String>,
     /// Backups that clients read, by the name of their job.
     pub(super) pulls: BTreeMap<String, Pull>,
-    /// Images that are made, by the name of their job; the end of those that were, with the reason
-    /// where it failed.
+    /// Creations of images, by the name of their job: `None` while it runs, then the outcome, with
+    /// the reason if it failed.
     pub(super) creations: BTreeMap<String, Option<Option<String>>>,
     /// Nodes of files, by name.
     pub(super) files: BTreeMap<String, FileNode>,
@@ -149,7 +148,7 @@ pub(super) struct State {
     pub(super) objects: BTreeMap<String, Object>,
     /// Nodes of files that have a write threshold, by the disk.
     pub(super) write_thresholds: BTreeMap<String, String>,
-    /// Of jobs that clients have started, by name.
+    /// The traits of jobs that clients have started, by name.
     pub(super) jobs: BTreeMap<String, JobTraits>,
 }
 
@@ -178,8 +177,8 @@ impl State {
         self.chains.get(disk).and_then(|nodes| nodes.first()).map_or(disk, |node| &node.name)
     }
 
-    /// The disk that has a node of this name if it is open, and how many images are before the
-    /// node's.
+    /// The disk that has a node of this name, if it is open, and the depth of the node's image in
+    /// the chain.
     pub(super) fn place_of<'a>(&'a self, node: &'a str) -> Option<(&'a str, usize)> {
         let of = |nodes: &[FormatNode]| nodes.iter().position(|one| one.name == node);
         let mut chains = self.chains.iter();
@@ -194,14 +193,16 @@ impl State {
         self.chains.insert(disk.to_owned(), nodes);
     }
 
-    /// Removes the top node of a disk, which uses the backing file, if that has a node.
+    /// Removes the top node of a disk that now uses its backing file, if the backing file has a
+    /// node.
     pub(super) fn pop_top(&mut self, disk: &str) {
         if let Some(nodes) = self.chains.get_mut(disk).filter(|nodes| nodes.len() > 1) {
             nodes.remove(0);
         }
     }
 
-    /// Gives a disk the nodes of `target`, to whose image it has moved; `target` is a disk no more.
+    /// Gives a disk the nodes of `target`, to whose image it has moved; `target` is not a disk any
+    /// more.
     pub(super) fn move_to(&mut self, disk: &str, target: &str) {
         let nodes = self.nodes_of(target);
         self.left.extend(self.nodes_of(disk).into_iter().map(|node| node.name));
@@ -222,12 +223,13 @@ impl State {
         is_left
     }
 
-    /// A backup that is served in the place of a disk.
+    /// The backup whose frozen disk is served instead of this disk.
     pub(super) fn pull_to(&self, target: &str) -> Option<&Pull> {
         self.pulls.values().find(|pull| pull.target == target && !pull.has_ended)
     }
 
-    /// Keeps the nodes of the last `behind` backing files of a disk, and forgets the others.
+    /// Keeps the top node of a disk and the nodes of its last `behind` backing files, and forgets
+    /// the others.
     pub(super) fn detach(&mut self, disk: &str, behind: usize) {
         if let Some(nodes) = self.chains.get_mut(disk) {
             let passed = nodes.len().saturating_sub(behind).max(1);
@@ -262,7 +264,7 @@ impl State {
         id
     }
 
-    /// The name of the node below one of a format.
+    /// The name of the node below a format node.
     pub(super) fn file_of(&self, node: &str) -> String {
         let mut files = self.files.iter();
         let named = files.find(|(_, file)| file.user.as_deref() == Some(node));
@@ -277,7 +279,8 @@ impl State {
         }
     }
 
-    /// Detaches the file's node from a format's node that is gone. Returns it, if it stays.
+    /// Detaches the file's node from a format node that was removed. Returns the file's node, if it
+    /// stays.
     pub(super) fn take_back_file(&mut self, node: &str) -> Option<(String, FileNode)> {
         let name = self.file_of(node);
         let file = self.files.get_mut(&name)?;
@@ -290,7 +293,7 @@ impl State {
         Some((name, file))
     }
 
-    /// Whether a job is listed no longer when it has ended.
+    /// Whether a job leaves the list when it ends.
     pub(super) fn auto_dismisses(&self, job: &str) -> bool {
         self.jobs.get(job).is_some_and(|traits| traits.auto_dismiss)
     }

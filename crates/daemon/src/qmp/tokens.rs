@@ -1,8 +1,8 @@
-//! The tokens of QMP's JSON: that of RFC 8259, and strings in single quotes, as QEMU takes them.
+//! The tokens of QMP's JSON: those of RFC 8259, and strings in single quotes, as QEMU takes them.
 //!
-//! A stream of bytes needs no lines: it comes in pieces, and a byte that fits nowhere is an error
-//! and skipped, up to the next one that can begin a token. Guarantees: a token has at most
-//! [`MAX_TEXT`] bytes.
+//! The input is a stream of bytes, which need not be divided into lines. A byte that is invalid
+//! where it stands is reported as an error; then bytes are skipped up to one that can begin a
+//! token. Guarantees: a token has at most [`MAX_TEXT`] bytes.
 
 /// Bytes of a token, at most.
 pub(super) const MAX_TEXT: usize = 64 << 10;
@@ -20,7 +20,7 @@ pub(super) enum Token {
     Text(Result<String, &'static str>),
 }
 
-/// The kind of a token.
+/// An output of the lexer.
 #[derive(Debug, PartialEq)]
 pub(super) enum Lexed {
     /// A token.
@@ -39,7 +39,7 @@ enum State {
     Keyword,
     /// Inside of a string that ends with this quote.
     Text(u8),
-    /// There, after a backslash.
+    /// Inside of such a string, after a backslash.
     Escape(u8),
     /// After bytes that fit nowhere.
     Recovery,
@@ -59,7 +59,7 @@ impl Lexer {
         !matches!(self.state, State::Between | State::Recovery)
     }
 
-    /// Takes a byte. A byte may end a token and be another one.
+    /// Takes a byte. A byte may end a token and be the next token itself.
     pub(super) fn take(&mut self, byte: u8, found: &mut impl FnMut(Lexed)) {
         if self.text.len() >= MAX_TEXT {
             self.text.clear();
@@ -68,7 +68,7 @@ impl Lexer {
         }
         match self.state {
             State::Text(quote) => self.take_in_text(byte, quote, found),
-            // No byte of UTF-8 that is no ASCII is a letter here.
+            // Valid escape letters are ASCII, so one byte is enough: `unescape` rejects others.
             State::Escape(quote) if byte >= 0x20 => {
                 self.text.extend([b'\\', byte]);
                 self.state = State::Text(quote);
@@ -122,7 +122,7 @@ impl Lexer {
         };
     }
 
-    /// The token is whole.
+    /// Ends a complete token.
     fn end(&mut self, found: &mut impl FnMut(Lexed)) {
         let text = std::mem::take(&mut self.text);
         let plain = |text| String::from_utf8(text).expect("these are letters and digits");
@@ -146,14 +146,14 @@ impl Lexer {
             text.insert(0, quote);
         }
         text.push(byte);
-        // A message of an error is short.
+        // An error message shows the last 64 bytes.
         let begin = text.len().saturating_sub(64);
         self.state = State::Recovery;
         found(Lexed::Stray(String::from_utf8_lossy(&text[begin..]).into_owned()));
     }
 }
 
-/// Whether a number is one of JSON: Rust knows more of them.
+/// Whether a number is valid in JSON: Rust's parser accepts more forms.
 fn is_number(text: &str) -> bool {
     let digits = text.strip_prefix('-').unwrap_or(text).as_bytes();
     let has_zero = digits.len() > 1 && digits[0] == b'0' && digits[1].is_ascii_digit();
@@ -194,7 +194,7 @@ fn unescape(text: Vec<u8>) -> Result<String, &'static str> {
     Ok(plain)
 }
 
-/// The character of four digits, or of two pairs of four.
+/// The character of four hexadecimal digits, or of a surrogate pair: two escapes of four digits.
 fn read_unicode(text: &str) -> Result<(char, &str), &'static str> {
     const WRONG: &str = "invalid escape sequence in string";
     let digits = |text: &str| {
@@ -211,6 +211,6 @@ fn read_unicode(text: &str) -> Result<(char, &str), &'static str> {
         }
         _ => (first, rest),
     };
-    // QEMU has no strings with a zero.
+    // QEMU rejects strings with a NUL character.
     char::from_u32(code).filter(|c| *c != '\0').map(|c| (c, rest)).ok_or(WRONG)
 }

@@ -34,7 +34,7 @@ struct Actions {
     snapshots: Vec<Arguments>,
 }
 
-/// Carries the actions out, unless one of them is to fail.
+/// Carries the actions out, unless one of them is invalid or is `abort`.
 pub(super) async fn run(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let actions = given.list("actions")?;
     given.only(

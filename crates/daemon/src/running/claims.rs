@@ -27,15 +27,15 @@ pub(crate) enum Name {
     Configuration,
 }
 
-/// Names that this task alone may change, until it is dropped.
+/// Names that only the owner of this claim may change, until the claim is dropped.
 pub(crate) struct Claim<'a> {
     claims: &'a Claims,
     names: Vec<Name>,
 }
 
 impl Claims {
-    /// Waits until all of these are free, and claims them together: so two tasks never wait for
-    /// each other.
+    /// Waits until all of these names are free, and claims them together, so that two tasks never
+    /// wait for each other.
     pub(crate) async fn claim(&self, names: impl Into<Vec<Name>>) -> Claim<'_> {
         let mut names = names.into();
         names.sort();

@@ -28,11 +28,11 @@ impl ExportList {
     /// Serves a disk to a guest at a bound socket.
     ///
     /// # Errors
-    /// No thread can be had for it.
+    /// A thread cannot be started for it.
     pub(crate) fn serve_device(&self, socket: DeviceSocket, disk: &RunningDisk) -> Result<()> {
         let access = socket.access;
         let (name, loops) = (disk.name().to_owned(), self.loops.clone());
-        // The guest's name of it: that has 20 bytes, too few for a path.
+        // The guest reads this as the device's ID, which has 20 bytes: too few for a path.
         let label = Path::new(&name).file_name().unwrap_or_default().to_string_lossy().into();
         let (queues, memory) = (self.queues, self.memory);
         let shared = Arc::clone(&disk.disk);
@@ -88,7 +88,7 @@ impl ExportList {
         self.serve_device(DeviceSocket { bound, frontend: None, access }, &disk)
     }
 
-    /// Stops serving it: the guest's requests in flight complete.
+    /// Stops serving a device. The guest's requests in flight complete.
     pub(super) async fn remove_device(&self, path: &Path) -> Result<()> {
         let device = {
             let mut list = self.state.lock();
@@ -113,7 +113,7 @@ impl ExportList {
         self.resize_ublk(disk);
     }
 
-    /// Begins the end of all devices, which [`stop`](RunningDevice::stop) completes.
+    /// Begins to stop all devices, which [`stop`](RunningDevice::stop) completes.
     pub(crate) fn begin_stop_devices(&self) -> Vec<RunningDevice> {
         let devices = std::mem::take(&mut self.state.lock().devices);
         let mut devices: Vec<_> = devices.into_iter().filter_map(Arc::into_inner).collect();
@@ -122,7 +122,7 @@ impl ExportList {
     }
 }
 
-/// Waits until no other task uses it.
+/// Waits until no other task uses the value, and returns it.
 pub(super) async fn alone<T>(mut shared: Arc<T>) -> T {
     loop {
         match Arc::try_unwrap(shared) {

@@ -22,7 +22,7 @@ pub(crate) struct RunningDisk {
     pub(crate) setup: DiskConfig,
     /// The canonical path of the image that it was opened with.
     pub(super) path: PathBuf,
-    /// The path to which a mirror had moved it before the hand-over.
+    /// The image to which a mirror had moved the disk before the hand-over.
     pub(super) moved: Option<Moved>,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
@@ -45,8 +45,8 @@ impl RunningDisk {
         DiskConfig { threshold: self.threshold(), ..self.setup.clone() }
     }
 
-    /// The image at a depth of the chain, but none in the place of a backing file that is left out:
-    /// that has no name.
+    /// The image at a depth of the chain; `None` for an image without a name, which stands in for a
+    /// backing file that is left out.
     pub(crate) fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
         self.disk.image().layer_at(depth).filter(|layer| !layer.name.starts_with("/proc/self/fd/"))
     }
@@ -81,17 +81,18 @@ impl RunningDisk {
         self.room.threshold()
     }
 
-    /// The end of the image's use of its storage, in bytes, past which an event reports it.
+    /// The write threshold, in bytes: an event reports that the image uses its storage past this
+    /// offset.
     pub(crate) fn write_threshold(&self) -> Option<u64> {
         self.room.write_threshold()
     }
 
-    /// The canonical path of the image, or of the one that it has moved to.
+    /// The canonical path of the image, or the path of the image that has replaced it.
     pub(crate) fn path(&self) -> PathBuf {
         self.moved().map_or_else(|| self.path.clone(), |moved| moved.path)
     }
 
-    /// The image that has replaced the one that it was opened with.
+    /// The image that has replaced the image that the disk was opened with.
     pub(crate) fn moved(&self) -> Option<Moved> {
         if !self.disk.is_replaced() {
             return self.moved.clone();
@@ -104,7 +105,7 @@ impl RunningDisk {
         Some(Moved {
             path: PathBuf::from(self.disk.image().image_name()),
             format: self.disk.image().image_format_name().parse().ok()?,
-            // A target that cannot be opened around the page cache goes through it.
+            // A target that cannot be opened with O_DIRECT uses the page cache.
             cache: match self.setup.cache {
                 CacheMode::None if is_cached => with_sync(CacheMode::Writeback),
                 cache => with_sync(cache),
@@ -113,14 +114,14 @@ impl RunningDisk {
     }
 }
 
-/// An image that has replaced the one that a disk was opened with.
+/// An image that has replaced the image that a disk was opened with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Moved {
     /// Where it is.
     pub(crate) path: PathBuf,
     /// Its format.
     pub(crate) format: ImageFormat,
-    /// The host's cache.
+    /// Its use of the host's page cache.
     pub(crate) cache: CacheMode,
 }
 
@@ -137,11 +138,11 @@ pub(crate) struct OpenedDisk {
 /// The past of a disk in another process.
 #[derive(Clone, Debug)]
 pub(crate) struct EarlierLife {
-    /// Where it was moved.
+    /// The image that it was moved to, if it was.
     pub(crate) moved: Option<Moved>,
     /// The limits that it has.
     pub(crate) limits: LimitsConfig,
-    /// The use of its image's storage above which an event reports it.
+    /// The write threshold of its image, in bytes.
     pub(crate) write_threshold: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! The disks that are open, by name. `limits` has the groups of them.
+//! The disks that are open, by name. Their groups of limits are in `limits`.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use super::disk::RunningDisk;
 
-/// How many names a message has.
+/// The maximum number of names in a message.
 const MAX_NAMED: usize = 8;
 
 /// The disks, in the order in which they were opened.
@@ -61,7 +61,7 @@ impl DiskList {
         self.0.lock().retain(|other| other.name() != name);
     }
 
-    /// Lists the disks in this order, and those after them that it does not name.
+    /// Sorts the list in this order. Disks that `names` does not contain come last.
     pub(super) fn sort_as<'a>(&self, names: impl Iterator<Item = &'a str>) {
         let names: Vec<_> = names.collect();
         let place = |name: &str| names.iter().position(|other| *other == name);

@@ -1,4 +1,4 @@
-//! Opening and closing disks, and operations on one while it is served.
+//! Opening and closing disks, and operations on a disk while it is served.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ pub(crate) struct Refreshed {
     pub(crate) held: u64,
 }
 
-/// Tells of the disk's changes that are held, in the log and to subscribers.
+/// Reports that the disk's changes are held or released, in the log and to subscribers.
 fn tell_of_holding(disk: &str, events: &Events, room: Arc<RoomWatch>) -> HoldObserver {
     let (disk, events) = (disk.to_owned(), events.clone());
     Box::new(move |change| {
@@ -94,7 +94,7 @@ impl Running {
         moved: Option<Moved>,
         bitmaps: Vec<ExportBitmap>,
     ) -> Arc<RunningDisk> {
-        // If it is not a file, or its path is no longer found, the given path is used.
+        // If the image is not a file, or its path is no longer found, the configured path is used.
         let canonical = disk.image().file().and_then(|_| setup.path.canonicalize().ok());
         let path = canonical.unwrap_or_else(|| setup.path.clone());
         let has_lost_flush = disk.image().flush_failures().iter().any(Option::is_some);
@@ -146,7 +146,7 @@ impl Running {
     ///
     /// # Errors
     /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
-    /// name, or an address is in use or cannot be had.
+    /// name, or an address is in use or cannot be bound.
     pub(crate) async fn open_and_serve(&self, setup: DiskConfig) -> Result<Arc<RunningDisk>> {
         let disk = self.open_claimed(setup).await?;
         begin_prefetch(self, &disk).await;
@@ -166,10 +166,11 @@ impl Running {
         if self.io_poll {
             io_poll::check_disk(&setup)?;
         }
-        // Before an image is made.
+        // The checks come before an image is made.
         self.disks.check_limits(&setup.limits)?;
         self.sandbox().check_image(&setup.path)?;
-        // Otherwise opening a file there fails later, and the kernel's error has no reason.
+        // Without this check, opening a file there fails later, with an error of the kernel that
+        // does not name the sandbox.
         setup.allow_paths.iter().try_for_each(|path| self.sandbox().check_image(path))?;
         let named = setup.bitmaps_in.iter().chain(&setup.key_files).chain(&setup.passphrase_files);
         named.into_iter().try_for_each(|path| self.sandbox().check(path))?;
@@ -181,7 +182,7 @@ impl Running {
             for export in self.exports.of_disk(&name) {
                 self.exports.end(&export).await?;
             }
-            // The error that counts is the first one.
+            // The first error is returned.
             let _ = self.forget(&disk).await;
             return Err(error);
         }
@@ -200,8 +201,8 @@ impl Running {
     /// Flushes and closes a disk; with `force` its exports are removed first.
     ///
     /// # Errors
-    /// No disk has this name, or it has exports: it stays open. If the last changes cannot be made
-    /// durable, it is closed nevertheless.
+    /// No disk has this name, or the disk has exports and stays open. If the last changes cannot be
+    /// made durable, the disk is closed nevertheless.
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         self.check_free(name)?;
@@ -214,7 +215,8 @@ impl Running {
                 first.address
             );
         }
-        // Requests that wait for their turn are admitted, so that the end does not wait for them.
+        // Requests that the limits delay are admitted, so that closing does not wait for the
+        // limits.
         let _lifted = claimed.disk.disk.throttle().lift();
         claimed.disk.disk.hold().end();
         for export in exports {
@@ -233,12 +235,12 @@ impl Running {
         Ok(closed?)
     }
 
-    /// Serves a disk at an address, to clients with these rights; `bitmaps`: for a disk frozen by a
-    /// backup, those of the disk that continues, or of another one, that clients may request.
-    /// Returns the address, with the real port if port 0 was requested.
+    /// Serves a disk at an address, to clients with these rights. For a disk frozen by a backup,
+    /// `bitmaps` names the bitmaps of the original disk, or of another one, that clients may
+    /// request. Returns the address, with the real port if port 0 was requested.
     ///
     /// # Errors
-    /// There is no such disk, or the address is in use or cannot be had.
+    /// There is no such disk, or the address is in use or cannot be bound.
     pub(crate) async fn add_export(
         &self,
         disk: &str,
@@ -288,7 +290,7 @@ impl Running {
         };
         let disk = find().ok_or_else(missing)?.disk;
         let _disk = self.claims.claim([Name::Disk(disk)]).await;
-        // It may have gone meanwhile.
+        // The export may have been removed meanwhile.
         let export = find().ok_or_else(missing)?;
         let _socket = self.claims.claim([Name::Socket(export.address.socket())]).await;
         self.exports.end(&export).await
@@ -298,7 +300,7 @@ impl Running {
     /// real port if port 0 was requested.
     ///
     /// # Errors
-    /// The address is in use or cannot be had.
+    /// The address is in use or cannot be bound.
     pub(crate) async fn add_socket(
         &self,
         uri: NbdUri,
@@ -320,8 +322,8 @@ impl Running {
         self.exports.remove_socket(&uri)
     }
 
-    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; without
-    /// any, the disk joins the group, and the group's stay.
+    /// Gives a disk other limits, or none. Limits of a group apply to all its disks. If only a
+    /// group is named, the disk joins it, and the group keeps its limits.
     ///
     /// # Errors
     /// There is no such disk, or no group to join.

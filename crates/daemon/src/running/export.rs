@@ -1,4 +1,4 @@
-//! Exports that are served, and the sockets and devices at which they are.
+//! Exports that are served, and the sockets and devices at which they are served.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,11 +33,12 @@ pub(crate) struct ServedSocket {
     pub(super) file: Option<SocketFile>,
     pub(super) listener: Listener,
     pub(super) address: Address,
-    /// How many sockets were served before it: the server of clients counts them so.
+    /// How many sockets were served before it. The server of NBD clients numbers sockets the same
+    /// way.
     pub(super) number: usize,
     /// Whether its clients must use TLS.
     pub(super) security: Security,
-    /// For this socket only: clients of others do not find them.
+    /// The exports of this socket only: clients of other sockets do not find them.
     pub(super) exports: Exports<ImageStorage>,
     /// Whether the socket listens while it has no exports.
     pub(super) is_kept: AtomicBool,
@@ -93,7 +94,7 @@ impl RunningDevice {
         &self.disk
     }
 
-    /// The access of guests; that of the disk may be less.
+    /// The access of guests. The disk itself may be read-only.
     pub(crate) fn access(&self) -> Access {
         self.access
     }

@@ -1,8 +1,8 @@
 //! The exports that run: at the sockets of NBD clients (`nbd_sockets`), at those of guests' devices
 //! (`devices`), and as block devices of this host (`ublk_devices`).
 //!
-//! Guarantee: what is listed is what runs: an export is listed from when it is served until nothing
-//! of it is. A task that adds or removes one has claimed its disk and its socket.
+//! Guarantee: the list shows what runs: an export is listed from the start of its service until
+//! nothing of it is served. A task that adds or removes one has claimed its disk and its socket.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -98,10 +98,10 @@ impl ExportList {
         self.state.lock().exports.iter().filter(|export| export.disk == disk).cloned().collect()
     }
 
-    /// Serves a disk at an address: returns it, with the real port instead of port 0.
+    /// Serves a disk at an address. Returns the address, with the real port instead of port 0.
     ///
     /// # Errors
-    /// The address is in use or cannot be had.
+    /// The address is in use or cannot be bound.
     pub(super) async fn add(
         &self,
         disk: &Arc<RunningDisk>,

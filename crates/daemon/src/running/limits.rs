@@ -1,8 +1,8 @@
 //! Limits of disks while they are served: `ctl limits` and `ctl limit`.
 //!
 //! Guarantees: a group of limits exists from when the first disk joins it until the last one leaves
-//! it or is closed. Disks whose groups have one name share one group. Other limits hold for
-//! requests that wait, too, and no request fails because of a change.
+//! it or is closed. Disks whose groups have one name share one group. Changed limits apply to
+//! waiting requests, too, and no request fails because of a change.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use blockhouse_disk::{RateLimits, ThrottleGroup};
 use super::disk::RunningDisk;
 use super::disk_list::DiskList;
 
-/// The group of this name, of these disks.
+/// The group of this name, if one of these disks is in it.
 fn group(disks: &[Arc<RunningDisk>], name: &str) -> Option<Arc<ThrottleGroup>> {
     let member = disks.iter().find(|disk| disk.group.lock().as_deref() == Some(name))?;
     member.disk.throttle().group()
@@ -23,7 +23,7 @@ impl DiskList {
     /// Whether these limits can be applied.
     ///
     /// # Errors
-    /// They belong to a group that does not exist.
+    /// They name a group that does not exist, and set no limits for it.
     pub(super) fn check_limits(&self, limits: &LimitsConfig) -> Result<()> {
         let Some(name) = &limits.group else { return Ok(()) };
         let is_unlimited = limits.rates().map_err(Error::msg)?.is_unlimited();
@@ -48,12 +48,12 @@ impl DiskList {
     /// over, without credit or debt.
     ///
     /// # Errors
-    /// None that a server with these limits could give.
+    /// None if the limits come from a server that ran with them.
     pub(crate) fn limit_as_before(&self, disk: &RunningDisk, limits: &LimitsConfig) -> Result<()> {
         if let Some(name) = &limits.group
             && group(&self.0.lock(), name).is_none()
         {
-            // Also one without any limits.
+            // The group is made even if it has no limits.
             *disk.group.lock() = Some(name.clone());
             let rates = limits.rates().map_err(Error::msg)?;
             disk.disk.throttle().set_group(Some(ThrottleGroup::new(rates)));
@@ -62,8 +62,9 @@ impl DiskList {
         self.limit(disk, limits)
     }
 
-    /// Gives a disk other limits, or none. The limits of a group hold for all its disks; without
-    /// any, the disk joins the group, and the group's stay. The caller has claimed a served disk.
+    /// Gives a disk other limits, or none. Limits of a group apply to all its disks. If only a
+    /// group is named, the disk joins it, and the group keeps its limits. The caller has claimed a
+    /// served disk.
     ///
     /// # Errors
     /// There is no group to join.
@@ -81,7 +82,7 @@ impl DiskList {
             None => own,
         };
         let joined = match (existing, &limits.group) {
-            // The saved and the owed operations stay.
+            // The group's credit and debt stay.
             (Some(existing), name) => {
                 if name.is_none() || !rates.is_unlimited() {
                     existing.set_limits(rates);

@@ -157,7 +157,7 @@ impl Running {
         state_use(&self.state, slice::from_ref(setup), self.user)
     }
 
-    /// The start of the counters.
+    /// The time at which the counters started.
     pub(crate) fn measured_since(&self) -> StartTime {
         self.measured_since
     }

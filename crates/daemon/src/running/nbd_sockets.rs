@@ -1,5 +1,5 @@
-//! Listening sockets of NBD clients. A socket listens as long as it has exports, or is kept because
-//! a request has added it without any.
+//! Listening sockets of NBD clients. A socket listens as long as it has exports, and from
+//! `socket.add` to `socket.remove` even without any.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -220,7 +220,7 @@ impl ExportList {
     /// Returns the URI, with the real port if port 0 was requested.
     ///
     /// # Errors
-    /// The address is in use or cannot be had.
+    /// The address is in use or cannot be bound.
     pub(super) async fn add_socket(
         &self,
         uri: NbdUri,

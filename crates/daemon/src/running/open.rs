@@ -13,11 +13,12 @@ use blockhouse_disk::{
 };
 use futures_util::stream::{self, StreamExt};
 
-/// How many disks are opened at the same time: each waits for its host's disk more than once.
+/// How many disks are opened at the same time: opening an image waits for the host's storage more
+/// than once.
 const MAX_OPENINGS: usize = 32;
 
-/// The state that outlives the server, which will run as `user`. A requested directory must be
-/// usable; without the usual one the server warns of the consequences.
+/// The use of the state that outlives the server, which will run as `user`. A requested directory
+/// must be usable. Without the default directory the server warns of the consequences.
 ///
 /// # Errors
 /// The directory cannot be used.
@@ -47,11 +48,11 @@ pub(crate) fn state_use(
     }
 }
 
-/// The usual directory, or none if this host has no tmpfs for it.
+/// The default directory, or none if this host has no tmpfs for it.
 ///
 /// # Errors
-/// The directory is another user's, or open to others. Any user may take its name in `/dev/shm`,
-/// and must not be able to make a killed server lose answered changes.
+/// The directory belongs to another user, or is accessible to others. Reason: any user may take its
+/// name in `/dev/shm`, and must not be able to make a killed server lose acknowledged changes.
 fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
     match dir {
         Ok(dir) => Ok(StateUse::TryKeep(dir)),
@@ -98,8 +99,8 @@ pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<Image
 /// Opens a disk, and makes its image first if that is requested and missing.
 ///
 /// # Errors
-/// Why it cannot be opened, that its size differs from the one to create it with, or that it lacks
-/// a bitmap to be offered.
+/// The image cannot be opened, its size differs from the size to create it with, or it lacks a
+/// bitmap that is to be offered.
 pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<ImageDisk> {
     let (path, options) = (&*setup.path, image_options(setup, state)?);
     if let Some(size) = setup.create
@@ -112,7 +113,7 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
     }
     if options.side_file.is_some() && !setup.is_read_only() {
         match make_missing_side_file(path, &options).await {
-            // The guest does not pay for a bitmap.
+            // The disk is served without bitmaps rather than not at all.
             Err(error) if matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io) => {
                 tracing::warn!(
                     "{}: there is no place for its bitmaps, so its changes are not recorded: {error}",
@@ -130,7 +131,7 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
         }
     }
     for bitmap in &setup.bitmaps {
-        // Whether it is there and consistent.
+        // Fails if the bitmap is missing or inconsistent.
         let nothing = ByteRange::between(0, 0);
         if setup.bitmaps_behind {
             disk.bitmaps().extents_in_chain(bitmap, nothing, 0).await?
@@ -159,8 +160,8 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
     }
 }
 
-/// Opens disks, several at a time: the outcomes in their order. After a failure those that were not
-/// begun are left out.
+/// Opens disks, several at a time. Returns the outcomes in the order of `disks`, without those of
+/// disks whose opening had not begun at the first failure.
 pub(crate) async fn open_all(disks: &[DiskConfig], state: &StateUse) -> Vec<Result<ImageDisk>> {
     let has_failed = Cell::new(false);
     let has_failed = &has_failed;
@@ -183,7 +184,7 @@ fn with_hint(error: Error, image: &Path, access: Access) -> Error {
         13 | 30 if access == Access::ReadWrite => {
             error.hint("check its permissions, or serve it with --read-only")
         }
-        // ENOENT: of the image itself, not of a backing file.
+        // ENOENT, of the image itself if its folder exists.
         2 if image
             .parent()
             .is_some_and(|folder| folder.as_os_str().is_empty() || folder.exists()) =>

@@ -27,7 +27,7 @@ pub(crate) async fn ensure_side_file(
     if !disk.disk.image().lacks_side_file() {
         return Ok(None);
     }
-    // A mirror will replace the image.
+    // A mirror would replace the image.
     running.jobs.check_free(disk.name())?;
     let (path, options) = opened_as_raw(running, disk)?;
     running.sandbox().check(&path)?;
@@ -43,8 +43,8 @@ pub(crate) async fn ensure_side_file(
     Ok(Some(pause.length))
 }
 
-/// Removes the side file of a disk without bitmaps, after the first bitmap could not be added or
-/// was removed. A failure is logged, and the disk keeps its side file.
+/// Removes the side file of a disk without bitmaps, after its first bitmap could not be added, or
+/// was removed again. A failure is logged, and the disk keeps its side file.
 pub(crate) async fn remove_empty_side_file(running: &Running, disk: &RunningDisk) {
     let taken = async {
         let (path, options) = opened_as_raw(running, disk)?;

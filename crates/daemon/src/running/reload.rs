@@ -67,7 +67,7 @@ pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResul
             close_configured(running, old, new.is_some(), &mut done).await;
         }
     }
-    // Before the additions, so that an export can move to another disk.
+    // Exports are removed before others are added, so that an export can move to another disk.
     for old in before.iter().filter(|old| is_open_as(running, old)) {
         let new = wanted.iter().find(|new| new.name() == old.name());
         remove_exports(running, old, new.map_or(&[], |new| &new.exports), &mut done).await;
@@ -111,7 +111,7 @@ async fn close_configured(
     }
 }
 
-/// Opens a disk that is not open, and gives an open one its new exports and limits.
+/// Opens a disk that is not open; adds new exports and limits to a disk that is.
 async fn take_over(
     running: &Running,
     new: &DiskConfig,

@@ -1,4 +1,4 @@
-//! Thresholds of the free space that the hosts of disks have left.
+//! Thresholds of the free space on the hosts of disks, and write thresholds of images.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -68,7 +68,7 @@ pub(super) fn watch_room(running: &Running, disk: &Arc<RunningDisk>, threshold: 
 fn begin_watch(running: &Running, disk: &Arc<RunningDisk>) {
     let Some(handle) = running.loops.first() else { return };
     let disk = Arc::downgrade(disk);
-    // It ends with the disk, with its thresholds, or with the loop.
+    // The task ends with the disk, with its thresholds, or with the loop.
     drop(handle.spawn(move || async move {
         loop {
             let Some(disk) = disk.upgrade().filter(|disk| disk.room.goes_on()) else { return };

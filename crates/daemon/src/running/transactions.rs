@@ -1,9 +1,8 @@
-//! Transactions: changes of bitmaps of one or several disks, and beginnings of backups of them, at
-//! one moment.
+//! Transactions: changes of bitmaps and starts of backups, of one or several disks, at one moment.
 //!
-//! Guarantee: all changes are made, durably, or none is, unless a storage fails at the last write
-//! of one of several images. A backup has the disk's content at that moment, and a bitmap that
-//! begins then has exactly the changes since. Guests' changes are paused meanwhile.
+//! Guarantee: either all changes are made durably or none is made, unless a storage fails at the
+//! last write of one of several images. A backup has the disk's content at that moment, and a
+//! bitmap that begins then has exactly the changes since. Guests' changes are paused meanwhile.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -29,13 +28,13 @@ use crate::running::claims::Name;
 /// A backup that begins in a transaction.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupPart {
-    /// Its job, with the name of the disk. A backup without a job has this name, too.
+    /// Its job, with the name of the disk. A backup without a job uses the job's name as its own.
     pub(crate) job: JobSetup,
     /// The kind of backup of the disk.
     pub(crate) kind: BackupKind,
 }
 
-/// The reader of the disk's frozen content.
+/// The reader of the frozen content of a disk.
 #[derive(Clone, Debug)]
 pub(crate) enum BackupKind {
     /// A job, which writes it to another disk.
@@ -44,7 +43,7 @@ pub(crate) enum BackupKind {
         target: String,
         /// The bitmap of the ranges to copy; `None`: all.
         bitmap: Option<String>,
-        /// Whether the bitmap has the changes since the start when the job is complete.
+        /// Whether, after the job, the bitmap has only the changes since the start of the backup.
         is_synced: bool,
     },
     /// Clients of the disk that was frozen.
@@ -57,9 +56,9 @@ pub(crate) enum BackupKind {
 /// A change of a bitmap of a disk.
 #[derive(Clone)]
 pub(crate) enum PartChange {
-    /// That concerns no other disk.
+    /// A change that reads no other disk.
     Own(BitmapChange),
-    /// It is in memory, and gets the changes of another disk's bitmap.
+    /// The bitmap is in memory, and gets the changes of another disk's bitmap.
     MergeFrom {
         /// Its name.
         name: String,
@@ -111,13 +110,13 @@ impl BackupPart {
     }
 }
 
-/// Changes bitmaps of disks, and begins backups, all at one moment; for how long guests'
+/// Changes bitmaps of disks, and begins backups, all at one moment. Returns for how long guests'
 /// changes were held off.
 ///
 /// # Errors
-/// There is no such disk or bitmap, one exists already or is offered to clients, a disk has no
-/// bitmaps that can be changed, is used by a job or backup, or is too busy; a target cannot be
-/// written to. Then nothing has changed.
+/// There is no such disk or bitmap; a bitmap to add exists already; a bitmap to remove is offered
+/// to clients; a disk has no bitmaps that can be changed, is used by a job or backup, or is too
+/// busy; a target cannot be written to. Then nothing has changed.
 pub(crate) async fn transact(
     running: &Running,
     mut changes: Vec<(String, PartChange)>,
@@ -237,8 +236,8 @@ async fn make_ready(
     Ok(ReadyBackup { part, name, source, frozen, target })
 }
 
-/// Makes the changes and freezes the disks, at one moment: for how long guests' changes were
-/// held off. `recorded` gets the raw disks that have got a place for bitmaps.
+/// Makes the changes and freezes the disks, at one moment. Returns for how long guests' changes
+/// were held off. `recorded` gets the raw disks for which a side file was made.
 async fn reach_moment<'a>(
     running: &Running,
     parts: &'a [DiskChanges],

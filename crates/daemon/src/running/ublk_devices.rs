@@ -78,7 +78,7 @@ impl ExportList {
     }
 }
 
-/// Another program has removed device `id`.
+/// Ends the export of device `id`, which another program has removed.
 async fn leave_removed(exports: Weak<ExportList>, id: u32) {
     tracing::error!(
         "/dev/ublkb{id} was removed by another program; its image is no longer served there"

@@ -1,7 +1,7 @@
 //! The process's rights to files by their paths, and to TCP ports (Landlock, `landlock(7)`).
 //!
 //! Open files stay usable as they were opened. Nothing may be executed, and no rule allows that. A
-//! kernel with an older Landlock enforces what it knows of this.
+//! kernel with an older Landlock enforces only the rights that it knows.
 
 use std::ffi::OsString;
 use std::io;
@@ -27,13 +27,13 @@ use super::Opened;
 use super::needs::Needs;
 use crate::endpoints::sockets::runtime_folder;
 
-/// The version of the rules. Later versions know rights that would forbid more, as to connect to a
-/// Unix socket.
+/// The version of the rules. Later versions would also restrict other operations, such as
+/// connecting to a Unix socket.
 const VERSION: ABI = ABI::V5;
 /// The port of DNS over TCP.
 const DNS: u16 = 53;
-/// The files that looking up a name, finding the servers of a cluster, and judging a certificate
-/// without a folder of one's own reads.
+/// The files that are read to look up a host name, to find the servers of a Ceph cluster, and to
+/// verify a certificate without a configured folder.
 const LOOK_UP: [&str; 15] = [
     "/etc/resolv.conf",
     "/etc/hosts",
@@ -51,10 +51,11 @@ const LOOK_UP: [&str; 15] = [
     "/usr/share/ca-certificates",
     "/usr/local/share/ca-certificates",
 ];
-/// Where Ceph's library writes beside images: its discarded output, its sockets for administration,
-/// and its log.
+/// The paths, other than images, to which Ceph's library writes: its discarded output, its sockets
+/// for administration, and its log.
 const WRITTEN_BY_CEPH: [&str; 3] = ["/dev/null", "/run/ceph", "/var/log/ceph"];
-/// The folders of the host that opening a disk asks about its disks and about the holder of a lock.
+/// The folders that are read when a disk is opened, for facts about the host's disks and about the
+/// holder of a lock.
 const HOST: [&str; 2] = ["/proc", "/sys"];
 /// Where block devices and their drivers are.
 const DEVICES: &str = "/dev";
@@ -66,9 +67,9 @@ pub(super) struct FileRule {
     pub(super) access: BitFlags<AccessFs>,
 }
 
-/// The rules of a server that is going to open images in Ceph, about writing alone: that library
-/// reads what its configuration names. Its threads keep to them, which cannot be asked to keep to
-/// others later.
+/// The rules of a server that is going to open images in Ceph. They restrict only writing, because
+/// Ceph's library reads the files that its configuration names. They apply to the library's
+/// threads, which cannot be restricted later.
 pub(super) fn rules_of_writing(setup: &Setup, needs: Needs) -> FileRules {
     let sockets = own_sockets(setup);
     let opened = Opened { devices: setup.devices.len(), sockets, rules_of_writing: None };
@@ -87,9 +88,9 @@ pub(crate) struct FileRules {
     pub(crate) for_requests: Vec<PathBuf>,
 }
 
-/// The rules of this server, which has this open. They follow from its description: what the
-/// process before says of its disks and sockets in an upgrade gives access to nothing, because that
-/// process may have been taken over.
+/// The rules of this server, which has `opened`. They follow from its own setup. In an upgrade the
+/// previous process names disks and sockets, which give no access here, because that process may
+/// have been compromised.
 pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
     let mut all = FileRules::default();
     let sockets: Vec<_> = opened.sockets.iter().filter(|path| is_own(setup, path)).collect();
@@ -132,21 +133,21 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
 }
 
 impl FileRules {
-    /// A missing path has no rule: it cannot be used.
+    /// Adds a rule for a path. A missing path gets no rule, and cannot be used.
     fn add(&mut self, path: PathBuf, access: BitFlags<AccessFs>) {
         if let Ok(path) = path.canonicalize() {
             self.rules.push(FileRule { path, access });
         }
     }
 
-    /// Adds those of the rights that a ruleset handles to it.
+    /// Adds to a ruleset those of the rights that it handles.
     fn add_to(
         &self,
         mut created: RulesetCreated,
         handled: BitFlags<AccessFs>,
     ) -> Result<RulesetCreated> {
         for FileRule { path, access } in &self.rules {
-            // It may have gone meanwhile.
+            // The path may have been removed meanwhile.
             let Ok(opened) = PathFd::new(path) else { continue };
             let access = if path.is_dir() {
                 *access & handled
@@ -160,20 +161,20 @@ impl FileRules {
         Ok(created)
     }
 
-    /// Below which canonical paths files may be made.
+    /// The canonical paths below which files may be made.
     pub(super) fn writable(&self) -> Vec<PathBuf> {
         let can_make = |rule: &&FileRule| rule.access.contains(AccessFs::MakeReg);
         self.rules.iter().filter(can_make).map(|rule| rule.path.clone()).collect()
     }
 
-    /// The files that taking over from another process needs besides: this host's description of
-    /// itself, the pid file, and devices.
+    /// Adds the files that taking over from another process needs: `/proc` and `/sys`, the pid
+    /// file, and devices.
     fn add_taking_over(&mut self, setup: &Setup, needs: Needs) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         self.add_pid_file(setup);
         if needs.takes_ublk {
-            // The driver's own, and those of its devices by which they are served; not what others
-            // use.
+            // The character devices of the ublk driver by which devices are served, not the block
+            // devices that other programs use.
             let is_served = |name: &OsString| {
                 [&b"ublk-"[..], b"ublkc"].iter().any(|begin| name.as_bytes().starts_with(begin))
             };
@@ -184,14 +185,14 @@ impl FileRules {
         }
     }
 
-    /// The pid file is going to be written.
+    /// Allows the pid file to be written.
     fn add_pid_file(&mut self, setup: &Setup) {
         if let Some(path) = &setup.server.pid_file {
             self.add(parent(path), AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::RemoveFile);
         }
     }
 
-    /// The paths that a control socket or a configuration may name later.
+    /// Adds the paths that a control socket or a configuration may name later.
     fn add_requests(&mut self, setup: &Setup, sockets: &[&PathBuf]) {
         HOST.iter().for_each(|path| self.add(path.into(), reading()));
         setup.config.iter().for_each(|config| self.add(parent(config), reading()));
@@ -206,7 +207,7 @@ impl FileRules {
     }
 }
 
-/// The folders of the images and of the files beside them, and what images may name.
+/// The folders of the images and of their side files, and the paths that images may name.
 fn places(setup: &Setup) -> Vec<PathBuf> {
     let images = setup.disks.iter().filter_map(|disk| match Location::of(&disk.path) {
         Ok(Location::File(path)) => Some(place_of_image(path)),
@@ -218,8 +219,8 @@ fn places(setup: &Setup) -> Vec<PathBuf> {
     images.chain(side_files).chain(allowed).collect()
 }
 
-/// The sockets that the description names, and one in the folder for those whose place it leaves to
-/// the server.
+/// The sockets that the setup names, and one in the runtime folder, which has the sockets whose
+/// path the server chooses.
 pub(super) fn own_sockets(setup: &Setup) -> Vec<PathBuf> {
     let nbd = setup.nbd.iter().filter_map(|(address, _)| match address {
         Address::Unix(path) => Some(path.clone()),
@@ -236,14 +237,13 @@ pub(super) fn own_sockets(setup: &Setup) -> Vec<PathBuf> {
     nbd.chain(metrics).chain(devices).chain(control).chain(unnamed).collect()
 }
 
-/// Whether the description names this socket, or leaves its place to the server.
+/// Whether the setup names this socket, or leaves its path to the server.
 fn is_own(setup: &Setup, socket: &Path) -> bool {
     own_sockets(setup).iter().any(|own| own == socket)
         || runtime_folder().is_ok_and(|folder| socket.parent() == Some(&folder))
 }
 
-/// Where the files are that TLS with an image's server takes: they are read again when it is
-/// connected to again.
+/// The folder of the TLS files for an image on an NBD server. They are read again at a reconnect.
 fn tls_files(image: &Path) -> Option<PathBuf> {
     match Location::of(image) {
         Ok(Location::Nbd { uri, .. }) => match uri.tls.psk() {
@@ -255,8 +255,8 @@ fn tls_files(image: &Path) -> Option<PathBuf> {
     }
 }
 
-/// The folder of an image, in which there may be others. A block device is for itself: its folder
-/// has all disks of the host.
+/// The folder of an image, in which there may be others. For a block device it is the device alone,
+/// because its folder has all disks of the host.
 fn place_of_image(path: PathBuf) -> PathBuf {
     let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
     if is_device { path } else { parent(&path.canonicalize().unwrap_or(path)) }
@@ -284,7 +284,7 @@ fn reading() -> BitFlags<AccessFs> {
     AccessFs::ReadFile | AccessFs::ReadDir
 }
 
-/// Everything that is done with files and sockets.
+/// All rights that are needed to read, change and make files and sockets.
 fn changing() -> BitFlags<AccessFs> {
     reading()
         | AccessFs::WriteFile
@@ -295,11 +295,11 @@ fn changing() -> BitFlags<AccessFs> {
         | AccessFs::RemoveFile
 }
 
-/// Gives the rules to the kernel, with the rights of the user who has opened everything. `None`
-/// where it has no Landlock.
+/// Gives the rules to the kernel, with the rights of the user who has opened everything. `None` if
+/// the kernel has no Landlock.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub(super) fn make(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<Option<OwnedFd>> {
     let made = ruleset(rules, setup, needs).context("cannot make a ruleset of Landlock")?;
     Ok(made.into())
@@ -333,7 +333,7 @@ fn ruleset(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<RulesetCrea
     Ok(created)
 }
 
-/// The TCP ports that are connected to later; `None`: that is not known.
+/// The TCP ports to which the server may connect later; `None` if they are unknown.
 fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
     let is_open = setup.disks.iter().any(|disk| disk.allow_remote);
     if needs.changes || is_open {
@@ -358,7 +358,7 @@ fn ports(setup: &Setup, needs: Needs) -> Option<Vec<u16>> {
 /// allowed.
 ///
 /// # Errors
-/// It may not.
+/// The path is not allowed.
 pub(crate) fn check(allowed: &[PathBuf], path: &Path) -> Result<()> {
     let canonical = path.canonicalize().or_else(|_| {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;

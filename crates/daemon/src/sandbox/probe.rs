@@ -1,11 +1,11 @@
 //! Attempts to break out, for tests: in builds with debug assertions only.
 //!
-//! The environment variable `BLOCKHOUSE_SANDBOX_PROBE` has words with spaces between: what is tried
-//! on a loop as soon as the sandbox is entered. The log has a line with the outcome of each.
-//! `open`, `create`, `remove` and `set-user-id` have a path: `open=PATH`.
+//! The environment variable `BLOCKHOUSE_SANDBOX_PROBE` has words with spaces between. Each names an
+//! attempt, which a loop makes as soon as the sandbox is entered. The log has a line with the
+//! outcome of each. `open`, `create`, `remove` and `set-user-id` have a path: `open=PATH`.
 //!
-//! With `BLOCKHOUSE_SANDBOX_PROBE_ASIDE` a thread tries its words that blocks all signals, as
-//! threads of Ceph's library do. It is started when these would be.
+//! With `BLOCKHOUSE_SANDBOX_PROBE_ASIDE` a separate thread makes the attempts. It blocks all
+//! signals, as threads of Ceph's library do, and starts when those would start.
 
 use std::fs;
 use std::io;
@@ -33,10 +33,10 @@ pub(super) fn run(workers: &Workers) {
     }
 }
 
-/// The thread that tries things aside, once the sender is gone.
+/// The separate thread, which begins when the sender is dropped.
 static ASIDE: Mutex<Option<(Sender<()>, JoinHandle<()>)>> = Mutex::new(None);
 
-/// Starts it, where the environment asks for that.
+/// Starts the separate thread, if the environment asks for it.
 pub(super) fn start_aside() {
     let Ok(words) = std::env::var("BLOCKHOUSE_SANDBOX_PROBE_ASIDE") else { return };
     let (begin, begun) = channel();

@@ -7,18 +7,18 @@ use blockhouse_config::user_options::UserIds;
 use blockhouse_engine::become_user;
 use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat, lstat};
 
-/// Becomes this user, and gives it the Unix sockets that were bound: their modes say "the owner" of
-/// their user.
+/// Becomes this user, and gives it the Unix sockets that were bound, so that the owner's
+/// permissions of their modes are this user's.
 ///
 /// # Errors
-/// This process may not.
+/// This process is not permitted to do so.
 pub(super) fn become_owner(ids: UserIds, sockets: &[PathBuf]) -> Result<()> {
     let UserIds { user, group } = ids;
     let own = rustix::process::getegid().as_raw();
     for socket in sockets {
         let cannot = || format!("{}: cannot give the socket to user {user}", socket.display());
         let found = lstat(socket).with_context(cannot)?;
-        // A group that was chosen for it stays.
+        // A group that was chosen for the socket stays.
         let group = (found.st_gid == own).then(|| Gid::from_raw(group));
         if found.st_uid != user {
             let user = Some(Uid::from_raw(user));

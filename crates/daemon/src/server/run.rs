@@ -43,18 +43,18 @@ use crate::server::stopper::Stopper;
 use crate::server::warnings;
 use crate::service::Service;
 
-/// Serves until a signal asks for the end, or another process goes on. `ready` is called when
-/// everything listens; not where another process's exports are taken over, because that one has
-/// announced them.
+/// Serves until a signal asks for the end, or another process takes over. `ready` is called when
+/// everything listens, except after a takeover: the previous process has announced the exports.
 ///
 /// # Errors
-/// Why it cannot start, or did not end in order. [`WrongUsage`] where `setup` contradicts what the
-/// service manager passed.
+/// The reason why it cannot start, or did not end in order. [`WrongUsage`] where `setup`
+/// contradicts what the service manager passed.
 pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     // Before any thread starts, so that no signal is missed.
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2]).context("cannot watch for signals")?;
-    // A write beyond a limit on the size of files is to fail, not to end everything.
+    // With a handler, a write beyond the limit on file sizes fails with EFBIG and does not kill the
+    // process.
     signal_hook::flag::register(SIGXFSZ, Arc::default()).context("cannot watch for signals")?;
     if let Err(error) = raise_descriptor_limit() {
         tracing::warn!("cannot raise the limit on open files: {error}");
@@ -77,7 +77,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
             Some(SIGUSR2) => match upgrade(&service, &launcher, &upgrades) {
                 Upgrade::GoesOn => {}
                 Upgrade::Done => {
-                    // A signal that came meanwhile is meant for the one that serves.
+                    // A stop signal that came meanwhile is passed to the process that serves now.
                     let stops =
                         signals.pending().filter(|signal| [SIGTERM, SIGINT].contains(signal));
                     stops.for_each(|signal| launcher.signal(signal));
@@ -86,7 +86,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
                     return Ok(());
                 }
                 Upgrade::Lost(error) => {
-                    // Nothing of it may be touched.
+                    // Nothing of the service may be touched.
                     std::mem::forget(service);
                     return Err(error);
                 }
@@ -96,7 +96,7 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     }
     let request = StopRequest::at(Instant::now());
     tracing::debug!("finishing what is in flight");
-    // It was there before: at a limit on threads there might be none now.
+    // The thread was started early, because at a limit on threads none might be available now.
     stopper.stop(service);
     let mut stops = signals.forever().filter(|signal| ![SIGHUP, SIGUSR2].contains(signal));
     if stops.any(|_| !request.is_repeated_at(Instant::now())) {
@@ -105,8 +105,8 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
     stopper.outcome().context("the server ended badly")?
 }
 
-/// Starts to serve or goes on, and tells those who want to know: the user, the pid file, the
-/// service manager.
+/// Starts to serve or takes over, and announces it: to the user, in the pid file, to the service
+/// manager.
 fn begin(
     setup: &Setup,
     launcher: &Launcher,
@@ -114,7 +114,7 @@ fn begin(
     ready: impl FnOnce(&Service),
 ) -> Result<(Service, Option<PidFile>)> {
     if setup.hand_over {
-        // It was executed by a descriptor, whose number it would be called by.
+        // The process was executed by a descriptor, so its name would be the descriptor's number.
         let _ = rustix::thread::set_name(c"blockhouse");
         let (service, pid_file) = take_over(setup, launcher, upgrades)?;
         watchdog::start(service.workers().handles(), Started::Before);
@@ -131,12 +131,13 @@ fn write_pid(setup: &Setup) -> Result<Option<PidFile>> {
     setup.server.pid_file.as_deref().map(PidFile::write).transpose()
 }
 
-/// Writes the pid file of a storage daemon, whose commands are carried out.
+/// Writes the pid file of a storage daemon, after its first commands.
 fn write_pid_of_daemon(setup: &Setup) -> Result<Option<PidFile>> {
     if setup.storage_daemon.is_some() { write_pid(setup) } else { Ok(None) }
 }
 
-/// The loops beside those of guests. They are made before the sandbox forbids to make rings.
+/// The loops other than those of guests. They start before the sandbox forbids the creation of
+/// rings.
 struct LoopsAside {
     control: Option<Workers>,
     jobs: Option<Workers>,
@@ -151,7 +152,7 @@ impl LoopsAside {
             is_wanted.then(|| Workers::start_aside(setup.server.engine)).transpose()
         };
         let has_prefetch = setup.disks.iter().any(|disk| disk.prefetch.is_some());
-        // A configuration may have others when it is read again.
+        // A request, or a configuration that is read again, may start jobs later.
         let is_asked = setup.server.control.is_some() || setup.has_qmp();
         let has_jobs = has_prefetch || is_asked || setup.config.is_some();
         Ok(Self {
@@ -175,7 +176,7 @@ struct Opened {
     ublk: Vec<UblkOfDisk>,
     control: Option<BoundSocket>,
     tls: Option<Tls>,
-    /// The start of the counters.
+    /// The time at which the counters started.
     since: StartTime,
     /// The rules about files that apply since before the disks were opened.
     rules_of_writing: Option<FileRules>,
@@ -201,7 +202,7 @@ impl Opened {
         Ok(sandbox)
     }
 
-    /// Serves all of it, but metrics and QMP.
+    /// Serves everything except metrics and QMP.
     fn serve(
         self,
         setup: &Setup,
@@ -225,7 +226,8 @@ impl Opened {
         }
         service.add_jobs(loops.jobs);
         service.add_reloads(loops.reloads);
-        // A reload that came before the configuration is known would close no disk.
+        // The control socket comes last: a reload before the configuration is known would close no
+        // disk.
         if let (Some(socket), Some(own)) = (control, loops.control) {
             let answers = setup.server.control.as_ref().map(|control| control.answers.clone());
             service.add_control(socket, answers.unwrap_or_default(), own, upgrades.clone())?;
@@ -247,7 +249,8 @@ fn start(
     }
     ublk::check(setup, &workers)?;
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
-    // Before the image: an address in use must not leave a new image behind.
+    // Sockets are bound before images are opened: if an address is in use, no new image must have
+    // been made.
     let sockets = listen(setup, passed)?;
     let devices = vhost_user::listen(setup)?;
     let bind = |control: &ControlSocket| {
@@ -265,7 +268,7 @@ fn start(
     let disks = open_disks(&workers, setup, &state)?;
     let ublk =
         ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
-    // A storage daemon writes it when its commands are carried out.
+    // A storage daemon writes it after its first commands.
     let pid_file = if setup.storage_daemon.is_some() { Ok(None) } else { write_pid(setup) };
     let pid_file = pid_file.inspect_err(|_| close_all(&workers, &disks))?;
     let disks = setup.disks.iter().cloned().zip(disks);
@@ -294,7 +297,7 @@ fn start(
     if let Some(own) = qmp_loop
         && let Err(error) = service.add_qmp(qmp::Served::new(setup, others)?, own)
     {
-        // The error that counts is the first one.
+        // The first error is returned.
         let _ = service.end();
         return Err(error);
     }
@@ -323,7 +326,7 @@ fn close_all(workers: &Workers, disks: &[Arc<ImageDisk>]) {
 /// Opens all disks, several at a time.
 ///
 /// # Errors
-/// That of the first one that cannot be opened; then those that were opened are closed again.
+/// The error of the first disk that cannot be opened. The disks that were opened are closed again.
 fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<Arc<ImageDisk>>> {
     let (disks, state) = (setup.disks.clone(), state.clone());
     let outcomes = workers.run(move || async move { open_all(&disks, &state).await });
@@ -338,13 +341,13 @@ fn open_disks(workers: &Workers, setup: &Setup, state: &StateUse) -> Result<Vec<
     }
 }
 
-/// Goes on with what another process serves.
+/// Takes over what another process serves.
 fn take_over(
     setup: &Setup,
     launcher: &Launcher,
     upgrades: &UpgradeRequests,
 ) -> Result<(Service, Option<PidFile>)> {
-    // Before anything is taken over.
+    // This may fail, so it comes before anything is taken over.
     let tls = setup.tls.as_ref().map(Tls::load).transpose()?;
     let mut loops = LoopsAside::start(setup)?;
     let taken = destination::take_over(setup)?;
@@ -352,12 +355,12 @@ fn take_over(
     sockets.iter().for_each(|socket| kept_sockets::keep(&socket.bound));
     devices.iter().for_each(|(device, _)| kept_sockets::keep(&device.bound));
     control.iter().for_each(kept_sockets::keep);
-    // Clients are served also without the file.
+    // Clients are served even without the pid file.
     let pid_file = write_pid(setup).inspect_err(|error| tracing::warn!("{error:#}"));
     let since = taken.measured_since;
     let configured = Some(configured);
     let images: Vec<_> = disks.iter().map(|disk| Arc::clone(&disk.disk)).collect();
-    // Before the sandbox, in which their files cannot be opened.
+    // This comes before the sandbox, in which the devices' files cannot be opened.
     let ublk = ublk::take_over(ublk, &workers, &images);
     let opened = Opened {
         workers,
@@ -369,7 +372,7 @@ fn take_over(
         control,
         tls,
         since,
-        // Another sandbox applies since before that.
+        // Instead of them, the sandbox applies that `destination::take_over` has entered.
         rules_of_writing: None,
     };
     let sandbox = opened.confine(setup, launcher, &[])?;
@@ -387,7 +390,7 @@ enum Upgrade {
     GoesOn,
     /// The process that was launched last.
     Done,
-    /// None that can go on.
+    /// No process can serve the disks.
     Lost(anyhow::Error),
 }
 
@@ -395,12 +398,12 @@ enum Upgrade {
 fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -> Upgrade {
     let mut request = upgrades.take();
     loop {
-        // Without a request it was a signal that asked for it.
+        // Without a request, a signal asked for the upgrade.
         let (binary, encrypted, reply) = match request {
             Some(UpgradeRequest { binary, encrypted, reply }) => (binary, encrypted, Some(reply)),
             None => (None, EncryptedClients::Keep, None),
         };
-        // The client may have gone.
+        // The client may have disconnected.
         let answer = |text| drop(reply.map(|reply| reply.send(text)));
         match source::hand_over(service, launcher, binary, encrypted) {
             Ok(Outcome::HandedOver(HandedOver { process, gap })) => {

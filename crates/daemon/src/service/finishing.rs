@@ -1,9 +1,9 @@
 //! The end of requests in flight, in bounded time.
 //!
 //! Accepted requests complete and are answered. A request whose storage does not answer cannot
-//! complete; it blocks neither the end of the server nor that of other disks. Its disk is then left
-//! as after a kill, but flushed, so that all acknowledged changes are durable. It is not closed,
-//! because requests in flight may still change it.
+//! complete; it delays neither the end of the server nor the closing of other disks. Its disk is
+//! then flushed, so that all acknowledged changes are durable, but not closed, because requests in
+//! flight may still change it. So the image looks as after a kill.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -19,13 +19,13 @@ use crate::process::workers::Workers;
 use crate::qmp::Qmp;
 use crate::running::{Running, RunningDisk};
 
-/// For how long no request completes while some are in flight, before they are dropped.
+/// The longest time without a completed request while some are in flight. Then they are dropped.
 const MAX_STUCK: Duration = Duration::from_secs(10);
-/// The interval of the checks whether one has completed.
+/// The interval of the checks whether a request has completed.
 const LOOK: Duration = Duration::from_millis(250);
 /// How long the last flush of a disk may take.
 const MAX_CLOSE: Duration = Duration::from_secs(60);
-/// The same where its storage seems not to answer.
+/// How long the flush may take of a disk whose storage seems not to answer.
 const MAX_FLUSH: Duration = Duration::from_secs(15);
 
 /// A part of the server that has requests in flight.
@@ -47,19 +47,19 @@ pub(crate) struct Finished {
 }
 
 impl Finishing {
-    /// Takes nothing more, and completes what is in flight. `None` where that cannot be completed.
+    /// Accepts nothing more, and completes what is in flight. `None` if that does not complete.
     pub(crate) fn finish(self) -> Option<Finished> {
         let (running, finishing) = (Arc::clone(&self.running), Arc::new(Mutex::new(Some(self))));
         let (sender, finished) = channel();
         let begun = Arc::clone(&finishing);
         let work = move || {
             let finished = begun.lock().take().map(Self::complete);
-            // It may have been dropped.
+            // The receiver may have been dropped.
             let _ = sender.send(finished);
         };
         let thread = std::thread::Builder::new().name("blockhouse-finish".into()).spawn(work);
         if thread.is_err() {
-            // At a limit on threads it has all the time.
+            // Without a thread it runs here, without a time limit.
             return finishing.lock().take().map(Self::complete);
         }
         let (mut last, mut since) = (Progress::of(&running), Instant::now());
@@ -86,9 +86,9 @@ impl Finishing {
 
     fn complete(self) -> Finished {
         let Self { running, handle, control, qmp } = self;
-        // All of them, before one of them is waited for.
+        // All devices begin to stop before any of them is waited for.
         let devices = running.exports().begin_stop_devices();
-        // While the sockets still listen: see `SocketFile`.
+        // The files are removed while the sockets still listen: see `SocketFile`.
         running.exports().forget_sockets();
         let draining = running.exports().server().clone();
         draining.begin_drain();
@@ -124,8 +124,8 @@ impl Progress {
     }
 }
 
-/// Makes all disks durable, one beside the other, and closes those that have nothing in flight.
-/// Returns whether that is all of them, and the first error.
+/// Makes all disks durable, concurrently, and closes those that have nothing in flight. Returns
+/// whether that is all of them, and the first error.
 pub(crate) async fn close_all(
     disks: Vec<Arc<RunningDisk>>,
     is_finished: bool,

@@ -36,7 +36,7 @@ use crate::running::{
 };
 use crate::sandbox::SandboxReport;
 
-/// How often what the control socket does is asked for.
+/// The interval of attempts to close a gate between requests.
 const CONTROL_RETRY: Duration = Duration::from_millis(5);
 
 /// Everything that serves.
@@ -46,8 +46,8 @@ pub struct Service {
     control: Option<Control>,
     qmp: Option<Qmp>,
     metrics: Option<MetricsServer>,
-    /// The loop that reads the configuration again, if there is one: no guest waits for what is
-    /// opened.
+    /// The loop that reads the configuration again, if there is one, so that no guest waits while
+    /// disks are opened.
     reloads: Option<Workers>,
 }
 
@@ -85,7 +85,7 @@ impl Service {
     /// Serves vhost-user-blk devices at their sockets.
     ///
     /// # Errors
-    /// No thread can be had for one.
+    /// A thread cannot be started for one of them.
     pub(crate) fn add_devices(&mut self, sockets: Vec<DeviceOfDisk>) -> Result<()> {
         let disks = self.running.disks().all();
         let mut sockets = sockets.into_iter();
@@ -107,7 +107,7 @@ impl Service {
         self.running.exports().ublk_devices()
     }
 
-    /// Runs the jobs that are asked for on this loop, and those that disks begin by themselves.
+    /// Runs jobs on this loop: those that are requested, and the prefetches of disks.
     pub(crate) fn add_jobs(&self, workers: Option<Workers>) {
         let Some(workers) = workers else { return };
         let (handle, running) = (workers.first().clone(), Arc::clone(&self.running));
@@ -132,17 +132,17 @@ impl Service {
         Ok(())
     }
 
-    /// Serves QMP, when the first commands of it are carried out.
+    /// Serves QMP, after its first commands.
     ///
     /// # Errors
-    /// That of the first command that fails.
+    /// The error of the first command that fails.
     pub(crate) fn add_qmp(&mut self, served: qmp::Served, workers: Workers) -> Result<()> {
         let (qmp, outcome) = Qmp::start(served, workers, Arc::clone(&self.running));
         self.qmp = Some(qmp);
         outcome
     }
 
-    /// As [`add_qmp`](Self::add_qmp), once the process that another one goes on for has ended.
+    /// As [`add_qmp`](Self::add_qmp), once the previous process has ended.
     pub(crate) fn add_qmp_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
         if let (Some(socket), Some(workers)) = (setup.server.qmp.clone(), workers) {
             self.qmp = Some(Qmp::start_when_free(socket, workers, Arc::clone(&self.running)));
@@ -154,8 +154,7 @@ impl Service {
         self.metrics = Some(MetricsServer::start(bound, workers, self.running.clone()));
     }
 
-    /// As [`add_metrics`](Self::add_metrics), once the process that another one goes on for has
-    /// ended.
+    /// As [`add_metrics`](Self::add_metrics), once the previous process has ended.
     pub(crate) fn add_metrics_when_free(&mut self, setup: &Setup, workers: Option<Workers>) {
         if let (Some(address), Some(workers)) = (setup.server.metrics.clone(), workers) {
             self.metrics =
@@ -163,7 +162,7 @@ impl Service {
         }
     }
 
-    /// Reads the configuration again by this loop, whenever that is asked for.
+    /// Sets the loop on which the configuration is read again on request.
     pub(crate) fn add_reloads(&mut self, workers: Option<Workers>) {
         self.reloads = workers;
     }
@@ -193,7 +192,7 @@ impl Service {
         self.running.exports().sockets()
     }
 
-    /// The exports at a socket: images are places of disks.
+    /// The exports at a socket. Their `image` is the index of the disk in [`disks`](Self::disks).
     pub(crate) fn exports_at(&self, socket: &ServedSocket) -> Vec<Offer> {
         let disks = self.disks();
         let place = |name: &str| disks.iter().position(|disk| disk.name() == name);
@@ -219,8 +218,8 @@ impl Service {
         &self.running
     }
 
-    /// Holds off what is asked at the control socket and by QMP, once what is carried out now has
-    /// ended. `None` if that takes longer than `time`.
+    /// Holds off requests of the control socket and of QMP, after those that run now. `None` if
+    /// these take longer than `time`.
     pub(crate) fn pause_control(&self, time: Duration) -> Option<Vec<Closed<'_>>> {
         let deadline = Instant::now() + time;
         let control = self.control.iter().map(Control::gate);
@@ -228,19 +227,18 @@ impl Service {
         gates.map(|gate| pause(gate, deadline)).collect()
     }
 
-    /// Ends without touching what another process goes on with: no file of a socket is removed, no
-    /// lock given back, no connection closed. All of that is left to the end of this process.
+    /// Ends without touching what another process has taken over: removes no socket file, releases
+    /// no lock, closes no connection. The exit of this process does that.
     pub(crate) fn leave(mut self) {
-        // So that the client that asked for it gets its answer.
+        // The client that requested the upgrade gets its reply.
         self.control.take().into_iter().for_each(Control::leave);
-        // The other process waits for its address, as it does for that of the metrics.
+        // The other process waits for the addresses of QMP and of the metrics.
         self.qmp.take().into_iter().for_each(|qmp| qmp.stop().stop());
         self.metrics.take().into_iter().for_each(MetricsServer::stop);
         std::mem::forget(self);
     }
 
-    /// Takes over the sizes of images that became longer, has guests told, and held writes tried
-    /// again.
+    /// Adopts the sizes of images that became longer, notifies guests, and retries held writes.
     pub(crate) fn refresh_sizes(&self) {
         for disk in self.disks() {
             let (running, name) = (Arc::clone(&self.running), disk.name().to_owned());
@@ -251,7 +249,7 @@ impl Service {
         }
     }
 
-    /// Takes over the configuration, if there is one, and logs what that did.
+    /// Reads the configuration again, if there is one, and logs the changes.
     pub(crate) fn reload(&self) {
         let Some(path) = self.running.configuration().path().map(ToOwned::to_owned) else { return };
         let running = Arc::clone(&self.running);
@@ -263,8 +261,8 @@ impl Service {
         }
     }
 
-    /// A line for each export, of its address, when everything listens; with engine, FUA and
-    /// sandbox if it is to say more.
+    /// A line with the address of each export, for when everything listens; with engine, FUA and
+    /// sandbox if `is_verbose`.
     pub fn ready_lines(&self, is_verbose: bool) -> Vec<String> {
         let report = self.workers.report();
         if report.refused.is_empty() {
@@ -303,7 +301,7 @@ impl Service {
         service_manager::tell(&[NotifyState::Ready, NotifyState::Status(&status)]);
     }
 
-    /// The URI of the first NBD export, if that is the first of all.
+    /// The URI of the first export, if that is an NBD export.
     pub fn first_uri(&self) -> Option<NbdUri> {
         match self.running.exports().list().into_iter().next()?.address {
             ExportAddress::Nbd(uri) => Some(uri),
@@ -311,19 +309,20 @@ impl Service {
         }
     }
 
-    /// Stops accepting, completes what is in flight, and flushes. Requests that a storage does not
+    /// Stops accepting, completes what is in flight, and flushes. Requests whose storage does not
     /// answer are dropped.
     pub(crate) fn end(self) -> Result<()> {
         let Self { workers, running, control, qmp, metrics, reloads } = self;
-        // So that nothing else holds the disks.
+        // The metrics server holds the disks, so it ends first.
         metrics.into_iter().for_each(MetricsServer::stop);
-        // Requests that wait for their turn are admitted, so that the end does not wait for them.
+        // Requests that the limits delay are admitted, so that the end does not wait for the
+        // limits.
         let disks = running.disks().all();
         let _lifted: Vec<_> = disks.iter().map(|disk| disk.disk.throttle().lift()).collect();
-        // Nor for room on the host.
+        // The end does not wait for space on the host either.
         disks.iter().for_each(|disk| disk.disk.hold().end());
-        // While the workers still execute what it may wait for.
-        // Requests wait for jobs.
+        // Jobs stop while the workers still run, because jobs may wait for their operations. They
+        // stop first, because requests may wait for jobs.
         let jobs = running.jobs().stop();
         let handle = workers.first().clone();
         let finished = Finishing { running: Arc::clone(&running), handle, control, qmp }.finish();
@@ -335,19 +334,19 @@ impl Service {
             tracing::warn!(
                 "ends beside what does not: requests, clients, or what the control socket was asked for"
             );
-            // A request in flight there may never end.
+            // A request in flight on a loop may never complete.
             loops.for_each(std::mem::forget);
             return outcome;
         }
         drop(running);
-        // After the last flush: a disk may have connections on the loop by which it was opened, or
-        // moved.
+        // The loops stop after the last flush: a disk may have connections on the loop that opened
+        // or moved it.
         loops.for_each(Workers::stop);
         outcome
     }
 }
 
-/// Closes a gate between requests, if there is a time between them before `deadline`.
+/// Closes a gate when no request runs; `None` if one runs at every attempt up to `deadline`.
 fn pause(gate: &Gate, deadline: Instant) -> Option<Closed<'_>> {
     loop {
         if let Some(closed) = gate.try_close() {
@@ -360,7 +359,7 @@ fn pause(gate: &Gate, deadline: Instant) -> Option<Closed<'_>> {
     }
 }
 
-/// Takes in the disks that were opened, with their limits.
+/// Lists the disks that were opened, and applies their limits.
 fn adopt_all(running: &Running, disks: Vec<OpenedDisk>) -> Result<Vec<Arc<RunningDisk>>> {
     let adopt = |OpenedDisk { setup, disk, earlier }| {
         let moved = earlier.as_ref().and_then(|earlier: &EarlierLife| earlier.moved.clone());

@@ -12,10 +12,10 @@ use blockhouse_core::{Buffer, BufferPool, Result};
 /// of every alignment.
 pub(crate) const CHUNK_SIZE: usize = 256 << 10;
 
-/// How many are in use at once: 64 MiB in all.
+/// Maximum number of bounce buffers in use: 64 MiB in all.
 const MAX_BUFFERS: usize = 256;
 
-/// How much memory is kept for the next requests, in bytes.
+/// Bytes of memory that are kept for later requests.
 const POOL_BYTES: usize = 4 << 20;
 
 /// The bounce buffers of a disk.

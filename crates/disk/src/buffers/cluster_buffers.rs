@@ -1,26 +1,27 @@
 //! Memory for whole clusters: for decompression, for the padding of copy on write, and for copies
 //! from a backing file into the image.
 //!
-//! All are bounded. Decompression waits for I/O only. Copy on write may wait for decompression and
-//! for the backing file, never the other way round. So does what is copied from a backing file,
-//! which never waits for copy on write: it writes whole clusters. So there is no circle of waits.
+//! All buffers are bounded, without a deadlock: decompression waits for I/O only. Copy on write may
+//! wait for decompression and for the backing file, but neither waits for copy on write. A copy
+//! from a backing file may wait for the same, but never for copy on write, because it writes whole
+//! clusters.
 
 use std::ops::{Deref, DerefMut};
 
 use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::{Buffer, BufferPool, Result};
 
-/// The memory of each of the uses in bytes, where clusters are not larger than that allows.
+/// Maximum bytes of memory for each use, unless [`MIN_BUFFERS`] large clusters need more.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Minimum number of buffers of each kind for any cluster size, and the maximum.
 const MIN_BUFFERS: u64 = 8;
 const MAX_BUFFERS: u64 = 256;
 
-/// Bytes that are copied from a backing file at once, where clusters are not larger.
+/// Bytes that are copied from a backing file at once, or one cluster if that is larger.
 pub(crate) const MAX_POPULATED: u64 = 1 << 20;
 
-/// How much memory is kept for the next ones, in bytes.
+/// Bytes of memory that are kept for later use.
 const POOL_BYTES: usize = 8 << 20;
 
 /// The cluster buffers of a disk.

@@ -1,9 +1,10 @@
-//! A cache of the clusters that were decompressed last, so that small reads in a row decompress
-//! each once.
+//! A cache of the clusters that were decompressed last, so that consecutive small reads decompress
+//! each cluster once.
 //!
-//! Bounded, least recently used out first. The key is a cluster's range of the guest's disk and of
-//! the file: a host range gets no new content while a read of it is in flight, and a change of the
-//! guest's disk invalidates its clusters first. So an entry is what the file holds.
+//! The cache is bounded; the least recently used cluster is evicted first. The key is a cluster's
+//! guest range and its host range. A host range gets no new content while a read of it is in
+//! flight, and a change of the disk first invalidates the clusters that it touches. So an entry
+//! always matches the file.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use async_lock::OnceCell;
 use blockhouse_core::{Buffer, ByteRange};
 use parking_lot::Mutex;
 
-/// How much memory is kept in bytes, where clusters are not larger than that allows.
+/// Maximum bytes of memory, unless [`MIN_CLUSTERS`] large clusters need more.
 const MAX_BYTES: u64 = 4 << 20;
 /// How many clusters are kept at least, and at most.
 const MIN_CLUSTERS: u64 = 2;
@@ -28,7 +29,7 @@ pub(crate) struct CompressedLocation {
     pub(crate) host: ByteRange,
 }
 
-/// A cluster's bytes, once they are decompressed: one read does that, the others wait.
+/// A cluster's decompressed bytes: one read decompresses them, the others wait.
 pub(crate) type CachedCluster = Arc<OnceCell<Buffer>>;
 
 /// See the module's page.
@@ -46,7 +47,7 @@ impl DecompressedCache {
         Self { lru: Mutex::default(), is_empty: AtomicBool::new(true), capacity }
     }
 
-    /// The cluster, if it is there or being decompressed.
+    /// The cluster, if it is cached or being decompressed.
     pub(crate) fn get(&self, place: CompressedLocation) -> Option<CachedCluster> {
         promote(&mut self.lru.lock(), place)
     }
@@ -74,7 +75,7 @@ impl DecompressedCache {
     }
 }
 
-/// The cluster, if it is there; it is the first one from then on.
+/// Returns the cluster, if it is cached, and makes it the most recently used one.
 fn promote(
     lru: &mut VecDeque<(CompressedLocation, CachedCluster)>,
     place: CompressedLocation,

@@ -1,8 +1,8 @@
 //! The claims of a disk, and which of them wait for others.
 //!
-//! A claim waits for a number of others and is granted when that is zero; each claim knows which
-//! ones wait for it. Shared claims on a disk without exclusive ones, the common case, are an entry
-//! in a table and nothing else.
+//! A claim counts the others that it waits for, and is granted when the count is zero. Each claim
+//! lists those that wait for it. Shared claims on a disk without exclusive ones, the common case,
+//! are an entry in a table and nothing else.
 
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
@@ -11,7 +11,7 @@ use blockhouse_core::ByteRange;
 use slab::Slab;
 use smallvec::SmallVec;
 
-/// The name of a claim while it exists.
+/// The ID of a claim while it exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClaimId {
     Shared(usize),
@@ -24,9 +24,10 @@ pub(super) struct Claims {
     shared: Slab<Entry>,
     exclusive: Slab<Entry>,
     /// The last exclusive claim of each range that has one, by the range's first byte. The ranges
-    /// do not overlap. Some may belong to claims that are gone.
+    /// do not overlap. Some may belong to claims that have ended.
     last: BTreeMap<u64, Segment>,
-    /// How many exclusive claims there ever were: tells a claim from a later one in its place.
+    /// How many exclusive claims there ever were. The number distinguishes a claim from a later one
+    /// with the same slab key.
     count: u64,
     #[cfg(test)]
     steps: u64,
@@ -39,10 +40,10 @@ struct Entry {
     /// The claims that wait for it.
     blocked: Vec<ClaimId>,
     waker: Option<Waker>,
-    /// Its future was dropped while it waited. It ends when it would be granted: what waits for it
-    /// must also wait for what it waited for.
+    /// Whether its future was dropped while it waited. Then the claim ends when it would be
+    /// granted, because claims that wait for it must also wait for those before it.
     is_dropped: bool,
-    /// Of an exclusive claim, which one it is.
+    /// The number of an exclusive claim: see [`Claims::count`].
     number: u64,
 }
 
@@ -104,7 +105,8 @@ impl Claims {
         Poll::Pending
     }
 
-    /// The claim is no longer needed. Answers whom to wake.
+    /// Ends a claim, or marks it as dropped if it waits. Returns the wakers of claims that are
+    /// granted now.
     pub(super) fn release(&mut self, id: ClaimId) -> Granted {
         let mut granted = Granted::new();
         let entry = self.entry(id);
@@ -133,20 +135,20 @@ impl Claims {
         }
     }
 
-    /// `id` waits for `blocker`.
+    /// Makes `id` wait for `blocker`.
     fn block(&mut self, id: ClaimId, blocker: ClaimId) {
         self.step(1);
         self.entry(blocker).blocked.push(id);
         self.entry(id).blockers += 1;
     }
 
-    /// Takes an entry out; answers what waited for it.
+    /// Removes an entry; returns the claims that waited for it.
     fn remove(&mut self, id: ClaimId) -> Vec<ClaimId> {
         let blocked = match id {
             ClaimId::Shared(key) => {
                 let entry = self.shared.remove(key);
                 if self.shared.is_empty() {
-                    // Vacant places are looked at, too, when an exclusive claim comes.
+                    // A new exclusive claim iterates over vacant entries of the slab, too.
                     self.shared.clear();
                 }
                 entry.blocked
@@ -161,10 +163,10 @@ impl Claims {
         blocked
     }
 
-    /// Takes segments of an exclusive claim that is gone out of the list. Others may have divided
-    /// its range: what is left of it then goes when there is much of that. A claim that is
-    /// there has at most one segment more than there are later ones in its range, which wait
-    /// for it.
+    /// Removes the segment of an ended exclusive claim. Later claims may have divided its range
+    /// into several segments; the others are removed when many such segments are left. Segments of
+    /// existing claims are few: a claim has at most one more than there are later claims in its
+    /// range, which wait for it.
     fn forget(&mut self, gone: &Entry) {
         let first = gone.range.offset();
         if self.last.get(&first).is_some_and(|segment| segment.number == gone.number) {
@@ -199,7 +201,7 @@ impl Claims {
             .map_or(range.offset(), |(&start, _)| start)
     }
 
-    /// Takes `range` out of the list: what is left of segments stays.
+    /// Removes `range` from all segments. The parts of segments outside of it stay.
     fn cut(&mut self, range: ByteRange) {
         let mut start = self.first_start(range);
         while let Some((&at, &segment)) = self.last.range(start..range.end()).next() {

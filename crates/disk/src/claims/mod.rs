@@ -1,19 +1,19 @@
 //! The request tracker: overlaps that must be ordered are ordered, nothing else waits.
 //!
 //! An unaligned write reads the blocks at its edges, changes some of their bytes and writes them
-//! back. Whatever else is written to those blocks meanwhile would be undone. So it excludes every
-//! other write from the blocks it touches: it starts after those in flight there and holds off
-//! those that come later. Aligned writes share: two of them never wait for one another, not even
-//! where they overlap (their order is for the guest to make). Reads are not tracked.
+//! back. Another write to those blocks meanwhile would be undone. So an unaligned write excludes
+//! every other write from the blocks it touches: it starts after those in flight there and holds
+//! off later ones. Aligned writes share: two of them never wait for one another, not even where
+//! they overlap (their order is for the guest to make). Reads are not tracked.
 //!
 //! A claim starts after all earlier ones that conflict with it, so each one is granted in the end.
-//! It is dropped when the operation has ended. For an exclusive one that may be later than its
-//! request's future is dropped: the operation itself carries it, see [`Claim::attach_to`].
+//! A claim is dropped when the operation has ended. For an exclusive claim that may be after its
+//! request's future was dropped, so the operation itself holds the claim: see [`Claim::attach_to`].
 //!
-//! The cost is bounded, because a client decides how many claims there are: a claim counts what it
-//! waits for, and is named by what waits for it. Of exclusive claims only the last one of each
-//! range is looked up, since it waits for those before. So n unaligned writes to one block take n
-//! log n steps.
+//! The cost is bounded, because a client decides how many claims there are: a claim only counts the
+//! claims that it waits for, and lists those that wait for it. Only the last exclusive claim of
+//! each range is looked up, since it waits for the earlier ones. So n unaligned writes to one block
+//! take n log n steps.
 
 use std::future::poll_fn;
 use std::ops::Deref;
@@ -41,15 +41,16 @@ pub(crate) enum Claim<'a> {
     Exclusive(Arc<ClaimGuard<Arc<Tracker>>>),
 }
 
-/// An entry in the tracker; leaves it when dropped.
+/// An entry in the tracker, removed when this is dropped.
 pub(crate) struct ClaimGuard<T: Deref<Target = Tracker>> {
     tracker: T,
     id: ClaimId,
 }
 
 impl Claim<'_> {
-    /// Makes an exclusive claim last until the operation that gets `vector` has ended, even when
-    /// the request is dropped before: it may yet write stale bytes of its neighbours.
+    /// Makes an exclusive claim last until the operation that gets `vector` has ended, even if the
+    /// request's future is dropped before: the operation may still write stale bytes around the
+    /// request's own.
     pub(crate) fn attach_to(&self, vector: IoVector) -> IoVector {
         match self {
             Self::Untracked | Self::Shared { .. } => vector,
@@ -59,7 +60,7 @@ impl Claim<'_> {
 }
 
 impl Tracker {
-    /// A claim beside others, for aligned writes. Waits only for exclusive ones.
+    /// A shared claim, for aligned writes. Waits only for exclusive claims.
     pub(crate) async fn claim_shared(&self, range: ByteRange) -> Claim<'_> {
         let guard = ClaimGuard { tracker: self, id: self.0.lock().add_shared(range) };
         guard.granted().await;
@@ -88,7 +89,7 @@ impl<T: Deref<Target = Tracker>> ClaimGuard<T> {
 impl<T: Deref<Target = Tracker>> Drop for ClaimGuard<T> {
     fn drop(&mut self) {
         let granted = self.tracker.0.lock().release(self.id);
-        // Not under the lock: a waker may run a task, which may take it.
+        // Wakers are called without the lock, because a waker may run a task that takes it.
         granted.into_iter().for_each(Waker::wake);
     }
 }

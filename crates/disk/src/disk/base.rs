@@ -34,17 +34,18 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
         if link.base.set(base).is_err() {
             return refuse("has its backing file open for writing already".into());
         }
-        // From now on zeros past the old end of the backing file are stored, too: it is longer now.
+        // The base may be longer than the backing file was. So zeros past the old end are stored
+        // from now on.
         image.format().set_backing_size(u64::MAX);
         image.layer().opened().replace(layer);
         Ok(())
     }
 
-    /// Waits until no read is in flight that uses an older opening of the [base](Self::base): then
-    /// it may be changed.
+    /// Waits until no read in flight uses an older open instance of the [base](Self::base). Then
+    /// the base may be changed.
     ///
     /// # Errors
-    /// `Io` if one takes too long. The base stays, and the caller may wait again.
+    /// `Io` if a read takes too long. The base stays, and the caller may wait again.
     pub async fn settle_base(self) -> Result<()> {
         self.disk.patiently(self.disk.image().layer().opened().reads_ended()).await
     }

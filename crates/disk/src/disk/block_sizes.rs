@@ -1,4 +1,4 @@
-//! The blocks that a disk announces. Requests of any sector are served, whatever these are.
+//! The block sizes that a disk reports. Requests that are not aligned to them are served, too.
 
 use blockhouse_core::Storage;
 
@@ -10,9 +10,9 @@ use super::Disk;
 const MIN_DISCARD: u64 = 64 << 10;
 
 impl<S: Storage> Disk<S> {
-    /// Bytes of the disk's sectors, by which its partitions are numbered: the option's, or those of
-    /// the images of the chain. They stay the same when a backing file is detached, or the
-    /// image is replaced.
+    /// Bytes of the disk's sectors, the unit of its partition table: the option's, or those of the
+    /// images of the chain. They stay the same when a backing file is detached, or the image is
+    /// replaced.
     pub fn logical_block_size(&self) -> u64 {
         let first = self.images.first();
         first.options.block_sizes.logical().unwrap_or(first.sector_size)
@@ -26,7 +26,7 @@ impl<S: Storage> Disk<S> {
         size.max(self.logical_block_size())
     }
 
-    /// Bytes below which a guest had better discard nothing: the option's, or a cluster, and at
+    /// Bytes of the smallest range that a guest should discard: the option's, or a cluster, and at
     /// least 64 KiB.
     pub fn discard_granularity(&self) -> u64 {
         let of_image = || {

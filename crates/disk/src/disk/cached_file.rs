@@ -1,4 +1,4 @@
-//! Reads whose bytes stay where they are: in the host's page cache.
+//! Reads whose bytes an export takes directly from the host's page cache.
 
 use std::os::fd::BorrowedFd;
 

@@ -35,7 +35,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
             return Ok(());
         }
         let failed = |error| {
-            // A guest may read on for long.
+            // Logged once, because a guest may go on reading for long.
             if !self.disk.has_failed_to_populate.swap(true, Ordering::Relaxed) {
                 tracing::warn!(
                     "what is read from the backing file cannot be kept, and may be fetched again: {error}"
@@ -57,10 +57,11 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         writer.populate_all(range, &|| self.begin_copy(writer)).await
     }
 
-    /// Begins the write of a copy if it is still wanted; `writer` is that of the read.
+    /// Begins the write of a copy, if the disk still copies on read into the image of `writer`,
+    /// which served the read.
     fn begin_copy(self, writer: &Writer<S>) -> Option<WriteGuard<'a>> {
         let guard = self.disk.quiesce.try_begin_write();
-        // While the guard is held, this stays so.
+        // While the guard is held, the result of these checks stays true.
         guard.filter(|_| {
             self.disk.copies_on_read() && std::ptr::eq(writer, self.disk.image().writer())
         })

@@ -33,17 +33,17 @@ pub struct FurtherBase {
     above: usize,
     /// How many steps it is below the image above.
     steps: usize,
-    /// As the image above is to name it.
+    /// The name of the base in the header of the image above.
     name: Backing,
 }
 
 impl FurtherBase {
-    /// The image `steps` (at least 2) below the one that is `above` below the disk's own; `name` is
-    /// its name in the header of that one.
+    /// The base is `steps` (at least 2) below the image above, which is `above` steps below the
+    /// disk's own image. `name` is the base's name in the header of the image above.
     ///
     /// # Errors
-    /// `InvalidInput`: it is the backing file already, or the chain is shorter; it is longer than
-    /// an image before it, which hides its end.
+    /// `InvalidInput`: the base is the backing file already, the chain is shorter, or the base is
+    /// longer than an image above it, which hides its end.
     pub fn new<S: Storage>(
         disk: &Disk<S>,
         above: usize,
@@ -104,8 +104,9 @@ impl FurtherBase {
 }
 
 impl<S: Storage> DiskJobs<'_, S> {
-    /// To be called before [`populate`](Self::populate), while the disk is used: from then on all
-    /// its changes claim their range. While the guard lives its snapshots cannot change.
+    /// To be called before [`populate`](Self::populate), while the disk is used. From then on all
+    /// changes of the disk claim their range. While the guard lives, the disk's snapshots cannot
+    /// change.
     ///
     /// # Errors
     /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with
@@ -142,9 +143,9 @@ impl<S: Storage> DiskJobs<'_, S> {
         self.disk.image().writer().next_backed(rest, base, cache).await
     }
 
-    /// Copies this part into the image, as far as it lacks it; returns how many bytes. Not durable
-    /// before the next flush. If `go_on` returns false after the read of the backing file, nothing
-    /// is written: the disk may be closed then.
+    /// Copies the bytes of this part that the image lacks into it; returns how many. They are
+    /// durable with the next flush. If `go_on` returns false after the read of the backing file,
+    /// nothing is written: the disk may be closed then.
     ///
     /// # Errors
     /// Errors of the backing file or the image. The disk reads the same as before.
@@ -178,9 +179,10 @@ impl<S: Storage> DiskJobs<'_, S> {
     }
 
     /// Detaches the backing file durably, if the image [leaves nothing](Self::check_populated) to
-    /// it: the header then names none, and none is read. With a `base`, that takes the place of the
-    /// images above it. The files of the chain stay open until the disk is dropped. Changes of the
-    /// disk never leave to the backing file what the image has had, so nothing is checked again.
+    /// it: the header then names none, and none is read. With a `base`, the header names the base,
+    /// which takes the place of the images above it. The files of the chain stay open until the
+    /// disk is dropped. No change of the disk makes a range refer to the backing file again, so
+    /// nothing is checked here.
     ///
     /// # Errors
     /// `Unsupported` if it has snapshots; `Io` if changes in flight take too long; storage errors.
@@ -225,7 +227,7 @@ impl<S: Storage> DiskJobs<'_, S> {
         };
         let named = Backing { name: name.to_vec(), ..backing.clone() };
         let outcome = image.format().header().set_backing(Some(named)).await;
-        // That of the file that is read.
+        // The backing size stays that of the file that is read.
         let size = image.layer().backing_layer().map_or(0, |layer| layer.size());
         image.format().set_backing_size(size);
         outcome

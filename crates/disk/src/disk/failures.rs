@@ -50,11 +50,11 @@ impl<S: Storage> Disk<S> {
         let _ = self.failures.bitmaps.set(observer);
     }
 
-    /// A request has failed.
+    /// Reports a request that has failed.
     #[cold]
     pub(super) fn report_failure(&self, operation: Operation, error: &Error) {
         let Some(observer) = self.failures.requests.get() else { return };
-        // A guest that named memory which is not there.
+        // EFAULT: the guest named memory that does not exist.
         let is_own_fault = error.errno() == errno::EFAULT || !error.is_host_failure();
         if !is_own_fault {
             let storages = [self.format().storage(), self.format().data()];

@@ -1,15 +1,15 @@
 //! Flushes before changes are held off, so that little is left to write and to flush in the pause.
 //!
-//! One round writes and flushes all that was changed before it begins, while requests go on. The
-//! next one has what was changed meanwhile, so it takes less time, and the pause has what was
-//! changed during the last one. Rounds end:
+//! A round writes and flushes everything that was changed before it, while requests go on. The next
+//! round handles only what was changed during this one, so it takes less time. The pause handles
+//! what was changed during the last round. Rounds end:
 //!
-//! - with one that is quick, or takes less than all before it when [`ENOUGH_ROUNDS`] were made:
-//!   guests who write all the time leave none quick;
+//! - with a quick round; from the round [`ENOUGH_ROUNDS`] on also with one that is shorter than all
+//!   before it, because with guests that write all the time no round is quick;
 //! - after [`MAX_ROUNDS`], and with the first one that ends after [`MAX_TIME`];
-//! - after one, outside of event loops, which have the time.
+//! - after one round outside of event loops, because only these have timers.
 //!
-//! Whatever is left, the pause makes durable: this changes only how long it takes.
+//! The pause makes the rest durable: the rounds change only how long it takes.
 
 use std::convert::Infallible;
 use std::ops::ControlFlow;
@@ -22,7 +22,7 @@ use futures_util::future::join_all;
 use super::{Disk, QuiescedGuard};
 use crate::options::Access;
 
-/// Data that is written during a flush that takes no longer is flushed soon.
+/// The maximum duration of a quick round: what is written during it is flushed soon.
 const QUICK_ROUND: Duration = Duration::from_millis(5);
 const ENOUGH_ROUNDS: u32 = 3;
 const MAX_ROUNDS: u32 = 12;
@@ -56,7 +56,7 @@ pub async fn flush_ahead<S: Storage>(disks: &[&Disk<S>], sync: SyncMode) -> Resu
     }
 }
 
-/// Like [`flush_ahead`] for anything that `round` writes and flushes; `round` may break it off.
+/// Like [`flush_ahead`] for anything that `round` writes and flushes; `round` may end it early.
 ///
 /// # Errors
 /// The first error of a round.
@@ -89,7 +89,8 @@ struct Rounds {
 }
 
 impl Rounds {
-    /// A round took `length`, and all `in_all`. Whether it was the last one.
+    /// Records a round that took `length`; all rounds took `in_all`. Returns whether it was the
+    /// last one.
     fn end(&mut self, length: Duration, in_all: Duration) -> bool {
         let rounds = self.ahead.rounds + 1;
         let is_shortest = rounds > 1 && length < self.shortest;

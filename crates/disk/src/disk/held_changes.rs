@@ -1,11 +1,11 @@
-//! Repeats changes that found no room: the disk's side of [`Hold`](super::hold::Hold).
+//! Retries changes that got ENOSPC: the disk's side of [`Hold`](super::hold::Hold).
 //!
-//! A change is repeated whole, from its turn on, with the bytes that it came with. In between it is
-//! in flight to its client, and nothing to the disk: no snapshot, resize or end waits for it, and
-//! it fails like any other once the disk has become read-only.
+//! A change is retried as a whole, like a new one, with its original bytes. While it waits, it is
+//! in flight for its client, but not for the disk: no snapshot, resize or close waits for it, and
+//! it fails like any other change if the disk has become read-only.
 //!
-//! Not repeated: a request of the disk's own jobs, which have their own way with a full host; and
-//! one that can no longer succeed, because a flush has failed.
+//! Not retried: requests of the disk's own jobs, which handle ENOSPC themselves, and requests that
+//! can no longer succeed because a flush has failed.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -87,7 +87,7 @@ pub struct PartyHold<S: Storage> {
 }
 
 impl<S: Storage> PartyHold<S> {
-    /// That of the current party.
+    /// The held changes of the current party.
     pub fn of_current(disk: &Arc<Disk<S>>) -> Self {
         Self { disk: Arc::clone(disk), party: current_party() }
     }
@@ -105,7 +105,7 @@ impl<S: Storage> Drop for PartyHold<S> {
 }
 
 impl<S: Storage> Disk<S> {
-    /// The party's changes that wait for free space.
+    /// The disk's changes that wait for free space.
     pub fn hold(&self) -> &Hold {
         &self.hold
     }
@@ -140,7 +140,7 @@ impl KeptChange {
         };
         loop {
             let waited = failed.wait(pin!(held.wait())).await;
-            // All operations of a request that failed have ended, so its bytes are there.
+            // All operations of a failed request have ended, so its bytes can be used again.
             let Some(request) = what.again().filter(|_| waited == Wake::Retry) else {
                 return Err(error);
             };
@@ -161,7 +161,7 @@ impl KeptChange {
 fn may_find_room<S: Storage>(image: &Image<S>, error: &Error) -> bool {
     let storages = [image.format().storage(), image.format().data()];
     error.kind() == ErrorKind::NoSpace
-        // No file of the file system is that long.
+        // EFBIG: the file system has no files of that length, however much space is free.
         && error.errno() != errno::EFBIG
         && storages.iter().all(|storage| storage.failure().is_none())
 }

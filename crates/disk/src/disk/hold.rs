@@ -1,9 +1,9 @@
-//! Changes that find no room on the host, and wait until there is some (`OnFull::Hold`).
+//! Changes that get ENOSPC, and wait until there is free space on the host (`OnFull::Hold`).
 //!
-//! - A held change is not in flight to the disk: it has no claim of its range, and no turn that a
-//!   `Quiesce` waits for. Reads, other writes, snapshots and the disk's end do not wait for it.
-//! - One change tries again every [`LOOK`]: the one that finds room lets all others try.
-//!   [`Hold::release`] lets all try at once.
+//! - A held change is not in flight to the disk: it holds no claim on its range, and no `Quiesce`
+//!   waits for it. So reads, other writes, snapshots and the disk's end do not wait for it.
+//! - One change is retried every [`LOOK`]; if it succeeds, all others are retried.
+//!   [`Hold::release`] retries all at once.
 //! - The observer is notified of each *crossing*: the first change is held, or the last one ends.
 //!   It gets one call for each crossing, however many changes wait.
 //! - Once holding has [ended](Hold::end), held changes fail with ENOSPC, and so does each later
@@ -57,7 +57,7 @@ pub struct Hold {
 
 #[derive(Default)]
 struct State {
-    /// Changes that are held, those included that try again now.
+    /// Changes that are held, including those that are being retried.
     held: u64,
     /// How many of them have failed since the first one was held.
     failed: u64,
@@ -105,7 +105,7 @@ impl Hold {
     /// Reports to `observer` when changes begin to be held, and when the last one ends. A disk
     /// keeps its first observer.
     pub fn observe(&self, observer: HoldObserver) {
-        // The error of a second observer.
+        // A second observer is ignored.
         let _ = self.observer.set(observer);
     }
 
@@ -126,13 +126,13 @@ impl Hold {
         self.changed.notify_all();
     }
 
-    /// Nothing of this party is held from now on.
+    /// Fails the held changes of this party, and holds none of its changes from now on.
     pub(super) fn end_party(&self, party: usize) {
         self.state.lock().ended_parties.push(party);
         self.changed.notify_all();
     }
 
-    /// The party has ended: another one may get its number.
+    /// Forgets a party that has ended, because another one may get its number.
     pub(super) fn forget_party(&self, party: usize) {
         self.state.lock().ended_parties.retain(|&one| one != party);
     }
@@ -156,7 +156,7 @@ impl Hold {
             state.held += 1;
             if state.held == 1 {
                 (state.since, state.failed) = (Some(now), 0);
-                // It was just tried.
+                // The change was just tried.
                 state.last_look = Some(now);
             }
             state.held == 1
@@ -180,7 +180,8 @@ impl State {
         self.has_ended || self.ended_parties.contains(&party)
     }
 
-    /// Whether a change of `party` that has seen this many releases stops waiting.
+    /// The reason why a change of `party` that has seen this many releases stops waiting, if it
+    /// does.
     fn wake(
         &mut self,
         seen: &mut u64,

@@ -19,8 +19,8 @@ pub(crate) struct Images<S: Storage, B>(Link<S, B>);
 /// An image of a disk, and the image that has replaced it.
 pub(super) struct Link<S: Storage, B> {
     image: Arc<Image<S>>,
-    /// Whether it has the same file as the image before. Reason: recording of changes beside the
-    /// file has begun or ended.
+    /// Whether it has the same file as the image before it, because the recording of changes beside
+    /// the file has begun or ended.
     is_same_file: bool,
     /// The disk of its backing file, if that is open for writing.
     pub(super) base: OnceLock<B>,
@@ -100,8 +100,8 @@ impl<S: Storage, B> Images<S, B> {
         self.layers().flat_map(|layer| layer.opened().all()).filter(move |layer| !is_used(layer))
     }
 
-    /// Counts the images that were replaced no longer among those over their backing files, unless
-    /// they are read through as layers of others.
+    /// No longer counts replaced images as users of their backing files, unless other images read
+    /// through them.
     pub(crate) fn leave_replaced(&self) {
         self.layers().for_each(|layer| layer.opened().leave_unused());
     }

@@ -22,7 +22,7 @@ impl<S: Storage> Clone for RequestInFlight<'_, S> {
 impl<S: Storage> Copy for RequestInFlight<'_, S> {}
 
 impl<S: Storage> RequestInFlight<'_, S> {
-    /// Waits for its turn, which is measured apart.
+    /// Awaits `turn`, and measures the wait separately.
     pub(super) async fn wait<F: Future>(self, turn: Pin<&mut F>) -> F::Output {
         self.disk.request_stats().wait(self.operation, turn).await
     }

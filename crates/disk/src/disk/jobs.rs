@@ -1,5 +1,5 @@
-//! The disk's side of jobs: a mirror, a commit, a stream, a backup. They see its changes, copy what
-//! they need, and have another image take the place of its own, or need no backing file.
+//! The disk's side of jobs: a mirror, a commit, a stream, a backup. They observe its changes, copy
+//! its data, and replace its image or detach its backing file.
 
 use std::sync::Arc;
 

@@ -11,10 +11,10 @@ use futures_util::future::{Either, select};
 
 use super::{Disk, QuiescedGuard};
 
-/// Guests' changes are held off during this time.
+/// The longest wait. Guests' changes are held off during it.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Completes when that time is over. Never outside of event loops, which have the time.
+/// Completes after [`PATIENCE`]; never outside of event loops, because only these have timers.
 async fn patience() {
     if has_timers() { sleep(PATIENCE).await } else { pending().await }
 }
@@ -23,7 +23,7 @@ impl<S: Storage> Disk<S> {
     /// Holds the guest's changes off until the guard is dropped; waits for those in flight.
     ///
     /// # Errors
-    /// `Io` if one of them takes too long: then changes continue.
+    /// `Io` if a change takes too long. Then changes continue.
     pub(crate) async fn quiesce(&self) -> Result<QuiescedGuard<'_>> {
         self.quiesce.quiesce(patience()).await.ok_or_else(|| overdue(self, "changes"))
     }

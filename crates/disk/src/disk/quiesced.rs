@@ -1,8 +1,8 @@
 //! The work on a disk while none of its changes is in flight: observing it, and putting another
 //! image in its place ([`images`](super::images)).
 //!
-//! An image that is replaced is closed, which makes it durable. If closing fails later operations
-//! (a lock in Ceph), it is closed after those in flight ([`Image`]'s uses).
+//! An image that is replaced is closed, which makes it durable. If operations fail after it is
+//! closed (because of a lock in Ceph), it is closed after those in flight ([`Image`]'s uses).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -33,8 +33,8 @@ impl<S: Storage> Disk<S> {
         Ok(QuiescedDisk { disk: self, guard: self.quiesce().await? })
     }
 
-    /// Returns why another image cannot replace this disk's, if so: its size differs, it is
-    /// read-only, or a crash would lose writes of which this disk says that they need no flush.
+    /// Fails if `image` cannot replace this disk's image: its size differs, it is read-only, or it
+    /// has a volatile write cache and the guest was offered a disk without one.
     ///
     /// # Errors
     /// `InvalidInput`, `ReadOnly` or `Unsupported`.
@@ -94,9 +94,9 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     }
 
     /// Replaces this disk's image by `image`: all requests go to it from now on, also those that
-    /// wait for the end of this. It must have the disk's whole content, durably, or be
-    /// [over](Image::over) its image, and nothing else may change it. The disk is no longer
-    /// quiesced when this returns.
+    /// wait for the end of the quiesce. `image` must have the disk's whole content, durably, or be
+    /// an overlay [over](Image::over) the disk's image, and nothing else may change it. The disk is
+    /// no longer quiesced when this returns.
     ///
     /// # Errors
     /// As [`Disk::check_replacement`]; then nothing has changed.
@@ -121,8 +121,8 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         Ok((ReplacedImage { disk, link }, self.guard))
     }
 
-    /// As [`switch_to`](Self::switch_to), for an image over the same file, which records its
-    /// changes beside it, or stops doing so: the disk's location stays the same.
+    /// As [`switch_to`](Self::switch_to), for an image over the same file that begins or ends the
+    /// recording of changes beside it. The disk's location stays the same.
     ///
     /// # Errors
     /// As there.
@@ -131,8 +131,8 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     }
 
     /// Marks the ranges that this disk's image has in itself as changed in the enabled bitmaps of
-    /// `lower`, its backing file, and in the disk's bitmaps in memory, durably: correct when the
-    /// disk goes back.
+    /// `lower`, its backing file, and in the disk's bitmaps in memory, durably. So these bitmaps
+    /// are correct when the disk goes back to `lower`.
     ///
     /// # Errors
     /// Storage errors: bitmaps may then mark some ranges as changed already.
@@ -159,8 +159,8 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     }
 
     /// As [`switch_to`](Self::switch_to), to an image that the replaced one is based on (see
-    /// *Rollback* in README.md of the crate): it is changed only after reads through the replaced
-    /// one have ended, or after a time limit if its storage hangs.
+    /// *Rollback* in README.md of the crate): `lower` is changed only after reads through the
+    /// replaced image have ended, or after a time limit if its storage hangs.
     ///
     /// # Errors
     /// As there.
@@ -182,7 +182,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     }
 }
 
-/// An image that no request goes to.
+/// An image that was replaced: no request goes to it.
 #[must_use = "close the image that is replaced"]
 pub struct ReplacedImage<'a, S: Storage> {
     disk: &'a Disk<S>,
@@ -195,8 +195,8 @@ impl<S: Storage> ReplacedImage<'_, S> {
         self.link.image()
     }
 
-    /// Waits for its operations in flight, if its storage must release something. Makes it durable,
-    /// as [`Disk::close`] does.
+    /// Makes the image durable, as [`Disk::close`] does. If its storage releases something then,
+    /// this first waits for the image's operations in flight.
     ///
     /// # Errors
     /// Errors of the storage.

@@ -2,17 +2,17 @@
 //!
 //! 1. Every request is counted, measured and checked against the size and the access of the disk,
 //!    whatever the export checked before.
-//! 2. It waits for its turn, which is measured apart, if the disk has limits on its rates
-//!    ([`Throttle`](crate::throttle)). Nothing else waits for it meanwhile: it holds no claim, and
-//!    does not count as a change in flight.
-//! 3. A change waits for its turn, too: while the image is changed as a whole ([`super::Quiesce`]),
-//!    and claims its range ([`Writer::claim`](crate::write::Writer::claim)).
+//! 2. If the disk has rate limits, the request waits until they admit it
+//!    ([`Throttle`](crate::throttle)); the wait is measured separately. No other request waits for
+//!    it meanwhile: it holds no claim, and does not count as a change in flight.
+//! 3. A change also waits while the image is changed as a whole ([`super::Quiesce`]), and then
+//!    claims its range ([`Writer::claim`](crate::write::Writer::claim)).
 //! 4. `layer` reads, `write` changes.
-//! 5. What the writes left to be made durable is completed, once ([`RequestSync`]).
-//! 6. A change that finds no room is held and carried out again, if the disk's options say so
+//! 5. One sync makes durable what the writes by themselves did not ([`RequestSync`]).
+//! 6. A change that gets ENOSPC is held and retried, if the disk's options say so
 //!    ([`super::hold`]).
 //! 7. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it
-//!    begins, are told of it when it begins and when it has ended, and may hold its answer off.
+//!    begins, are called when it begins and when it has ended, and may delay its reply.
 
 use std::pin::pin;
 
@@ -47,12 +47,12 @@ struct Turn<'a> {
 /// durable there.
 struct Ended<'a> {
     image: UseGuard<'a>,
-    /// The waits after that.
+    /// The futures of observers that are awaited after that.
     waits: Vec<ChangeWait>,
 }
 
 impl<'a> Turn<'a> {
-    /// The change was carried out.
+    /// Ends the turn of a change that was carried out.
     fn end(self) -> Ended<'a> {
         let waits = self.change.map_or_else(Vec::new, |change| (*change).complete());
         Ended { image: self.image, waits }
@@ -63,9 +63,9 @@ impl<S: Storage> Disk<S> {
     /// Carries out one request.
     ///
     /// The caller polls the future until it is ready: requests wait for each other if they overlap,
-    /// or need the same tables written. A dropped future loses no acknowledged data, but its change
-    /// may take effect at any later time, even after newer writes to the same bytes, or be undone.
-    /// So an export that loses its client lets requests in flight complete.
+    /// or need the same metadata written. A dropped future loses no acknowledged data, but its
+    /// change may take effect at any later time, even after newer writes to the same bytes, or be
+    /// undone. So an export that loses its client lets requests in flight complete.
     ///
     /// # Errors
     /// `ReadOnly` for a change of a read-only disk, `PastEnd` for a write or zero write past the
@@ -171,7 +171,8 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> RequestInFlight<'a, S> {
-    /// The image that it goes to, and once it has its [turn](Turn), that of all of it.
+    /// The image that the request goes to. Once the request has its [turn](Turn), this stays the
+    /// same.
     fn image(self) -> &'a Image<S> {
         self.disk.image()
     }
@@ -260,7 +261,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         }
     }
 
-    /// Waits until no other change of these blocks is in the way.
+    /// Waits until no conflicting change of these blocks is in flight.
     async fn begin_claim(self, range: ByteRange) -> Claim<'a> {
         self.wait(pin!(self.image().writer().claim(range))).await
     }
@@ -329,7 +330,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
     async fn discard(self, range: ByteRange, sync: &RequestSync<'_, S>) -> Result<()> {
         self.disk.check_access(range.offset())?;
         self.image().check_inside(range)?;
-        // Blocks that the range covers only in part stay as they are, but for the disk's last one.
+        // Blocks that the range covers only in part stay as they are, except the disk's last block.
         let block = self.image().layer().block_size();
         let start = range.offset().next_multiple_of(block);
         let is_to_end = range.end() == self.image().size();
@@ -359,8 +360,8 @@ fn check_one_cluster<S: Storage>(image: &Image<S>, range: ByteRange) -> Result<u
     Ok(size)
 }
 
-/// The sync that a request's writes and its end need to be as durable as it and the image's options
-/// require.
+/// The sync of a request, with the durability that the request or the image's options require,
+/// whichever is greater.
 fn begin_sync<S: Storage>(image: &Image<S>, asked: Durability) -> RequestSync<'_, S> {
     RequestSync::new(image.format(), asked.max(image.options.durability))
 }

@@ -19,10 +19,12 @@ use crate::write::ZeroOptions;
 
 const ZERO: ZeroOptions =
     ZeroOptions { unmap: Unmap::Allowed, fallback: Fallback::Allowed, writes_small: true };
-/// Bytes of a disk that are prepared together: a change of the whole image waits for no more.
+/// Bytes of a disk that are prepared together. A change of the whole image waits for at most one
+/// such piece.
 const PIECE: u64 = 16 << 30;
 
-/// The new part of a disk that is prepared, unless anything is different now.
+/// The state in which the new part of a disk was prepared. If it differs now, the part is prepared
+/// again.
 #[derive(PartialEq, Eq)]
 struct Prepared {
     /// The disk's size.
@@ -44,7 +46,8 @@ impl<S: Storage> Disk<S> {
         let _change = Resize(self).begin().await?;
         // It may have become read-only since.
         self.check_access(size)?;
-        // Nothing may be on its way to a last partial block, which becomes an ordinary one.
+        // No change of a last partial block may be in flight, because the block becomes an ordinary
+        // one.
         let claim = self.patiently(self.image().layer().claims().claim_end(self.size())).await?;
         let old = self.size();
         if size < old {
@@ -56,7 +59,7 @@ impl<S: Storage> Disk<S> {
             let what = format!("cannot make a disk with sectors of {sector} bytes {size} long");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
-        // Since then it was quiesced for this alone.
+        // The preparation is valid if the disk was quiesced since then for this resize alone.
         let quiesced = self.quiesce.count().wrapping_sub(1);
         if prepared != Some(Prepared { old, quiesced }) {
             Resize(self).prepare(old, ByteRange::between(old, size), &claim).await?;
@@ -86,7 +89,7 @@ impl<S: Storage> Disk<S> {
         let bitmaps = self.transient_bitmaps.get().resized(size)?;
         self.image().format().size_change().shrink(size).await?;
         self.transient_bitmaps.set(bitmaps, &self.observers);
-        // A data file ends with the disk.
+        // An external data file ends with the disk, so it has no rest of a cluster.
         if self.image().data_file().is_none()
             && let Some(rest) = Resize(self).uncovered(size, self.image().format().end())
         {
@@ -101,8 +104,8 @@ impl<S: Storage> Disk<S> {
 struct Resize<'a, S: Storage>(&'a Disk<S>);
 
 impl<'a, S: Storage> Resize<'a, S> {
-    /// Prepares the new part of a longer disk while writes continue, but no change of the whole
-    /// image. `None` if the result may not be used.
+    /// Prepares the new part of a longer disk while writes continue, and changes of the whole image
+    /// wait. `None` if the result may not be used.
     async fn prepare_ahead(&self, size: u64) -> Result<Option<Prepared>> {
         let (old, quiesced) = (self.0.size(), self.0.quiesce.count());
         self.0.image().format().size_change().check(size)?;
@@ -141,12 +144,12 @@ impl<'a, S: Storage> Resize<'a, S> {
         self.0.image().format().has_bitmaps() || !self.0.transient_bitmaps.get().is_empty()
     }
 
-    /// Tables change here, so it never overlaps a snapshot. Bitmaps are resized as a whole, so an
-    /// image with bitmaps also holds off guests' changes.
+    /// Begins a change of tables, which must not overlap a snapshot. Bitmaps are resized as a
+    /// whole, so an image with bitmaps also holds off guests' changes.
     async fn begin(&self) -> Result<Either<QuiescedGuard<'a>, WriteGuard<'a>>> {
         if !self.has_bitmaps() {
             let change = self.0.quiesce.begin_write().await;
-            // The first one may have been added while this waited. None is added from here on.
+            // The first bitmap may have been added while this waited. None is added from here on.
             if !self.has_bitmaps() {
                 return Ok(Either::Right(change));
             }

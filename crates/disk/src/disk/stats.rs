@@ -1,5 +1,5 @@
-//! The counters of a disk, from when it was first opened: also before another process handed it
-//! over, and with the images that it has left. So no counter goes backwards.
+//! The counters of a disk since it was first opened. They include those of processes that handed it
+//! over, and of images that it has left, so no counter goes backwards.
 
 use std::pin::Pin;
 
@@ -46,7 +46,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.metrics().counters()
     }
 
-    /// All metrics of the disk. For rare queries by people: it reads the blocks of all threads.
+    /// All metrics of the disk. For rare queries: it reads the counters of all threads.
     pub fn metrics(self) -> DiskMetrics {
         let images = &self.disk.images;
         let used = images.last().image().layer().layers();
@@ -71,7 +71,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.disk.request_stats().export_load()
     }
 
-    /// Look-ups of the image's metadata; `None` if the format has none.
+    /// Hits and misses of look-ups of metadata; `None` if the format has no such counts.
     pub fn metadata_cache(self) -> Option<CacheCounts> {
         let layers = self.disk.images.layers();
         let counted = layers.filter_map(|layer| layer.format().cache_counts());
@@ -103,7 +103,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         }
     }
 
-    /// Continues the counts of another process. Once, and before the disk is used.
+    /// Continues the counts of another process. Called once, before the disk is used.
     pub fn count_from(self, earlier: EarlierCounts) {
         // The first counts are kept.
         let _ = self.disk.earlier.set(Box::new(earlier));
@@ -120,14 +120,14 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.disk.request_stats().clients().enter_again(export)
     }
 
-    /// Waits for a request's turn in an export, and counts the time as one in the
+    /// Waits for a request's turn in an export, and counts the time as spent in the
     /// [queue](crate::Stage::Queue).
     pub async fn wait_turn<F: Future>(self, operation: Operation, turn: Pin<&mut F>) -> F::Output {
         self.disk.request_stats().wait(operation, turn).await
     }
 
-    /// Counts a request that an export carries out by other calls than
-    /// [`submit`](crate::Disk::submit), as one for block status.
+    /// Counts a request that an export carries out by another call than
+    /// [`submit`](crate::Disk::submit), such as a query of block status.
     pub fn measure(self, export: ExportKind, operation: Operation, bytes: u64) -> RequestTimer<'a> {
         self.disk.request_stats().begin_operation(export, operation, bytes)
     }

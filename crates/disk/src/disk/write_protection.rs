@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether changes of a disk are refused that was opened for writing. It is set while no change is
+/// Whether changes of a disk that was opened for writing are refused. It is set while no change is
 /// in flight, so every later change sees it.
 #[derive(Default)]
 pub(super) struct WriteProtection {
@@ -25,7 +25,7 @@ impl WriteProtection {
 
     /// Refuses changes from now on: the disk has moved to `moved_to`.
     pub(super) fn retire(&self, moved_to: String) {
-        // Once is enough.
+        // The first location is kept.
         let _ = self.retired.set(moved_to);
         self.set(true);
     }

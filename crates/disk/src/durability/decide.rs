@@ -1,9 +1,9 @@
 //! The durability decision: from facts to a plan, without any effect.
 //!
-//! [`DurabilityPlan::decide`] is asked once for the writes of a request:
+//! [`DurabilityPlan::decide`] is called once for the writes of a request:
 //!
-//! - Data that goes only to plain overwrites travels by FUA where the storage has that: one
-//!   operation for each extent, and no sync after it.
+//! - Data that goes only to pure overwrites is written with FUA if the storage has it: one
+//!   operation for each extent, and no sync afterwards.
 //! - Where metadata has to follow (new space, or an overwrite whose own mapping is not durable
 //!   yet), the format says which way is cheaper. FUA for the data, then for the metadata, suits a
 //!   lone write; plain writes and one flush suit many that share it.
@@ -13,16 +13,17 @@
 //!   in a full sync, because FUA makes only data durable.
 //! - Where durability is ignored (`--cache unsafe`) nothing follows.
 //!
-//! [`WriteMethod::decide`] is asked for each write that reaches a storage: many durable writes in
+//! [`WriteMethod::decide`] is called for each write that reaches a storage: many durable writes in
 //! flight can be cheaper with one flush for all than with FUA each (group commit).
 
 use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, GroupCommit, SyncMode};
 use blockhouse_format::MetadataSync;
 
-/// The most extents that are written by FUA each, although one flush would do for all of them.
+/// Maximum number of extents that are each written with FUA, although one flush would be enough for
+/// all of them.
 const MAX_FUA_WRITES: usize = 3;
 
-/// The most bytes of a write that a metadata writeback waits for. A longer write takes as long as a
+/// Maximum length of a write that a metadata writeback waits for. A longer write takes as long as a
 /// writeback of its own.
 const MAX_AWAITED: u64 = 256 << 10;
 

@@ -1,4 +1,5 @@
-//! Written bytes that are not yet stable: a storage that flushes only where that changes something.
+//! Tracks written bytes that are not yet stable: a storage that skips flushes that would change
+//! nothing.
 //!
 //! Completed writes are counted. A flush notes the count, its generation, when it begins. So:
 //!
@@ -6,25 +7,25 @@
 //! - One flush runs at a time; others wait. When it ends, all whose generation it covered are done,
 //!   and the next one covers all the others.
 //! - A write that completes while a flush runs is not covered by it.
-//! - A native durable write is stable when it succeeds and is not counted. One that fails is: a
-//!   part of it may be written.
-//! - Where a storage has no FUA, a durable write is a write and a flush, and nothing below does
-//!   that. A storage that names FUA native may refuse it at its first durable writes: their memory
+//! - A native durable write is stable when it succeeds, and is not counted. A durable write that
+//!   fails is counted, because a part of it may be written.
+//! - If a storage has no FUA, a durable write is a write and a flush here; no lower layer adds the
+//!   flush. A storage that names FUA native may refuse it at its first durable writes: their memory
 //!   is kept until one has succeeded, and after a refusal FUA counts as emulated.
 //! - The past of a storage that is open for writing counts as unstable, so its first flush is never
-//!   skipped. Another process may have written before, and died: what it was told is done may still
-//!   be in a cache.
+//!   skipped. Another process may have written before, and died: writes that were acknowledged to
+//!   it may still be in a cache.
 //! - A failed flush is remembered: the host has forgotten which bytes are lost and would call the
 //!   next flush a success. From then on every flush and durable write fails with the first errno,
 //!   until the storage is opened again. A failed durable write counts as a failed flush, whatever
 //!   its errno: it may report the loss of an older write, and the host reports that once. The
-//!   exception is an error of which the storage knows that nothing else is concerned
+//!   exception is an error that, as the storage knows, concerns only this write
 //!   ([`Error::is_confined`]), as on a full host.
 //! - A durable write that fails during a flush may have lost data that the flush reports as stable.
 //!   So a flush waits for the durable writes in flight at its end, and fails if one failed.
 //! - The first failure is kept in the image's state file, if there is one, and restored from there:
-//!   a process that is killed does not make it forgotten ([`FlushRecord`]). So is the time of the
-//!   last change.
+//!   it survives a kill of the process ([`FlushRecord`]). The time of the last change is kept
+//!   there, too.
 //! - Where a shared flush is cheaper than FUA on each of several writes in flight, the later ones
 //!   are written without FUA and share one ([`WriteMethod`]: group commit).
 //! - An operation whose future is dropped may end at any time, so afterwards every flush is issued.
@@ -66,7 +67,7 @@ pub(crate) struct FlushTracker<S> {
     detached_operations: AtomicU64,
     /// The first failure, which all later flushes repeat.
     failure: ErrorLatch,
-    /// The record that outlives the process, if any does.
+    /// The record that outlives the process, if there is one.
     record: OnceLock<FlushRecord>,
     flushes: Coalescer<StableGenerations>,
     fua_writes: Epochs,
@@ -86,7 +87,7 @@ struct StableGenerations {
 /// The outcome of the first writes with FUA: the only proof that a storage supports FUA.
 #[derive(Default)]
 struct FuaTrial {
-    /// One has succeeded.
+    /// A write with FUA has succeeded.
     has_succeeded: AtomicBool,
     /// The storage has refused a write with FUA, but accepted the same bytes without it.
     is_refused: AtomicBool,
@@ -141,7 +142,7 @@ impl<S: Storage> FlushTracker<S> {
         self.failure.get()
     }
 
-    /// Another process may have left unstable writes.
+    /// Notes that another process may have left unstable writes.
     pub(crate) fn note_earlier_writes(&self) {
         self.write_generation.fetch_add(1, Ordering::SeqCst);
     }
@@ -189,15 +190,15 @@ impl<S: Storage> FlushTracker<S> {
         OperationGuard { detached_operations: &self.detached_operations, record }
     }
 
-    /// The storage is about to be changed.
+    /// Records that the storage is about to be changed.
     fn stamp(&self) -> Option<&FlushRecord> {
         let record = self.record.get()?;
         record.stamp();
         Some(record)
     }
 
-    /// A flush has failed, or a durable write that may have lost data that a flush would have
-    /// reported.
+    /// Remembers the failure of a flush, or of a durable write that may have lost data that a flush
+    /// would have reported.
     fn fail(&self, error: &Error) {
         self.failure.set(error);
         if let Some(record) = self.record.get() {
@@ -226,7 +227,7 @@ impl<S: Storage> FlushTracker<S> {
             return outcome;
         };
         if error.kind() == ErrorKind::Unsupported {
-            // Nothing is lost. The next one is tried with its memory kept.
+            // Nothing is lost. The next FUA write is tried with its memory kept.
             self.fua_trial.has_succeeded.store(false, Ordering::Relaxed);
         } else if !error.is_confined() {
             self.fail(error);
@@ -257,7 +258,7 @@ impl<S: Storage> FlushTracker<S> {
         // The refused operation has ended, and its vector with it.
         let Some(from) = kept.lend() else { return Err(refusal) };
         self.write_plain(content, offset, from, write_cache).await?;
-        // Otherwise it was the write that was refused, and not FUA.
+        // The plain write has succeeded, so the storage had refused FUA and not the write.
         self.fua_trial.is_refused.store(true, Ordering::Relaxed);
         self.flush(SyncMode::Data).await
     }
@@ -300,7 +301,8 @@ impl<S: Storage> FlushTracker<S> {
 
     fn turn(&self, target: u64, sync: SyncMode) -> Result<Turn<'_, StableGenerations>> {
         let turn = self.flushes.turn(|stable| stable.of(sync) >= target);
-        // Afterwards: a flush that failed has set the latch before it let this one have its turn.
+        // This check comes after the turn, because a flush that failed has set the latch before it
+        // ended its turn.
         self.check_failure()?;
         Ok(turn)
     }
@@ -328,7 +330,7 @@ impl<S: Storage> FlushTracker<S> {
     }
 }
 
-/// The disk's use for guests' bytes. A format does the same with its metadata, through [`Storage`].
+/// Operations on guests' bytes. A format uses [`Storage`] for its metadata.
 impl<S: Storage> FlushTracker<S> {
     /// As [`Storage::read`], of guests' bytes.
     pub(crate) async fn read_data(&self, offset: u64, into: IoVector) -> Result<()> {
@@ -380,7 +382,7 @@ impl<S: Storage> FlushTracker<S> {
         let Capabilities { fua, group_commit, write_cache, alignment, .. } = self.capabilities();
         let range = ByteRange::between(offset, offset.saturating_add(from.len() as u64));
         let fua = match fua {
-            // The last partial block has none.
+            // A write of the last partial block cannot use FUA.
             Fua::Native if !range.is_aligned(alignment.offset.into()) => Fua::Emulated,
             fua => fua,
         };

@@ -14,9 +14,9 @@ use crate::options::{Access, Options};
 use crate::write::Writer;
 
 impl<S: Storage> Image<S> {
-    /// The same image, which is new, over `lower`, the image of a disk. If that is writable, this
-    /// image must not be read or written before [`switch_to`](crate::QuiescedDisk::switch_to) has
-    /// replaced the disk's image by one over it.
+    /// Makes this new image an overlay over `lower`, the image of a disk. If `lower` is writable,
+    /// this image must not be read or written before [`switch_to`](crate::QuiescedDisk::switch_to)
+    /// has replaced the disk's image by one over it.
     #[must_use]
     pub fn over(mut self, lower: &Self) -> Self {
         if lower.access() == Access::ReadWrite {

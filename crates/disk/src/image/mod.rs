@@ -1,13 +1,13 @@
 //! One image, as a disk uses it: how it was opened, the layer that reads it, the writer that
 //! changes it, and the state that outlives its process.
 //!
-//! - [`Image`]: what it is made of, and what it says of itself.
+//! - [`Image`]: its parts and its properties.
 //! - `open`: from a storage to a complete image, with its data file and its backing file.
 //! - `fork`: an image over one that a disk is using.
-//! - `redo_log`: what a process that dies leaves to the next one.
+//! - `redo_log`: the log that a process that dies leaves to the next one.
 //! - [`ImageUses`]: the requests in flight on it.
 //!
-//! A [`Disk`](crate::Disk) orders the requests to an image, and may get another one in its place.
+//! A [`Disk`](crate::Disk) orders the requests to an image, and may replace it by another image.
 
 mod fork;
 mod open;
@@ -43,7 +43,7 @@ pub struct Image<S: Storage> {
     pub(crate) uses: ImageUses,
     /// How it was opened.
     pub(crate) options: Options,
-    /// Bytes of a sector as the images of the chain have it, when they were opened.
+    /// Bytes of a sector, according to the images of the chain when they were opened.
     pub(crate) sector_size: u64,
     /// The state that outlives the process, if any does.
     state: OnceLock<StateFile>,
@@ -69,7 +69,7 @@ impl<S: Storage> Image<S> {
         self.state.get()
     }
 
-    /// Keeps a state file, which flushes are recorded in from now on. Once only.
+    /// Keeps a state file, in which flushes are recorded from now on. Called at most once.
     pub(crate) fn keep_state(&self, state: StateFile) {
         let (image, data) = (self.format().storage(), self.format().data());
         image.keep_record(state.page(), TrackedFile::Image);
@@ -161,18 +161,18 @@ impl<S: Storage> Image<S> {
         self.format().header().compression()
     }
 
-    /// Bytes of the unit in which space is allocated, a power of two: a write of fewer takes as
-    /// many.
+    /// Bytes of the unit in which space is allocated, a power of two: a smaller write allocates a
+    /// whole unit.
     pub fn allocation_unit(&self) -> u64 {
         self.format().allocation_unit()
     }
 
-    /// How people call it: its path, mostly.
+    /// The name for users: mostly the path.
     pub fn name(&self) -> &str {
         self.layer().name()
     }
 
-    /// As [`name`](Self::name), but of a raw image with a side file that of the raw image.
+    /// As [`name`](Self::name), but for a raw image with a side file the name of the raw image.
     pub fn image_name(&self) -> &str {
         self.layer().image_name()
     }
@@ -182,7 +182,8 @@ impl<S: Storage> Image<S> {
         self.layer().size()
     }
 
-    /// The alignment of requests that go down as they are. Others are served too.
+    /// The alignment of requests that are passed to the storage as they are. Other requests are
+    /// served too.
     pub fn alignment(&self) -> Alignment {
         self.layer().alignment()
     }
@@ -192,7 +193,7 @@ impl<S: Storage> Image<S> {
     pub fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.layer().data_capabilities();
         if self.format().has_metadata() {
-            // Metadata is written when a flush asks for it, and clusters can always be given back.
+            // Metadata is written at a flush, and clusters can always be freed.
             capabilities.write_cache = WriteCache::Volatile;
             capabilities.discard = Offload::Available;
         }
@@ -259,9 +260,9 @@ impl<S: Storage> Image<S> {
     /// Makes everything durable, and releases the resources of the image's storage on another host,
     /// before it is dropped. The image must not be used afterwards.
     ///
-    /// The state file, if there is one, is removed, unless it has answered changes that could not
-    /// be brought to the image. An image that is dropped without being closed leaves it, as a
-    /// process that is killed does.
+    /// The state file, if there is one, is removed, unless it has acknowledged changes that could
+    /// not be written to the image. It stays if the image is dropped without being closed, as if
+    /// the process was killed.
     ///
     /// # Errors
     /// Errors of the storage.

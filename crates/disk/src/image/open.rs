@@ -1,6 +1,6 @@
 //! Opens an image over its storage, and completes it.
 //!
-//! An image that names a data file or a backing file is complete when it has been given both. It is
+//! An image that names a data file or a backing file is complete when both have been added. It is
 //! not read or written before.
 
 use std::sync::{Arc, OnceLock};
@@ -22,7 +22,8 @@ use crate::write::Writer;
 pub(crate) enum EarlierWrites {
     /// A killed process may have left unstable writes.
     Unknown,
-    /// All of it is stable: another process has it open, and has settled it.
+    /// All writes count as stable: another process has the image open, and has settled it
+    /// (`StoredImage::settle`).
     Stable,
 }
 
@@ -142,14 +143,14 @@ impl<S: Storage> Image<S> {
     ///
     /// # Errors
     /// `InvalidInput` if the image names another number of files, or is another's backing file
-    /// already; what is wrong with a file.
+    /// already, or if a file is invalid.
     pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         let options = self.options;
         let data = FlushTracker::new(data, options.flush, options.access);
         Ok(Self::new(self.into_layer()?.with_extents(data, ranges).await?, options))
     }
 
-    /// The same image, which is encrypted so, with the cipher of its data, before anything is read.
+    /// The same image with its encryption and the cipher of its data, before anything is read.
     ///
     /// # Errors
     /// `InvalidInput` if the image is another's backing file already.
@@ -165,7 +166,7 @@ impl<S: Storage> Image<S> {
     pub fn with_backing(mut self, backing: &Self) -> Self {
         self.layer().opened().set(Arc::clone(backing.layer()), backing.access());
         self.sector_size = self.sector_size.max(backing.sector_size);
-        // Nothing else uses it yet.
+        // Nothing else uses the image yet.
         self.layer().claims().set_all(self.options.copy_on_read);
         self.uses = ImageUses::new(self.layer());
         self

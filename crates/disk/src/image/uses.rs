@@ -1,10 +1,10 @@
-//! The requests in flight on an image: where another image has taken its place, its storage is
-//! closed after that.
+//! The requests in flight on an image. After an image was replaced, its storage is closed when they
+//! have ended.
 //!
-//! Reads, flushes and the ends of durable changes go on at the image that they began at. A storage
-//! that gives something back when it is closed, such as a lock on another host, fails them from
-//! then on; so it is closed after those in flight, and every request that goes to such a storage
-//! keeps a guard. Others cost nothing here: they stay open.
+//! Reads, flushes and the ends of durable changes continue on the image on which they began. A
+//! storage that releases something when it is closed, such as a lock on another host, fails
+//! operations from then on. So it is closed after those in flight, and every request to such a
+//! storage holds a guard. Other storages stay open, and their requests need no guard.
 
 use blockhouse_core::Storage;
 use blockhouse_core::sync::{EpochGuard, Epochs};
@@ -14,7 +14,7 @@ use crate::layer::Layer;
 /// See the module's page.
 pub(crate) struct ImageUses(Option<Box<Epochs>>);
 
-/// Keeps what was in use open.
+/// Keeps the image and its chain open during a request.
 pub(crate) type UseGuard<'a> = Option<EpochGuard<'a>>;
 
 impl ImageUses {

@@ -1,12 +1,12 @@
 //! Finds the backing file that has a cluster's data, without asking every file above it each time.
 //!
 //! Guarantees:
-//! - A layer is skipped only if it leaves the whole range to the layers behind it. Layers are open
+//! - A layer is skipped only if it leaves the whole range to its own backing files. Layers are open
 //!   for reading only, so a result stays true ([`SkipTable`]).
 //! - Results are not cached for a chain with a writable layer ([`BackingChain::known`]), nor after
 //!   a layer was reopened.
-//! - A layer may be asked about more than the request's range. An error of that extra part fails no
-//!   request.
+//! - A layer may be looked up for more than the request's range. An error of that extra part fails
+//!   no request.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::Layer;
 use super::skip_table::SkipTable;
 use crate::options::Access;
 
-/// Bytes of a granule, at least and at most.
+/// Minimum and maximum bytes of a granule.
 const GRANULES: [u64; 2] = [4 << 10, 2 << 20];
 
 /// The cost of each granule of a look-up, in the unit of [`WorkBudget`].
@@ -68,9 +68,9 @@ impl<S: Storage> BackingChain<S> {
         &self.layers[index]
     }
 
-    /// The index of the first layer that may have some of the first bytes of `range`, which is not
-    /// empty, and for how many bytes that holds: at least one. Yields where `budget`, that of
-    /// the request, is spent.
+    /// Returns the index of the first layer that may have data at the start of `range`, which is
+    /// not empty, and the first part of `range` for which that holds. Yields when the request's
+    /// `budget` is spent.
     pub(super) async fn find(&self, range: ByteRange, budget: &WorkBudget) -> (usize, ByteRange) {
         let (first, end) = (range.offset() / self.granule, range.end().div_ceil(self.granule));
         let (depth, mut next) = match self.skips.get(first) {
@@ -107,7 +107,8 @@ impl<S: Storage> BackingChain<S> {
             budget.spend(WorkBudget::LOOK_UP + (run.end - run.start) * ENTRY).await;
             let Ok(extent) = layer.format().map(self.bytes_of(run.clone()), Intent::Read).await
             else {
-                // A read of the damaged part reports it; another time it may be readable.
+                // A read of the damaged part reports the error. Nothing is remembered, because the
+                // part may be readable later.
                 return (skips, run.start + 1);
             };
             let length = extent.guest.length();

@@ -1,11 +1,11 @@
 //! Block status through all layers: which parts of a disk have data, and which read as zeros.
 //!
-//! A mapped cluster whose bytes are a hole of the host file reads as zeros. So status asks the host
-//! (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]) below every mapping, and the answer
-//! never says zero for data whose write was acknowledged before the [`BlockStatusCache`] of the
-//! question was made: the host is asked after the lookup, and the place keeps its owner meanwhile.
-//! Changes made later may be missing. A place past the end of the file counts as data: only a read
-//! tells what is there.
+//! A mapped cluster whose bytes are a hole of the host file reads as zeros. So the host is queried
+//! for every mapped range (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]). Data whose
+//! write was acknowledged before the query's [`BlockStatusCache`] was made is never reported as
+//! zeros: the host is queried after the lookup, and the host range is not reallocated meanwhile.
+//! Changes made later may be missing. A host range past the end of the file counts as data, because
+//! only a read shows what is there.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +34,8 @@ pub enum BlockStatus {
 /// missing from its answers.
 #[derive(Debug, Default)]
 pub struct BlockStatusCache {
-    /// The address of the image that it is of: another one may take its place during a walk.
+    /// The address of the image that the answers are about. Another image may replace it during a
+    /// walk.
     image: usize,
     /// By depth: the disk itself is the first.
     layers: Vec<HostRuns>,
@@ -97,8 +98,8 @@ impl HostRuns {
         (run.end > at).then_some(run)
     }
 
-    /// Queries the run at `at`, all of it up to `size`, the end of the file. Remembered runs after
-    /// `at` show a file that is walked backwards: then as many bytes before `at` are queried too,
+    /// Queries the run at `at`, all of it up to `size`, the end of the file. A remembered run
+    /// shortly after `at` suggests a backward walk: then as many bytes before `at` are queried too,
     /// so that the number of queries grows with the logarithm of the run's length.
     async fn ask<S: Storage>(&mut self, file: &S, at: u64, size: u64) -> Result<Run> {
         let from = self.look_back(at);
@@ -136,11 +137,11 @@ impl HostRuns {
     }
 }
 
-/// The kinds and places of the parts of a disk, through all layers from one on.
+/// Queries about the parts of a disk, through all layers from this one on.
 pub(crate) struct LayerStatus<'a, S: Storage>(pub(super) &'a Layer<S>);
 
 impl<S: Storage> Layer<S> {
-    /// The kinds and places of the parts of the disk.
+    /// Queries about the parts of the disk.
     pub(crate) fn status(&self) -> LayerStatus<'_, S> {
         LayerStatus(self)
     }
@@ -156,7 +157,7 @@ impl<S: Storage> LayerStatus<'_, S> {
         cache: &mut BlockStatusCache,
         depth: usize,
     ) -> Result<(BlockStatus, u64)> {
-        // The host range keeps its owner until the host has answered.
+        // The host range is not reallocated until the host has answered.
         let guard = self.0.format.begin_read();
         let extent = self.0.format.map(range, Intent::Read).await?;
         let length = extent.guest.length();
@@ -179,7 +180,8 @@ impl<S: Storage> LayerStatus<'_, S> {
             ExtentState::Zero => BlockStatus::Zero,
             ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
-                // Before the guard is dropped: the backing file may be detached then.
+                // This comes before the drop of the guard, after which the backing file may be
+                // detached.
                 let _read = self.0.backing_reads.begin(extent.guest, Reader::Read);
                 let backing = self.0.backing()?;
                 drop(guard);
@@ -214,7 +216,7 @@ impl<S: Storage> LayerStatus<'_, S> {
     pub(crate) async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
         let (mut layer, mut rest, mut depth) = (self.0, range, 1);
         loop {
-            // While it is held, the backing file is not detached.
+            // While the guard is held, the backing file is not detached.
             let _guard = layer.format.begin_read();
             let extent = layer.format.map(rest, Intent::Read).await?;
             let length = extent.guest.length();
@@ -224,8 +226,8 @@ impl<S: Storage> LayerStatus<'_, S> {
                     let inside = within(extent.guest, backing.size());
                     depth += 1;
                     if inside.is_empty() {
-                        // The zeros past its end are its own. An empty file has none: it stands for
-                        // a backing file that is left out.
+                        // Zeros past the end of a backing file count as its own. An empty file
+                        // stands for a backing file that is left out, and has no zeros.
                         return Ok((if backing.size() == 0 { 0 } else { depth }, length));
                     }
                     (layer, rest) = (backing, inside);

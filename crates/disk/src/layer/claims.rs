@@ -1,4 +1,4 @@
-//! The ranges of a layer that requests keep for themselves.
+//! The claims of requests on ranges of a layer.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ pub(crate) struct LayerClaims {
     /// Whether all changes claim their range.
     all: AtomicBool,
     changes: Arc<Tracker>,
-    /// Of fetches from the backing file, for which no change waits.
+    /// Claims of fetches from the backing file. No change waits for them.
     fetches: Arc<Tracker>,
 }
 
@@ -24,7 +24,7 @@ impl LayerClaims {
         Self { block, all, changes: Arc::default(), fetches: Arc::default() }
     }
 
-    /// Whether all changes claim their range from now on, also where blocks are never changed in
+    /// Sets whether all changes claim their range from now on, even if blocks are never changed in
     /// part. No change may be in flight.
     pub(crate) fn set_all(&self, all: bool) {
         self.all.store(all, Ordering::SeqCst);
@@ -45,14 +45,13 @@ impl LayerClaims {
         &self.fetches
     }
 
-    /// Keeps requests away from the end of the disk from `offset` on, the block that it lies in
-    /// included.
+    /// Keeps requests away from the end of the disk, from the block that contains `offset` on.
     pub(crate) async fn claim_end(&self, offset: u64) -> Claim<'static> {
         let block = offset & !(self.block - 1);
         self.changes.claim_exclusive(ByteRange::between(block, u64::MAX)).await
     }
 
-    /// Keeps a disk that has its `end` inside a block from growing while `range` of that block is
+    /// Keeps a disk whose `end` lies inside a block from growing while `range` of that block is
     /// read.
     pub(super) async fn claim_partial_end(&self, range: ByteRange, end: u64) -> Option<Claim<'_>> {
         let last = end & !(self.block - 1);

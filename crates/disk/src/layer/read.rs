@@ -1,16 +1,18 @@
 //! A read: mapped extent by extent, each moved as its state says.
 //!
-//! The ranges that an image leaves to its backing files are read from the layer that has them:
-//! those between are asked in a loop, or passed over where that is known (see [`BackingChain`]), so
-//! a read through a long chain costs no more futures than one of two layers.
+//! The ranges that an image leaves to its backing files are read from the layer that has them: the
+//! layers between are looked up in a loop, or skipped if the result is known (see
+//! [`BackingChain`]). So a read through a long chain costs no more futures than one through two
+//! layers.
 //!
-//! One extent is one storage operation and nothing else; several run together (see
-//! [`crate::parts`]). Its place keeps its owner until it is read. A read of a backing file holds
-//! nothing of the image: it may never end.
+//! A read of one extent is one storage operation and nothing else; several extents are read
+//! concurrently (see [`crate::parts`]). The host range of an extent is not reallocated until it is
+//! read. A read of a backing file holds no guard of the image, because it may never end.
 //!
-//! Between them the read yields, see [`WorkBudget`]: what needs no waiting (holes, look-ups,
-//! decompression) keeps no other task of the thread waiting. All operations of a read are waited
-//! for, also when one fails: a request that was answered must no longer touch its memory.
+//! Between extents the read yields (see [`WorkBudget`]), so that work without waits (holes,
+//! look-ups, decompression) does not delay other tasks of the thread. A read waits for all its
+//! operations, even if one fails, because a request that was answered must no longer touch its
+//! memory.
 
 use std::cell::Cell;
 
@@ -48,7 +50,7 @@ impl<S: Storage> Layer<S> {
         into: IoVector,
         reader: Reader,
     ) -> Result<()> {
-        // An extent keeps its place until it is read.
+        // The extent's host range is not reallocated until it is read.
         let guard = self.format.begin_read();
         let first = self.format.map(first_part(range), Intent::Read).await?;
         if first.guest == range {
@@ -74,7 +76,7 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// The first extent of `range`: its host range keeps its owner while the guard lives.
+    /// The first extent of `range`. Its host range is not reallocated while the guard lives.
     async fn find(&self, range: ByteRange) -> Result<Found<'_>> {
         let guard = self.format.begin_read();
         Ok((self.format.map(first_part(range), Intent::Read).await?, guard))
@@ -140,7 +142,7 @@ impl<S: Storage> Layer<S> {
         run_bounded(MAX_IN_FLIGHT, budget, stopped, parts).await
     }
 
-    /// The guard is that of the look-up: the extent's place is read before it goes.
+    /// `guard` is that of the look-up. It is dropped after the extent's host range was read.
     async fn read_extent(
         &self,
         extent: &Extent,
@@ -168,8 +170,8 @@ impl<S: Storage> Layer<S> {
     }
 
     /// Fills `into` with the bytes of `range`, which the image leaves to its backing files. The
-    /// backing file is found while the guard lives, because it may be detached afterwards; its
-    /// answer is awaited without the guard.
+    /// backing file is found while the guard lives, because it may be detached afterwards; its read
+    /// is awaited without the guard.
     fn read_backing<'a>(
         &'a self,
         range: ByteRange,
@@ -177,8 +179,8 @@ impl<S: Storage> Layer<S> {
         into: IoVector,
         reader: Reader,
     ) -> LocalBoxFuture<'a, Result<()>> {
-        // First, so that a change of the chain waits for this read, or the read sees the current
-        // chain.
+        // The read is registered first: either a change of the chain waits for it, or it sees the
+        // changed chain.
         let read = self.backing_reads.begin(range, reader);
         let (nearest, chain) = (self.backing(), BackingChain::known(self));
         drop(guard);
@@ -220,7 +222,8 @@ impl<S: Storage> Layer<S> {
                 (layer, range) = (layer.backing()?, inside);
                 budget.spend(WorkBudget::LOOK_UP).await;
             } else if !layer.alignment.admits(inside.offset(), &into) {
-                // The rest waits for other things than reads.
+                // The unaligned read may wait for other things than reads, so it must not hold the
+                // guard.
                 drop(guard);
                 return rare(layer.read_unaligned(inside, into)).await;
             } else if is_whole {

@@ -1,12 +1,12 @@
 //! How many backing files of a chain a read of some part of the disk can pass over: a cache of
 //! earlier results.
 //!
-//! The disk is divided into granules. An entry says of a granule that this many backing files, from
-//! the nearest on, leave all of it to those behind them.
+//! The disk is divided into granules. An entry is the number of backing files, from the nearest one
+//! on, that leave all of the granule to their own backing files.
 //!
 //! Guarantees:
-//! - An entry that is found is the one that was last set for its granule. One may be lost at any
-//!   time: then it is found out again.
+//! - An entry that is found is the one that was last set for its granule. An entry may be lost at
+//!   any time; then the layers are looked up again.
 //! - Memory: two bytes for each granule that was set, [`MAX_BYTES`] at most, however large the
 //!   disk.
 //! - No locks. Threads may get and set the same entries at the same time.
@@ -16,9 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes of a table's entries, at most: enough for 128 GiB of a disk in granules of 64 KiB.
 const MAX_BYTES: u64 = 4 << 20;
-/// Entries of a word. A word has the skips of neighbours in its lower half, a byte each, and their
-/// tag in the upper half. It is read and written as a whole, so it never has the skips of one group
-/// with the tag of another.
+/// Entries of a word. The lower half of a word has the entries of neighbouring granules, one byte
+/// each; the upper half has their tag. A word is read and written as a whole, so it never has the
+/// entries of one group with the tag of another.
 const ENTRIES: u64 = 4;
 /// Words that are allocated together.
 const CHUNK: usize = 512;
@@ -44,7 +44,7 @@ struct Place {
 }
 
 impl SkipTable {
-    /// A table for a disk of this many granules. One that grows later uses the same memory.
+    /// A table for a disk of this many granules. If the disk grows later, the table stays as it is.
     pub(super) fn new(granules: u64) -> Self {
         let words = granules.div_ceil(ENTRIES);
         let chunks = words.div_ceil(CHUNK as u64).clamp(1, MAX_BYTES / CHUNK_BYTES);
@@ -74,7 +74,8 @@ impl SkipTable {
             place.tag << TAG_SHIFT
         };
         let skips = skips.min(MAX_SKIPS) as u64 + 1;
-        // Another thread's entry of the same word may be lost between the two.
+        // An entry that another thread stores in the same word between the load and this store is
+        // lost.
         word.store(kept | skips << place.shift, Ordering::Relaxed);
     }
 

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Whether a layer, and its backing files, have writes of this process that no flush has covered.
 pub(crate) struct Stability {
-    /// Whether all writes to it here are durable, if other images are over it.
+    /// Whether all writes of this process to the layer are durable, if other images are over it.
     is_stable: AtomicBool,
     /// Whether all of its backing files are stable.
     pub(super) is_behind_stable: AtomicBool,
@@ -17,23 +17,23 @@ impl Default for Stability {
 }
 
 impl Stability {
-    /// Other images are over the image now, while it may have writes of this process that no flush
-    /// has covered.
+    /// Notes that other images are over the image now, and that it may have writes of this process
+    /// that no flush has covered.
     pub(crate) fn set_unstable(&self) {
         self.is_stable.store(false, Ordering::SeqCst);
     }
 
-    /// The image is durable, and is no longer changed.
+    /// Notes that the image is durable, and is no longer changed.
     pub(crate) fn set_stable(&self) {
         self.is_stable.store(true, Ordering::SeqCst);
     }
 
-    /// The image has a backing file that may be unstable.
+    /// Notes that the image has a backing file that may be unstable.
     pub(crate) fn set_unstable_behind(&self) {
         self.is_behind_stable.store(false, Ordering::SeqCst);
     }
 
-    /// All backing files of the image are stable: flushes of the image skip them.
+    /// Notes that all backing files of the image are stable: flushes of the image skip them.
     pub(crate) fn set_stable_behind(&self) {
         self.is_behind_stable.store(true, Ordering::Release);
     }

@@ -1,4 +1,5 @@
-//! Reads that are not aligned as the storage demands: their bytes travel through aligned buffers.
+//! Reads that are not aligned as the storage demands: their bytes are copied through aligned
+//! buffers.
 //!
 //! Long reads go chunk by chunk with one buffer, so that memory stays bounded, and yield between
 //! the chunks.
@@ -26,7 +27,7 @@ impl<S: Storage> Layer<S> {
             let start = (guest.offset() - chunk.offset()) as usize;
             let length = guest.length() as usize;
             into.copy_from(&buffer.bytes()[start..start + length]);
-            // For memory that is lost the rest need not be read.
+            // If the guest's memory is lost, the rest need not be read.
             into.check_intact()?;
             into.advance(length);
             rest = rest.skip(chunk.length());
@@ -38,8 +39,8 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// Reads the blocks at the ends of `chunk` that `guest` covers only in part to their location
-    /// in `memory`, which is as long as `chunk`.
+    /// Reads the blocks at the ends of `chunk` that `guest` covers only in part, into `memory` at
+    /// the same offsets as in `chunk`. Both have the same length.
     pub(crate) async fn read_edges(
         &self,
         chunk: ByteRange,
@@ -71,7 +72,7 @@ impl<S: Storage> Layer<S> {
     }
 }
 
-/// The bytes that both have; both touch.
+/// The intersection of two ranges that overlap or touch.
 pub(crate) fn common(one: ByteRange, other: ByteRange) -> ByteRange {
     let start = one.offset().max(other.offset());
     ByteRange::between(start, one.end().min(other.end()).max(start))

@@ -7,11 +7,10 @@ use super::image_disk::StoredImage;
 
 impl StoredImage {
     /// The space that the image takes on the host in bytes, its data file included, its backing
-    /// file not. A block device takes all that it has. `None` where another server has the
-    /// image.
+    /// file not. A block device takes its whole size. `None` where another server has the image.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn allocated_bytes(&self) -> Result<Option<u64>> {
         let (image, data) = (self.format().storage().storage(), self.format().data().storage());
         let Some(file) = image.as_file() else {

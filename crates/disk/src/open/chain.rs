@@ -253,7 +253,7 @@ impl Chain {
         let file = disk.format().storage().storage().as_file();
         let file = file.map(HostFile::descriptor);
         let (storage, identity) = self.open_data(name, DATA_FILE, options, file).await?;
-        // Later files are compared with it, although it is not one of the images.
+        // Later files are compared with the data file, although it is not an image of the chain.
         self.data_files.extend(identity);
         disk.with_data(storage)
     }
@@ -343,8 +343,8 @@ impl Chain {
             FindError::Refused(error) => error,
             FindError::Host(error) => failed(error),
         })?;
-        // Checks this before locking: this process holds the lock of an image already, which may be
-        // its own data file.
+        // This check comes before locking: the data file may be an image of the chain, whose lock
+        // this process holds already.
         if self.contains(identity) {
             let what = format!("its {role} {} is already in its chain", path.display());
             return Err(Error::new(ErrorKind::Corrupt, what)

@@ -1,4 +1,4 @@
-//! The changes of a disk by a persistent bitmap, wherever its image is.
+//! The changes of a disk according to a persistent bitmap of its image or of an NBD server.
 
 use std::path::Path;
 
@@ -9,14 +9,14 @@ use futures_util::future::LocalBoxFuture;
 use super::image_disk::ImageDisk;
 use crate::dirty_map::DirtyMap;
 
-/// Maximum memory for the changes, in bytes: a finer bitmap is made coarser.
+/// Maximum memory for the changes, in bytes. A larger bitmap gets a coarser granularity.
 const MAX_BYTES: u64 = 64 << 20;
-/// The finest granularity of another server's dirty extents that is kept apart, in bytes.
+/// The finest granularity, in bytes, in which dirty extents of another server are recorded.
 const MIN_GRANULARITY: u64 = 4096;
 
-/// The changes of `disk`, which was opened as `name`, since the bitmap was created: that of the
-/// image, or the one that the server offers as `qemu:dirty-bitmap:BITMAP`. The disk must not change
-/// during this.
+/// The changes of `disk`, which was opened as `name`, since the bitmap was created. The bitmap is
+/// that of the image, or the one that the server offers as `qemu:dirty-bitmap:BITMAP`. The disk
+/// must not change during the call.
 ///
 /// # Errors
 /// There is no such bitmap, it lacks changes, or the server does not offer it.

@@ -107,7 +107,7 @@ pub fn create_qcow2<'a>(
             storage.close().await
         };
         let filled = filled.await;
-        // A file that was there is not ours to remove.
+        // A file that existed before is not removed.
         if filled.is_err() && !how.is_in_place {
             remove_created(name).await;
         }
@@ -122,7 +122,8 @@ async fn create_storage(name: &Path, size: u64, how: NewFile) -> Result<ImageSto
         Location::File(path) => {
             check_new_name(&path)?;
             if how.is_in_place {
-                // A program that uses it would lose its data.
+                // Refuses a file that another program uses, because the program would lose its
+                // data.
                 drop(lock_for_writing(&path)?);
             }
             Ok(HostFile::create_as(&path, size, PageCache::Used, how)?.into())
@@ -218,7 +219,7 @@ pub fn rename_finished<'a>(
 /// Whether there is an image of this name.
 ///
 /// # Errors
-/// If this cannot be determined, or only by opening it.
+/// This cannot be determined, or only by opening the image.
 pub async fn exists(name: &Path) -> Result<bool> {
     match Location::of(name)? {
         Location::File(path) => Ok(std::fs::symlink_metadata(path).is_ok()),
@@ -229,7 +230,8 @@ pub async fn exists(name: &Path) -> Result<bool> {
         }
         Location::Rbd(location) => match RbdStorage::open(location, RbdAccess::ReadShared).await {
             Ok(image) => image.close().await.map(|()| true),
-            // Or there is no such pool: then the creation fails for that reason.
+            // ENOENT may also mean that there is no such pool. Then the creation fails for that
+            // reason.
             Err(error) if error.errno() == ENOENT => Ok(false),
             Err(error) => Err(error),
         },
@@ -248,8 +250,8 @@ pub fn part_of(target: &Path) -> PathBuf {
         path.push(PART);
         return path.into();
     }
-    // The name of a file has a limit: of a long one the start and a number that is the same each
-    // time.
+    // The length of a file name is limited. A long name is cut, and a hash is appended, which is
+    // the same each time.
     let number = format!("~{:016x}", fnv(name.as_bytes()));
     let mut start = kept - number.len();
     let text = name.to_string_lossy();
@@ -281,8 +283,8 @@ pub fn behind_links(name: &Path) -> PathBuf {
     name.to_owned()
 }
 
-/// Whether a file keeps its place and can only be written to: it is mounted there, or its folder
-/// takes no new file.
+/// Whether a file cannot be replaced by a rename, only written to: it is a mount point, or its
+/// folder is not writable.
 pub fn keeps_its_place(file: &Path) -> bool {
     let folder = file.parent().filter(|parent| !parent.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
@@ -299,7 +301,7 @@ fn is_mounted(file: &Path, folder: &Path) -> bool {
     }
 }
 
-/// As [`format_by_name`](super::format_by_name), of a new image.
+/// As [`format_by_name`](super::format_by_name), for a new image.
 ///
 /// # Errors
 /// As [`ImageFormat::for_new`].
@@ -311,9 +313,9 @@ pub fn format_for_new(name: &Path) -> Result<ImageFormat, String> {
     }
 }
 
-/// Refuses the name of a new file in the folder of devices: mostly it is a mistyped device, and the
-/// file would be in memory and lost at a restart. File systems mounted below (`/dev/shm`) are not
-/// affected.
+/// Refuses the name of a new file in the folder of devices: it is probably a mistyped device, and
+/// the file would be in memory and lost at a restart. File systems mounted below (`/dev/shm`) are
+/// not affected.
 ///
 /// # Errors
 /// `InvalidInput`.

@@ -13,8 +13,8 @@ use rustix::io::Errno;
 pub enum IfExists {
     /// The existing file stays, and the rename fails.
     Fail,
-    /// The new one takes its place, at one moment, and its mode; its owner and group as far as the
-    /// kernel lets this process set them.
+    /// The new file replaces it atomically, and gets its mode; also its owner and group, as far as
+    /// the kernel lets this process set them.
     Replace,
 }
 
@@ -43,8 +43,8 @@ pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()>
             _ => failed.hint(format!("the image is complete: {}", from.display())),
         }
     })?;
-    // XFS counts the inode's changes by the rename as changes that the next durable write has to
-    // flush.
+    // Without this sync, the next durable write on XFS would have to flush the inode's changes by
+    // the rename.
     if let Ok(file) = File::open(to) {
         file.sync_all().map_err(|error| Error::host("cannot sync", error).on(&name(to)))?;
     }
@@ -68,7 +68,7 @@ pub(super) fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
         // These permissions were for another group's members.
         mode &= !0o070;
     }
-    // The owner of the new file may not be locked out of it.
+    // The owner of the new file must keep access to it.
     if !is_owned {
         mode |= 0o600;
     }

@@ -38,8 +38,8 @@ use crate::options::Access;
 use crate::snapshots::Pause;
 use crate::tools::set_backing_file;
 
-/// Bytes of an overlay's cluster. Its subclusters have 4 KiB: right after a fork each first write
-/// of a guest copies the rest of one, and that is usually nothing.
+/// Bytes of an overlay's cluster. Its subclusters have 4 KiB: the first write to each of them after
+/// a fork copies its rest, which is usually nothing.
 const OVERLAY_CLUSTER: u64 = 128 << 10;
 
 type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
@@ -47,13 +47,13 @@ type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
 /// An overlay to be made.
 #[derive(Clone, Debug)]
 pub struct NewChild {
-    /// Where. Nothing is there yet.
+    /// Its path, where no file exists yet.
     pub path: PathBuf,
-    /// How it is opened at once; `None`: it is left as a file.
+    /// The options by which it is opened at once; `None`: it is only created.
     pub opened: Option<ImageOptions>,
 }
 
-/// The request to a fork for one disk.
+/// The part of a fork that concerns one disk.
 pub struct ForkOf<'a> {
     /// The disk, which is in use.
     pub disk: &'a ImageDisk,
@@ -62,7 +62,7 @@ pub struct ForkOf<'a> {
     /// The path of its new overlay; `None` for a disk that is open for reading only, which stays as
     /// it is.
     pub overlay: Option<PathBuf>,
-    /// Whether the overlay is there already: a qcow2 image to which nothing was written.
+    /// Whether the overlay exists already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
     /// Its children.
     pub children: Vec<NewChild>,
@@ -129,9 +129,9 @@ struct Steps<'a> {
 /// [settles](Forked::settle) the layers. Needs the loop of the current thread.
 ///
 /// # Errors
-/// Names the disk or file: it cannot be forked, its size is not its guest's, or the file exists;
-/// `Io` if changes in flight take too long; host errors. Then all disks continue as before, and no
-/// file is left.
+/// Names the disk or file: the disk cannot be forked, its overlay has another size, or the file
+/// exists; `Io` if changes in flight take too long; host errors. Then all disks continue as before,
+/// and no file is left.
 pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> LocalBoxFuture<'a, Result<(Vec<Forked<'a>>, Pause)>> {
     rare(async move {
         let mut steps = Vec::with_capacity(forks.len());
@@ -159,8 +159,8 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
         steps.give_bitmaps().await?;
         steps.make_children().await?;
     }
-    // Once a record exists, a failure must not leave a child whose layer continues to change: it is
-    // undone.
+    // Once a record exists, a failure must not leave a child whose layer continues to change, so
+    // the fork is undone.
     for steps in &mut *all {
         steps.record()?;
     }
@@ -176,11 +176,11 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
             continue;
         };
         quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
-        // It may have become read-only or longer since.
+        // The disk may have become read-only or longer since.
         disk.check_access(0)?;
         disk.check_replacement(overlay)?;
     }
-    // Nothing of it can fail: it was checked.
+    // No switch can fail, because all were checked.
     let switched = quiesced.into_iter().zip(&*all).map(|(one, steps)| {
         let Some((quiesced, overlay)) = one else { return Ok(None) };
         if let Some(bitmaps) = &steps.bitmaps {
@@ -208,7 +208,7 @@ impl<'a> Steps<'a> {
         Ok(Self { fork, layer, backing, overlay, bitmaps, is_recorded: false, children })
     }
 
-    /// The layer, as an image at this path names it.
+    /// The layer as the backing file of an image at this path.
     fn backing_of(&self, path: &Path) -> Backing {
         Backing { name: name_from(&self.layer, path), ..self.backing.clone() }
     }
@@ -278,7 +278,7 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    /// Makes an overlay durably under another name than `path`: which.
+    /// Makes an overlay durably under a temporary name, and returns its path.
     async fn make(&self, path: &Path) -> Result<PathBuf> {
         check_new_name(path)?;
         if fs::symlink_metadata(path).is_ok() {
@@ -339,7 +339,7 @@ impl<'a> Steps<'a> {
 
     fn record(&mut self) -> Result<()> {
         let Some(overlay) = &self.fork.overlay else { return Ok(()) };
-        // Even if it fails, it may have been written.
+        // Set first: even if the write of the record fails, the record may exist.
         self.is_recorded = true;
         record_forked(&self.layer, overlay)
     }
@@ -357,7 +357,8 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    /// Restores the disk's state before. Errors of removing are reported.
+    /// Restores the state before the fork. Errors of closing images and of removing the record are
+    /// logged.
     async fn undo(self) {
         for (path, disk) in self.children {
             close_unused(disk.as_ref().map(|disk| &**disk.image())).await;
@@ -367,7 +368,7 @@ impl<'a> Steps<'a> {
         if self.is_recorded
             && let Err(error) = forget_moved(&self.layer)
         {
-            // Then the overlay is needed: the image leads programs to it.
+            // The overlay stays, because the record beside the image leads programs to it.
             tracing::error!("{error}; its overlay stays");
             close_unused(self.overlay.as_deref()).await;
             return;
@@ -388,8 +389,7 @@ impl<'a> Steps<'a> {
     }
 }
 
-/// As [`close`](StoredImage::close), for an image without writes. Errors of its backing chain do
-/// not matter.
+/// As [`close`](StoredImage::close), for an image without writes. Its backing chain is not flushed.
 async fn close_alone(image: &StoredImage) -> Result<()> {
     image.layer().stability().set_stable_behind();
     image.close().await
@@ -437,7 +437,7 @@ pub fn fork_image<'a>(
     })
 }
 
-/// How an overlay is opened of a disk that was opened so.
+/// The options for an overlay of a disk that was opened by `options`.
 fn overlay_options(options: &ImageOptions) -> ImageOptions {
     ImageOptions {
         format: Some(ImageFormat::Qcow2),
@@ -489,7 +489,8 @@ fn check_goes_on(disk: &ImageDisk) -> Result<()> {
     Ok(())
 }
 
-/// The canonical path of the image of a disk over which others can be. `goes_on`: so does the disk.
+/// Checks that a disk's image can get overlays, and returns its canonical path. `goes_on`: the disk
+/// continues in one of them.
 fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
     let image = disk.image();
     let name = image.image_name().to_owned();

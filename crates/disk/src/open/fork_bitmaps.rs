@@ -32,7 +32,7 @@ pub(super) struct ForkedBitmaps {
 /// has to be [completed](ForkedBitmaps::complete), because none records changes.
 ///
 /// # Errors
-/// The host's.
+/// The host's error.
 pub(super) async fn give_bitmaps(
     disk: &ImageDisk,
     overlay: &StoredImage,
@@ -69,7 +69,7 @@ pub(super) async fn copy_bitmaps(disk: &ImageDisk, overlay: &StoredImage) -> Res
     ours.inherit(&theirs, &names(&all), InheritedBits::Exact(&|_| None)).await
 }
 
-/// The bitmaps that record changes, and those that do not; none that lacks any.
+/// The bitmaps that record changes, and those that do not; without bitmaps that lack changes.
 async fn usable_bitmaps(disk: &ImageDisk) -> Result<(Vec<Bitmap>, Vec<Bitmap>)> {
     if !disk.format().has_bitmaps() {
         return Ok(Default::default());
@@ -92,7 +92,7 @@ fn names(bitmaps: &[Bitmap]) -> Vec<String> {
 }
 
 impl ForkedBitmaps {
-    /// The observer of all changes from the moment on.
+    /// The observer of all changes from the moment of the fork on.
     pub(super) fn observer(&self) -> Arc<dyn ChangeObserver> {
         Arc::clone(&self.changes) as Arc<dyn ChangeObserver>
     }

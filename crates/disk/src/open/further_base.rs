@@ -15,11 +15,11 @@ use super::qemu_name::is_address;
 use crate::disk::FurtherBase;
 use crate::layer::Layer;
 
-/// The backing file of `disk` that is the file, or has the name, `wanted`: at least two steps below
-/// the disk's image.
+/// The backing file of `disk` whose file or name is `wanted`: at least two steps below the disk's
+/// image.
 ///
 /// # Errors
-/// `InvalidInput`: no backing file is that, with the names of those that there are; or as
+/// `InvalidInput` if there is no such backing file; the error names those that exist. Or as
 /// [`FurtherBase::new`].
 pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase> {
     let depth = depth_of(disk, wanted)?;
@@ -57,8 +57,7 @@ pub fn find_layers(
     FurtherBase::new(disk, above, depth - above, name)
 }
 
-/// The depth below the image of `disk` of the backing file that is the file, or has the name,
-/// `wanted`.
+/// The depth, in the chain of `disk`, of the backing file whose file or name is `wanted`.
 fn depth_of(disk: &ImageDisk, wanted: &Path) -> Result<usize> {
     let image = disk.image();
     let is_it = |name: &str| is_same_file(Path::new(name), wanted);
@@ -76,8 +75,8 @@ fn depth_of(disk: &ImageDisk, wanted: &Path) -> Result<usize> {
     Err(Error::new(ErrorKind::InvalidInput, what).on(image.image_name()))
 }
 
-/// The name of `base`, which is the backing file of `above`, in `image`, one of the chain of
-/// `disk`.
+/// The name that `image`, an image of the chain of `disk`, has to store for `base`, the backing
+/// file of `above`.
 fn name_below(
     disk: &str,
     image: &Layer<ImageStorage>,
@@ -126,8 +125,8 @@ pub fn note_passed_over(disk: &ImageDisk) -> Result<()> {
     }
 }
 
-/// The canonical path `layer`, as an image at the path `image` names it: without the folder that
-/// both are in.
+/// The name that an image at `image` stores for the file at the canonical path `layer`: without the
+/// folder, if both are in the same one.
 pub(super) fn name_from(layer: &Path, image: &Path) -> Vec<u8> {
     let is_beside = image.parent() == layer.parent();
     let name = layer.file_name().filter(|_| is_beside);

@@ -1,5 +1,5 @@
-//! Images that another process hands over: this process opens them by the other's file descriptors,
-//! with its locks.
+//! Images that another process hands over: this process opens them by the file descriptors of the
+//! other process, and with its locks.
 //!
 //! Guarantees: until [`HandedOverDisk::take_over`] this process changes neither the image nor its
 //! state file, and the locks stay with the other process, even if this one dies. From
@@ -38,8 +38,8 @@ pub struct HandedFile {
 pub(super) enum Files {
     /// They are opened by their paths.
     Host,
-    /// Another process has opened them, in this order. The last one's backing file is an image that
-    /// is open here already.
+    /// Another process has opened them, in this order. If there is a layer, it is open here
+    /// already, and is the backing file of the last image.
     HandedOver(VecDeque<HandedFile>, Option<SharedLayer>),
 }
 
@@ -60,17 +60,17 @@ impl Drop for SharedLayer {
 }
 
 impl SharedLayer {
-    /// A layer that is in use, if others may stand on it; then it stays locked.
+    /// Shares a layer that is in use, if other images may be over it. Then the layer stays locked.
     pub(super) fn of(layer: Arc<Layer<ImageStorage>>) -> Option<Self> {
         layer.stands().enter();
         let shared = Self(layer);
         shared.0.stands().may_grow().then_some(shared)
     }
 
-    /// An image that is new here, over this one.
+    /// Puts an image that was just opened over this layer.
     ///
     /// # Errors
-    /// `InvalidInput` if it does not fit this one.
+    /// `InvalidInput` if this layer cannot be its backing file.
     pub(super) fn put_behind(&self, image: StoredImage) -> Result<StoredImage> {
         image.format().header().check_backing(self.0.format())?;
         Ok(image.over_layer(&self.0))
@@ -108,8 +108,8 @@ impl Files {
         }
     }
 
-    /// Refuses a chain that ends before an image that is open here already; `name` is the first
-    /// one's.
+    /// Refuses a chain that does not reach the image that is open here already. `name` is that of
+    /// the chain's first image.
     ///
     /// # Errors
     /// `InvalidInput`.
@@ -148,10 +148,10 @@ impl Files {
 }
 
 impl StoredImage {
-    /// The files that it has open, in the order in which [`HandedOverDisk::open`] wants them, and
-    /// the paths that it finds in the images: of each image of the chain, from the top, the image
-    /// and its data file, or the files that hold its data. A layer from a fork was mostly opened by
-    /// another path.
+    /// The open files of the chain, in the order in which [`HandedOverDisk::open`] expects them,
+    /// and the paths that it finds in the images. For each image of the chain, from the top: the
+    /// image and its data file, or the files that hold its data. A layer from a fork was mostly
+    /// opened by another path.
     ///
     /// # Errors
     /// `Unsupported` where another server has one of the images: its connections cannot be handed
@@ -160,8 +160,8 @@ impl StoredImage {
         self.first_files(usize::MAX)
     }
 
-    /// As [`chain_files`](Self::chain_files), for the first images only: this many, the disk's own
-    /// included.
+    /// As [`chain_files`](Self::chain_files), for the first `images` images only, including the
+    /// disk's own.
     ///
     /// # Errors
     /// As there.
@@ -170,7 +170,7 @@ impl StoredImage {
         let mut path = PathBuf::from(self.name());
         for (depth, layer) in self.layers().take(images).enumerate() {
             let (image, data) = (layer.format().storage(), layer.format().data());
-            // Behind another image a raw one is read without the file that has its bitmaps.
+            // A raw image that is a backing file is read without the file that has its bitmaps.
             let image =
                 if depth > 0 && layer.format().side_file().is_some() { data } else { image };
             let name = image.name();
@@ -199,9 +199,9 @@ impl StoredImage {
         Ok(all)
     }
 
-    /// Brings the image to a state in which another process can open it, with all answered changes:
-    /// metadata is written, and the in-use marks are cleared. No request may be in flight. The disk
-    /// stays open, and may continue.
+    /// Brings the image to a state in which another process can open it, with all acknowledged
+    /// changes: metadata is written, and the in-use marks are cleared. No request may be in flight.
+    /// The disk stays open, and may continue.
     ///
     /// # Errors
     /// Errors of the storage; a failure to write metadata that is remembered.
@@ -212,7 +212,7 @@ impl StoredImage {
         }
     }
 
-    /// The failed flush that is remembered, of the image and of its data file: the errno.
+    /// The errno of the failed flush that is remembered, of the image and of its data file.
     pub fn flush_failures(&self) -> [Option<i32>; 2] {
         let format = self.format();
         [format.storage(), format.data()].map(|storage| storage.failure().map(Error::errno))
@@ -237,9 +237,9 @@ fn not_handed_over(name: &str) -> Error {
     Error::new(ErrorKind::Unsupported, what).on(name)
 }
 
-/// Makes answered changes of an open disk survive the process from now on, if `uses` asks for that;
-/// errors are reported. Nothing may be in flight on the disk, which must be
-/// [settled](StoredImage::settle) and without a state file. `path` is its image's.
+/// Makes acknowledged changes of an open disk survive the process from now on, if `uses` asks for
+/// that; errors are reported. Nothing may be in flight on the disk, which must be
+/// [settled](StoredImage::settle) and without a state file. `path` is the image's path.
 pub fn keep_state<'a>(
     disk: &'a ImageDisk,
     path: &'a Path,
@@ -276,9 +276,9 @@ impl HandedOverDisk {
     }
 
     /// Makes the image this process's own: its locks are released when it is dropped, and it may be
-    /// changed. The next flush covers the other process's writes. `failures` are those that the
-    /// other process remembers: this one remembers them, too. It owns the state file, too. This
-    /// cannot be undone: errors are logged.
+    /// changed. The next flush covers the other process's writes. `failures` are the flush failures
+    /// that the other process remembers; this process remembers them, too. It also owns the state
+    /// file. The takeover cannot be undone, so errors are logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
         let Self { image, state } = self;
         image.chain_files().into_iter().flatten().for_each(|(_, file)| file.own_locks());
@@ -400,8 +400,8 @@ mod tests {
         });
     }
 
-    /// A hand-over that fails: the redo log is as good as before, and no other opening finds a
-    /// reason to refuse it.
+    /// After a hand-over that fails, the redo log is still valid, and no later opening of the image
+    /// refuses it.
     #[test]
     fn a_process_that_goes_on_still_keeps_its_redo_log() {
         let folder = tempfile::tempdir().unwrap();
@@ -432,8 +432,8 @@ mod tests {
         });
     }
 
-    /// Programs that try to open the image hold bytes of their own for a moment, until they find
-    /// those of its server.
+    /// Programs that try to open the image hold lock bytes for a moment, until they find the lock
+    /// bytes of its server.
     #[test]
     fn who_tries_to_open_the_image_meanwhile_is_no_reason_to_refuse_it() {
         let folder = tempfile::tempdir().unwrap();

@@ -19,8 +19,8 @@ impl StoredImage {
         self.format().storage().storage().as_file()
     }
 
-    /// The file that has the byte at `host` of the data of the image at a depth of the chain, and
-    /// where in it: an image may be in many files.
+    /// The file that has the byte at `host` of the data of the image at `depth` of the chain, and
+    /// the offset in that file. The data of an image may be in many files.
     pub fn locate(&self, depth: usize, host: u64) -> (&str, u64) {
         match self.layer().layers().nth(depth) {
             Some(layer) => layer.data().storage().locate(host),
@@ -32,7 +32,7 @@ impl StoredImage {
     /// bytes; 0 if it names none.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn query_extents_allocated(&self) -> Result<u64> {
         if self.extent_files().is_empty() {
             Ok(0)
@@ -42,8 +42,9 @@ impl StoredImage {
         }
     }
 
-    /// The image, without its backing files, is open: requests of guests and tools wait for its
-    /// server as long as it takes. Commands that only look at it have a limit.
+    /// Ends the time limit of opening, when the image is open without its backing files. From now
+    /// on requests of guests and tools wait for its server without a limit. Commands that only
+    /// inspect the image keep the limit.
     pub(super) fn end_opening(&self, is_look: bool) {
         if !is_look {
             self.format().storage().storage().set_answer_time(None);
@@ -69,9 +70,8 @@ impl DiskJobs<'_, ImageStorage> {
         self.unlock_former();
     }
 
-    /// Gives the locks back that are held on images that were
-    /// [replaced](crate::QuiescedDisk::switch_to) or [detached](Self::detach_backing): other
-    /// programs may use them again.
+    /// Releases the locks of images that were [replaced](crate::QuiescedDisk::switch_to) or
+    /// [detached](Self::detach_backing), so that other programs may use them again.
     pub fn unlock_former(self) {
         self.disk().images().former_layers().for_each(|layer| layer.stands().keep());
         self.disk().images().leave_replaced();
@@ -79,7 +79,7 @@ impl DiskJobs<'_, ImageStorage> {
             let format = layer.format();
             [format.storage(), format.data()].map(|tracker| tracker.storage().files())
         });
-        // Shared locks are held on the image in use.
+        // A file that shares its locks with the image in use keeps them.
         let files = files.flatten().filter(|file| !file.shares_locks());
         files.for_each(HostFile::release_locks);
     }

@@ -90,31 +90,31 @@ impl FromStr for CacheMode {
     }
 }
 
-/// Whether answered changes survive the process. See docs/durability.md.
+/// Whether acknowledged changes survive the process. See docs/durability.md.
 ///
 /// Used for images that are opened for writing and locked. Opening for reading only is refused if
-/// answered changes are missing: a copy would lack them without any sign.
+/// acknowledged changes are missing, because a copy would silently lack them.
 #[derive(Clone, Debug, Default)]
 pub enum StateUse {
-    /// Answered changes do not survive, and no state of another process is looked for.
+    /// Acknowledged changes do not survive, and no state of another process is looked for.
     #[default]
     Off,
-    /// As `Off`, but warns of changes of a dead server there: for commands that inspect an image
-    /// and copy nothing of it. `None` if there is no such directory.
+    /// As `Off`, but warns of changes that a dead server has left in the directory: for commands
+    /// that inspect an image and copy nothing of it. `None` if there is no such directory.
     Look(Option<StateDir>),
-    /// The state of a dead server there is replayed to the image. For tools: they keep no state of
-    /// their own, and do not change an image whose server left its state elsewhere. `None` if there
-    /// is no such directory.
+    /// The state that a dead server has left in the directory is replayed to the image. For tools:
+    /// they keep no state of their own, and do not change an image whose server left its state
+    /// elsewhere. `None` if there is no such directory.
     Replay(Option<StateDir>),
-    /// As `Replay`, and the image has a state file there until it is closed. For servers. If it
-    /// cannot be made, opening fails.
+    /// As `Replay`, and the image has a state file in the directory until it is closed. For
+    /// servers. If it cannot be made, opening fails.
     Keep(StateDir),
     /// As `Keep`, but if it cannot be made, opening warns and continues.
     TryKeep(StateDir),
 }
 
 impl StateUse {
-    /// Where state is looked for.
+    /// The directory in which state is looked for.
     pub fn directory(&self) -> Option<&StateDir> {
         match self {
             Self::Off => None,
@@ -150,7 +150,7 @@ pub struct ImageOptions {
     pub on_full: OnFull,
     /// Whether other programs are kept away.
     pub locking: Locking,
-    /// Whether answered changes survive the process.
+    /// Whether acknowledged changes survive the process.
     pub state: StateUse,
     /// The files that the image may name as its backing file or data file, in addition to regular
     /// files below its own folder.
@@ -212,7 +212,7 @@ pub struct SideFile {
 /// A part of a file: a disk in an archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FilePart {
-    /// Where it begins, in bytes.
+    /// Its offset in the file, in bytes.
     pub offset: u64,
     /// Its length in bytes; `None`: up to the end.
     pub size: Option<u64>,
@@ -230,8 +230,8 @@ pub enum RemoteBacking {
 }
 
 impl ImageOptions {
-    /// The same for an image in this part of its file, which may begin anywhere: through the page
-    /// cache.
+    /// The same for an image in this part of its file. Uses the page cache, because the part may
+    /// begin at any offset.
     #[must_use]
     pub fn in_part(self, part: Option<FilePart>) -> Self {
         let cache = if part.is_some() { CacheMode::Writeback } else { self.cache };
@@ -255,7 +255,7 @@ impl ImageOptions {
         }
     }
 
-    /// The options that are the disk's concern.
+    /// The options of the disk.
     pub(super) fn of_disk(&self) -> Options {
         Options {
             access: self.access,

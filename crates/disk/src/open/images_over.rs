@@ -1,5 +1,4 @@
-//! Finds overlays of an image, as far as they are in the same folders: a change of the image would
-//! corrupt them.
+//! Finds overlays of an image in some folders, because a change of the image would corrupt them.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -34,7 +33,7 @@ fn images_over(layer: &Path, folders: &[&Path], known: &Path) -> Result<Vec<Path
                 fs::metadata(path.parent().unwrap_or(folder).join(name))
                     .is_ok_and(|one| is_it(&one))
             };
-            // An unreadable file is no image that a user here can open.
+            // An unreadable file is ignored: no user here can open it as an image.
             if !is_part && backing_of(&path).is_some_and(names) && !found.contains(&path) {
                 found.push(path);
             }
@@ -45,11 +44,11 @@ fn images_over(layer: &Path, folders: &[&Path], known: &Path) -> Result<Vec<Path
     Ok(found)
 }
 
-/// Refuses a layer on which another image than `known` stands, as far as that is in the folder of
-/// one of the two.
+/// Refuses a layer that is the backing file of another image than `known`. Only images in the
+/// folders of these two are found.
 ///
 /// # Errors
-/// `InvalidInput` with the names of the images; the host's.
+/// `InvalidInput` with the names of the images; the host's error.
 pub(super) fn check_only_over(layer: &Path, known: &Path) -> Result<()> {
     let whole = |path: &Path| {
         let failed = |error| Error::host("cannot find", error).on(&path.to_string_lossy());

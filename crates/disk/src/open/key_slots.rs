@@ -13,25 +13,25 @@ use super::unlock::Secrets;
 /// A change of key slots. Secrets are numbered as they were given.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeySlotChange {
-    /// A slot that a secret opens.
+    /// Adds a slot that a secret opens.
     Add {
         /// Which secret.
         secret: usize,
-        /// Which slot; left out, the first that is free.
+        /// Which slot; `None`: the first that is free.
         slot: Option<u32>,
-        /// How long it is to take to open it.
+        /// How long opening the slot is to take.
         time: Duration,
     },
-    /// Gives a slot up.
+    /// Erases a slot.
     EraseSlot(u32),
-    /// Gives up all slots that a secret opens.
+    /// Erases all slots that a secret opens.
     EraseSecret(usize),
 }
 
 /// Whether a change may lose the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastKey {
-    /// It is refused, and so is a new key in a slot in use.
+    /// Such a change is refused, and so is a new key in a slot in use.
     Keep,
     /// The image may become impossible to open.
     MayGo,

@@ -2,9 +2,9 @@
 //! what the record beside the base says.
 //!
 //! Guarantees: nothing is written if another image is known to use one of the layers as its backing
-//! file. If a fork has left the base, a record is beside it. Until the base is complete, the record
-//! says that the base no longer holds the content at the fork; then, that the base is what the
-//! image above was made over.
+//! file. If the base is the layer of a fork, a record is beside it. Until the base is complete, the
+//! record says that the base no longer holds the content of the fork. Afterwards it says that the
+//! image above was made over the base.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -43,7 +43,8 @@ pub fn begin_layer_commit<'a>(
         let layers: Vec<_> = disk.image().layers().collect();
         let (above, base) = (left_out.above(), left_out.above() + left_out.steps());
         check_layers(&layers[above..=base])?;
-        // Also the layers between, which others would read at the same time.
+        // The layers between are checked, too, because other programs might read them at the same
+        // time.
         layers[above.max(1)..=base].iter().try_for_each(|layer| check_alone(layer))?;
         let options = ImageOptions { copy_on_read: false, ..options.clone() };
         let opener = Opener { layers: &layers, path, options: &options };
@@ -121,7 +122,7 @@ fn files_of(disk: &ImageDisk) -> Vec<&HostFile> {
     [image, data].into_iter().flat_map(|tracker| tracker.storage().files()).collect()
 }
 
-/// Gives the lock of an image that was open for writing to its layer, which is read.
+/// Replaces the lock of an image that was open for writing by a reader's lock of its layer.
 fn read_again(opened: &ImageDisk, layer: &Layer<ImageStorage>, options: &ImageOptions) {
     files_of(opened).into_iter().for_each(become_reader);
     if let Err(error) = lock_readers(layer, options) {
@@ -132,7 +133,7 @@ fn read_again(opened: &ImageDisk, layer: &Layer<ImageStorage>, options: &ImageOp
 /// Opens images of a chain again.
 struct Opener<'a> {
     layers: &'a [&'a Layer<ImageStorage>],
-    /// Of the first one.
+    /// The path of the first image.
     path: &'a Path,
     options: &'a ImageOptions,
 }

@@ -20,10 +20,10 @@ use crate::image::EarlierWrites;
 use crate::options::Access;
 
 /// Replays to a layer the state that its server left, and makes it durable. Other backing files
-/// stay as they are. It is open for reading, by these options, and not locked yet.
+/// stay as they are. The layer is open for reading, by these options, and not locked yet.
 ///
 /// # Errors
-/// The host's; as opening it for writing: another program uses it.
+/// The host's error; or as opening the layer for writing, if another program uses it.
 pub(super) async fn restore_layer(
     layer: &ImageStorage,
     path: &Path,
@@ -35,7 +35,7 @@ pub(super) async fn restore_layer(
     }
     end_rollback(path)?;
     let dir = options.state.directory();
-    // Also a state without changes: it may record a failed flush.
+    // A state without changes is replayed, too, because it may record a failed flush.
     if find_state(file, dir)?.is_some() {
         let state = StateUse::Replay(dir.cloned());
         let options = ImageOptions { access: Access::ReadWrite, state, ..options.clone() };
@@ -45,6 +45,7 @@ pub(super) async fn restore_layer(
         let (disk, restore) = opened?;
         restore.finish(disk).await?.close().await?;
     }
-    // Its last writes may be in the page cache alone, and flushes of its overlays do not flush it.
+    // The layer's last writes may be only in the page cache, and flushes of its overlays do not
+    // flush it.
     file.flush(SyncMode::Data).await
 }

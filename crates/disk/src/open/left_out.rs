@@ -15,7 +15,7 @@ use super::image_disk::StoredImage;
 use crate::image::Image;
 use crate::options::{Access, Options};
 
-/// The same disk over a disk of no bytes in the place of its backing file.
+/// Replaces the disk's backing file, if it has one, by an empty disk.
 ///
 /// # Errors
 /// The host's: no memory.
@@ -33,7 +33,8 @@ pub(super) async fn without_backing(disk: StoredImage) -> Result<StoredImage> {
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     let nothing = Image::open(file.into(), ImageFormat::Raw, read_only).await?;
     let disk = disk.with_backing(&nothing);
-    // Every offset counts as inside it: past a backing file's end zeros need not be stored.
+    // Every offset counts as inside the backing file: past its end, the format would not store
+    // zeros.
     disk.format().set_backing_size(u64::MAX);
     Ok(disk)
 }

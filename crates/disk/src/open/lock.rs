@@ -57,8 +57,8 @@ pub(super) enum Locked {
     No,
 }
 
-/// Locks `file` for as long as it is open: a writer is alone, readers keep writers away. The locks
-/// of a file that another process hands over stay unchanged.
+/// Locks `file` for as long as it is open: a writer excludes all others, readers exclude writers.
+/// The locks of a file that another process hands over stay unchanged.
 ///
 /// A file system without such locks leaves the image unlocked, with a warning in the log.
 ///
@@ -83,7 +83,7 @@ fn used_by(access: Access) -> &'static [Permission] {
 
 fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     let ours = used_by(access);
-    // No other program may change the image while it is served, not even when it is only read.
+    // No other program may change the image, also while it is open only for reading.
     let refused = [Permission::Write, Permission::Resize];
     let descriptor = file.descriptor();
     let failed = |error| Error::host("cannot lock", error).on(file.name());
@@ -98,9 +98,9 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
             Err(error) => return Err(failed(error)),
         }
     }
-    // These are the locks of the process that hands the file over, and no other program uses the
-    // image. A program that tries to open it holds bytes until it finds these locks, and must not
-    // count as a holder.
+    // The process that hands the file over holds these locks already, so no other program uses the
+    // image. A program that tries to open the image holds some bytes for a moment, until it finds
+    // these locks: it must not count as a holder.
     if file.shares_locks() {
         return Ok(Locked::Yes);
     }
@@ -114,9 +114,9 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     Ok(Locked::Yes)
 }
 
-/// As [`lock`] for writing, in the place of `reader`, another open of the same file by this
-/// process, whose locks are released: at no moment could another program begin to write. If this
-/// fails, `reader` has its locks again.
+/// As [`lock`] for writing, and releases the locks of `reader`, another open of the same file by
+/// this process. At no moment could another program begin to write. If this fails, `reader` has its
+/// locks again.
 ///
 /// # Errors
 /// As [`lock`].
@@ -137,8 +137,8 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
     locked.map(drop)
 }
 
-/// Makes the lock of a writer that of a reader, at no moment of which another program could begin
-/// to write.
+/// Downgrades the lock of a writer to that of a reader. At no moment could another program begin to
+/// write.
 pub(super) fn become_reader(file: &HostFile) {
     for permission in [Permission::Write, Permission::Resize] {
         if let Err(error) = unlock_byte(file.descriptor(), permission.used())
@@ -165,8 +165,8 @@ pub fn lock_for_writing(path: &Path) -> Result<HostFile> {
     Ok(file)
 }
 
-/// Fails if a program uses `file`, which has the bytes of the device `name`, in a way that excludes
-/// this access. No lock is acquired.
+/// Fails if a program uses `file` in a way that excludes this access. `file` has the same bytes as
+/// the device `name`. No lock is acquired.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`] with both names and the holder.
@@ -191,8 +191,8 @@ fn check_unlocked(file: BorrowedFd<'_>, access: Access, name: &str, path: &str) 
     Ok(())
 }
 
-/// Succeeds when no program holds the byte. An invisible holder may be a process that has ended,
-/// whose locks the kernel has not released yet: this waits a moment for that.
+/// Succeeds when no program holds the byte. A holder that is not found may be a process that has
+/// ended, whose locks the kernel has not released yet: this waits a moment for their release.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
     let mut ours = false;
     let is_free = wait_until_released(|| {

@@ -28,8 +28,8 @@ use super::volume::{Volume, identity};
 use crate::options::Access;
 
 /// Makes the side file of a raw image, without bitmaps, durably, unless it has a valid one; returns
-/// whether it made one. Images of other formats stay unchanged: they have bitmaps of their own or
-/// none. Needs the loop of the current thread.
+/// whether it made one. Images of other formats stay unchanged: their format stores bitmaps, or
+/// they have none. Needs the loop of the current thread.
 ///
 /// # Errors
 /// `InvalidInput` for a side file of another image, and for an image whose size is not in whole
@@ -71,8 +71,8 @@ pub fn make_side_file<'a>(
     })
 }
 
-/// As [`make_side_file`], but only if no file has its path: whether an existing one is used is
-/// decided when the image is opened.
+/// As [`make_side_file`], but only if no file has the side file's path. Whether an existing one is
+/// used is decided when the image is opened.
 ///
 /// # Errors
 /// As there.
@@ -130,8 +130,9 @@ async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions
     finished
 }
 
-/// Removes the side file by which a raw image is open for writing and locked, if it has no bitmap,
-/// because the operation that needed it has failed. The disk is closed next.
+/// Removes the side file of a raw image, if it has no bitmap: for an operation that made the side
+/// file and failed. The image is open for writing by this side file, and locked; the caller closes
+/// the disk next.
 ///
 /// # Errors
 /// The host's.
@@ -150,7 +151,8 @@ pub fn remove_unused_side_file<'a>(
     })
 }
 
-/// Removes the side file at this path, durably, which `file` is. Another file in its place stays.
+/// Removes the side file at this path durably, if it still is `file`. Any other file at the path
+/// stays.
 ///
 /// # Errors
 /// The host's.
@@ -164,8 +166,8 @@ pub(super) fn remove_side_file(side_file: &Path, file: &HostFile) -> Result<()> 
     sync_folder(side_file)
 }
 
-/// The image's name in its side file: beside it the file's name, elsewhere a full path for other
-/// programs.
+/// The image's name in its side file: the file's name if the side file is beside the image,
+/// otherwise a full path for other programs.
 fn name_of(image: &Path, options: &ImageOptions) -> Vec<u8> {
     if options.side_file.is_none() {
         return image.file_name().unwrap_or_default().as_bytes().to_vec();

@@ -24,10 +24,10 @@ const MAGIC: &[u8] = b"blockhouse: disk moved\n";
 /// The last line of the record of a fork.
 const FORK: &str = "\nfork";
 
-/// The text before it while the disk is about to go back to the image.
+/// The text before [`FORK`] while a rollback is about to return the disk to the image.
 const ROLLBACK: &str = "\nrollback";
 
-/// The text before it once a commit has begun to copy the overlay into the image.
+/// The text before [`FORK`] once a commit has begun to copy the overlay into the image.
 const COMMIT: &str = "\ncommit";
 
 /// The most bytes of a record that are read.
@@ -36,7 +36,7 @@ const MAX_RECORD: u64 = 4096;
 /// A file with the name of a record.
 enum Found {
     Nothing,
-    /// No record: it is left alone.
+    /// Not a record: the file is neither used nor changed.
     Foreign,
     /// The record of a rollback that was carried out: it has no effect.
     Void,
@@ -54,14 +54,13 @@ enum Stage {
     Moved,
     /// It continues in an image over this one.
     Forked,
-    /// The same, and it is about to go back to this one.
+    /// It continues in an image over this one, and is about to return to this one.
     Rollback,
     /// It continues in an image over this one, which a commit may have copied partly into this one.
     Commit,
 }
 
-/// The path of an image's record. A symbolic link has that of its file, whichever name the file is
-/// opened by.
+/// The path of an image's record. A symbolic link has the record of the file that it leads to.
 fn record_of(image: &Path) -> PathBuf {
     let mut name = whole(image).into_os_string();
     name.push(".moved");
@@ -77,7 +76,7 @@ fn find(record: &Path) -> io::Result<Found> {
     if !is_regular {
         return Ok(Found::Foreign);
     }
-    // Another file may have replaced it since: opening a pipe would block.
+    // Another file may have replaced it since the check above: to open a pipe would block.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(record)?;
     if !file.metadata()?.is_file() {
@@ -120,10 +119,10 @@ fn found_beside(image: &Path) -> Result<Found> {
     find(&record).map_err(|error| Error::host("cannot read", error).on(&record.to_string_lossy()))
 }
 
-/// Notes durably that the disk of an image is moved to `moved_to`, its name for people.
+/// Notes durably that the disk of an image is moved to `moved_to`, the new image's name for people.
 ///
 /// # Errors
-/// Names the record: the host refuses; `InvalidInput` if another file has its name.
+/// Names the record: host errors; `InvalidInput` if another file has its name.
 pub fn record_moved(image: &Path, moved_to: &str) -> Result<()> {
     write_record(image, moved_to)
 }
@@ -137,8 +136,8 @@ pub fn record_forked(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{FORK}", whole(overlay).display()))
 }
 
-/// Records durably that the disk of an image continues in `overlay` as long as that exists, and is
-/// this image again from then on. The path of `overlay` is canonical, and text in one line.
+/// Records durably that the disk of an image continues in `overlay` until that file is removed, and
+/// is this image again afterwards. The path of `overlay` is canonical, UTF-8, and one line.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -154,8 +153,8 @@ pub fn record_committed(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{COMMIT}{FORK}", whole(overlay).display()))
 }
 
-/// Refuses an image as the content of a forked disk at its fork, if a commit may have changed it
-/// since.
+/// Refuses an image if a commit may have changed it since the fork: it is then no longer the
+/// content that the disk had at the fork.
 ///
 /// # Errors
 /// `InvalidInput`; the host's.
@@ -178,7 +177,7 @@ pub(super) fn has_commit_begun(image: &Path) -> Result<bool> {
 }
 
 /// If a rollback was not carried out, records durably that the disk continues in its overlay, even
-/// if that is lost.
+/// if the overlay is lost.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -243,7 +242,7 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
 /// Removes the record, if there is one: the disk is in this image again.
 ///
 /// # Errors
-/// Names the record: the host refuses.
+/// Names the record: host errors.
 pub fn forget_moved(image: &Path) -> Result<()> {
     let record = record_of(image);
     let failed =
@@ -262,8 +261,8 @@ fn whole(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// As [`check_not_moved`], for an image below the named ones, which belong to one disk: it may have
-/// been forked to one of them.
+/// As [`check_not_moved`], for an image below those in `names` in the chain of one disk: a record
+/// that the image was forked to one of them does not refuse it.
 ///
 /// # Errors
 /// As there.

@@ -63,8 +63,8 @@ pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<Ima
 
 impl HandedOverDisk {
     /// As [`open`], by the files that another process has open
-    /// ([`chain_files`](StoredImage::chain_files)). Changes nothing, and leaves the state file to
-    /// that process, before [`take_over`](Self::take_over). `behind` is the backing file of the
+    /// ([`chain_files`](StoredImage::chain_files)). Until [`take_over`](Self::take_over) it changes
+    /// nothing, and the state file belongs to that process. `behind` is the backing file of the
     /// last of these files.
     ///
     /// # Errors
@@ -75,7 +75,7 @@ impl HandedOverDisk {
         files: Vec<HandedFile>,
         behind: Option<SharedLayer>,
     ) -> Result<Self> {
-        // The process that hands over still has the state file.
+        // The process that hands the image over still owns the state file.
         let state = std::mem::take(&mut options.state);
         let image = open_image(path, &options, Files::HandedOver(files.into(), behind)).await?;
         Ok(Self::new(image, path, &state))
@@ -90,7 +90,7 @@ async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Re
     };
     let options = &*route.options;
     let (storage, identity) = route.open(&mut files).await?;
-    // A process that hands an image over has checked it already.
+    // The process that hands an image over has checked this already.
     let is_anew = matches!(files, Files::Host);
     let is_changed = options.purpose == Purpose::Disk && options.access == Access::ReadWrite;
     if is_anew && is_changed && identity.is_some() {
@@ -107,8 +107,8 @@ async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Re
     Ok(image)
 }
 
-/// The location to open for a snapshot, and its name if the format has snapshots: a raw image in
-/// Ceph has snapshots of its own, which are locations.
+/// The location to open for a snapshot, and the snapshot's name if it is one of the format. The
+/// snapshots of a raw image in Ceph are locations instead.
 fn at_snapshot<'a>(
     path: &'a Path,
     options: &'a ImageOptions,
@@ -193,7 +193,7 @@ async fn over_backing(
 
 /// Completes a resize that a killed process began: cuts a raw image to the size in its side file.
 async fn end_resize(image: &StoredImage, restore: &Restore) -> Result<()> {
-    // A device has its length from elsewhere.
+    // A device's length cannot be set here.
     let is_file = image.format().data().storage().as_file();
     let is_file = is_file.is_some_and(|file| file.kind() == FileKind::Regular);
     let side_file = image.format().side_file().filter(|side_file| side_file.is_shorter_than_data());
@@ -213,7 +213,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-    // Names that are not followed can still be shown.
+    // Where names in the image are not followed, they can still be shown.
     let image = if image.extent_files().is_empty() || options.allowed_paths.is_none() {
         image
     } else {
@@ -234,8 +234,8 @@ pub struct CommitChain {
 }
 
 impl CommitChain {
-    /// Opens an image and one of its backing files, both for writing, with all other backing files:
-    /// the first whose path `is_base`. Needs the loop of the current thread.
+    /// Opens an image and one of its backing files for writing, and all other backing files. The
+    /// one for writing is the first whose path `is_base`. Needs the loop of the current thread.
     ///
     /// # Errors
     /// As [`open`]; `InvalidInput` if the image has no such backing file.
@@ -298,10 +298,10 @@ impl CommitChain {
 }
 
 /// Opens the backing file of a disk for writing while the disk is used, with all further backing
-/// files: for [`attach_base`](crate::DiskJobs::attach_base). `path` is the image's, `options`
-/// those that it was opened with. Other programs are kept from the backing file from now on, also
-/// from reading it. Nothing that is answered outlives the process before
-/// [`keep_state`](super::keep_state). Needs the loop of the current thread.
+/// files: for [`attach_base`](crate::DiskJobs::attach_base). `path` is the image's, `options` those
+/// that it was opened with. From now on other programs can neither read nor write the backing file.
+/// Before [`keep_state`](super::keep_state), an acknowledged but unflushed change is lost if the
+/// process is killed. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` if there is no backing file, another file has its name now, or its
@@ -317,8 +317,8 @@ pub fn open_base<'a>(
     })
 }
 
-/// As [`open_base`], the backing file of the last one of the images `above`, which is at `path`;
-/// the first one is a disk's, and the others are in its chain down to that.
+/// As [`open_base`], for the backing file of the last of the images `above`, whose path is `path`.
+/// The images are a disk's chain from the top down to there.
 ///
 /// # Errors
 /// As there.
@@ -379,7 +379,7 @@ pub(super) async fn open_behind(
     Ok(opened)
 }
 
-/// As [`open_behind`], for a raw backing file: by its side file, if that belongs to it.
+/// As [`open_behind`], for a raw backing file: by its side file, if that belongs to the image.
 async fn open_with_side_file(
     layer: &Layer<ImageStorage>,
     path: &Path,
@@ -394,8 +394,8 @@ async fn open_with_side_file(
 }
 
 /// Opens an image for writing that this process has open for reading already, as the layer of a
-/// disk, and which a record refuses to open so: the disk is to go back to it. `take_locks` gets its
-/// file, before it is locked. Needs the loop of the current thread.
+/// disk that is to return to it. The image's record is ignored: it would refuse this. `take_locks`
+/// gets the image's file, before it is locked. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`], and those of `take_locks`.

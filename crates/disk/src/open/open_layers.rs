@@ -1,8 +1,8 @@
-//! The backing files that this process has open for its disks: each is open once, however many
-//! disks are over it, with one set of descriptors, locks, tables and buffers.
+//! The backing files that this process has open for its disks. Each is open once, with one set of
+//! descriptors, locks, metadata and buffers, however many disks use it.
 //!
-//! Guarantees: a disk gets a layer that is open already only if opening it anew by the disk's
-//! options would open the same chain, and not once its locks are about to be given to a writer.
+//! Guarantees: a disk shares an open layer only if opening the layer anew with the disk's options
+//! would open the same chain, and only if no writer is about to get the layer's locks.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -23,16 +23,17 @@ use super::open_location::{Identity, identity_of};
 use crate::layer::Layer;
 use crate::options::Access;
 
-/// So many entries are looked through each time for those that are closed.
+/// Below this number of entries each new one removes the closed layers; from it on, only at powers
+/// of two.
 const FEW: usize = 64;
 
-/// By the file of the image.
+/// The open layers by the file of the image.
 static OPEN: LazyLock<Mutex<HashMap<Identity, Vec<OpenLayer>>>> = LazyLock::new(Mutex::default);
 
 /// A layer, and how it was opened.
 struct OpenLayer {
     layer: Weak<Layer<ImageStorage>>,
-    /// The folder from which the names in it were looked up.
+    /// The folder from which the names in the image were looked up.
     folder: Identity,
     terms: Terms,
 }
@@ -43,12 +44,12 @@ struct Terms {
     access: Access,
     cache: CacheMode,
     allowed_paths: Vec<PathBuf>,
-    /// Where state of a server that died is looked for.
+    /// The directory that is searched for the state files of killed servers.
     state: Option<PathBuf>,
 }
 
 impl Terms {
-    /// `None` where nothing is shared.
+    /// `None` if a disk with these options shares no layers.
     fn of(options: &ImageOptions) -> Option<Self> {
         let is_shared = options.purpose == Purpose::Disk
             && options.locking == Locking::Held
@@ -82,7 +83,7 @@ pub(super) fn find(
     })
 }
 
-/// Whether the names of the files behind a layer still lead to them.
+/// Whether the names of a layer's backing files still lead to the same files.
 fn has_its_files(layer: &Layer<ImageStorage>) -> bool {
     layer.opened().now().all(|layer| {
         let file = layer.format().storage().storage().as_file();
@@ -100,7 +101,7 @@ pub(super) fn note(image: &StoredImage, chain: &Chain, count: usize, options: &I
     for (layer, (path, identity)) in image.layer().opened().now().zip(files) {
         let folder = folder_of(path);
         let (Some(identity), Some(folder)) = (identity, folder) else { continue };
-        // A key is of one disk.
+        // Encrypted layers are not shared: a key belongs to one disk.
         if layer.layers().any(|one| one.format().is_encrypted()) {
             continue;
         }

@@ -79,8 +79,8 @@ pub(super) async fn open_location(
     }
 }
 
-/// A file, or the part of it in the options, locked as a whole; its identity if it is a whole file:
-/// two images that are read may be parts of one file.
+/// A file, or the part of it in the options; the lock is on the whole file. Returns the identity
+/// only for a whole file, because two images that are read may be parts of one file.
 ///
 /// # Errors
 /// `InvalidInput` if the part ends after the file; host errors; `Locked`.
@@ -116,7 +116,7 @@ pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {
     Ok((status.st_dev, status.st_ino))
 }
 
-/// Whether a name is an [address](is_address), and none that can be opened here.
+/// Whether a name is an [address](is_address) that cannot be opened here.
 pub fn is_foreign_address(name: &[u8]) -> bool {
     is_address(name) && !Location::is_remote(name)
 }

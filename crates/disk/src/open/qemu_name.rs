@@ -1,9 +1,8 @@
 //! The meaning of QEMU's names of images: JSON with a driver for the format and one for the layer
 //! below it, and a protocol before a colon (`file:PATH`, `nbd:HOST:PORT`).
 //!
-//! Guarantees: an option is either obeyed or refused, never ignored. Exception: options without a
-//! meaning for a program that opens one image, reads or writes it and ends, are accepted without
-//! effect.
+//! Guarantees: an option is either obeyed or refused, never ignored. Exception: an option without a
+//! meaning for a program that opens one image, uses it and ends is accepted without effect.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -38,14 +37,14 @@ const WITHOUT_EFFECT: [&str; 14] = [
 /// The characters before an export's name in [`nbd_of`].
 const EXPORT: &str = ":exportname=";
 
-/// An image, as such options name it.
+/// The image that QEMU's options name.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QemuName {
     /// Its path, or the URI of a server's export.
     pub path: PathBuf,
-    /// `None`: the file's name decides.
+    /// `None` if the file's name decides.
     pub format: Option<ImageFormat>,
-    /// The part of the file that it is in.
+    /// The part of the file that holds the image.
     pub part: Option<FilePart>,
     /// Whether it must not be locked.
     pub is_shared: bool,
@@ -55,13 +54,13 @@ pub struct QemuName {
     pub backing_use: BackingUse,
     /// Whether writes to it are compressed.
     pub is_compressed: bool,
-    /// Options of its space, for a program that serves it.
+    /// The treatment of discards and zeros, for a program that serves the image.
     pub space: SpaceOptions,
     /// The backing file that the options give it.
     pub backing: Option<PathBuf>,
     /// The context of block status requested from a server (`x-dirty-bitmap`).
     pub context: Option<String>,
-    /// TLS with the server, not yet in the path.
+    /// TLS with the server, which `path` does not contain.
     pub tls: Option<QemuTls>,
 }
 
@@ -81,7 +80,7 @@ pub struct SpaceOptions {
     pub discard: Option<Discard>,
     /// The treatment of zeros that are written.
     pub detect_zeroes: Option<DetectZeroes>,
-    /// Whether a discarded cluster keeps its place.
+    /// Whether a discarded cluster keeps its host offset.
     pub keeps_clusters: bool,
 }
 
@@ -114,7 +113,7 @@ impl QemuName {
         }))
     }
 
-    /// For keys with dots between their parts, and their values.
+    /// The meaning of keys with dots between their parts, and their values.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -137,7 +136,7 @@ fn from_json(text: &str) -> Result<Options, String> {
     Ok(Options(options))
 }
 
-/// JSON as QEMU reads it, where strings may be in single quotes: as it is read everywhere.
+/// Converts JSON as QEMU reads it, where strings may be in single quotes, to standard JSON.
 fn with_double_quotes(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     let mut quote = None;
@@ -183,7 +182,7 @@ impl Options {
         self.0.remove(key)
     }
 
-    /// The image that they name.
+    /// The image that the options name.
     fn named(mut self) -> Result<QemuName, String> {
         if self.0.get("driver").is_some_and(|driver| driver == "compress") {
             let below = self.0.into_iter().filter(|(key, _)| key != "driver");
@@ -211,11 +210,11 @@ impl Options {
         }
         let space = self.space()?;
         let driver = self.take("driver");
-        // Each key is tried on each image that is opened.
+        // Ignored, because each key is tried on each image that is opened.
         for key in ["key-secret", "encrypt.key-secret", "encrypt.format"] {
             self.take(key);
         }
-        // JSON's null, and how it is written as an option.
+        // JSON's `null`, or its form as an option, the empty string.
         let backing_use = match self.0.get("backing").map(String::as_str) {
             Some("null" | "") => {
                 self.take("backing");
@@ -230,7 +229,7 @@ impl Options {
             );
         }
         let (format, prefix) = match driver.as_deref() {
-            // The bytes of the file or export themselves.
+            // These drivers name the bytes of a file or export, without a format.
             Some("file" | "host_device" | "nbd" | "rbd" | "null-co" | "null-aio") => {
                 (Some(ImageFormat::Raw), "")
             }
@@ -283,8 +282,8 @@ impl Options {
         })
     }
 
-    /// The image below the driver `blkdebug`, if that only limits requests: tools' requests are
-    /// within such limits. Faults are not injected.
+    /// The image below the driver `blkdebug`, if its options only limit requests, because tools'
+    /// requests are within such limits. Options that inject faults are refused.
     fn below_limits(self) -> Result<Self, String> {
         const BOUNDS: [&str; 7] = [
             "align",
@@ -329,8 +328,8 @@ impl Options {
         }
     }
 
-    /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; those of the layers below
-    /// it must be the same.
+    /// `discard=`, `detect-zeroes=` and `discard-no-unref=` of the image; options of the layers
+    /// below must have the same values.
     fn space(&mut self) -> Result<SpaceOptions, String> {
         let mut space = SpaceOptions::default();
         for prefix in ["file.file.", "file.", ""] {
@@ -470,8 +469,8 @@ fn unix_uri(socket: &str, export: &str) -> PathBuf {
     format!("nbd+unix:///{export}?socket={}", escape(socket)).into()
 }
 
-/// A backing file whose name is one of [QEMU's](QemuName), as a path or URI and a format, and the
-/// part of the file that it is in; any other as it is.
+/// A backing file by a path or URI and a format, and the part of the file that holds it, if its
+/// name is one of [QEMU's](QemuName); any other backing file unchanged.
 ///
 /// # Errors
 /// `Unsupported` if the name asks for something impossible, or for another format than the image
@@ -516,8 +515,8 @@ pub(super) fn whole_backing<'a>(backing: &'a Backing, image: &str) -> Result<Cow
     }
 }
 
-/// Whether QEMU takes the name of a backing file for something else than a path: "nbd://...",
-/// "json:{...}". Such a name is no path here.
+/// Whether QEMU does not take the name of a backing file for a path: "nbd://...", "json:{...}". Nor
+/// is such a name a path here.
 pub fn is_address(name: &[u8]) -> bool {
     name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
 }
@@ -527,8 +526,8 @@ fn path_of(name: &str) -> PathBuf {
     if is_address(name.as_bytes()) || name == "-" { Path::new(".").join(name) } else { name.into() }
 }
 
-/// The text in a URI: everything but what needs no escape there (RFC 3986, section 2.3, and the
-/// slash) as %XX.
+/// The text with each byte as %XX for a URI, except the unreserved characters (RFC 3986, section
+/// 2.3) and the slash.
 pub fn escape(text: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~/".contains(&byte);
     let escaped = text.bytes().map(|byte| {

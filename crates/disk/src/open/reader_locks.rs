@@ -20,8 +20,8 @@ fn readers(layer: &Layer<ImageStorage>) -> Vec<&HostFile> {
     files
 }
 
-/// Moves the locks of a layer that is read to `file`: the same image, or the file of its bitmaps.
-/// Releases the locks of the layer's other file.
+/// Moves the locks of a layer that is open for reading to `file`, another open of the image or of
+/// its side file. Releases the locks of the layer's other file.
 ///
 /// # Errors
 /// As [`lock_in_place_of`]. The caller then [locks](lock_readers) the layer's other files again.
@@ -36,14 +36,15 @@ pub(super) fn take_from_readers(
         if identity_of(reader)? == wanted {
             lock_in_place_of(file, reader)?
         } else {
-            // This is the other one of raw image and side file, which is locked next.
+            // `file` is the raw image and `reader` its side file, or the reverse. The other one is
+            // locked next.
             reader.release_locks()
         }
     }
     Ok(())
 }
 
-/// Keeps further disks from reading through a layer, which a writer is about to get.
+/// Keeps further disks from using a layer that a writer is about to get.
 ///
 /// # Errors
 /// `Unsupported` if images of other disks are over it.

@@ -4,13 +4,14 @@
 use super::image_disk::ImageDisk;
 use blockhouse_core::{Error, ErrorKind, Result, Storage as _};
 
-/// Guests' disks are whole sectors, in bytes.
+/// Bytes of a sector: the size of a guest's disk is a multiple of it.
 const SECTOR: u64 = 512;
 
 impl ImageDisk {
     /// Updates the disk's size if the image's file (or the image in Ceph) became longer; returns
-    /// the new size. A qcow2 disk has the size in its header, whatever its file's; a longer device
-    /// has more space for it. An export of another server keeps its first size.
+    /// the new size. The size of a qcow2 disk is in its header, and does not follow the file's; a
+    /// longer device has more space for its clusters. An export of another server keeps its first
+    /// size.
     ///
     /// # Errors
     /// Host errors, or `InvalidInput` if the file became shorter, because the missing part can be
@@ -38,7 +39,7 @@ impl ImageDisk {
         if new == old {
             return Ok(None);
         }
-        // Nothing may be on its way to a last partial block, which becomes an ordinary one.
+        // No request may be in flight to a last partial block, which becomes an ordinary block.
         let _claim = image.layer().claims().claim_end(self.size()).await;
         storage.set_min_size(size);
         Ok(Some(new))

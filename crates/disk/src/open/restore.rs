@@ -5,26 +5,27 @@
 //!
 //! 1. Its state file is looked for ([`Restore::begin`]). A file of an earlier boot of the host is
 //!    void and removed. A file of another image (for example this device before it was detached and
-//!    attached) is set aside with a warning, and so is a file that is not a state file.
+//!    attached) is set aside with a warning, and so is a file that is no state file.
 //! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]): a changed image
 //!    file is refused here if it was modified at another time than its server's last write
 //!    (`modification`), and by the format if another program opened it for writing. A log that is
 //!    refused is set aside with a warning, and the image is opened as it is.
-//! 3. A server gets a new state file. It keeps the flush failures of the old one, so that all later
-//!    flushes fail. A tool gets one only if there was one: until the tool closes the image, the
-//!    file protects the replayed changes, and flush failures are only logged.
+//! 3. A server gets a new state file. The new file has the flush failures of the old one, so that
+//!    all later flushes fail. A tool gets a new file only if there was an old one: until the tool
+//!    closes the image, the new file protects the replayed changes, and flush failures are only
+//!    logged.
 //!
-//! If an image's server was killed and no state file is found, servers warn. Commands fail, because
-//! a change of the image would make the state file useless. Exception: after a reboot of the host
-//! there is no state file to find (`lost_session`).
+//! If an image's server was killed and no state file is found, a new server warns. A command fails,
+//! because a state file in another directory would not fit the image after a change. Exception:
+//! after a reboot of the host there is no state file to find (`lost_session`).
 //!
 //! Opening for reading does not change an image, so an image that lacks changes is refused: a
-//! backup or a copy would lack them too, and a bitmap that is cleared after the backup would hide
-//! that. Commands that read only metadata warn ([`StateUse::Look`]).
+//! backup or a copy would lack these changes too, and after the backup a bitmap that is cleared
+//! would no longer show them. Commands that read only metadata warn ([`StateUse::Look`]).
 //!
 //! A backing file is opened for reading only, so no changes can be replayed to it. If a killed
-//! server has left changes of it, images above it are not opened for writing
-//! ([`Restore::finish_backing`]): a later replay would change the content below them.
+//! server has left changes of the backing file in a state file, images above it are not opened for
+//! writing ([`Restore::finish_backing`]): a later replay would change the content below them.
 //!
 //! A crash between any two of these steps leaves a state file that the next opening finds.
 
@@ -76,7 +77,7 @@ pub(super) struct Writer {
     dir: StateDir,
     owner: Owner,
     found: Option<StateFile>,
-    /// Its state before the opening changed anything.
+    /// The image's state before the opening changed anything.
     modification: Option<Modification>,
 }
 
@@ -106,8 +107,8 @@ impl Restore {
         Self::Reader(StateUse::Off)
     }
 
-    /// The state file of an ended process: changes that the opening itself makes are stamped in its
-    /// page.
+    /// The state file of an ended process. The page of the file has the time of changes that the
+    /// opening itself makes.
     pub(super) fn found(&self) -> Option<&StateFile> {
         match self {
             Self::Writer(writer) => writer.found.as_ref(),
@@ -115,8 +116,8 @@ impl Restore {
         }
     }
 
-    /// The opening changes the image's file itself, just now: the next process does not take it for
-    /// another program's change.
+    /// Notes that the opening itself changes the image's file now, so that the next process does
+    /// not take this for another program's change.
     pub(super) fn stamp_change(&self) {
         self.stamp(StatePage::raise_last_write);
     }
@@ -133,11 +134,12 @@ impl Restore {
         }
     }
 
-    /// Replays the state that was found, and makes the disk keep its answered changes from now on.
-    /// The disk must have its data file and its backing file, and be unchanged.
+    /// Replays the state that was found, and makes the state file in which the disk keeps its
+    /// acknowledged changes from now on. The disk must have its data file and its backing file, and
+    /// be unchanged.
     ///
     /// # Errors
-    /// Errors of the storage or the host: the state file is still there.
+    /// Errors of the storage or the host; the state file stays.
     pub(super) async fn finish(self, disk: StoredImage) -> Result<StoredImage> {
         match self {
             Self::Reader(uses) => check_nothing_pending(&disk, &uses)?,
@@ -252,15 +254,15 @@ impl Writer {
         }
     }
 
-    /// Makes the new state file, in the place of the old one.
+    /// Makes the new state file, which replaces the old one.
     async fn keep(self, disk: StoredImage, failures: [Option<i32>; 2]) -> Result<StoredImage> {
         let vouched = self.found.as_ref().map_or(0, |found| found.page().last_data_write());
         let vouched = Duration::from_nanos(vouched);
         match make_state(&disk, &self.dir, &self.owner, LogSession::New, failures, vouched).await {
             Ok(()) => {}
             Err(error) if !matches!(self.uses, StateUse::Keep(_)) => {
-                // The old log is replayed, but not emptied: it must not be replayed again over
-                // newer changes.
+                // The old log is replayed, but not emptied. It is removed, because a second replay
+                // would overwrite newer changes.
                 if let Some(found) = &self.found {
                     found.remove()?;
                 }
@@ -270,7 +272,7 @@ impl Writer {
             }
             Err(error) => return Err(error),
         }
-        // A command that changes an image has opened it again, and reports it.
+        // For a command that changes the image, the flush failure is only logged.
         if !matches!(self.uses, StateUse::Replay(_)) {
             disk.restore_failures();
         }
@@ -319,8 +321,8 @@ pub(super) fn set_state_aside(file: &HostFile, dir: Option<&StateDir>, why: &str
     Ok(())
 }
 
-/// Sets the state file aside that an image left which had the same device and inode, unless there
-/// is nothing in it.
+/// Sets aside the state file of another image that had the same device and inode, unless the file
+/// has neither changes nor flush failures.
 fn set_other_aside(
     file: &HostFile,
     dir: &StateDir,

@@ -2,9 +2,9 @@
 //! in README.md of the crate.
 //!
 //! Guarantees: the overlay is the disk until its file is removed; then the layer is the disk. The
-//! record beside the layer, and whether the overlay's file exists, say which. Before that, the
-//! layer gets no write that the overlay would show. A layer is changed only if no other image is
-//! known to use it as its backing file.
+//! record beside the layer, and whether the overlay's file exists, say which. Before the removal,
+//! the layer gets no write that would be visible through the overlay. A layer is changed only if no
+//! other image is known to use it as its backing file.
 
 use std::fs::remove_file;
 use std::path::{Path, PathBuf};
@@ -31,10 +31,10 @@ use crate::layer::Layer;
 use crate::options::Access;
 use crate::snapshots::Pause;
 
-/// How long reads of an overlay may take to end, until its space is given back.
+/// How long a rollback waits for reads of the removed overlay before it frees the overlay's space.
 const MAX_WAIT: Duration = Duration::from_secs(2);
 
-/// The interval of the checks for the end of those reads.
+/// The interval at which the wait checks whether those reads have ended.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// The result of a rollback.
@@ -47,7 +47,7 @@ pub struct RolledBack {
     pub pause: Pause,
 }
 
-/// How a rollback ended that was not carried out.
+/// The outcome of a rollback that failed.
 enum Failed {
     /// The disk continues in its overlay.
     Unchanged(Error),
@@ -80,9 +80,9 @@ fn identity_of_layer(layer: &Layer<ImageStorage>) -> Option<super::open_location
 /// current thread.
 ///
 /// # Errors
-/// Names the disk or file: no fork has made its overlay, the layer has other overlays or another
-/// size than the disk, or the host refuses. The disk then continues as before; or, if the overlay
-/// may be gone after a power loss, it becomes read-only.
+/// Names the disk or file: its top image was not made by a fork, the layer has other overlays or
+/// another size than the disk, or host errors. The disk then continues as before; if the overlay's
+/// removal may or may not survive a power loss, the disk becomes read-only.
 pub fn roll_back<'a>(
     disk: &'a ImageDisk,
     options: &'a ImageOptions,
@@ -180,7 +180,7 @@ async fn go_back(
     record_rollback(layer, overlay)?;
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
-    // It may have become read-only or longer since.
+    // The disk may have become read-only or longer since the checks before.
     disk.check_access(0)?;
     disk.check_replacement(lower)?;
     quiesced.note_own_parts_in(lower).await?;
@@ -201,21 +201,22 @@ async fn go_back(
     Ok(pause)
 }
 
-/// Replaces the removed overlay's name by the layer's in records further down the chain: a commit
-/// of layers was about to leave out the images between.
+/// In records further down the chain, replaces the name of the removed overlay by the layer's: a
+/// commit of layers was about to remove the images between from the chain.
 fn name_again(lower: &StoredImage, layer: &Path, overlay: &Path) -> Result<()> {
     for below in lower.layers().skip(1).filter(|below| identity_of_layer(below).is_some()) {
         let below = Path::new(below.image_name());
         if forked_to(below)?.as_deref() == overlay.to_str() {
-            // It has a part of the layer.
+            // The commit may have copied a part of the layer into this image.
             record_committed(below, layer)?;
         }
     }
     Ok(())
 }
 
-/// Frees the space of a removed overlay, whose file stays open as long as its disk. Waits for reads
-/// in flight there, up to a limit: after that the space is freed when the disk is closed.
+/// Frees the space of a removed overlay, whose file stays open as long as its disk. First waits for
+/// the overlay's reads in flight, up to a limit. If they take longer, the space is freed when the
+/// disk is closed.
 async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStorage>) {
     if !requests_ended(disk).await {
         let name = overlay.image().layer().name();
@@ -228,7 +229,7 @@ async fn give_back_space(disk: &ImageDisk, overlay: &ReplacedImage<'_, ImageStor
     }
 }
 
-/// Waits until no request of a disk is in flight, up to a limit; whether that was so.
+/// Waits until no request of a disk is in flight, up to a limit. Returns whether all have ended.
 pub(super) async fn requests_ended(disk: &ImageDisk) -> bool {
     let began = Instant::now();
     while disk.stats().counters().in_flight > 0 {

@@ -18,8 +18,9 @@ pub struct Room {
 }
 
 impl ImageDisk {
-    /// Free space on the device of a qcow2 image, or in the file system of a file, shared with
-    /// other users. `None` if all of the disk is allocated, or on another server.
+    /// Free space on the device of a qcow2 image, or in the file system of a file, which others may
+    /// use too. `None` for a raw block device, which is fully allocated, and for an image on
+    /// another server.
     ///
     /// # Errors
     /// The host's.
@@ -37,8 +38,8 @@ impl ImageDisk {
         })
     }
 
-    /// The end of a qcow2 image's use of its storage, in bytes. `None` for other images, and for
-    /// one with its data elsewhere.
+    /// The offset in the storage after the last cluster in use of a qcow2 image, in bytes. `None`
+    /// for other formats, and for an image with an external data file.
     ///
     /// # Errors
     /// The host's.

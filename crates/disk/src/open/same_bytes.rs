@@ -2,13 +2,13 @@
 //!
 //! A loop device has the bytes of its file, a partition those of its disk, a device of LVM or RAID
 //! those of the devices below, a file those of the device with its file system. A lock on one of
-//! them says nothing of the others.
+//! them is not seen through the others.
 //!
 //! Guarantees: an image that is opened for writing and locked has no other writer by another name,
-//! and is no device or file under a mounted file system ([`check_alone`]); a target shares no bytes
-//! with its sources ([`check_apart`]). Each program first claims its own bytes, then looks for
-//! other claims. So if two start at the same moment, at least one sees the other. The relations
-//! come from sysfs; without it only the same file or device is detected.
+//! and no mounted file system is on it ([`check_alone`]); a target shares no bytes with its sources
+//! ([`check_apart`]). Each program first claims its own bytes, then looks for other claims. So if
+//! two start at the same moment, at least one sees the other. The relations come from sysfs;
+//! without it only the same file or device is detected.
 
 use std::fs;
 use std::io;
@@ -44,9 +44,10 @@ enum Holder {
 struct Place {
     holder: Holder,
     range: Range<u64>,
-    /// Whether it has all bytes of the range, in this order, and not some of them somewhere.
+    /// Whether the range has all these bytes of the image in their order; if false, some of them at
+    /// unknown offsets.
     is_exact: bool,
-    /// The name of the file or device; `None` if it has none here.
+    /// The path of the file or device; `None` if none is known.
     path: Option<PathBuf>,
 }
 
@@ -64,14 +65,16 @@ impl Place {
 struct Places(Vec<Place>);
 
 impl Places {
-    /// For a file that is written: its file system keeps other files apart from it.
+    /// For a file that is written. The device of its file system is left out: other files there
+    /// have other bytes.
     fn of_written(file: BorrowedFd<'_>, name: &str) -> io::Result<Self> {
         let mut places = Self::default();
         places.add_status(&rustix::fs::fstat(file)?, Path::new(name));
         Ok(places)
     }
 
-    /// For a file that is read, which is lost if the device of its file system is written to.
+    /// For a file that is read. The device of its file system is included: writes to it would
+    /// destroy the file.
     fn of_read(file: BorrowedFd<'_>, name: &str) -> io::Result<Self> {
         let mut places = Self::of_written(file, name)?;
         let status = rustix::fs::fstat(file)?;
@@ -159,7 +162,8 @@ impl Places {
     }
 }
 
-/// A range of a device as the range of the file or device below, where the device is the `window`.
+/// Translates a range of a device to the file or device below, of which the device is the range
+/// `window`.
 fn shifted(range: &Range<u64>, window: &Range<u64>) -> Range<u64> {
     let shift = |offset: u64| window.start.saturating_add(offset).min(window.end);
     shift(range.start)..shift(range.end)
@@ -251,8 +255,8 @@ pub fn check_apart(target: &ImageDisk, source: &ImageDisk) -> Result<()> {
     read.try_for_each(|file| check_apart_from(target, file.descriptor(), file.name()))
 }
 
-/// As [`check_apart`], of a file or device that a new image of this name would overwrite, and the
-/// backing file that the image would have.
+/// As [`check_apart`], for the file or device that a new image of this name would overwrite, and
+/// the backing file of the new image.
 ///
 /// # Errors
 /// As [`check_apart`].
@@ -276,7 +280,7 @@ pub fn check_new_apart(image: &Path, backing: &ImageDisk) -> Result<()> {
     Ok(())
 }
 
-/// The files of one image of a chain, its data's included; none of one on another server.
+/// The files of one image of a chain, with its data file; none for an image on another server.
 pub(super) fn files_of_layer(layer: &Layer<ImageStorage>) -> impl Iterator<Item = &HostFile> {
     let format = layer.format();
     [format.storage(), format.data()].into_iter().flat_map(|one| one.storage().files())

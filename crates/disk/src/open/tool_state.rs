@@ -1,8 +1,7 @@
 //! Replays a server's state before a tool works on an image's file, below its format.
 //!
 //! Guarantees: when [`replay_state`] has returned, the image's file has all changes that its server
-//! acknowledged before it died; or a warning named those that are missing, and the state file is
-//! kept.
+//! acknowledged before it died; or a warning names the missing ones, and the state file is kept.
 
 use std::path::Path;
 
@@ -14,20 +13,19 @@ use super::image_options::{ImageOptions, Locking, Purpose, StateUse};
 use super::open_image::{open, open_storage};
 use super::restore::{find_state, refuse_lost_session, set_state_aside};
 
-/// The treatment of answered changes that cannot be brought to an image because it contradicts
-/// itself.
+/// The treatment of acknowledged changes that cannot be replayed because the image is corrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfCorrupt {
-    /// They stay where they are, and the operation fails.
+    /// The state file stays, and the operation fails.
     Fail,
-    /// Their file is set aside, with a warning. For work that the image needs before anything can
-    /// be brought to it.
+    /// The state file is set aside, with a warning. For work without which no change can be
+    /// replayed, such as a repair.
     SetAside,
 }
 
-/// Replays to an image the answered changes of its killed server, if [`ImageOptions::state`] leads
-/// to any: before work on the file itself. An image without state is not opened. Needs the loop of
-/// the current thread.
+/// Replays to an image the acknowledged changes of its killed server, if a state file in
+/// [`ImageOptions::state`] has any. To be called before work on the file itself. An image without
+/// state is not opened. Needs the loop of the current thread.
 ///
 /// # Errors
 /// As [`open`](super::open); `Corrupt` with [`IfCorrupt::Fail`] only.
@@ -42,7 +40,7 @@ pub fn replay_state(
         if matches!(options.state, StateUse::Off) || !is_file {
             return Ok(());
         }
-        // Locked: a server that has the image open has a state file, too.
+        // Locks the image, because a server that still has it open has a state file, too.
         let storage = open_storage(path, options.clone()).await?;
         let dir = options.state.directory();
         let found = storage.as_file().map_or(Ok(None), |file| find_state(file, dir))?;

@@ -52,8 +52,8 @@ impl Secrets {
         }
     }
 
-    /// The header of LUKS for a new image, which the secret of this index opens in about `time`:
-    /// see [`create_header`].
+    /// The LUKS header of a new image. The secret of this index unlocks it; key derivation then
+    /// takes about `time`: see [`create_header`].
     ///
     /// # Errors
     /// As there; `InvalidInput` if there is no secret.
@@ -68,7 +68,8 @@ impl Secrets {
         derived(move || create_header(&secret, OVERLAY_KEY_TIME), name).await?
     }
 
-    /// Refuses a new image whose key would be the secret of this index, if that does not exist.
+    /// Checks that the secret of this index exists, for a new image that would be encrypted with
+    /// it.
     ///
     /// # Errors
     /// `InvalidInput` if there is no secret.
@@ -125,7 +126,7 @@ pub(super) enum WithoutKey {
     StayLocked,
 }
 
-/// The same disk with the key of its data, if that is encrypted.
+/// Gives the disk the key of its data, if that is encrypted.
 ///
 /// # Errors
 /// Names the image: no secret opens it, its header is damaged, or needs too much memory or time.

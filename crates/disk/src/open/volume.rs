@@ -1,5 +1,5 @@
-//! A raw disk wherever it is, for the file that has its bitmaps (`side_file`): its identity, and
-//! the evidence of changes.
+//! The identity of a raw disk on any storage, and the evidence of changes to it, for the file that
+//! has its bitmaps (`side_file`).
 //!
 //! | disk | identity, besides its size | evidence of changes without its bitmaps |
 //! | --- | --- | --- |
@@ -8,8 +8,8 @@
 //! | an image in Ceph | pool, namespace and the image's id there | none |
 //! | an export of an NBD server | its name | none |
 //!
-//! The id of a device is that of LVM or multipath, its serial number, its partition, or the file
-//! of a loop device. The kernel counts up to a restart of the host, or until the device is attached
+//! The id of a device is that of LVM or multipath, its serial number, its partition, or the file of
+//! a loop device. The kernel's count restarts when the host restarts or the device is attached
 //! anew.
 
 use std::fs;
@@ -32,10 +32,10 @@ pub(super) struct Volume {
     pub(super) seen: Seen,
 }
 
-/// The evidence of a disk's changes.
+/// The evidence of changes to a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Seen {
-    /// When it was changed for the last time.
+    /// The time of the last change.
     Time(Duration),
     /// How much was written to it ([`DeviceWrites`]).
     Writes(Duration),
@@ -118,8 +118,8 @@ async fn seen_of_file(file: &HostFile) -> Result<Seen> {
     })
 }
 
-/// Which file an image is, for its side file. Numbers of devices may be others after a restart of
-/// the host.
+/// The identity of an image's file, for its side file. It has no device number, because that may
+/// differ after a restart of the host.
 ///
 /// # Errors
 /// The host's.
@@ -144,7 +144,7 @@ fn identity_of_file(file: &HostFile) -> Result<[u8; 16]> {
     Ok(hash(&["device", &id]))
 }
 
-/// The name of a block device, independent of its number: the best identifier that there is.
+/// The name of a block device, independent of its number: the most stable identifier that exists.
 fn device_id(folder: &Path) -> Option<String> {
     let read = |name: &str| {
         let text = fs::read_to_string(folder.join(name)).ok()?;
@@ -165,7 +165,7 @@ fn device_id(folder: &Path) -> Option<String> {
             return Some(format!("{name} {id}"));
         }
     }
-    // In this boot it has a number that no other disk has.
+    // `diskseq` is unique in this boot of the host.
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     Some(format!("boot {} disk {}", boot.trim(), read("diskseq")?))
 }

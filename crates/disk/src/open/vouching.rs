@@ -10,10 +10,10 @@
 //! - and is not later than the voucher.
 //!
 //! Two changes by other programs are not detected. First, the voucher of a killed server covers up
-//! to [`TERM`] after its end. A program that changes the image in that time is taken for the
-//! server, if the host crashes before the image is reopened. Without a host crash the state file
-//! decides. Second, a program changes the image right after a reboot while the host's clock is
-//! slow, and the clock is corrected before the image is reopened.
+//! to [`TERM`] after its end. If another program changes the image in that time, and the host
+//! crashes before the image is reopened, the change counts as the server's. Without a host crash
+//! the state file decides. Second, another program may change the image right after a reboot while
+//! the host's clock is slow, and the clock may be corrected before the image is reopened.
 
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -30,7 +30,8 @@ pub const RENEWAL: Duration = Duration::from_secs(5);
 /// How long a voucher is valid. A renewal may be late by `TERM` minus `RENEWAL`.
 const TERM: Duration = Duration::from_secs(15);
 
-/// The host's boot id, read before the sandbox forbids it. `None` inside: it could not be read.
+/// The host's boot id, read before the sandbox forbids it. The value is `None` if it could not be
+/// read.
 static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
 
 impl StoredImage {
@@ -77,7 +78,7 @@ fn voucher() -> Option<Voucher> {
     Some(Voucher { boot: this_boot()?, until: until.as_nanos().try_into().ok()? })
 }
 
-/// When the host was started, by its clock now.
+/// The time of the host's boot, by the present setting of its clock.
 fn boot_time() -> Option<Duration> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).ok()?;
     let up = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -108,7 +109,7 @@ mod tests {
     use crate::open::side_file::side_file_of;
     use crate::open::{ImageOptions, create, make_side_file, open};
 
-    /// The voucher is on disk before the first change. None is left after the session's end.
+    /// The voucher is on disk before the first change, and removed at the session's end.
     #[test]
     fn a_session_of_a_raw_image_is_vouched_for() {
         let folder = tempfile::tempdir().unwrap();

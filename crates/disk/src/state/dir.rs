@@ -1,9 +1,9 @@
 //! The directory of state files.
 //!
 //! Guarantees: it belongs to this user and no other user may enter it, because a user who can write
-//! to a state file can change its image. It is in memory (tmpfs), so that a store into a mapped
-//! file never waits for a disk. All files are reached through the directory that was checked, also
-//! if it gets another name.
+//! to a state file can change its image. The directory is in memory (tmpfs), so that a store into a
+//! mapped file never waits for a disk. All files are opened relative to the descriptor that was
+//! checked, also if the directory is renamed.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -38,7 +38,7 @@ struct Inner {
 }
 
 impl StateDir {
-    /// The directory at `path`, which is made if it is missing.
+    /// Opens the directory at `path`; creates it if it is missing.
     ///
     /// # Errors
     /// Names the directory: it cannot be made or opened, belongs to another user, is open to
@@ -68,7 +68,7 @@ impl StateDir {
         Self::open_for(path, user)
     }
 
-    /// The directory at `path`, if it is there.
+    /// Opens the directory at `path`, which must exist.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -159,12 +159,12 @@ impl StateDir {
         opened.inspect_err(|error| tracing::debug!("no state files are looked for: {error}")).ok()
     }
 
-    /// Its path, as it was given.
+    /// The directory's path, as it was given.
     pub fn path(&self) -> &Path {
         &self.inner.path
     }
 
-    /// The boot of the host that it was opened in.
+    /// The boot of the host in which the directory was opened.
     pub(crate) fn boot(&self) -> BootId {
         self.inner.boot
     }

@@ -1,11 +1,11 @@
-//! One state file, mapped.
+//! One mapped state file.
 //!
 //! Guarantees:
 //! - A file has its name only when its first page is complete.
-//! - Its first page and the beginning of the log are there when it is made. The rest of the log is
-//!   there when it was reserved (`log_memory`): no store fails with ENOSPC.
-//! - What is found under a name is checked before it is used: whether it is a file of ours, of this
-//!   boot of the host and of this image.
+//! - The memory of the first page and of the log's beginning is allocated when the file is made,
+//!   the rest of the log when it is reserved (`log_memory`). So no store fails with ENOSPC.
+//! - A file that is found is checked before it is used: whether it is a state file, of this boot of
+//!   the host and of this image.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -25,14 +25,14 @@ use super::identity::ImageIdentity;
 use super::log_memory::LogMemory;
 use super::page::{Owner, PAGE_BYTES, StatePage, TrackedFile};
 
-/// The most bytes that a file of ours has. A longer one is not mapped.
+/// The maximum bytes of a state file. A longer file is not mapped.
 const MAX_BYTES: u64 = 1 << 28;
 
-/// The end of a file's name that no longer fits its image.
+/// The suffix of the name of a file that no longer fits its image.
 const REFUSED_SUFFIX: &str = ".refused";
-/// How many such files an image has at most: each takes memory.
+/// Maximum number of such files of an image: each takes memory.
 const MAX_ASIDE: usize = 8;
-/// The end of a file's name that is being made.
+/// The suffix of the name of a file that is being made.
 const NEW_SUFFIX: &str = ".new";
 
 /// A state file, mapped. The file stays when this is dropped.
@@ -47,7 +47,7 @@ pub(crate) struct StateFile {
 pub(crate) enum FoundState {
     /// No file.
     Nothing,
-    /// A file of another boot of the host: its content no longer holds.
+    /// A file of another boot of the host: its content is void.
     OtherBoot(StateFile),
     /// A file of this boot, of an image that had the same device and inode, or of a device that was
     /// attached again since.
@@ -85,7 +85,7 @@ impl StateFile {
         match make() {
             Ok((page, log)) => Ok(Self { dir: dir.clone(), name, page, log }),
             Err(error) => {
-                // The error that counts is the first one.
+                // The caller gets the first error.
                 let _ = unlinkat(dir.directory(), &new, AtFlags::empty());
                 Err(dir.failed("cannot make the state file", &name, error).hint(ELSEWHERE))
             }
@@ -132,19 +132,19 @@ impl StateFile {
         redo_log_len(&self.log)
     }
 
-    /// Whether it has nothing that the image lacks.
+    /// Whether the image lacks nothing that the file has.
     pub(crate) fn is_empty(&self) -> bool {
         let has_failed = |file| self.page.failure(file).is_some();
         self.changes() == 0 && ![TrackedFile::Image, TrackedFile::Data].into_iter().any(has_failed)
     }
 
-    /// Its path, for messages.
+    /// The file's path, for messages.
     pub(crate) fn path(&self) -> String {
         self.dir.path_of(&self.name)
     }
 
-    /// The image was closed in order. The file is removed, unless it has changes that could not be
-    /// brought to the image.
+    /// For an image that was closed in order: removes the file, unless it has changes that could
+    /// not be written to the image.
     pub(crate) fn close(&self) {
         self.page.clear_failures();
         let changes = self.changes();
@@ -163,7 +163,7 @@ impl StateFile {
         }
     }
 
-    /// Removes the file. A process that has it mapped may continue, without effect.
+    /// Removes the file. Later stores of a process that has the file mapped have no effect.
     ///
     /// # Errors
     /// The host's, with the file's name.
@@ -213,7 +213,7 @@ impl StateFile {
 fn replace(dir: &StateDir, name: &str, other: &str) -> rustix::io::Result<()> {
     let rename = || renameat(dir.directory(), name, dir.directory(), other);
     rename().or_else(|_| {
-        // A directory and a file do not replace each other.
+        // `rename` replaces neither a directory by a file nor a file by a directory.
         let _ = unlinkat(dir.directory(), other, AtFlags::empty());
         let _ = unlinkat(dir.directory(), other, AtFlags::REMOVEDIR);
         rename()
@@ -226,7 +226,8 @@ fn create_memory(
     name: &str,
     log_words: usize,
 ) -> io::Result<(VolatileSlice, LogMemory)> {
-    // A file of a process killed while it made the file: the image's lock proves that.
+    // Such a file was left by a process that was killed while it made it: the image's lock excludes
+    // a living process.
     match unlinkat(dir.directory(), name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(error) => return Err(error.into()),
@@ -251,7 +252,7 @@ enum FoundMemory {
 
 fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
     let foreign = |why| Ok(FoundMemory::Foreign { why });
-    // A pipe without a reader is not waited for.
+    // `NONBLOCK`: the open must not wait if the name is that of a pipe.
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = match openat(dir.directory(), name, flags, Mode::empty()) {
         Ok(file) => file,
@@ -385,7 +386,7 @@ mod tests {
         let image = owner().image;
         scratch.create_for(&Owner { image: ImageIdentity { birth: 1, ..image }, ..owner() });
         assert!(matches!(scratch.find(), FoundState::OtherImage(_)));
-        // The owner of the tests is of no boot of this host.
+        // The tests' owner has a boot id that this host never had.
         StateFile::create(&scratch.dir, &owner(), 100, |_| {}).expect("there is room");
         let FoundState::OtherBoot(void) = scratch.find() else { panic!("it is of another boot") };
         void.remove().expect("it is there");
@@ -421,14 +422,14 @@ mod tests {
             assert!(matches!(scratch.find(), FoundState::Nothing), "{what}");
         }
         assert!(target.exists(), "what the link named is as it was");
-        // The last one is replaced if all names are in use.
+        // The last refused file is replaced if all names are in use.
         for number in [7, 8, 8] {
             scratch.create();
             let aside = StateFile::set_aside(&scratch.dir, owner().image).expect("it can be moved");
             assert_eq!(PathBuf::from(aside), scratch.aside(number));
         }
         assert_eq!(fs::read_dir(scratch.dir.path()).expect("a directory").count(), MAX_ASIDE + 1);
-        // But no directory is replaced that is not empty.
+        // A directory that is not empty is not replaced.
         fs::remove_file(scratch.aside(8)).expect("it is there");
         fs::create_dir(scratch.aside(8)).expect("a directory");
         fs::write(scratch.aside(8).join("file"), "").expect("a directory");

@@ -1,9 +1,9 @@
 //! The identity of a file, and of a boot of the host.
 //!
-//! A number of an inode is used again when a file is removed, and a number of a device when another
-//! disk comes. So the birth goes with them: the time at which a file was made, where its file
-//! system keeps it; of a block device the number that the kernel gives each disk once per boot
-//! (`diskseq`, Linux 5.15).
+//! The kernel reuses the inode number of a removed file, and the device number of a removed disk.
+//! So the identity includes a birth. For a file it is the time at which the file was made, if its
+//! file system records it; for a block device the number that the kernel gives each disk once per
+//! boot (`diskseq`, Linux 5.15).
 
 use std::fs;
 use std::io;
@@ -19,7 +19,7 @@ pub(crate) struct ImageIdentity {
     pub(crate) device: u64,
     /// 0 for a block device.
     pub(crate) inode: u64,
-    /// 0 where it is not known.
+    /// 0 if it is unknown.
     pub(crate) birth: u64,
 }
 
@@ -52,16 +52,16 @@ fn birth_time(file: BorrowedFd<'_>) -> Option<u64> {
     })
 }
 
-/// The sequence number of the disk that a block device is, or that it is a part of.
+/// The sequence number of a block device, or of the disk of which it is a partition.
 fn disk_sequence(device: u64) -> Option<u64> {
     let folder = format!("/sys/dev/block/{}:{}", major(device), minor(device));
     let read = |name: &str| fs::read_to_string(format!("{folder}/{name}")).ok();
-    // The folder of a part is in the folder of its disk.
+    // In sysfs, the folder of a partition is in the folder of its disk.
     let text = read("diskseq").or_else(|| read("../diskseq"))?;
     text.trim().parse().ok()
 }
 
-/// Which boot of the host it is.
+/// The identity of a boot of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BootId(u128);
 
@@ -123,7 +123,7 @@ mod tests {
         let first = identity();
         assert_eq!(first, identity(), "opened again");
         fs::remove_file(&path).expect("it is there");
-        // The clock of births has a tick of some milliseconds.
+        // The resolution of birth times is some milliseconds.
         std::thread::sleep(std::time::Duration::from_millis(50));
         let second = identity();
         assert!(first != second || first.birth == 0, "{first:?} {second:?}");

@@ -1,23 +1,23 @@
 //! The state file of an image: memory of a server that outlives its process.
 //!
 //! After a server is killed, the next one finds in the state file what the image lacks:
-//! acknowledged changes of the mapping that no writeback has brought to the disk (the format's redo
-//! log), and whether a flush has failed. A loss of power voids both; docs/durability.md says what
-//! holds then.
+//! acknowledged changes of the mapping that no writeback has written to the disk (the format's redo
+//! log), and whether a flush has failed. A power loss erases both; docs/durability.md says what is
+//! guaranteed then.
 //!
 //! - [`StateDir`]: where state files are, a directory in memory that belongs to this user alone.
-//! - [`StateFile`]: one of them, mapped. Its first page is the [`StatePage`], the rest the redo
+//! - [`StateFile`]: one mapped state file. Its first page is the [`StatePage`], the rest the redo
 //!   log.
 //! - [`StatePage`]: which image and which boot of the host the file belongs to, and what flushes
 //!   need.
-//! - [`FlushRecord`]: what of it a flush tracker reads and writes.
-//! - [`ImageIdentity`], [`BootId`]: what makes a file the same one, and a boot the same one.
+//! - [`FlushRecord`]: the part of the page that a flush tracker reads and writes.
+//! - [`ImageIdentity`], [`BootId`]: the identity of a file, and of a boot of the host.
 //!
-//! The image's lock decides who holds a state file: it is taken before the state file is looked at.
-//! So an image that is open without a lock has none.
+//! The holder of the image's lock owns the state file: a process takes the lock before it opens the
+//! state file. So an image that is open without a lock has no state file.
 //!
-//! When a state file is made, replayed, refused and removed is decided where images are opened
-//! (`open/restore`).
+//! The code that opens images (`open/restore`) decides when a state file is made, replayed, refused
+//! and removed.
 
 mod dir;
 mod file;

@@ -1,7 +1,7 @@
 //! The first page of a state file.
 //!
-//! Guarantees: a page that [`StatePage::load`] accepts has a known layout. What it says is checked
-//! by those who read it: another program of this user may have stored any words.
+//! Guarantees: a page that [`StatePage::load`] accepts has a known layout. Readers check its
+//! values, because another program of this user may have stored any words.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -28,7 +28,7 @@ const INODE_WORD: usize = 4;
 const BIRTH_WORD: usize = 5;
 const PROCESS_WORD: usize = 6;
 const LAST_WRITE_WORD: usize = 7;
-/// Of the image, and of its data file.
+/// The errno of a failed flush of the image, and of its data file.
 const FAILURE_WORDS: [usize; 2] = [8, 9];
 const CLEAN_WORD: usize = 10;
 const LAST_DATA_WRITE_WORD: usize = 11;
@@ -44,7 +44,7 @@ const MAX_ERRNO: u64 = 4095;
 /// Which of an image's files a flush tracker tracks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TrackedFile {
-    /// The one with the metadata, mostly also with the data.
+    /// The file with the metadata, and mostly with the data too.
     Image = 0,
     /// The external data file.
     Data = 1,
@@ -53,7 +53,7 @@ pub(crate) enum TrackedFile {
 /// The owner of a state file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Owner {
-    /// The boot of the host in which it was made.
+    /// The boot of the host in which the state file was made.
     pub(crate) boot: BootId,
     /// The image.
     pub(crate) image: ImageIdentity,
@@ -130,7 +130,7 @@ impl StatePage {
         }
     }
 
-    /// Notes that a file is written to.
+    /// Notes the time of a write to a file.
     pub(super) fn set_last_write_to(&self, file: TrackedFile, nanoseconds: u64) {
         let word = match file {
             TrackedFile::Image => LAST_WRITE_WORD,
@@ -139,7 +139,7 @@ impl StatePage {
         self.memory.store(word, nanoseconds);
     }
 
-    /// The data file was as it is now at this time, too.
+    /// Notes that the data file's content at this time was the present one.
     pub(crate) fn raise_last_data_write(&self, nanoseconds: u64) {
         let last = self.last_data_write().max(nanoseconds);
         self.set_last_write_to(TrackedFile::Data, last);
@@ -151,7 +151,7 @@ impl StatePage {
         self.memory.load(DEVICE_WRITES_WORD)
     }
 
-    /// Notes it.
+    /// Sets [`device_writes`](Self::device_writes).
     pub(crate) fn set_device_writes(&self, word: u64) {
         self.memory.store(DEVICE_WRITES_WORD, word);
     }
@@ -167,14 +167,15 @@ impl StatePage {
         self.memory.load(OPENED_WORD)
     }
 
-    /// Notes both, in a new page. The image was as it is now at the later of the two, too.
+    /// Sets both in a new page. At the later of the two times the image's content was the present
+    /// one.
     pub(crate) fn set_opened(&self, opened: u64, modified_before: u64) {
         self.memory.store(MODIFIED_BEFORE_WORD, modified_before);
         self.memory.store(OPENED_WORD, opened.max(modified_before));
         self.raise_last_write(opened.max(modified_before));
     }
 
-    /// The image was as it is now at this time, too.
+    /// Notes that the image's content at this time was the present one.
     pub(crate) fn raise_last_write(&self, nanoseconds: u64) {
         let last = self.last_write().max(nanoseconds);
         self.set_last_write_to(TrackedFile::Image, last);
@@ -200,8 +201,8 @@ impl StatePage {
         }
     }
 
-    /// Whether the image was closed in order, with a redo log that could not be brought to the
-    /// disk.
+    /// Whether the image was closed in order, but the changes in the redo log could not be written
+    /// to the disk.
     pub(crate) fn is_clean(&self) -> bool {
         self.memory.load(CLEAN_WORD) != 0
     }
@@ -210,7 +211,7 @@ impl StatePage {
         self.memory.store(CLEAN_WORD, 1);
     }
 
-    /// A path that is too long loses its end.
+    /// Stores the path; one that is too long is truncated.
     fn store_path(&self, path: &Path) {
         let bytes = path.as_os_str().as_bytes();
         let length = bytes.len().min(PATH_WORDS.len() * size_of::<u64>());

@@ -1,4 +1,4 @@
-//! Clients: connections and front-ends, now and ever.
+//! Counts of clients (connections and front-ends), those connected now and all so far.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,7 @@ pub(crate) struct Clients([Kind; ExportKind::ALL.len()]);
 #[derive(Debug, Default)]
 struct Kind {
     came: AtomicU64,
-    /// Clients that another process had counted.
+    /// Clients that another process counted before it handed them over.
     handed_over: AtomicU64,
     left: AtomicU64,
 }
@@ -41,7 +41,8 @@ impl Clients {
     pub(super) fn read(&self) -> Vec<ClientMetrics> {
         let read = |export: ExportKind| {
             let Kind { came, handed_over, left } = &self.0[export as usize];
-            // In this order, so that a client that leaves in between counts as connected.
+            // `left` is read first, so that a client that leaves between the two loads counts as
+            // connected.
             let left = left.load(Ordering::Relaxed);
             let came = came.load(Ordering::Relaxed);
             let connections = came.saturating_sub(handed_over.load(Ordering::Relaxed));

@@ -1,4 +1,4 @@
-//! A reading of all that a disk is measured by.
+//! A reading of all measurements of a disk.
 
 use super::host::HostStats;
 use super::reading::{DiskMetrics, RequestMetrics, StageMetrics};
@@ -11,7 +11,7 @@ pub(crate) fn gather(
     storages: &[&HostStats],
     before: Option<&DiskMetrics>,
 ) -> DiskMetrics {
-    // The stages first, so that no request seems to have taken part in none.
+    // The stages are read first, so that they never count more than the requests.
     let mut stages: Vec<StageMetrics> = requests.waits().collect();
     let operations = storages.iter().flat_map(|storage| storage.operations());
     operations.for_each(|one| one.add_to(&mut stages));

@@ -104,9 +104,10 @@ pub enum HostOperation {
     Write,
     /// A write with native FUA.
     WriteFua,
-    /// A range made zeros without writing them.
+    /// A range that is made zeros without writing them.
     WriteZeroes,
-    /// A range filled with written zeros without sending them, ahead of durable writes.
+    /// A range that the storage fills with written zeros that are not sent to it, ahead of durable
+    /// writes.
     PrepareZeroes,
     /// Space given back.
     Discard,
@@ -143,8 +144,8 @@ impl HostOperation {
 /// Where requests spend their time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// In a queue of this program: until the limits of the disk let it go, the image may be
-    /// changed, and the range is free of other changes.
+    /// In a queue of this program: the request waits for the disk's rate limits, for the image to
+    /// allow changes, or for other changes of the range.
     Queue,
     /// At the host, for data.
     Host,

@@ -1,13 +1,13 @@
 //! The measurement of a disk: cheap enough to be always on.
 //!
-//! Each thread records into blocks of its own ([`blockhouse_core::metrics`]), which are made when
-//! the thread first carries out such a request, so that a disk at rest has next to none. A reading
-//! is a sum over all threads, exact when nothing is in flight.
+//! Each thread records into its own blocks ([`blockhouse_core::metrics`]). A block is allocated
+//! when the thread first carries out such a request, so an idle disk has almost none. A reading is
+//! a sum over all threads, exact when nothing is in flight.
 //!
-//! - [`Stats`]: requests, at the one choke point of all of them: by the export that they come from
-//!   and by operation.
-//! - [`HostStats`]: operations at a storage, and which flushes were spared, in the tracker around
-//!   each storage.
+//! - [`Stats`]: requests by export and by operation, counted at the one point that all of them
+//!   pass.
+//! - [`HostStats`]: operations at a storage, and the flushes that were not needed, counted by the
+//!   flush tracker of each storage.
 //! - Clients, see [`ClientGuard`].
 //! - [`DiskMetrics`], [`Counters`]: readings.
 

@@ -81,7 +81,7 @@ pub struct ClientMetrics {
     pub export: ExportKind,
     /// How many there are.
     pub connected: u64,
-    /// How many there were so far, those included.
+    /// How many there have been, the connected ones included.
     pub connections: u64,
 }
 
@@ -95,9 +95,9 @@ pub struct RequestMetrics {
     pub operation: Operation,
     /// How many were submitted.
     pub started: u64,
-    /// The bytes that they are about.
+    /// The bytes of their ranges.
     pub bytes: u64,
-    /// From submission to completion, of those that completed, failed ones included.
+    /// The time from submission to completion of those that completed, failed ones included.
     pub durations: HistogramReading,
     /// The failed ones.
     pub errors: Vec<ErrorCount>,
@@ -168,7 +168,7 @@ impl RequestMetrics {
 }
 
 impl StageMetrics {
-    /// None yet. `operation` is the label of an [`Operation`] or a [`HostOperation`].
+    /// Counts of zero. `operation` is the label of an [`Operation`] or a [`HostOperation`].
     pub fn new(stage: Stage, operation: &'static str) -> Self {
         let (bytes, durations) = (0, HistogramReading::default());
         Self { stage, operation, bytes, durations, errors: Vec::new() }
@@ -200,7 +200,7 @@ impl DiskMetrics {
         self.flushes_shared += other.flushes_shared;
     }
 
-    /// In short.
+    /// A summary of the counts.
     pub fn counters(&self) -> Counters {
         let requests = |operations: &[Operation], number: fn(&RequestMetrics) -> u64| -> u64 {
             let wanted = self.requests.iter().filter(|one| operations.contains(&one.operation));

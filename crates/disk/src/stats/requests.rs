@@ -45,7 +45,8 @@ struct Requests {
 /// cancelled: it counts as started, and has no duration.
 #[must_use]
 pub struct RequestTimer<'a> {
-    /// Of the thread that it began on, and so not `Send`: it ends there.
+    /// The block of the thread on which the request began. So the timer is not `Send`, and ends on
+    /// that thread.
     block: &'a Block,
     requests: &'a Requests,
     operation: Operation,
@@ -66,7 +67,7 @@ impl Stats {
         self.begin_operation(export, operation, bytes)
     }
 
-    /// Counts a request in that is about this many bytes.
+    /// Counts a request of this many bytes as started.
     pub(crate) fn begin_operation(
         &self,
         export: ExportKind,
@@ -93,7 +94,7 @@ impl Stats {
         self.blocks.mine().decompressed.add(1);
     }
 
-    /// Waits for a request's turn, and records how long if that took a wait at all.
+    /// Awaits a request's turn, and records the time unless the turn was ready at once.
     pub(crate) async fn wait<F: Future>(
         &self,
         operation: Operation,
@@ -140,7 +141,7 @@ impl Stats {
         blocks.peek()?;
         let mut metrics = RequestMetrics::new(export, operation);
         for block in blocks {
-            // In this order: never fewer started than ended requests.
+            // Durations are read first, so that no more requests have ended than started.
             metrics.durations.add(&block.durations.read());
             block.errors.add_to(&mut metrics.errors);
             metrics.started += block.started.get();

@@ -6,8 +6,8 @@ use std::time::Duration;
 use super::bucket::{Bucket, Nanos};
 use super::limits::{Burst, RateLimits};
 
-/// The allowance of every bucket in addition to bursts, as a time: timers late by less than it lose
-/// nothing.
+/// The allowance of each bucket in addition to bursts, as a time. A timer that is late by less than
+/// this loses no throughput.
 const SLACK: Duration = Duration::from_millis(50);
 
 /// Reads and writes have limits of their own.
@@ -38,7 +38,7 @@ pub(super) struct Share {
     pub(super) of_direction: Nanos,
 }
 
-/// One limit: of its rate over any time, and of the rate of bursts.
+/// One limit: a bucket for its rate over any time, and one for the rate of bursts.
 #[derive(Clone, Debug)]
 struct RateBucket {
     sustained: Bucket,
@@ -79,8 +79,8 @@ pub(super) struct Buckets {
     rates: [Option<RateBucket>; 6],
 }
 
-/// The buckets of operations and of bytes that a request takes from: those of all, and those of its
-/// direction.
+/// The indices of the buckets (operations, bytes) that a request takes from: those of all requests,
+/// and those of its direction.
 fn indices(direction: Direction) -> [(usize, usize); 2] {
     match direction {
         Direction::Read => [(0, 3), (1, 4)],
@@ -98,7 +98,8 @@ impl Buckets {
         self.limits
     }
 
-    /// Applies other limits. Credit or debt of a limit that stays set is kept, as far as it fits.
+    /// Applies other limits. A limit that stays set keeps its credit or debt, as far as that fits
+    /// the new limit.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos) {
         let former = std::mem::replace(self, Self::new(limits, now));
         for (bucket, former) in self.rates.iter_mut().zip(&former.rates) {
@@ -108,8 +109,8 @@ impl Buckets {
         }
     }
 
-    /// Time at which a request of this direction may be admitted, at any cost; in the past if it
-    /// may be now.
+    /// The time from which a request of this direction may be admitted, whatever its cost. A time
+    /// in the past means now.
     pub(super) fn ready_at(&self, direction: Direction) -> Nanos {
         let ready = |index: usize| self.rates[index].as_ref().map_or(0, RateBucket::ready_at);
         let each =
@@ -137,7 +138,7 @@ impl Buckets {
         }
     }
 
-    /// The time that a request takes, by the limit that it takes most of.
+    /// The time that a request takes of the limit that it uses most.
     pub(super) fn share(&self, cost: Cost) -> Share {
         let time = |index: usize, tokens| {
             self.rates[index].as_ref().map_or(0, |rate| rate.sustained.time_of(tokens))

@@ -1,20 +1,22 @@
 //! The choice of the next request: start-time fair queuing.
 //!
-//! Each key that waits has a *position*: how much time its requests have taken of the limits. The
-//! one with the least is next, and moves on by the share that its request takes. So keys that
-//! always wait get equal shares, whatever their requests cost and however many of them wait. One
-//! that comes back after a rest begins where the others are: it has saved nothing. One that comes
-//! back soon, as a client with one request at a time does, has its former position.
+//! Each waiting key has a *position*: how much time its requests have taken of the limits. The key
+//! with the lowest position is next; its position then advances by the share that its request
+//! takes. So keys that always wait get equal shares, whatever their requests cost and however many
+//! of them wait. A key that returns after a rest starts at the position of the others, without
+//! saved credit. A key that returns soon, as a client with one request at a time does, keeps its
+//! former position.
 //!
-//! Reads and writes have positions of their own, because they may have limits of their own, and
-//! wait for those alone. What a key takes of the limits of all requests counts for both: its reads
-//! may hold its writes back, but by a `span` at most, and the other way round. Where both may go,
-//! the lesser position is next as long as they are so close; otherwise they take turns, and so do
-//! those of one key that are equal.
+//! Reads and writes have separate positions, because each may have limits of its own, which must
+//! not delay the other. What a key takes of the limits of all requests counts in both positions:
+//! its reads may hold its writes back, but by a `span` at most, and vice versa. If both a read and
+//! a write may be admitted, the lesser position is next while the two differ by a span at most.
+//! Otherwise reads and writes take turns, and so do the two directions of one key at equal
+//! positions.
 //!
-//! Among the keys that wait with a request that may be admitted now, each is next after finitely
-//! many others, because every turn moves a position by at least one, and no turn of its other
-//! direction moves it beyond its span.
+//! Each key that waits with an admissible request is next after finitely many others, because every
+//! turn advances a position by at least one, and turns of the key's other direction advance its
+//! position by a span at most.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
@@ -23,7 +25,7 @@ use super::buckets::{Direction, Share};
 
 /// Maximum number of remembered keys without waiting requests, in addition to the number with them.
 const MAX_IDLE: usize = 64;
-/// The least span, in nanoseconds. It is two of the largest shares.
+/// The least span, in nanoseconds. The span is at least twice the largest share so far.
 const MIN_SPAN: u64 = 100_000_000;
 
 /// See the module's page.
@@ -42,7 +44,7 @@ pub(super) struct FairQueue<K> {
 struct Entry {
     /// The share that requests of both directions took of the limits of all requests.
     taken_of_all: u64,
-    /// By direction: what its requests took.
+    /// By direction: the position after the last request.
     taken: [u64; 2],
     /// By direction, while requests wait.
     position: [u64; 2],
@@ -82,7 +84,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
     pub(super) fn enter(&mut self, key: K, direction: Direction) {
         let index = direction as usize;
         if self.waiting[index].is_empty() {
-            // Requests of the other direction may have moved it since.
+            // Requests of the other direction may have advanced the time since.
             self.virtual_time[index] = self.virtual_time[0].max(self.virtual_time[1]);
         }
         let entry = self.entries.entry(key).or_default();
@@ -159,7 +161,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
     fn forget_idle(&mut self) {
         let waiting: usize = self.waiting.iter().map(BTreeSet::len).sum();
         if waiting == 0 {
-            // They all begin at the same time again.
+            // All keys start at the same position again.
             for (_, entry) in self.entries.drain() {
                 for (time, taken) in self.virtual_time.iter_mut().zip(entry.taken) {
                     *time = (*time).max(taken);
@@ -272,7 +274,7 @@ mod tests {
         (0..100_000).for_each(|_| queue.enter(0, Direction::Write));
         (0..100_000).for_each(|_| queue.enter(1, Direction::Read));
         let share = of_all(MIN_SPAN / 20);
-        // Writes may not go for long.
+        // For a long time only reads may be admitted.
         (0..1000).for_each(|_| assert!(turn(&mut queue, &[Direction::Read], share).is_some()));
         (0..1000).for_each(|_| queue.enter(1, Direction::Write));
         let turns = (0..100).position(|_| turn(&mut queue, &[Direction::Write], share) == Some(1));

@@ -3,8 +3,8 @@
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// Limits on the rates of a disk or of a group of disks. `None` is no limit. All that are given
-/// hold at once.
+/// Limits on the rates of a disk or of a group of disks. `None` is no limit. All limits that are
+/// set hold at the same time.
 ///
 /// A read, write, zero write, discard or prefetch is one operation, whatever its length. Bytes are
 /// those of reads, writes and prefetches, and of zero writes if the host has to write zeros.
@@ -23,11 +23,11 @@ pub struct RateLimits {
     pub bps_read: Option<NonZeroU64>,
     /// Bytes written a second.
     pub bps_write: Option<NonZeroU64>,
-    /// The excess over each of the rates, and its length, after a time of less use.
+    /// How far and how long each rate may be exceeded after a time of lower use.
     pub burst: Option<Burst>,
 }
 
-/// No rate is higher; higher ones are this one.
+/// The highest rate: any higher rate is reduced to it.
 pub const MAX_RATE: u64 = 1_000_000_000_000_000;
 
 impl RateLimits {
@@ -83,7 +83,7 @@ impl Burst {
         f64::from(self.percent) / 100.0
     }
 
-    /// For how long, after a rest that was long enough.
+    /// The length of a burst after a long enough rest.
     pub fn time(&self) -> Duration {
         self.time
     }

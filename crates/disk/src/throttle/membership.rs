@@ -1,4 +1,4 @@
-//! A disk's part: the group that it is in, and the step that each of its requests takes there.
+//! The membership of a disk in a group, and the admission of each of its requests there.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -16,7 +16,7 @@ use super::group::{Begin, ThrottleGroup};
 use super::limits::RateLimits;
 use super::queue::{Class, MemberKey, Outcome};
 
-/// The waits of a disk's requests for their limits, since the disk is in its group.
+/// The waits of a disk's requests for their limits since the disk joined its group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ThrottleStats {
@@ -95,7 +95,7 @@ struct State {
 /// The limits of a disk: its membership in a group whose limits it shares, or that it has alone.
 #[derive(Default)]
 pub struct Throttle {
-    /// Whether requests need admission. While it changes, either value is right.
+    /// Whether requests need admission. While the limits change, either value is correct.
     is_active: AtomicBool,
     state: RwLock<State>,
 }
@@ -120,7 +120,7 @@ impl Throttle {
         Some(Box::pin(self.wait(cost, admission)))
     }
 
-    /// Awaits the admission; again if the disk has moved to another group since.
+    /// Awaits the admission, and repeats this if the disk has moved to another group meanwhile.
     async fn wait(&self, cost: RequestCost, first: Admission) {
         let mut admission = Some(first);
         while let Some(waiting) = admission {

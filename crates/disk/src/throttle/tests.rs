@@ -150,7 +150,7 @@ fn a_change_of_the_limits_is_in_force_at_once() {
     assert!((faster + 19..=faster + 21).contains(&lab.count(|_| true)));
     lab.group.set_limits(RateLimits::default());
     lab.run(Duration::from_secs(1));
-    // Ten at a time, each for a millisecond or so.
+    // Ten requests at a time, about a millisecond each.
     assert!(lab.count(|_| true) > faster + 5_000);
     assert_eq!(lab.group.counts(disk).waiting, 0);
 }
@@ -180,7 +180,8 @@ fn lifted_limits_let_go_what_waits_and_count_nothing() {
     assert_eq!(*outcomes.borrow(), vec![lifted; 100]);
     lab.group.restore(disk);
     assert!(lab.begin((disk, 0), Class::Read, 1).is_some());
-    // The other disk's goes in its time, although the timekeeper was one of the first disk's.
+    // The other disk's request is admitted in time, although the request with the timer was one of
+    // the first disk's.
     lab.run(Duration::from_secs(1));
     let last = outcomes.borrow()[100];
     assert_eq!((last.0, last.1), (other, Outcome::Admitted));

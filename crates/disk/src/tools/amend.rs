@@ -1,4 +1,4 @@
-//! Other options for an image.
+//! Changes the options of an image.
 
 use blockhouse_core::{Result, Storage};
 use blockhouse_format::Amendments;
@@ -18,7 +18,7 @@ pub async fn amend<S: Storage>(disk: &Disk<S>, amendments: Amendments) -> Result
 
 /// Gives the image's data file another name, durably: see
 /// [`ImageHeader::rename_data_file`](blockhouse_format::ImageHeader::rename_data_file). As after
-/// [`amend`] the disk is closed.
+/// [`amend`], the caller closes the disk.
 ///
 /// # Errors
 /// As there; `ReadOnly`.

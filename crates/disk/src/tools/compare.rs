@@ -1,5 +1,4 @@
-//! Compares two disks of any formats: are all bytes the same, and if not, which is the first
-//! different one?
+//! Compares two disks of any formats, and finds the first byte that differs.
 //!
 //! The part past the end of the shorter one counts as zeros. Ranges that both maps show as zeros
 //! are not read. Several chunks are in flight at the same time, on any number of threads; they
@@ -23,12 +22,12 @@ const CHUNK_SIZE: u64 = 1 << 20;
 /// No difference yet.
 const NONE: u64 = u64::MAX;
 
-/// A comparison that is being made. See the module's page.
+/// A comparison in progress. See the module's page.
 pub struct CompareJob<S: Storage> {
     disks: [Arc<Disk<S>>; 2],
     max_in_flight: usize,
     size: u64,
-    /// Behind a lock that does not look at the clock, as that of `async_lock` does.
+    /// This mutex does not read the clock, as that of `async_lock` does.
     scan: Mutex<StatusScan<Arc<Disk<S>>>>,
     /// The offset of the first byte found so far that differs.
     difference: AtomicU64,
@@ -64,7 +63,7 @@ impl<S: Storage> CompareJob<S> {
         }
     }
 
-    /// How many bytes are compared or being compared, and of how many.
+    /// The number of bytes compared or being compared, and the total.
     pub fn progress(&self) -> (u64, u64) {
         (self.passed.load(Ordering::Relaxed), self.size)
     }
@@ -78,7 +77,8 @@ impl<S: Storage> CompareJob<S> {
         run_loops(self.max_in_flight, &self.has_failed, || self.compare_loop()).await
     }
 
-    /// The offset of the first byte that differs, once all that worked have ended without an error.
+    /// The offset of the first byte that differs, once all calls of [`work`](Self::work) have ended
+    /// without an error.
     pub fn difference(&self) -> Option<u64> {
         Some(self.difference.load(Ordering::Acquire)).filter(|&offset| offset != NONE)
     }

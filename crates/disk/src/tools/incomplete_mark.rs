@@ -1,7 +1,7 @@
 //! The mark of a disk that is being made by a mirror: until it is complete, its first sector holds
 //! a text in place of the data.
 //!
-//! Guarantee: a disk without the mark that had it before is complete. The mark is written durably
+//! Guarantee: once the mark is gone from a disk, the disk is complete. The mark is written durably
 //! before anything else is, and replaced by the sector's data durably after everything else is
 //! durable. Disks write a sector as a whole, so that write is the moment in which the disk becomes
 //! complete. The mark is in the disk, not beside it, so it works on every kind of target, and no

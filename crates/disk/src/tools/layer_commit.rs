@@ -1,12 +1,12 @@
-//! A commit of layers behind a disk in use: the data of the intermediate images is copied into a
-//! base further down, and then the image above them uses that base as its backing file.
+//! A commit of backing files below a disk in use: the data of the intermediate images is copied
+//! into a base further down, and then the image above them uses that base as its backing file.
 //!
 //! Guarantees: the disk's content never changes. A range is written to the base only if an
-//! intermediate image has data there, which hides the base's; it gets the data that the image above
-//! reads. So the chain reads the same during the copy and after a crash, and the base alone reads
-//! the same when it durably has everything. Only then one write of the header of the image above
-//! names the base. Other overlays of the intermediate images and the base would be corrupted: the
-//! caller refuses such a commit.
+//! intermediate image has data there, which hides the base's data; the base gets the data that the
+//! image above reads there. So the chain reads the same during the copy and after a crash. Once the
+//! base durably has everything, it alone reads the same as the chain; only then does one header
+//! write make the image above name the base. Other overlays of the intermediate images and the base
+//! would be corrupted: the caller refuses such a commit.
 
 use std::sync::Arc;
 
@@ -19,14 +19,14 @@ use crate::disk::{Disk, FurtherBase};
 use crate::image::{close_as_layer, image_of_layer};
 use crate::write::BackedRange;
 
-/// The unit of the map of ranges where the base may have anything but zeros: everywhere.
+/// The granularity of the map of ranges where the base may have data: here all ranges are marked.
 const GRANULARITY: u64 = 16 << 20;
 
 /// A commit of layers to be carried out. See the module's page.
 pub struct LayerCommit<S: Storage> {
     disk: Arc<Disk<S>>,
     left_out: FurtherBase,
-    /// The image above the layers, open for writing; `None` for the disk's own.
+    /// The image above the layers, open for writing; `None` if it is the disk's own.
     above: Option<Arc<Disk<S>>>,
     /// The highest layer, for reading.
     top: Arc<Disk<S>>,
@@ -36,9 +36,9 @@ pub struct LayerCommit<S: Storage> {
 }
 
 impl<S: Storage> LayerCommit<S> {
-    /// Reads the chain of `disk` through `base` from now on, another opening of the base of
-    /// `left_out`, for writing; `above` is one of the image above, if that is not the disk's own.
-    /// The caller [begins](Self::begin) next, and must [end](Self::end) it in every case.
+    /// From now on `disk` reads the base of `left_out` through `base`, another opening of it for
+    /// writing. `above` is another opening of the image above the layers, if that is not the disk's
+    /// own. The caller [begins](Self::begin) next, and must [end](Self::end) it in every case.
     ///
     /// # Errors
     /// The host has no memory to copy; then nothing has changed.
@@ -101,12 +101,12 @@ impl<S: Storage> LayerCommit<S> {
         &self.left_out
     }
 
-    /// Bytes that are looked at.
+    /// Bytes that are examined.
     pub fn size(&self) -> u64 {
         self.top.size()
     }
 
-    /// The first part from `offset` on that the base gets.
+    /// The first part from `offset` on that must be copied to the base.
     ///
     /// # Errors
     /// Errors of the lookup.
@@ -136,14 +136,14 @@ impl<S: Storage> LayerCommit<S> {
         self.copy.copy(part.range).await
     }
 
-    /// Makes the base durable, which has all parts.
+    /// Makes the base durable, after all parts are copied.
     ///
     /// # Errors
     /// Errors of its storage.
     pub async fn settle(&self) -> Result<()> {
         let base = self.base.image();
         base.layer().flush(SyncMode::Full).await?;
-        // A kill leaves no mark of an image that is open.
+        // From now on a kill does not leave the base marked as open.
         base.format().settle().await
     }
 
@@ -151,8 +151,8 @@ impl<S: Storage> LayerCommit<S> {
     ///
     /// # Errors
     /// `ReadOnly`; `Io` if changes in flight take too long; errors of the action before, or of the
-    /// storage. The image above then still names the layers or, if the last write failed, perhaps
-    /// not: it reads the same in both cases.
+    /// storage. The image above then still names the layers or, if the header write failed, perhaps
+    /// the base: it reads the same in both cases.
     pub async fn name_base(&self) -> Result<()> {
         (self.before_naming)()?;
         let name = Some(self.left_out.name().clone());
@@ -167,8 +167,8 @@ impl<S: Storage> LayerCommit<S> {
         Ok(())
     }
 
-    /// Makes the base a layer again that is only read, and closes the image above. Nothing of this
-    /// is in flight.
+    /// Makes the base a read-only layer again, and closes the image above. No operation of the
+    /// commit may be in flight.
     ///
     /// # Errors
     /// Errors of their storages.

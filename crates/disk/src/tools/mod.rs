@@ -1,7 +1,7 @@
 //! Work on whole disks: copying, comparing, committing an overlay, rebasing it.
 //!
-//! [`scan`] finds what has to be read at all; [`chunks`] cuts one image into chunks by where they
-//! come from; [`range_writer`] writes what was read.
+//! [`scan`] finds the ranges that have to be read; [`chunks`] cuts one image into chunks by the
+//! image of the chain that has their data; [`range_writer`] writes the data.
 
 mod amend;
 mod chunks;

@@ -1,9 +1,9 @@
 //! Gives an overlay another backing file, with the same content.
 //!
-//! The changes that the new backing file would make are first written into the overlay, durably;
-//! only then is the overlay told its new backing file, with one write of its header. A crash before
-//! that leaves an overlay of the old file that has more clusters of its own than it needs. Ranges
-//! that block status shows as zeros in both the old and the new backing files are not read.
+//! Ranges that would read differently with the new backing file are first copied into the overlay,
+//! durably; only then does one header write name the new backing file. A crash before that leaves
+//! an overlay of the old file that has more clusters of its own than it needs. Ranges that block
+//! status shows as zeros in both the old and the new backing files are not read.
 
 use blockhouse_core::{Buffer, ExtentState, Result, Storage, ToolProgress};
 use blockhouse_format::{Backing, Intent};
@@ -15,13 +15,13 @@ use super::range_writer::RangeWriter;
 use super::scan::{Chunk, StatusScan};
 use crate::disk::Disk;
 
-/// Bytes of a chunk of the scan where clusters are smaller.
+/// Minimum bytes of a chunk of the scan; a chunk is at least a cluster.
 const MIN_CHUNK: u64 = 1 << 20;
 
 /// How copied clusters are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compress {
-    /// As they are.
+    /// Uncompressed.
     Nothing,
     /// Whole clusters compressed, if that saves space.
     Clusters,
@@ -73,7 +73,7 @@ pub async fn set_backing_file<S: Storage>(disk: &Disk<S>, backing: Option<Backin
     disk.format().header().set_backing(backing).await
 }
 
-/// Copies the ranges of a chunk that the disk leaves to its backing file.
+/// Copies the ranges of a chunk that the disk reads from its backing file.
 async fn keep_chunk<S: Storage>(
     disk: &Disk<S>,
     new: Option<&Disk<S>>,

@@ -1,8 +1,9 @@
-//! Which parts of disks have to be read at all: a scan of their block status, from the start to the
-//! end.
+//! Finds the parts of disks that have to be read, by a scan of their block status from the start to
+//! the end.
 //!
-//! Cut into chunks at multiples of one size, so that no two of them touch the same cluster of a
-//! copy. Long runs that all disks read as zeros are passed over at the pace of their maps.
+//! The scan is cut into chunks at multiples of one size, so that no two of them touch the same
+//! cluster of a copy. Long runs that read as zeros on all disks cost only the queries of block
+//! status.
 
 use std::ops::Deref;
 
@@ -12,7 +13,8 @@ use smallvec::SmallVec;
 use crate::disk::Disk;
 use crate::layer::{BlockStatus, BlockStatusCache};
 
-/// A part of the disks and where in it any of them may have data. At least somewhere it has.
+/// A part of the disks, and the ranges in it where any disk may have data. There is at least one
+/// such range.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Chunk {
     pub(super) range: ByteRange,
@@ -43,7 +45,7 @@ pub(super) struct StatusScan<D> {
     forgives: bool,
 }
 
-/// A disk and its last queried run.
+/// A disk and the run that was queried last.
 struct CachedStatus<D> {
     disk: D,
     /// The difference from the scan's offsets to those of the disk, modulo 2^64.
@@ -98,7 +100,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         self
     }
 
-    /// How far the scan has come.
+    /// The offset that the scan has reached.
     pub(super) fn offset(&self) -> u64 {
         self.offset
     }
@@ -136,7 +138,7 @@ impl<S: Storage, D: Deref<Target = Disk<S>>> StatusScan<D> {
         (offset + self.chunk_size - offset % self.chunk_size).min(self.size)
     }
 
-    /// The status at the scan's place.
+    /// The status at the scan's offset.
     async fn query(&mut self) -> Result<StatusRun> {
         let mut all = StatusRun { reads_as_zeros: !self.is_dense, end: self.size };
         if self.is_dense {

@@ -1,7 +1,7 @@
-//! A disk from a stream of bytes, whose length is known at its end.
+//! Copies a stream of bytes, whose length is known only at its end, to a disk.
 //!
-//! Guarantees: zeros of the stream take no space in a new target. A target that may grow is made
-//! longer in large steps while bytes come, and as long as the stream in the end, in whole sectors.
+//! Guarantees: zeros of the stream take no space in a new target. A target that may grow grows in
+//! large steps during the copy; at the end it is cut to the length of the stream, in whole sectors.
 //! Memory is bounded: a few pieces are in flight together. Nothing is durable before the target is
 //! closed.
 
@@ -41,7 +41,8 @@ pub const STREAM_PIECE: usize = 2 << 20;
 ///
 /// # Errors
 /// Errors of the stream or a storage; `NoSpace` if the target is too short and must not grow;
-/// `InvalidInput` if its format has no compressed clusters. Then a part of the copy is there.
+/// `InvalidInput` if its format has no compressed clusters. After an error the target has a part of
+/// the copy.
 pub async fn copy_stream<S: Storage>(
     target: &Arc<Disk<S>>,
     pieces: impl Stream<Item = Result<Buffer>> + Unpin,
@@ -98,7 +99,7 @@ async fn make_room<S: Storage>(
     }
     let generous = end.max(size.saturating_mul(2)).max(MIN_GROWTH);
     match target.resize(generous).await {
-        // The host or the format may have a limit between the two.
+        // A limit of the host or the format may lie between the two sizes.
         Err(_) if generous > end => target.resize(end).await,
         outcome => outcome,
     }

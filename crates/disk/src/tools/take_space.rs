@@ -1,5 +1,4 @@
-//! Space for a part of a disk that nothing has been written to, so that writing to it cannot fail
-//! with ENOSPC.
+//! Allocates space for an unwritten part of a disk, so that writes to it cannot fail with ENOSPC.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, ErrorKind, Request, Result, Storage, ToolProgress,
@@ -19,7 +18,7 @@ const RESERVE_SIZE: u64 = 1 << 30;
 ///
 /// # Errors
 /// `NoSpace`, `ReadOnly` or `PastEnd`; `Unsupported` if the host cannot allocate space, and zeros
-/// must be written; or storage errors. Then a part of the space may be allocated.
+/// must be written; or storage errors. After an error a part of the space may be allocated.
 pub async fn take_space<S: Storage>(
     disk: &Disk<S>,
     range: ByteRange,

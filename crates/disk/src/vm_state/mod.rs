@@ -2,12 +2,12 @@
 //!
 //! Producers send small writes, many below 100 bytes. They are collected in aligned *windows* of
 //! the larger of a cluster and 1 MiB; a full window is written while the next one fills, 8 at most
-//! are in flight. Clusters are taken in runs; those of zeros take no space. Any offset may be
-//! written in any order: a window that comes back is waited for and read again, so that overlapping
-//! writes take effect in order. Nothing refers to what was stored until [`VmStateWriter::finish`]
-//! takes the snapshot, in one step.
+//! are in flight. Clusters are allocated in runs; clusters of zeros take no space. Offsets may be
+//! written in any order: before a stored window is changed, its write is awaited and its bytes are
+//! read back, so that overlapping writes take effect in order. Nothing refers to what was stored
+//! until [`VmStateWriter::finish`] takes the snapshot, in one step.
 //!
-//! The first error ends everything: what is in flight is waited for, all space is given back, and
+//! The first error ends the writer: it waits for the operations in flight and frees all space, and
 //! each later call fails with the same error. Memory is bounded: the windows, and 8 or 16 bytes for
 //! each cluster of the state.
 
@@ -37,14 +37,14 @@ const MAX_WRITES: usize = 8;
 /// How many windows are being filled: more than one only if the stream jumps.
 const MAX_OPEN: usize = 4;
 
-/// A machine's state on its way into an image. See the module's page.
+/// Writes a machine's state into an image. See the module's page.
 pub struct VmStateWriter<'a, S: Storage> {
     disk: &'a Disk<S>,
     window_size: u64,
     /// How clusters are compressed, if they are.
     compression: Option<Compression>,
     tables: VmStateTables,
-    /// The one used last is the last.
+    /// The open windows; the most recently used one is last.
     open: VecDeque<Window>,
     compressed: CompressedBatch,
     in_flight: FuturesUnordered<LocalBoxFuture<'a, WriteResult>>,
@@ -142,7 +142,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
     }
 
-    /// Ends without a snapshot: nothing is left of the state.
+    /// Ends without a snapshot, and frees the space of the state.
     pub async fn abandon(mut self) {
         if let Stage::Storing = self.stage {
             let what = "storing the state was abandoned";
@@ -194,7 +194,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         Ok(self.open.push_back_mut(window))
     }
 
-    /// A window that is not open, with the bytes stored of it.
+    /// Opens a window with its stored bytes.
     async fn open_window(&mut self, index: u64) -> Result<Window> {
         if self.open.len() >= MAX_OPEN
             && let Some(oldest) = self.open.pop_front()
@@ -296,7 +296,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
         self.in_flight_windows.extend(windows);
         self.in_flight.push(storing);
-        // Lets it begin, and the loop hand it to the kernel.
+        // Starts the write, and lets the loop submit it to the kernel.
         if let Some(Some(written)) = self.in_flight.next().now_or_never() {
             self.record(written)?;
         }
@@ -370,7 +370,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         self.open.clear();
         self.compressed = CompressedBatch::default();
         while let Some(written) = self.in_flight.next().await {
-            // The first error counts.
+            // The caller gets the first error.
             let _ = self.record(written);
         }
         self.spare.clear();
@@ -388,7 +388,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 }
 
 impl<S: Storage> Drop for VmStateWriter<'_, S> {
-    /// Writes in flight may still reach its clusters: they leak until the image is repaired.
+    /// Frees the state's space if no write is in flight. A write in flight could still modify the
+    /// clusters, which then leak until the image is repaired.
     fn drop(&mut self) {
         if let (Stage::Storing, true) = (&self.stage, self.in_flight.is_empty()) {
             self.give_all_back();

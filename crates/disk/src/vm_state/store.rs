@@ -1,4 +1,4 @@
-//! The writes of a state: space in runs, one operation for each run.
+//! Writes clusters of a state: space is allocated in runs, and each run is one operation.
 
 use std::ops::Range;
 
@@ -53,7 +53,7 @@ pub(super) async fn store_plain<S: Storage>(
     WriteResult { windows: vec![window], buffer, taken, outcome }
 }
 
-/// Finds a place for each cluster, neighbours together.
+/// Finds a host offset for each cluster; adjacent clusters form one part.
 async fn place_all<S: Storage>(
     disk: &Disk<S>,
     plain: &[(u64, Option<u64>)],

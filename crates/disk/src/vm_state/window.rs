@@ -1,8 +1,8 @@
-//! An aligned piece of a state that is being filled.
+//! A window: an aligned piece of a state that is being filled.
 
 use blockhouse_core::Buffer;
 
-/// A window and how much of it is known: everything before `filled`.
+/// A window. The bytes before `filled` are known.
 pub(super) struct Window {
     index: u64,
     buffer: Buffer,
@@ -10,12 +10,12 @@ pub(super) struct Window {
 }
 
 impl Window {
-    /// An empty one, in memory with any content.
+    /// An empty window; `buffer` may have any content.
     pub(super) fn new(index: u64, buffer: Buffer) -> Self {
         Self { index, buffer, filled: 0 }
     }
 
-    /// One that was stored before.
+    /// A window that was stored before, with its bytes.
     pub(super) fn filled(index: u64, buffer: Buffer) -> Self {
         Self { index, filled: buffer.len(), buffer }
     }
@@ -35,7 +35,7 @@ impl Window {
         self.filled = self.filled.max(end);
     }
 
-    /// Everything that is not known is zeros.
+    /// Fills all bytes that are not known with zeros.
     pub(super) fn fill(&mut self) {
         self.buffer.bytes_mut()[self.filled..].fill(0);
         self.filled = self.buffer.len();
@@ -61,7 +61,7 @@ impl Window {
 /// Whether all bytes are 0.
 pub(super) fn is_zero(bytes: &[u8]) -> bool {
     const ZEROS: [u8; 4096] = [0; 4096];
-    // The first part that holds anything ends it.
+    // Stops at the first part that is not zeros.
     bytes.chunks(ZEROS.len()).all(|part| part == &ZEROS[..part.len()])
 }
 

@@ -56,7 +56,7 @@ impl<S: Storage> Writer<S> {
         let compressed = if bytes.len() as u64 == cluster_size {
             format.compressed().compress(bytes)?
         } else {
-            // The part past the disk's end reads as zeros, should it grow.
+            // The part past the disk's end must read as zeros if the disk grows.
             let mut whole = bytes.to_vec();
             whole.resize(cluster_size as usize, 0);
             format.compressed().compress(&whole)?

@@ -2,11 +2,11 @@
 //!
 //! 1. The caller has checked the request and holds a claim to its range ([`Writer::claim`]).
 //! 2. The format prepares an extent for the first part of the range ([`PreparedExtent`]).
-//! 3. The durability of the write is decided ([`RequestSync`]): for all extents together where all
-//!    are known, else for each part.
-//! 4. The data is written, with what copy on write adds (`cow`); through an aligned buffer where it
-//!    is not aligned (`unaligned`).
-//! 5. The extent is linked, or given back where the write failed or its future was dropped.
+//! 3. The durability of the write is decided ([`RequestSync`]): for all extents together if all are
+//!    known, else for each part.
+//! 4. The data is written, together with the padding of copy on write (`cow`); unaligned data goes
+//!    through an aligned buffer (`unaligned`).
+//! 5. The extent is linked, or freed if the write failed or its future was dropped.
 //!
 //! A request of several extents has several of them in flight (see [`crate::parts`]). All
 //! operations of a request are waited for, also when one fails, since a request that was answered
@@ -62,7 +62,7 @@ impl<S: Storage> Writer<S> {
         self.layer
     }
 
-    /// The right to write to `range`: alone where blocks are changed in part, else with others.
+    /// A claim to write to `range`: exclusive if blocks are changed in part, else shared.
     pub(crate) async fn claim(&self, range: ByteRange) -> Claim<'_> {
         if !self.layer.claims().is_needed() {
             return Claim::Untracked;
@@ -74,7 +74,7 @@ impl<S: Storage> Writer<S> {
             } else {
                 self.layer.claims().changes().claim_exclusive(blocks).await
             };
-            // The disk may have grown meanwhile, and with it its last block.
+            // The disk may have grown meanwhile, and its last block with it.
             if self.layer.blocks_of(range) == blocks {
                 return claim;
             }
@@ -93,11 +93,11 @@ impl<S: Storage> Writer<S> {
         if self.layer.alignment().admits(range.offset(), &from) {
             return self.write_aligned(range, from, sync).await;
         }
-        // Boxed, so that the future of the common way stays small.
+        // Boxed, so that the future of the common path stays small.
         rare(self.write_unaligned(range, from, sync, claim)).await
     }
 
-    /// As [`write`](Self::write), of whole blocks in memory that suits the storage.
+    /// As [`write`](Self::write), for whole blocks in memory with the storage's alignment.
     async fn write_aligned(
         &self,
         range: ByteRange,
@@ -122,7 +122,7 @@ impl<S: Storage> Writer<S> {
     ) -> Result<()> {
         let mut rest = range.skip(first.guest.length());
         let mut known = vec![first];
-        // Others are prepared one by one.
+        // Extents that are not prepared here are prepared one by one later.
         while sync.changes_content() && !rest.is_empty() && known.len() < MAX_IN_FLIGHT {
             let Some(extent) = self.layer.format().map_next(first_part(rest)).await? else { break };
             let extent = self.prepared(extent);
@@ -208,8 +208,8 @@ impl<S: Storage> Writer<S> {
         };
         extent.begin_io();
         let outcome = self.layer.write_data(place, from, durability).await;
-        // Before the link, which may itself wait for a writeback. On another loop's thread the
-        // writeback may begin between the two: then one more follows.
+        // Dropped before the link: the link may wait for a writeback, which waits for this guard.
+        // On another loop's thread the writeback may begin between the two: then one more follows.
         drop(data_write);
         extent.complete(outcome, durability).await
     }

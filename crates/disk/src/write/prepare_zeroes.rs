@@ -2,7 +2,7 @@
 //! (`Storage::prepare_zeroes`), or reserves the space (`Storage::write_zeroes` that keeps the
 //! space).
 //!
-//! The steps are those of a write, but the storage makes the data. Ranges that it refuses, or that
+//! The steps are those of a write, but the storage makes the zeros. Ranges that it refuses, or that
 //! are not whole clusters and blocks, get an ordinary write of zeros.
 
 use blockhouse_core::{
@@ -22,8 +22,8 @@ impl<S: Storage> Writer<S> {
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let budget = WorkBudget::new();
         let block = self.layer.block_size();
-        // A cluster of which the range has the first bytes only is left, and keeps no whole one
-        // before it from its space.
+        // A last cluster that the range covers only in part is left out, so that the whole clusters
+        // before it still get their space.
         let unit = self.layer.format().cluster_size().unwrap_or(1);
         let end = range.end() / unit * unit;
         let mut rest = range;
@@ -67,7 +67,7 @@ impl<S: Storage> Writer<S> {
         if mode == SpaceMode::Full {
             return data.prepare_data_zeroes(place, Buffer::new(0).lend()).await;
         }
-        // New space may lie past the end, where zeros are no change.
+        // New space may lie past the end of the file, where a zero write would change nothing.
         if place.end() > data.size() {
             data.extend_hint(place.end()).await;
         }

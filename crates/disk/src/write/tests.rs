@@ -1,4 +1,4 @@
-//! Requests of several extents, which raw images do not have: hand-made ones on a raw image.
+//! Requests of several extents. A raw image has one extent, so the tests make more by hand.
 
 use std::rc::Rc;
 

@@ -1,10 +1,12 @@
-//! Writes that are not aligned as the storage demands: their bytes travel through aligned buffers.
+//! Writes that are not aligned as the storage requires: their bytes are copied through aligned
+//! buffers.
 //!
 //! A write that covers its first or last block only in part reads that block first and writes it
 //! back whole, as one write with the guest's bytes. The caller holds an exclusive claim on all
 //! blocks of the request, so nothing else is written there from the read to the end of the write.
-//! A request that is only badly placed in memory is copied and nothing more. Long requests go chunk
-//! by chunk with one buffer, so that memory stays bounded, and yield between the chunks.
+//! If only the memory of a request is unaligned, its bytes are copied, and no block is read. Long
+//! requests are written chunk by chunk with one buffer, so that memory stays bounded, and yield
+//! between the chunks.
 
 use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
 

@@ -2,8 +2,8 @@
 //!
 //! Whole blocks are zeroed by the storage's own operation where it has one. Otherwise zeros are
 //! written as data, in chunks from one buffer, unless the request allows no fallback. A discard
-//! that the storage does not have is no failure, since it is a hint. What a zero write covers of a
-//! block in part is written like any unaligned data. Extents are changed one after the other, and
+//! succeeds if the storage does not support it, since it is a hint. Blocks that a zero write covers
+//! only in part are written like any unaligned data. Extents are changed one after the other, and
 //! long requests yield between them (see [`WorkBudget`]).
 
 use blockhouse_core::{
@@ -24,7 +24,7 @@ pub(crate) struct ZeroOptions {
     pub(crate) unmap: Unmap,
     pub(crate) fallback: Fallback,
     /// Whether parts of at most [`CHUNK_SIZE`] bytes with allocated space are written as zeros: a
-    /// hole there would split an extent of the file, and save nothing that lasts.
+    /// hole there would split an extent of the file, and save no space in the long run.
     pub(crate) writes_small: bool,
 }
 
@@ -161,7 +161,7 @@ impl<S: Storage> Writer<S> {
         self.write_unaligned(range, zeros, sync, claim).await
     }
 
-    /// The refusal of a zero write for which only a quick way was welcome.
+    /// The error of a zero write that allows no fallback and has no fast implementation.
     pub(crate) fn fast_zero_error(&self, offset: u64) -> Error {
         let what = "writing zeros is no faster than writing data";
         Error::new(ErrorKind::Unsupported, what).on(self.layer.name()).at(offset)

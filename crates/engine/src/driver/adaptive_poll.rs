@@ -1,21 +1,21 @@
 //! Adaptive polling: whether a loop that has nothing to do busy-polls for a moment before it
 //! sleeps.
 //!
-//! To sleep and be woken costs more than many requests do. So busy-polling pays where the next
-//! event comes soon, and is waste where it does not. The loop keeps a decaying estimate for each
-//! *source* of an event (a read of that file that completed, a write of it that was submitted, a
-//! message on that socket): how soon the next event followed. After a write to a slow disk was
-//! submitted it sleeps. After that write completed, when the guest's next request follows quickly,
-//! it polls. So one slow source does not stop the polling for the others.
+//! To sleep and be woken costs more than many requests do. So busy-polling saves time if the next
+//! event comes soon, and wastes it if not. The loop keeps a decaying estimate for each *source* of
+//! an event (a read of that file that completed, a write of it that was submitted, a message on
+//! that socket): how soon the next event followed. The loop sleeps after it has submitted a write
+//! to a slow disk, and polls after that write has completed, if the guest's next request follows
+//! quickly. So one slow source does not stop the polling for the others.
 //!
 //! Busy-polling gains nothing if the device dominates the latency, or if the producer of the event
 //! needs this processor. So the loop sometimes tries the other choice (a probe) and keeps the one
 //! after which the next event comes sooner.
 //!
 //! Guarantees: no memory is allocated after the start. Wasted polling takes at most an eighth of
-//! the time in which the loop works, beyond a short burst: where events come a little later than it
-//! polls, it costs little more than a loop that never polls. A loop without events costs nothing,
-//! since only an event ends its sleep.
+//! the time in which the loop works, beyond a short burst. So a loop whose events come just after
+//! it stops polling costs little more than one that never polls. A loop without events costs
+//! nothing, since only an event ends its sleep.
 
 use std::os::fd::RawFd;
 use std::time::Duration;
@@ -24,30 +24,31 @@ use blockhouse_core::metrics::Timestamp;
 
 use crate::driver::operation::Operation;
 
-/// How long a loop busy-polls at most before it sleeps, unless it is set otherwise.
+/// The default of the longest time for which a loop busy-polls before it sleeps.
 pub const DEFAULT_POLLING: Duration = Duration::from_micros(50);
 
-/// How many estimates there are. Sources that share one make it less exact, and nothing else.
+/// How many estimates there are. Sources that share an estimate only make it less exact.
 const ESTIMATES: usize = 1024;
 
 /// An interval counts as at most this many times the longest poll time, so that the estimate falls
 /// within few events when a source becomes fast again.
 const MAX_INTERVAL: u64 = 4;
 
-/// An estimate moves this fraction of the way to each interval that is seen. A comparison of two
-/// choices moves more slowly, since single intervals differ by more than the two do.
+/// An estimate moves this fraction of the way to each interval that is seen. The two estimates that
+/// compare polling with sleeping move more slowly, because single intervals differ by more than the
+/// two choices do.
 const WEIGHT: u64 = 4;
 const SLOW_WEIGHT: u64 = 8;
 
 /// Polling wins if it makes the interval shorter by at least this fraction.
 const MIN_GAIN: u64 = 8;
 
-/// After how many waits the other choice is probed, at first and when it has lost often.
+/// The number of waits before the other choice is probed: at first, and after it has lost often.
 const MIN_BACKOFF: u16 = 16;
 const MAX_BACKOFF: u16 = 256;
 
 /// If the estimate is above the limit, but events are not rare, one wait in this many still polls:
-/// an interval with sleep includes the time of the wake-up.
+/// the estimate of a sleeping loop includes the time of the wake-up.
 const PROBE_ONE_IN: u32 = 8;
 
 /// A loop may waste this fraction of its working time, and accumulates at most this budget, in
@@ -94,13 +95,13 @@ impl EventSource {
 struct Estimate {
     /// How soon the next event follows.
     interval: u64,
-    /// The same of intervals in which the loop polled, and of those in which it slept, if there
-    /// were any.
+    /// As `interval`, for waits in which the loop polled, and for those in which it slept; `None`
+    /// before the first.
     polled: Option<u64>,
     blocked: Option<u64>,
-    /// Which choice won when that was last compared.
+    /// Whether polling won the last comparison.
     polling_wins: bool,
-    /// Waits until the other choice is probed, and how many there were the last time.
+    /// The number of waits left before the other choice is probed, and their number at the start.
     until_probe: u16,
     backoff: u16,
 }
@@ -110,15 +111,15 @@ pub(crate) struct PollGovernor {
     max_poll_time: u64,
     /// By source.
     estimates: Box<[Estimate]>,
-    /// The source of the last event, and of the last one when the wait began: its end is another
-    /// event.
+    /// The source of the last event, and of the last event before the present wait, whose end is
+    /// another event.
     last: EventSource,
     waiting_after: EventSource,
     /// Waits in which the estimate was against polling.
     declined: u32,
     budget: u64,
-    /// End of the last wait, or its begin if it continues: the loop works from then until the next
-    /// one.
+    /// The end of the last wait, or its start while the loop waits. From its end until the next
+    /// wait the loop works.
     works_since: Option<Timestamp>,
 }
 
@@ -162,7 +163,7 @@ impl PollGovernor {
         let worthwhile = match estimate.interval {
             interval if interval <= self.max_poll_time => estimate.should_poll(),
             interval => {
-                // The comparison was made under other conditions.
+                // The old comparison was made under other conditions.
                 *estimate = Estimate::new(interval);
                 interval < rare * 3 / 4 && self.is_probe()
             }
@@ -188,7 +189,7 @@ impl PollGovernor {
         let interval = nanoseconds(interval).min(MAX_INTERVAL * self.max_poll_time);
         let estimate = &mut self.estimates[usize::from(self.waiting_after.0)];
         match outcome {
-            // A measurement from sleep is outdated.
+            // A larger estimate, measured in sleep, is outdated.
             PollResult::Hit => estimate.interval = estimate.interval.min(self.max_poll_time),
             PollResult::Slept { wasted } => {
                 self.budget = self.budget.saturating_sub(nanoseconds(wasted));
@@ -209,7 +210,7 @@ impl Estimate {
         Self { interval, polled: None, blocked: None, polling_wins: true, until_probe, backoff }
     }
 
-    /// Whether to poll: the choice that wins so far, or for one wait the other.
+    /// Whether to poll: the choice that has won so far, or the other one for one wait.
     fn should_poll(&mut self) -> bool {
         let polling_wins = match (self.polled, self.blocked) {
             (Some(polled), Some(blocked)) => polled < blocked - blocked / MIN_GAIN,

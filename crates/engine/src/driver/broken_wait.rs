@@ -1,16 +1,16 @@
-//! Answers of the calls that a loop waits in (`io_uring_enter`, `epoll_wait`, `io_getevents`) which
-//! they are not expected to give.
+//! Unexpected errors of the calls in which a loop waits (`io_uring_enter`, `epoll_wait`,
+//! `io_getevents`).
 //!
-//! Some pass: the kernel was short of memory. So a loop goes on, with a pause, so that it does not
-//! spin. Where every call fails for seconds the loop can no longer serve anything: then it panics,
-//! so that a service manager can start the server anew.
+//! Some are temporary: the kernel was short of memory. So the loop continues after a pause, which
+//! keeps it from spinning. If every call fails for seconds, the loop can no longer serve anything:
+//! it panics, so that a service manager can restart the server.
 
 use std::io;
 use std::time::Duration;
 
 /// The pause after a failed call.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Failures in a row after which a loop is given no more time: at least ten seconds.
+/// The number of successive failures after which the loop gives up; they take at least ten seconds.
 const MAX_FAILURES: u32 = 10_000;
 
 /// Counts the failures of one loop's calls.
@@ -26,7 +26,7 @@ impl BrokenWait {
     /// The call failed with an error that is no part of its ordinary work. Pauses.
     ///
     /// # Panics
-    /// When it has failed for seconds without working once.
+    /// If the call has failed for seconds without one success.
     pub(crate) fn failed(&mut self, call: &str, error: &io::Error) {
         assert!(self.goes_on(call, error), "{call} fails all the time: {error}");
     }

@@ -14,7 +14,7 @@ pub fn lock_byte_shared(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_RDLCK, byte(offset)).map(drop)
 }
 
-/// Gives the lock on the byte at `offset` back.
+/// Releases the lock on the byte at `offset`.
 ///
 /// # Errors
 /// As [`lock_byte_shared`].
@@ -31,12 +31,12 @@ pub fn is_byte_locked(file: BorrowedFd<'_>, offset: u64) -> io::Result<bool> {
     Ok(i32::from(lock.l_type) != libc::F_UNLCK)
 }
 
-/// Gives the locks on all bytes back.
+/// Releases the locks on all bytes.
 pub(crate) fn release_all(file: BorrowedFd<'_>) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_UNLCK, ALL).map(drop)
 }
 
-/// Start of a range, and its length; 0 for up to any end.
+/// Start and length of a range; a length of 0 means to the end of the file, wherever it is.
 type Range = (i64, i64);
 
 const ALL: Range = (0, 0);

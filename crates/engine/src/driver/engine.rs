@@ -12,7 +12,7 @@ use crate::driver::loop_shared::LoopShared;
 use crate::driver::ring_restrictions::DeviceCommands;
 use crate::driver::uring::Uring;
 
-/// A way to get file operations done without waiting for each.
+/// An implementation of asynchronous file operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
     /// io_uring, for files, sockets and events alike.
@@ -72,7 +72,8 @@ impl FromStr for EngineChoice {
 pub struct EngineReport {
     /// The engine in use.
     pub engine: Engine,
-    /// Each engine that was tried first and cannot be had here, with the kernel's reason.
+    /// The engines that were tried before and are not available here, each with the kernel's
+    /// reason.
     pub refused: Vec<(Engine, String)>,
 }
 

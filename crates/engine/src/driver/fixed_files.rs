@@ -1,13 +1,13 @@
 //! Open files in a ring's own table (`IORING_REGISTER_FILES`), so that a request names a slot there
 //! and the kernel need not look the descriptor up.
 //!
-//! A file has a small id of its own, which the process gives out at open. Each ring finds the slot
+//! A file gets a small id when it is opened, unique in the process. Each ring finds the file's slot
 //! by one look into an array. A slot is filled by the file's first request on that ring.
 //!
 //! Guarantees: a slot is emptied only after the file was closed. That is after its last request
 //! completed, as each request owns the file; so no request finds another file in its slot. An id is
-//! given out again only after every ring has emptied the file's slot. A file that finds no slot
-//! keeps its descriptor.
+//! reused only after every ring has emptied the file's slot. Requests of a file without a slot use
+//! its descriptor.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -77,7 +77,7 @@ enum FileSlot {
     /// It has no slot, by the last known state.
     Unregistered,
     Registered(u32),
-    /// The kernel does not take it.
+    /// The kernel did not accept the file.
     Rejected,
 }
 
@@ -87,7 +87,7 @@ pub(crate) struct FixedTable {
     state: State,
     /// By the file's id.
     file_slots: Vec<FileSlot>,
-    /// By slot: the id stays taken as long as the slot is.
+    /// By slot: the id of its file, which is not reused while the slot is in use.
     slots: Vec<Option<Arc<FileId>>>,
     free: Vec<u32>,
 }
@@ -111,7 +111,8 @@ impl FixedTable {
         Self { owner, state, file_slots: Vec::new(), slots: Vec::new(), free: Vec::new() }
     }
 
-    /// The reference to that file in a request. Its first request puts it into a free slot.
+    /// The reference to a file in a request. The file's first request on this ring puts it into a
+    /// free slot.
     pub(crate) fn file_ref(
         &mut self,
         ring: &Submitter<'_>,
@@ -145,7 +146,8 @@ impl FixedTable {
         if fill(ring, slot, descriptor).is_err() {
             self.free.push(slot);
             self.file_slots[index] = FileSlot::Rejected;
-            // So that the mark goes with the file, and is not left to the next of that id.
+            // With this the mark is removed when the file closes, and the next file of that id does
+            // not inherit it.
             file.add(&self.owner);
             return None;
         }
@@ -169,18 +171,18 @@ impl FixedTable {
         let Some(file_slot) = self.file_slots.get_mut(id.index()) else { return };
         let file_slot = std::mem::replace(file_slot, FileSlot::Unregistered);
         if let FileSlot::Registered(slot) = file_slot {
-            // It cannot fail for a slot of the table. If it did, the slot would still be reused:
-            // filling it replaces the old file.
+            // This cannot fail for a slot of the table. If it did, reuse of the slot would still be
+            // safe, because it replaces the old file.
             let _ = fill(ring, slot, EMPTY);
             self.slots[slot as usize] = None;
             self.free.push(slot);
         }
     }
 
-    /// Gives the whole table back. No request is in flight.
+    /// Unregisters the whole table. No request is in flight.
     pub(crate) fn close(&mut self, ring: &Submitter<'_>) {
         if self.state == State::Registered {
-            // Only a ring without a table refuses.
+            // This fails only for a ring without a table.
             let _ = ring.unregister_files();
         }
         self.state = State::Absent;

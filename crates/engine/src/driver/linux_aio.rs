@@ -1,6 +1,6 @@
 //! Linux AIO by its raw system calls (`io_setup(2)` and friends, `<linux/aio_abi.h>`): asynchronous
-//! reads and writes of files opened for direct I/O. Everything else would block in `io_submit`, so
-//! it is left to others.
+//! reads and writes of files opened for direct I/O. All other operations would block in
+//! `io_submit`, so they are not done here.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -94,8 +94,8 @@ impl LinuxAio {
         self.event.as_fd()
     }
 
-    /// Whether the operation is asynchronous this way. A file in memory accepts `O_DIRECT` but
-    /// still copies, in `io_submit`.
+    /// Whether the operation is asynchronous with Linux AIO. A file in memory accepts `O_DIRECT`
+    /// but still copies, in `io_submit`.
     pub(crate) fn serves(operation: &Operation) -> bool {
         match operation {
             Operation::Read(Transfer { file, .. }) | Operation::Write(Transfer { file, .. }, _) => {
@@ -105,7 +105,7 @@ impl LinuxAio {
         }
     }
 
-    /// Puts a read or write up for the next `submit`.
+    /// Queues a read or write for the next `submit`.
     pub(crate) fn queue(&mut self, token: Token, call: FileCall) {
         let (opcode, file, offset, segments, rw_flags) = match call {
             FileCall::Read { file, offset, segments } => (PREADV, file, offset, segments, 0),
@@ -131,8 +131,8 @@ impl LinuxAio {
         self.queued.push(token);
     }
 
-    /// Submits queued operations. Those that the kernel refuses for good are reported to `done`;
-    /// those that it has no space for stay queued.
+    /// Submits queued operations. Operations that the kernel rejects are reported to `done`; those
+    /// for which it has no space stay queued.
     pub(crate) fn submit(&mut self, done: &mut Vec<Completion>) {
         let mut first = 0;
         self.addresses.clear();
@@ -161,12 +161,13 @@ impl LinuxAio {
         self.queued.drain(..first);
     }
 
-    /// Whether nothing will ever happen unless `submit` is tried again.
+    /// Whether operations are queued and none is in flight: no completion comes before the next
+    /// `submit`.
     pub(crate) fn is_stuck(&self) -> bool {
         !self.queued.is_empty() && self.in_flight == 0
     }
 
-    /// Fetches all completions that are there.
+    /// Fetches all completions in the ring.
     pub(crate) fn reap(&mut self, done: &mut Vec<Completion>) {
         while self.in_flight > 0 && self.has_completions() {
             let mut events = [Event::default(); BATCH];
@@ -217,7 +218,7 @@ impl Drop for LinuxAio {
 /// Signals an eventfd by the completion of an operation that does nothing (see `event_signal`).
 pub(crate) struct Signaller {
     context: u64,
-    /// An eventfd of ours that is always readable: a poll of it is over at once.
+    /// An eventfd of ours that is always readable: a poll of it completes at once.
     readable: OwnedFd,
     /// The eventfd to signal.
     event: OwnedFd,
@@ -233,7 +234,7 @@ impl Signaller {
         // SAFETY: the kernel writes the context's address to `context`, which must be zero before.
         check(unsafe { libc::syscall(libc::SYS_io_setup, 1, &raw mut context) })?;
         let signaller = Self { context, readable, event };
-        // The kernel checks the eventfd first, then finds that this address cannot be read.
+        // The kernel checks the eventfd first, then fails because this address is not readable.
         let nowhere =
             ControlBlock { opcode: PREAD, buffer: u64::MAX, bytes: 8, ..signaller.block() };
         match signaller.submit(&nowhere) {
@@ -252,7 +253,7 @@ impl Signaller {
             }
             std::thread::yield_now();
         }
-        // The completion is of no interest, but takes an entry.
+        // The completion is not needed, but occupies an entry of the ring, which is freed here.
         let ring = self.context as *const Ring;
         // SAFETY: as in `has_completions`. The head is this side's to change.
         let (head, tail) = unsafe { (&(*ring).head, &(*ring).tail) };

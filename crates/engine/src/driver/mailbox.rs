@@ -1,13 +1,13 @@
 //! The protocol between a thread that submits and a loop that is about to sleep.
 //!
 //! Guarantee: a message that is posted to a mailbox is taken by its loop before the loop sleeps, or
-//! the call asks the poster to notify the loop, which ends the sleep by one system call. Only the
-//! first message of a batch needs that, and none does while the loop runs. This upholds invariant 6
-//! (ARCHITECTURE.md): no request waits for a sleeping loop.
+//! `post` asks the poster to notify the loop, which ends the sleep by one system call. Only the
+//! first message of a batch needs a notification, and none does while the loop runs. This upholds
+//! invariant 6 (ARCHITECTURE.md): no request waits for a sleeping loop.
 //!
-//! How: "is the loop asleep" and "are there messages" are one state under one mutex, so that no
-//! order of events exists in which a loop falls asleep over a message. `mailbox::loom_model` checks
-//! every interleaving of the protocol, and that the check fails without the notification.
+//! How: "is the loop asleep" and "are there messages" are one state under one mutex, so that in no
+//! order of events a loop sleeps while it has a message. `mailbox::loom_model` checks every
+//! interleaving of the protocol, and that the check fails without the notification.
 
 #[cfg(loom)]
 use loom::sync::{
@@ -39,7 +39,7 @@ struct Inbox<M> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub(crate) enum Wake {
-    /// The loop sleeps and no poster was asked to notify it yet: do so.
+    /// The loop sleeps and no poster was asked to notify it yet: the caller must.
     Needed,
     /// The loop runs, or another poster was asked to notify it.
     NotNeeded,
@@ -57,7 +57,7 @@ impl<M> Mailbox<M> {
     pub(crate) fn post(&self, message: M) -> Wake {
         let mut inbox = self.lock();
         if inbox.closed {
-            // Before the message, whose drop may run any code.
+            // Unlocked before the drop of `message`, which may run any code.
             drop(inbox);
             return Wake::NotNeeded;
         }

@@ -43,9 +43,9 @@ pub(crate) trait Driver {
     /// result as in [`Completion`].
     fn try_inline(&mut self, operation: &Operation) -> Option<i32>;
 
-    /// Starts an operation. It stays where it is, unmoved and unchanged by the caller, until its
-    /// result was reported by a later `poll`. The engine may defer the submission to the next
-    /// `poll`, so that one system call submits many.
+    /// Starts an operation. The caller neither moves nor changes it until a later `poll` has
+    /// reported its result. The engine may defer the submission to the next `poll`, so that one
+    /// system call submits many.
     fn start(&mut self, token: Token, operation: &Operation);
 
     /// Cancels an operation that may wait without bound (on a socket). Its result is still

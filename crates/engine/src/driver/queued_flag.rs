@@ -1,10 +1,10 @@
 //! Whether a task is in the ready queue, or on its way there.
 //!
-//! Guarantee: what a thread did before it woke a task is seen by a poll that begins after that.
-//! Most wake-ups find the task queued already and do nothing but look; such a one must be sure that
-//! the poll to come has not begun to look for itself. So each side changes the flag by one atomic
-//! operation that also reads it: of the two, one comes first, and the other knows it.
-//! `queued_flag::loom_model` checks it; with a plain load or store on either side it fails.
+//! Guarantee: after a wake-up a poll of the task begins that sees what the waking thread did
+//! before. Most wake-ups find the task queued already and only read the flag. Such a wake-up relies
+//! on a poll that has not begun yet. So both sides change the flag by one atomic operation that
+//! also reads it: one of the two comes first, and the other synchronizes with it.
+//! `queued_flag::loom_model` checks this; with a plain load or store on either side it fails.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,8 @@ impl QueuedFlag {
         Self(AtomicBool::new(queued))
     }
 
-    /// Marks the task as queued. Says whether it was not, so that the caller must queue it.
+    /// Marks the task as queued. Returns true if it was not queued before: then the caller must
+    /// queue it.
     pub(crate) fn set(&self) -> bool {
         !self.0.swap(true, Ordering::AcqRel)
     }

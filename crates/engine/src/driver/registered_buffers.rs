@@ -1,7 +1,7 @@
 //! A guest's memory in a ring's own table (`IORING_REGISTER_BUFFERS2`): the kernel finds and pins
-//! its pages once, and not for each request.
+//! its pages once instead of for each request.
 //!
-//! Memory is divided into buffers, because the kernel takes 1 GiB at most for a slot. A request
+//! Memory is divided into buffers, because the kernel accepts at most 1 GiB for a slot. A request
 //! whose bytes lie in one buffer names the slot; any other is done without the table.
 //!
 //! Guarantees (they uphold invariant 3, ARCHITECTURE.md):
@@ -26,11 +26,11 @@ use crate::mapping::Mapping;
 /// Slots of one ring, enough for 4 TiB. They take 8 bytes each, once there is memory to register.
 const SLOTS: u16 = 4096;
 
-/// The most that the kernel takes for one slot (`SZ_1G` in io_uring's `rsrc.c`).
+/// Maximum bytes that the kernel accepts for one slot (`SZ_1G` in io_uring's `rsrc.c`).
 const MAX_SLOT_BYTES: usize = 1 << 30;
 
-/// The most that the kernel takes for one request in several segments of a slot (`MAX_RW_COUNT`).
-/// Without a slot it does the beginning of a longer one.
+/// Maximum bytes that the kernel accepts for one request in several segments of a slot
+/// (`MAX_RW_COUNT`). Of a longer request without a slot it carries out the beginning.
 const MAX_VECTORED_BYTES: usize = 0x7fff_f000;
 
 /// Memory in one slot.
@@ -67,8 +67,9 @@ impl BufferTable {
     /// Puts all memory without a slot into slots. On an error the rest is used without a slot.
     ///
     /// # Errors
-    /// The kernel's: it is too old for such tables (before 5.19), does not pin memory of this kind,
-    /// or not as much (`ENOMEM`, for `RLIMIT_MEMLOCK`); or `ENOSPC` for a table that is full.
+    /// The kernel's: it is too old for such tables (before 5.19), cannot pin memory of this kind,
+    /// or may not pin as much (`ENOMEM`, for `RLIMIT_MEMLOCK`); or `ENOSPC` for a table that is
+    /// full.
     pub(crate) fn add(
         &mut self,
         ring: &Submitter<'_>,
@@ -123,17 +124,17 @@ impl BufferTable {
     pub(crate) fn unregister(&mut self, ring: &Submitter<'_>, mapping: &Mapping) {
         let is_unused = |buffer: &mut BufferSlot| ptr::eq(&*buffer.mapping, mapping);
         for buffer in self.buffers.extract_if(.., is_unused) {
-            // SAFETY: no memory at all. It cannot fail for a slot of the table; if it did, the slot
-            // would still be reused, as filling it replaces the old memory.
+            // SAFETY: the slot gets no memory. The call cannot fail for a slot of the table; if it
+            // did, reuse of the slot would still be safe, as it replaces the old memory.
             let _ = unsafe { fill(ring, buffer.slot, ptr::null_mut(), 0) };
             self.free.push(buffer.slot);
         }
     }
 
-    /// Gives the whole table back. No request is in flight.
+    /// Unregisters the whole table. No request is in flight.
     pub(crate) fn close(&mut self, ring: &Submitter<'_>) {
         if std::mem::take(&mut self.exists) {
-            // Only a ring without a table refuses.
+            // This fails only for a ring without a table.
             let _ = ring.unregister_buffers();
         }
         self.buffers.clear();
@@ -164,7 +165,7 @@ mod tests {
 
     const GIB: usize = 1 << 30;
 
-    /// Hears of nothing.
+    /// Ignores the end of a mapping.
     struct Ignore;
 
     impl Unregister<Mapping> for Ignore {

@@ -1,8 +1,8 @@
 //! Which loops' rings have a resource in slots of their tables: an open file, a mapping of memory.
 //!
 //! Guarantee: when the resource's last owner is gone, every loop that has it in a slot is asked to
-//! empty it. The loop keeps the resource itself (its id, its address) from being given to another
-//! until the slot is empty.
+//! empty it. Until the slot is empty, the loop owns the resource (its id, its address), which
+//! cannot be reused.
 
 use std::sync::{Arc, Weak};
 

@@ -1,14 +1,14 @@
 //! The restrictions of a ring: the opcodes and registrations that the engine uses, and nothing else
 //! (`IORING_REGISTER_RESTRICTIONS`, `io_uring_register(2)`).
 //!
-//! Guarantees: a ring that [`enable`] returned for carries out no other opcode, takes no other
-//! registration, and no call lifts that again. Reason: a seccomp filter sees no requests of a ring,
-//! so code that an attacker runs in this process could otherwise open files and connect sockets by
-//! a ring of ours.
+//! Guarantees: after [`enable`] has returned, the ring carries out no other opcode and accepts no
+//! other registration, and no call can lift that. Reason: a seccomp filter sees no requests of a
+//! ring, so code that an attacker runs in this process could otherwise open files and connect
+//! sockets by a ring of ours.
 //!
 //! The ring must be made disabled (`IORING_SETUP_R_DISABLED`), since the kernel takes restrictions
-//! only before it is enabled. What is needed once, to examine or fill the ring, is done before and
-//! is not restricted.
+//! only before it is enabled. Registrations that are needed once, to examine or fill the ring, are
+//! made before that, unrestricted.
 
 use std::io;
 
@@ -52,7 +52,7 @@ pub enum DeviceCommands {
 /// (`IORING_OP_READV_FIXED`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VectoredSlots {
-    /// The kernel has no such requests, or wrong ones.
+    /// The kernel has no such requests, or carries them out wrongly.
     Unavailable,
     Available,
 }
@@ -85,10 +85,10 @@ pub(crate) struct Allowed {
     pub(crate) flags: squeue::Flags,
     /// The flags that each entry must have.
     required: squeue::Flags,
-    /// Beside the opcodes.
+    /// Commands to devices, in addition to the opcodes.
     commands: DeviceCommands,
-    /// In addition to the opcodes. A kernel that does not know an opcode refuses a list that has
-    /// it.
+    /// Requests in several segments, in addition to the opcodes: a kernel that does not know an
+    /// opcode refuses a list that has it.
     vectored_slots: VectoredSlots,
 }
 
@@ -135,10 +135,10 @@ pub(crate) const LOOP: Allowed = Allowed {
     vectored_slots: VectoredSlots::Unavailable,
 };
 
-/// A ring that sends commands to those devices that it was given when it was made.
+/// A ring that sends commands, and only to the devices that it was given when it was made.
 pub(crate) const CONTROL: Allowed = Allowed {
     opcodes: &[],
-    // A harmless one: later kernels take an empty list for none.
+    // A harmless registration, because later kernels treat an empty list as no restriction.
     registrations: &[registration::PROBE],
     flags: squeue::Flags::FIXED_FILE,
     required: squeue::Flags::FIXED_FILE,

@@ -2,7 +2,7 @@
 //!
 //! Guarantees:
 //! - A slot that becomes free while a task waits is reserved for the task that waits longest. Tasks
-//!   that were served just now cannot take it again and again.
+//!   that had a slot just now cannot overtake it again and again.
 //! - A task that was woken and then dropped passes its slot on to the next.
 //! - To wait costs one entry, however often a task is polled.
 
@@ -29,7 +29,8 @@ impl WaitQueue {
         self.woken
     }
 
-    /// Adds a task at the end. `waiter` is handed out when it is woken.
+    /// Adds a task at the end. [`wake_next`](Self::wake_next) returns `waiter` when it is the
+    /// task's turn.
     pub(crate) fn enqueue(&mut self, waiter: &Waker) -> Ticket {
         self.issued += 1;
         let ticket = Ticket(self.issued);
@@ -37,8 +38,8 @@ impl WaitQueue {
         ticket
     }
 
-    /// Whether the holder was woken: it has the reserved slot now, and the ticket is used up.
-    /// Otherwise `waiter` is handed out when it is woken.
+    /// Whether the holder was woken: then it has the reserved slot, and the ticket is used up.
+    /// Otherwise `waiter` replaces its waker.
     pub(crate) fn try_acquire(&mut self, ticket: Ticket, waiter: &Waker) -> bool {
         match self.find(ticket) {
             Some(index) => {
@@ -60,8 +61,8 @@ impl WaitQueue {
         Some(waiter)
     }
 
-    /// The holder of a ticket waits no more. If it was woken already the next task is, by the
-    /// caller.
+    /// Ends the wait of a ticket's holder. If that was woken already, its slot is passed on:
+    /// returns the waker of the next task, which the caller wakes.
     #[must_use]
     pub(crate) fn cancel(&mut self, ticket: Ticket) -> Option<Waker> {
         match self.find(ticket) {
@@ -76,7 +77,7 @@ impl WaitQueue {
         }
     }
 
-    /// Where in the queue the holder is; `None` when it was woken.
+    /// The holder's index in the queue; `None` if it was woken.
     fn find(&self, ticket: Ticket) -> Option<usize> {
         self.waiting.binary_search_by_key(&ticket, |&(other, _)| other).ok()
     }

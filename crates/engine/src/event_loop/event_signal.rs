@@ -1,11 +1,11 @@
 //! Signalling an eventfd of another process without ever waiting for it.
 //!
 //! A write to an eventfd waits while its counter is full, unless its `O_NONBLOCK` is set. The other
-//! process changes both as it likes, also between a check and the write, and a loop that waits
+//! process may change both at any time, also between a check and the write, and a loop that waits
 //! delays all requests that it serves. The kernel's own signals never wait: a full counter stays
-//! full. So what signals here is the completion of an operation that does nothing, by a ring of its
-//! own or, where that is forbidden, by Linux AIO. The kernel takes nothing but an eventfd for that,
-//! which tells eventfds from other descriptors, too.
+//! full. So here the eventfd is signalled by the completion of an operation that does nothing, on a
+//! ring of its own or, if io_uring is forbidden, by Linux AIO. The kernel accepts only an eventfd
+//! for that, so this also distinguishes eventfds from other descriptors.
 
 use std::cell::RefCell;
 use std::io;
@@ -79,8 +79,8 @@ fn is_eventfd_by(links: &str, descriptor: BorrowedFd<'_>) -> bool {
     }
 }
 
-/// As [`is_eventfd`], by registering it with a ring that this thread keeps for that: making one for
-/// each check would take longer than a front-end needs to request it.
+/// As [`is_eventfd`], by registering the descriptor with a ring. The thread keeps this ring,
+/// because a new one for each check would take longer than a front-end needs to request a check.
 fn is_eventfd_by_ring(descriptor: BorrowedFd<'_>) -> bool {
     thread_local! {
         static RING: Option<SignalRing> = SignalRing::new().ok();
@@ -127,7 +127,7 @@ mod tests {
     fn a_full_counter_never_blocks_whatever_its_owner_does() {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         for way in ways(&event) {
-            // The owner takes O_NONBLOCK away, and fills the counter.
+            // The owner clears O_NONBLOCK, and fills the counter.
             fcntl_setfl(&event, fcntl_getfl(&event).unwrap() - OFlags::NONBLOCK).unwrap();
             rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
             let (done, told) = std::sync::mpsc::channel();
@@ -156,7 +156,7 @@ mod tests {
             std::fs::File::open("/dev/zero").unwrap().into(),
         ];
         for links in ["/proc/self/fd", "/nowhere"] {
-            // Twice: the first check leaves no state.
+            // Twice, because the first check must leave no state.
             assert!(is_eventfd_by(links, event.as_fd()), "{links}");
             assert!(is_eventfd_by(links, event.as_fd()), "{links}");
             for other in &others {

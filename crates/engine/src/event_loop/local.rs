@@ -124,7 +124,7 @@ impl Local {
         }
     }
 
-    /// The operations that the kernel has.
+    /// The operations that are in flight in the kernel.
     pub(crate) fn in_flight(&self) -> Vec<Token> {
         self.operations.borrow().in_flight().collect()
     }
@@ -149,8 +149,8 @@ impl Local {
         self.driver.borrow_mut().try_inline(operation)
     }
 
-    /// Takes the operation out of `operation` and starts it. When all slots are taken, the waker is
-    /// called when one is free for the ticket.
+    /// Takes the operation out of `operation` and starts it. If all slots are taken, the waker is
+    /// called as soon as one is free for the ticket.
     pub(crate) fn start(
         &self,
         operation: &mut Option<Operation>,
@@ -263,7 +263,7 @@ impl Local {
         self.timers.fire();
     }
 
-    /// Waits until something happens: busy-polls if that is likely to pay, then sleeps.
+    /// Waits until something happens: busy-polls if that is likely to be faster, then sleeps.
     fn wait(&self, done: &mut Vec<Completion>) {
         let due = self.timers.next();
         let began = clock::read_now();
@@ -272,7 +272,7 @@ impl Local {
         if let Some(poll_time) = poll_time {
             self.run_driver(Wait::Never, done);
             if !done.is_empty() || !self.tasks.ready.is_empty() {
-                // It completed at its submission: that was no wait.
+                // An operation completed at its submission: that was no wait.
                 return;
             }
             let until = due.map_or(began + poll_time, |due| due.min(began + poll_time));
@@ -345,10 +345,10 @@ impl Drop for EnterGuard {
     }
 }
 
-/// Changes the current loop of the thread; gives the former one.
+/// Changes the current loop of the thread; returns the former one.
 fn enter(local: Option<Rc<Local>>) -> Option<Rc<Local>> {
     Ready::set_for_this_thread(local.as_ref().map(|local| &local.tasks.ready));
-    // Each iteration renews the reading.
+    // Each iteration renews the shared clock reading.
     clock::set_shared(local.is_some());
     CURRENT.replace(local)
 }

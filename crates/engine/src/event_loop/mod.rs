@@ -1,8 +1,8 @@
 //! The event loop: one per thread, with an engine of its own.
 //!
-//! An iteration polls the tasks that are ready, then has the engine submit everything that they
-//! asked for and reap everything that completed, with one system call where the engine can. Other
-//! threads reach a loop through its [`Handle`]; `mailbox` says what it guarantees to them.
+//! An iteration polls the tasks that are ready. Then the engine submits all operations that they
+//! started and reaps all completions, if possible with one system call. Other threads reach a loop
+//! through its [`Handle`]; `mailbox` says what it guarantees to them.
 
 pub(crate) mod clock;
 pub(crate) mod event_signal;
@@ -37,8 +37,8 @@ use crate::event_loop::local::{EnterGuard, Local, try_current};
 use crate::event_loop::spawn::spawn_party;
 
 /// How often the tasks that are ready are polled between two system calls. A request goes from task
-/// to task (receiver, handler, sender). With one poll for each iteration it would need as many
-/// system calls.
+/// to task (receiver, handler, sender). With one poll for each iteration it would need one system
+/// call for each of them.
 const MAX_POLLS_PER_ITERATION: usize = 3;
 
 /// A loop that runs futures on this thread. It stays on the thread that made it.
@@ -182,15 +182,16 @@ impl Drop for EventLoop {
         let local = &self.local;
         let _entered = EnterGuard::new(local);
         local.tasks.clear();
-        // Operations whose futures live elsewhere were not cancelled yet.
+        // Operations whose futures are owned elsewhere are not cancelled yet.
         local.in_flight().into_iter().for_each(|token| local.cancel(token));
         while local.has_transfers_in_flight() {
             local.poll(&mut self.done, &mut self.messages);
-            // No task runs, neither a new one nor a woken one.
+            // Neither new nor woken tasks may run.
             local.tasks.clear();
         }
         drop(local.shared.mailbox.close());
-        // Closed files and unused memory are no longer reported; a future may keep the ring itself.
+        // The loop no longer learns of closed files and unused memory, so their slots are freed
+        // now: a future may keep the ring alive.
         local.set_fixed_files(FixedFiles::Off);
         local.unregister_all_memory();
     }
@@ -217,9 +218,9 @@ impl Drop for EventLoop {
 pub struct Handle(Arc<LoopShared>);
 
 impl Handle {
-    /// Runs the future of `make` on the loop's thread. With its spawned tasks it is a party: while
-    /// it computes for long, other parties get their turns in between. A sleeping loop is woken,
-    /// once for everything that is submitted before it runs again.
+    /// Runs the future of `make` on the loop's thread. With its spawned tasks the future is a
+    /// party: while it computes for long, other parties get turns in between. A sleeping loop is
+    /// woken, once for everything that is submitted before it runs again.
     pub fn spawn<F, R>(&self, make: impl FnOnce() -> F + Send + 'static) -> Submission<R>
     where
         F: Future<Output = R> + 'static,
@@ -240,8 +241,8 @@ impl Handle {
 pub struct Submission<R>(oneshot::Receiver<R>);
 
 impl<R> Submission<R> {
-    /// Blocks the calling thread, which must not be the loop's, until the outcome is there; `None`
-    /// when the loop ended before.
+    /// Blocks the calling thread, which must not be the loop's, until the outcome is available;
+    /// `None` if the loop ended before.
     pub fn wait(self) -> Option<R> {
         futures_executor::block_on(self)
     }

@@ -1,9 +1,9 @@
 //! Rings whose completions signal an eventfd, and a reserve of them.
 //!
-//! Guarantees: a ring from the reserve goes back there when its owner drops it, and is no longer
-//! the eventfd's then. Where the reserve is empty, a ring is made anew. Reason for the reserve: a
-//! process that may make no rings (a sandbox forbids that, since a new ring has no restrictions)
-//! goes on to serve guests that connect later.
+//! Guarantees: when its owner drops a ring, the ring is detached from the eventfd and returns to
+//! the reserve. If the reserve is empty, a new ring is made. Reason for the reserve: a process that
+//! may make no rings (a sandbox forbids that, since a new ring has no restrictions) can still serve
+//! guests that connect later.
 
 use std::io;
 use std::mem::ManuallyDrop;
@@ -14,19 +14,19 @@ use parking_lot::Mutex;
 
 use crate::driver::ring_restrictions::{SIGNAL, enable};
 
-/// How often a signal is tried that the kernel has no memory for.
+/// Maximum attempts to submit a signal, if the kernel has no memory for it.
 const ATTEMPTS: usize = 8;
 
 static RESERVE: Mutex<Reserve> = Mutex::new(Reserve { rings: Vec::new(), capacity: 0 });
 
 struct Reserve {
     rings: Vec<IoUring>,
-    /// How many it may hold.
+    /// Maximum number of rings in the reserve.
     capacity: usize,
 }
 
-/// Makes `count` further rings for signals in advance. How many there could be: none where io_uring
-/// is forbidden.
+/// Makes `count` further rings for signals in advance. Returns how many could be made: none if
+/// io_uring is forbidden.
 pub fn reserve_signal_rings(count: usize) -> usize {
     let made: Vec<_> = (0..count).map_while(|_| make().ok()).collect();
     let made_count = made.len();
@@ -81,7 +81,7 @@ impl SignalRing {
         // enough.
         drop(pushed);
         for _ in 0..ATTEMPTS {
-            // No completion is asked for.
+            // This does not wait for a completion.
             if ring.submit().is_ok() {
                 break;
             }
@@ -93,7 +93,7 @@ impl SignalRing {
 
 impl Drop for SignalRing {
     fn drop(&mut self) {
-        // Nothing may be attached.
+        // This fails if nothing is attached.
         let _ = self.detach();
         // SAFETY: the ring is not used after this: the value is dropped.
         let ring = unsafe { ManuallyDrop::take(&mut self.0) };
@@ -131,7 +131,7 @@ mod tests {
             rustix::io::read(event, &mut count).expect("it was signalled");
             assert_eq!(u64::from_ne_bytes(count), 10);
         }
-        // Other tests may use some at the same time.
+        // Other tests may use some rings at the same time.
         let reserve = RESERVE.lock();
         assert!(reserve.rings.len() <= reserve.capacity);
     }

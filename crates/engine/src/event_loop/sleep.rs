@@ -16,16 +16,16 @@ pub struct Sleep {
     key: Option<Key>,
 }
 
-/// No sleep is longer: about thirty years.
+/// The longest sleep: about thirty years.
 const MAX_SLEEP: Duration = Duration::from_secs(1 << 30);
 
-/// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. More
-/// than thirty years are thirty years.
+/// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. A
+/// longer `duration` than thirty years counts as thirty years.
 pub fn sleep(duration: Duration) -> Sleep {
     Sleep { due: clock::read_now() + duration.min(MAX_SLEEP), key: None }
 }
 
-/// Whether this is inside of an event loop: only there is time waited for.
+/// Whether the caller is inside of an event loop, which timers need.
 pub fn has_timers() -> bool {
     local::try_current(|_| ()).is_some()
 }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Waker};
 
 use crate::event_loop::local;
 
-/// The outcome of a spawned task, on the same thread. Dropping it lets the task run on.
+/// The outcome of a spawned task, on the same thread. If it is dropped, the task continues.
 pub struct Task<T>(Rc<Outcome<T>>);
 
 struct Outcome<T> {

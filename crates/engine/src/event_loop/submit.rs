@@ -13,21 +13,22 @@ use crate::driver::wait_queue::Ticket;
 use crate::event_loop::local::{self, Local};
 
 /// Starts `operation` on the current loop when first polled. Resolves to the kernel's result and
-/// the operation. From then on it belongs to that loop, wherever it is polled or dropped. If it is
-/// dropped before it is ready, the operation completes by itself, with all that it owns.
+/// the operation. From its first poll on the future belongs to that loop, wherever it is polled or
+/// dropped. If it is dropped before it is ready, the operation completes by itself, with all that
+/// it owns.
 pub(crate) fn submit(operation: Operation) -> Submit {
     Submit { operation: Some(operation), stage: Stage::New }
 }
 
 pub(crate) struct Submit {
-    /// Until the loop takes it.
+    /// Present until the loop takes the operation.
     operation: Option<Operation>,
     stage: Stage,
 }
 
 enum Stage {
     New,
-    /// For a place in the loop's table.
+    /// For a slot in the loop's table.
     Waiting(Rc<Local>, Ticket),
     InFlight(Rc<Local>, Token),
     Over,
@@ -59,7 +60,7 @@ impl Future for Submit {
 impl Submit {
     fn begin(&mut self, local: &Rc<Local>, waiter: &Waker) -> Poll<<Self as Future>::Output> {
         if local.tasks.budget.is_spent() {
-            // To be polled again in the next iteration, after all other tasks.
+            // The task is polled again in the next iteration, after all other tasks.
             self.stage = Stage::New;
             waiter.wake_by_ref();
             return Poll::Pending;
@@ -112,9 +113,9 @@ impl Drop for Submit {
 }
 
 /// As [`submit`], for an operation that may wait without bound; it is cancelled when `is_stopped`
-/// returns true, which otherwise registers the task to be woken. It still completes: with the part
-/// done by then, or with ECANCELED if no part is done. So no bytes that the kernel has accepted are
-/// lost.
+/// returns true. If `is_stopped` returns false, it has registered the task to be woken. A cancelled
+/// operation still completes: with the part done by then, or with ECANCELED if no part is done. So
+/// no bytes that the kernel has accepted are lost.
 pub(crate) async fn submit_until(
     operation: Operation,
     mut is_stopped: impl FnMut(&Context<'_>) -> bool,
@@ -125,7 +126,8 @@ pub(crate) async fn submit_until(
         let is_stopped = !was_asked && is_stopped(context);
         let poll = Pin::new(&mut submit).poll(context);
         if is_stopped && poll.is_pending() {
-            // An operation that waits for its start is polled again, and cancelled then.
+            // An operation that waits for its start cannot be cancelled yet: this is repeated at
+            // the next poll.
             was_asked = submit.stop();
         }
         poll

@@ -1,16 +1,16 @@
 //! Tasks of one loop: futures that stay on their thread, in fair turns.
 //!
-//! Tasks belong to parties: what was submitted through a [`Handle`](crate::Handle), a client's
-//! connection or a guest's queue, is one, with all that it spawns. A party that computes for long
-//! (a task of it yields, or many of its tasks are ready at once) is *deferred*. Its tasks run in
-//! turns of [`InFlightLimits::turn`], one party a turn, and between two turns the others run, with
-//! what the kernel has for them. So a party that waits for I/O, and computes little, waits for one
-//! such turn at most, whatever the others do. A deferred party gets a turn at least in every third
-//! iteration of the loop.
+//! Each task belongs to a party. A party is a future submitted through a [`Handle`](crate::Handle),
+//! a client's connection or a guest's queue, with all tasks that it spawns. A party that computes
+//! for long (a task of it yields, or many of its tasks are ready at once) is *deferred*. Deferred
+//! parties run in turns of [`InFlightLimits::turn`], one party a turn, and between two turns the
+//! other parties run, with the completions that the kernel has for them. So a party that waits for
+//! I/O, and computes little, waits for one such turn at most, whatever the others do. A deferred
+//! party gets a turn at least in every third iteration of the loop.
 //!
-//! A party that is the only one of its loop keeps no other waiting. Of its tasks, as many as are
-//! ready are polled before the loop asks the kernel for more, so that one system call submits what
-//! all of them want; within limits, since the kernel is to have something to do meanwhile.
+//! A party that is the only one of its loop keeps no other waiting. So all of its ready tasks are
+//! polled before the loop calls the kernel, and one system call submits the operations of all. This
+//! is limited in time, so that the kernel gets work meanwhile.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -44,22 +44,23 @@ struct Work {
 struct Party {
     /// Whether it is deferred.
     is_deferred: Cell<bool>,
-    /// While it is: its tasks that are ready.
+    /// While it is deferred: its tasks that are ready.
     ready: RefCell<VecDeque<Arc<TaskHeader>>>,
-    /// How many of its tasks were polled in the iteration with that number.
+    /// The number of the last iteration in which its tasks were polled, and how many were polled in
+    /// it.
     polls: Cell<(u64, u32)>,
-    /// How many it has.
+    /// How many tasks it has.
     tasks: Cell<usize>,
 }
 
 /// How many tasks of a party are polled in an iteration before it is deferred.
 const MAX_POLLS: u32 = 32;
 
-/// For how long a single party continues beyond that: longer tasks compute much, and operations
-/// that the first ones requested from the kernel should not wait for the others.
+/// For how long a party that is alone continues beyond that. If its tasks compute for longer, the
+/// operations that the first ones started should not wait for the others.
 const MAX_TIME_ALONE: Duration = Duration::from_millis(1);
 
-/// How often in a row deferred parties let the others go first.
+/// How many times in a row deferred parties let the others go first.
 const MAX_WAITS: u32 = 2;
 
 /// How many operations a task may do in one poll without waiting for any.
@@ -89,14 +90,14 @@ pub(crate) struct Tasks {
     shared: Arc<LoopShared>,
     pub(crate) ready: Rc<Ready>,
     table: RefCell<slab::Slab<TaskEntry>>,
-    /// Of the task that is polled.
+    /// The budget of the task that is polled.
     pub(crate) budget: Budget,
     /// The party of the task that is polled; outside of all tasks, the one for tasks that are
     /// spawned there.
     party: RefCell<Rc<Party>>,
     /// The deferred parties, the next one first.
     deferred: RefCell<VecDeque<Rc<Party>>>,
-    /// How often they let others go first since the last turn of theirs.
+    /// How often deferred parties let others go first since their last turn.
     waited: Cell<u32>,
     iteration: Cell<u64>,
     /// How many parties have tasks.
@@ -172,8 +173,8 @@ impl Tasks {
         }
     }
 
-    /// Gives the next deferred party its turn, unless others are ready and were not preferred often
-    /// enough.
+    /// Gives the next deferred party its turn, unless other parties are ready and were preferred
+    /// fewer than [`MAX_WAITS`] times in a row.
     pub(crate) fn run_deferred(&self) {
         if self.deferred.borrow().is_empty() {
             return;
@@ -186,8 +187,8 @@ impl Tasks {
         self.waited.set(0);
         let next = self.deferred.borrow_mut().pop_front();
         let Some(party) = next else { return };
-        // Not read again after a task that has read it: a turn is longer at most by the last task's
-        // work after that.
+        // The clock is not read again after a task that has read it itself. So a turn is longer at
+        // most by the work of the last task after its reading.
         let mut now = clock::now();
         let (end, end_alone) = (now + InFlightLimits::DEFAULT.turn, now + MAX_TIME_ALONE);
         let mut has_yielded = false;
@@ -238,7 +239,7 @@ impl Tasks {
         });
     }
 
-    /// Whether more tasks of the party that was polled since then are polled.
+    /// Whether more tasks of the party whose polls began at `start` are polled.
     fn may_go_on(&self, start: Option<Timestamp>) -> bool {
         let goes_on = |start| clock::later_than(start) < start + MAX_TIME_ALONE;
         self.is_alone() && start.is_some_and(goes_on)
@@ -278,7 +279,7 @@ impl Tasks {
         } else {
             table.remove(header.index);
             self.discount_task(party);
-            // The drop of a future may wake, spawn or detach.
+            // The drop of a future may wake or spawn tasks, or detach operations.
             drop(table);
             drop(work);
         }
@@ -296,7 +297,7 @@ impl Tasks {
                 None
             }
             Some(entry) => {
-                // Before the poll: a wake-up during it counts for the next iteration.
+                // Cleared before the poll: a wake-up during the poll counts for the next iteration.
                 header.queued.clear();
                 Some((Rc::clone(&entry.party), entry.work.take()?))
             }
@@ -331,7 +332,7 @@ impl Tasks {
 }
 
 impl Party {
-    /// Says how many of its tasks were polled in this iteration.
+    /// Counts a poll; returns how many of the party's tasks were polled in this iteration.
     fn count_poll(&self, iteration: u64) -> u32 {
         let (last, polls) = self.polls.get();
         let polls = if last == iteration { polls + 1 } else { 1 };
@@ -344,7 +345,8 @@ impl Party {
 mod tests {
     use super::*;
 
-    /// How many of this many tasks of one party are polled at once, alone or with another party.
+    /// How many of `count` tasks of one party are polled in one iteration, alone or beside another
+    /// party.
     fn polled_at_once(count: usize, is_alone: bool) -> usize {
         let shared = LoopShared::new().expect("a loop");
         let tasks = Rc::new(Tasks::new(&shared));

@@ -17,7 +17,7 @@ pub(crate) struct Timers {
 pub(crate) type Key = (Timestamp, u64);
 
 impl Timers {
-    /// When the next one is due.
+    /// When the next timer is due.
     pub(crate) fn next(&self) -> Option<Timestamp> {
         self.queue.borrow().first_key_value().map(|(&(due, _), _)| due)
     }
@@ -46,7 +46,7 @@ impl Timers {
             (due, self.numbers.get())
         });
         let replaced = self.queue.borrow_mut().insert(key, waker.clone());
-        // Outside of the borrow: a waker's drop may do anything.
+        // Dropped outside of the borrow, because a waker's drop may run any code.
         drop(replaced);
     }
 

@@ -1,12 +1,12 @@
 //! Waiting until the kernel has released the locks and sockets of a killed process.
 //!
 //! The kernel completes the I/O of a killed process before it closes its files and sockets. Until
-//! then image locks are held, and its sockets accept connections.
+//! then its image locks are held, and its sockets accept connections.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// How long that may take at most.
+/// The maximum wait for the release.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -18,7 +18,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 pub fn wait_until_released<E>(mut is_released: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {
-        // Read first, so that there is one more check after the last pause.
+        // The clock is read first, so that there is one more check after the last pause.
         let is_late = Instant::now() >= deadline;
         if is_released()? {
             return Ok(true);

@@ -1,8 +1,8 @@
 //! Waiting for events that others signal by an eventfd, such as a guest's kicks.
 //!
 //! Guarantee: an event after [`Watch::new`], or between two waits, ends the next wait. Events that
-//! come together may count as one. The counter is never read, so that an event costs no system call
-//! of its own and a blocking descriptor does no harm: the engine reports each change.
+//! come together may count as one. The engine reports each change of the counter, so it is never
+//! read: an event costs no further system call, and a blocking descriptor does no harm.
 //!
 //! With a [`PollSource`] the loop polls for events while it is awake, and enables signals only
 //! before it sleeps. So a busy source need not signal at all.
@@ -27,12 +27,11 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches an eventfd from the current thread's loop. If its counter is not zero, that counts
-    /// as an event. The loop polls `poll_source` for events that the eventfd is not signalled
-    /// for.
+    /// Watches an eventfd from the current thread's loop. A counter that is not zero counts as an
+    /// event. The loop polls `poll_source` for events that do not signal the eventfd.
     ///
     /// # Errors
-    /// `InvalidInput` when it is something else; or the kernel's.
+    /// `InvalidInput` if the descriptor is no eventfd; or the kernel's.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -48,8 +47,8 @@ impl Watch {
         Ok(watch)
     }
 
-    /// Ready when there was an event since the last time that it was ready; otherwise the task is
-    /// woken by the next one. For one task at a time.
+    /// Ready if there was an event since this was last ready; otherwise the next event wakes the
+    /// task. For one task at a time.
     pub fn poll_event(&self, context: &mut Context<'_>) -> Poll<()> {
         self.events.poll(context)
     }

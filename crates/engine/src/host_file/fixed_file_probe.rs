@@ -1,5 +1,5 @@
-//! Finding out what a loop's requests name as their file: its slot in the ring's table, or its
-//! descriptor. A measurement that compares the two is worth nothing without it.
+//! Finds out whether a loop's requests name a file by its slot in the ring's table or by its
+//! descriptor. A measurement that compares the two is not valid without this check.
 //!
 //! Method: `dup3` replaces the open descriptor by one of /dev/null. A read through the descriptor
 //! then reads nothing; a read through the registered slot still reads the file.
@@ -16,8 +16,8 @@ use crate::host_file::{HostFile, OpenMode, PageCache};
 
 const BLOCK: usize = 4096;
 
-/// Whether the current loop's reads of the file at `path` use a slot ([`FixedFiles::On`]) or the
-/// descriptor, by trying. The file is opened again for it, with `cache`, and only read; it must
+/// Tests whether the current loop's reads of the file at `path` use a slot ([`FixedFiles::On`]) or
+/// the descriptor. The test opens the file again, with `cache`, and only reads it. The file must
 /// begin with a block of 4096 bytes that are not all zero.
 ///
 /// # Errors

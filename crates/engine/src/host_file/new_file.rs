@@ -8,7 +8,7 @@ use rustix::fs::{IFlags, ioctl_getflags, ioctl_setflags};
 /// `FS_IOC_FSGETXATTR` and `FS_IOC_FSSETXATTR` of `<linux/fs.h>`.
 const GET_ATTRIBUTES: libc::Ioctl = 0x801c_581f_u32 as libc::Ioctl;
 const SET_ATTRIBUTES: libc::Ioctl = 0x401c_5820_u32 as libc::Ioctl;
-/// `FS_XFLAG_EXTSIZE`: the size of extents is meant.
+/// `FS_XFLAG_EXTSIZE`: the field with the extent size is valid.
 const HAS_EXTENT_SIZE: u32 = 0x800;
 
 /// `struct fsxattr` of `<linux/fs.h>`.
@@ -26,11 +26,11 @@ struct Attributes {
 /// How the file of a new image is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NewFile {
-    /// Writes change it in place on file systems that copy otherwise (btrfs).
+    /// Whether writes change the file in place on a copy-on-write file system (btrfs).
     pub no_copy_on_write: bool,
-    /// In how many bytes at a time the file system is to give it space (XFS).
+    /// The unit in bytes in which the file system allocates space to the file (XFS).
     pub extent_size: Option<u32>,
-    /// The file is there, is emptied, and keeps its name, owner and mode.
+    /// Whether an existing file is emptied instead, which keeps its name, owner and mode.
     pub is_in_place: bool,
 }
 

@@ -42,9 +42,9 @@ impl OpenMode {
 /// Whether the host's page cache is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageCache {
-    /// Reads and writes go through it.
+    /// Reads and writes go through the page cache.
     Used,
-    /// `O_DIRECT`: around it.
+    /// Reads and writes bypass it (`O_DIRECT`).
     Bypassed,
 }
 
@@ -78,8 +78,8 @@ impl HostFile {
         Self::create_as(path, size, cache, NewFile::default())
     }
 
-    /// As [`create`](Self::create), with hints for the file system; or an existing file is emptied,
-    /// which stays on an error.
+    /// As [`create`](Self::create), with hints for the file system. With [`NewFile::is_in_place`]
+    /// an existing file is emptied instead, and stays on an error.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -87,8 +87,8 @@ impl HostFile {
         let failed = |what: &'static str, error: Errno| {
             Error::host(what, error.into()).on(&path.display().to_string())
         };
-        // Without O_DIRECT: a file system that does not support it would refuse to open a file that
-        // it has just created.
+        // Without O_DIRECT: a file system that does not support it creates the file and then
+        // refuses to open it.
         let makes = if how.is_in_place { OFlags::TRUNC } else { OFlags::CREATE | OFlags::EXCL };
         let flags = makes | OFlags::WRONLY | OFlags::CLOEXEC;
         let rights = Mode::RUSR | Mode::WUSR;
@@ -107,7 +107,7 @@ impl HostFile {
             .map_err(|error| failed("cannot set the size of the new file", error))
             .and_then(|()| Self::open(path, OpenMode::ReadWrite, cache));
         if file.is_err() && !how.is_in_place {
-            // The error that counts is the first one.
+            // The caller gets the first error.
             let _ = std::fs::remove_file(path);
         }
         file
@@ -133,7 +133,7 @@ impl HostFile {
             Caching::Direct => OFlags::DIRECT,
         };
         let mode = access.flags();
-        // Without it, opening a pipe for reading would wait for a writer.
+        // NONBLOCK: otherwise the open of a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let opened = match access {
             OpenMode::ReadOnly => rustix::fs::open(place, flags, Mode::empty()),
@@ -191,11 +191,11 @@ impl HostFile {
         }
     }
 
-    /// As [`open`](Self::open), for a file that another process has opened so, with the same open
-    /// files.
+    /// As [`open`](Self::open), by the open files of another process that has opened the file with
+    /// these options.
     ///
-    /// Its locks belong to both processes. They stay when the value is dropped, until
-    /// [`own_locks`](Self::own_locks).
+    /// The file's locks belong to both processes. Until [`own_locks`](Self::own_locks), a drop of
+    /// the value does not release them.
     ///
     /// # Errors
     /// The kernel's; ENOMEM where descriptors run out.
@@ -212,8 +212,8 @@ impl HostFile {
         Self::examine(file, path, access.flags(), Reopened { tail, flushed })
     }
 
-    /// Another value for the same open files, as they were opened, which messages call `path`. The
-    /// locks stay this one's until they are [moved](Self::move_locks_to).
+    /// Another value for the same open files, opened with the same `access`; messages name it
+    /// `path`. The locks belong to this value until they are [moved](Self::move_locks_to).
     ///
     /// # Errors
     /// The kernel's; ENOMEM where descriptors run out.
@@ -235,9 +235,10 @@ impl HostFile {
         Self::adopt(path, files, access, cache)
     }
 
-    /// Makes a file that ends inside of a block longer, up to the block's end. Otherwise blocks are
-    /// as large as a page, because the last partial one is written another way. To be called before
-    /// anything is read or written. A file that another process may still use stays as it is.
+    /// Extends a file that ends inside of a block to the block's end. Without this, blocks are as
+    /// large as a page, because the last partial block is written through the page cache. To be
+    /// called before anything is read or written. A file that another process may still use stays
+    /// unchanged.
     ///
     /// # Errors
     /// The kernel's.
@@ -269,8 +270,8 @@ impl HostFile {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
         })?;
         if access == OFlags::RDWR && !size.is_multiple_of(u64::from(alignment.offset)) {
-            // So that the last partial block, which is written another way, has its page for
-            // itself.
+            // So that no other block shares a page with the last partial block, which is written
+            // through the page cache.
             let page = rustix::param::page_size() as u32;
             alignment.offset = alignment.offset.max(page);
         }
@@ -328,8 +329,8 @@ impl HostFile {
 }
 
 /// Opens for writing. With `O_EXCL` the kernel refuses a block device that is mounted, is part of
-/// another device, or was opened so by another program, through any node; for files it means
-/// nothing without `O_CREAT`.
+/// another device, or was opened with `O_EXCL` by another program, through any device node. For
+/// files `O_EXCL` has no effect without `O_CREAT`.
 fn open_alone(place: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     let mut opened = Err(Errno::BUSY);
     // A killed process holds its devices until its I/O has ended.
@@ -351,8 +352,9 @@ fn busy(name: &str, user: Option<String>) -> Error {
         .hint("unmount it, or stop its user, first; two writers would destroy each other's data")
 }
 
-/// The open file that is flushed: one without durable writes, if the page cache may hold written
-/// data. If it cannot be opened again, the same one serves for both.
+/// The open file that is flushed. It is a second one, which gets no durable writes, if the page
+/// cache may hold written data. If the file cannot be opened again, the same open file serves for
+/// both.
 fn open_for_flushes(
     file: &Arc<File>,
     access: OFlags,
@@ -372,15 +374,15 @@ fn open_for_flushes(
 /// Sets the flags for reads and writes. Not `O_NONBLOCK`: to io_uring that would mean "fail rather
 /// than wait".
 fn set_file_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()> {
-    // To note when a disk was last read is work at every read. Only the file's owner may leave it
-    // out.
+    // NOATIME, because an update of the access time is work at every read. Only the file's owner
+    // may set it.
     match rustix::fs::fcntl_setfl(descriptor, flags | OFlags::NOATIME) {
         Err(Errno::PERM) => rustix::fs::fcntl_setfl(descriptor, flags),
         outcome => outcome,
     }
 }
 
-/// Warns of a file that is an exception on a loop that polls for completions.
+/// Warns of a file for which a loop that polls for completions cannot do so.
 fn tell_if_not_pollable(path: &Path) {
     let io_poll = local::try_current(|local| local.io_poll.get());
     if io_poll == Some(IoPoll::On)

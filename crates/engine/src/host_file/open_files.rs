@@ -1,9 +1,8 @@
-//! The open files of a [`HostFile`], on their way to another process, or to another value in this
-//! one.
+//! Passes the open files of a [`HostFile`] to another process, or to another value in this process.
 //!
-//! Guarantee: the process that adopts them has the same open file descriptions. Byte locks are not
-//! released for a moment, and a failure to write back that no flush has reported yet is reported to
-//! the next one (`errseq_t`), whichever of the two processes issues it.
+//! Guarantee: the process that adopts them has the same open file descriptions. Byte locks are
+//! never released meanwhile. A writeback error that no flush has reported yet is reported to the
+//! next flush (`errseq_t`), whichever of the two processes issues it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -18,7 +17,7 @@ pub struct OpenFiles<F> {
     pub file: F,
     /// The same file through the page cache, for the last partial block, if it has one.
     pub tail: Option<F>,
-    /// The open file that is flushed, if it is neither of the two.
+    /// The open file that is flushed, if it is neither `file` nor `tail`.
     pub flushed: Option<F>,
 }
 
@@ -38,26 +37,25 @@ impl HostFile {
         }
     }
 
-    /// Gives its locks back while it stays open.
+    /// Releases the file's locks while the file stays open.
     pub fn release_locks(&self) {
         if let Err(error) = byte_lock::release_all(self.descriptor()) {
             tracing::warn!("{}: cannot give its locks back: {error}", self.name);
         }
     }
 
-    /// Whether another process holds its locks as well: it has handed the file over, and
-    /// [`own_locks`](Self::own_locks) was not called.
+    /// Whether another process that has handed the file over holds its locks as well, because
+    /// [`own_locks`](Self::own_locks) was not called yet.
     pub fn shares_locks(&self) -> bool {
         !self.file.releases_locks()
     }
 
-    /// The locks are this process's alone from now on: they are given back when the value is
-    /// dropped.
+    /// From now on the locks belong to this process alone: a drop of the value releases them.
     pub fn own_locks(&self) {
         self.file.set_releases_locks(true);
     }
 
-    /// The locks are those of `other` from now on, which [shares](Self::share) the open files.
+    /// From now on the locks belong to `other`, which [shares](Self::share) the open files.
     pub fn move_locks_to(&self, other: &Self) {
         self.file.set_releases_locks(false);
         other.file.set_releases_locks(true);

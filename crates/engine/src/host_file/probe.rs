@@ -1,6 +1,6 @@
-//! The kind of an open file and its demands, found out once at open.
+//! Determines the kind of an open file and its requirements, once at open.
 //!
-//! Nothing here changes the file. Where the kernel does not tell, the safe answer is taken.
+//! Nothing here changes the file. If the kernel does not tell, the safe answer is used.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -20,7 +20,7 @@ const RAMFS_MAGIC: u32 = 0x8584_58f6;
 /// The alignment that satisfies every device with blocks of up to a page.
 const SAFE_ALIGNMENT: u32 = 4096;
 
-/// The holder of the bytes.
+/// The kind of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// A file of a file system.
@@ -57,7 +57,7 @@ pub(crate) fn medium(descriptor: &impl AsFd) -> Medium {
     }
 }
 
-/// The demands of direct I/O on the file.
+/// The alignment that direct I/O on the file requires.
 ///
 /// # Errors
 /// When the file cannot do direct I/O at all.
@@ -82,8 +82,8 @@ pub(crate) fn alignment(file: &File, kind: FileKind) -> io::Result<Alignment> {
     }
 }
 
-/// The block that zeroing and discarding without data demand: a device's sector, also through the
-/// page cache. File systems take any range.
+/// The alignment that zero writes and discards require: a device's sector, also through the page
+/// cache. File systems accept any range.
 pub(crate) fn offload_block(file: &File, kind: FileKind) -> io::Result<u32> {
     match kind {
         FileKind::BlockDevice => Ok(rustix::fs::ioctl_blksszget(file)?),
@@ -104,7 +104,7 @@ pub(crate) fn fua(file: &File, vector: &IoVector) -> Fua {
     if result < 0 && is_fua_refusal(code) { Fua::Emulated } else { Fua::Native }
 }
 
-/// The block device's description, of the file's.
+/// The properties of the block device that the file is or is on.
 pub(crate) struct Device {
     pub(crate) fua_cost: FuaCost,
     pub(crate) write_cache: WriteCache,
@@ -113,9 +113,9 @@ pub(crate) struct Device {
     pub(crate) discard: Offload,
 }
 
-/// Whether the device writes zeros that it is not sent (`FALLOC_FL_WRITE_ZEROES`). Older kernels
-/// describe a queue without this field, and have no such call. Where sysfs describes no queue, as
-/// for a file system of a network, the first use shows it.
+/// Whether the device can write zeros without being sent them (`FALLOC_FL_WRITE_ZEROES`). The queue
+/// of an older kernel lacks this attribute, and the kernel has no such call. If sysfs describes no
+/// queue, as for a network file system, the first use shows whether it works.
 fn prepare_zeroes(queue: &RequestQueue) -> Offload {
     match queue.attribute("write_zeroes_unmap_max_bytes") {
         Some(limit) if limit != "0" => Offload::Available,

@@ -1,13 +1,13 @@
-//! Bytes of a block device that are in the page cache alone, written out to the device.
+//! Writes out bytes of a block device that are only in the page cache.
 //!
-//! The kernel drops the pages of a range that it zeroes or discards *before* it does so, also pages
-//! that are not written out yet. A process that is killed in between would leave what the device
-//! had before them, older than what was answered. So pages are written out first. Nor does the
-//! kernel count what was written to a device before it is there (`device_writes`).
+//! When the kernel zeroes or discards a range, it first drops the range's pages, also dirty ones.
+//! If the process is killed in between, the device has its older data, and acknowledged writes are
+//! lost. So dirty pages are written out first. Another reason: the kernel counts a write to a
+//! device (`device_writes`) only once it is written out.
 //!
-//! Guarantee: what was written to the range before the call is at the device when it returns. It is
-//! not stable: that takes a flush. A failure is reported to the next flush all the same, which goes
-//! by another open file where the page cache has bytes of ours (`HostFile::flushed`).
+//! Guarantee: when the call returns, all earlier writes to the range have reached the device. They
+//! are stable only after a flush. The next flush also reports a failure seen here, because it uses
+//! another open file if the page cache may hold written data (`HostFile::flushed`).
 
 use std::sync::Arc;
 

@@ -1,10 +1,10 @@
 //! Zeros that are written without being sent: `FALLOC_FL_WRITE_ZEROES` (Linux 6.17).
 //!
 //! A file system marks space from any other `fallocate` as unwritten, so that the first write to it
-//! is a change of its journal, too. This mode leaves *written* extents. The kernel has it only
-//! where the disk itself makes zeros without being sent them (`write_zeroes_unmap_max_bytes` of its
-//! queue), so it is never slow. Whether it is there is found out by its first use, remembered for
-//! the file, and logged.
+//! is a change of its journal, too. This mode leaves *written* extents. The kernel supports the
+//! mode only if the disk itself makes zeros without being sent them (`write_zeroes_unmap_max_bytes`
+//! of its queue), so it is never slow. The first use shows whether the mode is supported; the
+//! result is remembered for the file, and logged.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ pub(super) async fn file_system(file: &Arc<File>) -> Result<(u64, u64), Errno> {
     blocking(move || room_of(&file)).await
 }
 
-/// The same at once.
+/// As [`file_system`], on the calling thread.
 pub(super) fn room_of(file: &File) -> Result<(u64, u64), Errno> {
     let status = rustix::fs::fstatvfs(file)?;
     let bytes = |blocks: u64| blocks.saturating_mul(status.f_frsize);

@@ -1,4 +1,4 @@
-//! Memory that fails together: all that one front-end shares with us.
+//! A fault domain: all memory that one front-end shares with this process, which fails together.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -28,15 +28,15 @@ impl Fault {
     }
 }
 
-/// How many pages of a domain are replaced one by one. Each may divide its mapping in three, and
-/// the kernel bounds the mappings of a process (`vm.max_map_count`, 65,530 by default).
+/// Maximum number of pages of a domain that are replaced one by one. Each may divide its mapping in
+/// three, and the kernel limits the mappings of a process (`vm.max_map_count`, 65,530 by default).
 pub(super) const MAX_REPLACED_PAGES: u32 = 64;
 
-/// How many mappings of a domain there can be at a time: four times the regions that a front-end
+/// Maximum number of mappings of a domain at a time: about four times the regions that a front-end
 /// may share (509), since operations keep sets of regions that were replaced.
 pub(super) const MAX_DOMAIN_MAPPINGS: usize = 4 * 512;
 
-/// The users that a fault in one of its mappings ends.
+/// A group of mappings with one user, such as a front-end, which a fault in any of them ends.
 #[derive(Debug)]
 pub struct FaultDomain {
     failed: AtomicBool,
@@ -45,7 +45,7 @@ pub struct FaultDomain {
     is_hardware: AtomicBool,
     /// How many mappings there are.
     mappings: AtomicUsize,
-    /// How many pages were replaced alone, or should have been.
+    /// How many pages were replaced one by one, or should have been.
     replaced_pages: AtomicU32,
     /// Shut down at the first fault.
     connection: Option<OwnedFd>,
@@ -58,7 +58,7 @@ impl FaultDomain {
         Self::new(Some(connection.into()))
     }
 
-    /// A domain that is only marked.
+    /// A domain without a connection: a fault only marks it.
     pub fn unconnected() -> Arc<Self> {
         Self::new(None)
     }
@@ -74,7 +74,7 @@ impl FaultDomain {
     /// this thread has read so far came from a page of zeros in place of a lost one.
     #[inline]
     pub fn has_failed(&self) -> bool {
-        // The value was read before the mark is.
+        // The caller's value must be read before the mark.
         fence(Ordering::Acquire);
         self.failed.load(Ordering::Relaxed)
     }
@@ -126,7 +126,7 @@ impl FaultDomain {
     /// Shuts the connection down. Async-signal-safe: one system call.
     pub(super) fn disconnect(&self) {
         if let Some(connection) = &self.connection {
-            // It fails only for a connection that has ended.
+            // This fails only for a connection that has ended.
             let _ = rustix::net::shutdown(connection, rustix::net::Shutdown::Both);
         }
     }

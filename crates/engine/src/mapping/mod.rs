@@ -1,17 +1,17 @@
-//! Whole pages of another process's file in our address space. As long as a [`Mapping`] exists,
-//! nothing else has its addresses.
+//! Maps whole pages of another process's file. As long as a [`Mapping`] exists, nothing else has
+//! its addresses.
 //!
-//! The pages are a stranger's: they vanish when the file is cut short, or when the host has no page
-//! for a hole (huge pages, a full tmpfs). A touch is answered by SIGBUS then, whose default action
-//! ends the process. Guarantees:
-//! - A fault in a mapping ends what its [`FaultDomain`] stands for, and nothing else: the handler
-//!   (`sigbus`) puts a page of zeros in the place, marks the domain and shuts its connection down.
-//!   However many pages are lost, a domain divides its mappings a bounded number of times.
-//! - The mark is set before the zeros can be seen. So a value was there if the domain is unmarked
-//!   after it was read.
+//! Another process controls the pages: they vanish when it truncates the file, or when the host has
+//! no page for a hole (huge pages, a full tmpfs). An access then raises SIGBUS, whose default
+//! action ends the process. Guarantees:
+//! - A fault in a mapping ends the user of its [`FaultDomain`], and nothing else: the handler
+//!   (`sigbus`) maps a page of zeros there, marks the domain and shuts its connection down. However
+//!   many pages are lost, a domain divides its mappings a bounded number of times.
+//! - The mark is set before the zeros can be seen. So a value that was read is genuine if the
+//!   domain is unmarked after the read.
 //! - A SIGBUS elsewhere has the effect that it would have without us.
-//! - The handler changes no memory but pages of mappings that exist: the thread that touched one
-//!   owns it, so it can be neither unmapped nor, in the `registry`, changed meanwhile.
+//! - The handler changes only pages of existing mappings: the thread that accessed a mapping owns
+//!   it, so meanwhile the mapping cannot be unmapped, nor its `registry` entry changed.
 //!
 //! The kernel's own accesses (a transfer of io_uring, AIO, `preadv2`) get EFAULT there: no signal,
 //! and no mark.
@@ -66,12 +66,11 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps `length` bytes of the file from `offset` on, to be read and written; both are multiples
-    /// of `page`, the size of the file's pages. A fault there belongs to `domain`. Core files leave
-    /// the pages out.
+    /// of `page`, the size of the file's pages. A fault there belongs to `domain`. Core dumps do
+    /// not contain the pages.
     ///
     /// # Errors
-    /// The kernel's; `QuotaExceeded` for more mappings at a time than are kept track of, in all or
-    /// of `domain`.
+    /// The kernel's; `QuotaExceeded` if there are too many mappings, in all or of `domain`.
     pub(crate) fn of(
         file: impl AsFd,
         offset: u64,
@@ -106,7 +105,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Keeps the pages out of core files (`MADV_DONTDUMP`): they have the guest's memory.
+    /// Keeps the pages out of core dumps (`MADV_DONTDUMP`), because they have the guest's memory.
     fn leave_out_of_core_files(&self) -> rustix::io::Result<()> {
         // SAFETY: the mapping is this object's own. Neither its content nor its pages change.
         unsafe {
@@ -140,7 +139,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // First, so that the handler never finds addresses that are reused by then.
+        // Removed from the registry first, so that the handler never finds addresses that were
+        // reused.
         registry::MAPPINGS.remove(&self.registration);
         // SAFETY: the mapping is this object's own, and no reference outlives it: users of the
         // bytes, and a ring that has them in a slot, own it. It fails only for a missing mapping.

@@ -1,9 +1,8 @@
-//! Which addresses belong to mappings of memory that a front-end shares, for a signal handler to
-//! ask.
+//! A table of the addresses of mappings of front-ends' memory, for look-ups by a signal handler.
 //!
-//! A bounded table of slots. Looking up takes no lock and waits for nothing, so it may be done in a
-//! handler whatever the interrupted thread was about; changes are serialised by a mutex that
-//! look-ups do not know. A slot is written between two changes of its version (a sequence lock). A
+//! The table has a fixed number of slots. A look-up takes no lock and does not wait, so a handler
+//! may do it whatever the interrupted thread was doing; a mutex, which look-ups do not take,
+//! serialises changes. A slot is written between two changes of its version (a sequence lock). A
 //! thread that faults keeps the mapping there alive, so the slot of that mapping does not change
 //! meanwhile: a slot that changes during a look-up belongs to another mapping and is skipped.
 
@@ -17,8 +16,8 @@ use parking_lot::Mutex;
 use super::fault_domain::FaultDomain;
 
 /// Maximum mappings at a time: a quarter of the kernel's default limit for a process
-/// (`vm.max_map_count`), so that pages can still be replaced, which divides mappings, when all are
-/// taken.
+/// (`vm.max_map_count`), so that pages can still be replaced, which divides mappings, when all
+/// slots are in use.
 pub(super) const MAX_MAPPINGS: usize = 1 << 14;
 
 /// All mappings of this process.
@@ -53,7 +52,7 @@ impl fmt::Debug for Registration {
 
 /// Empty while `length` is 0.
 struct Slot {
-    /// Odd while the others change.
+    /// Odd while the other fields change.
     version: AtomicU32,
     start: AtomicUsize,
     length: AtomicUsize,
@@ -71,7 +70,7 @@ pub(super) struct Registry<const N: usize> {
 }
 
 impl<const N: usize> Registry<N> {
-    /// All zero bits, so that it takes no memory but for slots in use.
+    /// All bits are zero, so that only slots in use take memory.
     pub(super) const fn new() -> Self {
         Self {
             slots: [const { Slot::empty() }; N],
@@ -80,8 +79,8 @@ impl<const N: usize> Registry<N> {
         }
     }
 
-    /// Records a mapping, untouched yet; `None` if all slots are in use. The domain must live until
-    /// [`remove`](Self::remove).
+    /// Records a mapping that was not accessed yet; `None` if all slots are in use. The domain must
+    /// live until [`remove`](Self::remove).
     pub(super) fn insert(&self, pages: Pages, domain: &Arc<FaultDomain>) -> Option<Registration> {
         let mut free = self.free.lock();
         let index = match free.pop() {
@@ -89,12 +88,12 @@ impl<const N: usize> Registry<N> {
             None => Some(self.used.load(Relaxed)).filter(|&used| used < N)?,
         };
         self.slots[index].write(pages, Arc::as_ptr(domain).cast_mut());
-        // After the slot's content; under the lock, so that none is counted twice.
+        // Published after the slot's content, and under the lock, so that no slot is counted twice.
         self.used.fetch_max(index + 1, Release);
         Some(Registration(index as u32))
     }
 
-    /// Forgets a mapping, which nothing touches.
+    /// Removes a mapping, which nothing accesses any more.
     pub(super) fn remove(&self, registration: &Registration) {
         let mut free = self.free.lock();
         let none = Pages { start: 0, length: 0, page: 1 };
@@ -123,12 +122,12 @@ impl Slot {
         }
     }
 
-    /// Only under the registry's lock.
+    /// To be called only under the registry's lock.
     fn write(&self, pages: Pages, domain: *mut FaultDomain) {
         let version = self.version.load(Relaxed);
         self.version.store(version.wrapping_add(1), Relaxed);
-        // A reader that sees one of the values below sees that the version is odd, or another one
-        // later.
+        // A reader that sees one of the values below also sees that the version is odd, or sees
+        // another version at its second load.
         fence(Release);
         self.start.store(pages.start, Relaxed);
         self.length.store(pages.length, Relaxed);

@@ -1,22 +1,23 @@
 //! The handler of SIGBUS: a fault in another process's memory ends the connection that depends on
 //! it, and nothing else.
 //!
-//! It runs in the thread that touched the page, in the middle of a load, a store or a copy, so it
-//! takes no lock, allocates nothing, and touches no shared memory. When it returns, the access is
-//! made once more, and finds a page of zeros. The first faults replace one page each: the others
-//! may be intact, and the kernel may be about to read a guest's data from them. Where many pages of
-//! a domain are lost, or one cannot be replaced alone, the whole mapping is replaced: single pages
-//! divide it, and a process may have only this many mappings. What a transfer of the kernel's reads
-//! there from then on is zeros, of a request that is never acknowledged, as the domain has failed.
+//! The handler runs in the thread that touched the page, in the middle of a load, a store or a
+//! copy, so it takes no lock, allocates nothing, and touches no shared memory. When it returns, the
+//! processor repeats the access, which then finds a page of zeros. The first faults replace one
+//! page each: the other pages may be intact, and the kernel may be about to read a guest's data
+//! from them. If many pages of a domain are lost, or a page cannot be replaced alone, the whole
+//! mapping is replaced: single replaced pages divide it, and the kernel limits a process's
+//! mappings. From then on, the kernel's transfers from this mapping read zeros; their requests are
+//! never acknowledged, as the domain has failed.
 //!
-//! A report of broken memory that nothing has read (`BUS_MCEERR_AO`) changes nothing: the kernel
-//! has taken the page away, and an access to it is a fault of its own. An earlier handler would
-//! take the report for a fault and restore the default action, which ends the process at the next
-//! fault of a guest's memory.
+//! A report of broken memory that nothing has read (`BUS_MCEERR_AO`) is ignored: the kernel has
+//! removed the page, and a later access to it raises its own fault. The report is not passed to the
+//! earlier handler: that would take it for a fault and restore the default action, which ends the
+//! process at the next fault in a guest's memory.
 //!
-//! A fault elsewhere, and a signal that was sent (`kill -BUS`), belong to the handler of SIGBUS
-//! that was installed before, as the standard library does for its reports of stack overflows; in
-//! the end to the default action.
+//! A fault elsewhere, and a signal that was sent (`kill -BUS`), are passed to the handler of SIGBUS
+//! that was installed before (the standard library installs one to report stack overflows), or else
+//! to the default action.
 
 use std::ffi::c_int;
 use std::io;
@@ -29,8 +30,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::fault_domain::{Fault, FaultDomain};
 use super::registry::{MAPPINGS, Pages};
 
-/// Codes of `siginfo_t` (`<asm-generic/siginfo.h>`): no page at the address, or one whose memory is
-/// broken and was read.
+/// Codes of `siginfo_t` (`<asm-generic/siginfo.h>`): no page at the address, or a page whose memory
+/// is broken and was accessed.
 const BUS_ADRERR: c_int = 2;
 const BUS_MCEERR_AR: c_int = 4;
 /// Memory is broken, and nothing has read it (`vm.memory_failure_early_kill`).
@@ -55,7 +56,7 @@ pub(super) fn install() -> io::Result<()> {
         let mut action = default_action();
         let handler: InfoHandler = on_fault;
         action.sa_sigaction = handler as usize;
-        // On the alternative stack, because a handler before us may need it.
+        // On the alternative stack, because the earlier handler may need it.
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         set(&action).map_err(code)
     };
@@ -89,7 +90,7 @@ fn set(action: &libc::sigaction) -> io::Result<()> {
 
 extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel gives both to a handler with `SA_SIGINFO`, valid until it returns; the
-    // address is there for the codes that it is used with. errno belongs to this thread.
+    // address is valid for the codes with which it is used. errno belongs to this thread.
     let (code, address, errno) =
         unsafe { ((*info).si_code, (*info).si_addr().addr(), *libc::__errno_location()) };
     let fault = match code {
@@ -105,7 +106,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut libc::siginfo_t, context: *mut 
     unsafe { *libc::__errno_location() = errno };
 }
 
-/// Lets the access be made again, with zeros. Says whether that is possible.
+/// Makes the repeated access find zeros. Returns whether that succeeded.
 fn recover(fault: Fault) -> bool {
     let Some((pages, domain)) = MAPPINGS.find(fault.address()) else { return false };
     // SAFETY: this thread touches the mapping, so it owns it, which owns the domain.
@@ -119,10 +120,10 @@ fn recover(fault: Fault) -> bool {
     replaced
 }
 
-/// Puts zeros in the place of the page at `address`, or of its whole mapping.
+/// Replaces the page at `address`, or its whole mapping, by zeros.
 fn replace(pages: Pages, address: usize, domain: &FaultDomain) -> bool {
     let page = || put_zeros(pages.page_of(address), pages.page);
-    // The borders of the whole are there already, so it needs no mapping that is not there.
+    // Replacing the whole mapping adds no mapping to the process's count.
     let whole = || put_zeros(pages.start, pages.length);
     if domain.may_replace_page() {
         page() || whole()
@@ -132,8 +133,8 @@ fn replace(pages: Pages, address: usize, domain: &FaultDomain) -> bool {
     }
 }
 
-/// Replaces whole pages of one mapping by zeros. It fails without memory, and if the process would
-/// have more mappings than the kernel allows.
+/// Replaces whole pages of one mapping by zeros. Fails if the kernel has no memory, or if the
+/// process would exceed its limit of mappings.
 fn put_zeros(start: usize, length: usize) -> bool {
     let start = ptr::without_provenance_mut(start);
     let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -141,19 +142,20 @@ fn put_zeros(start: usize, length: usize) -> bool {
     // SAFETY: whole pages of a mapping that exists and that this thread owns. Their bytes are never
     // referred to, only loaded and stored, and may change at any time.
     let replaced = unsafe { rustix::mm::mmap_anonymous(start, length, access, kind) }.is_ok();
-    // SAFETY: the same pages. They get data read for the guest, as their mapping did.
+    // SAFETY: the same pages. Data of the guest may be read into them as into the mapping before,
+    // so they are left out of core files too.
     let _ = unsafe { rustix::mm::madvise(start, length, rustix::mm::Advice::LinuxDontDump) };
     replaced
 }
 
-/// Handles the signal as without this handler.
+/// Handles the signal as if this handler were not installed.
 fn pass_on(signal: c_int, code: c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let previous = PREVIOUS.get().copied().unwrap_or_else(default_action);
-    // The kernel's faults have positive codes, a signal that was sent has none.
+    // A fault has a positive code, a signal that was sent has not.
     let was_sent = code <= 0;
     match previous.sa_sigaction {
         libc::SIG_IGN if was_sent => return,
-        // A fault cannot be ignored: the default action follows, as the access is made again.
+        // A fault cannot be ignored: the access is repeated, and the default action follows.
         libc::SIG_DFL | libc::SIG_IGN => {
             let _ = set(&default_action());
         }
@@ -168,8 +170,8 @@ fn pass_on(signal: c_int, code: c_int, info: *mut libc::siginfo_t, context: *mut
             handler(signal);
         }
     }
-    // The default action may have been set by the handler (the standard library's does that). It
-    // follows for a fault by itself, for a sent signal only if it is sent again.
+    // The earlier handler may have set the default action (the standard library's does that). A
+    // fault then triggers it when the access is repeated; a sent signal must be sent again.
     if was_sent && current().is_ok_and(|action| action.sa_sigaction == libc::SIG_DFL) {
         // SAFETY: async-signal-safe; the signal is pending until we return.
         unsafe { libc::raise(signal) };

@@ -1,4 +1,4 @@
-//! Memory that vanishes: its reads, its marks, and the effects elsewhere.
+//! Memory that vanishes: what reads of it return, which domain fails, and what stays unaffected.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -88,7 +88,7 @@ fn threads_fault_while_others_map_and_unmap() {
     });
 }
 
-/// Runs `test`, which is ignored otherwise, in a process of its own.
+/// Runs `test`, which normal runs ignore, in a process of its own.
 fn alone(test: &str) -> ExitStatus {
     let binary = std::env::current_exe().unwrap();
     let path = format!("mapping::tests::{test}");
@@ -166,14 +166,15 @@ fn loses_a_page_at_the_limit_of_mappings() {
             rustix::mm::mprotect(page, PAGE, rustix::mm::MprotectFlags::READ)
         }
     };
-    // Each makes two more, until a page at the end of one would make the last.
+    // Each changed page adds two mappings, until the limit leaves room for one at most.
     let full = (1..ROOM / 2).find(|&count| protect(2 * count).is_err());
-    // Where the kernel allows more than this test makes, there is nothing to see.
+    // If the kernel allows more mappings than this test makes, the limit is not tested. Otherwise
+    // the first page, at the edge of the mapping, uses up the last one.
     if full.is_some() {
         let _ = protect(0);
     }
     assert_eq!((load(&mapping, 2), domain.has_failed()), (0, true));
-    // SAFETY: as above. There can be mappings again, for what ends the test.
+    // SAFETY: as above. This frees mappings for the end of the test.
     unsafe { rustix::mm::munmap(room, ROOM * PAGE).unwrap() };
 }
 
@@ -211,7 +212,7 @@ fn is_sent_the_signal() {
     leave_no_core();
     let own = rustix::process::getpid();
     rustix::process::kill_process(own, rustix::process::Signal::BUS).unwrap();
-    // The signal may come to another thread.
+    // The kernel may deliver the signal to another thread.
     std::thread::sleep(std::time::Duration::from_secs(20));
 }
 

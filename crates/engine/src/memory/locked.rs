@@ -1,9 +1,9 @@
-//! Memory for keys: in pages of its own, locked, and wiped when it is dropped.
+//! Memory for keys: pages of its own, locked in memory, and wiped when it is dropped.
 //!
 //! Guarantees: no other value shares the pages; they are left out of core files, are empty in child
-//! processes, and are overwritten with zeros before the kernel gets them back. They are locked in
-//! memory (`mlock`), so that no swap device gets them, where the process's limit (`RLIMIT_MEMLOCK`)
-//! allows it: [`Locked::is_in_memory`] says so.
+//! processes, and are overwritten with zeros before they are returned to the kernel. If the
+//! process's limit (`RLIMIT_MEMLOCK`) allows it, they are locked in memory (`mlock`), so that they
+//! are never swapped; [`Locked::is_in_memory`] tells whether they are.
 
 use std::io;
 use std::marker::PhantomData;
@@ -13,7 +13,7 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Private pages, see the module's page.
+/// Private pages: see the module's comment.
 struct Pages {
     start: NonNull<u8>,
     length: usize,
@@ -73,7 +73,7 @@ pub struct Locked<T> {
 }
 
 impl<T> Locked<T> {
-    /// The value, moved there.
+    /// Moves the value into such memory.
     ///
     /// # Errors
     /// The kernel has no memory for it.
@@ -86,7 +86,7 @@ impl<T> Locked<T> {
         Ok(Self { pages, value: PhantomData })
     }
 
-    /// Whether the kernel keeps it off the swap device.
+    /// Whether the kernel keeps the value off the swap devices.
     pub fn is_in_memory(&self) -> bool {
         self.pages.is_in_memory
     }
@@ -163,7 +163,7 @@ impl DerefMut for LockedBytes {
 }
 
 impl std::fmt::Debug for LockedBytes {
-    /// Never the bytes.
+    /// Does not print the bytes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("LockedBytes")
     }
@@ -173,7 +173,7 @@ impl std::fmt::Debug for LockedBytes {
 mod tests {
     use super::*;
 
-    /// The lines of this process's `/proc/self/smaps` about the mapping with this address.
+    /// The `VmFlags` in `/proc/self/smaps` of the mapping with this address.
     fn flags_of(address: usize) -> String {
         let maps = std::fs::read_to_string("/proc/self/smaps").expect("proc is mounted");
         let mut is_inside = false;

@@ -1,5 +1,5 @@
-//! Memory that is more than bytes: a guest's, which another process shares, and pages that are
-//! never swapped.
+//! Memory with special properties: a guest's, which other processes share, and keys' pages, which
+//! are not swapped.
 
 pub(crate) mod guest_memory;
 pub(crate) mod locked;

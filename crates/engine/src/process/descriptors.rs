@@ -7,18 +7,18 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// The hint of an error where descriptors run out.
+/// The hint in an error message when descriptors run out.
 pub const DESCRIPTORS_HINT: &str =
     "raise the limit on open files (ulimit -Hn, LimitNOFILE= of the service)";
 
 /// How often a shortage that lasts is reported.
 const REPORT_PERIOD: Duration = Duration::from_secs(60);
 
-/// Raises this process's limit on open descriptors as far as allowed, and returns the new limit.
-/// `None` is no limit.
+/// Raises this process's limit on open descriptors as far as allowed, and returns the new limit;
+/// `None` means no limit.
 ///
-/// The soft limit is low for programs that use `select(2)`, which accepts no descriptors from 1024
-/// on. This one does not.
+/// The soft limit is low for the sake of programs that use `select(2)`, which accepts only
+/// descriptors below 1024. This program does not use it.
 ///
 /// # Errors
 /// The kernel's; the limit stays as it is.
@@ -39,7 +39,7 @@ pub fn raise_descriptor_limit() -> io::Result<Option<u64>> {
 pub fn keep_descriptors_from_children() -> io::Result<()> {
     /// `CLOSE_RANGE_CLOEXEC` of `<linux/close_range.h>`.
     const CLOEXEC: libc::c_uint = 4;
-    // SAFETY: with this flag it closes nothing, and it takes no memory.
+    // SAFETY: with this flag the call closes nothing, and it takes no pointer.
     match unsafe {
         libc::syscall(libc::SYS_close_range, 3 as libc::c_uint, libc::c_uint::MAX, CLOEXEC)
     } {
@@ -48,8 +48,8 @@ pub fn keep_descriptors_from_children() -> io::Result<()> {
     }
 }
 
-/// Whether a connection could not be accepted because descriptors or memory ran out: it waits in
-/// the kernel's queue, and can be accepted later.
+/// Whether a connection could not be accepted because descriptors or memory ran out. The connection
+/// then waits in the kernel's queue, and can be accepted later.
 pub fn is_shortage(error: &io::Error) -> bool {
     let errno = Errno::from_io_error(error);
     is_out_of_descriptors(error) || matches!(errno, Some(Errno::NOMEM | Errno::NOBUFS))

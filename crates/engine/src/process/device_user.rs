@@ -13,9 +13,9 @@ pub fn device_folder(device: Dev) -> PathBuf {
     format!("/sys/dev/block/{}:{}", major(device), minor(device)).into()
 }
 
-/// The user of a block device that keeps others from writing to it, in words; `None` if the host
-/// names none. A mount in another mount namespace, or a program with the device open exclusively,
-/// has no name here: [`is_in_use`] finds it.
+/// Describes in words the user of a block device that keeps others from writing to it; `None` if
+/// the host names none. A mount in another mount namespace, or a program that has opened the device
+/// exclusively, cannot be named, but [`is_in_use`] detects it.
 pub fn device_user(device: Dev) -> Option<String> {
     let number = format!("{}:{}", major(device), minor(device));
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
@@ -47,11 +47,12 @@ pub fn is_in_use(device: Dev) -> bool {
 }
 
 /// Holds a block device exclusively until the descriptor is closed, and writes back its page cache.
-/// Other programs that merely have it open are no obstacle: some scan every device. `None` if it
-/// cannot be opened, for instance without a node.
+/// Programs that have the device open without O_EXCL do not matter: some scan every device. `None`
+/// if the device cannot be opened, for instance because it has no node.
 ///
 /// # Errors
-/// `ResourceBusy` if it is mounted, or held by another device; the flush fails.
+/// `ResourceBusy` if the device is mounted, or used exclusively by another device or program; or
+/// the error of the flush.
 pub fn hold_unused(device: &Path) -> io::Result<Option<OwnedFd>> {
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC;
     let held = match rustix::fs::open(device, flags, Mode::empty()) {

@@ -7,8 +7,8 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-/// Waits until a descriptor can be read, or has ended as that of a process does: `false` at the
-/// time limit.
+/// Waits until a descriptor can be read (a pidfd: until its process has ended). Returns `false` at
+/// the deadline.
 ///
 /// # Errors
 /// The kernel's.

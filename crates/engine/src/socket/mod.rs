@@ -1,4 +1,4 @@
-//! Stream sockets of a loop, Unix and TCP alike.
+//! Stream sockets of a loop, both Unix and TCP.
 
 pub(crate) mod page_pipe;
 pub(crate) mod socket_option;
@@ -19,25 +19,25 @@ use crate::event_loop::sleep::sleep;
 use crate::event_loop::submit::{submit, submit_until};
 use crate::process::descriptors::{ShortageLog, is_shortage};
 
-/// A connected socket. Clones are the same connection. It may move to another loop as long as no
-/// operation is in flight. A receive and a send may be in flight at the same time, but not two of a
-/// kind: it is undefined which of them gets which bytes.
+/// A connected socket. Clones are the same connection. The socket may move to another loop as long
+/// as no operation is in flight. A receive and a send may be in flight at the same time, but not
+/// two receives or two sends: it is undefined which of the two transfers which bytes.
 #[derive(Clone, Debug)]
 pub struct Stream(Arc<OwnedFd>);
 
 impl Stream {
-    /// Takes a connected stream socket over.
+    /// Takes over a connected stream socket.
     ///
     /// # Errors
-    /// The kernel's, if the descriptor cannot be made blocking, which the engines expect: each has
-    /// its own way not to block.
+    /// The kernel's, if the descriptor cannot be made blocking. The engines expect that: each has
+    /// its own way to avoid blocking the loop.
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, false)?;
         Ok(Self(Arc::new(socket)))
     }
 
-    /// Receives what is there, as much as fits, waiting for the first byte. 0 is the peer's end of
-    /// stream. Returns the list unchanged.
+    /// Waits for the first byte, and receives as many available bytes as fit. 0 is the peer's end
+    /// of stream. Returns the list unchanged.
     pub async fn receive(&self, into: IoVectorList) -> (io::Result<usize>, IoVectorList) {
         let message = Message { socket: Arc::clone(&self.0), list: into };
         let (result, operation) = submit(Operation::Receive(message)).await;
@@ -58,7 +58,7 @@ impl Stream {
         (result.map_err(Into::into), list_of(operation))
     }
 
-    /// Sends everything, in order. Gives the list back with all that was sent passed over.
+    /// Sends everything, in order. Returns the list advanced by the bytes sent.
     pub async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         while !from.is_empty() {
             let (result, rest) = self.send_some(from).await;
@@ -95,7 +95,7 @@ impl Stream {
         self.send(from).await
     }
 
-    /// Ends the connection in both directions: operations in flight on it complete.
+    /// Ends the connection in both directions: its operations in flight complete.
     pub fn shutdown(&self) {
         // It fails only for a connection that has ended already.
         let _ = rustix::net::shutdown(&*self.0, rustix::net::Shutdown::Both);
@@ -108,12 +108,12 @@ impl AsFd for Stream {
     }
 }
 
-/// Whether an operation that was to stop has ended without having done anything.
+/// Whether an operation was stopped before it did anything.
 pub fn is_stopped(error: &io::Error) -> bool {
     Errno::from_io_error(error) == Some(Errno::CANCELED)
 }
 
-/// How long a listener leaves the kernel alone after descriptors or memory ran out.
+/// How long a listener waits before its next attempt after descriptors or memory ran out.
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 /// A listening socket. Several loops may accept from clones of it, if all have the same engine:
@@ -125,7 +125,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Takes a listening stream socket over.
+    /// Takes over a listening stream socket.
     ///
     /// # Errors
     /// As [`Stream::new`].

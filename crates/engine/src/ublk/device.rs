@@ -1,9 +1,9 @@
-//! A device's own file, by which its server takes requests and answers them.
+//! The file of a ublk device, through which its server fetches requests and commits their results.
 //!
 //! Guarantees: the memory that the driver copies data from and to is owned by a command in flight,
-//! and no shorter than the longest request of the device, which is what the driver goes by.
-//! Descriptors are read only: the driver writes them before the command that tells of them
-//! completes.
+//! and at least as long as the longest request of the device, which the driver relies on. This
+//! process only reads descriptors: the driver writes a descriptor before it completes the command
+//! for it.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,7 +22,7 @@ use super::wire::{
 use crate::driver::operation::{DeviceCommand, Operation};
 use crate::event_loop::submit::submit;
 
-/// Ways of data other than by copies from and to a command's memory.
+/// Flags of devices that transfer data otherwise than by copies from and to a command's memory.
 const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
     | ublk_flag::NEED_GET_DATA
     | ublk_flag::USER_COPY
@@ -30,7 +30,7 @@ const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
     | ublk_flag::BATCH_IO
     | ublk_flag::SHMEM_ZC;
 
-/// `/dev/ublkcN`, open. One process at a time has it open. The owner stops it
+/// An open `/dev/ublkcN`. Only one process at a time can have it open. The owner stops the device
 /// ([`UblkCommand::Stop`]) before the loops that wait for its requests end.
 ///
 /// [`UblkCommand::Stop`]: super::UblkCommand::Stop
@@ -41,7 +41,7 @@ pub struct UblkDevice {
     descriptors: Vec<Descriptors>,
 }
 
-/// The descriptors of a queue's requests, which the driver shares.
+/// The descriptors of a queue's requests: a mapping that the driver writes to.
 struct Descriptors {
     start: NonNull<u8>,
     length: usize,
@@ -59,8 +59,8 @@ impl Descriptors {
         let (length, offset) = (bytes(depth.into()), usize::from(queue) * bytes(MAX_DEPTH));
         let flags = MapFlags::SHARED | MapFlags::POPULATE;
         // SAFETY: a new mapping at an address of the kernel's choice replaces no other mapping. Its
-        // pages stay as long as the mapping: it keeps the device's file open, and the
-        // driver frees them when that is closed.
+        // pages exist as long as the mapping: the mapping keeps the device's file open, and the
+        // driver frees the pages only after the file is closed.
         let mapped = unsafe {
             rustix::mm::mmap(ptr::null_mut(), length, ProtFlags::READ, flags, file, offset as u64)?
         };
@@ -116,35 +116,37 @@ impl UblkDevice {
         })
     }
 
-    /// Its description when it was opened: its number, queues, limits and flags.
+    /// The device's description when it was opened: number, queues, limits and flags.
     pub fn info(&self) -> &UblkInfo {
         &self.info
     }
 
-    /// The request of a tag, from when a command for it has completed until it is answered.
+    /// The request of a tag: valid from the completion of a command for the tag until the next
+    /// [`commit`](Self::commit).
     ///
     /// # Panics
-    /// For a queue or tag that the device has not.
+    /// If the device has no such queue or tag.
     pub fn descriptor(&self, queue: u16, tag: u16) -> UblkDescriptor {
         self.descriptors[usize::from(queue)].get(tag)
     }
 
-    /// Fetches the first request of a tag. Then the data of a write is in `memory`, and the data of
-    /// a read must be put there before [`commit`](Self::commit). One thread fetches all tags of a
-    /// queue, and its loop must accept commands.
+    /// Fetches the first request of a tag. On completion, `memory` has the data of a write; the
+    /// data of a read must be stored there before [`commit`](Self::commit). The same thread must
+    /// fetch all tags of a queue, and its loop must accept commands.
     ///
     /// # Errors
-    /// ENODEV when the device was stopped; EACCES on a loop that takes no commands, EOPNOTSUPP on
-    /// one without a ring; or the driver's.
+    /// ENODEV when the device was stopped; EACCES on a loop that does not accept commands,
+    /// EOPNOTSUPP on a loop without io_uring; or the driver's.
     ///
     /// # Panics
-    /// When the memory is not one piece, or shorter than the longest request of the device.
+    /// When the memory is not one segment, or shorter than the longest request of the device.
     pub async fn fetch(&self, queue: u16, tag: u16, memory: IoVector) -> io::Result<()> {
         self.command(FETCH, queue, tag, 0, memory).await
     }
 
-    /// Answers the request of a tag and takes the next one, as [`fetch`](Self::fetch). The result
-    /// is a count of bytes, or a negative errno. `memory` has the data of a read.
+    /// Commits the result of a tag's request, and waits for the next request as
+    /// [`fetch`](Self::fetch) does. `result` is a count of bytes, or a negative errno. `memory` has
+    /// the data of a read.
     ///
     /// # Errors
     /// As [`fetch`](Self::fetch).
@@ -188,8 +190,8 @@ mod tests {
     use crate::driver::ring_restrictions::DeviceCommands;
     use crate::event_loop::EventLoop;
 
-    /// The outcome of a command to a file without commands, on such a loop; `None` if there is no
-    /// such loop here.
+    /// The error of a command to a file that supports none, on a loop with this engine and setting;
+    /// `None` if this host has no such loop.
     fn command_on(engine: Engine, commands: DeviceCommands) -> Option<io::Error> {
         let choice = EngineChoice::Only(engine);
         let mut event_loop = EventLoop::with_commands(choice, commands).ok()?;

@@ -1,25 +1,25 @@
 //! The structures that the driver reads and writes, as bytes and values (`<linux/ublk_cmd.h>`). All
-//! fields are in the order of the processor.
+//! fields are in native byte order.
 
 /// Features of the driver or of a device (`UBLK_F_`).
 pub mod ublk_flag {
-    /// Data goes by registered buffers.
+    /// Data is transferred by registered buffers.
     pub const SUPPORT_ZERO_COPY: u64 = 1 << 0;
-    /// Data of a write follows a further command.
+    /// The driver copies the data of a write only after a further command.
     pub const NEED_GET_DATA: u64 = 1 << 2;
     /// The device outlives its server.
     pub const USER_RECOVERY: u64 = 1 << 3;
-    /// Requests of a dead server are given to the next one.
+    /// Requests that a dead server left unanswered are issued again to the next server.
     pub const USER_RECOVERY_REISSUE: u64 = 1 << 4;
     /// Commands are numbered like ioctls.
     pub const CMD_IOCTL_ENCODE: u64 = 1 << 6;
-    /// Data goes by reads and writes of the device.
+    /// Data is transferred by reads and writes of the device's file.
     pub const USER_COPY: u64 = 1 << 7;
     /// The size can change while the device is used.
     pub const UPDATE_SIZE: u64 = 1 << 10;
-    /// Data goes by buffers that the driver registers.
+    /// Data is transferred by buffers that the driver registers.
     pub const AUTO_BUF_REG: u64 = 1 << 11;
-    /// Commands are for many requests at once.
+    /// One command handles many requests.
     pub const BATCH_IO: u64 = 1 << 15;
     /// Data may be in shared memory.
     pub const SHMEM_ZC: u64 = 1 << 19;
@@ -31,14 +31,14 @@ pub mod ublk_state {
     pub const DEAD: u16 = 0;
     /// It takes requests.
     pub const LIVE: u16 = 1;
-    /// Its server has ended: requests wait for the next one.
+    /// Its server has ended: requests wait for the next server.
     pub const QUIESCED: u16 = 2;
 }
 
 /// A command to `/dev/ublk-control`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UblkCommand {
-    /// Stores the driver's features in the buffer, 8 bytes. Of no device.
+    /// Stores the driver's features in the buffer, 8 bytes. Names no device.
     GetFeatures,
     /// Stores an [`UblkInfo`] in the buffer.
     GetInfo,
@@ -47,10 +47,10 @@ pub enum UblkCommand {
     Add,
     /// Removes a device, and waits until no process has it open.
     Delete,
-    /// Removes a device, which vanishes when no process has it open.
+    /// Removes a device without waiting: it vanishes when no process has it open.
     DeleteAsync,
     /// Makes the block device appear. Waits until each tag of each queue is fetched. The argument
-    /// is the server's process.
+    /// is the server's process ID.
     Start,
     /// Removes the block device; all commands of its queues complete.
     Stop,
@@ -68,7 +68,7 @@ pub enum UblkCommand {
 
 /// Bytes of `struct ublksrv_ctrl_cmd`, which the number of a control command contains.
 const CONTROL_BYTES: u32 = 32;
-/// The same of `struct ublksrv_io_cmd`, for commands of queues.
+/// Bytes of `struct ublksrv_io_cmd`, for commands of queues.
 const QUEUE_BYTES: u32 = 16;
 
 /// `_IOR('u', number, …)` and `_IOWR('u', number, …)` of `<linux/ioctl.h>`.
@@ -103,12 +103,12 @@ impl UblkCommand {
     }
 }
 
-/// A control command as the driver reads it in a submission entry. `address` and `length` are those
-/// of the buffer.
+/// A control command as the driver reads it in a submission queue entry. `address` and `length` are
+/// those of the buffer.
 pub(super) fn control_bytes(id: u32, address: u64, length: u16, argument: u64) -> [u8; 80] {
     let mut bytes = [0; 80];
     bytes[0..4].copy_from_slice(&id.to_ne_bytes());
-    // Of no queue.
+    // The command belongs to no queue.
     bytes[4..6].copy_from_slice(&u16::MAX.to_ne_bytes());
     bytes[6..8].copy_from_slice(&length.to_ne_bytes());
     bytes[8..16].copy_from_slice(&address.to_ne_bytes());
@@ -116,8 +116,8 @@ pub(super) fn control_bytes(id: u32, address: u64, length: u16, argument: u64) -
     bytes
 }
 
-/// A command of a queue as the driver reads it in a submission entry (`struct ublksrv_io_cmd`),
-/// before the address of its memory.
+/// A command of a queue (`struct ublksrv_io_cmd`) as the driver reads it in a submission queue
+/// entry, without the address of its memory, which follows.
 pub(super) fn queue_bytes(queue: u16, tag: u16, result: i32) -> [u8; 8] {
     let mut bytes = [0; 8];
     bytes[0..2].copy_from_slice(&queue.to_ne_bytes());
@@ -135,20 +135,20 @@ pub struct UblkInfo {
     pub depth: u16,
     /// One of [`ublk_state`].
     pub state: u16,
-    /// The most bytes that one request has.
+    /// The maximum size of a request in bytes.
     pub max_io_bytes: u32,
-    /// Its number; `u32::MAX` requests any.
+    /// Its number; with `u32::MAX` the driver chooses one.
     pub id: u32,
-    /// The server's process; -1 after it was stopped.
+    /// The server's process ID; -1 after the device was stopped.
     pub server: i32,
     /// A set of [`ublk_flag`].
     pub flags: u64,
-    /// The server's note; the driver has no use for it.
+    /// Data of the server, which the driver does not use (`ublksrv_flags`).
     pub note: u64,
 }
 
 impl UblkInfo {
-    /// How many bytes it has.
+    /// The size of the structure in bytes.
     pub const BYTES: usize = 64;
 
     /// The bytes that the driver reads.
@@ -187,7 +187,7 @@ fn part<const N: usize>(bytes: &[u8], start: usize) -> [u8; N] {
 /// A request (`struct ublksrv_io_desc`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct UblkDescriptor {
-    /// The operation, and how (`UBLK_IO_OP_`, `UBLK_IO_F_`).
+    /// The operation and its flags (`UBLK_IO_OP_`, `UBLK_IO_F_`).
     pub operation: u32,
     /// How many sectors of 512 bytes.
     pub sectors: u32,
@@ -195,7 +195,7 @@ pub struct UblkDescriptor {
     pub start_sector: u64,
 }
 
-/// Bytes of a descriptor: those of the fields, and an address of ours.
+/// Bytes of a descriptor: the fields above, and an address that the server supplied.
 pub(super) const DESCRIPTOR_BYTES: usize = 24;
 
 /// `UBLK_MAX_QUEUE_DEPTH`, by which the driver computes the location of a queue's descriptors.

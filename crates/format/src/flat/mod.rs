@@ -1,5 +1,5 @@
-//! Images whose disk has no metadata to write: every byte has its host offset from the beginning,
-//! or the image is only read.
+//! Images whose disk has no metadata to write: every byte has a host offset from the beginning, or
+//! the image is only read.
 //!
 //! [`Raw`] is the disk byte for byte; its bitmaps are in a [`SideFile`]. The I/O path decrypts the
 //! disk of a [`Luks`] container. [`Foreign`] images are those of other programs.
@@ -16,20 +16,21 @@ pub use side_file::SideFile;
 
 use crate::{Foreign, Intent, Luks, Qcow2};
 
-/// An image whose disk has no metadata to write. See the module's page.
+/// An image whose disk has no metadata to write. See the module's comment.
 pub enum Flat<S: Storage> {
     /// The image is the disk, byte for byte.
     Raw(Raw<S>),
-    /// The same, and a side file has its bitmaps.
+    /// The image is the disk, and a side file has its bitmaps.
     WithSideFile(SideFile<S>),
-    /// The disk lies encrypted behind a header.
+    /// The encrypted disk follows a header.
     Luks(Box<Luks<S>>),
     /// An image of another program, for reading only.
     Foreign(Box<Foreign<S>>),
 }
 
 impl<S: Storage> Flat<S> {
-    /// The name of the format of its [`storage`](Self::storage).
+    /// The name of the format of [`storage`](Self::storage): `qcow2` for a raw image with a side
+    /// file.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Raw(_) => "raw",
@@ -49,7 +50,7 @@ impl<S: Storage> Flat<S> {
         }
     }
 
-    /// The file that was opened: of a raw image with a side file, that one.
+    /// The file that was opened: for a raw image with a side file, the side file.
     pub(crate) fn storage(&self) -> &S {
         match self {
             Self::Raw(raw) => raw.storage(),
@@ -88,7 +89,7 @@ impl<S: Storage> Flat<S> {
         }
     }
 
-    /// Nothing to do for an extent that was written: it is visible from the first.
+    /// Does nothing for an extent that was written: it was visible from the beginning.
     pub(crate) fn link(&self) -> Result<()> {
         match self {
             Self::Raw(_) | Self::WithSideFile(_) | Self::Luks(_) => Ok(()),
@@ -142,7 +143,7 @@ impl<S: Storage> Flat<S> {
     }
 }
 
-/// The extent of a range whose host offset is its own.
+/// The extent of a range whose host offset equals its guest offset.
 fn extent_at_own_offset(range: ByteRange) -> Extent {
     let state = ExtentState::Mapped { host: range.offset() };
     Extent { guest: range, alloc_range: range, state, flags: ExtentFlags::empty() }

@@ -1,21 +1,22 @@
-//! The side file of a raw image: a qcow2 that has the image's bitmaps, and nothing else.
+//! The side file of a raw image: a qcow2 image that has the raw image's bitmaps, and no data.
 //!
-//! The raw image is the data file of that qcow2 (`data_file_raw`). Its tables say so for other
-//! programs. Here each byte of the disk has its own host offset, and no change of the disk concerns
-//! the tables: it is recorded in the bitmaps, and written.
+//! The raw image is the data file of that qcow2 image (`data_file_raw`), whose tables exist for
+//! other programs. Here each guest offset is its host offset, so a change of the disk leaves the
+//! tables alone: it is recorded in the bitmaps, and written.
 
 use blockhouse_core::{ByteRange, Extent, Result, Storage};
 
 use super::extent_at_own_offset;
 use crate::{Bitmaps, Intent, Qcow2};
 
-/// See the module's page.
+/// The side file of a raw image. See the module's comment.
 pub struct SideFile<S: Storage> {
     image: Box<Qcow2<S>>,
 }
 
 impl<S: Storage> SideFile<S> {
-    /// An image with its data file as a side file; `Err` returns an image that has none.
+    /// Takes a qcow2 image as the side file of its data file; `Err` returns the image if it is not
+    /// a side file.
     pub(crate) fn new(image: Box<Qcow2<S>>) -> Result<Self, Box<Qcow2<S>>> {
         let is_alone = image.facts().has_raw_disk() && image.facts().backing.is_none();
         if is_alone && image.header().data_file_mark().is_some() {
@@ -52,12 +53,13 @@ impl<S: Storage> SideFile<S> {
         self.image.bitmaps()
     }
 
-    /// Whether the raw image is longer than the disk, because a process died that changed its size.
+    /// Whether the raw image is longer than the disk, because a process died while it changed the
+    /// size.
     pub fn is_shorter_than_data(&self) -> bool {
         self.image.data().size() > self.image.size()
     }
 
-    /// Cuts off what the raw image has past the end of the disk.
+    /// Truncates the raw image at the end of the disk.
     ///
     /// # Errors
     /// Errors of the storage.

@@ -1,7 +1,7 @@
-//! Numbers in bytes of a known length. The caller has read a whole header, so no offset lies past
-//! its end.
+//! Access to numbers in the bytes of a header. The caller has read the whole header, so no offset
+//! lies past its end.
 
-/// The unit of disks, and of most offsets, in bytes.
+/// Bytes of a sector, the unit of disk sizes and of most offsets.
 pub(super) const SECTOR: u64 = 512;
 
 /// The little-endian number of two bytes at `offset`.

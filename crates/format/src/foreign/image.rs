@@ -15,7 +15,7 @@ use super::vmdk::{Vmdk, VmdkFacts, grain};
 use super::vpc::Vpc;
 use crate::{Backing, CacheCounts, CheckReport, Intent};
 
-/// How many pieces one extent is put together from, at most.
+/// The maximum number of pieces that are merged into one extent.
 const MAX_PIECES: usize = 256;
 
 /// The formats that are only read.
@@ -35,13 +35,13 @@ impl ForeignKind {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Vdi, Self::Vpc, Self::Vhdx, Self::Vmdk];
 
-    /// The format of this name, which is also the suffix of its files.
+    /// The format with this name, which is also the suffix of its files.
     pub fn by_name(name: &str) -> Option<Self> {
         let name = if name == "vhd" { "vpc" } else { name };
         Self::ALL.into_iter().find(|kind| kind.as_str() == name)
     }
 
-    /// The name on the command line and in images: QEMU's.
+    /// The name on the command line and in images, as in QEMU.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Vdi => "vdi",
@@ -68,7 +68,7 @@ pub struct Foreign<S: Storage> {
     data: Option<S>,
     cache: PageCache,
     mapping: Mapping,
-    /// Whether reads no longer check for shared data: the check found none, or could not run.
+    /// Whether the check for blocks that share data is done: it found none, or could not run.
     is_surveyed: AtomicBool,
 }
 
@@ -84,7 +84,7 @@ impl<S: Storage> Foreign<S> {
     /// Reads the image's header.
     ///
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the offset of what is wrong; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the offset of the fault; or errors of the storage.
     pub async fn open(storage: S, kind: ForeignKind) -> Result<Self> {
         let mapping = match kind {
             ForeignKind::Vdi => Vdi::open(&storage).await.map(Mapping::Vdi),
@@ -138,7 +138,7 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// The file that is the image, or describes it.
+    /// The file that is the image, or is its descriptor.
     pub fn storage(&self) -> &S {
         &self.storage
     }
@@ -150,7 +150,7 @@ impl<S: Storage> Foreign<S> {
     }
 
     /// The names of the files with the disk's data, as bytes of the host's file system, relative to
-    /// the image's folder; empty where the image is one file.
+    /// the image's folder; empty if the image is one file.
     pub fn extent_files(&self) -> &[Vec<u8>] {
         match &self.mapping {
             Mapping::Vmdk(vmdk) => vmdk.files(),
@@ -158,8 +158,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// The backing file: the parent of a VMDK image. It has the data that this image has not
-    /// allocated.
+    /// The backing file: the parent of a VMDK image, which has the data of the ranges that this
+    /// image has not allocated.
     pub fn backing(&self) -> Option<&Backing> {
         match &self.mapping {
             Mapping::Vmdk(vmdk) => vmdk.parent(),
@@ -167,11 +167,11 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Checks that `backing` can be the parent of this VMDK image: it is a VMDK image with the CID
-    /// that this image noted. Other formats have no parent and are not checked.
+    /// Checks that `backing` can be the parent of this VMDK image: it must be a VMDK image with the
+    /// CID that this image recorded. Other formats have no parent and are not checked.
     ///
     /// # Errors
-    /// `Corrupt` where it was changed since this image was made, `InvalidInput` where it is of
+    /// `Corrupt` if the parent was changed since this image was made, `InvalidInput` if it has
     /// another format.
     pub(crate) fn check_backing(&self, backing: Option<&Self>) -> Result<()> {
         let Mapping::Vmdk(vmdk) = &self.mapping else { return Ok(()) };
@@ -190,11 +190,13 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Attaches the [files](Self::extent_files) that the image names: each is one of `ranges` of
-    /// `data`, in their order. To be called before anything is read.
+    /// Attaches the [files](Self::extent_files) that the image names: `data` has them one after the
+    /// other, each in its range of `ranges`, in the order of their names. Must be called before any
+    /// read.
     ///
     /// # Errors
-    /// `InvalidInput` where it has none, or another number; else as [`open`](Self::open).
+    /// `InvalidInput` if the image names none, or another number of files; otherwise as
+    /// [`open`](Self::open).
     pub(crate) async fn with_extents(mut self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         let opened = match &mut self.mapping {
             Mapping::Vmdk(vmdk) if vmdk.files().len() == ranges.len() => {
@@ -207,10 +209,10 @@ impl<S: Storage> Foreign<S> {
         Ok(self)
     }
 
-    /// Fills `into` with the first bytes of a compressed unit.
+    /// Decompresses the first bytes of a unit into `into`.
     ///
     /// # Errors
-    /// Why the bytes are no compressed unit of this image.
+    /// The reason why the bytes are not a compressed unit of this image.
     pub(crate) fn decompress(&self, compressed: &[u8], into: &mut [u8]) -> Result<(), String> {
         match &self.mapping {
             Mapping::Vmdk(_) => grain::decompress(compressed, into),
@@ -218,7 +220,7 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Look-ups of metadata since the image was opened.
+    /// Counts of metadata lookups since the image was opened.
     pub(crate) fn cache_counts(&self) -> CacheCounts {
         self.cache.counts()
     }
@@ -226,8 +228,8 @@ impl<S: Storage> Foreign<S> {
     /// Looks up the first bytes of `range`, which is not empty and lies inside the disk.
     ///
     /// # Errors
-    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of what is wrong,
-    /// also where blocks elsewhere on the disk share their data; what the storage answers.
+    /// `ReadOnly` for an intent that changes anything; `Corrupt` with the offset of the fault, also
+    /// if blocks elsewhere on the disk share data; errors of the storage.
     pub(crate) async fn map(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         if intent != Intent::Read {
             return Err(self.read_only());
@@ -249,7 +251,7 @@ impl<S: Storage> Foreign<S> {
                 if rest.is_empty() {
                     break;
                 }
-                // Damage further on is reported to the read that gets there.
+                // Damage further on is reported by the read that reaches it.
                 match self.piece(rest).await {
                     Ok(next) if piece.continues_as(&next) => piece.length += next.length,
                     _ => break,
@@ -281,7 +283,7 @@ impl<S: Storage> Foreign<S> {
         Ok(Piece { length, ..piece })
     }
 
-    /// Looks for errors in the image's tables.
+    /// Checks the image's tables for errors.
     ///
     /// # Errors
     /// Errors of the storage; `Unsupported` for more blocks than can be counted.
@@ -301,7 +303,7 @@ impl<S: Storage> Foreign<S> {
     }
 
     /// Refuses an image in which two blocks share data. Some programs write such tables, and no
-    /// single block looks wrong. Runs before the first look-up for a read. If the survey itself
+    /// entry by itself looks wrong. Runs before the first lookup for a read. If the survey itself
     /// fails (too many blocks, or a read error), the image is used unchecked.
     async fn check_apart(&self) -> Result<()> {
         if let Ok(Some(survey)) = self.survey().await {
@@ -319,13 +321,13 @@ impl<S: Storage> Foreign<S> {
         Tables::new(self.data(), &self.cache, patches)
     }
 
-    /// The error for everything that would change the image.
+    /// The error for any operation that would change the image.
     pub(crate) fn read_only(&self) -> Error {
         refuse_writing(self.kind(), self.storage.name())
     }
 }
 
-/// The error for an image that is opened to be changed.
+/// The error for an image of this format that is opened for writing.
 pub(crate) fn refuse_writing(kind: ForeignKind, name: &str) -> Error {
     let what = format!("{} images can only be read", kind.as_str());
     Error::new(ErrorKind::ReadOnly, what).on(name).hint(

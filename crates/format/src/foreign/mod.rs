@@ -1,17 +1,17 @@
-//! Formats of other programs: what is stored elsewhere can be served, compared and converted, and
-//! a disk can be stored in a new image for elsewhere.
+//! Formats of other programs: their images can be served, compared and converted, and a disk can be
+//! stored in a new image for such a program.
 //!
-//! Guarantees: nothing is ever written to an image that is there. Every field of a header is
-//! checked before it is used, and metadata is read page by page when it is needed, so an image
-//! takes no more memory than [`tables`] allows, whatever its header states. Guest data that the
-//! file does not have, because it was truncated, is an error and never zeros.
+//! Guarantees: an existing image is never written to. Every field of a header is checked before it
+//! is used, and metadata is read page by page when it is needed, so an image takes no more memory
+//! than [`tables`] allows, whatever its header states. A read of guest data that is missing because
+//! the file was truncated fails; it never returns zeros.
 //!
-//! - [`image`]: the one type that the rest of the crate knows, [`Foreign`]; it asks the format by
-//!   one `match`.
+//! - [`image`]: the only type that the rest of the crate uses, [`Foreign`]; it calls the format's
+//!   code by a `match`.
 //! - A folder for each format: its header, and where the bytes of the disk are ([`piece`]).
-//! - [`new_parts`], [`new_image`]: images that are made, each by the `create` of its format.
-//! - [`tables`]: pages of metadata in memory, as [`patches`] of a log that was not replayed change
-//!   them. [`overlap`]: which blocks a check finds twice.
+//! - [`new_parts`], [`new_image`]: new images, each made by the `create` module of its format.
+//! - [`tables`]: pages of metadata in memory, with the [`patches`] of a log that was not replayed
+//!   applied. [`overlap`]: finds blocks that are used twice.
 
 mod fields;
 mod image;

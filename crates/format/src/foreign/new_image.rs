@@ -1,9 +1,10 @@
-//! New images of other programs' formats, filled once from a disk and never changed here again.
+//! New images of other programs' formats, filled once from a disk and never changed again by this
+//! program.
 //!
-//! Guarantees: nothing is read of the file, which is empty at first, so what was not written of a
-//! block is a hole of the file and reads as zeros. The tables are in memory until
+//! Guarantees: the file is empty at first and is never read, so the unwritten parts of a block are
+//! holes of the file and read as zeros. The tables are in memory until
 //! [`finish`](NewForeign::finish): four bytes for each block of the disk that has data or is near
-//! one. A file that was not finished has no header, and no program takes it for an image.
+//! such a block. An unfinished file has no header, so no program takes it for an image.
 
 use blockhouse_core::Result;
 
@@ -15,7 +16,7 @@ use super::vhdx::NewVhdx;
 use super::vmdk::{NewSparse, NewStream};
 use super::vpc::NewVpc;
 
-/// An image while it is filled.
+/// An image that is being filled.
 pub enum NewForeign {
     /// VirtualBox.
     Vdi(NewVdi),
@@ -30,7 +31,8 @@ pub enum NewForeign {
 }
 
 impl NewForeign {
-    /// An image without data. Of a split one it is one of the files that its descriptor names.
+    /// An image without data. For a split image, this is one of the files that its descriptor
+    /// names.
     ///
     /// # Errors
     /// `InvalidInput` for a disk, or options, that the format cannot have.
@@ -60,8 +62,8 @@ impl NewForeign {
         })
     }
 
-    /// Bytes that are appended together, where the image is a stream: multiples of them in the
-    /// order of the disk.
+    /// For a stream: the unit in which data is appended, in bytes. Units are appended in the order
+    /// of the disk.
     pub fn stream_unit(&self) -> Option<u64> {
         match self {
             Self::Stream(_) => Some(NewStream::GRAIN),
@@ -69,8 +71,8 @@ impl NewForeign {
         }
     }
 
-    /// Bytes that are written together, where the image has a parent: multiples of them, because a
-    /// grain that has a place has nothing of the parent.
+    /// For an image with a parent: the unit in which data is written, in bytes. Reason: an
+    /// allocated grain hides all data of the parent in its range.
     pub fn overlay_unit(&self) -> Option<u64> {
         match self {
             Self::Vmdk(image) => image.overlay_unit(),
@@ -78,14 +80,14 @@ impl NewForeign {
         }
     }
 
-    /// The place in the file for the disk's bytes from `at` on, and for how many it holds. It is
-    /// the same whenever it is asked for.
+    /// The offset in the file for the disk's bytes from `at` on, and the number of bytes for which
+    /// this holds. Allocates the block at the first call; later calls return the same offset.
     ///
     /// # Errors
-    /// ENOMEM; ENOSPC where the file becomes longer than the format allows.
+    /// ENOMEM; ENOSPC if the file would become longer than the format allows.
     ///
     /// # Panics
-    /// Where the image is a stream.
+    /// If the image is a stream.
     pub fn place(&mut self, at: u64) -> Result<(u64, u64)> {
         match self {
             Self::Vdi(image) => image.place(at),
@@ -96,14 +98,14 @@ impl NewForeign {
         }
     }
 
-    /// The bytes to append to the file for the disk's bytes from `at` on, one
-    /// [unit](Self::stream_unit) or, at the end of the disk, less.
+    /// The bytes to append to the file for the disk's bytes from `at` on: one
+    /// [unit](Self::stream_unit), or less at the end of the disk.
     ///
     /// # Errors
-    /// `InvalidInput` where the order of the disk is not kept, or the file becomes too long.
+    /// `InvalidInput` if the calls are not in the order of the disk, or the file becomes too long.
     ///
     /// # Panics
-    /// Where the image is no stream.
+    /// If the image is not a stream.
     pub fn append(&mut self, at: u64, bytes: &[u8]) -> Result<FilePiece> {
         match self {
             Self::Stream(image) => image.append(at, bytes),
@@ -113,7 +115,7 @@ impl NewForeign {
         }
     }
 
-    /// The remaining writes, and the length that the file gets afterwards.
+    /// The remaining writes, and the length to which the file must be set afterwards.
     pub fn finish(self) -> (FilePieces, u64) {
         match self {
             Self::Vdi(image) => image.finish(),

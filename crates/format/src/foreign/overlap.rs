@@ -1,5 +1,5 @@
-//! Which blocks of a file belong to more than one block of a disk: for checks, and before the disk
-//! is read.
+//! Finds blocks of a file that belong to more than one block of a disk: for checks, and before the
+//! first read of the disk.
 //!
 //! Takes 8 bytes of memory for each block in use, up to [`MAX_BLOCKS`].
 
@@ -10,10 +10,10 @@ use crate::CheckReport;
 
 /// How many blocks in use a check counts: 128 MiB of memory.
 const MAX_BLOCKS: usize = 16 << 20;
-/// How many problems are told in words.
+/// How many problems are described in the report.
 const MAX_PROBLEMS: usize = 1000;
 
-/// The findings of a check, as it goes along.
+/// The findings of a check so far.
 pub(super) struct Survey {
     report: CheckReport,
     /// Where each block in use starts.
@@ -23,16 +23,16 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// Of a disk of `total` blocks that take `block_size` bytes each.
+    /// A survey of a disk of `total` blocks that take `block_size` bytes each.
     pub(super) fn new(total: u64, block_size: u64) -> Self {
         let report = CheckReport { total_clusters: total, ..CheckReport::default() };
         Self { report, starts: Vec::new(), block_size }
     }
 
-    /// Counts a block of the disk that is at `start` of the file.
+    /// Counts a block of the disk whose data starts at `start` in the file.
     ///
     /// # Errors
-    /// `Unsupported` where there are more than can be counted.
+    /// `Unsupported` for more than [`MAX_BLOCKS`] blocks.
     pub(super) fn add(&mut self, start: u64) -> Result<()> {
         if self.starts.len() == MAX_BLOCKS {
             let what = format!("has more than {MAX_BLOCKS} blocks in use, too many to check");
@@ -49,8 +49,8 @@ impl Survey {
         Ok(())
     }
 
-    /// Notes a block of the disk that is at `start` and is counted as a problem: others may not
-    /// share its data, either.
+    /// Records the start of a block that the caller counts as a problem, without counting it as
+    /// allocated: other blocks must not share its data, either.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -61,8 +61,8 @@ impl Survey {
         Ok(())
     }
 
-    /// Counts something that is wrong. `what` is asked for the words where they are kept: tables of
-    /// millions of damaged entries take no time for the others.
+    /// Counts a problem. `what` describes it, and is called only if the description is kept, so
+    /// that tables with millions of damaged entries cost no time for the rest.
     pub(super) fn problem(&mut self, what: impl FnOnce() -> String) {
         self.report.corruptions += 1;
         if self.report.problems.len() < MAX_PROBLEMS {
@@ -82,7 +82,8 @@ impl Survey {
         self.report
     }
 
-    /// Fails where two blocks of the disk share data of the file: one of them reads as the other's.
+    /// Fails if two blocks of the disk share data of the file: one of them would read the other's
+    /// data.
     ///
     /// # Errors
     /// `Corrupt`, with the offset.

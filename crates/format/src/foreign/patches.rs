@@ -1,5 +1,5 @@
-//! Changes of a file that are in memory alone: what a log says that was not replayed. Reads of
-//! metadata see them.
+//! Changes of a file that are only in memory: those of a log that was not replayed on disk. Reads
+//! of metadata see them.
 //!
 //! Guarantees: at most [`MAX_PAGES`] pages and [`MAX_ZEROS`] ranges of zeros.
 
@@ -11,7 +11,7 @@ use super::refusal::unsupported;
 use crate::aligned_read::read;
 use crate::aligned_write::write;
 
-/// Bytes of a page: the unit of changes.
+/// Bytes of a page, the unit of changes.
 pub(super) const PAGE: usize = 4096;
 
 /// How many pages are kept: 32 MiB.
@@ -24,19 +24,19 @@ const MAX_ZEROS: usize = 4096;
 /// The changes; empty by default.
 #[derive(Default)]
 pub(super) struct Patches {
-    /// By their offsets, multiples of [`PAGE`].
+    /// Changed pages by their offsets, multiples of [`PAGE`].
     pages: BTreeMap<u64, Box<[u8; PAGE]>>,
     /// Ranges that became zeros before the pages in them were written.
     zeros: Vec<ByteRange>,
-    /// Bytes that the file has at least.
+    /// The minimum size of the file in bytes.
     file_size: u64,
 }
 
 impl Patches {
-    /// Adds a page. `place` is where the change was found.
+    /// Adds a page. `place` is the offset in the log at which the change was found.
     ///
     /// # Errors
-    /// `Unsupported` for too many.
+    /// `Unsupported` for too many changes.
     pub(super) fn write(&mut self, offset: u64, page: Box<[u8; PAGE]>, place: u64) -> Result<()> {
         if self.pages.len() == MAX_PAGES && !self.pages.contains_key(&offset) {
             return Err(unsupported("a log with more than 32 MiB of changes", place));
@@ -45,7 +45,7 @@ impl Patches {
         Ok(())
     }
 
-    /// Makes zeros of a range of whole pages.
+    /// Zeroes a range of whole pages.
     ///
     /// # Errors
     /// As [`write`](Self::write).
@@ -58,12 +58,12 @@ impl Patches {
         Ok(())
     }
 
-    /// Says that the file has at least this many bytes.
+    /// Raises the minimum size of the file to `size`.
     pub(super) fn extend_file(&mut self, size: u64) {
         self.file_size = self.file_size.max(size);
     }
 
-    /// Bytes of the file, of which the host has `size`.
+    /// The size of the changed file; `size` is that of the file on the host.
     pub(super) fn file_size(&self, size: u64) -> u64 {
         self.file_size.max(size)
     }
@@ -75,7 +75,7 @@ impl Patches {
             || self.zeros.iter().any(|zeros| zeros.overlaps(range))
     }
 
-    /// As [`read`], with the changes.
+    /// As [`read`], with the changes applied.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -90,7 +90,8 @@ impl Patches {
         Ok(bytes)
     }
 
-    /// Makes the changes in the file, which is then as long as it has to be. Not durable yet.
+    /// Applies the changes to the file, and makes it as long as the log says. They are not durable
+    /// before the next flush.
     ///
     /// # Errors
     /// `Unsupported` if the storage's blocks are larger than pages: nothing has changed. Errors of
@@ -119,7 +120,7 @@ impl Patches {
         Ok(())
     }
 
-    /// Makes the changes in bytes that were read from `offset` on.
+    /// Applies the changes to bytes that were read from `offset` on.
     pub(super) fn apply(&self, offset: u64, bytes: &mut [u8]) {
         let range = ByteRange::between(offset, offset + bytes.len() as u64);
         for zeros in &self.zeros {
@@ -134,7 +135,7 @@ impl Patches {
     }
 }
 
-/// The bytes that both have, as positions in the second and in the first.
+/// The common part of both ranges: its positions in the second range, and in the first.
 fn common(first: ByteRange, second: ByteRange) -> (std::ops::Range<usize>, std::ops::Range<usize>) {
     let start = first.offset().max(second.offset());
     let end = first.end().min(second.end()).max(start);

@@ -1,29 +1,29 @@
-//! The content of a disk from one offset on: the answer of each format's look-up.
+//! The content of a disk from one offset on: the result of each format's lookup.
 
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState};
 
-/// Bytes of the disk with one state.
+/// Consecutive bytes of the disk with one state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) state: ExtentState,
     /// How many bytes, at least one.
     pub(super) length: u64,
-    /// The range that compressed bytes decompress to; `None` for all other states.
+    /// The guest range of the compressed unit; `None` for all other states.
     pub(super) unit: Option<ByteRange>,
 }
 
 impl Piece {
-    /// Bytes that nothing was written to.
+    /// Bytes that were never written.
     pub(super) fn hole(length: u64) -> Self {
         Self { state: ExtentState::Hole, length, unit: None }
     }
 
-    /// The same bytes, which the image's parent has.
+    /// The same bytes, with their data in the image's parent.
     pub(super) fn of_parent(self) -> Self {
         Self { state: ExtentState::Backing, ..self }
     }
 
-    /// Bytes that are zeros by the format's word.
+    /// Bytes that the image's metadata defines as zeros.
     pub(super) fn zero(length: u64) -> Self {
         Self { state: ExtentState::Zero, length, unit: None }
     }

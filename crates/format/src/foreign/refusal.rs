@@ -1,5 +1,5 @@
-//! The faults of an image, as errors that say where and what to do. The caller adds the file's
-//! name.
+//! The errors for faults of an image, with the offset and a hint what to do. The caller adds the
+//! file's name.
 
 use std::borrow::Cow;
 

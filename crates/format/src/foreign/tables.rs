@@ -1,8 +1,7 @@
-//! Metadata in memory: pages of the file, the least recently used one out first.
+//! Metadata in memory: a cache of the file's pages, which evicts the least recently used page.
 //!
-//! Guarantees: at most [`MAX_PAGES`] pages of [`PAGE_SIZE`] bytes (or one of the storage's blocks,
-//! where that is more) are kept, however large the tables of the image are. An image is only read,
-//! so a page never changes.
+//! Guarantees: at most [`MAX_PAGES`] pages of [`PAGE_SIZE`] bytes are kept, however large the
+//! tables of the image are. An image is only read, so a page never changes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use super::refusal::corrupt;
 use crate::CacheCounts;
 use crate::aligned_read::read;
 
-/// Bytes of a page, a multiple of all entries of tables.
+/// Bytes of a page, a multiple of the size of each kind of table entry.
 const PAGE_SIZE: u64 = 16 << 10;
 /// How many pages are kept: 4 MiB in all.
 const MAX_PAGES: usize = 256;
@@ -66,7 +65,7 @@ impl PageCache {
     }
 }
 
-/// The metadata of an image, by offsets of its file.
+/// The metadata of an image, addressed by offsets in its file.
 pub(super) struct Tables<'a, S> {
     storage: &'a S,
     cache: &'a PageCache,
@@ -74,15 +73,15 @@ pub(super) struct Tables<'a, S> {
 }
 
 impl<'a, S: Storage> Tables<'a, S> {
-    /// Of a file that `patches` change, if there are any.
+    /// The metadata of a file, to which `patches` are applied.
     pub(super) fn new(storage: &'a S, cache: &'a PageCache, patches: Option<&'a Patches>) -> Self {
         Self { storage, cache, patches }
     }
 
-    /// The bytes of an entry at `offset`, a multiple of `N`; `N` is a power of two.
+    /// The bytes of the entry at `offset`, a multiple of `N`; `N` is a power of two.
     ///
     /// # Errors
-    /// `Corrupt` where the file ends before; or what the storage answers.
+    /// `Corrupt` if the file ends before the entry does; or errors of the storage.
     pub(super) async fn entry<const N: usize>(&self, offset: u64) -> Result<[u8; N]> {
         let host = self.storage.size();
         let size = self.patches.map_or(host, |patches| patches.file_size(host));

@@ -1,18 +1,18 @@
 //! The content of a LUKS header, whatever its version: ciphers, key slots, digests of the key.
 //!
-//! Guarantees: every value was checked where the header was parsed. Sizes and offsets are within
-//! the limits below, ranges do not overflow, and names of unknown algorithms are errors that quote
-//! printable ASCII only. How much work a slot asks for is not limited here, but where keys are
-//! derived.
+//! Guarantees: every value was checked when the header was parsed. Sizes and offsets are within the
+//! limits below, ranges do not overflow, and names of unknown algorithms are errors that quote
+//! printable ASCII only. The work of a slot's key derivation (iterations, memory) is not limited
+//! here, but in the code that derives keys.
 
 use blockhouse_core::ByteRange;
 
-/// The most bytes of a disk's key, and the fewest.
+/// The maximum and the minimum size of a disk's key in bytes.
 pub(super) const MAX_KEY: u64 = 64;
 pub(super) const MIN_KEY: u64 = 16;
-/// The most stripes of a key slot; all known programs use 4000.
+/// The maximum number of stripes of a key slot; all known programs use 4000.
 pub(super) const MAX_STRIPES: u64 = 8192;
-/// The most bytes of a salt or digest.
+/// The maximum size of a salt or digest in bytes.
 pub(super) const MAX_SALT: usize = 64;
 
 /// A LUKS header of version 1 or 2.
@@ -28,17 +28,17 @@ pub struct LuksHeader {
     pub key_bytes: usize,
     /// Bytes that are encrypted together: 512, 1024, 2048 or 4096.
     pub sector_size: u32,
-    /// The number that is added to that of each sector, in units of 512 bytes, for its
+    /// The number that is added to each sector's number (in units of 512 bytes) to form its
     /// initialization vector.
     pub iv_tweak: u64,
-    /// Where the disk begins, in bytes from the start of the header.
+    /// The offset of the disk, in bytes from the start of the header.
     pub payload: u64,
-    /// Bytes of the disk; `None` where it ends with the file.
+    /// Bytes of the disk; `None` if the disk ends with the file.
     pub payload_size: Option<u64>,
     /// The key slots in use, in the order in which they are tried.
     pub slots: Vec<LuksSlot>,
-    /// Where the areas of all key slots begin, used or not, in bytes from the start of the header;
-    /// of version 1 only.
+    /// The offsets of the areas of all key slots, used or not, in bytes from the start of the
+    /// header; empty for version 2.
     pub slot_offsets: Vec<u64>,
 }
 
@@ -64,9 +64,9 @@ pub struct LuksSlotKey {
     pub area_key_bytes: usize,
     /// Stripes of the area, each as long as the disk's key.
     pub stripes: u32,
-    /// The hash that the stripes are merged with.
+    /// The hash with which the stripes are merged.
     pub stripe_hash: LuksHash,
-    /// The digest that tells whether a key is the disk's.
+    /// The digest by which the disk's key is recognized.
     pub digest: LuksDigest,
 }
 
@@ -97,7 +97,7 @@ pub enum LuksKdf {
     },
 }
 
-/// PBKDF2 of the disk's key, by which a right one is known.
+/// PBKDF2 of the disk's key, by which the right key is recognized.
 #[derive(Clone, Debug)]
 pub struct LuksDigest {
     /// Of its HMAC.
@@ -165,7 +165,7 @@ impl LuksCipher {
         found.ok_or_else(|| format!("the cipher '{}' is not supported", printable(name)))
     }
 
-    /// Whether it has keys of this many bytes.
+    /// Whether the cipher has keys of this many bytes.
     pub(super) fn takes_key(self, bytes: u64) -> bool {
         match self {
             Self::AesXtsPlain | Self::AesXtsPlain64 => matches!(bytes, 32 | 48 | 64),
@@ -175,7 +175,7 @@ impl LuksCipher {
         }
     }
 
-    /// Its key size in bytes, checked.
+    /// Checks a key size in bytes, and returns it.
     pub(super) fn check_key(self, bytes: u64) -> Result<usize, String> {
         if self.takes_key(bytes) {
             Ok(bytes as usize)
@@ -205,13 +205,13 @@ impl LuksHash {
     }
 }
 
-/// A text of a header in a message: short, without control characters.
+/// A text of a header for use in a message: at most 40 characters, without control characters.
 pub(super) fn printable(text: &str) -> String {
     let text: String = text.chars().take(40).collect();
     text.escape_default().to_string()
 }
 
-/// The area of a key slot, of `stripes` stripes of `key` bytes in whole sectors.
+/// The area of a key slot with `stripes` stripes of `key` bytes, rounded up to whole sectors.
 pub(super) fn slot_area(offset: u64, key: u64, stripes: u64) -> Result<ByteRange, String> {
     if stripes == 0 || stripes > MAX_STRIPES {
         return Err(format!("{stripes} stripes are not 1 to {MAX_STRIPES}"));

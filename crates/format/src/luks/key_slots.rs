@@ -1,8 +1,8 @@
-//! Changes of the key slots of a header of version 1.
+//! Changes of the key slots of a LUKS header of version 1.
 //!
-//! Order: a slot's area is durable before its record says that it is in use. Where a slot is given
-//! up, its area is overwritten durably before the record changes, so that an old copy of the record
-//! opens nothing. After a crash between the two the slot is in use and opens nothing.
+//! Order: a slot's area is durable before its record marks it as in use. When a slot is erased, its
+//! area is overwritten durably before the record changes, so that an old copy of the record opens
+//! nothing. After a crash between the two writes, the slot is marked as in use but opens nothing.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -31,7 +31,7 @@ impl LuksHeader {
         self.slots.iter().any(|slot| slot.number == number)
     }
 
-    /// The area of a key slot, used or not, which nothing else in the header overlaps.
+    /// The area of a key slot, used or not. Fails if the area overlaps other data of the header.
     fn area_of(&self, number: u32) -> Result<ByteRange> {
         let length = self.key_bytes as u64 * NewLuks::STRIPES as u64;
         let length = length.next_multiple_of(512);
@@ -54,11 +54,11 @@ impl LuksHeader {
 }
 
 impl LuksEncryption {
-    /// Puts a key into a slot, durably. What the slot held is lost.
+    /// Stores a key in a slot, durably. The slot's previous key is lost.
     ///
     /// # Errors
-    /// `Unsupported` for another version than 1; `Corrupt` where the slot's area overlaps other
-    /// data; or what the storage answers.
+    /// `Unsupported` for another version than 1; `Corrupt` if the slot's area overlaps other data;
+    /// or errors of the storage.
     pub async fn set_slot<S: Storage>(
         &self,
         storage: &S,
@@ -71,7 +71,8 @@ impl LuksEncryption {
         self.write_record(storage, number, area, key).await
     }
 
-    /// Gives a slot up, durably: its area is overwritten with `random`, as many bytes.
+    /// Erases a slot, durably: overwrites its area with `random`, up to the shorter of the two
+    /// lengths.
     ///
     /// # Errors
     /// As [`set_slot`](Self::set_slot).
@@ -108,7 +109,7 @@ impl LuksEncryption {
     }
 }
 
-/// Writes bytes anywhere, durably, by way of the blocks that they are in.
+/// Writes bytes at any offset, durably, by a read-modify-write of their blocks.
 async fn write<S: Storage>(storage: &S, offset: u64, bytes: &[u8]) -> Result<()> {
     let block = u64::from(storage.capabilities().alignment.offset).max(512);
     let start = offset / block * block;

@@ -12,16 +12,16 @@ pub(super) const MAGIC: [u8; 6] = *b"LUKS\xba\xbe";
 const SECTOR: u64 = 512;
 /// How many key slots it has.
 const SLOTS: usize = 8;
-/// Where the slots begin, and bytes of each.
+/// Offset of the first slot's record, and bytes of each record.
 const FIRST_SLOT: usize = 208;
 const SLOT_LENGTH: usize = 48;
-/// Where a slot says in which sector its area begins.
+/// Offset in a record of the field with the first sector of the slot's area.
 const SLOT_AREA: usize = 40;
 const ENABLED: u32 = 0x00ac_71f3;
 const DISABLED: u32 = 0x0000_dead;
 
-/// Reads the header in `bytes`, 4 KiB of them, the magic of which is known. An error is the reason
-/// and the offset of the field.
+/// Parses the header in `bytes`, 4 KiB, whose magic was checked. An error is the reason and the
+/// offset of the field.
 pub(super) fn parse(bytes: &[u8]) -> Result<LuksHeader, (String, usize)> {
     let name = format!("{}-{}", text(bytes, 8, 32), text(bytes, 40, 32));
     let cipher = LuksCipher::parse(&name).map_err(|why| (why, 8))?;
@@ -92,8 +92,8 @@ fn slot(
     Ok(LuksSlot { number, key: Ok(key) })
 }
 
-/// The record of a key slot: where it is in the header, and its bytes. `area` is where its area
-/// begins, in bytes from the start of the header; `None` for one that is not in use.
+/// The record of a key slot: its offset in the header, and its bytes. `area` is the offset of its
+/// area, in bytes from the start of the header; `key` is `None` for a slot that is not in use.
 pub(super) fn slot_record(
     number: u32,
     area: u64,
@@ -112,7 +112,7 @@ pub(super) fn slot_record(
     (FIRST_SLOT + number as usize * SLOT_LENGTH, record)
 }
 
-/// Where key slots end in a header: no area begins before.
+/// The end of the slots' records: no area begins before it.
 pub(super) const END_OF_SLOTS: u64 = (FIRST_SLOT + SLOTS * SLOT_LENGTH) as u64;
 
 /// A new header, with one key slot in use. AES-256-XTS with `plain64`, and SHA-256.
@@ -125,28 +125,28 @@ pub struct NewLuks {
     pub digest_salt: [u8; 32],
     /// See `digest`.
     pub digest_iterations: u32,
-    /// The salt of the passphrase in the slot 0.
+    /// The salt of the passphrase's derivation in slot 0.
     pub salt: [u8; 32],
-    /// Its iterations.
+    /// The iterations of the passphrase's derivation in slot 0.
     pub iterations: u32,
 }
 
 impl NewLuks {
     /// How the sectors of the disk and the slot's area are encrypted.
     pub const CIPHER: LuksCipher = LuksCipher::AesXtsPlain64;
-    /// The hash that keys are derived with, and stripes merged.
+    /// The hash with which keys are derived and stripes are merged.
     pub const HASH: LuksHash = LuksHash::Sha256;
     /// Bytes of the disk's key.
     pub const KEY: usize = 64;
     /// Stripes of a slot.
     pub const STRIPES: usize = 4000;
-    /// Where the area of the slot 0 begins, and bytes of its material.
+    /// The offset of slot 0's area, and bytes of its key material.
     pub const AREA: usize = 4096;
     /// See `AREA`.
     pub const AREA_LENGTH: usize = Self::KEY * Self::STRIPES;
-    /// From one slot's area to the next.
+    /// Bytes from the start of one slot's area to the next.
     const AREA_STEP: usize = Self::AREA_LENGTH.next_multiple_of(4096);
-    /// Bytes of the header with all areas, where a container's disk begins.
+    /// Bytes of the header with all areas: the offset of the container's disk.
     pub const LENGTH: usize = Self::AREA + SLOTS * Self::AREA_STEP;
 
     /// The header with its areas, which are zeros.
@@ -181,7 +181,7 @@ fn sectors(offset: usize) -> [u8; 4] {
     ((offset as u64 / SECTOR) as u32).to_be_bytes()
 }
 
-/// The version in the first bytes of a header, whose magic is known.
+/// The version in the first bytes of a header.
 pub(super) fn version(bytes: &[u8]) -> u16 {
     be16(bytes, 6)
 }

@@ -1,7 +1,7 @@
 //! The JSON of a LUKS2 header: one encrypted segment, and the key slots that open it.
 //!
-//! Refused by name: containers in the middle of a reencryption, with integrity tags, or with
-//! segments of other kinds.
+//! Refused, each with its own error: containers in the middle of a reencryption, with integrity
+//! tags, or with segments of other kinds.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -16,7 +16,7 @@ use super::header::{
 /// How many key slots a header may have.
 const MAX_SLOTS: usize = 32;
 
-/// The container that the JSON describes; the reason where it cannot be opened.
+/// The container that the JSON describes; `Err` is the reason why it cannot be opened.
 pub(super) fn parse(json: &Value, uuid: &str) -> Result<LuksHeader, String> {
     check_requirements(json)?;
     let segments = object(json, "segments")?;
@@ -43,7 +43,7 @@ pub(super) fn parse(json: &Value, uuid: &str) -> Result<LuksHeader, String> {
     }
     found.sort_by_key(|(_, number, _)| *number);
     let cipher = LuksCipher::parse(string(segment, "encryption")?)?;
-    // All slots of a digest hold the same key.
+    // All slots of a digest contain the same key.
     let key_bytes = match found.first() {
         Some((bytes, ..)) => cipher.check_key(*bytes)?,
         None => return Err("it has no key slot for its data".into()),
@@ -70,7 +70,7 @@ pub(super) fn parse(json: &Value, uuid: &str) -> Result<LuksHeader, String> {
     })
 }
 
-/// The container's demands on programs that open it.
+/// Refuses a container with mandatory requirements: this program supports none of them.
 fn check_requirements(json: &Value) -> Result<(), String> {
     let requirements = json.pointer("/config/requirements/mandatory");
     let first = requirements.and_then(Value::as_array).and_then(|list| list.first());
@@ -83,7 +83,7 @@ fn check_requirements(json: &Value) -> Result<(), String> {
     }
 }
 
-/// Whether a segment only says what another one was before.
+/// Whether a segment only records the previous state of another segment.
 fn is_backup(segment: &Value) -> bool {
     let flags = segment.get("flags").and_then(Value::as_array);
     flags.is_some_and(|flags| {
@@ -99,7 +99,7 @@ fn sector_size(segment: &Value) -> Result<u32, String> {
     }
 }
 
-/// The digest of a segment's key, and the names of the slots that hold it.
+/// The digest of a segment's key, and the names of the slots that contain the key.
 fn digest_of<'a>(json: &'a Value, segment: &str) -> Result<(LuksDigest, Vec<&'a str>), String> {
     let names = |digest: &'a Value, key| -> Vec<&'a str> {
         let list = digest.get(key).and_then(Value::as_array);
@@ -192,7 +192,7 @@ fn number(json: &Value, name: &str) -> Result<u32, String> {
     number.ok_or_else(|| format!("no number '{name}'"))
 }
 
-/// 64-bit numbers are decimal texts.
+/// Parses a 64-bit number, which the JSON has as a decimal text.
 fn decimal(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("'{}' is no number of bytes", printable(text)))
 }

@@ -1,12 +1,13 @@
 //! LUKS containers: a header with encrypted keys, and a disk of encrypted sectors.
 //!
-//! - [`LuksHeader`] is what a header says (`header`): of version 1 (`luks1`), or of version 2 with
-//!   its copies (`luks2`) and its JSON (`metadata`). [`LuksHeader::read`] finds it in a storage.
-//! - [`Luks`] is the mapping: the disk lies in the storage from one offset on.
+//! - [`LuksHeader`] is the content of a header (`header`): of version 1 (`luks1`), or of version 2
+//!   with its copies (`luks2`) and its JSON (`metadata`). [`LuksHeader::read`] finds it in a
+//!   storage.
+//! - [`Luks`] is the mapping: the disk is a contiguous range of the storage after the header.
 //!
-//! Nothing here derives keys or decrypts: the I/O path does, with `blockhouse-crypt`. So what is
-//! mapped are the places of encrypted bytes. Headers are hostile input: at most 8 MiB are read, and
-//! every field is checked.
+//! This module neither derives keys nor decrypts: the I/O path does, with `blockhouse-crypt`. So
+//! extents have the host offsets of encrypted bytes. Headers are untrusted input: at most 8 MiB are
+//! read, and every field is checked.
 
 mod header;
 mod key_slots;
@@ -29,22 +30,22 @@ pub use luks1::NewLuks;
 
 use crate::{Access, aligned_read};
 
-/// The hint about a container that cannot be read as it is.
+/// The hints for a damaged header, and for one that this program does not support.
 const DAMAGED: &str =
     "its header is damaged: restore it (cryptsetup luksHeaderRestore) or a copy of the image";
 const OTHER_PROGRAM: &str = "cryptsetup may open it, or can make another container of it";
 
 impl LuksHeader {
-    /// Reads the header that begins at `start` of the storage, whose first `room` bytes may be its
-    /// own.
+    /// Reads the header that begins at `start` of the storage. The header with its key slots' areas
+    /// may take `room` bytes.
     ///
     /// # Errors
-    /// `Corrupt` for what is no header or is damaged, `Unsupported` for what is not built; what the
-    /// storage answers.
+    /// `Corrupt` for a missing or damaged header, `Unsupported` for unsupported features; errors of
+    /// the storage.
     pub async fn read<S: Storage>(storage: &S, start: u64, room: u64) -> Result<Self> {
         let first = aligned_read::read(storage, start, luks2::BINARY).await?;
         let header = match luks1::version(&first) {
-            // The first copy of version 2 may be lost.
+            // The first copy of a header of version 2 may be lost.
             _ if first[..6] != luks1::MAGIC => {
                 match second_copy(storage, start, &luks2::LENGTHS).await? {
                     Some(copy) => container(copy, start),
@@ -63,7 +64,7 @@ impl LuksHeader {
         header.map_err(|error| error.on(storage.name()))
     }
 
-    /// Key material lies where the container has room for it.
+    /// Checks that the areas of all key slots lie in the first `room` bytes.
     fn check_areas(self, start: u64, room: u64) -> Result<Self> {
         for LuksSlot { number, key } in &self.slots {
             let Ok(key) = key else { continue };
@@ -80,7 +81,7 @@ impl LuksHeader {
 /// The better of two copies of a header of version 2.
 async fn version_2<S: Storage>(storage: &S, binary: &[u8], start: u64) -> Result<LuksHeader> {
     let first = copy(storage, binary, luks1::MAGIC, start, 0).await?;
-    // A sound copy tells where the other one is.
+    // A sound first copy states its length, which is the offset of the second copy.
     let second = match luks2::length(binary, luks1::MAGIC) {
         Ok(length) if first.is_ok() => second_copy(storage, start, &[length]).await?,
         _ => second_copy(storage, start, &luks2::LENGTHS).await?,
@@ -101,7 +102,7 @@ fn container(copy: luks2::Copy, start: u64) -> Result<LuksHeader> {
 
 type CopyOrFault = Result<luks2::Copy, (String, usize)>;
 
-/// The copy at `offset` of the container, whose binary part is `binary`.
+/// Reads the copy at `offset` of the container; its binary part is `binary`.
 async fn copy<S: Storage>(
     storage: &S,
     binary: &[u8],
@@ -144,8 +145,8 @@ fn refusal(what: String, offset: u64) -> Error {
         .hint(OTHER_PROGRAM)
 }
 
-/// Makes a container of `storage`, durably: `header` is one of [`NewLuks`] with its areas. What
-/// follows in the storage is the disk then, which reads as whatever its bytes decrypt to: never as
+/// Makes `storage` a container, durably: `header` has the bytes of a [`NewLuks`] with its areas.
+/// The rest of the storage becomes the disk, which reads as whatever its bytes decrypt to, not as
 /// zeros.
 ///
 /// # Errors
@@ -157,22 +158,22 @@ pub async fn create<S: Storage>(storage: &S, header: &[u8]) -> Result<()> {
     storage.flush(SyncMode::Full).await
 }
 
-/// The keys of an image's data, in its header of LUKS.
+/// The encryption of an image's data: its LUKS header, which has the encrypted keys.
 pub struct LuksEncryption {
     header: LuksHeader,
-    /// Where the header begins in the image.
+    /// Offset of the header in the image.
     start: u64,
     /// The host offset of the sector with the number 0.
     origin: u64,
 }
 
 impl LuksEncryption {
-    /// The encryption of an image whose LUKS header is at `place`. Sectors are numbered by their
-    /// host offsets.
+    /// The encryption of a qcow2 image whose LUKS header is at `place`. The number of a sector is
+    /// its host offset divided by 512.
     ///
     /// # Errors
-    /// As [`LuksHeader::read`]; `Unsupported` for another version than 1, which alone is defined
-    /// there.
+    /// As [`LuksHeader::read`]; `Unsupported` for another version than 1, the only one that qcow2
+    /// defines.
     pub(crate) async fn of_clusters<S: Storage>(storage: &S, place: ByteRange) -> Result<Self> {
         let header = LuksHeader::read(storage, place.offset(), place.length()).await?;
         if header.version != 1 {
@@ -182,7 +183,7 @@ impl LuksEncryption {
         Ok(Self { header, start: place.offset(), origin: 0 })
     }
 
-    /// Where the header begins in the image.
+    /// Offset of the header in the image.
     fn start(&self) -> u64 {
         self.start
     }
@@ -197,7 +198,8 @@ impl LuksEncryption {
         (host.wrapping_sub(self.origin) / 512).wrapping_add(self.header.iv_tweak)
     }
 
-    /// The areas of the header's key slots, in their order; empty for those that are not supported.
+    /// The contents of the areas of the header's key slots, in the order of the slots; empty for
+    /// unsupported slots.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -216,8 +218,8 @@ impl LuksEncryption {
     }
 }
 
-/// A container as a mapping: the disk lies in the storage from the header's payload on, one extent
-/// for all of it.
+/// A container as a mapping: the disk is one range of the storage, which begins at the header's
+/// payload offset.
 pub struct Luks<S: Storage> {
     storage: S,
     header: LuksHeader,
@@ -228,8 +230,8 @@ impl<S: Storage> Luks<S> {
     /// Reads the header of the container in `storage`.
     ///
     /// # Errors
-    /// As [`LuksHeader::read`]; `Corrupt` where the file ends before the disk does; `Unsupported`
-    /// for `access` to write where the disk's blocks lie across those of the storage.
+    /// As [`LuksHeader::read`]; `Corrupt` if the file ends before the disk does; `Unsupported` for
+    /// write access if the disk does not begin and end at blocks of the storage.
     pub async fn open(storage: S, access: Access) -> Result<Self> {
         let header = LuksHeader::read(&storage, 0, storage.size()).await?;
         let room = storage.size().checked_sub(header.payload);
@@ -260,7 +262,7 @@ impl<S: Storage> Luks<S> {
         Ok(Self { storage, header, size: AtomicU64::new(size) })
     }
 
-    /// Bytes of the disk, a multiple of the container's sectors.
+    /// Bytes of the disk, a multiple of the container's sector size.
     pub(crate) fn size(&self) -> u64 {
         self.size.load(Ordering::Acquire)
     }
@@ -280,18 +282,18 @@ impl<S: Storage> Luks<S> {
         LuksEncryption { header: self.header.clone(), start: 0, origin: self.header.payload }
     }
 
-    /// All of `range`, at its place behind the header.
+    /// Maps all of `range`, at its offset after the header.
     pub(crate) fn map(&self, range: ByteRange) -> Extent {
         let state = ExtentState::Mapped { host: self.header.payload + range.offset() };
         Extent { guest: range, alloc_range: range, state, flags: ExtentFlags::empty() }
     }
 
-    /// Makes the disk end elsewhere, with its file. A longer one reads as anything there, as that
-    /// of a new container.
+    /// Changes the size of the disk, and of its file. The added part of the disk reads as random
+    /// data, as in a new container.
     ///
     /// # Errors
-    /// `Unsupported` where the header says how long the disk is; `InvalidInput` for a part of a
-    /// sector; or what the storage answers.
+    /// `Unsupported` if the header states the size of the disk; `InvalidInput` for a size that is
+    /// not a multiple of the sector size; or errors of the storage.
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {
         if size == self.size() {
             return Ok(());

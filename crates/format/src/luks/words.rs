@@ -1,5 +1,5 @@
-//! Numbers and texts in bytes of a known length: the caller has read a whole header, so no offset
-//! lies past its end.
+//! Access to numbers and texts in the bytes of a header. The caller has read the whole header, so
+//! no offset lies past its end.
 
 pub(super) fn be16(bytes: &[u8], offset: usize) -> u16 {
     u16::from_be_bytes(array(bytes, offset))
@@ -17,7 +17,7 @@ fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
     bytes[offset..offset + N].try_into().expect("N bytes")
 }
 
-/// The text in a field of `length` bytes, which zeros fill up.
+/// The text in a field of `length` bytes, up to the first zero byte.
 pub(super) fn text(bytes: &[u8], offset: usize, length: usize) -> String {
     let field = &bytes[offset..offset + length];
     let end = field.iter().position(|&byte| byte == 0).unwrap_or(length);

@@ -1,4 +1,5 @@
-//! The header of an image: facts that never change while it is open, and the properties that do.
+//! The header of an image: facts that are fixed while the image is open, and properties that can
+//! change.
 
 use blockhouse_core::Storage;
 
@@ -11,20 +12,19 @@ use super::{
 pub struct ImageFacts {
     /// How the image's clusters are compressed.
     pub compression: Compression,
-    /// The backing file, where unallocated clusters are read from; what lies past its end reads as
-    /// zeros.
+    /// The backing file, from which unallocated clusters are read; past its end they read as zeros.
     pub backing: Option<Backing>,
-    /// The file that holds the guest's clusters, if the image does not.
+    /// The file with the guest's clusters, if it is not the image itself.
     pub data_file: Option<DataFile>,
     /// How the guest's data is encrypted, if it is.
     pub encryption: Option<EncryptionKind>,
-    /// The losses of the file, if it is open for reading and was cut off: reads of them fail.
+    /// The loss of a truncated file, which is open for reading only: reads of lost clusters fail.
     pub truncation: Option<Truncation>,
     /// The snapshot that the image was opened on.
     pub snapshot: Option<Snapshot>,
 }
 
-/// The properties of an image, as its header on disk says them.
+/// The properties of an image, as its header on disk states them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
     /// The revision of the format.
@@ -37,13 +37,14 @@ pub struct Features {
     pub lazy_refcounts: Switch,
     /// Whether there are subclusters.
     pub extended_l2: Switch,
-    /// Bytes of the disk as the image states it. What is beyond a multiple of 512 is left out.
+    /// The size of the disk in bytes, as the image states it. The disk that the guest sees is this
+    /// size rounded down to a multiple of 512.
     pub stated_size: u64,
-    /// The losses of the file, if it was found to be cut off.
+    /// The loss of the file, if it was found to be truncated.
     pub truncation: Option<Truncation>,
     /// Whether the image was not closed, so that refcounts may be wrong.
     pub is_dirty: bool,
-    /// Whether the image was found to contradict itself.
+    /// Whether the image is marked as corrupt.
     pub is_corrupt: bool,
 }
 
@@ -53,7 +54,7 @@ pub struct Qcow2Header<'a, S: Storage> {
 }
 
 impl ImageFacts {
-    /// Whether the data file reads as the disk, and so has each cluster allocated.
+    /// Whether the data file reads as the disk, so that every cluster is allocated.
     pub fn has_raw_disk(&self) -> bool {
         self.data_file.as_ref().is_some_and(DataFile::is_raw_disk)
     }
@@ -78,7 +79,7 @@ impl<S: Storage> Qcow2Header<'_, S> {
         }
     }
 
-    /// The mark of the data file; `None` of an image that is no
+    /// The mark of the data file; `None` for an image that is not a side file, see
     /// [`SideFileHeader`](super::SideFileHeader).
     pub fn data_file_mark(&self) -> Option<DataFileMark> {
         DataFileMark::of(self.image.metadata.lock().tables.headers.disk())

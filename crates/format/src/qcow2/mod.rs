@@ -4,18 +4,18 @@
 //! Every value in a file is checked before use: offsets and sizes have bounds, and tables are read
 //! into bounded memory. An invalid value is an error that names the structure and its offset.
 //!
-//! Components, each in a folder that uses only those of lower floors. A component owns its fields;
-//! its page tells its life cycle and its locking.
+//! Components, each in a folder that uses only those of lower layers. A component owns its fields;
+//! its `mod.rs` describes its life cycle and its locking.
 //!
-//! | floor | folder | owns |
+//! | layer | folder | owns |
 //! | --- | --- | --- |
-//! | 8 | `side_file` | nothing: images that hold the bitmaps of a raw disk |
+//! | 8 | `side_file_header` | nothing: images that have the bitmaps of a raw disk |
 //! | 7 | `transaction` | changes of the whole image: snapshots, machine state, size, backing file |
-//! | 6 | `bitmaps` | bits of enabled bitmaps, and what of them is on disk |
+//! | 6 | `bitmaps` | bits of enabled bitmaps, and which of them are on disk |
 //! | 5 | `writeback` | the image's lock; running steps; the order in which changes reach the disk |
 //! | 4 | `mapping` | changes of guest clusters between prepare and link |
-//! | 3 | `allocator` | free space, the reserve, clusters on their way to be free |
-//! | 2 | `tables` | header, L1 table, refcount table, cached slices; what of them is dirty |
+//! | 3 | `allocator` | free space, the reserve, clusters that are about to be freed |
+//! | 2 | `tables` | header, L1 table, refcount table, cached slices; which of them are dirty |
 //! | 2 | `check` | nothing: images that are not open are checked, repaired, created |
 //! | 1 | `layout` | nothing: header, entries, tables as bytes |
 //!
@@ -80,11 +80,12 @@ pub struct Qcow2<S: Storage> {
     facts: ImageFacts,
 }
 
-/// Checks an image that does not change meanwhile and whose changes are all flushed. Takes about 6
-/// bytes of memory for each cluster in use (with refcounts of 16 bits), however long the file is.
+/// Checks an image whose changes are all flushed, and which does not change during the check. Takes
+/// about 6 bytes of memory for each cluster in use (with refcounts of 16 bits), however long the
+/// file is.
 ///
 /// # Errors
-/// Errors of the storage, or ENOMEM: what is wrong with the image is in the report.
+/// Errors of the storage, or ENOMEM; faults of the image are in the report.
 pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
     check_with(image, &ToolProgress::default()).await
 }
@@ -112,7 +113,7 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.size()
     }
 
-    /// Where the last cluster ends.
+    /// The end of the last cluster, in bytes.
     pub fn end(&self) -> u64 {
         self.size().next_multiple_of(self.geometry().cluster_size())
     }
@@ -122,8 +123,8 @@ impl<S: Storage> Qcow2<S> {
         self.geometry().cluster_size()
     }
 
-    /// Bytes of what is allocated to the guest at a time: a subcluster, or a cluster where there
-    /// are none.
+    /// Bytes of the guest's allocation unit: a subcluster, or a cluster in an image without
+    /// subclusters.
     pub fn subcluster_size(&self) -> u64 {
         self.geometry().subcluster_size()
     }
@@ -138,17 +139,17 @@ impl<S: Storage> Qcow2<S> {
         Qcow2Header { image: self }
     }
 
-    /// Says how long the backing file is: past its end it reads as zeros.
+    /// Sets the size of the backing file's disk: past its end, unallocated clusters read as zeros.
     pub fn set_backing_size(&self, size: u64) {
         self.metadata.lock().mapping.set_backing_end(size);
     }
 
-    /// The image itself, where its tables are.
+    /// The image file, which has the tables.
     pub fn storage(&self) -> &S {
         self.metadata.storage()
     }
 
-    /// Where the host offsets of extents point to: the data file, or the image.
+    /// The file to which the host offsets of extents refer: the data file, or the image.
     pub fn data(&self) -> &S {
         self.metadata.writer().data_file().unwrap_or(self.storage())
     }
@@ -179,7 +180,7 @@ impl<S: Storage> Qcow2<S> {
         self.map_change(range, intent).await
     }
 
-    /// Prepares a change that bitmaps know of.
+    /// Prepares a change that bitmaps have recorded or need not record.
     async fn map_change(&self, range: ByteRange, intent: Intent) -> Result<Extent> {
         let mapped = self.metadata.step(|state| match intent {
             Intent::Read => mapping::map_read(&mut state.tables, range),
@@ -201,8 +202,8 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.marking(mapped.await).await
     }
 
-    /// Records a change of `range` in the enabled bitmaps. Returns the first part, which is
-    /// recorded: only that may change.
+    /// Records a change of `range` in the enabled bitmaps. Returns the first part of `range`, which
+    /// was recorded: the caller may change only that part.
     pub(crate) async fn begin_change(&self, range: ByteRange) -> Result<ByteRange> {
         self.begin_changes().await?;
         match self.bitmaps.try_record(range) {
@@ -245,9 +246,9 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.marking(prepared).await
     }
 
-    /// The host offset of the first bytes of `range` although their content does not come from
-    /// there, `None` for none; and for how many bytes that holds, contiguously. `range` is one
-    /// that [`map`](Self::map) answered for reading as zeros, a hole or the backing file's.
+    /// The host offset that is allocated for the first bytes of `range` although they do not read
+    /// from there (`None` if none is), and the number of bytes for which this holds (contiguously).
+    /// [`map`](Self::map) has just mapped `range` for reading as zeros, a hole or backing.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -279,7 +280,8 @@ impl<S: Storage> Qcow2<S> {
         }
     }
 
-    /// As [`Format::link`](crate::Format::link). Dropped before its end, it is an abort.
+    /// As [`Format::link`](crate::Format::link). If the future is dropped before its end, the
+    /// extent is aborted.
     pub async fn link(&self, extent: Extent, data: Durability) -> Result<()> {
         let unfinished = LinkGuard { image: self, extent };
         let linked = self.metadata.step(|state| state.mapper().link(extent, data)).await;
@@ -296,7 +298,7 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.lock().mapper().abort(extent, why);
     }
 
-    /// Refuses to map what lies in a file that is not open.
+    /// Refuses to map data in a data file that is not open.
     fn check_data_file(&self) -> Result<()> {
         if self.geometry().has_data_file && self.metadata.writer().data_file().is_none() {
             let what = "the image keeps its data in a data file, which is not open";
@@ -305,8 +307,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(())
     }
 
-    /// An extent in a data file must begin before its end. A data file that is the raw disk may be
-    /// shorter: others change it.
+    /// Refuses an extent that begins past the end of the data file. A data file that is the raw
+    /// disk may be shorter, because other programs change it.
     fn within_data_file(&self, extent: Extent) -> Result<Extent> {
         if let (Some(data), ExtentState::Mapped { host }) =
             (self.metadata.writer().data_file(), extent.state)
@@ -320,7 +322,7 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// A link that has not ended.
+/// A link in progress: dropping it aborts the extent.
 struct LinkGuard<'a, S: Storage> {
     image: &'a Qcow2<S>,
     extent: Extent,
@@ -355,9 +357,9 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// How many changes `log` has of which the disk may know nothing: what
-/// [`ImageRedo::replay`] would look at. For people, and for who decides whether
-/// the memory is still needed. 0 for memory that holds no log.
+/// The number of changes in `log` that may not be on disk, which are those that
+/// [`ImageRedo::replay`] would examine. For messages, and to decide whether the memory is still
+/// needed. 0 for memory without a log.
 pub fn redo_log_len(log: &dyn StateMemory) -> u64 {
     RedoLog::count(log)
 }

@@ -3,28 +3,28 @@
 //! Opening:
 //!
 //! 1. The header, L1 table and refcount table are read.
-//! 2. A file that was cut off is detected.
-//! 3. For writing: the places of the active tables are recorded.
+//! 2. A truncated file is detected.
+//! 3. For writing: the locations of the active tables are recorded.
 //! 4. For writing: a flush. It makes durable what a dead process left in the host's cache.
-//! 5. For writing: the refcounts of an image that was not closed are counted anew. Then a redo log
-//!    is replayed, if there is one.
+//! 5. For writing: the refcounts of an image that was not closed are counted anew. Then the caller
+//!    replays a redo log, if there is one.
 //!
 //! Closing:
 //!
 //! 1. The session of the bitmaps ends.
 //! 2. Everything dirty is written, and all frees are processed.
-//! 3. The file is cut off after the last cluster in use.
-//! 4. A flush; then the marks of an open image are cleared.
+//! 3. The file is truncated after the last cluster in use.
+//! 4. A flush; then the marks that the image is open are cleared.
 //!
-//! Settling, for another process that opens the image: as closing, but the file is not cut off, and
+//! Settling, before another process opens the image: as closing, but the file is not truncated, and
 //! the image stays open.
 //!
-//! The file is cut off only at closing: then no I/O is in flight and none follows, so no write can
-//! go past the new end. A cluster is cut off if its refcount is 0 in memory and on disk and no
-//! active table lies in it. For clusters that existed when the image was opened the refcount may be
-//! wrong, and a repair could still correct it: such clusters are cut off only if no table, of the
-//! active disk or of a snapshot, refers to any of them. A crash before the cut leaves a longer
-//! file.
+//! The file is truncated only at closing: then no I/O is in flight and none follows, so no write
+//! can go past the new end. A cluster is cut off if its refcount is 0 in memory and on disk, and it
+//! has no active table. The refcounts of clusters that existed when the image was opened may be
+//! wrong, and a repair could still correct them: such clusters are cut off only if no table, of the
+//! active disk or of a snapshot, refers to any of them. A crash before the truncation leaves a
+//! longer file.
 
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
@@ -42,8 +42,8 @@ use super::transaction::{Transactions, logged_hosts, recount, show_snapshot};
 use super::writeback::Metadata;
 use super::{Access, BitmapActivity, Discard, Qcow2};
 
-/// How often refcount blocks are dropped at closing: one that is counted by another block may make
-/// that one empty.
+/// The maximum number of repeated searches for refcount blocks to drop at closing. Reason for
+/// repeating: after a block was dropped, the block that counted it may be empty, too.
 const MAX_PASSES: u32 = 8;
 
 /// How an image is opened.
@@ -51,13 +51,13 @@ const MAX_PASSES: u32 = 8;
 pub struct OpenOptions {
     /// The access.
     pub access: Access,
-    /// How many bytes of L2 tables and refcount blocks are kept in memory. At least four tables
-    /// and what takes space for them are.
+    /// How many bytes of L2 tables and refcount blocks are kept in memory. The minimum is four
+    /// tables, and the refcounts that their allocation needs.
     pub cache_size: u64,
-    /// The treatment of discarded space.
+    /// What happens to discarded space.
     pub discard: Discard,
-    /// How many bytes of freed clusters may always wait for a writeback that is run for another
-    /// reason, however short the file is.
+    /// How many bytes of freed clusters may wait for a writeback that runs for another reason, even
+    /// if the file is short.
     pub min_waiting_frees: u64,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
@@ -67,7 +67,7 @@ pub struct OpenOptions {
 const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
 
 impl Default for OpenOptions {
-    /// For reading and writing, with the tables of 64 GiB in memory.
+    /// For reading and writing, with the tables of 64 GiB of disk in memory.
     fn default() -> Self {
         Self {
             access: Access::ReadWrite,
@@ -83,16 +83,16 @@ impl<S: Storage> Qcow2<S> {
     /// Opens the image in `storage`.
     ///
     /// # Errors
-    /// `Corrupt` when a structure contradicts the format, `Unsupported` when the image needs what
-    /// is not built or clusters are smaller than the storage's blocks; both name structure and
-    /// offset. Or what the storage answers.
+    /// `Corrupt` if a structure violates the format, `Unsupported` if the image needs an
+    /// unsupported feature or its clusters are smaller than the storage's blocks; both name the
+    /// structure and the offset. Or errors of the storage.
     pub async fn open(storage: S, options: OpenOptions) -> Result<Self> {
         Self::open_before_replay(storage, options, None).await
     }
 
     /// As [`open`](Self::open), for an image whose `log` will be
-    /// [replayed](super::ImageRedo::replay): what opening itself writes does not take the place of
-    /// what the log refers to.
+    /// [replayed](super::ImageRedo::replay): metadata that opening itself writes is not placed in
+    /// host clusters to which the log refers.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -111,7 +111,7 @@ impl<S: Storage> Qcow2<S> {
         let (l1, refcount_table) = (words::words_of(&l1), words::words_of(&table));
         let truncation =
             truncation::find(&storage, &header, (&l1, &refcount_table), options.access).await?;
-        // Of a file that was cut off its last cluster is not whole.
+        // The last cluster of a truncated file is incomplete, and is not counted.
         let clusters = match truncation {
             Some(_) => storage.size() >> geometry.cluster_bits,
             None => geometry.clusters_for(storage.size()),
@@ -143,8 +143,8 @@ impl<S: Storage> Qcow2<S> {
             bitmaps.load(&metadata).await?;
         }
         if options.access == Access::ReadWrite {
-            // A process that died may have left tables that no flush has covered: from now on what
-            // is read counts as durable.
+            // A process that died may have written tables that no flush has covered. After this
+            // flush, the tables that are read count as durable.
             metadata.sync(SyncMode::Data).await?;
             if is_dirty {
                 metadata.autoclear().begin_changes_before_replay().await?;
@@ -154,8 +154,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(Self { metadata, transactions: Transactions::new(), bitmaps, facts })
     }
 
-    /// Opens an image as it was when a snapshot was taken, for reading. What lies after the disk is
-    /// the machine's state, see [`vm_states`](Self::vm_states).
+    /// Opens the state of an image in a snapshot, for reading. The machine's state follows the
+    /// disk, see [`vm_states`](Self::vm_states).
     ///
     /// # Errors
     /// As [`open`](Self::open); `InvalidInput` for an unknown name.
@@ -166,12 +166,12 @@ impl<S: Storage> Qcow2<S> {
         Ok(image)
     }
 
-    /// The same image with its [data file](ImageFacts::data_file), without which nothing can be
+    /// Attaches the image's [data file](ImageFacts::data_file), without which nothing can be
     /// mapped.
     ///
     /// # Errors
-    /// `InvalidInput` where the image has none; `Unsupported` when clusters are smaller than its
-    /// blocks.
+    /// `InvalidInput` if the image has no data file; `Unsupported` if clusters are smaller than the
+    /// data file's blocks.
     pub fn with_data(mut self, data: S) -> Result<Self> {
         if self.facts.data_file.is_none() {
             return Err(self.error(ErrorKind::InvalidInput, "the image has no data file"));
@@ -198,7 +198,8 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::flush_all`](crate::Format::flush_all).
     pub async fn flush_all(&self, sync: SyncMode) -> Result<()> {
-        // With the data of writes in flight, and without late refcounts, which follow.
+        // This flush covers the data of writes in flight, but not late refcounts, which are written
+        // below.
         self.metadata.flush(sync).await?;
         let are_late = self.metadata.lock().tables.headers.disk().has_late_refcounts();
         if are_late { self.metadata.write_back_all().await } else { Ok(()) }
@@ -206,7 +207,8 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::close`](crate::Format::close).
     pub async fn close(&self) -> Result<()> {
-        // Where that fails, bitmaps say too much at most; all else is closed nevertheless.
+        // If this fails, bitmaps at most have bits set in excess; the rest of the image is closed
+        // nevertheless.
         let ended = match self.metadata.check_writable() {
             Ok(()) => self.bitmaps.end(&self.metadata).await,
             Err(_) => Ok(()),
@@ -219,7 +221,7 @@ impl<S: Storage> Qcow2<S> {
         ended
     }
 
-    /// How often parts of the metadata were found in memory, and had to be read.
+    /// How often parts of the metadata were found in memory, and how often they had to be read.
     pub fn cache_counts(&self) -> CacheCounts {
         self.metadata.lock().tables.cache.counts()
     }
@@ -244,12 +246,12 @@ fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Res
     Ok(())
 }
 
-/// Cuts off what lies after the last cluster in use. All changes are durable and nothing is in
+/// Truncates the file after the last cluster in use. All changes are durable, and nothing is in
 /// flight.
 ///
 /// # Errors
-/// Only of writing tables and reading refcounts. A storage that cannot be made shorter stays as it
-/// is.
+/// Errors of writing tables and reading tables only. A storage that cannot be shortened is left as
+/// it is.
 async fn truncate_file<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     metadata.writer().check_failure()?;
     if !metadata.lock().tables.has_counted() {

@@ -2,12 +2,12 @@
 //!
 //! Guarantee: a client that does not receive its replies, or does not send the rest of a request,
 //! is detected within 1.25 times the limit; a client that makes progress is not. Progress is each
-//! receive, each part of a reply that the socket takes, and each time that the socket's send queue
-//! is seen to be shorter. The last is the finest: the kernel takes more only once much of its queue
-//! is free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window lets
-//! it. An idle client is never detected here. A request costs a few stores. A timer runs only while
-//! the connection is busy: it fires every quarter of the limit, with one system call if a reply
-//! waits to be sent.
+//! receive, each part of a reply that the socket takes, and each decrease of the socket's send
+//! queue. The send queue shows progress earliest: the kernel takes more data only once much of its
+//! queue is free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window
+//! allows. An idle client is never detected here. A request costs a few stores. A timer runs only
+//! while the connection is busy: it fires every quarter of the limit, with one system call if a
+//! reply waits to be sent.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -21,7 +21,8 @@ use blockhouse_engine::{Stream, sleep, unsent_bytes};
 use super::end::{Direction, End};
 use super::shutdown::ShutdownSignal;
 
-/// The wait of a connection for its client, and how often the client ended it.
+/// Whether a connection waits for its client in each direction, and how often the client made
+/// progress.
 #[derive(Default)]
 pub struct PeerWait {
     waits: [Cell<bool>; 2],
@@ -45,7 +46,7 @@ impl PeerWait {
         self.step(direction);
     }
 
-    /// The peer did a part of it.
+    /// Counts progress of the peer in `direction`.
     pub fn step(&self, direction: Direction) {
         self.steps[direction as usize].update(|steps| steps.wrapping_add(1));
     }
@@ -79,9 +80,9 @@ impl PeerWait {
     }
 }
 
-/// The peer's progress as far as it was seen.
+/// The peer's progress at the last check.
 struct Progress {
-    /// Bytes in the socket's send queue when it was last seen.
+    /// Bytes in the socket's send queue at the last check.
     unsent: Option<usize>,
     /// For each direction: the count of steps, and since when it has not changed.
     steps: [(u64, Instant); 2],
@@ -93,8 +94,8 @@ impl Progress {
         Self { unsent: None, steps: [0, 1].map(|index| (peer_wait.steps[index].get(), now)) }
     }
 
-    /// Looks again. The direction in which the peer has made no progress for `limit`, if there is
-    /// one.
+    /// Checks again. Returns the direction in which the peer has made no progress for `limit`, if
+    /// any.
     fn stalled(
         &mut self,
         peer_wait: &PeerWait,
@@ -103,7 +104,8 @@ impl Progress {
     ) -> Option<Direction> {
         let now = Instant::now();
         if peer_wait.waits[Direction::Send as usize].get() {
-            // Between two steps the server adds nothing: a shorter queue is the peer's work.
+            // Between two steps the server adds nothing to the queue, so only the peer can shorten
+            // it.
             let before = std::mem::replace(&mut self.unsent, unsent_bytes(stream).ok());
             if self.unsent < before {
                 peer_wait.step(Direction::Send);

@@ -1,9 +1,9 @@
 //! Replies for the writer.
 //!
-//! A reply without data is a few bytes, and all of them that are sent together share one buffer. A
-//! reply with data is sent from the buffer that the disk has filled. Replies may be sent in any
-//! order (proto.md, "Ordering of messages and writes"). Each holds its [`Permit`] until it was sent
-//! or dropped, so the queue never has more replies than there can be permits.
+//! A reply without data is a few bytes, and all such replies that are sent together share one
+//! buffer. A reply with data is sent from the buffer that the disk has filled. Replies may be sent
+//! in any order (proto.md, "Ordering of messages and writes"). Each reply holds its [`Permit`]
+//! until it is sent or dropped, so the queue never has more replies than there are permits.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -18,7 +18,7 @@ use crate::proto::Framing;
 use crate::proto::reply::{MAX_SMALL_REPLY, ReplyTo, SuccessForm, encode_error, encode_success};
 
 /// Where the data of a reply starts in its buffer: at a page, so that direct I/O can fill it. The
-/// head is right before it, so that both are sent as one buffer.
+/// head ends right before the data, so that both are sent as one buffer.
 pub const HEAD_ROOM: usize = blockhouse_core::BLOCK_ALIGNMENT;
 
 /// The outcome of a request, for the client.
@@ -33,11 +33,11 @@ pub enum Reply {
 
 /// A reply with its head and its data, encoded.
 pub struct DataReply {
-    /// The reply reaches to the end of it, except for pages.
+    /// Head and data up to the buffer's end; the data is not here if `pages` has it.
     buffer: Buffer,
     /// Start of the bytes that are not lent yet.
     start: usize,
-    /// The data behind the buffer, if it is not in the buffer.
+    /// The data after the buffer, if it is not in the buffer.
     pages: Option<Pages>,
 }
 
@@ -52,7 +52,7 @@ impl DataReply {
         Self { buffer: head, start: 0, pages: Some(pages) }
     }
 
-    /// How many bytes were not lent out yet.
+    /// How many bytes of the buffer were not lent yet.
     fn remaining(&self) -> usize {
         self.buffer.len() - self.start
     }
@@ -137,7 +137,8 @@ impl Batch {
         if reply.remaining() == 0 { reply.pages.as_mut() } else { None }
     }
 
-    /// As [`lend`](Self::lend), by passing each piece to `take`, for a consumer of plain bytes.
+    /// As [`lend`](Self::lend), but passes the bytes of each reply to `take` instead of lending
+    /// them.
     ///
     /// # Errors
     /// That of `take`.
@@ -216,7 +217,7 @@ impl ReplyQueue {
         Ok(Self { framing, waiting, state, changed: LocalCondvar::default() })
     }
 
-    /// Leaves a reply for the writer.
+    /// Queues a reply for the writer.
     pub fn push(&self, permit: Permit, to: ReplyTo, reply: Reply) {
         self.waiting.borrow_mut().add(permit, self.framing, to, reply);
         self.changed.notify();

@@ -5,7 +5,7 @@ use std::task::Context;
 
 use futures_util::task::AtomicWaker;
 
-/// The step of a connection instead of reading further requests.
+/// What a connection does instead of reading further requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
     /// To pause between two requests, or in the middle of a payload, until it is resumed or handed
@@ -39,18 +39,18 @@ impl ShutdownSignal {
         self.change(NONE, PAUSE);
     }
 
-    /// Requests no pause.
+    /// Withdraws the request to pause.
     pub fn resume(&self) {
         self.change(PAUSE, NONE);
     }
 
     fn change(&self, from: u8, to: u8) {
-        // Anything else stays as it is.
+        // Any state other than `from` stays: a shutdown request is final.
         let _ = self.requested.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire);
         self.waiter.wake();
     }
 
-    /// The request.
+    /// The current request, if any.
     pub fn get(&self) -> Option<Stop> {
         match self.requested.load(Ordering::Acquire) {
             PAUSE => Some(Stop::Pause),
@@ -59,14 +59,15 @@ impl ShutdownSignal {
         }
     }
 
-    /// The request; the task is woken when it changes. For one task.
+    /// The current request; the task is woken when it changes. Only one task can wait.
     pub fn poll(&self, context: &Context<'_>) -> Option<Stop> {
         // The waker is registered first, so that a request between the two steps is not missed.
         self.waiter.register(context.waker());
         self.get()
     }
 
-    /// Whether shutdown was requested; otherwise the task is woken when it is. For one task.
+    /// Whether shutdown was requested; the task is woken when the request changes. Only one task
+    /// can wait.
     pub fn poll_requested(&self, context: &Context<'_>) -> bool {
         self.poll(context) == Some(Stop::Shutdown)
     }

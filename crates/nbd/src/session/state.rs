@@ -33,13 +33,13 @@ pub struct SessionState<S: Storage> {
     pub options: NegotiatedOptions,
     /// The allocator of payloads' memory.
     pub pool: BufferPool,
-    /// The pipes of replies that the page cache holds.
+    /// The pipes for replies whose data is in the page cache.
     pub pipes: PagePipes,
-    /// How much may be in flight.
+    /// The limit of requests and bytes in flight.
     pub in_flight: Rc<InFlightLimit>,
     /// Replies for the writer.
     pub replies: ReplyQueue,
-    /// Whether the client has to act, and when it did last.
+    /// Whether the connection waits for the client, and the client's progress.
     pub peer_wait: PeerWait,
     /// The handlers without a request.
     pub idle_handlers: IdleHandlers,

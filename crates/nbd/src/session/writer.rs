@@ -11,7 +11,7 @@ use super::reply_queue::{Batch, WriterAction};
 use super::state::SessionState;
 use crate::tls;
 
-/// Bytes of replies that one system call sends at most. The rest waits for the next one, so that
+/// Maximum bytes of replies that one system call sends. The rest waits for the next call, so that
 /// memory is freed while the client still receives.
 pub const SEND_LIMIT: usize = 1 << 20;
 
@@ -75,7 +75,7 @@ async fn send_list<S: Storage>(state: &SessionState<S>, list: &mut IoVectorList)
     Ok(())
 }
 
-/// Sends the data of a reply that the page cache holds.
+/// Sends the data of a reply from the page cache.
 async fn send_pages<S: Storage>(state: &SessionState<S>, pages: &mut Pages) -> io::Result<()> {
     while !pages.is_empty() {
         pages.send_some(&state.stream, &state.pool).await?;

@@ -1,6 +1,7 @@
 //! One connection under TLS: handshake, and bytes in both directions.
 //!
-//! Guarantee: the reader and the writer of a session may use it by turns between any two awaits.
+//! Guarantee: the reader and the writer of a session share one channel. No method holds its borrow
+//! of the TLS state across an await.
 
 use std::cell::RefCell;
 use std::io;
@@ -18,7 +19,7 @@ use super::credentials::Credential;
 use super::refusal::{self, Note, describe};
 use super::{ClientIdentity, TlsServer, pace};
 
-/// Why there is no TLS with a client.
+/// Why the TLS handshake with a client failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceptError {
     /// The fault of the client, or of its certificate or key.
@@ -40,10 +41,11 @@ pub struct TlsChannel {
 }
 
 impl TlsChannel {
-    /// Does the handshake. The client was told to begin, and nothing of it was received yet.
+    /// Does the handshake. The client was told to begin TLS, and none of its handshake was received
+    /// yet.
     ///
     /// # Errors
-    /// Why the client is refused, in words for the operator; the client got an alert.
+    /// Why the client is refused, in words for the operator; the client was sent an alert.
     pub async fn accept(
         stream: &Stream,
         server: &TlsServer,
@@ -75,14 +77,15 @@ impl TlsChannel {
                         return Err(AcceptError::Closed);
                     }
                     session.put_input(input, count);
-                    // A step is up to some milliseconds of computing: the others first.
+                    // A step computes for up to some milliseconds, so other tasks of the loop run
+                    // first.
                     match pace::wait() {
                         Duration::ZERO => yield_now().await,
                         time => sleep(time).await,
                     }
                 }
                 Err(error) => {
-                    // The alert; the client may have disconnected.
+                    // `output` is the alert; the client may have disconnected.
                     send_if_room(stream, output);
                     return Err(AcceptError::Refused(describe(&note, &error)));
                 }
@@ -109,9 +112,9 @@ impl TlsChannel {
         self.session.borrow().describe()
     }
 
-    /// Receives at least one byte, waiting for the first; 0 is the end. `is_stopped` ends the wait,
-    /// as in [`Stream::receive_until`]. `progress` is called when bytes arrive, even if they are
-    /// not a whole record.
+    /// Waits for and receives at least one byte; 0 means the end of the stream. `is_stopped` ends
+    /// the wait, as in [`Stream::receive_until`]. `progress` is called when bytes arrive, even if
+    /// they are not a whole record.
     ///
     /// # Errors
     /// The socket's; EPROTO-like ones if the client violates TLS.
@@ -143,7 +146,7 @@ impl TlsChannel {
     /// Encrypts bytes of a batch.
     ///
     /// # Errors
-    /// ENOMEM; a connection that TLS has ended.
+    /// ENOMEM; an error if TLS has ended the connection.
     pub fn encrypt(&self, bytes: &[u8]) -> io::Result<()> {
         self.session.borrow_mut().encrypt(bytes)
     }
@@ -184,7 +187,7 @@ fn identity_of(session: &TlsSession, note: Note) -> ClientIdentity {
 /// by itself.
 fn make_room(stream: &Stream) {
     if sockopt::socket_domain(stream) == Ok(AddressFamily::UNIX) {
-        // The kernel doubles it, and uses less if the host's limit is lower.
+        // The kernel doubles the value, and caps it at the host's limit.
         let _ = sockopt::set_socket_send_buffer_size(stream, SEND_LIMIT);
     }
 }
@@ -199,7 +202,7 @@ async fn send(stream: &Stream, output: Option<Buffer>) -> io::Result<()> {
 fn send_if_room(stream: &Stream, output: Option<Buffer>) {
     if let Some(output) = output {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        // The client may have disconnected, or not read.
+        // An error is ignored: the client may have disconnected, or does not read.
         let _ = rustix::net::send(stream, output.bytes(), flags);
     }
 }

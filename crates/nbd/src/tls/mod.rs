@@ -36,19 +36,20 @@ pub enum TlsFiles {
     Psk(PathBuf),
 }
 
-/// The rule about TLS.
+/// Whether clients must use TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsMode {
-    /// Clients may; those that do not find no export with a list of allowed clients.
+    /// Clients may use TLS. A client without TLS cannot see exports that have a list of allowed
+    /// clients.
     Optional,
-    /// Every client.
+    /// Every client must use TLS.
     Required,
 }
 
 /// TLS at a socket.
 #[derive(Clone, Debug)]
 pub struct SocketTls {
-    /// The secrets, and whom they admit.
+    /// The secrets, and which clients they admit.
     pub server: Arc<TlsServer>,
     /// The rule.
     pub mode: TlsMode,

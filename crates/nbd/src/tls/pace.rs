@@ -8,15 +8,15 @@
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-/// One part of the loop's time in this many.
+/// Handshakes get one part in this many of the loop's time.
 const SHARE: u32 = 4;
 
-/// The handshakes of a loop.
+/// Schedule of the handshake steps of a loop.
 #[derive(Debug, Default)]
 struct Pace {
-    /// The time of a step: the mean of the last ones.
+    /// The duration of a step: a moving mean of the last steps.
     cost: Duration,
-    /// When the next one may be made.
+    /// When the next step may run.
     next: Option<Instant>,
 }
 

@@ -1,7 +1,7 @@
-//! Notes of OpenSSL's callbacks about a client, for the line in the log.
+//! What OpenSSL's callbacks found out about a client, for the line in the log.
 //!
-//! The callbacks run inside a step of a handshake, which nothing interrupts: so a thread's note is
-//! about the client whose step it is.
+//! The callbacks run inside a step of a handshake. Nothing interrupts a step, so a thread's note is
+//! about the client whose step runs.
 
 use std::cell::RefCell;
 
@@ -13,7 +13,7 @@ use openssl::ssl;
 pub struct Note {
     /// The PSK identity that the client named.
     pub identity: Option<String>,
-    /// Whether there is no key for it.
+    /// Whether there is no key for this identity.
     pub is_unknown: bool,
     /// The fault of its certificate, with the certificate's names and the reason.
     pub certificate: Option<String>,
@@ -73,7 +73,7 @@ pub fn describe(note: &Note, error: &ssl::Error) -> String {
     }
 }
 
-/// The last of OpenSSL's reasons, without its codes.
+/// OpenSSL's reasons, without their codes.
 fn reason(errors: &ErrorStack) -> String {
     let reasons: Vec<_> =
         errors.errors().iter().filter_map(openssl::error::Error::reason).collect();

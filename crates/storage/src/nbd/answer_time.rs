@@ -14,7 +14,7 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::timeout;
 use futures_util::future::{Either, select};
 
-/// See the module's page.
+/// The limit of the wait for an answer; see the module.
 #[derive(Default)]
 pub(super) struct AnswerTime {
     /// In milliseconds; 0 for no limit.
@@ -23,7 +23,7 @@ pub(super) struct AnswerTime {
 }
 
 impl AnswerTime {
-    /// Sets the limit, also for syncs in flight; `None`: no limit.
+    /// Sets the limit, also for syncs in flight. `None` removes it.
     pub(super) fn set(&self, limit: Option<Duration>) {
         let millis = limit.map_or(0, |limit| limit.as_millis().max(1) as u64);
         self.limit.store(millis, Ordering::Relaxed);
@@ -38,7 +38,7 @@ impl AnswerTime {
     /// Waits for an answer.
     ///
     /// # Errors
-    /// The answer's error, or that it did not come in time. `name` is the export's.
+    /// The answer's error, or an error if the answer is late. `name` is the export's, for messages.
     pub(super) async fn wait<T>(
         &self,
         name: &str,

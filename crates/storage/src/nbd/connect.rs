@@ -11,10 +11,10 @@ use socket2::{Domain, SockAddr, SockRef, Socket, TcpKeepalive, Type};
 
 use crate::blocking::run_blocking;
 
-/// After this much silence the kernel probes a TCP server.
+/// Idle time after which the kernel probes a TCP server.
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
-/// Connects on a thread of its own: name look-up and connecting have no non-blocking form.
+/// Connects on a thread of its own, because the name look-up and the connect block.
 pub(super) async fn connect(address: Address, time: Duration) -> io::Result<OwnedFd> {
     run_blocking("blockhouse-connect", move || connect_blocking(&address, time)).await?
 }
@@ -40,7 +40,8 @@ fn connect_blocking(address: &Address, time: Duration) -> io::Result<OwnedFd> {
     }
 }
 
-/// If a server's backlog is full, the kernel waits to connect for as long as to send.
+/// Connects within `time`. If the server's backlog is full, the kernel's connect waits as long as
+/// the socket's send timeout.
 fn connect_unix(path: &Path, time: Duration) -> io::Result<OwnedFd> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_write_timeout(Some(time))?;

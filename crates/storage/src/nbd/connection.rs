@@ -4,11 +4,11 @@
 //! 2. The writer sends all that is queued with one system call.
 //! 3. The reader receives replies, data straight into the memory of the requests, and completes
 //!    them.
-//! 4. Where the stream fails, both end. If reconnecting is allowed, the requests wait for another
-//!    stream, and are sent again there; else they fail.
-//! 5. What the end of a stream means for writes that were answered and not flushed is judged before
-//!    the next one is made (`storage/nbd/unflushed`), also when the loop ends with the stream.
-//!    Requests of other loops fail then.
+//! 4. If the stream fails, the reader and the writer end. If reconnecting is allowed, the requests
+//!    wait for another stream and are sent again over it; otherwise they fail.
+//! 5. Before the next stream is made, the end of a stream is checked against the writes that were
+//!    answered and not flushed (`storage/nbd/unflushed`). This also happens when the loop ends and
+//!    its stream with it; then requests of other loops on this connection fail.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ use super::unflushed::{StreamGuard, UnflushedWrites};
 use super::writer::{self, Batch};
 use crate::detached::DetachedSyncs;
 
-/// The pause after a server could not be reached.
+/// The pause after an attempt that did not reach the server.
 pub(super) const RETRY_DELAY: Duration = Duration::from_millis(200);
 
 /// Starts the transmission over `stream` on the current thread's loop: the connection `number` of a
@@ -44,7 +44,7 @@ pub(super) fn start(
     let guard = transmission.begin_stream();
     let served = Arc::clone(&transmission);
     spawn_detached(async move {
-        // Dropped last: then the stream has ended.
+        // Dropped last, when the stream has ended.
         let _ending = LoopGuard(Arc::clone(&served));
         run(served, stream, guard, halves).await;
     });
@@ -73,7 +73,7 @@ impl Halves {
     }
 }
 
-/// Serves requests over one stream after the other.
+/// Serves requests over a stream, and over the streams that replace it.
 async fn run(
     transmission: Arc<Transmission>,
     mut stream: Link,
@@ -100,8 +100,8 @@ async fn run(
     }
 }
 
-/// Another stream with the same export. Requests wait for it as long as they may, and fail
-/// afterwards. `None`: the connection is over.
+/// Makes another stream to the same export. Requests wait for it for the reconnect time, then fail.
+/// `None`: the connection has ended.
 async fn reconnect(transmission: &Transmission) -> Option<Link> {
     let failure = transmission.take_link_failure();
     let dial = transmission.dial();

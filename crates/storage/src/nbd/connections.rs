@@ -3,14 +3,14 @@
 //! Guarantees:
 //! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`) and the
 //!   server grants it, up to a limit. Otherwise all loops share the first one whose loop runs.
-//! - No request waits for another connection while there is one: it goes over a shared one until
-//!   the loop has its own. A server may refuse the next client, or not greet it before the first
-//!   has gone (`qemu-nbd`, nbdkit's `limit`).
-//! - A flush goes to the connection with the oldest stream, of whichever loop:
+//! - While there is a connection, no request waits for another one: it uses a shared connection
+//!   until its loop has its own. Reason: a server may refuse another client, or not greet it before
+//!   the first one has disconnected (`qemu-nbd`, nbdkit's `limit`).
+//! - A flush goes to the connection with the oldest stream, also if it is another loop's;
 //!   `storage/nbd/unflushed` says why. That loop must run.
-//! - A flush fails from the first time on that the oldest stream ended with writes that were
-//!   answered and not flushed, also one that was in flight then and was answered by the server that
-//!   came back.
+//! - Once the oldest stream has ended with writes that were answered and not flushed, every flush
+//!   fails. This includes a flush that was in flight then and was answered by the server after the
+//!   reconnect.
 
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -41,7 +41,7 @@ pub(super) struct Connections {
     shared: Arc<Shared>,
 }
 
-/// The connections, also used by a task that opens one for its loop.
+/// State that is shared with a task that opens a connection for its loop.
 struct Shared {
     dial: Arc<Dial>,
     list: Mutex<List>,
@@ -51,8 +51,8 @@ struct Shared {
 
 #[derive(Default)]
 struct List {
-    /// By the loops that have made them; never empty. Of an export without `CAN_MULTI_CONN` one of
-    /// them has a loop that runs.
+    /// Each with the thread of the loop that made it; never empty. For an export without
+    /// `CAN_MULTI_CONN`, requests share one whose loop runs.
     connections: Vec<(ThreadId, Arc<Transmission>)>,
     /// The loops that have tried to get a connection of their own, and when they may try again.
     asked: Vec<(ThreadId, Instant)>,
@@ -62,14 +62,14 @@ struct List {
 /// How a request gets a connection.
 enum Choice {
     Known(Arc<Transmission>),
-    /// This one at first; the loop tries to get its own.
+    /// This shared one at first, while the loop tries to get its own.
     Meanwhile(Arc<Transmission>),
     /// No connection has a loop that runs.
     New,
 }
 
 impl Connections {
-    /// The first one, over `stream`, on the current thread's loop.
+    /// Starts the first connection, over `stream`, on the current thread's loop.
     ///
     /// # Errors
     /// ENOMEM where memory runs out.
@@ -82,7 +82,7 @@ impl Connections {
         Ok(Self { shared })
     }
 
-    /// The connection that requests of this loop take.
+    /// The connection for requests of this loop.
     ///
     /// # Errors
     /// As [`Dial::again`], after trying for as long as requests wait for a server.
@@ -110,8 +110,8 @@ impl Connections {
         }
     }
 
-    /// Another stream. Waits for a server that is gone as long as requests of a failed connection
-    /// do.
+    /// Makes another stream. If the server cannot be reached, tries for as long as requests of a
+    /// failed connection wait.
     async fn connect(&self) -> Result<Link> {
         let dial = &self.shared.dial;
         let end = Instant::now() + dial.reconnect_time();
@@ -123,7 +123,7 @@ impl Connections {
         }
     }
 
-    /// Ends all of them, when nothing uses the storage.
+    /// Ends all connections; nothing uses the storage any more.
     pub(super) fn close(&self) {
         self.shared.unflushed.close();
         let mut list = self.shared.list.lock();
@@ -153,8 +153,8 @@ impl Connections {
         };
         let (kind, flags, body) = (kind::FLUSH, CommandFlags::empty(), Body::Flush(mark));
         let flushed = connection.submit(Command { kind, flags, offset: 0, length: 0, body }).await;
-        // If the stream has ended since, the flush was sent again over another one, and its success
-        // proves nothing.
+        // If the stream has ended meanwhile, the flush was sent again over another one, whose
+        // success does not prove that all writes are durable.
         unflushed.check()?;
         flushed.map(drop)
     }
@@ -173,7 +173,7 @@ impl Shared {
         if let Some((_, own)) = own {
             return Choice::Known(Arc::clone(own));
         }
-        // Requests of a storage that was closed fail on any.
+        // After a close, requests fail on any connection.
         let any = list.connections.first().filter(|_| list.is_closed);
         let Some((_, first)) = list.running().next().or(any) else { return Choice::New };
         let first = Arc::clone(first);
@@ -201,8 +201,8 @@ impl Shared {
         Ok(connection)
     }
 
-    /// Gives the loop a connection of its own over `stream`, unless one that was lost waits for its
-    /// server: a server that limits its clients serves that one first.
+    /// Gives the loop a connection of its own over `stream`, unless a connection that was lost is
+    /// waiting for the server: a server that limits its clients must serve that one first.
     fn adopt(&self, stream: Link) -> Result<()> {
         let mut list = self.list.lock();
         if list.is_closed || list.running().any(|(_, connection)| !connection.has_stream()) {
@@ -213,7 +213,7 @@ impl Shared {
     }
 }
 
-/// Asks the server for another connection, which this loop has from then on.
+/// Opens another connection to the server for this loop.
 async fn ask(shared: Arc<Shared>) {
     let outcome = shared.dial.again().await.and_then(|stream| shared.adopt(stream));
     if let Err(error) = outcome {
@@ -227,8 +227,8 @@ impl List {
         self.connections.iter().filter(|(_, connection)| !connection.has_no_loop())
     }
 
-    /// Whether a loop without a connection of its own may try to get one now; then it may not again
-    /// for some time.
+    /// Whether a loop without a connection of its own may try to get one now. If so, it may not try
+    /// again before [`ASK_AGAIN`] has passed.
     fn may_ask(&mut self, thread: ThreadId) -> bool {
         let now = Instant::now();
         self.asked.retain(|(_, again)| *again > now);

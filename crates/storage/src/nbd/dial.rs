@@ -14,10 +14,10 @@ use super::link::Link;
 use super::refusal::Refusal;
 use super::tls::ClientTls;
 
-/// How long connecting and the handshake may take, each.
+/// Time limit for connecting, and again for the handshake.
 pub(super) const CONNECT_TIME: Duration = Duration::from_secs(30);
 
-/// A server, and how it is talked to.
+/// A server's address and TLS.
 struct Way {
     uri: NbdUri,
     tls: Option<Arc<ClientTls>>,
@@ -78,7 +78,7 @@ impl Dial {
         &self.export
     }
 
-    /// How long requests wait for a server that is gone; zero: they do not wait.
+    /// How long requests wait for a server that cannot be reached; zero: they do not wait.
     pub(super) fn reconnect_time(&self) -> Duration {
         self.reconnect_time
     }
@@ -89,7 +89,7 @@ impl Dial {
 }
 
 /// Connects, and negotiates the export. If the server ends the connection at an option that it does
-/// not know, this connects again without that.
+/// not know, connects again and negotiates by EXPORT_NAME alone.
 async fn negotiate(way: &Way, name: &str, context: &str) -> Result<(Link, Negotiated)> {
     let outcome = match attempt(way, name, context, false).await? {
         Err(Failure::Options(refusal)) => {

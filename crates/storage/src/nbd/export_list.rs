@@ -1,7 +1,9 @@
-//! The exports of a server: its list, and what it tells of each (`doc/proto.md`, "Option types").
+//! The exports of a server: the list, and the properties of each export (`doc/proto.md`, "Option
+//! types").
 //!
-//! Guarantees: as many exports and contexts are listed as an option may have replies, and names are
-//! no longer than a reply. A server that ends the list with a refusal has none to show.
+//! Guarantees: the number of exports and contexts is limited by the maximum number of replies to an
+//! option, and the length of names by that of a reply. A server that ends the list with a refusal
+//! is reported as an error.
 
 use std::sync::Arc;
 
@@ -25,12 +27,12 @@ pub struct ListedExport {
     pub name: String,
     /// A line for people; may be empty.
     pub description: String,
-    /// Bytes of the disk and the transmission flags, also those that are unknown here; `None` from
-    /// a server that lists names alone.
+    /// Bytes of the disk, and the transmission flags including unknown ones; `None` from a server
+    /// that lists only names.
     pub size_and_flags: Option<(u64, u16)>,
-    /// The least, the preferred and the largest block, in bytes.
+    /// The minimum, the preferred and the maximum block size, in bytes.
     pub blocks: Option<[u32; 3]>,
-    /// Whether requests have 64 bits for their lengths.
+    /// Whether requests may have lengths of 64 bits.
     pub has_extended_headers: bool,
     /// The names of its metadata contexts.
     pub contexts: Vec<String>,
@@ -79,7 +81,7 @@ async fn list(stream: Stream, tls: Option<&Arc<ClientTls>>) -> Result<Vec<Listed
     Ok(exports)
 }
 
-/// Sends an option, and has `take` look at each reply before the last one.
+/// Sends an option, and passes each reply before the last one to `take`.
 async fn ask(
     wire: &mut Wire,
     option: ClientOption,
@@ -159,7 +161,7 @@ fn number(data: &[u8], at: usize, length: usize) -> Result<u64, Refusal> {
     Ok(bytes.iter().fold(0, |value, &byte| value << 8 | u64::from(byte)))
 }
 
-/// Text for people: a name may be anything.
+/// Text for display: a name may be invalid UTF-8.
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }

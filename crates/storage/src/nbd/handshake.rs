@@ -2,12 +2,12 @@
 //! extended headers or else structured replies where the server has them, a metadata context, then
 //! GO.
 //!
-//! Servers that know less get less: where GO is unknown, or options are, the export is chosen by
-//! EXPORT_NAME. An oldstyle server has one export without a name.
+//! With a server that does not know GO, or no options at all, the export is chosen by EXPORT_NAME.
+//! An oldstyle server has one export without a name.
 //!
-//! Guarantees: with TLS only the request for it is sent before it. Every length that a server sends
-//! is bounded before memory is taken for it. What it says about an export is checked: sizes and
-//! block sizes that no request could be made for are refused.
+//! Guarantees: with TLS, only the request for TLS is sent in the clear. Every length that a server
+//! sends is checked against a limit before memory is allocated for it. The export's size and block
+//! sizes are checked: values for which no valid request exists are refused.
 
 use std::sync::Arc;
 
@@ -23,17 +23,17 @@ use super::link::Link;
 use super::refusal::Refusal;
 use super::tls::ClientTls;
 
-/// The longest reply to an option: a name of 4096 bytes and its fields, with much to spare.
+/// The longest reply to an option. A name of 4096 bytes and its fields need much less.
 const MAX_REPLY: u32 = 64 << 10;
 /// How many replies one option may have.
 pub(super) const MAX_REPLIES: usize = 1000;
-/// The longest a block may be that must be written whole.
+/// The largest minimum block size that is accepted.
 const MAX_MINIMUM_BLOCK: u32 = 64 << 10;
 
 /// The second magic number of an oldstyle server (`doc/proto.md`, "Oldstyle negotiation").
 const OLDSTYLE_MAGIC: u64 = 0x0000_4202_8186_1253;
-/// The bytes that a server sends after the flags of an export, unless both sides can do without
-/// (`NO_ZEROES`).
+/// The zero bytes that a server sends after the flags of an export, unless both sides have
+/// negotiated `NO_ZEROES`.
 const ZEROES: usize = 124;
 
 /// Set in the types of replies that refuse an option.
@@ -48,9 +48,9 @@ pub(super) struct Negotiated {
     pub(super) framing: Framing,
     pub(super) size: u64,
     pub(super) flags: TransmissionFlags,
-    /// Requests are multiples of it, in bytes; a power of two.
+    /// Offsets and lengths of requests are multiples of this many bytes; a power of two.
     pub(super) minimum_block: u32,
-    /// The longest read or write, in bytes: a multiple of the former.
+    /// The longest read or write, in bytes: a multiple of `minimum_block`.
     pub(super) max_payload: u32,
     /// Whether block status has the requested context.
     pub(super) has_block_status: bool,
@@ -67,7 +67,7 @@ pub(super) struct Wish<'a> {
     pub(super) is_plain: bool,
 }
 
-/// Why there is no export.
+/// Why the negotiation failed.
 pub(super) enum Failure {
     /// The server has ended the connection at the first option: it may know only EXPORT_NAME.
     Options(Refusal),
@@ -126,7 +126,7 @@ pub(super) async fn negotiate(
 }
 
 /// Answers the greeting of a server, and begins with TLS. Returns the handshake flags that both
-/// have; `None` for an oldstyle server, which has sent no more than its magic numbers.
+/// sides have; `None` for an oldstyle server, of which only the magic numbers were read.
 pub(super) async fn greet(
     stream: Stream,
     tls: Option<&Arc<ClientTls>>,
@@ -155,8 +155,8 @@ pub(super) async fn greet(
     Ok((wire, Some(flags)))
 }
 
-/// Chooses the export of a server that does not know GO, and that ends the connection if it has
-/// none of this name.
+/// Chooses the export by EXPORT_NAME, at a server that does not know GO. The server ends the
+/// connection if it has no export of this name.
 async fn by_name(
     wire: &mut Wire,
     export: &str,
@@ -171,7 +171,8 @@ async fn by_name(
     describe(&told, agreed)
 }
 
-/// Accepts the only export of an oldstyle server, which sends its properties unasked.
+/// Accepts the only export of an oldstyle server. The server sends the export's properties without
+/// a request.
 async fn oldstyle(
     wire: &mut Wire,
     wish: &Wish<'_>,
@@ -190,11 +191,11 @@ async fn oldstyle(
         });
     }
     let told = wire.read(8 + 4 + ZEROES).await?;
-    // The upper half of its flags does not describe the export.
+    // The upper half of the server's flags does not describe the export.
     describe(&[&told[..8], &told[10..12]].concat(), agreed)
 }
 
-/// Takes over an export's size and flags.
+/// Records an export's size and flags.
 fn describe(told: &[u8], agreed: &mut Negotiated) -> Result<(), Refusal> {
     info(&[&(InfoType::Export as u16).to_be_bytes(), told].concat(), agreed).map(drop)
 }
@@ -214,7 +215,8 @@ async fn start_tls(wire: &mut Wire) -> Result<(), Refusal> {
     Err(without_tls())
 }
 
-/// The richest framing that the server has.
+/// Negotiates the framing: the first of extended headers, structured replies and simple replies
+/// that the server accepts.
 pub(super) async fn framing(wire: &mut Wire) -> Result<Framing, Failure> {
     let offers = [
         (ClientOption::ExtendedHeaders, Framing::Extended),
@@ -236,7 +238,7 @@ pub(super) async fn framing(wire: &mut Wire) -> Result<Framing, Failure> {
     Ok(Framing::Simple)
 }
 
-/// Selects a metadata context; whether the export has it.
+/// Selects a metadata context; returns whether the export has it.
 async fn block_status(wire: &mut Wire, export: &str, context: &str) -> Result<bool, Refusal> {
     let mut data = string(export);
     data.extend(1u32.to_be_bytes());
@@ -287,7 +289,7 @@ async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<bo
     Err(TOO_MANY.into())
 }
 
-/// Takes the server's information over. Returns whether it had the export's size.
+/// Records the server's information on the export. Returns whether it had the export's size.
 fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
     const MALFORMED: &str = "the server sends malformed information on the export";
     let number = |at: usize, length: usize| {
@@ -298,7 +300,7 @@ fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
     if kind == InfoType::Export as u64 {
         agreed.size = number(2, 8)?;
         agreed.flags = TransmissionFlags::from_bits_truncate(number(10, 2)? as u16);
-        // As POSIX has it for files.
+        // The limit of POSIX for files (`off_t`).
         if i64::try_from(agreed.size).is_err() {
             return Err(
                 format!("the server gives the export a size of {} bytes", agreed.size).into()
@@ -371,7 +373,7 @@ impl Wire {
         self.write(&bytes).await
     }
 
-    /// The next reply, which must be to this option.
+    /// Reads the next reply, which must be to this option.
     pub(super) async fn reply(&mut self, option: ClientOption) -> Result<OptionReply, Refusal> {
         let head = self.read(REPLY_HEADER_LENGTH).await?;
         let number =

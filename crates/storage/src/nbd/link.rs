@@ -1,8 +1,9 @@
-//! A connection to a server as bytes: those of its socket, or under TLS.
+//! The byte stream of a connection to a server: the socket's, or TLS over it.
 //!
-//! Guarantees: with TLS as without, a receive gives what is there and a send takes everything. A
-//! connection without TLS pays for one test of an `Option`. The reader and the writer of a
-//! connection may use it by turns between any two awaits.
+//! Guarantees: with or without TLS, a receive returns the bytes that have arrived, and a send
+//! completes when all bytes are sent. Without TLS each call costs one test of an `Option`. The
+//! reader and the writer of a connection share one link: no borrow of the TLS state is held across
+//! an await.
 
 use std::cell::RefCell;
 use std::io;
@@ -16,7 +17,7 @@ use blockhouse_tls::{ReadError, SEND_LIMIT, TlsSession};
 use super::refusal::Refusal;
 use super::tls::ClientTls;
 
-/// Plain bytes that are copied at once between OpenSSL and the memory of requests: a record.
+/// Size of the buffer for plain bytes between OpenSSL and the memory of requests: one TLS record.
 const PLAIN_BYTES: usize = 16 << 10;
 /// Memory that a connection keeps for encrypted bytes.
 const POOL_BYTES: usize = 1 << 20;
@@ -44,7 +45,7 @@ impl Link {
     /// Carries out the TLS handshake with a server that was told to begin.
     ///
     /// # Errors
-    /// Why there is no TLS with it.
+    /// Why the handshake failed.
     pub(super) async fn secured(stream: Stream, tls: &Arc<ClientTls>) -> Result<Self, Refusal> {
         let library = |error: openssl::error::ErrorStack| Refusal::from(error.to_string());
         let mut beginning = tls.begin(BufferPool::new(POOL_BYTES)).map_err(library)?;
@@ -65,7 +66,7 @@ impl Link {
                 return Err("the server has closed the connection in the TLS handshake".into());
             }
             beginning.session.put_input(input, count);
-            // A step is up to some milliseconds of computing: the others first.
+            // A step computes for up to some milliseconds, so other tasks of the loop run first.
             yield_now().await;
         }
         tls.check(&beginning.session)?;
@@ -80,8 +81,8 @@ impl Link {
         self.tls.is_some()
     }
 
-    /// Receives what is there, as much as fits, waiting for the first byte. 0 is the server's end.
-    /// Returns the list unchanged.
+    /// Waits for the first byte, and receives the bytes that have arrived, as many as fit. 0 means
+    /// that the server has ended the stream. Returns the list unchanged.
     pub(super) async fn receive(
         &self,
         mut into: IoVectorList,
@@ -107,7 +108,7 @@ impl Link {
         received
     }
 
-    /// Sends everything, in order. Gives the list back with all that was sent passed over.
+    /// Sends everything, in order. Returns the list, advanced past the bytes that were sent.
     pub(super) async fn send(&self, mut from: IoVectorList) -> (io::Result<()>, IoVectorList) {
         let Some(tls) = &self.tls else { return self.stream.send(from).await };
         while !from.is_empty() {
@@ -128,7 +129,7 @@ impl Link {
             && let Some(output) = tls.session.borrow_mut().close()
         {
             let flags = rustix::net::SendFlags::DONTWAIT | rustix::net::SendFlags::NOSIGNAL;
-            // The server may have disconnected, or not read.
+            // An error is ignored: the server may have disconnected, or does not read.
             let _ = rustix::net::send(&self.stream, output.bytes(), flags);
         }
         self.stream.shutdown();
@@ -148,7 +149,7 @@ impl Secured {
         Ok(decrypted)
     }
 
-    /// Encrypts the first bytes of the list, and passes over them.
+    /// Encrypts the first bytes of the list, and advances the list past them.
     fn encrypt(&self, from: &mut IoVectorList) -> io::Result<Option<Buffer>> {
         let (mut session, mut plain) = (self.session.borrow_mut(), self.sent.borrow_mut());
         let mut done = 0;

@@ -1,26 +1,26 @@
 //! An export of an NBD server as storage.
 //!
 //! Guarantees:
-//! - [`Capabilities`] say what the server cannot do: an export without FUA has no durable writes,
-//!   one without block status is all data.
-//! - A request is split where it is longer than the server takes.
-//! - With `nbds` nothing of an export goes over a connection in the clear, and only to a server
-//!   that has shown who it is.
-//! - Where the server says that several connections see the same data (`CAN_MULTI_CONN`), and
-//!   grants them, each loop that uses the storage has a connection of its own. Otherwise all share
-//!   one.
-//! - Where a connection fails, requests wait for the server to come back as long as the caller
-//!   allows, and are sent again; each of them may then be done twice. Afterwards they fail.
-//! - No order is promised between the two: a server that goes on with the requests of a connection
-//!   that is gone may carry the first one out after its repetition, and after a later write to the
-//!   same bytes. The protocol has nothing to ask for their end. A server that ends with its
+//! - [`Capabilities`] report what the server cannot do: an export without FUA has no durable
+//!   writes. Without block status, the whole export is reported as data.
+//! - A request that is longer than the server's limit is split.
+//! - With `nbds` all data of an export is encrypted, and goes only to a server that has proved its
+//!   identity.
+//! - If the server supports several connections with consistent caches (`CAN_MULTI_CONN`) and
+//!   accepts them, each loop that uses the storage has a connection of its own. Otherwise all loops
+//!   share one.
+//! - If a connection fails, requests wait for the server for the time that the caller allows, and
+//!   are sent again; the server may then carry out each of them twice. After that time they fail.
+//! - No order is guaranteed between the two executions. A server that continues the requests of a
+//!   closed connection may carry out the first one after its repetition, and after a later write to
+//!   the same bytes. The protocol has no request that waits for them. A server that ends with its
 //!   connections, or drops their requests with them, keeps the order.
-//! - Where the connection fails while answered writes are not flushed, every flush fails from then
-//!   on, until the storage is opened again. Of several connections that is the oldest one, over
-//!   which all are flushed. Reason: a server that has lost its volatile cache calls the next flush
-//!   a success, and a client cannot tell it from one that has everything. The client keeps no
-//!   copies of such writes to send them again: memory would limit them, and each read of each
-//!   connection would have to wait until they are sent.
+//! - If the connection fails while answered writes are not flushed, every flush fails from then on,
+//!   until the storage is opened again. With several connections this holds for the oldest one,
+//!   over which all flushes are sent. Reason: a server that has lost its volatile cache answers the
+//!   next flush with success, and a client cannot detect the loss. The client keeps no copies of
+//!   such writes to send them again: memory would limit them, and each read of each connection
+//!   would have to wait until they are sent.
 
 mod answer_time;
 mod connect;
@@ -61,7 +61,8 @@ use parts::Parts;
 use pending::{BlockStatus, Body};
 use transmission::Command;
 
-/// The longest range of one zero write or trim with compact headers, which have 32 bits for it.
+/// The longest range of one zero write or trim with compact headers, whose length field has 32
+/// bits.
 const MAX_COMPACT_RANGE: u64 = 1 << 30;
 /// The longest range of one zero write or trim with extended headers.
 const MAX_EXTENDED_RANGE: u64 = 1 << 40;
@@ -94,8 +95,8 @@ impl NbdStorage {
         Self::connect_for(uri, reconnect_time, BASE_ALLOCATION.to_owned()).await
     }
 
-    /// Connects for queries of a bitmap's changes by [`dirty_extent`](Self::dirty_extent): block
-    /// status has only these.
+    /// Connects for queries of a bitmap by [`dirty_extent`](Self::dirty_extent). Block status is
+    /// available only for this bitmap.
     ///
     /// # Errors
     /// As [`connect`](Self::connect); `InvalidInput` if the server does not offer the bitmap.
@@ -118,7 +119,7 @@ impl NbdStorage {
     }
 
     /// Connects for the block status in a context of any name, by
-    /// [`context_extent`](Self::context_extent): [`Storage::block_status`] has only that.
+    /// [`context_extent`](Self::context_extent). [`Storage::block_status`] uses this context alone.
     ///
     /// # Errors
     /// As [`connect`](Self::connect); `InvalidInput` if the server does not offer it.
@@ -139,8 +140,8 @@ impl NbdStorage {
         }
     }
 
-    /// The status of the first bytes of `range` in the context that was connected for, and for how
-    /// many bytes that holds. `range` is on the export and not empty.
+    /// The status of the first bytes of `range` in the context of the connection, and for how many
+    /// bytes it holds. `range` is inside of the export and not empty.
     ///
     /// # Errors
     /// Errors of the server.
@@ -160,8 +161,8 @@ impl NbdStorage {
         Ok(Self { dial, connections, answer_time: AnswerTime::default() })
     }
 
-    /// Whether the first bytes of `range`, which is on the export and not empty, are dirty in the
-    /// bitmap of the connection; and for how many bytes that holds.
+    /// Whether the first bytes of `range` are dirty in the bitmap of the connection, and for how
+    /// many bytes that holds. `range` is inside of the export and not empty.
     ///
     /// # Errors
     /// Errors of the server.
@@ -172,7 +173,8 @@ impl NbdStorage {
 
     /// The flags of the first bytes of a range, and for how many bytes they hold.
     async fn first_status(&self, range: ByteRange) -> Result<(StatusFlags, u64)> {
-        // Whole blocks of the server, the last one up to the end.
+        // The range is extended to whole blocks of the server; the last block may end with the
+        // export.
         let block = u64::from(self.export().minimum_block);
         let skipped = range.offset() % block;
         let (offset, size) = (range.offset() - skipped, self.export().size);
@@ -212,14 +214,13 @@ impl NbdStorage {
         answer.await.map_err(|error| error.at(offset))
     }
 
-    /// From now on a request without an answer in this time fails; with `None`, the default, it
-    /// waits without limit. Requests may wait longer for a server that is gone, if the reconnect
-    /// time allows.
+    /// From now on a request fails if it has no answer within this time; with `None`, the default,
+    /// it waits without limit. The limit is at least the reconnect time.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         self.answer_time.set(time.map(|time| time.max(self.dial.reconnect_time())));
     }
 
-    /// A zero write or trim of a range, in as many requests as it takes.
+    /// A zero write or trim of a range, in as many requests as the limits need.
     async fn change_range(&self, kind: u16, flags: CommandFlags, range: ByteRange) -> Result<()> {
         let limit = match self.export().framing {
             Framing::Extended => MAX_EXTENDED_RANGE,

@@ -1,30 +1,30 @@
-//! The memory of one read, part by part as its data comes.
+//! The memory of one read, in parts, while its data arrives.
 //!
-//! Guarantees: a part is found in logarithmic time, and there are no more parts than a server needs
-//! that tells holes from data by the sector. Reason: the lock of the connection is held meanwhile,
-//! and a server chooses how it divides a reply.
+//! Guarantees: a part is found in logarithmic time, and the number of parts is limited to what a
+//! server needs that reports holes and data sector by sector. Reason: the server chooses how it
+//! divides a reply, and the lock of the connection is held during the search.
 
 use std::collections::BTreeMap;
 
 use blockhouse_core::IoVector;
 use smallvec::SmallVec;
 
-/// The shortest parts that a server may divide a whole reply into.
+/// Minimum average length of the parts of a reply.
 const MIN_PART: usize = 512;
-/// Parts that a short reply may have, too.
+/// Number of parts that even a short reply may have.
 const FEW_PARTS: usize = 16;
 
 /// A part of the export, with the memory for it.
 type Part = (u64, IoVector);
 
-/// The memory of a read. Parts that are taken out are given back with their data.
+/// The memory of a read. The caller takes a part out to receive its data, and gives it back.
 pub(super) struct Parts {
-    /// The missing parts: one as a rule.
+    /// The first missing part. Usually there is no other.
     first: Option<Part>,
     /// More parts that are missing, by their offsets.
     rest: BTreeMap<u64, IoVector>,
     filled: SmallVec<[Part; 1]>,
-    /// How many are taken out.
+    /// How many parts are taken out.
     taken: usize,
     max_parts: usize,
 }
@@ -95,7 +95,7 @@ impl Parts {
         self.first.is_none() && self.rest.is_empty() && self.taken == 0
     }
 
-    /// Everything is missing again.
+    /// Marks all data as missing again.
     pub(super) fn forget_data(&mut self) {
         let mut all = std::mem::take(&mut self.rest);
         all.extend(self.filled.drain(..).chain(self.first.take()));

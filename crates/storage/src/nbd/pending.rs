@@ -1,15 +1,16 @@
 //! The requests of one connection that wait for their replies.
 //!
-//! A request is *queued*, then *sent*, then *complete*. Where the connection is made anew, all that
-//! are not complete are queued again, with the same bytes.
+//! A request is *queued*, then *sent*, then *complete*. After a reconnect, all requests that are
+//! not complete are queued again, with the same bytes.
 //!
 //! Guarantees:
-//! - A request's memory is kept until it is complete, also when its future was dropped; and no
-//!   future is ready while the connection still has memory of it.
-//! - A server cannot write outside of what a request asked for, nor twice to the same bytes: a
-//!   reply that says so is an error of the connection.
-//! - A cookie is never used twice, so that a reply that comes twice is found out.
-//! - What is answered and not flushed is counted before a future of it is ready
+//! - A request's memory is kept until the request is complete, also when its future was dropped. No
+//!   future is ready while the connection still uses memory of its request.
+//! - A server cannot write outside of the range that a request reads, nor twice to the same bytes:
+//!   a reply that would do so is an error of the connection.
+//! - A cookie is not reused until a counter of 32 bits wraps, so that a duplicate reply is
+//!   detected.
+//! - A write that is answered and not flushed is counted before its future is ready
 //!   (`UnflushedWrites`).
 
 use std::collections::VecDeque;
@@ -25,17 +26,16 @@ use super::parts::Parts;
 use super::unflushed::{FlushMark, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
-/// The server's status of the first blocks of a range: for how many bytes it holds, and their
-/// flags.
+/// The server's status of the first blocks of a range: for how many bytes it holds, and its flags.
 pub(super) type BlockStatus = (u64, StatusFlags);
 
 /// The payload of a request, and that of its reply.
 pub(super) enum Body {
-    /// Nothing, and nothing but success.
+    /// No payload; the reply has only success or an error.
     None,
-    /// The same, of a flush that covers these writes.
+    /// As `None`, for a flush that covers these writes.
     Flush(FlushMark),
-    /// These bytes are written.
+    /// The bytes to write.
     Payload(IoVector),
     /// Data for this memory.
     Data(Parts),
@@ -45,7 +45,7 @@ pub(super) enum Body {
     BeingSent,
 }
 
-/// A request that was begun.
+/// A request whose outcome was not returned yet.
 struct Slot {
     header: RequestHeader,
     /// Whether it makes data durable.
@@ -88,7 +88,7 @@ impl Pending {
         Self { slots: Slab::new(), queue: VecDeque::new(), unflushed, generation: 0 }
     }
 
-    /// Queues a request, which perhaps makes data durable; returns its cookie.
+    /// Queues a request; `is_sync` if it makes data durable. Returns its cookie.
     pub(super) fn insert(&mut self, mut header: RequestHeader, body: Body, is_sync: bool) -> u64 {
         self.generation = self.generation.wrapping_add(1);
         let entry = self.slots.vacant_entry();
@@ -109,7 +109,7 @@ impl Pending {
         cookie
     }
 
-    /// Takes the next request to send, with its payload, which the caller gives back.
+    /// Takes the next request to send, with its payload. The caller gives the payload back.
     pub(super) fn next_queued(&mut self) -> Option<(RequestHeader, Option<IoVector>)> {
         let slot = &mut self.slots[key(self.queue.pop_front()?)];
         let payload = match std::mem::replace(&mut slot.body, Body::None) {
@@ -130,8 +130,8 @@ impl Pending {
         self.queue.is_empty()
     }
 
-    /// Gives a payload back after it was sent, or could not be. Returns the task to be woken: the
-    /// reply may have arrived first.
+    /// Gives a payload back after it was sent, or after sending has failed. Returns the task to
+    /// wake if the request is complete: the reply may have arrived before.
     pub(super) fn give_back(
         &mut self,
         cookie: u64,
@@ -156,8 +156,8 @@ impl Pending {
         find(&mut self.slots, cookie)
     }
 
-    /// The memory for data of `range`, or with `None` for all of a read; and the offset of its
-    /// first byte. The caller gives it back.
+    /// Takes the memory for data of `range`, or with `None` for all of a read. Also returns the
+    /// offset of its first byte. The caller gives the memory back.
     pub(super) fn take_memory(
         &mut self,
         cookie: u64,
@@ -197,7 +197,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Notes an error; the first of a request counts.
+    /// Records an error; the first error of a request counts.
     pub(super) fn set_error(&mut self, cookie: u64, error: Error) -> Result<(), Violation> {
         self.find(cookie)?.error.get_or_insert(error);
         Ok(())

@@ -1,9 +1,9 @@
 //! The receiving task of a connection.
 //!
-//! Headers and what is short come in bulk into a buffer of fixed size. Data of reads is received
-//! straight into the memory of the request; only those bytes of it are copied that came with the
-//! header. All that a server sends is bounded by what was asked for: a length that is not ends the
-//! connection.
+//! Headers and short payloads are received in bulk into a buffer of fixed size. Data of reads is
+//! received straight into the memory of the request; only the bytes that came together with the
+//! header are copied. All lengths that a server sends are bounded by the request: a longer one ends
+//! the connection.
 
 use std::sync::Arc;
 
@@ -20,10 +20,11 @@ use super::transmission::Transmission;
 
 /// Bytes that are received in bulk.
 const STAGING_BYTES: usize = 128 << 10;
-/// Chunks without data are not longer: an error has a message of 4096 bytes at most, and block
-/// status is requested for one extent.
+/// The longest chunk without data: an error has a message of 4096 bytes at most, and block status
+/// is requested for one extent.
 const MAX_SMALL_PAYLOAD: u64 = 64 << 10;
-/// After data of this many bytes more of them are expected, and only a header is received in bulk.
+/// After data of at least this many bytes, more such data is expected, and only a header is
+/// received in bulk.
 const LARGE_DATA: usize = 32 << 10;
 /// A header, and the offset of a chunk's data.
 const HEADER_WINDOW: usize = 40;
@@ -38,7 +39,7 @@ pub(super) struct Reader {
     list: IoVectorList,
     /// How many bytes the next system call receives in bulk.
     window: usize,
-    /// A server chooses into how many chunks it divides a reply.
+    /// Makes the task yield: a server may divide a reply into any number of chunks.
     budget: WorkBudget,
 }
 
@@ -87,7 +88,7 @@ impl Reader {
             End::Host(error) => transmission.host_error(error),
             End::Violation(what) => error(format!("the server breaks the NBD protocol: {what}")),
         });
-        // Has the writer end, too.
+        // This makes the writer end too.
         self.stream.shutdown();
     }
 
@@ -250,7 +251,7 @@ impl Reader {
                 missing = missing.saturating_sub(count);
             });
         }
-        // It was put in first.
+        // The memory of the read is the first in the list.
         let into = self.list.take_vectors().next();
         self.transmission.with_pending(|pending, _| {
             into.into_iter().for_each(|into| pending.return_memory(cookie, offset, into));
@@ -269,7 +270,8 @@ impl Reader {
     }
 }
 
-/// The error of a server, with its errno: the protocol's values are those of Linux. Others are EIO.
+/// The error of a server, with its errno: the protocol's values are those of Linux. Unknown values
+/// become EIO.
 fn server_error(name: &str, error: u32, message: &str) -> Error {
     let code = match error {
         1 | 5 | 12 | 22 | 28 | 75 | 95 | 108 => error as i32,

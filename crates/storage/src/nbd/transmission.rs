@@ -35,22 +35,23 @@ pub(super) struct Transmission {
     /// Its number among the storage's connections.
     number: usize,
     state: Mutex<State>,
-    /// Something was queued, or the stream is over.
+    /// Notified when a request was queued or the stream has ended.
     changed: Condvar,
 }
 
 struct State {
     pending: Pending,
-    /// Why the stream is over.
+    /// Why the stream has ended.
     link_failure: Option<Error>,
-    /// Why requests fail at once: no server could be reached for as long as they may wait.
+    /// Why requests fail at once: the server could not be reached for the time that requests may
+    /// wait.
     outage: Option<Error>,
     is_closing: bool,
     /// No further request is sent, for good.
     is_over: bool,
     /// The loop that served it has ended.
     has_no_loop: bool,
-    /// Whether requests are sent; else they wait for a server that was lost.
+    /// Whether requests are sent; otherwise they wait for the reconnect.
     has_stream: bool,
 }
 
@@ -80,19 +81,20 @@ impl Transmission {
         &self.dial
     }
 
-    /// A stream is there, over which nothing was sent yet.
+    /// Records a new stream, over which nothing was sent yet.
     pub(super) fn begin_stream(&self) -> StreamGuard {
         self.state.lock().has_stream = true;
         self.unflushed.begin_stream(self.number)
     }
 
-    /// Why the stream is over; afterwards requests may be sent over another one.
+    /// Takes the reason why the stream has ended; after that, requests may be sent over another
+    /// one.
     pub(super) fn take_link_failure(&self) -> Error {
         let failure = self.state.lock().link_failure.take();
         failure.unwrap_or_else(|| self.dial.error("the connection has ended"))
     }
 
-    /// There is another stream: all requests without a reply are queued for it.
+    /// Queues all requests without a reply for a new stream.
     pub(super) fn queue_again(&self) {
         let mut state = self.state.lock();
         state.outage = None;
@@ -160,7 +162,7 @@ impl Transmission {
         waker.into_iter().for_each(Waker::wake);
     }
 
-    /// Changes the requests in flight, by a step that a reply demands.
+    /// Applies a step of a reply to the requests in flight.
     pub(super) fn with_pending<T>(
         &self,
         step: impl FnOnce(&mut Pending, &DetachedSyncs) -> T,
@@ -168,7 +170,7 @@ impl Transmission {
         step(&mut self.state.lock().pending, &self.detached)
     }
 
-    /// The stream is over; has reader and writer end.
+    /// Records that the stream has failed; the reader and the writer end.
     pub(super) fn link_failed(&self, error: Error) {
         let mut state = self.state.lock();
         state.link_failure.get_or_insert(error);
@@ -191,7 +193,8 @@ impl Transmission {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// The loop that served it has ended: its requests fail, unless they have for good before.
+    /// The loop of this connection has ended: all requests fail, unless they have failed for good
+    /// before.
     pub(super) fn loop_ended(&self) {
         let mut state = self.state.lock();
         if state.is_over {
@@ -207,18 +210,18 @@ impl Transmission {
         self.state.lock().has_no_loop
     }
 
-    /// Whether requests are sent at once, and do not wait for a server that was lost.
+    /// Whether requests are sent at once, and do not wait for a reconnect.
     pub(super) fn has_stream(&self) -> bool {
         self.state.lock().has_stream
     }
 
-    /// Queues the notice to the server, after all requests, that nothing more follows.
+    /// Queues a disconnect request to the server, after all other requests.
     pub(super) fn close(&self) {
         self.state.lock().is_closing = true;
         self.changed.notify_all();
     }
 
-    /// Whether it was closed, so that its end is no failure.
+    /// Whether the connection is being closed, so that the end of its stream is no failure.
     pub(super) fn is_closing(&self) -> bool {
         self.state.lock().is_closing
     }
@@ -228,7 +231,7 @@ impl Transmission {
 /// connection until the reply has arrived.
 pub(super) struct Submitted {
     transmission: Option<Arc<Transmission>>,
-    /// Its cookie.
+    /// The cookie, or why the request could not be begun.
     result: Result<u64>,
 }
 

@@ -1,19 +1,19 @@
-//! How many answered writes are in the server's volatile cache, as far as a client can know, and
-//! which flush covers them.
+//! How many answered writes may still be in the server's volatile cache, and which flush covers
+//! them.
 //!
 //! Guarantees:
 //! - A write, zero write or trim without FUA counts from its answer until the end of a flush that
-//!   was begun afterwards on the oldest stream. One with FUA never counts: its answer says that it
-//!   is durable.
+//!   was begun afterwards on the oldest stream. A write with FUA never counts: it is durable when
+//!   it is answered.
 //! - The end of the oldest stream while writes count is remembered for good: the server may have
 //!   lost them.
-//! - Memory is some numbers, whatever a guest writes.
+//! - Memory is constant: some counters, however much a guest writes.
 //!
-//! Only a flush on the oldest stream proves anything. Its answer says that the server that this
-//! stream was connected to is the one that answered all writes: it was there before the other
-//! streams were, and still is. A flush on a younger stream may be answered by a server that was
-//! started again and knows nothing of what older streams wrote. So it does not matter when each
-//! loop notices that its stream has ended, nor whether it still runs.
+//! Only a flush on the oldest stream proves that the writes are durable. Its answer proves that the
+//! server has run since before the other streams were made, so the same server process has answered
+//! all counted writes. A flush on a younger stream may be answered by a restarted server that has
+//! lost the writes of older streams. So it does not matter when each loop notices the end of its
+//! stream, nor whether the loop still runs.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ struct State {
 struct Count {
     /// How many were answered, ever.
     answered: u64,
-    /// How many of these, from the first one on, are covered.
+    /// How many of these, from the first one on, a flush has covered.
     flushed: u64,
 }
 
@@ -72,13 +72,13 @@ impl UnflushedWrites {
         Self { name, has_flush, state: Mutex::default(), lost }
     }
 
-    /// A stream of a connection is there; nothing was sent over it yet.
+    /// Records a new stream of a connection, over which nothing was sent yet.
     pub(super) fn begin_stream(self: &Arc<Self>, connection: usize) -> StreamGuard {
         self.state.lock().streams.push(connection);
         StreamGuard { unflushed: Arc::clone(self), connection }
     }
 
-    /// A request other than a flush was answered with success.
+    /// Records that a request other than a flush was answered with success.
     pub(super) fn answered(&self, header: &RequestHeader) {
         let is_write = matches!(header.kind, kind::WRITE | kind::WRITE_ZEROES | kind::TRIM);
         if is_write && self.has_flush && !header.flags.contains(CommandFlags::FUA) {
@@ -86,16 +86,16 @@ impl UnflushedWrites {
         }
     }
 
-    /// The connection of a flush that begins now: the one with the oldest stream, or any if there
-    /// is no stream. And the writes that it covers.
+    /// For a flush that begins now: the connection with the oldest stream (`None`: any, there is no
+    /// stream), and the writes that the flush covers.
     pub(super) fn begin_flush(&self) -> (Option<usize>, FlushMark) {
         let state = self.state.lock();
         (state.streams.first().copied(), FlushMark(state.writes.answered))
     }
 
-    /// A flush has succeeded. It may have been sent first on a stream that has ended: then every
-    /// write that it covers is flushed or recorded as lost, so the answer may come on another
-    /// stream.
+    /// Records that a flush has succeeded. If its first stream has ended, it was sent again on
+    /// another one. That is correct: at the end of the first stream, every write that the flush
+    /// covers was either flushed or recorded as lost.
     pub(super) fn flushed(&self, FlushMark(covered): FlushMark) {
         let writes = &mut self.state.lock().writes;
         writes.flushed = writes.flushed.max(covered);
@@ -107,7 +107,7 @@ impl UnflushedWrites {
         self.lost.check()
     }
 
-    /// Nothing uses the storage any longer: its unflushed writes do not matter.
+    /// Nothing uses the storage any more, so its unflushed writes no longer matter.
     pub(super) fn close(&self) {
         self.state.lock().is_closed = true;
     }
@@ -122,7 +122,7 @@ impl UnflushedWrites {
                 format!("the connection broke when answered writes were not flushed ({count})");
             let lost = Error::new(ErrorKind::Io, what).on(&self.name);
             tracing::error!("{lost}; every flush fails from now on");
-            // Under the lock: no flush sees that nothing counts before it sees this.
+            // Set under the lock: a flush that sees no unflushed writes also sees the loss.
             self.lost.set(&lost);
         }
     }
@@ -135,7 +135,7 @@ impl Drop for StreamGuard {
 }
 
 impl Count {
-    /// How many are not flushed, once: afterwards none are.
+    /// Returns how many writes are not flushed, and resets this to none.
     fn take(&mut self) -> u64 {
         let count = self.answered - self.flushed;
         self.flushed = self.answered;

@@ -1,15 +1,15 @@
-//! An open image and its operations in flight, begun and completed by any number of loops.
+//! An open image and its operations in flight. Any number of loops begin and complete operations.
 //!
-//! librbd adds to an eventfd for each completion. Each loop that has begun an operation watches it,
-//! and takes out all completions that there are. So a loop completes its own operations without
-//! another thread, and those of a loop that has ended are completed by the others, or by the
-//! closing.
+//! librbd signals an eventfd for each completion. Each loop that has begun an operation watches the
+//! eventfd, and fetches all completions. So a loop completes its own operations without another
+//! thread. Operations of a loop that has ended are completed by the other loops, or by the close.
 //!
 //! Guarantees:
-//! - An operation that was begun ends, also while the image is closed, and keeps its memory until
-//!   then. Where the future of a blocking call was dropped, the image is closed at the end of that
-//!   call.
-//! - After the client was fenced, every operation fails with the first such error.
+//! - Every operation that was begun completes, also while the image is being closed, and keeps its
+//!   memory until then. If the future of a blocking call was dropped, the image is closed at the
+//!   end of that call.
+//! - After the client was fenced, every operation fails with the first error that reported the
+//!   fencing.
 
 use std::future::Future;
 use std::io;
@@ -37,7 +37,7 @@ const FENCED_HINT: &str = "this client was fenced (put on the cluster's blocklis
 /// An image of librbd with our waiters.
 pub(super) type Image = ffi::Image<Pending>;
 
-/// The state of an operation that librbd has.
+/// The state of an operation in flight in librbd.
 pub(super) struct Pending {
     outcomes: Arc<Outcomes>,
     slot: Arc<Slot>,
@@ -61,7 +61,7 @@ struct Outcomes {
 }
 
 impl Outcomes {
-    /// An error of an operation; being fenced is remembered.
+    /// Makes the error of an operation. An error that reports fencing is remembered.
     fn error(&self, what: &'static str, offset: Option<u64>, source: io::Error) -> Error {
         let error = Error::host(what, source).on(&self.name);
         let error = match offset {
@@ -79,13 +79,13 @@ impl Outcomes {
 /// An open image.
 pub(super) struct Connection {
     outcomes: Arc<Outcomes>,
-    /// `None` after the closing.
+    /// `None` after the close.
     image: RwLock<Option<Arc<Image>>>,
     /// The eventfd of the completions.
     notifier: OwnedFd,
     /// The threads whose loops watch its eventfd.
     reapers: Mutex<Vec<ThreadId>>,
-    /// One blocking call at a time: their threads are bounded.
+    /// One blocking call at a time, so that the number of threads is bounded.
     blocking: async_lock::Mutex<()>,
 }
 
@@ -116,7 +116,7 @@ impl Connection {
         &self.outcomes.detached
     }
 
-    /// An error of an operation; being fenced is remembered.
+    /// Makes the error of an operation. An error that reports fencing is remembered.
     pub(super) fn error(
         &self,
         what: &'static str,
@@ -165,16 +165,17 @@ impl Connection {
         called.flatten().map_err(|error| self.error(what, None, error))
     }
 
-    /// Takes the image out, to be closed, which blocks. Later operations fail. `None` if it was
-    /// taken before, or a blocking call with a dropped future still uses it: that call closes it.
+    /// Takes the image out. The caller closes it, which blocks. Later operations fail. `None` if
+    /// the image was taken before, or if a blocking call with a dropped future still uses it: that
+    /// call closes it.
     pub(super) fn take_image(&self) -> Option<Image> {
         let image = self.image.write().take();
-        // The tasks that watch end.
+        // This makes the watching tasks end.
         let _ = rustix::io::write(&self.notifier, &1_u64.to_ne_bytes());
         Arc::into_inner(image?)
     }
 
-    /// Gives the image back, with its lock.
+    /// Closes the image and releases its lock.
     ///
     /// # Errors
     /// Errors of the cluster; the image is closed nevertheless.
@@ -213,7 +214,8 @@ impl Connection {
     }
 }
 
-/// A loop's thread among those that watch, until the task ends, also with its loop.
+/// Entry of a loop's thread in the list of watching threads. Removed when the watching task ends,
+/// also if it ends with its loop.
 struct Registration {
     connection: Weak<Connection>,
     thread: ThreadId,

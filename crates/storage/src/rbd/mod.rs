@@ -2,14 +2,14 @@
 //!
 //! Guarantees:
 //! - A write is on all replicas when it completes, because librbd's cache is off: FUA costs
-//!   nothing, and a flush has nothing to do. Where the image's own metadata turns the cache on,
-//!   [`Capabilities`] say so, durable writes are refused, and flushes do the work.
-//! - Every request ends: where the configuration has no limit, one that the cluster does not answer
-//!   fails after 30 seconds. It may still be carried out.
+//!   nothing, and a flush has nothing to do. If the image's own metadata turns the cache on,
+//!   [`Capabilities`] report a volatile cache without FUA, and flushes make writes durable.
+//! - Every request ends: if the configuration has no limit, a request that the cluster does not
+//!   answer fails after 30 seconds. The cluster may still carry it out later.
 //! - An image that is open for writing has its exclusive lock. A client that loses it because it
 //!   was fenced fails every request from then on.
-//! - Requests begin and complete on the loop that made them; what librbd can only do blocking has a
-//!   thread of its own.
+//! - Requests begin and complete on the loop that made them; calls that block in librbd run on a
+//!   thread of their own.
 
 mod connection;
 #[expect(unsafe_code, reason = "it calls librbd")]
@@ -62,7 +62,7 @@ pub struct RbdStorage {
 impl RbdStorage {
     /// Opens an image, and locks it for this `access`.
     ///
-    /// It waits for the lock of a client that is gone until the cluster has noticed that, mostly 30
+    /// If a client that is gone holds the lock, waits until the cluster detects that, usually 30
     /// seconds.
     ///
     /// # Errors
@@ -79,7 +79,8 @@ impl RbdStorage {
         Ok(Self { connection, pool, size, resizing, is_cached })
     }
 
-    /// The part of a range that is inside of the image, in ranges that librbd takes at once.
+    /// Changes the part of a range that is inside of the image, in ranges of at most [`MAX_RANGE`]
+    /// bytes.
     async fn change_range(
         &self,
         what: &'static str,
@@ -114,7 +115,7 @@ impl RbdStorage {
         Ok(format!("{}/{id}", self.pool))
     }
 
-    /// How long the image is just now: another client may have changed that.
+    /// The current size of the image; another client may have changed it.
     ///
     /// # Errors
     /// The cluster's.
@@ -123,12 +124,12 @@ impl RbdStorage {
         self.connection.run_blocking("cannot ask for the size", ask).await
     }
 
-    /// Accepts a size that is not less than the present one.
+    /// Accepts a new size; a smaller one than the current size is ignored.
     pub fn set_min_size(&self, size: u64) {
         self.size.fetch_max(size, Ordering::AcqRel);
     }
 
-    /// To be called by one at a time.
+    /// Sets the size. The caller must hold the lock `resizing`.
     async fn set_size(&self, size: u64) -> Result<()> {
         let resize = move |image: &connection::Image| image.resize(size);
         self.connection.run_blocking("cannot change the size", resize).await?;
@@ -138,7 +139,7 @@ impl RbdStorage {
 }
 
 impl Drop for RbdStorage {
-    /// Gives the lock back and closes the image; blocks for some messages to the cluster and back.
+    /// Releases the lock and closes the image; blocks for some round trips to the cluster.
     fn drop(&mut self) {
         drop(self.connection.take_image());
     }
@@ -236,7 +237,7 @@ impl Storage for RbdStorage {
     }
 
     async fn extend_hint(&self, size: u64) {
-        // It is a hint: the write that needs the space gets the error.
+        // An error is ignored, because this is a hint: the write that needs the space reports it.
         let _ = self.grow(size).await;
     }
 

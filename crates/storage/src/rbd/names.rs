@@ -1,4 +1,4 @@
-//! Images by name: making, removing and renaming those that are not open.
+//! Creates, removes and renames images by name; no client has them open.
 
 use std::io;
 

@@ -21,7 +21,7 @@ enum State {
     InFlight(Option<Waker>),
     /// The future was dropped.
     Detached,
-    /// Bytes, or why not.
+    /// The number of bytes, or the error.
     Ended(Result<u64>),
     /// The outcome was taken out.
     Over,
@@ -47,7 +47,7 @@ impl Slot {
         }
     }
 
-    /// Takes the outcome out, or has the task woken by it.
+    /// Takes the outcome, or registers the task to be woken by it.
     pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<u64>> {
         let mut state = self.state.lock();
         match &mut *state {

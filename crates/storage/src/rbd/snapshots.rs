@@ -1,4 +1,4 @@
-//! Changes of an image's snapshots and since them, and their errors.
+//! Changes of an image's snapshots, and queries of what has changed since a snapshot.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SnapshotChange, StorageChange, errno};
 
@@ -66,7 +66,7 @@ fn is_next(last: &StorageChange, next: &StorageChange) -> bool {
     last.allocation == next.allocation && last.range.end() == next.range.offset()
 }
 
-/// Ceph's tools have no way to write the name of a snapshot with these letters.
+/// Refuses names with characters that Ceph's tools cannot express.
 fn check_name(name: &str) -> Result<(), &'static str> {
     match name {
         "" => Err("the name of a snapshot is not empty"),

@@ -1,4 +1,4 @@
-//! The steps, with a driver made of a map: it answers as `ublk_drv.c` does.
+//! Tests of the steps with a fake driver, which answers as `ublk_drv.c` does.
 
 use std::collections::BTreeMap;
 
@@ -18,8 +18,8 @@ struct FakeDevice {
     parameters: Vec<u8>,
     /// A process has the character device open.
     is_open: bool,
-    /// The server that began to recover it last had fetched no queue. Linux before 6.16 begins no
-    /// second recovery then.
+    /// The last server that began a recovery had fetched no queue. Then Linux before 6.16 refuses a
+    /// second recovery.
     is_unfetched: bool,
     /// Something has its block device open: it stays when it is deleted.
     is_used: bool,
@@ -38,7 +38,7 @@ struct FakeDriver {
     refused: Option<UblkCommand>,
     /// How many stops are cancelled, because no worker can be made for them.
     cancelled_stops: u32,
-    /// A process outside of the first PID namespace: the driver knows it by another number.
+    /// This process is outside of the initial PID namespace: the driver has another ID for it.
     is_in_pid_namespace: bool,
     /// Another process removes a device just before this command.
     vanishes_at: Option<UblkCommand>,
@@ -148,7 +148,7 @@ impl Control for FakeDriver {
         Ok(())
     }
 
-    /// Only what nothing uses is deleted within any time.
+    /// A deletion completes within the time only if nothing uses the device.
     fn command_within(
         &mut self,
         command: UblkCommand,
@@ -217,7 +217,7 @@ fn a_new_device_gets_its_number_and_its_parameters() {
 
 #[test]
 fn a_device_whose_server_was_killed_goes_on() {
-    // The rest of the server has the device open until the second look.
+    // The rest of the server has the device open until the second check.
     let mut driver = FakeDriver::new().with(3, ublk_state::LIVE, OTHER, own_note());
     driver.processes.push(OTHER);
     driver.device(3).expect("it is there").is_open = true;
@@ -392,7 +392,7 @@ fn a_removed_device_that_is_open_is_waited_for_with_an_end_that_blames_no_proces
     let error = acquire(&mut driver, &wanted(Some(3))).expect_err("it is mounted");
     assert!(matches!(error, Error::StillOpen { id: 3 }), "{error}");
     assert_eq!((driver.pauses, driver.changes.len()), (MAX_PAUSES_OF_SERVER, 1));
-    // Unmounted meanwhile.
+    // The device is unmounted meanwhile.
     let mut driver = removed();
     driver.events.insert(5, |driver| drop(driver.devices.remove(&3)));
     acquire(&mut driver, &wanted(Some(3))).expect("a new device");
@@ -401,7 +401,7 @@ fn a_removed_device_that_is_open_is_waited_for_with_an_end_that_blames_no_proces
 
 #[test]
 fn a_device_that_was_never_started_is_not_blamed_on_another_process() {
-    // The number of the process that made it is that of another one now.
+    // The ID of the process that made it belongs to another process now.
     let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, OTHER, own_note());
     driver.processes.push(OTHER);
     let error = acquire(&mut driver, &wanted(Some(3))).expect_err("it may be about to start");
@@ -409,7 +409,7 @@ fn a_device_that_was_never_started_is_not_blamed_on_another_process() {
     assert_eq!(driver.changes, []);
     remove_unserved(&mut driver, 3).expect("as the error says");
     assert!(driver.devices.is_empty());
-    // One that has it open does start.
+    // A process that has the device open is starting it.
     let mut driver = FakeDriver::new().with(3, ublk_state::DEAD, OTHER, own_note());
     driver.processes.push(OTHER);
     driver.device(3).expect("it is there").is_open = true;

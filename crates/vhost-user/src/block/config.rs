@@ -26,7 +26,7 @@ pub const WRITEBACK: u32 = 32;
 
 /// Bytes of the configuration space; bytes beyond read as zeros.
 const LENGTH: usize = 60;
-/// As far as a front-end may read it (`VHOST_USER_MAX_CONFIG_SIZE`).
+/// Bytes that a front-end may read (`VHOST_USER_MAX_CONFIG_SIZE`).
 const READABLE: usize = 256;
 
 const fn bit(feature: u32) -> u64 {
@@ -35,7 +35,7 @@ const fn bit(feature: u32) -> u64 {
 
 /// The bit of `VIRTIO_RING_F_EVENT_IDX`.
 pub const EVENT_INDEX: u64 = bit(VIRTIO_RING_F_EVENT_IDX);
-/// The disk may not be changed.
+/// The bit for a read-only disk.
 const READ_ONLY: u64 = bit(VIRTIO_BLK_F_RO);
 /// A driver that accepted neither of these expects every write to be durable.
 pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
@@ -50,8 +50,8 @@ pub fn initial_cache(features: u64) -> WriteCache {
     }
 }
 
-/// The current features of a device for this disk. A disk that became read-only while it is served
-/// offers no changes, nor does a read-only export.
+/// The current features of a device for this disk. A read-only export, or a disk that became
+/// read-only while it is served, does not offer the features of changes.
 pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     match (disk.access(), export) {
         (Access::ReadWrite, Access::ReadWrite) => basic_features() | change_features(disk),
@@ -59,8 +59,8 @@ pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     }
 }
 
-/// The features that a driver may have: those of the device at any time, read-only or not, so that
-/// a front-end that reconnects with a driver's older ones continues.
+/// The features that a driver may have negotiated at any time, while the disk was read-only or not.
+/// A front-end that reconnects with older features of its driver is accepted.
 pub fn acceptable_features<S: Storage>(disk: &Disk<S>) -> u64 {
     basic_features() | change_features(disk) | READ_ONLY
 }
@@ -91,7 +91,7 @@ fn change_features<S: Storage>(disk: &Disk<S>) -> u64 {
     }
 }
 
-/// Bytes of the configuration space; `None` when the range is not in there.
+/// Bytes of the configuration space; `None` if the range is not inside of it.
 pub fn read<S: Storage>(
     disk: &Disk<S>,
     queues: u16,
@@ -117,8 +117,8 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&SEG_MAX.to_le_bytes());
     // Cylinders, heads and sectors: none.
     put(&[0; 4]);
-    // A request may be of one logical block; the topology gives the cheaper alignment in such
-    // blocks.
+    // The minimum request is one logical block; the topology fields give the cheaper alignment, in
+    // logical blocks.
     put(&(logical as u32).to_le_bytes());
     let exponent = (block / logical).ilog2() as u8;
     put(&[exponent, 0]);

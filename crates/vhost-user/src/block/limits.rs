@@ -2,13 +2,13 @@
 //!
 //! The descriptors of a chain may name the same memory many times, so neither the guest's memory
 //! nor its disk bounds the size of one request. `size_max` and `seg_max` (virtio 1.2, section
-//! 5.2.4) are announced and hold for drivers that accepted them; the largest request of all holds
-//! for every driver. A longer request fails with an I/O error and has no other effect.
+//! 5.2.4) are announced and apply to drivers that accepted them; the limit of the whole request
+//! applies to every driver. A longer request fails with an I/O error and has no other effect.
 //!
 //! The limits slow no driver down. Linux sends at most 4 MiB in a request unless told otherwise,
 //! and the largest request is as long as both limits allow. EDK2's driver accepts neither feature
-//! and sends what its caller asked for, a whole file perhaps, up to 1 GiB in one buffer. (QEMU's
-//! own device takes 2 GiB less a sector; SPDK announces 128 KiB in each of 126 buffers.)
+//! and sends requests as long as its caller's, up to 1 GiB in one buffer, for example a whole file.
+//! (QEMU's own device takes 2 GiB less a sector; SPDK announces 128 KiB in each of 126 buffers.)
 
 use blockhouse_core::InFlightLimits;
 use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX};
@@ -18,13 +18,13 @@ use crate::ring::{Buffers, MAX_CHAIN, MAX_ENTRIES};
 /// Bytes of one buffer of data (`size_max`): 126 of these are just less than the largest request.
 pub const SIZE_MAX: u32 = 8 << 20;
 
-/// Data buffers of one request (`seg_max`): with a header and a status they fill a queue of 128,
-/// which is what QEMU's guests have.
+/// Data buffers of one request (`seg_max`): with a header and a status they fill a queue of 128
+/// entries, as QEMU's guests have.
 pub const SEG_MAX: u32 = 126;
 
-/// The limits of a queue's requests in flight. Their number is bounded by its ring. Requests move
-/// data from and to the guest's own memory, so bytes in flight take time, not memory: further
-/// requests wait in the ring.
+/// The limits of a queue's requests in flight. The ring bounds their number. Data moves from and to
+/// the guest's own memory, so bytes in flight cost no memory here. Above the limit on bytes,
+/// further requests wait in the ring.
 pub const QUEUE_LIMITS: InFlightLimits = InFlightLimits {
     request_bytes: 1 << 30,
     requests: MAX_ENTRIES as usize,

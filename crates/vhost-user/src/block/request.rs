@@ -10,10 +10,10 @@ use super::header::{Command, SECTOR, Status, decode_header};
 use super::limits::RequestLimits;
 use crate::ring::{Buffers, Chain};
 
-/// The most ranges of one discard or zero write.
+/// Maximum ranges of one discard or zero write.
 pub const MAX_RANGES: u32 = 32;
 
-/// The most sectors of such a range: 2 GiB, as QEMU's devices have it.
+/// Maximum sectors of such a range: 2 GiB, as in QEMU's devices.
 pub const MAX_SECTORS: u32 = (1 << 22) - 1;
 
 /// Bytes of a range: sector, count of sectors, flags (`struct virtio_blk_discard_write_zeroes`).
@@ -30,13 +30,13 @@ pub struct RequestContext<'a> {
     pub serial: &'a [u8; SERIAL_BYTES],
     /// Bytes of the disk.
     pub size: u64,
-    /// How large a request may be.
+    /// The maximum size of a request.
     pub limits: RequestLimits,
 }
 
 /// The disk requests of a guest's request.
 pub enum BlockRequests {
-    /// No request: it is done already.
+    /// No request: the guest's request is complete already.
     None,
     /// One request.
     One(Request),
@@ -45,8 +45,8 @@ pub enum BlockRequests {
 }
 
 impl BlockRequests {
-    /// How many bytes of the chain's writable buffers, from the first one on, are changed at most.
-    /// Also a request that fails may have changed them.
+    /// Maximum number of bytes of the chain's writable buffers, from the first one on, that may
+    /// have changed, also if the request fails.
     pub fn written(&self) -> u64 {
         match self {
             Self::None => SERIAL_BYTES as u64,
@@ -87,7 +87,7 @@ pub fn decode(
         }
         Command::Discard => {
             decode_ranges(context, memory, chain, |range, flags| match flags {
-                // A discard promises nothing about the data, so it need not be durable.
+                // A discard guarantees nothing about the data, so it need not be durable.
                 0 => Ok(Request::Discard { range, durability: Durability::None }),
                 _ => Err(Status::Unsupported),
             })?
@@ -103,14 +103,15 @@ pub fn decode(
     })
 }
 
-/// The range, if the disk has it. [`Disk`](blockhouse_disk::Disk) checks that, too; here it is
-/// known before anything is done.
+/// The range, if it is inside of the disk. [`Disk`](blockhouse_disk::Disk) checks this too; the
+/// check here comes before any part of the request is carried out.
 fn inside(context: &RequestContext<'_>, offset: u64, length: u64) -> Result<ByteRange, Status> {
     let range = ByteRange::new(offset, length).filter(|range| range.end() <= context.size);
     range.ok_or(Status::Failed)
 }
 
-/// Writes the serial, or the part of it that fits into the guest's buffer; all of that, or nothing.
+/// Writes the serial, or the part of it that fits into the guest's buffer. If the write fails,
+/// nothing was written.
 fn identify(
     context: &RequestContext<'_>,
     memory: &Arc<GuestMemory>,

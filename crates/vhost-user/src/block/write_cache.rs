@@ -32,8 +32,8 @@ impl WriteCacheMode {
         if self.driver_flushes.load(Ordering::Acquire) { self.reported() } else { WriteCache::None }
     }
 
-    /// The driver changes the state. A disk without a volatile cache stays as it is, and reports
-    /// that.
+    /// Sets the state that the driver requested. A disk without a volatile cache keeps its state,
+    /// and reports it.
     pub fn set(&self, cache: WriteCache) {
         let volatile = cache == WriteCache::Volatile && !self.forced_writethrough;
         self.volatile.store(volatile, Ordering::Release);

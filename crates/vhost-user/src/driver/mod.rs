@@ -1,7 +1,7 @@
 //! A front-end and driver of our own, for tests and measurements.
 //!
 //! It speaks the protocol and drives rings as a guest does, in memory that it shares; the caller
-//! puts requests together, sane or not. Only with the feature `driver`.
+//! builds the requests, valid or not. Only with the feature `driver`.
 
 mod queue;
 
@@ -25,7 +25,7 @@ use crate::block::config::{EVENT_INDEX, LOG_ALL, PROTOCOL_FEATURES, WRITEBACK};
 
 /// The guest's address of the first byte of the shared memory.
 pub const GUEST: u64 = 1 << 32;
-/// The address that the front-end claims to have it at.
+/// The address that the front-end reports for the memory in its own address space.
 const USER: u64 = 0x7000_0000_0000;
 
 /// The options of a driver.
@@ -37,7 +37,7 @@ pub struct Options {
     pub entries: u16,
     /// Bytes of memory after the rings, for requests.
     pub memory: usize,
-    /// Features that are left out although the device has them.
+    /// Features that are not negotiated although the device offers them.
     pub without: u64,
 }
 
@@ -69,7 +69,7 @@ impl TestDriver {
     /// Connects to a server and starts all queues.
     ///
     /// # Errors
-    /// The server's, or a device that lacks something.
+    /// The server's errors; an error if the device lacks a needed feature.
     pub fn connect(socket: &Path, options: Options) -> io::Result<Self> {
         let rings = usize::from(options.queues) * DriverQueue::ring_bytes(options.entries);
         let file = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC)?;
@@ -110,13 +110,13 @@ impl TestDriver {
         usize::from(self.options.queues) * DriverQueue::ring_bytes(self.options.entries)
     }
 
-    /// The features that both ends have.
+    /// The negotiated features.
     pub fn features(&self) -> u64 {
         self.features
     }
 
-    /// Leaves the file of the shared memory only its first bytes, as a front-end that fails may do.
-    /// The rest reads as zeros here, too.
+    /// Truncates the file of the shared memory, as a faulty front-end may do. The rest reads as
+    /// zeros in this process too.
     ///
     /// # Errors
     /// The kernel's.
@@ -210,8 +210,8 @@ impl TestDriver {
         Ok(())
     }
 
-    /// Stops one queue, as a front-end does when its machine is paused: when it returns, all that
-    /// was begun is answered.
+    /// Stops one queue, as a front-end does when its machine is paused: when this returns, every
+    /// request that was begun is answered.
     ///
     /// # Errors
     /// The server's.
@@ -219,7 +219,7 @@ impl TestDriver {
         self.frontend.get_vring_base(index).map(drop).map_err(failed)
     }
 
-    /// Starts one queue, which does not run, with empty rings.
+    /// Starts one stopped queue with empty rings.
     ///
     /// # Errors
     /// The server's.
@@ -269,7 +269,7 @@ impl TestDriver {
     /// # Errors
     /// The server's.
     pub fn set_writeback(&mut self, on: u8) -> io::Result<()> {
-        // None: the guest changes it, as opposed to a migration.
+        // No flag: the guest changes the cache, not a migration.
         let flags = VhostUserConfigFlags::empty();
         self.frontend.set_config(WRITEBACK, flags, &[on]).map_err(failed)
     }

@@ -22,7 +22,7 @@ pub struct DirtyLogging {
     log: Option<DirtyLog>,
     /// The log as the front-end described it.
     area: Option<(LogDescription, OwnedFd)>,
-    /// How the front-end is notified that the log has changed.
+    /// The eventfd that notifies the front-end that the log has changed.
     call: Option<OwnedFd>,
 }
 
@@ -55,7 +55,7 @@ impl DirtyLogging {
         self.area.as_ref().map(describe).transpose()
     }
 
-    /// Another handle of how the front-end is notified that the log has changed.
+    /// A duplicate of the eventfd that notifies the front-end that the log has changed.
     ///
     /// # Errors
     /// As [`describe`](Self::describe).
@@ -63,7 +63,7 @@ impl DirtyLogging {
         self.call.as_ref().map(OwnedFd::try_clone).transpose()
     }
 
-    /// Sets how the front-end is notified that the log has changed.
+    /// Sets the eventfd that notifies the front-end that the log has changed.
     pub fn set_call(&mut self, call: OwnedFd) -> Result<()> {
         check_eventfd(Some(&call), "the log's changes")?;
         self.call = Some(call);

@@ -7,8 +7,8 @@ use blockhouse_engine::is_eventfd;
 use crate::protocol::{Result, refused};
 use crate::queue::Call;
 
-/// Checks that a descriptor can be signalled and watched. Allocates nothing: what is sent costs the
-/// front-end little.
+/// Checks that a descriptor can be signalled and watched. Allocates nothing, because a front-end
+/// can send descriptors at little cost.
 pub fn check_eventfd(descriptor: Option<&OwnedFd>, purpose: &str) -> Result<()> {
     if descriptor.is_none_or(is_eventfd) {
         Ok(())

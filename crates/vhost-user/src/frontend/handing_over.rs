@@ -26,8 +26,8 @@ use crate::protocol::{BackendChannel, Result, feature, refused};
 
 impl<S: Storage + Send + Sync> Frontend<S> {
     /// Ends all running queues until the deadline, and describes the current state.
-    /// [`resume`](Self::resume) follows, also after an error. `None` when the front-end has ended,
-    /// or has lost memory, so that its end comes next.
+    /// [`resume`](Self::resume) follows, also after an error. `None` if the front-end has
+    /// disconnected, or if its memory is lost, so that its connection is about to end.
     pub fn pause(&mut self, deadline: Instant) -> Result<Option<PausedFrontend>, PauseError> {
         let running = |vring: &Vring| vring.is_running();
         self.paused = (0..self.vrings.len()).filter(|&at| running(&self.vrings[at])).collect();
@@ -50,7 +50,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             if let Err(why) = self.start_queue(index) {
                 let disk = self.device.export.disk.name();
                 tracing::error!(disk, "front-end dropped: queue {index} cannot go on: {why}");
-                // It fails only for a connection that has ended already.
+                // This fails only if the connection has ended already.
                 let _ = self.stream.shutdown(Shutdown::Both);
             }
         }
@@ -107,7 +107,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 }
 
-/// A front-end that paused in another process, with everything mapped and checked that can fail.
+/// A front-end that paused in another process. All steps that can fail, mapping and checks, are
+/// done.
 pub struct PreparedFrontend {
     stream: UnixStream,
     features: u64,

@@ -12,14 +12,14 @@ use crate::protocol::{InflightDescription, Result, refused};
 use crate::queue::inflight::{self, InflightQueue, Recovery};
 use crate::ring::MAX_ENTRIES;
 
-/// The most queues that a front-end may have tracked.
+/// Maximum number of queues with in-flight tracking.
 const MAX_QUEUES: u16 = 1024;
 
 /// The mapped memory.
 pub struct InflightArea {
     memory: Arc<SharedMemory>,
     given: InflightDescription,
-    /// For a process that takes over.
+    /// The memory's file, for a process that takes over.
     file: OwnedFd,
     /// The device's part; `None` in memory that another kind of server made.
     device: Option<VolatileSlice>,
@@ -45,7 +45,7 @@ impl InflightArea {
         Ok(Self { memory, given, file, device })
     }
 
-    /// Its description, and its file, for another process.
+    /// The description of the memory, and its file, for another process.
     ///
     /// # Errors
     /// The kernel's, if no more descriptors are available.

@@ -11,12 +11,13 @@ use super::registration::Registration;
 use crate::device::RegisteredMemory;
 use crate::protocol::{MemoryRegion, Result, refused};
 
-/// The most regions of memory that a front-end may share; QEMU's limit for hot-plugged memory.
+/// Maximum number of memory regions that a front-end may share; QEMU's limit for hot-plugged
+/// memory.
 pub const MAX_REGIONS: u64 = 509;
 
 /// A front-end's memory.
 pub struct MemoryTable {
-    /// For all memory that the front-end shares.
+    /// The fault domain of all memory that the front-end shares.
     domain: Arc<FaultDomain>,
     guest: GuestMemory,
     /// The regions as the front-end described them.
@@ -47,7 +48,7 @@ impl ChangedMemory {
         domain: &Arc<FaultDomain>,
     ) -> Result<()> {
         let MemoryRegion { guest, size, user, offset } = region;
-        // Of any size: libblkio has its rings in one of 15,120 bytes.
+        // A region may have any size: libblkio has its rings in one of 15,120 bytes.
         let memory = Arc::new(map(&file, offset, size, "guest memory", domain)?);
         if !self.guest.add(GuestRegion { guest, user_addr: user, memory: Arc::clone(&memory) }) {
             return Err(refused("regions of memory that overlap"));
@@ -76,12 +77,12 @@ impl MemoryTable {
         &self.domain
     }
 
-    /// The memory that has vanished, if any has: a line for the log.
+    /// A line for the log about memory that has vanished, if any has.
     pub fn lost(&self, inflight: Option<&SharedMemory>) -> Option<String> {
         self.domain.fault().map(|fault| lost_memory::describe(fault, &self.guest, inflight))
     }
 
-    /// The memory with these regions instead of all others.
+    /// The memory with these regions in place of the current ones.
     pub fn replaced(
         &self,
         regions: impl IntoIterator<Item = (MemoryRegion, OwnedFd)>,
@@ -94,13 +95,13 @@ impl MemoryTable {
         Ok(changed)
     }
 
-    /// The present memory, to be changed.
+    /// A copy of the current memory, to be changed.
     fn unchanged(&self) -> ChangedMemory {
         let (guest, regions) = (self.guest.clone(), self.regions.clone());
         ChangedMemory { guest, regions, added: Vec::new() }
     }
 
-    /// The memory with one region more.
+    /// The memory with one more region.
     pub fn with(&self, region: MemoryRegion, file: OwnedFd) -> Result<ChangedMemory> {
         if self.guest.regions().len() as u64 >= MAX_REGIONS {
             return Err(refused("too many regions of memory"));

@@ -2,7 +2,7 @@
 //!
 //! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A refusal is
 //! reported to the front-end where the protocol can (`REPLY_ACK`, or the request's own reply), and
-//! the connection goes on. The connection ends only if the front-end would otherwise assume that
+//! the connection continues. The connection ends only if the front-end would otherwise assume that
 //! the message took effect.
 
 use std::io;
@@ -62,7 +62,8 @@ pub fn handle<S: Storage + Send + Sync>(
                 frontend.log_refusal(&why);
                 return connection.reply(request, &1u64.to_ne_bytes(), None);
             }
-            // A guest makes its front-end send this one, and reads the result back.
+            // Not reported: the guest makes its front-end send this message, and reads the result
+            // back.
             if request == request::SET_CONFIG {
                 frontend.log_refusal(&why);
                 return Ok(());
@@ -94,7 +95,7 @@ fn execute<S: Storage + Send + Sync>(
             frontend.set_protocol_features(features);
         }
         request::SET_OWNER => {}
-        // Deprecated, and sent by old front-ends to disable all rings.
+        // Deprecated; old front-ends send it to disable all rings.
         request::RESET_OWNER => frontend.stop_all(StopMode::Graceful),
         request::RESET_DEVICE => frontend.reset(),
         request::GET_QUEUE_NUM => {
@@ -183,7 +184,7 @@ fn execute_on_ring<S: Storage + Send + Sync>(
     Ok(Reply::Done)
 }
 
-/// Bytes of the configuration space; a length of 0 if it does not have them.
+/// Bytes of the configuration space; a reply of length 0 if the range is not inside of it.
 fn get_config<S: Storage + Send + Sync>(
     frontend: &Frontend<S>,
     mut payload: Payload<'_>,
@@ -220,7 +221,7 @@ fn set_config<S: Storage + Send + Sync>(
     frontend.set_write_cache(cache)
 }
 
-/// New in-flight memory; of a size of 0 if there can be none.
+/// New in-flight memory; a reply with size 0 if it cannot be made.
 fn get_inflight<S: Storage + Send + Sync>(
     frontend: &mut Frontend<S>,
     mut payload: Payload<'_>,
@@ -236,7 +237,7 @@ fn get_inflight<S: Storage + Send + Sync>(
     };
     let mut reply = [made.size, made.offset].map(u64::to_ne_bytes).concat();
     reply.extend_from_slice(&[made.queues, made.entries].map(u16::to_ne_bytes).concat());
-    // As long as the front-end has it, with or without padding.
+    // The reply is as long as the front-end's payload, with or without padding.
     reply.resize(length, 0);
     Ok(Reply::Payload(reply, file))
 }

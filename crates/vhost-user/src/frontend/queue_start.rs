@@ -22,7 +22,7 @@ use crate::ring::{Broken, EventIndex, SplitRing};
 pub struct QueueStart<'a, S: Storage> {
     /// The device.
     pub device: &'a Device<S>,
-    /// The connection, which ends when the driver breaks a queue that has no eventfd for errors.
+    /// The connection. It ends if the driver breaks a queue that has no eventfd for errors.
     pub stream: &'a UnixStream,
     /// The negotiated features.
     pub features: u64,
@@ -40,7 +40,7 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
     /// Starts the queue with this number.
     pub fn start(self, index: usize, vring: &mut Vring) -> Result<()> {
         let export = &self.device.export;
-        // A copy for each queue, so that their threads count references apart.
+        // A copy for each queue, so that the threads of queues do not share a reference count.
         let memory = Arc::new(self.memory.guest().clone());
         // Steps that may fail for lack of descriptors come before the ring is taken over.
         let call = vring.duplicate_call()?;
@@ -59,7 +59,7 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
             let error_handler = Box::new(error_handler);
             let setup =
                 Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler };
-            // The receiver may be gone.
+            // The receiver may have been dropped.
             let _ = ended.send(queue::run(setup, receiver).await);
         }));
         vring.set_running(RunningQueue { requests, end });
@@ -101,9 +101,9 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
 }
 
 /// Handles the end of queue `index` after an error of its driver: it is logged, and signalled to
-/// the front-end by the queue's eventfd for errors. Other queues continue, and this one when its
-/// ring is set up again. The connection ends if the front-end gave no such eventfd, or if its
-/// memory is lost.
+/// the front-end by the queue's eventfd for errors. Other queues continue; this queue runs again
+/// when its ring is set up again. The connection ends if the front-end gave no such eventfd, or if
+/// its memory is lost.
 fn error_handler(
     index: usize,
     stream: &UnixStream,
@@ -126,7 +126,7 @@ fn error_handler(
             }
             _ => tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}"),
         }
-        // It fails only for a connection that has ended already.
+        // This fails only if the connection has ended already.
         let _ = stream.as_ref().map(|stream| stream.shutdown(Shutdown::Both));
     }
 }

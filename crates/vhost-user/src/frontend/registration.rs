@@ -18,7 +18,7 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Registers memory, or does nothing.
+    /// A registration that does nothing unless it is `wanted`.
     pub fn new(wanted: RegisteredMemory) -> Self {
         Self { wanted, has_logged: false }
     }
@@ -31,15 +31,16 @@ impl Registration {
         }
     }
 
-    /// Registers the memory with the ring of `event_loop`, if that is wanted, and waits until it
-    /// is. Registered regions stay; removed regions are released by themselves.
+    /// Registers the memory with the ring of `event_loop`, if that is wanted, and waits until it is
+    /// registered. Regions that are registered already stay so; removed regions are unregistered
+    /// automatically.
     pub fn register(&mut self, memory: &GuestMemory, event_loop: &Handle, disk: &str) {
         if self.wanted == RegisteredMemory::Off {
             return;
         }
         let memory = memory.clone();
         let registered = event_loop.spawn(move || async move { memory.register() }).wait();
-        // Without an outcome the server ends.
+        // There is no outcome if the server is ending.
         if let Some(Err(error)) = registered
             && !std::mem::replace(&mut self.has_logged, true)
         {

@@ -1,4 +1,4 @@
-//! The back-end's own channel: the socket that a front-end sends for messages to it
+//! The back-end's own channel: the socket that a front-end provides for messages from the back-end
 //! (`VHOST_USER_SET_BACKEND_REQ_FD`).
 
 use std::io;
@@ -20,7 +20,7 @@ impl BackendChannel {
     /// A channel by this socket.
     ///
     /// # Errors
-    /// `InvalidInput` when it is no Unix socket.
+    /// `InvalidInput` if the descriptor is not a Unix socket.
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         match socket_domain(&socket) {
             Ok(AddressFamily::UNIX) => Ok(Self(socket)),
@@ -36,8 +36,8 @@ impl BackendChannel {
         self.0.try_clone()
     }
 
-    /// Tells the front-end that the configuration has changed. Asks for no acknowledgement: the
-    /// device would wait for it while the front-end waits for a reply of the device.
+    /// Notifies the front-end that the configuration has changed. Requests no acknowledgement: the
+    /// device would wait for it while the front-end waits for a reply of the device, a deadlock.
     ///
     /// # Errors
     /// The kernel's; `WouldBlock` when the front-end does not read its messages.

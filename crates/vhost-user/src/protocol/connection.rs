@@ -1,9 +1,9 @@
 //! A front-end's connection: receives messages with their descriptors, and sends replies.
 //!
-//! Guarantees: a message is read to its end, in however many pieces it arrives, and never beyond,
-//! since descriptors belong to the message with whose bytes they came; a message that stays
-//! incomplete, or that comes with more descriptors than any has, ends its connection; so does a
-//! front-end that does not read its replies, instead of blocking the server.
+//! Guarantees: a message is read exactly to its end, in however many pieces it arrives, because
+//! descriptors belong to the message whose bytes they came with. A message that stays incomplete,
+//! or that comes with more than [`MAX_DESCRIPTORS`], ends the connection. A front-end that does not
+//! read its replies does not block the server: its connection ends too.
 //!
 //! Descriptors that come with a request that takes none are never received: the kernel drops them.
 //! Reason: closing the descriptor of a FUSE file waits for its daemon, which may not answer, and no
@@ -25,16 +25,16 @@ use rustix::net::{
 
 use super::numbers::{HEADER_BYTES, VERSION, VERSION_MASK, takes_descriptors};
 
-/// The most bytes of a payload; the longest message that is understood here, a table of
-/// 32 regions, is a quarter of it.
+/// Maximum bytes of a payload. The longest supported message, a table of 32 regions, has a quarter
+/// of that.
 const MAX_PAYLOAD: usize = 4096;
 
-/// The most descriptors of a message: one for each region of `SET_MEM_TABLE`.
+/// Maximum descriptors of a message: one for each region of `SET_MEM_TABLE`.
 pub const MAX_DESCRIPTORS: usize = 32;
 
-/// How long a message may take from its first bytes to its last. Front-ends send whole messages;
-/// one that stops in the middle would occupy the descriptors of its first half, and the device,
-/// forever.
+/// How long a message may take from its first bytes to its last. Front-ends send whole messages.
+/// Without the limit, one that stops in the middle would block the device and keep the received
+/// descriptors open forever.
 const MAX_MESSAGE_TIME: Duration = Duration::from_secs(10);
 
 /// `VHOST_USER_REPLY_MASK`, `VHOST_USER_NEED_REPLY_MASK`.
@@ -54,7 +54,7 @@ pub struct Message {
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// The connection of a front-end. It blocks the thread that reads, only.
+/// The connection of a front-end. Only reading blocks the thread.
 #[derive(Debug)]
 pub struct Connection {
     stream: UnixStream,
@@ -62,12 +62,12 @@ pub struct Connection {
     message_time: Duration,
 }
 
-/// The end of a wait.
+/// The event that ended a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arrival {
     /// A message, the first part of one, or the connection's end.
     Message,
-    /// The other event.
+    /// The other descriptor is readable.
     Other,
 }
 
@@ -96,8 +96,8 @@ impl Connection {
         &self.stream
     }
 
-    /// Waits until there is something to [`receive`](Self::receive), or `other` is readable. A
-    /// message goes first.
+    /// Waits until there is something to [`receive`](Self::receive), or `other` is readable. If
+    /// both, the message goes first.
     ///
     /// # Errors
     /// The kernel's.
@@ -178,7 +178,8 @@ impl Connection {
                             "descriptors were lost: too many in one message, or open in this process",
                         ));
                     }
-                    // The kernel's limit is one of each piece. A message may have thousands.
+                    // The kernel limits only the descriptors of each piece, so a message in many
+                    // pieces may have thousands.
                     let count = partial.descriptors.len();
                     if count > MAX_DESCRIPTORS {
                         return Err(invalid(format!("a message with {count} descriptors")));
@@ -207,7 +208,7 @@ impl Connection {
             match recv(&self.stream, &mut request, RecvFlags::PEEK) {
                 Ok((_, count)) => return Ok((count == 4).then(|| u32::from_ne_bytes(request))),
                 Err(Errno::INTR) => {}
-                // The end, which is found again.
+                // The next read finds the end again.
                 Err(Errno::CONNRESET) => return Ok(None),
                 Err(error) => return Err(error.into()),
             }

@@ -5,7 +5,7 @@ pub const HEADER_BYTES: usize = 12;
 
 /// The version of the protocol, in a header's flags.
 pub const VERSION: u32 = 1;
-/// The mask for it.
+/// The mask of the version in the flags.
 pub const VERSION_MASK: u32 = 3;
 
 /// Types of requests (`VHOST_USER_*`). Requests of features that are not offered are left out.

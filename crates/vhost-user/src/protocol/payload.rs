@@ -171,7 +171,8 @@ impl<'a> Payload<'a> {
         self.end().map(|()| log)
     }
 
-    /// In-flight memory. Compilers pad it at the end, or do not.
+    /// The description of in-flight memory. Depending on the front-end's compiler, padding follows
+    /// it.
     pub fn inflight(&mut self) -> Result<InflightDescription> {
         let (size, offset) = (self.u64()?, self.u64()?);
         Ok(InflightDescription { size, offset, queues: self.u16()?, entries: self.u16()? })

@@ -13,13 +13,13 @@ impl Call {
     /// A call by this eventfd.
     ///
     /// # Errors
-    /// `InvalidInput` when it is something else; the kernel's when it cannot be signalled without
-    /// waiting.
+    /// `InvalidInput` if the descriptor is not an eventfd; the kernel's if it cannot be signalled
+    /// without waiting.
     pub fn new(descriptor: OwnedFd) -> io::Result<Self> {
         EventSignal::new(descriptor).map(Self)
     }
 
-    /// Signals it. If the counter is full, a signal is pending anyway.
+    /// Signals the eventfd. If its counter is full, a signal is pending anyway.
     pub fn signal(&self) {
         self.0.signal();
     }

@@ -14,15 +14,16 @@ use crate::ring::{Broken, RingAddresses};
 pub enum QueueCommand {
     /// The guest's memory, or the ring's addresses in it, have changed.
     Move(Arc<GuestMemory>, RingAddresses),
-    /// The guest kicks in another way.
+    /// Sets how the guest kicks.
     SetKick(Kick),
-    /// The driver is notified in another way.
+    /// Sets how the driver is notified.
     SetCall(Option<Call>),
     /// The log of changed pages, the used ring's address in it, and the eventfd that notifies the
     /// front-end.
     SetLog(Option<DirtyLog>, Option<u64>, Option<Call>),
-    /// The queue pops no more requests. It ends when those in flight have completed; in a graceful
-    /// stop also those begun by an earlier server, since the returned base counts them as popped.
+    /// The queue pops no more requests. It ends when the requests in flight have completed. A
+    /// graceful stop also executes those that an earlier server had begun, since the returned base
+    /// counts them as popped.
     Stop(StopMode),
     /// Requests in flight in the queue no longer wait for free space on the host (`Disk::hold`):
     /// they fail.
@@ -36,8 +37,8 @@ pub enum QueueCommand {
 pub enum StopMode {
     /// The driver learns of everything that completed.
     Graceful,
-    /// The front-end has disconnected: ring and in-flight log stay as they are, so that a later
-    /// front-end has the requests without a published completion executed again.
+    /// The front-end has disconnected. The ring and the in-flight log stay as they are, so that
+    /// requests without a published completion are executed again when a front-end reconnects.
     Disconnected,
 }
 

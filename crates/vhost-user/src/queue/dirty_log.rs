@@ -24,7 +24,8 @@ impl DirtyLog {
         let (first, end) = (address / PAGE, (last / PAGE + 1).min(8 * self.0.len() as u64));
         let mut page = first;
         while page < end {
-            // Up to the end of a byte of the log, or of eight: a store for up to 64 pages.
+            // One store marks the pages of one byte of the log, or of eight aligned bytes: up to 64
+            // pages.
             let byte = (page / 8) as usize;
             if page % 64 == 0 && end - page >= 64 && self.is_whole(byte) {
                 self.0.set_bits_u64(byte, u64::MAX);

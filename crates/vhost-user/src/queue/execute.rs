@@ -16,8 +16,8 @@ use super::virtqueue::{CompletionKind, Element, Outcome};
 use crate::block::{BlockRequests, Status, decode};
 use crate::ring::{Broken, Chain};
 
-/// The cost of a request that completed inline, in addition to its bytes: after 16 of 4 KiB, or a
-/// long one, the handler yields to other tasks.
+/// The cost of a request that completed inline, in addition to its bytes. The handler yields to
+/// other tasks after 16 requests of 4 KiB, or after one long request.
 const REQUEST_COST: u64 = WorkBudget::QUANTUM / 32;
 
 /// Publishes completed requests, and wakes handlers for those that are available.
@@ -51,13 +51,14 @@ fn wake_handlers<S: Storage>(queue: &Rc<Queue<S>>, count: usize) {
         match queue.handlers.next() {
             NextHandler::Idle(handler) => handler.notify(),
             NextHandler::New => spawn_detached(run(Rc::clone(queue))),
-            // Each of them pops the next request when its own completes.
+            // All handlers are busy; each pops the next request when its own completes.
             NextHandler::None => return,
         }
     }
 }
 
-/// A handler has to wait: others pop available requests, and completed ones are published.
+/// Called when a handler has to wait: other handlers pop the available requests, and completed
+/// requests are published.
 fn wake_others<S: Storage>(queue: &Rc<Queue<S>>) {
     queue.recently_async.set(true);
     let virtqueue = queue.virtqueue.borrow();
@@ -104,7 +105,7 @@ async fn run<S: Storage>(queue: Rc<Queue<S>>) {
     }
 }
 
-/// Waits for requests. Completed ones are published at once, unless other handlers may yet complete
+/// Waits for requests. Completed requests are published at once, unless other handlers may complete
 /// more in this iteration of the loop.
 async fn park<S: Storage>(queue: &Rc<Queue<S>>, handler: &Rc<Handler>, kind: CompletionKind) {
     queue.handlers.push_idle(Rc::clone(handler));
@@ -127,7 +128,7 @@ async fn serve<S: Storage>(
     let permit = queue.in_flight.acquire(length);
     let failed = |status| (Outcome { status, written: 0 }, CompletionKind::Inline);
     let (outcome, kind) = match decode(&queue.request_context(), &element.memory, chain) {
-        // It was read from memory that has vanished: it is not executed.
+        // The request was read from memory that has vanished, so it is not executed.
         _ if queue.has_lost_memory() => failed(Status::Failed),
         Ok(requests) => {
             let written = requests.written();
@@ -138,7 +139,7 @@ async fn serve<S: Storage>(
     };
     drop(permit);
     if queue.has_lost_memory() {
-        // Its data may not have been the guest's, even if it succeeded.
+        // The request may have used zeros in place of the guest's data, even if it succeeded.
         queue.break_off(&Broken::MemoryLost);
     } else if queue.stop_mode() != Some(StopMode::Disconnected) {
         queue.virtqueue.borrow_mut().complete(&element, chain, outcome, kind);

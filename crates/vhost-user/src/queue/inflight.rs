@@ -1,5 +1,5 @@
-//! In-flight I/O tracking: memory of the front-end that names the requests in flight, so that a
-//! server that takes over from one that was killed executes them again.
+//! In-flight I/O tracking: memory of the front-end that records the requests in flight. After a
+//! server was killed, the next server executes them again.
 //!
 //! The layout and the order of stores are those of the vhost-user specification for split queues
 //! ("Inflight I/O tracking"): after each single store, a new server can find in the memory which
@@ -14,7 +14,7 @@ use blockhouse_core::WriteCache;
 use blockhouse_engine::{SharedMemory, VolatileSlice};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-/// Bytes before a queue's entries, and of an entry.
+/// Bytes of the head before a queue's entries, and of an entry.
 const HEAD_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
 
@@ -48,8 +48,8 @@ pub fn size(queues: u16, entries: u16) -> usize {
     part(entries) * usize::from(queues) + DEVICE_BYTES
 }
 
-/// A memory file of `size` bytes that can neither shrink nor grow. Reason: the server maps it, and
-/// access to a page that the front-end has truncated ends the connection.
+/// A memory file of `size` bytes, sealed against changes of its size. Reason: the server maps it,
+/// and access to a page that the front-end has truncated away ends the connection.
 ///
 /// # Errors
 /// The kernel's.
@@ -61,7 +61,7 @@ pub fn new_file(size: u64) -> rustix::io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// The part of queue `index`; `None` when the memory has none.
+/// The part of queue `index`; `None` if the memory is too small for it.
 pub fn queue(memory: &Arc<SharedMemory>, index: u16, entries: u16) -> Option<VolatileSlice> {
     let start = part(entries) * usize::from(index);
     VolatileSlice::new(Arc::clone(memory), start, part(entries)).filter(|view| view.is_aligned(8))
@@ -150,8 +150,8 @@ impl InflightQueue {
 
     /// The requests that were begun and did not complete, the oldest first.
     fn inflight_heads(&mut self) -> Vec<u16> {
-        // Copied before they are sorted: the front-end may change the counters concurrently, and a
-        // sort by changing keys may panic.
+        // The counters are copied before the sort: the front-end may change them concurrently, and
+        // a sort by changing keys may panic.
         let mut begun: Vec<(u64, u16)> = (0..self.entries)
             .filter(|&head| self.view.load_u8(self.entry(head)) == 1)
             .map(|head| (self.view.load_u64(self.entry(head) + COUNTER, Relaxed), head))
@@ -237,7 +237,7 @@ mod tests {
         log.end(1);
         // Killed before the index was published: all are resubmitted.
         assert_eq!(open(&memory, 65535).1.resubmit, [1, 2, 3]);
-        // Killed after that.
+        // Killed after the index was published.
         let recovery = open(&memory, 1).1;
         assert_eq!((recovery.resubmit, recovery.last_avail_idx), (vec![2], Some(2)));
     }

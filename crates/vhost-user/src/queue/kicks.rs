@@ -1,6 +1,6 @@
-//! How a queue learns of new requests while its loop would sleep: by the guest's kicks, or by
-//! polling the ring at intervals where the front-end has none (`VHOST_USER_SET_VRING_KICK` with bit
-//! 8).
+//! How a queue detects new requests while its loop sleeps: by the guest's kicks, or, if the
+//! front-end has no eventfd for them (`VHOST_USER_SET_VRING_KICK` with bit 8), by polling the ring
+//! at intervals.
 //!
 //! In both cases a loop that is awake polls the ring in each iteration.
 
@@ -14,8 +14,8 @@ use std::time::Duration;
 use blockhouse_engine::{PollSource, Sleep, Watch, sleep};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// A polled ring is read this often while requests arrive, and half as often after each time that
-/// it was empty, down to once a millisecond.
+/// A polled ring is read at the minimum interval while requests arrive. Each time that it is empty
+/// the interval doubles, up to the maximum.
 const MIN_INTERVAL: Duration = Duration::from_micros(50);
 const MAX_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -24,12 +24,12 @@ const MAX_INTERVAL: Duration = Duration::from_millis(1);
 pub enum Kick {
     /// It signals an eventfd.
     Event(OwnedFd),
-    /// It does not: the ring is polled.
+    /// It does not kick: the ring is polled.
     Polled,
 }
 
 impl Kick {
-    /// Another handle of it.
+    /// A duplicate with its own descriptor.
     ///
     /// # Errors
     /// The kernel's.
@@ -43,8 +43,8 @@ impl Kick {
 
 /// The descriptors that wake a sleeping loop for a ring.
 pub struct Kicks {
-    /// The guest's eventfd; for a polled ring one that is never signalled, so that the loop has
-    /// the ring among those that it polls.
+    /// The guest's eventfd. For a polled ring, an eventfd that is never signalled, because the loop
+    /// polls only rings that are watched.
     watch: Option<Watch>,
     timer: Option<Timer>,
 }
@@ -56,8 +56,8 @@ struct Timer {
 }
 
 impl Kicks {
-    /// Watches the ring in the way that the front-end requested. A descriptor that cannot be
-    /// watched was refused before.
+    /// Watches the ring in the way that the front-end requested. The descriptor can be watched:
+    /// others were refused earlier.
     pub fn new(ring: Rc<dyn PollSource>, kick: Kick) -> Self {
         let (descriptor, timer) = match kick {
             Kick::Event(descriptor) => (Some(descriptor), None),
@@ -67,7 +67,7 @@ impl Kicks {
         Self { watch, timer }
     }
 
-    /// Whether the ring may have new entries. Otherwise the task is woken when it has.
+    /// Whether the ring may have new entries; if not, the task is woken when it has.
     pub fn poll(&mut self, context: &mut Context<'_>, has_available: impl Fn() -> bool) -> bool {
         let mut is_kicked = false;
         while self.watch.as_ref().is_some_and(|watch| watch.poll_event(context).is_ready()) {

@@ -1,15 +1,15 @@
 //! One queue of a guest on one event loop.
 //!
-//! Handlers, long-lived tasks, pop requests from the ring and execute them. A handler whose request
-//! completes inline pops the next one, with no task in between; one that has to wait wakes as many
+//! Handlers are long-lived tasks that pop requests from the ring and execute them. A handler whose
+//! request completes inline pops the next one at once; a handler that has to wait wakes as many
 //! others as there are requests. The ring task is woken for new requests and for commands of the
-//! device's thread, and publishes what completed. While the loop is awake it polls the ring, and
-//! the guest need not kick.
+//! device's thread, and publishes completed requests. While the loop is awake it polls the ring,
+//! and the guest need not kick.
 //!
 //! Guarantees: every request that was popped is executed to its end. One notification is sent for
-//! all requests that complete together, and none of them waits for it longer than for others that
-//! complete inline. No request waits in the ring while the loop sleeps (the ring is read once more
-//! after kicks were enabled), except those beyond what a queue may have in flight
+//! all requests that complete together; it is delayed only by other requests that complete inline.
+//! No request waits in the ring while the loop sleeps (the ring is read once more after kicks were
+//! enabled), except those beyond what a queue may have in flight
 //! ([`QUEUE_LIMITS`](crate::block::QUEUE_LIMITS)).
 
 mod call;
@@ -58,7 +58,7 @@ pub async fn run<S: Storage>(
                 queue.stop(queue.stop_mode().unwrap_or(StopMode::Disconnected));
                 break;
             };
-            // The receiver may be gone.
+            // The receiver may have been dropped.
             let _ = done.send(handle(&queue, command, &mut kicks));
         }
         if kicks.poll(context, || queue.has_work()) {

@@ -25,13 +25,13 @@ pub struct Setup<S: Storage> {
     pub access: Access,
     /// The disk's serial, padded with zeros.
     pub serial: [u8; SERIAL_BYTES],
-    /// How durable writes are, at each moment.
+    /// The current write cache mode, which decides how durable writes are.
     pub cache: Arc<WriteCacheMode>,
     /// The ring and its state.
     pub virtqueue: Virtqueue,
     /// How the guest kicks.
     pub kick: Kick,
-    /// How large a request may be.
+    /// The maximum size of a request.
     pub limits: RequestLimits,
     /// Called once, when the driver has broken the queue.
     pub error_handler: Box<dyn Fn(&Broken)>,
@@ -57,7 +57,7 @@ pub struct Queue<S: Storage> {
     /// request.
     pub(super) recently_async: Cell<bool>,
     stop: Cell<Option<StopMode>>,
-    /// The queue's changes that are held.
+    /// The queue's changes that wait for free space on the host.
     held: PartyHold<S>,
     /// Whether the ring task has ended: handlers end, too.
     is_ended: Cell<bool>,
@@ -65,7 +65,7 @@ pub struct Queue<S: Storage> {
     has_logged_failure: Cell<bool>,
     /// Whether the guest does not kick.
     is_polled: Cell<bool>,
-    /// Whether the ring task is to process the ring, and its waker.
+    /// Whether the ring task has to process the ring.
     wake_pending: Cell<bool>,
     ring_task: RefCell<Option<Waker>>,
 }
@@ -125,18 +125,18 @@ impl<S: Storage> Queue<S> {
         self.wake_pending.take()
     }
 
-    /// How the queue is to end, if it is.
+    /// How the queue has to end, if it was told to.
     pub fn stop_mode(&self) -> Option<StopMode> {
         self.stop.get()
     }
 
-    /// Changes that wait for free space fail: a caller that waits for the end must not wait for
-    /// that.
+    /// Makes changes that wait for free space fail, because a caller that waits for the end of the
+    /// queue must not wait for space.
     pub fn end_holding(&self) {
         self.held.end();
     }
 
-    /// Ends the queue in this way. A queue whose front-end has disconnected keeps that way.
+    /// Tells the queue to end in this mode. `Disconnected` is not replaced by another mode.
     pub fn stop(&self, mode: StopMode) {
         if self.stop.get() != Some(StopMode::Disconnected) {
             self.stop.set(Some(mode));
@@ -175,7 +175,7 @@ impl<S: Storage> Queue<S> {
     }
 
     /// How many requests have to be resubmitted before a graceful stop is complete. A disconnected
-    /// queue resubmits no more: they stay in the in-flight log for the next server.
+    /// queue resubmits none: they stay in the in-flight log for the next server.
     pub fn left_to_resubmit(&self) -> usize {
         match self.stop.get() {
             Some(StopMode::Disconnected) => 0,
@@ -209,7 +209,7 @@ impl<S: Storage> Queue<S> {
         RequestContext { durability, serial: &self.serial, size, limits }
     }
 
-    /// Refuses changes by way of an export that is read-only.
+    /// Refuses changes through a read-only export.
     pub fn check_access(&self, request: &Request) -> Result<()> {
         match self.access {
             Access::ReadOnly if request.is_change() => {
@@ -225,9 +225,9 @@ impl<S: Storage> Queue<S> {
         self.virtqueue.borrow().has_lost_memory()
     }
 
-    /// The driver has broken its queue: no more requests are popped.
+    /// Breaks the queue after an error of its driver: no more requests are popped.
     pub fn break_off(&self, why: &Broken) {
-        // Zeros in the place of lost memory may look like any breach of the rules.
+        // Lost memory reads as zeros, which may look like any violation of the rules.
         let why = if self.has_lost_memory() { &Broken::MemoryLost } else { why };
         if self.stop.get().is_none() {
             self.stop.set(Some(StopMode::Disconnected));
@@ -238,13 +238,13 @@ impl<S: Storage> Queue<S> {
     /// Logs that the host failed a request, once for each queue: a broken disk fails every request.
     pub fn log_failure(&self, error: &Error) {
         if self.has_lost_memory() {
-            // The end of the connection is logged.
+            // The loss of memory is logged at the end of the connection.
             return;
         }
         let disk = self.disk.name();
         if error.errno() == errno::EFAULT {
-            // The guest gave such addresses, or its memory begins to vanish, which is logged at the
-            // end of the connection: not a failure of the host.
+            // Not a failure of the host: the guest gave invalid addresses, or its memory begins to
+            // vanish, which is logged at the end of the connection.
             tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }

@@ -12,8 +12,8 @@ use super::inflight::InflightQueue;
 use crate::block::Status;
 use crate::ring::{Broken, Chain, RingAddresses, SplitRing};
 
-/// The used ring's index is updated after this many requests at the latest: with this store a
-/// running driver continues in parallel.
+/// The used ring's index is updated after this many requests at the latest, so that a running
+/// driver can process them in parallel.
 const INDEX_INTERVAL: u16 = 4;
 
 /// While up to this many requests are available, the driver is notified after each quarter of them,
@@ -21,18 +21,18 @@ const INDEX_INTERVAL: u16 = 4;
 /// long as several requests.
 const FEW_REQUESTS: u16 = 16;
 
-/// The most requests that the driver is notified of together.
+/// Maximum number of requests per notification of the driver.
 const MAX_BATCH: u16 = 64;
 
-/// The most bytes that it is notified of together, unless one request has more: some 40
-/// microseconds of copying.
+/// Maximum bytes of the requests per notification, unless one request has more. Copying them takes
+/// about 40 microseconds.
 const MAX_BATCH_BYTES: u64 = 256 << 10;
 
 /// Everything of a queue that lies in memory of the guest or the front-end.
 pub struct Virtqueue {
     ring: SplitRing,
     memory: Arc<GuestMemory>,
-    /// The fault domain of the memory, the ring and the in-flight log.
+    /// The fault domain of the guest's memory, the ring and the in-flight log.
     domain: Arc<FaultDomain>,
     inflight: Option<InflightQueue>,
     /// The first descriptors of requests that an earlier server had begun.
@@ -46,14 +46,14 @@ pub struct Virtqueue {
     /// How many requests were completed since the driver was last notified.
     unsignalled: u16,
     unsignalled_bytes: u64,
-    /// After how many of those that completed inline it is notified.
+    /// After how many requests that completed inline the driver is notified.
     batch: u16,
 }
 
 /// Whether a request completed without waiting.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CompletionKind {
-    /// It did.
+    /// It completed without waiting.
     Inline,
     /// It waited; other requests could run in between.
     Async,
@@ -101,20 +101,21 @@ impl Virtqueue {
         }
     }
 
-    /// Whether some of the memory that was read so far has vanished.
+    /// Whether some memory that was read so far had vanished.
     pub fn has_lost_memory(&self) -> bool {
         self.domain.has_failed()
     }
 
-    /// Checks that all memory that was read so far was there.
+    /// Checks that no memory that was read so far had vanished.
     ///
     /// # Errors
-    /// When some of it has vanished.
+    /// `MemoryLost` if some had vanished.
     fn check_memory(&self) -> Result<(), Broken> {
         if self.has_lost_memory() { Err(Broken::MemoryLost) } else { Ok(()) }
     }
 
-    /// Sets how the driver is notified, and notifies it: the change may have lost a notification.
+    /// Sets how the driver is notified, and notifies it, because the change may have lost a
+    /// notification.
     pub fn set_call(&mut self, call: Option<Call>) {
         self.call = call;
         self.call.iter().for_each(Call::signal);
@@ -179,7 +180,7 @@ impl Virtqueue {
     /// could clear the bit and copy the page before the store.
     fn log_used(&self, offset: usize, length: u64) {
         if let (Some(log), Some(used)) = (&self.log, self.logged_used)
-            // The front-end gives the address; one that wraps has no page.
+            // The address is the front-end's; if the sum overflows, there is no page to mark.
             && let Some(address) = used.checked_add(offset as u64)
         {
             log.mark(address, length);
@@ -195,8 +196,8 @@ impl Virtqueue {
             self.batch = batch_of(self.ring.update_avail_idx()?);
         }
         let Some(head) = self.ring.pop()? else { return Ok(None) };
-        // Before the entry in the in-flight log: otherwise a server that takes over would execute a
-        // request that does not exist.
+        // Checked before the entry in the in-flight log is made: otherwise a server that takes over
+        // would execute a request that does not exist.
         self.check_memory()?;
         self.inflight.iter_mut().for_each(|inflight| inflight.begin(head));
         self.walk(head, chain).map(Some)
@@ -219,7 +220,7 @@ impl Virtqueue {
         Ok(Element { head, memory: Arc::clone(&self.memory) })
     }
 
-    /// Completes a request. The driver is notified of several together.
+    /// Completes a request. One notification of the driver covers several requests.
     pub fn complete(
         &mut self,
         element: &Element,
@@ -241,8 +242,9 @@ impl Virtqueue {
         self.unsignalled_bytes += chain.length();
         let batch = match kind {
             CompletionKind::Inline => self.batch,
-            // Others complete in the same iteration of the loop, and the ring task runs after them.
-            // The storage works at the same time, so the driver should submit more soon.
+            // Other requests complete in the same iteration of the loop, and the ring task runs
+            // after them. The storage works in parallel, so the driver should be able to submit
+            // more soon.
             CompletionKind::Async => FEW_REQUESTS,
         };
         if self.unsignalled >= batch || self.unsignalled_bytes >= MAX_BATCH_BYTES {

@@ -1,16 +1,16 @@
 //! Chains of descriptors (virtio 1.2, section 2.7.5), and the status byte at the end of a block
-//! request's.
+//! request's chain.
 //!
-//! The driver may be hostile. A chain is walked once, with a bound on its length. An invalid chain
-//! gets an error status; one without a byte for its status breaks the queue ([`Broken`]). No buffer
-//! is used beyond the guest's memory.
+//! The driver may be hostile. A chain is walked once, with a bound on its length. A request with an
+//! invalid chain gets an error status; a chain without a status byte breaks the queue ([`Broken`]).
+//! No buffer outside of the guest's memory is used.
 
 use blockhouse_engine::{GuestMemory, GuestRange, VolatileSlice};
 
 use super::broken::Broken;
 use super::descriptor::{Buffers, DESCRIPTOR_BYTES, Descriptor, INDIRECT, MAX_CHAIN, NEXT, WRITE};
 
-/// The chain of a request. Used again for the next one, it allocates nothing.
+/// The chain of a request. Reused for the next request, so that walking allocates nothing.
 #[derive(Debug, Default)]
 pub struct Chain {
     readable: Buffers,
@@ -36,7 +36,7 @@ impl Chain {
         self.status
     }
 
-    /// The reason to reject the request, if its chain breaks a rule and yet has a status byte.
+    /// The reason to reject the request, if its chain has a status byte but breaks a rule.
     pub fn reject_reason(&self) -> Option<&'static str> {
         self.reject_reason
     }
@@ -92,7 +92,7 @@ impl Chain {
                 if !may_branch {
                     return Err(Broken::Indirect(current.flags, current.length));
                 }
-                // Direct descriptors first, then a table: virtio allows that.
+                // An indirect table may follow direct descriptors: virtio allows that.
                 let inner = indirect(memory, current)?;
                 return self.follow(memory, &inner, descriptor(&inner, 0)?, false);
             }
@@ -142,8 +142,8 @@ impl Chain {
         Ok(())
     }
 
-    /// Takes the first `N` bytes out of the readable buffers; `None` when they have fewer, or are
-    /// not in the memory.
+    /// Takes the first `N` bytes out of the readable buffers; `None` if they have fewer bytes, or
+    /// are not in the guest's memory.
     pub fn take_bytes<const N: usize>(&mut self, memory: &GuestMemory) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         let mut filled = 0;

@@ -5,18 +5,18 @@ use std::sync::atomic::Ordering::Relaxed;
 use blockhouse_engine::{GuestRange, VolatileSlice};
 use smallvec::SmallVec;
 
-/// The most entries that a queue may have; QEMU's limit as well.
+/// Maximum number of entries of a queue; QEMU's limit too.
 pub const MAX_ENTRIES: u16 = 1024;
 
-/// The most descriptors of a chain, in an indirect table too: a header, a status, and 4 MiB of
-/// single pages.
+/// Maximum number of descriptors of a chain, also in an indirect table: a header, a status, and 4
+/// MiB of single pages.
 pub const MAX_CHAIN: usize = MAX_ENTRIES as usize + 2;
 
-/// A descriptor is followed by another one (`VRING_DESC_F_NEXT`).
+/// Flag: another descriptor follows (`VRING_DESC_F_NEXT`).
 pub const NEXT: u16 = 1;
-/// The device writes to its buffer (`VRING_DESC_F_WRITE`).
+/// Flag: the device writes to the buffer (`VRING_DESC_F_WRITE`).
 pub const WRITE: u16 = 2;
-/// Its buffer is a table of descriptors (`VRING_DESC_F_INDIRECT`).
+/// Flag: the buffer is a table of descriptors (`VRING_DESC_F_INDIRECT`).
 pub const INDIRECT: u16 = 4;
 
 /// Bytes of a descriptor.
@@ -39,13 +39,13 @@ pub struct Descriptor {
 }
 
 impl Descriptor {
-    /// Reads the descriptor at `index` of a table, which has it.
+    /// Reads the descriptor at `index`, which is inside of the table.
     pub fn read(table: &VolatileSlice, index: usize) -> Self {
         let at = index * DESCRIPTOR_BYTES;
         let (address, rest) = if table.is_aligned(8) {
             (table.load_u64(at, Relaxed), table.load_u64(at + 8, Relaxed))
         } else {
-            // An indirect table may be anywhere.
+            // An indirect table may be unaligned.
             let half = |at| {
                 let mut bytes = [0; 8];
                 table.read(at, &mut bytes);

@@ -1,8 +1,8 @@
-//! `bench fixed-files`: small reads, 64 at a time, with the file in the ring's own table and by its
-//! descriptor.
+//! `bench fixed-files`: small reads, 64 in flight, through a registered file of the ring and
+//! through a file descriptor.
 //!
-//! Guarantees: whether requests go by the slot is probed on each loop right before it is measured
-//! (`blockhouse_engine::probe_fixed_file`), and the result says what was found.
+//! Guarantees: right before a loop is measured, a probe finds out whether its requests use the
+//! registered file (`blockhouse_engine::probe_fixed_file`), and the result says so.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -17,15 +17,15 @@ use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 const DEPTH: usize = 64;
-/// More threads than this only fight over the disk.
+/// With more threads, they only compete for the disk.
 const MAX_THREADS: usize = 4;
-/// For the page of results.
+/// The text for the page of results.
 pub const ABOUT: &str = "io_uring takes a reference to the file for every request, unless the file is in the ring's \
     own table. Reads of 4 KiB at random, 64 at a time on each thread, by the descriptor and by the slot. \
     Before each sample every measured loop is probed: the descriptor's number is made to name another file, \
     and a read by the slot must still return the right one.";
 
-/// On one thread and on several.
+/// The cases: one thread, and several.
 pub fn cases(testbed: &Testbed) -> Cases<'_> {
     if !testbed.engines().contains(&Engine::IoUring) {
         return Cases::none("only rings have such a table, and io_uring cannot be used here");
@@ -85,7 +85,7 @@ fn sample(testbed: &Testbed, load: Load, fixed: FixedFiles) -> Result<Sample> {
     Ok(sample)
 }
 
-/// The note on a sample in which `by_slot` of `jobs` loops used the slot.
+/// The note on a sample in which `by_slot` of `jobs` loops used the registered file.
 fn note(fixed: FixedFiles, by_slot: usize, jobs: usize) -> String {
     match (fixed, by_slot) {
         (FixedFiles::On, count) if count == jobs => {

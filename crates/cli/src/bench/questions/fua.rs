@@ -8,18 +8,18 @@ use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 
-/// For the page of results.
+/// The text for the page of results.
 pub const ABOUT: &str = "A guest whose write cache is off, or that sets FUA on a request, wants the data to \
     be on stable storage when the write completes. The usual emulation is a write and then a flush: two \
     requests in a row. Here the same blocks of 4 KiB are written at random either way, so many at a time \
     (depth × threads), on each engine. On a device without FUA the kernel puts a flush behind each such \
     write all the same; what is left to gain there is one way to the kernel instead of two.";
 
-/// How many at a time.
+/// The queue depth of each job, and the number of jobs.
 struct LoadShape {
     depth: usize,
     jobs: usize,
-    /// Of write + flush and of FUA, in IOPS.
+    /// Published IOPS of write + flush, and of FUA.
     published: Option<[f64; 2]>,
 }
 

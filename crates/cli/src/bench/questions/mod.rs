@@ -34,7 +34,7 @@ pub enum Question {
 }
 
 impl Question {
-    /// Its parts.
+    /// The single questions that this one consists of.
     pub fn parts(self) -> Vec<Self> {
         match self {
             Self::All => {
@@ -95,7 +95,7 @@ impl Question {
         }
     }
 
-    /// How long it may take unless the user says it.
+    /// The time limit if the user gives none.
     pub fn usual_time(self) -> Duration {
         Duration::from_secs(if self == Self::All { 120 } else { 30 })
     }

@@ -1,6 +1,6 @@
-//! `bench random`: small reads and writes here and there, one at a time and many, per engine.
+//! `bench random`: small reads and writes at random offsets, at queue depths 1 and 32, per engine.
 //!
-//! The engines are compared with the first that this machine has.
+//! The baseline is the first engine that this machine has.
 
 use crate::bench::load::{Load, LoopSetup, Pattern, Work};
 use crate::bench::rows::{Case, Cases, Cost, Variant};
@@ -8,11 +8,11 @@ use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 
-/// For the page of results.
+/// The text for the page of results.
 pub const ABOUT: &str = "Reads and writes of 4 KiB at random, one at a time and 32 at a time, on each engine that this machine \
     has; the others are compared with the first. The writes are not durable.";
 
-/// The kind of work, and how many requests at a time.
+/// Name, kind of work and queue depth of each case.
 const SHAPES: [(&str, Work, usize); 4] = [
     ("read 4K, depth 1", Work::Read, 1),
     ("read 4K, depth 32", Work::Read, 32),

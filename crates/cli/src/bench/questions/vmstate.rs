@@ -1,8 +1,8 @@
-//! `bench vmstate`: a machine's state that comes in small pieces, written to a qcow2 image piece by
+//! `bench vmstate`: a VM state that arrives in small pieces, written to a qcow2 image piece by
 //! piece, and through the stream that `blockhouse vmstate save` uses.
 //!
-//! Either way the state grows from the beginning of a new image, and at the end everything is on
-//! stable storage, which the time includes. A piece counts when it was taken.
+//! Both variants write from the start of a new image, and sync it at the end; the time includes the
+//! sync. A piece is counted when the writer has accepted it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -21,11 +21,11 @@ use crate::bench::stop::Stop;
 use crate::bench::testbed::Testbed;
 use crate::open_args::read_only;
 
-/// The virtual size of the images, and no less than what is written.
+/// The virtual size of the images: not less than the bytes written.
 const IMAGE_SIZE: u64 = MAX_BYTES;
-/// The time that making, opening and removing an image takes.
+/// The time to create, open and remove an image.
 const IMAGE_TIME: Duration = Duration::from_millis(60);
-/// No less is written at a time past the page cache or into it.
+/// The smallest unit of a write, with direct I/O and through the page cache, in bytes.
 const PAGE: u64 = 4096;
 
 /// Bytes of a piece.
@@ -40,14 +40,14 @@ pub enum Storing {
     Buffered,
 }
 
-/// For the page of results.
+/// The text for the page of results.
 pub const ABOUT: &str = "A snapshot with memory streams a machine's state into the image in tiny pieces. Written straight \
     through, each becomes a write of its own: reads and writes of whole blocks past the page cache. The stream \
     that <code>blockhouse vmstate save</code> uses collects them in windows of 1 MiB, eight of which may be on \
     their way. Latency is what a piece waits until it is taken; the rate includes that everything is on stable \
     storage at the end.";
 
-/// Every size of a piece, through the page cache and past it.
+/// The cases: each size of a piece, through the page cache and with direct I/O.
 pub fn cases(testbed: &Testbed) -> Cases<'_> {
     let Some(folder) = testbed.target().folder() else {
         return Cases::none("its images are files in a folder; leave --destroy-data out for it");
@@ -86,17 +86,17 @@ fn case<'a>(
     }
 }
 
-/// The most that is stored.
+/// The limits of a sample.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes of a piece.
     pub piece: usize,
-    /// How many of them.
+    /// The maximum number of pieces.
     pub pieces: u64,
 }
 
-/// As many as make the disk write `MAX_BYTES`: an unaligned piece becomes whole pages, and a new
-/// cluster is written as a whole once.
+/// The maximum number of pieces for which the disk writes at most `MAX_BYTES`: an unaligned piece
+/// becomes whole pages, and each new cluster is written as a whole once.
 fn most_pieces(piece: usize, storing: Storing) -> u64 {
     let piece = piece as u64;
     match storing {
@@ -127,12 +127,12 @@ fn sample(
         testbed.stop().check()?;
         Ok(sample)
     });
-    // The next sample makes its own; after an error the whole folder goes.
+    // The next sample creates its own image; after an error the whole folder is removed.
     std::fs::remove_file(&path).ok();
     outcome
 }
 
-/// Stores pieces until the time or the limit is used up, then makes all of it durable. Gives the
+/// Stores pieces until the time or the limit is used up, then makes all of it durable. Returns the
 /// nanoseconds that each piece took.
 pub async fn store<S: Storage>(
     disk: &Disk<S>,
@@ -179,7 +179,8 @@ async fn buffered<S: Storage>(
     Ok(pieces.latency)
 }
 
-/// Offsets of one piece after the other, and how long each took until the next was asked for.
+/// Gives out the offsets of consecutive pieces. The latency of a piece is the time until the next
+/// offset is requested.
 struct WriteSequence<'a> {
     limits: Limits,
     until: (Duration, &'a Stop),
@@ -192,7 +193,7 @@ struct WriteSequence<'a> {
 
 impl<'a> WriteSequence<'a> {
     fn new(limits: Limits, until: (Duration, &'a Stop)) -> Self {
-        // Not zeros, which take no space in an image.
+        // No zeros, because zeros take no space in an image.
         let content = (0..limits.piece).map(|_| fastrand::u8(1..)).collect();
         let now = Instant::now();
         Self { limits, until, content, given: 0, begin: now, last: now, latency: new_histogram() }
@@ -207,7 +208,7 @@ impl<'a> WriteSequence<'a> {
         self.last = now;
         let (time, stop) = self.until;
         let is_over = self.given == self.limits.pieces || now - self.begin >= time;
-        // One at least, so that there is something to tell.
+        // At least one piece, so that the sample has a figure.
         if (is_over && self.given > 0) || stop.is_asked() {
             return None;
         }

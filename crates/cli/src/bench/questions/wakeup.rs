@@ -1,13 +1,13 @@
 //! `bench wakeup`: the cost when a request does not wake the sleeping loop that executes it.
 //!
 //! The published case: pieces of 128 KiB are read with direct I/O in batches of 16, with a pause of
-//! 1 ms before each batch is submitted and 1 ms after each completion is handled, the process idle
-//! otherwise. A thread submits, a loop on another thread has the engine, and sleeps whenever a
-//! batch comes.
+//! 1 ms before each batch is submitted and 1 ms after each completion is handled; the process is
+//! idle otherwise. One thread submits; an event loop on another thread does the I/O, and is asleep
+//! when a batch arrives.
 //!
-//! In force, the thread submits through the loop's handle, as every user of the engine does. To
-//! withhold the wake-up, it leaves its requests in a channel that the loop reads whenever an
-//! unrelated timer fires. The channel is this file's: nothing in the engine can withhold a wake-up.
+//! With wake-ups, the thread submits through the loop's handle, as every user of the engine does.
+//! Without, it puts the requests into a channel that the loop reads when an unrelated timer fires.
+//! The channel belongs to this file: the engine has no way to suppress a wake-up.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -33,21 +33,21 @@ const SPAN: u64 = 128 << 20;
 /// The interval of the unrelated timer that wakes the loop in the end.
 pub const UNRELATED_TIMER: Duration = Duration::from_millis(499);
 
-/// For the page of results.
+/// The text for the page of results.
 pub const ABOUT: &str = "A request that another thread leaves to a sleeping loop waits until something wakes the loop. Pieces of \
     128 KiB in batches of 16, with pauses of 1 ms, so that the loop sleeps whenever a batch comes. “Withheld” \
     is the bench's own way around the wake-up: the loop finds its requests when a timer of 499 ms fires.";
 
-/// The published figure, as the pieces of 128 MiB in a second.
+/// The published figure for 128 MiB, converted to pieces per second.
 const WITHHELD: Published = Published { value: 39.8, detail: "QEMU commit 2ae361ef1d7d: 25.76 s" };
 const IN_FORCE: Published = Published { value: 788.0, detail: "QEMU commit 2ae361ef1d7d: 1.30 s" };
 
 /// Whether a new request wakes the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WakeUp {
-    /// As always.
+    /// A request wakes the loop.
     InForce,
-    /// It finds out when it looks.
+    /// The loop finds the request when a timer fires.
     Withheld,
 }
 
@@ -72,7 +72,7 @@ pub fn cases(testbed: &Testbed) -> Cases<'_> {
     Cases::all([Case { name, variants: std::iter::once(withheld).chain(in_force).collect() }])
 }
 
-/// Reads batches until the time is up, one at least.
+/// Reads batches until the time is up, but at least one.
 pub fn measure<S: Storage + Send + Sync + 'static>(
     disk: &Arc<Disk<S>>,
     engine: Engine,
@@ -105,7 +105,7 @@ enum SubmitMethod<S: Storage> {
     Unannounced(mpsc::Sender<Piece<S>>),
 }
 
-/// One piece to read, and where its outcome goes.
+/// One piece to read, and the channel for its outcome.
 struct Piece<S: Storage> {
     disk: Arc<Disk<S>>,
     offset: u64,
@@ -114,17 +114,17 @@ struct Piece<S: Storage> {
     done: mpsc::Sender<Done>,
 }
 
-/// The memory comes back, with how long it took.
+/// The memory of a completed piece, its latency and its outcome.
 type Done = (Buffer, Duration, blockhouse_core::Result<()>);
 
 async fn read<S: Storage>(piece: Piece<S>) {
     let Piece { disk, offset, mut buffer, submitted, done } = piece;
     let outcome = disk.submit(Request::Read { offset, into: buffer.lend() }).await;
-    // The receiver is gone after an error of another piece.
+    // The send fails if another piece failed: the receiver is dropped then.
     let _ = done.send((buffer, submitted.elapsed(), outcome));
 }
 
-/// The course without a wake-up: requests lie there until a timer makes the loop look.
+/// Reads requests without wake-ups: a request stays in the channel until a timer fires.
 async fn look_now_and_then<S: Storage + 'static>(inbox: mpsc::Receiver<Piece<S>>) {
     loop {
         match inbox.try_recv() {
@@ -135,7 +135,7 @@ async fn look_now_and_then<S: Storage + 'static>(inbox: mpsc::Receiver<Piece<S>>
     }
 }
 
-/// The published case. Gives the nanoseconds from each submission to its completion.
+/// Runs the published case. Returns the nanoseconds from each submission to its completion.
 fn run<S: Storage + Send + Sync + 'static>(
     disk: &Arc<Disk<S>>,
     method: &SubmitMethod<S>,
@@ -169,7 +169,7 @@ fn submit<S: Storage + Send + Sync + 'static>(
     piece: Piece<S>,
 ) -> Result<()> {
     match method {
-        // The answer comes by the piece's own channel.
+        // The outcome arrives through the channel of the piece.
         SubmitMethod::Handle(handle) => drop(handle.spawn(move || read(piece))),
         SubmitMethod::Unannounced(requests) => {
             requests.send(piece).ok().context("the loop ended before its requests")?;

@@ -1,8 +1,8 @@
 //! The results as one page of HTML that needs nothing else: no network, no script.
 //!
-//! It reads on a phone and in the dark: plots and tables never make the page wider than the screen,
-//! and all colours come from two palettes of which the reader's theme picks one. A test looks at it
-//! in a browser.
+//! Plots and tables never make the page wider than a phone's screen. All colours come from two
+//! palettes, light and dark, of which the reader's theme picks one. A test renders the page in a
+//! browser.
 
 use std::fmt::Write;
 

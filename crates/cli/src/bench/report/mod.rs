@@ -1,6 +1,6 @@
 //! The results and their environment, and their form as JSON.
 //!
-//! results.schema.json describes the JSON; a test holds them together.
+//! results.schema.json describes the JSON; a test checks that the two agree.
 
 mod answers;
 pub mod html;
@@ -21,7 +21,7 @@ use crate::output;
 use crate::snapshot_list::date;
 use crate::version::VERSION;
 
-/// Everything that was found out.
+/// The results of a run, and its environment.
 pub struct Report {
     /// When it was measured, in seconds since 1970.
     pub time: u64,
@@ -31,7 +31,7 @@ pub struct Report {
     pub machine: Machine,
     /// The disk's storage.
     pub storage: Storage,
-    /// The announced use, each an upper bound.
+    /// The use that was announced before the run: upper bounds.
     pub announced: ResourceUse,
     /// The actual use.
     pub took: ResourceUse,
@@ -51,7 +51,7 @@ pub struct ResourceUse {
 }
 
 impl ResourceUse {
-    /// Of this process so far, since `begin`.
+    /// The use of this process since `begin`.
     pub fn since(begin: Instant) -> Self {
         let counts = fs::read_to_string("/proc/self/io").unwrap_or_default();
         let written = counts.lines().find_map(|line| line.strip_prefix("write_bytes: "));
@@ -68,7 +68,7 @@ impl ResourceUse {
 pub struct Skipped {
     /// The question.
     pub question: &'static str,
-    /// The case, if it is only one.
+    /// The case; `None` if the whole question was skipped.
     pub case: Option<String>,
     /// Why.
     pub why: String,
@@ -78,14 +78,14 @@ pub struct Skipped {
 pub struct Machine {
     /// The processor's own name.
     pub processor: String,
-    /// How many of them.
+    /// The number of processors.
     pub processors: usize,
     /// The kernel's name and version.
     pub kernel: String,
 }
 
 impl Machine {
-    /// This one.
+    /// The machine that this program runs on.
     fn here() -> Self {
         let about = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let name = about.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
@@ -108,9 +108,9 @@ pub struct Storage {
     pub file_system: String,
     /// How the page cache is used.
     pub cache: &'static str,
-    /// Whether the kernel takes durable writes there.
+    /// Whether the kernel supports durable writes on this file system.
     pub fua: &'static str,
-    /// The device's name and whether it takes durable writes.
+    /// The device's name and whether it supports FUA.
     pub device: Option<(String, Option<&'static str>)>,
 }
 
@@ -199,7 +199,7 @@ const FILE_SYSTEMS: [(u64, &str); 9] = [
 ];
 
 fn file_system(path: &Path) -> String {
-    // The storage of its node is another matter.
+    // `statfs` would describe the file system of the device node, not the device.
     if fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device()) {
         return "block device".into();
     }

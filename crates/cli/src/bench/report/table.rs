@@ -63,7 +63,7 @@ fn line(row: &Row) -> String {
     text.trim_end().to_owned()
 }
 
-/// A ratio with its spread, or that nothing can be said.
+/// A ratio with its spread, or a text that it is noise.
 pub fn ratio(ratio: Ratio) -> String {
     let Ratio { median, low, high, .. } = ratio;
     if ratio.is_noise() {

@@ -1,4 +1,4 @@
-//! The same on a clock that the test owns, so that a ratio is one number and not a range.
+//! The rows on a simulated clock, so that a ratio is an exact number and not a range.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -45,8 +45,8 @@ fn sample(load: Load, latency: Latency, requests: u64) -> Result<Sample> {
     })
 }
 
-/// Write + flush against another way, one request at a time, on a disk that takes 20 us for a write
-/// and 60 more for a flush or FUA, and in each round as much longer as a machine that others use.
+/// Write + flush against another way, one request at a time. The disk takes 20 us for a write and
+/// 60 more for a flush or FUA; each round is slower by some factor, as on a shared machine.
 fn rows_against(other: Work) -> Result<Vec<Row>> {
     let variant = |work| {
         let round = Rc::new(Cell::new(0));
@@ -123,7 +123,7 @@ fn fixed_files_that_save_a_fifth_are_a_quarter_faster() -> Result<()> {
         assert_eq!((&*rows[0].variant, &*rows[1].variant), ("by descriptor", "by slot"));
         assert_ratio(rows[1].ratio, 1.25);
         assert!(!rows[1].ratio.is_some_and(Ratio::is_noise));
-        // 64 of each job are on their way together.
+        // Each job has 64 requests in flight.
         let least = 0.8 * 64.0 * jobs as f64 / 100e-6;
         assert!(rows[0].rate > least, "{} and not {least}", rows[0].rate);
     }

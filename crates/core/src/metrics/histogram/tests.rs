@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Durations of all magnitudes, and those at the bounds.
+/// Durations of all magnitudes, and durations at the buckets' bounds and 1 ns beside them.
 fn durations() -> impl Strategy<Value = u64> {
     let at_bound = (0..BUCKETS - 1, 0..3_u64).prop_map(|(bucket, shift)| {
         upper_bound(bucket).expect("all but the last are bounded") + shift - 1

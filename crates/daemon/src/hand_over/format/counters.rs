@@ -10,7 +10,7 @@ use blockhouse_disk::{
 };
 use serde::{Deserialize, Serialize};
 
-/// All that was counted of a disk.
+/// The values of all counters of a disk.
 #[derive(Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Counts {
@@ -18,14 +18,14 @@ pub struct Counts {
     pub requests: Vec<Requests>,
     /// Stages of requests.
     pub stages: Vec<StageOf>,
-    /// For each kind of export how many clients came, those included that are handed over.
+    /// For each kind of export how many clients connected, including those that are handed over.
     pub clients: Vec<(String, u64)>,
-    /// Pieces that were copied for alignment, clusters decompressed, flushes skipped, flushes
+    /// Four counts: pieces copied for alignment, clusters decompressed, flushes skipped, flushes
     /// shared.
     pub totals: [u64; 4],
-    /// Look-ups of metadata: hits, misses.
+    /// Hits and misses of the metadata cache.
     pub cache: [u64; 2],
-    /// Requests that waited for limits, and for how many nanoseconds in all.
+    /// Requests that limits delayed, and the sum of the delays in nanoseconds.
     pub delayed: [u64; 2],
 }
 
@@ -63,9 +63,9 @@ pub struct Done {
     pub bytes: u64,
     /// Nanoseconds in all.
     pub time: u64,
-    /// The buckets of the histogram that are not empty, by their numbers.
+    /// The histogram's buckets that are not empty, each with its index.
     pub buckets: Vec<(usize, u64)>,
-    /// How often each errno.
+    /// How often requests failed with each errno.
     pub errors: Vec<(i32, u64)>,
 }
 
@@ -83,7 +83,7 @@ impl Done {
     fn durations(&self) -> HistogramReading {
         let mut buckets = [0; BUCKETS];
         for (bucket, count) in &self.buckets {
-            // The last one has what is longer than all others.
+            // The last bucket has everything longer than the bounds of the others.
             buckets[(*bucket).min(BUCKETS - 1)] += count;
         }
         HistogramReading::new(buckets, Duration::from_nanos(self.time))
@@ -127,7 +127,7 @@ impl From<&EarlierCounts> for Counts {
 }
 
 impl Counts {
-    /// The counts to go on from.
+    /// The counts from which the new process continues.
     pub fn earlier(&self) -> EarlierCounts {
         let mut metrics = DiskMetrics::default();
         metrics.requests = self.requests.iter().filter_map(Requests::metrics).collect();

@@ -1,5 +1,5 @@
-//! A disk in an offer: its options when it was opened, and changes since, by the keys of
-//! `disk.open`.
+//! A disk in an offer: the options with which it was opened, under the keys of `disk.open`, and the
+//! changes since.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -16,35 +16,35 @@ use serde::{Deserialize, Serialize};
 
 use crate::running::Moved;
 
-/// A disk that is served, with all files of its chain, from the top.
+/// An open disk, with all files of its chain, from the top.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Disk {
-    /// How it was opened.
+    /// The options with which it was opened.
     pub opened: Opened,
-    /// The image that has taken the place of the one that it was opened with.
+    /// The image that has replaced the one that was opened, if any.
     pub moved: Option<MovedTo>,
     /// Whether it was made read-only.
     pub is_protected: bool,
     /// Its limits.
     pub limits: Option<Limits>,
-    /// The bytes of its image's storage above which an event reports it.
+    /// The write threshold: an event reports when the image uses more bytes of its storage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub write_threshold: Option<u64>,
-    /// The files: of each image of the chain the image, then its data file if it has one.
+    /// The files: for each image of the chain its file, then its data file if it has one.
     pub files: Vec<File>,
-    /// The images under these ones.
+    /// The rest of the chain below `files`, if another disk of the offer has it too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stands_on: Option<StandsOn>,
 }
 
-/// An image that an earlier disk of the offer reads as well, with all behind it.
+/// An image of an earlier disk of the offer, with its backing files, which this disk shares.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct StandsOn {
-    /// The place of that disk.
+    /// The index of the earlier disk in the offer.
     pub disk: usize,
-    /// How many steps behind that disk's own image.
+    /// The image's depth in that disk's chain; 0 is the disk's own image.
     pub depth: usize,
 }
 
@@ -54,13 +54,13 @@ pub struct StandsOn {
 pub struct File {
     /// The path by which it was opened.
     pub path: String,
-    /// Whether it is open a second time, for the last block.
+    /// Whether the file is open a second time, for the last block.
     pub has_tail: bool,
-    /// Whether it is open once more, to be flushed.
+    /// Whether the file is open once more, for flushes.
     pub has_flushed: bool,
 }
 
-/// How a disk is opened.
+/// The options with which a disk is opened.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Opened {
@@ -68,7 +68,7 @@ pub struct Opened {
     pub name: String,
     /// The bytes of the image's path or address.
     pub path: Vec<u8>,
-    /// The image's format; `None`: by its name.
+    /// The image's format; `None`: the name decides.
     pub format: Option<String>,
     /// Whether it was opened for reading only.
     pub read_only: bool,
@@ -78,48 +78,49 @@ pub struct Opened {
     pub discard: Discard,
     /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroes,
-    /// The block sizes that it announces: logical, physical, and that of discards.
+    /// The block sizes that it announces: logical, physical, and the discard granularity.
     #[serde(default, skip_serializing_if = "is_of_image")]
     pub block_sizes: [Option<u64>; 3],
-    /// For how many seconds changes that find no room are held; `None`: not at all.
+    /// For how many seconds writes that get ENOSPC are held; `None`: not at all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hold_seconds: Option<u32>,
-    /// The room left on the host below which an event reports it.
+    /// The threshold: an event reports when the host has less space left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub threshold: Option<String>,
-    /// Whether what is read from its backing file becomes its own.
+    /// Whether data read from the backing file is copied into the image.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub copy_on_read: bool,
-    /// The bytes a second that are copied from its backing file.
+    /// The rate, in bytes a second, at which the backing file's data is copied into the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefetch: Option<u64>,
-    /// Bytes of the disk that was to be made where the image was missing.
+    /// The size of the disk to create if the image does not exist.
     pub create: Option<u64>,
     /// The snapshot that is served.
     pub snapshot: Option<String>,
-    /// The bytes of the paths that the image may name.
+    /// The bytes of the paths that the image may refer to.
     pub allow_paths: Vec<Vec<u8>>,
-    /// Whether it may name exports of other servers.
+    /// Whether the image may refer to exports of other servers.
     pub allow_remote: bool,
-    /// Whether no name in the image is followed.
+    /// Whether the image may refer to no other file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub no_references: bool,
-    /// Whether its backing file is left out.
+    /// Whether the image is opened without its backing file.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub without_backing: bool,
     /// The bitmaps that NBD clients may ask for.
     pub bitmaps: Vec<String>,
-    /// Whether those that the image has not are looked for in its backing files.
+    /// Whether bitmaps that the image does not have are looked up in its backing files.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub bitmaps_behind: bool,
-    /// The bytes of the path where its bitmaps are, and whether this server is its only writer.
+    /// The bytes of the path of the file with its bitmaps, and whether this server is the image's
+    /// only writer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bitmaps_in: Option<(Vec<u8>, bool)>,
     /// The limits that it was opened with.
     pub limits: Option<Limits>,
 }
 
-/// Where a mirror has moved a disk.
+/// The image to which a job has moved a disk.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct MovedTo {
@@ -141,7 +142,7 @@ pub struct Limits {
     pub operations: [Option<u64>; 3],
     /// Bytes a second: all, reads, writes.
     pub bytes: [Option<u64>; 3],
-    /// The burst over the rates: in hundredths of them, and for how many nanoseconds.
+    /// The burst: its rate in percent of the rates above, and for how many nanoseconds.
     pub burst: Option<(u32, u64)>,
 }
 
@@ -150,7 +151,7 @@ pub struct Limits {
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Configured {
-    /// How the next server opens it.
+    /// The options with which the next server opens it.
     pub opened: Opened,
     /// Where the next server serves it.
     pub exports: Vec<Export>,
@@ -181,13 +182,14 @@ fn path_of(bytes: Vec<u8>) -> PathBuf {
 }
 
 impl Opened {
-    /// The description of a disk as the other process gets it.
+    /// The record of a disk for the other process.
     ///
     /// # Errors
-    /// None of a description that was checked.
+    /// None if the description was checked.
     pub fn of(disk: &DiskConfig) -> Result<Self> {
         let hold_seconds = disk.on_full().map_err(Error::msg)?.seconds();
-        // All of them: an option that is not handed over would be lost.
+        // The pattern lists all fields, so that the compiler reports a new option that is not
+        // handed over.
         let DiskConfig {
             name,
             path,
@@ -249,10 +251,10 @@ impl Opened {
         })
     }
 
-    /// The description of the disk.
+    /// The disk's configuration.
     ///
     /// # Errors
-    /// A word that this version does not know.
+    /// A name that this version does not know.
     pub fn config(self) -> Result<DiskConfig> {
         let [logical_block_size, physical_block_size, discard_granularity] = self.block_sizes;
         let (bitmaps_in, trust_bitmaps) = self.bitmaps_in.unzip();
@@ -295,7 +297,7 @@ impl Opened {
     }
 }
 
-/// A word of the other process.
+/// Parses a name that the other process sent.
 fn parsed<T: FromStr<Err = String>>(text: &str) -> Result<T> {
     text.parse().map_err(Error::msg)
 }
@@ -311,10 +313,10 @@ impl From<&Moved> for MovedTo {
 }
 
 impl MovedTo {
-    /// The same, read.
+    /// Parses the record.
     ///
     /// # Errors
-    /// A word that this version does not know.
+    /// A name that this version does not know.
     pub fn moved(self) -> Result<Moved> {
         Ok(Moved {
             path: path_of(self.path),
@@ -325,10 +327,10 @@ impl MovedTo {
 }
 
 impl Limits {
-    /// The limits as the other process gets them; `None`: none.
+    /// The record of the limits for the other process; `None` if there are no limits.
     ///
     /// # Errors
-    /// None of limits that were checked.
+    /// None if the limits were checked.
     pub fn of(limits: &LimitsConfig) -> Result<Option<Self>> {
         if limits.is_off() {
             return Ok(None);
@@ -347,7 +349,7 @@ impl Limits {
     /// The limits to apply.
     ///
     /// # Errors
-    /// A burst or a rate that makes no sense.
+    /// A burst or a rate is invalid.
     pub fn config(self) -> Result<LimitsConfig> {
         let [iops, iops_read, iops_write] = self.operations;
         let [bps, bps_read, bps_write] = self.bytes;
@@ -379,19 +381,19 @@ impl From<&ExportAddress> for Export {
 }
 
 impl Configured {
-    /// The description of a disk as the other process gets it.
+    /// The record of a disk for the other process.
     ///
     /// # Errors
-    /// None of a description that was checked.
+    /// None if the description was checked.
     pub fn of(disk: &DiskConfig) -> Result<Self> {
         let exports = disk.exports.iter().map(Export::from).collect();
         Ok(Self { opened: Opened::of(disk)?, exports })
     }
 
-    /// The disk to be open.
+    /// The disk's configuration, with its exports.
     ///
     /// # Errors
-    /// A word that this version does not know.
+    /// A name that this version does not know.
     pub fn disk(self) -> Result<DiskConfig> {
         let address = |export| match export {
             Export::Nbd(uri) => {

@@ -1,4 +1,4 @@
-//! The format as it is and was, byte by byte.
+//! The exact bytes of the format's present version.
 
 use blockhouse_disk::{DetectZeroes, Discard};
 
@@ -141,8 +141,8 @@ fn frontend() -> Frontend {
     }
 }
 
-/// Another program of this version reads exactly this: to change it, raise [`VERSION`] and keep
-/// these among those of older versions.
+/// Another program of this version reads exactly these texts. To change them, raise [`VERSION`] and
+/// keep these as texts of an older version.
 #[test]
 fn version_5_is_written_and_read_as_it_always_was() {
     assert_eq!(VERSION, 5);

@@ -1,5 +1,5 @@
-//! Finding a file from a folder down: by `openat2` and `RESOLVE_BENEATH`, or step by step where the
-//! kernel or a filter of system calls refuses it.
+//! Finds a file below a folder: by `openat2` and `RESOLVE_BENEATH`, or step by step if the kernel
+//! or a filter of system calls refuses that call.
 //!
 //! Guarantees: the file found was below the folder at each step of the way, and nothing was opened
 //! for reading or writing (`O_PATH`), so that a device or a pipe has no effect.
@@ -21,7 +21,7 @@ const FIND: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 /// Which symlinks are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Symlinks {
-    /// Names that stay below the folder.
+    /// Those that stay below the folder.
     Beneath,
     /// None: the path was already resolved.
     None,
@@ -31,7 +31,7 @@ pub(super) enum Symlinks {
 ///
 /// # Errors
 /// EXDEV for a name that leads out, or that is absolute; ELOOP for a symlink that is not followed;
-/// else the kernel's.
+/// else the kernel's error.
 pub(super) fn find_beneath(
     folder: BorrowedFd<'_>,
     name: &Path,
@@ -54,7 +54,7 @@ pub(super) fn find_beneath(
 /// The file of a name, in any folder, but not through the links in /proc that stand for open files.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub(super) fn find_anywhere(folder: BorrowedFd<'_>, name: &Path) -> Result<OwnedFd> {
     match openat2(folder, name, FIND, Mode::empty(), ResolveFlags::NO_MAGICLINKS) {
         Err(Errno::NOSYS | Errno::PERM) => openat(folder, name, FIND, Mode::empty()),

@@ -90,7 +90,7 @@ impl NameUse<'_> {
 enum Place {
     /// Below the folder of the image.
     Own,
-    /// So it does, and a name on the way begins with a dot.
+    /// Below the folder of the image, and a name on the way begins with a dot.
     Hidden,
     /// Below an allowed path, or chosen for the image by its owner.
     Allowed,
@@ -138,7 +138,7 @@ impl AllowedPaths {
     /// on another server allows that image, with the files and the user of this host that it names.
     ///
     /// # Errors
-    /// Names the path: it is missing, or the host refuses; the address is invalid.
+    /// A path is missing, the host refuses it, or an address is invalid. The error names it.
     pub fn new<P: AsRef<Path>>(paths: &[P]) -> Result<Self> {
         let is_remote = |path: &&P| Location::is_remote(path.as_ref().as_os_str().as_bytes());
         let (remote, paths): (Vec<_>, Vec<_>) = paths.iter().partition(is_remote);
@@ -242,11 +242,11 @@ impl AllowedPaths {
         })
     }
 
-    /// Whether `image` may name this image on another server as its `role`: the files of this host
-    /// that TLS with the server takes lie below an allowed path. Reason: the image's author could
-    /// otherwise use another user's certificate. A configuration of Ceph and a user are never the
-    /// image's choice: the first is read as commands by Ceph's library, which writes files that it
-    /// names.
+    /// Checks that `image` may name this image on another server as its `role`: the files of this
+    /// host that TLS with the server needs must lie below an allowed path. Reason: the image's
+    /// author could otherwise use another user's certificate. An image never chooses a
+    /// configuration or a user of Ceph: Ceph's library obeys the configuration, and writes files
+    /// that it names.
     ///
     /// # Errors
     /// The image may not name it, or the name cannot be used.
@@ -409,7 +409,7 @@ impl Folder {
         Ok(Self { descriptor: Some(descriptor), path })
     }
 
-    /// A folder by which nothing is opened: its files are handed over.
+    /// A folder through which no file is opened, because its files are handed over.
     pub(super) fn of_handed_over(image: &Path) -> Self {
         Self { descriptor: None, path: image.parent().unwrap_or(Path::new("")).to_owned() }
     }
@@ -419,7 +419,7 @@ impl Folder {
         Self { descriptor: None, path: PathBuf::new() }
     }
 
-    /// Where it lies now.
+    /// The current path of the folder.
     fn real(&self) -> Option<PathBuf> {
         self.descriptor.as_ref().and_then(|folder| real_path(folder.as_fd()).ok())
     }

@@ -18,21 +18,22 @@ use crate::state::{Owner, StateDir, StateFile, StatePage, TrackedFile};
 pub const NOT_KEPT: &str = "no state outlives the server: if its process is killed, a qcow2 image lacks what was \
                             answered and not yet flushed, and a failed flush is forgotten";
 
-/// The files whose failures a state file has.
+/// The files whose flush failures a state file records.
 pub(crate) const FILES: [TrackedFile; 2] = [TrackedFile::Image, TrackedFile::Data];
 
-/// The session of a redo log, which the header of a qcow2 image names while it is changed.
+/// The session of a redo log. The header of a qcow2 image names the session while the image is
+/// changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LogSession {
-    /// A new one.
+    /// A new session.
     New,
-    /// That of the process that has handed the image over.
+    /// The session of the process that has handed the image over.
     GoesOn,
 }
 
-/// Makes the state file of a disk whose log is empty, replacing any other one, with failures of
-/// flushes. `vouched` is the time of an earlier process's last write to the data file by its state
-/// file: the file's own time may be another program's.
+/// Makes the state file of a disk, with an empty log and these failures of flushes; replaces any
+/// other state file. `vouched` is the time of the last write to the data file that an earlier
+/// process noted in its state file: the data file's own mtime may come from another program.
 pub(crate) async fn make_state(
     disk: &StoredImage,
     dir: &StateDir,
@@ -41,14 +42,14 @@ pub(crate) async fn make_state(
     failures: [Option<i32>; 2],
     vouched: Duration,
 ) -> Result<()> {
-    // The image may never be written to while the log fills: a data file has the data.
+    // With a data file, the image file may never be written to while the log fills.
     let Some(file) = disk.file() else { return Ok(()) };
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let modified = modification_time(&status).unwrap_or_default();
     let mark = disk.format().header().data_file_mark();
     let data = disk.format().data().storage().as_file();
-    // For a device the mark has no time, but the amount written to it.
+    // For a device the mark is not a time, but the amount written to the device.
     let writes = match data.filter(|_| mark.is_some()) {
         Some(device) => device.device_writes().await?,
         None => None,
@@ -113,7 +114,7 @@ pub(crate) struct FutureState {
 }
 
 impl FutureState {
-    /// For a disk that is opened; `None` if none is kept.
+    /// For a disk that is opened; `None` if the disk keeps no state.
     pub(crate) fn of(disk: &StoredImage, path: &Path, uses: &StateUse) -> Option<Self> {
         let (StateUse::Keep(dir) | StateUse::TryKeep(dir)) = uses else { return None };
         if disk.access() == Access::ReadOnly {
@@ -125,7 +126,7 @@ impl FutureState {
         Some(Self { dir: dir.clone(), owner: owner.ok()? })
     }
 
-    /// Makes the file: it takes the name of the other process's.
+    /// Makes the file, which replaces that of the other process.
     pub(crate) async fn take(
         self,
         disk: &StoredImage,

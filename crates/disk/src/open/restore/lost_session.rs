@@ -16,9 +16,9 @@ use super::modification::modification_time;
 use crate::open::image_disk::StoredImage;
 use crate::open::image_options::StateUse;
 
-/// When a session ended that no server closed.
+/// The time at which a session ended without a close.
 enum LostSession {
-    /// Perhaps in this boot of the host: its state file may be in another directory.
+    /// Perhaps in this boot of the host: the session's state file may be in another directory.
     ThisBoot,
     /// In an earlier boot.
     EarlierBoot,
@@ -30,7 +30,7 @@ impl LostSession {
         // An image of another host has no state here.
         disk.format().redo().filter(|redo| redo.has_session_bit())?;
         let file = disk.file()?;
-        // A block device has no such time.
+        // A block device has no modification time of its content.
         let status = status_of(file).ok();
         let status =
             status.filter(|one| FileType::from_raw_mode(one.st_mode) == FileType::RegularFile);
@@ -42,14 +42,15 @@ impl LostSession {
     }
 }
 
-/// How much earlier than the boot a file must be modified: two clocks are read for the boot's time.
+/// How long before the boot a file must be modified to count as earlier. The time of the boot is
+/// inexact, because it is calculated from two clocks.
 const TICKS: Duration = Duration::from_secs(2);
 
 fn is_before_boot(modified: Duration, boot: Duration) -> bool {
     modified + TICKS < boot
 }
 
-/// Since the Unix epoch, by the clock as it goes now.
+/// The time of the host's boot since the Unix epoch, by the present setting of the clock.
 fn time_of_boot() -> Duration {
     let read = |clock| {
         let now = clock_gettime(clock);
@@ -75,8 +76,8 @@ pub(crate) fn warn_of_lost_session(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// Fails for a writable image whose state file may be elsewhere: after a change it would no longer
-/// fit.
+/// Fails for a writable image whose state file may be elsewhere: after a change of the image the
+/// state file would no longer fit.
 ///
 /// # Errors
 /// `InvalidInput` with a hint.
@@ -92,7 +93,7 @@ pub(crate) fn refuse_lost_session(disk: &StoredImage, uses: &StateUse) -> Result
     ))
 }
 
-/// The knowledge about the last server.
+/// What is known about the last server.
 const KEPT: &str = "its last server kept a state file and did not close the image";
 
 fn place(uses: &StateUse) -> String {

@@ -13,7 +13,7 @@ use crate::state::StateDir;
 /// Answered changes that are not in an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingChanges {
-    /// How many entries of the redo log there are.
+    /// The number of entries in the redo log.
     pub changes: u64,
     /// The process that answered them, which has ended.
     pub process: u32,
@@ -22,9 +22,9 @@ pub struct PendingChanges {
 }
 
 impl StoredImage {
-    /// The answered changes of a killed server that no opening for writing has replayed to the
-    /// image since; `None` also while a server has the image open. `dir` is that server's state
-    /// directory. The disk is open for reading.
+    /// The acknowledged changes of a killed server that the image still lacks, because no opening
+    /// for writing has replayed them; `None` also while a server has the image open. `dir` is that
+    /// server's state directory. The disk is open for reading.
     ///
     /// # Errors
     /// The host's.
@@ -40,8 +40,8 @@ impl StoredImage {
     }
 }
 
-/// Fails for a read-only image that lacks answered changes of its server, or, for a tool, may lack
-/// them. Commands that only inspect it warn.
+/// Fails for a read-only image that lacks acknowledged changes of its server; for a tool also if
+/// the image may lack some. Commands that only inspect it warn.
 ///
 /// # Errors
 /// As [`refuse_pending`] and [`refuse_lost_session`].
@@ -83,21 +83,23 @@ pub(crate) fn warn_of_pending(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// For an image without known missing changes: warns if its server may have left state elsewhere.
+/// For an image that lacks no changes as far as is known: warns if its server may have left state
+/// elsewhere.
 fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
     if may_lack_changes(disk, uses) {
         warn_of_lost_session(disk, uses);
     }
 }
 
-/// Whether an image has no server, and no state in the directory in use.
+/// Whether no server has the image open and the directory in use has no state of it.
 fn may_lack_changes(disk: &StoredImage, uses: &StateUse) -> bool {
     let Some(file) = disk.file() else { return false };
     let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());
     !has_state && !is_being_written(file)
 }
 
-/// Fails for an image that lacks answered changes of its server, and cannot get them here.
+/// Fails for an image that lacks acknowledged changes of its server, because they cannot be
+/// replayed here.
 ///
 /// # Errors
 /// `InvalidInput` with a hint, or the host's.

@@ -1,4 +1,4 @@
-//! The governor under a clock of our own: a loop whose events come when a script says so.
+//! The governor with a simulated clock, in a loop whose events come at scripted times.
 
 use blockhouse_core::metrics::clock;
 
@@ -13,7 +13,7 @@ const NEXT: EventSource = EventSource(4);
 struct Loop {
     governor: PollGovernor,
     now: Timestamp,
-    /// How much later an event is seen in sleep.
+    /// The delay until a sleeping loop sees an event.
     waking: Duration,
     /// How long the loop works for an event, and has worked in all.
     work: Duration,
@@ -32,7 +32,7 @@ impl Loop {
         Self { governor, now, waking, work, worked, hits: 0, blocked: 0, wasted }
     }
 
-    /// After `source`, the next event comes `interval` later. Says whether polling hit it.
+    /// After `source`, the next event comes `interval` later. Returns whether polling saw it.
     fn wait(&mut self, source: EventSource, interval: Duration) -> bool {
         self.now = self.now + self.work;
         self.worked += self.work;
@@ -138,7 +138,7 @@ fn a_change_of_pace_is_noticed_within_twenty_events() {
 #[test]
 fn wasted_polling_is_bounded() {
     let mut events = Loop::new();
-    // The worst pace: just often enough quick to keep the estimate low.
+    // The worst case: events are quick just often enough to keep the estimate low.
     for round in 0..100_000 {
         events.wait(KICK, us(if round % 8 == 0 { 60 } else { 45 }));
         events.wait(DISK, us(if round % 2 == 0 { 1 } else { 90 }));

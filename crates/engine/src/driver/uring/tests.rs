@@ -1,5 +1,5 @@
-//! The second ring where the kernel does not poll, which any file in the page cache shows; and
-//! operations that the ring does not carry out.
+//! The second ring, which polls for completions, with files for which the kernel does not poll: any
+//! file in the page cache. And operations that the ring does not carry out.
 
 use std::fs::{DirEntry, OpenOptions};
 use std::os::unix::process::ExitStatusExt;
@@ -32,8 +32,8 @@ fn engine() -> Option<Uring> {
     }
 }
 
-/// A file in the page cache, whose completions no kernel polls for, taken for one on a disk with
-/// queues for that.
+/// A file in the page cache, for whose completions no kernel polls, declared to be on a disk with
+/// polled queues.
 fn wrongly_pollable(path: &Path) -> Arc<File> {
     let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
     let mut file = File::new(file.into(), Medium::Device, Caching::PageCache);
@@ -66,7 +66,7 @@ fn end(engine: &mut Uring, operations: &mut OperationTable, count: usize) -> Vec
     done.iter().map(|completion| completion.result).collect()
 }
 
-/// In how many slots of this process's rings the file is.
+/// The number of slots of this process's rings that have the file.
 fn slots_of(path: &Path) -> usize {
     let files = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
     let about = |file: DirEntry| {
@@ -78,7 +78,7 @@ fn slots_of(path: &Path) -> usize {
     files.map(|file| about(file).lines().filter(is_it).count()).sum()
 }
 
-/// `slots` is in how many rings the file then has a slot.
+/// `slots` is the number of rings in which the file then has a slot.
 fn operations_that_are_refused_go_on(fixed: FixedFiles, slots: usize) {
     let Some(mut engine) = engine() else { return };
     engine.set_fixed_files(fixed);
@@ -99,7 +99,7 @@ fn operations_that_are_refused_go_on(fixed: FixedFiles, slots: usize) {
     assert!(!engine.is_polling(), "nothing is in flight there");
     assert_eq!(slots_of(place.path()), slots);
     assert_eq!(std::fs::read(place.path()).unwrap(), vec![7; 300 * BLOCK]);
-    // The kernel has said no; it is not asked again.
+    // The kernel has refused to poll; the engine does not try again.
     let mut bytes = block(1);
     let transfer = Transfer { file: Arc::clone(&file), offset: 0, vector: bytes.lend() };
     begin(&mut engine, &mut operations, Operation::Read(transfer));
@@ -131,8 +131,8 @@ fn nothing_is_polled_for_unasked() {
     assert!(file.pollable.reads(), "the kernel has not been asked");
 }
 
-/// The ring's answer to `operation` is replaced by `errno`, as the kernel gives it where it has
-/// carried out nothing. Returns the result that the loop is given.
+/// Replaces the ring's result of `operation` by `errno`, which the kernel returns if it has carried
+/// out nothing. Returns the result that the loop gets.
 fn result_after(errno: i32, operation: Operation) -> Option<i32> {
     let mut engine = engine()?;
     let mut operations = OperationTable::new();
@@ -186,7 +186,7 @@ fn what_was_carried_out_is_not_repeated() {
     let place = tempfile::NamedTempFile::new().unwrap();
     let file = wrongly_pollable(place.path());
     let sync = || Operation::Sync { file: Arc::clone(&file), sync: SyncMode::Data };
-    // The second sync would succeed, and what the first one lost would be reported to no flush.
+    // A second sync would succeed, and no flush would report the loss.
     for errno in [libc::EIO, libc::ENOSPC, libc::ENOMEM] {
         assert!(result_after(errno, sync()).is_none_or(|result| result == -errno));
     }

@@ -1,12 +1,12 @@
 //! File operations that the ring has ended without carrying them out.
 //!
 //! An operation that cannot be done without waiting goes to a worker of the ring, a thread that the
-//! kernel starts when it is needed. Where it cannot be started (`RLIMIT_NPROC`, `TasksMax=`) the
-//! operation ends with ECANCELED, as it does if it is cancelled; but the engine cancels nothing on
-//! files. So it has not been carried out, and a thread of the pool makes its call. The call's
-//! result is final.
+//! kernel starts when it is needed. If the kernel cannot start one (`RLIMIT_NPROC`, `TasksMax=`),
+//! the operation ends with ECANCELED, like a cancelled one; but the engine never cancels an
+//! operation on a file. So the operation was not carried out, and a thread of the pool makes its
+//! system call. The call's result is final.
 //!
-//! EAGAIN says the same, and for a transfer so does ENOMEM. To repeat a part of a transfer does no
+//! EAGAIN means the same, and for a transfer so does ENOMEM. To repeat a part of a transfer does no
 //! harm: it is the same range and the same data. A *sync* that ends with ENOMEM has run: the kernel
 //! reports each failure to write back once, so a second sync would hide the loss.
 

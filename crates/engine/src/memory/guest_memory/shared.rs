@@ -1,18 +1,18 @@
 //! A mapping of memory that other processes write to at any time.
 //!
 //! No reference to its bytes is ever made: single values are loaded and stored as atomics, and runs
-//! of bytes are copied as `core/shared_copy` does. So whatever the others do meanwhile, a value is
-//! one that a process stored, and nothing is undefined. Every access is checked against the length
-//! of the mapping.
+//! of bytes are copied as `core/shared_copy` does. So, whatever other processes do at the same
+//! time, a loaded value is one that some process stored, and no behaviour is undefined. Every
+//! access is checked against the length of the mapping.
 //!
-//! The others may also take the memory away: values are zeros from then on, and the memory's
-//! [`FaultDomain`] says so (`mapping`). What they cannot do is keep a reader waiting, because only
-//! files are mapped whose pages are in memory: those of tmpfs (a memfd is one) and hugetlbfs. A
-//! page of any other file comes from a file system that may take its time: FUSE asks a process of a
-//! stranger's, NFS asks a server, and ext4 or XFS read the disk and hold a writer back while much
-//! is dirty, as often as the owner drops the page. A loop that touched it would hold up all its
-//! guests. Device DAX and dma-bufs are not mapped either: what a fault there does is a driver's
-//! business, and no length can be asked of them.
+//! Other processes may also truncate the memory: values are zeros from then on, and the memory's
+//! [`FaultDomain`] has failed (`mapping`). They cannot make an access block, because only files
+//! whose pages are in memory are mapped: those of tmpfs (a memfd is one) and hugetlbfs. A page
+//! fault on any other file may block in its file system, each time its owner has dropped the page:
+//! FUSE asks an untrusted process, NFS asks a server, and ext4 or XFS read the disk and throttle a
+//! writer while many pages are dirty. A loop that touched such a page would block all its guests.
+//! Device DAX and dma-bufs are not mapped either: their drivers decide what a fault does, and their
+//! length cannot be queried.
 
 use std::fmt;
 use std::io;
@@ -30,21 +30,21 @@ use crate::mapping::{FaultDomain, Mapping};
 /// `HUGETLBFS_MAGIC` from `<linux/magic.h>`: files of pages that are larger than the usual ones.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Memory shared with others. It is unmapped once it is dropped and every ring has emptied its
-/// slots there.
+/// Memory shared with other processes. It is unmapped once it is dropped and every io_uring has
+/// emptied its buffer slots for it.
 pub struct SharedMemory {
-    /// Of the requested bytes.
+    /// The first requested byte.
     address: NonNull<u8>,
     length: usize,
     kind: MemoryKind,
-    /// The whole pages around them, and in which rings they have slots.
+    /// The whole pages around the requested bytes, and the rings in which they have slots.
     pages: Registrations<Mapping>,
 }
 
 /// The kind of a memory file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryKind {
-    /// Bytes of a page.
+    /// Page size in bytes.
     pub page: usize,
     /// Whether the file can be made shorter (no `F_SEAL_SHRINK` when it was mapped).
     pub can_shrink: bool,
@@ -56,9 +56,10 @@ impl MemoryKind {
         self.page != rustix::param::page_size()
     }
 
-    /// Inspects a file without a query to its file system, unless that is in memory: a FUSE daemon
-    /// may leave even `fstatfs(2)` without an answer. The kernel supports seals only for files of
-    /// tmpfs and hugetlbfs (`memfd_file_seals_ptr` in its `mm/memfd.c`), so they identify these.
+    /// Inspects a file. Only an in-memory file system is queried, because a FUSE daemon may never
+    /// answer even `fstatfs(2)`. The kernel supports seals only for files of tmpfs and hugetlbfs
+    /// (`memfd_file_seals_ptr` in its `mm/memfd.c`), so a query of the seals identifies these
+    /// files.
     fn of(file: impl AsFd) -> io::Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(&file).map_err(|_| {
             let what = "its pages may have to be waited for; use a memfd (QEMU: -object \
@@ -83,13 +84,13 @@ unsafe impl Send for SharedMemory {}
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// Maps `length` bytes of the file from `offset` on, which need no alignment. They may reach up
-    /// to the end of the file's last page. If they vanish later, `domain` fails.
+    /// Maps `length` bytes of the file from `offset` on; neither needs alignment. The range may
+    /// reach up to the end of the file's last page. If its pages vanish later, `domain` fails.
     ///
     /// # Errors
-    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` if the file has fewer
-    /// bytes, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of `domain`, or the
-    /// kernel's.
+    /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` if the file ends
+    /// before the range, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of
+    /// `domain`, or the kernel's.
     pub fn map(
         file: impl AsFd,
         offset: u64,
@@ -107,7 +108,7 @@ impl SharedMemory {
             .and_then(|end| usize::try_from(end - start).ok())
             .filter(|_| length > 0)
             .ok_or_else(|| invalid("no such range"))?;
-        // The rest of the last page is there, too.
+        // The rest of the last page can be accessed, too.
         let size = (rustix::fs::fstat(&file)?.st_size as u64).next_multiple_of(page);
         if size < offset + length as u64 {
             return Err(invalid("the file ends before the range does"));
@@ -123,14 +124,14 @@ impl SharedMemory {
         self.kind
     }
 
-    /// The domain that fails when it vanishes.
+    /// The domain that fails when the memory vanishes.
     pub fn domain(&self) -> &Arc<FaultDomain> {
         self.pages.resource().domain()
     }
 
     /// The offset of an address of this process, as a [`Fault`](crate::Fault) has it; `None` when
-    /// it is not in the memory's pages. An address before the first byte, in its page, has the
-    /// offset 0.
+    /// the address is not in the memory's pages. An address in the first page, before the first
+    /// byte, has the offset 0.
     pub fn offset_of(&self, address: usize) -> Option<usize> {
         let pages = self.pages.resource();
         let inside = address.checked_sub(pages.start().addr().get())? < pages.length();
@@ -153,7 +154,7 @@ impl SharedMemory {
         self.length
     }
 
-    /// Never: an empty range cannot be mapped.
+    /// Always false: an empty range cannot be mapped.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
@@ -169,7 +170,7 @@ impl SharedMemory {
         unsafe { self.address.add(offset) }
     }
 
-    /// As `at`, for a value of its own alignment.
+    /// As `at`, for a naturally aligned value: a misaligned one panics.
     fn aligned(&self, offset: usize, length: usize) -> NonNull<u8> {
         let address = self.at(offset, length);
         assert!(address.addr().get().is_multiple_of(length), "a misaligned value at {offset}");
@@ -230,8 +231,8 @@ impl fmt::Debug for SharedMemory {
 }
 
 /// A part of shared memory. Clones are the same bytes. Values are little-endian, as virtio has
-/// them; offsets are in bytes from the start of the view, and each access panics when it is not
-/// inside or not a multiple of its size.
+/// them; offsets are in bytes from the start of the slice. An access panics when it is not inside,
+/// or when its address is not a multiple of its size.
 #[derive(Clone, Debug)]
 pub struct VolatileSlice {
     memory: Arc<SharedMemory>,
@@ -328,7 +329,7 @@ impl VolatileSlice {
     }
 }
 
-/// Outlives the process if the file of the memory does.
+/// The state outlives the process if the file of the memory does.
 impl StateMemory for VolatileSlice {
     fn words(&self) -> usize {
         self.length / size_of::<u64>()
@@ -342,7 +343,7 @@ impl StateMemory for VolatileSlice {
         self.store_u64(index * size_of::<u64>(), value);
     }
 
-    /// All of it is there, if the file of the memory has no holes.
+    /// All of it is allocated, if the file of the memory has no holes.
     fn reserve(&self, _words: usize) -> bool {
         true
     }

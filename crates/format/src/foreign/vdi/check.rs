@@ -1,5 +1,5 @@
-//! Does the block table of a VDI image name each block of the file once, and as many as its header
-//! says?
+//! Checks that the block table of a VDI image names each block of the file at most once, and names
+//! as many blocks as its header states.
 
 use blockhouse_core::{Result, Storage, WorkBudget};
 
@@ -11,7 +11,7 @@ impl Vdi {
     /// Reads the whole table.
     ///
     /// # Errors
-    /// Errors of the storage; `Unsupported` where more blocks are in use than can be counted.
+    /// Errors of the storage; `Unsupported` if more blocks are in use than can be counted.
     pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

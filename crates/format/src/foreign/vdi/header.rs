@@ -1,14 +1,15 @@
-//! The header of a VDI image as bytes: every field that decides where data is, is checked here.
+//! The header of a VDI image as bytes. Every field that determines the location of data is checked
+//! here.
 //!
-//! Guarantees: block numbers times bytes of a block plus the offset of the data, and the end of the
-//! table, fit into 64 bits.
+//! Guarantees: the host offset of each block (block number times block size plus the offset of the
+//! data) and the end of the table fit into 64 bits.
 
 use blockhouse_core::Result;
 
 use crate::foreign::fields::{SECTOR, array, le32, le64};
 use crate::foreign::refusal::{corrupt, has_parent, other_signature, unsupported};
 
-/// Bytes that are read: all fields of version 1.1.
+/// Number of bytes that are read: they have all fields of version 1.1.
 pub(super) const LENGTH: usize = 512;
 
 pub(super) const SIGNATURE: u32 = 0xbeda_107f;
@@ -20,9 +21,9 @@ pub(super) const STATIC: u32 = 2;
 const UNDO: u32 = 3;
 const DIFFERENCING: u32 = 4;
 
-/// Blocks of the largest image that VirtualBox and QEMU know.
+/// Number of blocks of the largest image that VirtualBox and QEMU support.
 pub(super) const MAX_BLOCKS: u32 = 0x2000_0000;
-/// Bytes of a block: VirtualBox makes blocks of 1 MiB.
+/// Supported block sizes in bytes: VirtualBox uses blocks of 1 MiB.
 const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 4096..=256 << 20;
 
 /// Offsets of the fields in bytes.
@@ -51,7 +52,7 @@ pub(super) struct Header {
     pub(super) block_size: u64,
     /// Entries of the table, and blocks that the file can have.
     pub(super) blocks: u32,
-    /// Blocks that the file has, as the header says.
+    /// Number of blocks in use, as the header states it.
     pub(super) allocated: u32,
     /// Offset of the table, a multiple of 512.
     pub(super) table_offset: u64,
@@ -60,7 +61,7 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Of the first [`LENGTH`] bytes of a file.
+    /// Parses the first [`LENGTH`] bytes of a file.
     ///
     /// # Errors
     /// `Corrupt` or `Unsupported`, with the field's offset.
@@ -109,7 +110,7 @@ impl Header {
     }
 }
 
-/// Refuses what is no VDI image, or one that cannot be read.
+/// Refuses a file that is not a VDI image, and a VDI image of an unsupported kind.
 fn check_kind(bytes: &[u8]) -> Result<()> {
     let is = |field, value| le32(bytes, field) == value;
     if !is(at::SIGNATURE, SIGNATURE) {

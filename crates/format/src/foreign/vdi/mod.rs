@@ -1,8 +1,8 @@
 //! VDI, VirtualBox's format: a table says in which block of the file each block of the disk is.
 //!
-//! Source: `VDICore.h` of VirtualBox, and what QEMU's `block/vdi.c` accepts. Read: version 1.1,
-//! dynamic and static images. Refused: differencing and undo images, whose other part is in another
-//! file.
+//! Source: `VDICore.h` of VirtualBox, and what QEMU's `block/vdi.c` accepts. Supported: version
+//! 1.1, dynamic and static images. Refused: differencing and undo images, because a part of their
+//! data is in another file.
 
 mod check;
 mod create;
@@ -30,7 +30,7 @@ pub(super) struct Vdi {
 
 impl Vdi {
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn open<S: Storage>(storage: &S) -> Result<Self> {
         let bytes = crate::aligned_read::read(storage, 0, header::LENGTH).await?;
         let header = Header::parse(&bytes)?;
@@ -58,7 +58,7 @@ impl Vdi {
     /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// `Corrupt` with the entry's offset; or what the storage answers.
+    /// `Corrupt` with the entry's offset; or errors of the storage.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let block_size = self.header.block_size;
         let (index, inside) = (at / block_size, at % block_size);

@@ -1,5 +1,6 @@
-//! The block table of a VHDX image (\[MS-VHDX\] 2.5): where each block is. After as many entries as
-//! a sector bitmap covers comes one for that bitmap, which only differencing images have.
+//! The block allocation table of a VHDX image (\[MS-VHDX\] 2.5): the location of each block. After
+//! the entries of the blocks that one sector bitmap covers comes the entry of that bitmap. Only
+//! differencing images have bitmaps.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -24,11 +25,11 @@ pub(super) mod state {
     pub(in crate::foreign::vhdx) const FULLY_PRESENT: u64 = 6;
 }
 
-/// Where the table is.
+/// The location and shape of the table.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Bat {
     offset: u64,
-    /// Blocks between two bitmaps.
+    /// Number of block entries between two bitmap entries.
     chunk_ratio: u64,
     /// Blocks of the disk.
     pub(super) blocks: u64,
@@ -37,7 +38,7 @@ pub(super) struct Bat {
 /// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Block {
-    /// Nothing was written to it, or its content is undefined by the format's word.
+    /// The block was never written, or its content is undefined by the specification.
     Hole,
     Zero,
     Mapped {
@@ -47,7 +48,7 @@ pub(super) enum Block {
 
 impl Bat {
     /// # Errors
-    /// `Corrupt` where the table is too short.
+    /// `Corrupt` if the table is too short.
     pub(super) fn new(metadata: &Metadata, region: ByteRange) -> Result<Self> {
         let chunk_ratio = BITMAP_SECTORS * metadata.sector_size / metadata.block_size;
         let blocks = metadata.size.div_ceil(metadata.block_size);
@@ -62,7 +63,7 @@ impl Bat {
     /// The state of block `index` of the disk.
     ///
     /// # Errors
-    /// `Corrupt` with the entry's offset; or what the storage answers.
+    /// `Corrupt` with the entry's offset; or errors of the storage.
     pub(super) async fn block<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

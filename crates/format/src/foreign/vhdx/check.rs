@@ -1,4 +1,4 @@
-//! Does the block table of a VHDX image name each block of the file once?
+//! Checks that the block table of a VHDX image names each block of the file at most once.
 
 use blockhouse_core::{ErrorKind, Result, Storage, WorkBudget};
 
@@ -11,7 +11,7 @@ impl Vhdx {
     /// Reads the whole table.
     ///
     /// # Errors
-    /// Errors of the storage; `Unsupported` where more blocks are in use than can be counted.
+    /// Errors of the storage; `Unsupported` if more blocks are in use than can be counted.
     pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

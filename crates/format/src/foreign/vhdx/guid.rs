@@ -1,5 +1,5 @@
-//! The common parts of all structures of VHDX: their unit, and GUIDs as they are stored (the first
-//! three fields are little-endian).
+//! Parts common to all structures of VHDX: their unit of 1 MiB, and GUIDs as they are stored (the
+//! first three fields are little-endian).
 
 /// The unit of regions and blocks in bytes.
 pub(super) const MIB: u64 = 1 << 20;
@@ -7,7 +7,7 @@ pub(super) const MIB: u64 = 1 << 20;
 /// A GUID as bytes.
 pub(super) type Guid = [u8; 16];
 
-/// No GUID.
+/// The nil GUID: none.
 pub(super) const NIL: Guid = [0; 16];
 
 /// The bytes of a GUID that is written `{a-b-c-rest}`; `rest` is its last 16 digits.
@@ -19,7 +19,7 @@ pub(super) const fn guid(a: u32, b: u16, c: u16, rest: u64) -> Guid {
     ]
 }
 
-/// A GUID as people write it.
+/// A GUID in its usual text form.
 pub(super) fn show(guid: &Guid) -> String {
     let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
     let reversed = |bytes: &[u8]| hex(&bytes.iter().rev().copied().collect::<Vec<_>>());

@@ -1,5 +1,5 @@
-//! The file type identifier and the two headers of a VHDX image (\[MS-VHDX\] 2.2.1, 2.2.2): the one
-//! with the higher sequence number is in force.
+//! The file type identifier and the two headers of a VHDX image (\[MS-VHDX\] 2.2.1, 2.2.2): the
+//! valid header with the higher sequence number is current.
 
 use blockhouse_core::{Result, Storage};
 
@@ -18,7 +18,7 @@ pub(super) const OFFSETS: [u64; 2] = [64 << 10, 128 << 10];
 /// Bytes of a header.
 pub(super) const LENGTH: usize = 4096;
 
-/// Offsets of the fields in bytes. The checksum is at the same one in headers, region tables and
+/// Offsets of the fields in bytes. The checksum has the same offset in headers, region tables and
 /// log entries.
 mod at {
     pub(super) const CHECKSUM: usize = 4;
@@ -31,7 +31,7 @@ mod at {
     pub(super) const LOG_OFFSET: usize = 72;
 }
 
-/// The header in force.
+/// The current header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     sequence: u64,
@@ -45,7 +45,7 @@ pub(super) struct Header {
 
 impl Header {
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn find<S: Storage>(storage: &S) -> Result<Self> {
         if read(storage, 0, FILE_SIGNATURE.len()).await? != FILE_SIGNATURE {
             return Err(other_signature("VHDX image", 0));
@@ -89,7 +89,7 @@ impl Header {
         found.ok_or_else(|| corrupt("neither of its two headers has a sound checksum", OFFSETS[0]))
     }
 
-    /// Of a header at `offset` whose checksum is sound.
+    /// Parses a header at `offset` whose checksum is right.
     fn parse(bytes: &[u8], offset: u64) -> Result<Self> {
         let field = |field: usize| offset + field as u64;
         let (version, log_version) = (le16(bytes, at::VERSION), le16(bytes, at::LOG_VERSION));
@@ -125,8 +125,8 @@ fn sequence(bytes: &[u8]) -> u64 {
     le64(bytes, at::SEQUENCE)
 }
 
-/// Whether a structure has its signature and, where the field itself counts as zeros, the checksum
-/// that it states (CRC-32C of all its bytes).
+/// Whether a structure has its signature and the right checksum: CRC-32C of all its bytes, with the
+/// checksum field taken as zeros.
 pub(super) fn is_sealed(bytes: &[u8], signature: &[u8; 4]) -> bool {
     let sum = crc32c::crc32c(&bytes[..at::CHECKSUM]);
     let sum = crc32c::crc32c_append(sum, &[0; 4]);

@@ -1,4 +1,4 @@
-//! The metadata items of a VHDX image (\[MS-VHDX\] 2.6): what the disk is.
+//! The metadata items of a VHDX image (\[MS-VHDX\] 2.6): the properties of the disk.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -8,14 +8,15 @@ use crate::foreign::patches::Patches;
 use crate::foreign::refusal::{corrupt, has_parent, unsupported};
 
 pub(super) const SIGNATURE: &[u8; 8] = b"metadata";
-/// Bytes of the table; items follow it. Those that hold all entries of most images.
+/// Bytes of the table, which the items follow; and of its first part, which holds all entries of
+/// most images.
 pub(super) const TABLE: usize = 64 << 10;
 const FIRST: usize = 4096;
-/// Bytes of an entry, and of what precedes the first.
+/// Bytes of an entry, and of the table's header.
 pub(super) const ENTRY: usize = 32;
 const MAX_ENTRIES: u16 = 2047;
-/// Flags of an entry: an item that a user made; one of the disk and not of the file; one that a
-/// reader must know.
+/// Flags of an entry: the item was made by a user; it describes the virtual disk, not the file; a
+/// reader must understand it.
 const IS_USER: u32 = 1;
 pub(super) const IS_DISK: u32 = 2;
 pub(super) const IS_REQUIRED: u32 = 4;
@@ -29,7 +30,7 @@ const PARENT_LOCATOR: Guid = guid(0xa8d3_5f2d, 0xb30b, 0x454d, 0xabf7_d3d8_4834_
 
 /// Flag of the file parameters: the image holds differences only.
 const HAS_PARENT: u32 = 2;
-/// Bytes of a block.
+/// Valid block sizes in bytes.
 pub(super) const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 1 << 20..=256 << 20;
 /// Bytes of the largest disk: 64 TiB.
 pub(super) const MAX_SIZE: u64 = 64 << 40;
@@ -45,14 +46,14 @@ pub(super) struct Metadata {
     pub(super) sector_size: u64,
 }
 
-/// An item that is known.
+/// A metadata item.
 struct Item {
     value: [u8; 8],
     /// Its offset in the file.
     at: u64,
 }
 
-/// The items that are needed.
+/// The items that this program needs.
 #[derive(Default)]
 struct Items {
     parameters: Option<Item>,
@@ -62,7 +63,7 @@ struct Items {
 
 impl Metadata {
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn read<S: Storage>(
         storage: &S,
         patches: &Patches,
@@ -91,9 +92,8 @@ impl Metadata {
     }
 }
 
-/// Where the item of an entry is in the file. Items that are read have 8 bytes at most, and the
-/// region is longer than its last item by less than that only where the file is; what is beyond
-/// reads as zeros.
+/// The offset in the file of the item of an entry. The caller reads 8 bytes there, the size of the
+/// longest item that it needs; bytes past the end of the file read as zeros.
 fn location(entry: &[u8], at: u64, region: ByteRange) -> Result<u64> {
     let (start, length) = (u64::from(le32(entry, 16)), u64::from(le32(entry, 20)));
     if length > 0 && (start < TABLE as u64 || start + length > region.length()) || length > MIB {
@@ -104,7 +104,7 @@ fn location(entry: &[u8], at: u64, region: ByteRange) -> Result<u64> {
 }
 
 impl Items {
-    /// Where an item belongs; `None` for one that is not needed.
+    /// The field for an item; `None` if the item is not needed.
     fn place(&mut self, item: Guid, flags: u32, at: u64) -> Result<Option<&mut Option<Item>>> {
         Ok(match item {
             _ if flags & IS_USER != 0 && flags & IS_REQUIRED == 0 => None,

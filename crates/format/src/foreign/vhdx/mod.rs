@@ -1,10 +1,10 @@
-//! VHDX, the format of Hyper-V: a table of blocks of 1 to 256 MiB, and a log of metadata that has
-//! not reached its place.
+//! VHDX, the format of Hyper-V: a table of blocks of 1 to 256 MiB, and a log of metadata changes
+//! that may not have been written to their final location.
 //!
-//! Source: \[MS-VHDX\]. Read: fixed and dynamic images. Refused: differencing images, whose other
-//! part is in another file. A log that was not replayed, because the program that wrote it died, is
-//! replayed in memory (`log`): what is read is what it would be after a replay, and the file stays
-//! as it is. A repair replays it into the file (`repair`).
+//! Source: \[MS-VHDX\]. Supported: fixed and dynamic images. Refused: differencing images, because
+//! a part of their data is in another file. A log that was not replayed, because the program that
+//! wrote it died, is replayed in memory (`log`): reads return what they would after a replay, and
+//! the file is not changed. A repair replays it into the file (`repair`).
 
 mod bat;
 mod check;
@@ -32,13 +32,13 @@ use regions::Regions;
 pub(super) struct Vhdx {
     metadata: Metadata,
     bat: Bat,
-    /// The changes by the log.
+    /// The changes that the log contains.
     patches: Patches,
 }
 
 impl Vhdx {
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn open<S: Storage>(storage: &S) -> Result<Self> {
         let header = Header::find(storage).await?;
         let patches = log::replay(storage, &header).await?;
@@ -68,7 +68,7 @@ impl Vhdx {
         self.metadata.sector_size
     }
 
-    /// The changes by the log, which every read of metadata needs.
+    /// The changes that the log contains, which every read of metadata must apply.
     pub(super) fn patches(&self) -> &Patches {
         &self.patches
     }
@@ -76,8 +76,8 @@ impl Vhdx {
     /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// `Corrupt` with the entry's offset; `Unsupported` for data that is in the log; or what the
-    /// storage answers.
+    /// `Corrupt` with the entry's offset; `Unsupported` for data that is in the log; or errors of
+    /// the storage.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let block_size = self.metadata.block_size;
         let inside = at % block_size;

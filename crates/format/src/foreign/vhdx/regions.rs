@@ -1,5 +1,5 @@
-//! The region table of a VHDX image (\[MS-VHDX\] 2.2.3): where the block table and the metadata
-//! are.
+//! The region table of a VHDX image (\[MS-VHDX\] 2.2.3): the locations of the block table and the
+//! metadata.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -14,12 +14,12 @@ pub(super) const SIGNATURE: &[u8; 4] = b"regi";
 pub(super) const OFFSETS: [u64; 2] = [192 << 10, 256 << 10];
 /// Bytes of a copy.
 pub(super) const LENGTH: usize = 64 << 10;
-/// Bytes of an entry, and of what precedes the first.
+/// Bytes of an entry, and of the table's header.
 const ENTRY: usize = 32;
 const FIRST: usize = 16;
-/// As many as have room.
+/// The number of entries that fit into the table.
 const MAX_ENTRIES: u32 = 2047;
-/// A region that a reader must know.
+/// Flag of a region that a reader must understand.
 pub(super) const REQUIRED: u32 = 1;
 
 pub(super) const BAT: Guid = guid(0x2dc2_7766, 0xf623, 0x4200, 0x9d64_115e_9bfd_4a08);
@@ -33,10 +33,10 @@ pub(super) struct Regions {
 }
 
 impl Regions {
-    /// The first copy of the table that is sound, after the log.
+    /// Reads the first sound copy of the table, with the changes of the log applied.
     ///
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn find<S: Storage>(storage: &S, patches: &Patches) -> Result<Self> {
         for offset in OFFSETS {
             let bytes = patches.read(storage, offset, LENGTH).await?;

@@ -1,7 +1,8 @@
-//! New VMDK images that are one file with tables (monolithicSparse), and what a stream has in
-//! common with them: the header and the descriptor.
+//! New VMDK sparse extents: images that are one file with tables (monolithicSparse), and the files
+//! of split images. Also the header and the descriptor, which streams share.
 //!
-//! A disk may be longer than the file can ever be, as in images of QEMU: its data may not.
+//! The disk may be larger than the maximum size of the file, as in QEMU's images; its allocated
+//! data may not.
 
 use std::ops::Range;
 
@@ -21,20 +22,21 @@ pub(super) const GRAIN: u64 = 64 << 10;
 pub(super) const TABLE_ENTRIES: u64 = 512;
 /// Bytes of a table.
 pub(super) const TABLE: u64 = TABLE_ENTRIES * 4;
-/// Sectors before the first grain of a stream, and of the descriptor behind the header.
+/// Sectors before the first grain of a stream, and sectors of the descriptor, which follows the
+/// header.
 pub(super) const STREAM_OVERHEAD: u64 = 128;
 const DESCRIPTOR_SECTORS: u64 = 20;
-/// The flag of a second directory with tables of its own.
+/// Flag: the file has a second (redundant) directory with tables of its own.
 const SECOND_DIRECTORY: u32 = 2;
-/// Bytes of tables that are written at once, a multiple of a table's.
+/// Bytes of tables that are written at once, a multiple of a table's size.
 const PIECE: u64 = 1 << 20;
 
-/// An image while it is filled.
+/// An image that is being filled.
 pub struct NewSparse {
     grains: NewBlocks,
     head: Head,
     has_zero_grains: bool,
-    /// Whether it is one of several files, which has no descriptor of its own.
+    /// Whether this is one of several files of an image, and so has no descriptor of its own.
     is_extent: bool,
 }
 
@@ -102,7 +104,7 @@ impl NewSparse {
         (self.tables() * 4).next_multiple_of(SECTOR)
     }
 
-    /// Where the second directory and the first are, each with its tables behind it.
+    /// The offsets of the second directory and of the first; the tables of each follow it.
     fn directories(&self) -> [u64; 2] {
         let second = (1 + DESCRIPTOR_SECTORS) * SECTOR;
         [second, second + self.directory_length() + self.tables() * TABLE]
@@ -122,17 +124,17 @@ impl NewSparse {
     }
 }
 
-/// These entries of the grain tables; 0 for a grain without data.
+/// The bytes of these entries of the grain tables; 0 is a grain without data.
 fn grain_tables(grains: &NewBlocks, start: u64, entries: Range<u64>) -> Vec<u8> {
     let sector = |number: u64| ((start + number * GRAIN) / SECTOR) as u32;
     let entries: Vec<u32> = entries.map(|index| grains.number(index).map_or(0, sector)).collect();
     le32_bytes(&entries)
 }
 
-/// Bytes of the longest file: grains are found by numbers of sectors of 32 bits.
+/// Maximum size of the file in bytes: grain tables have sector numbers of 32 bits.
 pub(super) const MAX_FILE: u64 = u32::MAX as u64 * SECTOR;
 
-/// The properties of an image that its header and descriptor tell.
+/// The properties of an image that its header and descriptor state.
 pub(super) struct Head {
     pub(super) size: u64,
     id: u32,
@@ -143,11 +145,11 @@ pub(super) struct Head {
     parent: Option<NewParent>,
 }
 
-/// The parts of a header that differ between kinds.
+/// The fields of a header that differ between kinds of images.
 pub(super) struct HeaderPlaces {
     pub(super) flags: u32,
     pub(super) version: u32,
-    /// Sectors.
+    /// In sectors, like the next two fields.
     pub(super) second_directory: u64,
     pub(super) directory: u64,
     pub(super) overhead: u64,
@@ -184,7 +186,7 @@ impl Head {
         bytes.extend((TABLE_ENTRIES as u32).to_le_bytes());
         let numbers = [places.second_directory, places.directory, places.overhead];
         bytes.extend(numbers.into_iter().flat_map(u64::to_le_bytes));
-        // It was shut down cleanly.
+        // Not an unclean shutdown.
         bytes.push(0);
         bytes.extend(NEWLINES);
         let compression = if places.flags & COMPRESSED != 0 { DEFLATE } else { 0 };
@@ -192,7 +194,7 @@ impl Head {
         padded(bytes, LENGTH as u64)
     }
 
-    /// The descriptor of an image that is one file, which has room for it.
+    /// The descriptor of an image that is one file, padded to the space reserved for it.
     pub(super) fn own_descriptor(&self) -> Vec<u8> {
         let extent = format!("RW {} SPARSE \"{}\"\n", self.size / SECTOR, self.file_name);
         padded(self.descriptor(&extent).into_bytes(), DESCRIPTOR_SECTORS * SECTOR)
@@ -204,7 +206,7 @@ impl Head {
         let (heads, track) = if adapter == "ide" { (16, 63) } else { (255, 63) };
         let sectors = self.size / SECTOR;
         let cylinders = (sectors / (heads * track)).max(1);
-        // A disk of which no geometry has all sectors has the largest.
+        // A disk that is larger than any geometry gets the largest one.
         let cylinders = cylinders.min(geometry(u64::MAX).0.into());
         let (parent, hint) = match &self.parent {
             Some(NewParent { cid, name }) => (*cid, format!("parentFileNameHint=\"{name}\"\n")),

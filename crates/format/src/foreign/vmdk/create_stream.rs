@@ -1,5 +1,5 @@
 //! New VMDK images that are written as a stream (streamOptimized), as appliances (OVA) have them:
-//! compressed grains in the order of the disk, each table behind its grains, and a footer.
+//! compressed grains in the order of the disk, each table after its grains, and a footer.
 
 use std::io::Write;
 
@@ -19,21 +19,21 @@ const END_MARKER: u32 = 0;
 const TABLE_MARKER: u32 = 1;
 const DIRECTORY_MARKER: u32 = 2;
 
-/// An image while it is filled.
+/// An image that is being filled.
 pub struct NewStream {
     head: Head,
-    /// Where the next grain is written.
+    /// Offset of the next write.
     end: u64,
-    /// Sectors of the tables that are written; 0 for one without grains.
+    /// Sector numbers of the tables that were written; 0 for a table without grains.
     directory: Vec<u32>,
     /// The table that is not written yet, with its number.
     table: Option<(usize, Vec<u32>)>,
-    /// The disk's byte up to which it was written.
+    /// Offset of the disk up to which data was appended.
     done: u64,
 }
 
 impl NewStream {
-    /// Bytes that are appended together.
+    /// The unit of appends in bytes.
     pub(in crate::foreign) const GRAIN: u64 = GRAIN;
 
     pub(in crate::foreign) fn new(options: &NewForeignOptions) -> Result<Self> {
@@ -68,7 +68,7 @@ impl NewStream {
         Ok((start, out))
     }
 
-    /// The bytes of the table that is open, which are appended at [`end`](Self::end).
+    /// Ends the current table, and returns its bytes, to be appended at [`end`](Self::end).
     fn end_table(&mut self) -> Vec<u8> {
         let Some((index, entries)) = self.table.take() else { return Vec::new() };
         self.directory[index] = ((self.end + SECTOR) / SECTOR) as u32;
@@ -104,16 +104,16 @@ impl NewStream {
     }
 }
 
-/// A sector that says what the next ones are.
+/// A marker: a sector that states the kind and number of the next sectors.
 fn marker(sectors: u64, kind: u32) -> Vec<u8> {
     let mut bytes = sectors.to_le_bytes().to_vec();
     bytes.extend(le32_bytes(&[0, kind]));
     padded(bytes, SECTOR)
 }
 
-/// A grain at this sector of the disk, compressed behind its marker.
+/// The marker and the compressed data of the grain at this sector of the disk.
 fn grain(sector: u64, bytes: &[u8]) -> Result<Vec<u8>> {
-    // The marker, whose length is not known yet.
+    // The marker; its field for the length is filled in below.
     let mut out = sector.to_le_bytes().to_vec();
     out.extend([0; 4]);
     let marker = out.len();

@@ -1,31 +1,31 @@
 //! The descriptor of a VMDK image: text that names the files with the disk's data.
 //!
-//! Source: "Virtual Disk Format 5.0" of VMware, "The Descriptor File". Keywords are read in any
-//! case, lines that are not known are passed over, as other programs do.
+//! Source: "Virtual Disk Format 5.0" of VMware, "The Descriptor File". As in other programs,
+//! keywords may be in upper or lower case, and unknown lines are ignored.
 
 use blockhouse_core::Result;
 
 use crate::foreign::fields::SECTOR;
 use crate::foreign::refusal::{corrupt, unsupported};
 
-/// Bytes of the longest descriptor: 1 MiB.
+/// Maximum size of a descriptor in bytes.
 pub(super) const MAX_LENGTH: usize = 1 << 20;
-/// Files of one image.
+/// Maximum number of extents of one image.
 const MAX_EXTENTS: usize = 4096;
-/// Bytes of the largest disk: 1 EiB, far beyond what VMware makes.
+/// Maximum size of a disk in bytes: 1 EiB, far larger than any that VMware makes.
 const MAX_SIZE: u64 = 1 << 60;
 
-/// The identifier of no parent.
+/// The parent CID of an image without a parent.
 pub(super) const NO_PARENT: u32 = u32::MAX;
 /// The first line, as VMware writes it.
 const FIRST_LINE: &[u8] = b"# disk descriptorfile";
-/// The mark of UTF-8 that some editors put before a text.
+/// The UTF-8 byte order mark that some editors put before a text.
 const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// The content of a descriptor.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Descriptor {
-    /// Changes with the content of the disk.
+    /// The content ID, which changes with the content of the disk.
     pub(super) cid: u32,
     /// The `cid` of the parent; [`NO_PARENT`] without one.
     pub(super) parent_cid: u32,
@@ -37,8 +37,8 @@ pub(super) struct Descriptor {
     pub(super) extents: Vec<ExtentLine>,
 }
 
-/// Whether a file with these first bytes is a descriptor: after comments and empty lines comes its
-/// version.
+/// Whether a file with these first bytes is a descriptor: the line after comments and empty lines
+/// states the version.
 pub(crate) fn is_descriptor(first: &[u8]) -> bool {
     let text = first.strip_prefix(UTF8_MARK).unwrap_or(first).to_ascii_lowercase();
     if text.starts_with(FIRST_LINE) {
@@ -54,7 +54,7 @@ pub(crate) fn is_descriptor(first: &[u8]) -> bool {
 pub(super) struct ExtentLine {
     /// Bytes, a multiple of 512.
     pub(super) length: u64,
-    /// The word for its type.
+    /// The keyword of its type.
     pub(super) kind: &'static str,
     pub(super) content: Content,
 }
@@ -62,7 +62,7 @@ pub(super) struct ExtentLine {
 /// Where the bytes of a part are.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Content {
-    /// Nowhere: they are zeros.
+    /// In no file: they are zeros.
     Zero,
     /// In a file, from an offset on.
     Flat {
@@ -74,13 +74,13 @@ pub(super) enum Content {
     },
     /// In a file with tables.
     Sparse {
-        /// As above.
+        /// As in `Flat`.
         name: Vec<u8>,
     },
 }
 
 impl Descriptor {
-    /// Of the text that is at `offset` of the file, up to its first zero byte.
+    /// Parses the text that is at `offset` of the file, up to its first zero byte.
     ///
     /// # Errors
     /// `Corrupt` or `Unsupported`, with the line's offset.
@@ -111,7 +111,8 @@ impl Descriptor {
         }
     }
 
-    /// The extent of a line, if it is one; else takes in what the line says.
+    /// Parses a line: returns the extent that it describes, or stores the value that it has for
+    /// another field.
     fn parse_line(&mut self, line: &[u8], at: u64) -> Result<Option<ExtentLine>> {
         if line.starts_with(b"#") {
             return Ok(None);
@@ -148,7 +149,7 @@ fn value(line: &[u8]) -> &[u8] {
     value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value)
 }
 
-/// A line `ACCESS SECTORS TYPE ["FILE" [OFFSET]]`.
+/// Parses a line `ACCESS SECTORS TYPE ["FILE" [OFFSET]]`.
 fn parse_extent(line: &[u8], at: u64) -> Result<ExtentLine> {
     let wrong = |what: &'static str| corrupt(what, at);
     let (head, rest) = match line.iter().position(|&byte| byte == b'"') {

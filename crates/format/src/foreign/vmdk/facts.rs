@@ -1,4 +1,4 @@
-//! The facts of a VMDK image for people and other programs.
+//! The properties of a VMDK image, to be shown to users and other programs.
 
 use super::descriptor::NO_PARENT;
 use super::{Source, Vmdk};
@@ -6,11 +6,11 @@ use super::{Source, Vmdk};
 /// The descriptor of a VMDK image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmdkFacts {
-    /// Changes with the content of the disk.
+    /// The content ID, which changes with the content of the disk.
     pub cid: u32,
-    /// The identifier of the parent's content; all ones without a parent.
+    /// The content ID of the parent; all ones without a parent.
     pub parent_cid: u32,
-    /// How the image is stored, in VMware's words: `monolithicSparse`, `streamOptimized`.
+    /// How the image is stored, as VMware names it: `monolithicSparse`, `streamOptimized`.
     pub create_type: String,
     /// The parts of the disk in their order.
     pub extents: Vec<VmdkExtent>,
@@ -19,22 +19,22 @@ pub struct VmdkFacts {
 /// A part of the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmdkExtent {
-    /// The name of its file, relative to the folder of the image; `None` where that is the image
-    /// itself, or none.
+    /// The name of its file, relative to the folder of the image; `None` if the data is in the
+    /// image itself, or in no file.
     pub file: Option<Vec<u8>>,
-    /// The word of the descriptor: `FLAT`, `SPARSE`; empty for the only extent of an image that is
-    /// one file.
+    /// The keyword in the descriptor: `FLAT`, `SPARSE`; empty for the only extent of an image that
+    /// is one file.
     pub kind: &'static str,
     /// Bytes of the disk.
     pub size: u64,
-    /// Bytes of a grain; `None` without tables, or where the file is not open.
+    /// Bytes of a grain; `None` without tables, or if the file is not open.
     pub grain_size: Option<u64>,
     /// Whether its grains are compressed.
     pub is_compressed: bool,
 }
 
 impl Vmdk {
-    /// The facts of it for people.
+    /// The properties to show to users.
     pub(in crate::foreign) fn facts(&self) -> VmdkFacts {
         let extents = self.extents.iter().map(|extent| {
             let header = match &extent.source {

@@ -7,16 +7,17 @@ use crate::inflate::{Wrapper, inflate};
 /// Bytes of the marker: the grain's first sector of the disk, and the length of the stream.
 const MARKER: usize = 12;
 
-/// The most bytes that a grain of `grain_size` bytes takes with its marker: a stream that is longer
-/// than what it compresses has a few bytes more for each block.
+/// The maximum number of bytes that a compressed grain of `grain_size` bytes takes with its marker:
+/// for incompressible data, a zlib stream is longer than its input by a few bytes for each deflate
+/// block.
 pub(super) fn max_length(grain_size: u64) -> u64 {
     MARKER as u64 + grain_size + grain_size / 8 + 512
 }
 
-/// Fills `into` with the first bytes of the grain that begins with `bytes`.
+/// Decompresses the grain that begins with `bytes`, and stores its first bytes in `into`.
 ///
 /// # Errors
-/// Why they are no such grain.
+/// The reason why `bytes` is not a sound grain.
 pub(in crate::foreign) fn decompress(bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
     let Some((marker, rest)) = bytes.split_at_checked(MARKER) else {
         return Err("it has no marker".to_owned());
@@ -34,7 +35,7 @@ mod tests {
 
     use super::*;
 
-    /// A grain of these bytes, padded to sectors.
+    /// A compressed grain with this content, padded to sectors.
     fn grain(content: &[u8]) -> Vec<u8> {
         let mut stream = vec![0; content.len() + 1000];
         let mut encoder = Compress::new(Compression::new(6), true);
@@ -54,7 +55,7 @@ mod tests {
         let mut unpacked = vec![0; content.len()];
         decompress(&bytes, &mut unpacked).unwrap();
         assert!(unpacked == content);
-        // The last grain of a disk, of which the disk has a part.
+        // The last grain of a disk whose size is not a multiple of the grain size.
         let mut first = vec![0; 5000];
         decompress(&bytes, &mut first).unwrap();
         assert!(first == content[..5000]);

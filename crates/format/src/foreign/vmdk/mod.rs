@@ -1,13 +1,14 @@
 //! VMDK, VMware's format: one file with tables and its own descriptor, or a descriptor that names
-//! files, flat ones or ones with tables.
+//! other files (flat files, or files with tables).
 //!
-//! Source: "Virtual Disk Format 5.0" of VMware. Read: monolithicSparse, streamOptimized,
+//! Source: "Virtual Disk Format 5.0" of VMware. Supported: monolithicSparse, streamOptimized,
 //! monolithicFlat, twoGbMaxExtentSparse, twoGbMaxExtentFlat and vmfsSparse, and descriptors that
 //! mix such extents with extents of zeros. Refused: the other extents of ESX (SESPARSE, raw
 //! devices).
 //!
-//! A descriptor's files are opened by the caller and given as one storage, in which each has its
-//! range. What an image with a parent has not written is read from there: the caller opens it, too.
+//! The caller opens a descriptor's files and passes them as one storage, in which each file has a
+//! range. Unallocated data of an image with a parent is read from the parent, which the caller
+//! opens, too.
 
 mod check;
 mod create;
@@ -41,20 +42,21 @@ pub(super) struct Vmdk {
     parent_cid: u32,
     create_type: Option<String>,
     parent: Option<Backing>,
-    /// In their order, without gaps.
+    /// In the order of the disk, without gaps.
     extents: Vec<Extent>,
-    /// Names of the files that extents are in, each once; empty where the image is one file.
+    /// Names of the files that have the extents, each once; empty if the image is one file.
     files: Vec<Vec<u8>>,
     size: u64,
 }
 
 /// A part of the disk.
 struct Extent {
-    /// Its bytes of the disk.
+    /// Its range of the disk.
     range: ByteRange,
-    /// The word for its type in a descriptor; empty for the only one of an image that is one file.
+    /// The keyword of its type in the descriptor; empty for the only extent of an image that is one
+    /// file.
     kind: &'static str,
-    /// The number of its file, where the image names any.
+    /// The index of its file in `Vmdk::files`, if it has one.
     file: Option<usize>,
     source: Source,
 }
@@ -62,7 +64,7 @@ struct Extent {
 /// Where the bytes of a part are.
 enum Source {
     Zero,
-    /// In a file that was not opened yet, by its number.
+    /// In a file that is not opened yet; `file` is its index.
     Unopened {
         file: usize,
         line: ExtentLine,
@@ -76,7 +78,7 @@ enum Source {
 
 impl Vmdk {
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with an offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with an offset; or errors of the storage.
     pub(super) async fn open<S: Storage>(storage: &S) -> Result<Self> {
         let length = storage.size().min(SECTOR) as usize;
         let first = read(storage, 0, length.max(MAGIC.len())).await?;
@@ -90,7 +92,7 @@ impl Vmdk {
         Self::open_sparse(storage).await
     }
 
-    /// An image that is a descriptor.
+    /// Opens an image that is a descriptor.
     async fn open_text<S: Storage>(storage: &S) -> Result<Self> {
         if storage.size() > descriptor::MAX_LENGTH as u64 {
             let what = format!("a descriptor of {} bytes", storage.size());
@@ -113,7 +115,7 @@ impl Vmdk {
         }
     }
 
-    /// An image that is one file with tables.
+    /// Opens an image that is one file with tables.
     async fn open_sparse<S: Storage>(storage: &S) -> Result<Self> {
         let file = ByteRange::between(0, storage.size());
         let header = SparseHeader::read(storage, file).await?;
@@ -121,7 +123,7 @@ impl Vmdk {
             Some(range) => read(storage, range.offset(), range.length() as usize).await?,
             None => Vec::new(),
         };
-        // The one extent that it names is this file.
+        // The only extent that the descriptor names is this file, so the list is not used.
         let offset = header.descriptor.map_or(0, |range| range.offset());
         let mut image = Self::new(Descriptor::parse(&text, offset)?);
         image.create_type.get_or_insert_with(|| header.create_type().to_owned());
@@ -161,15 +163,15 @@ impl Vmdk {
         })
     }
 
-    /// The names of the files that hold the disk, as bytes of the host's file system.
+    /// The names of the files with the disk's data, as bytes of the host's file system.
     pub(super) fn files(&self) -> &[Vec<u8>] {
         &self.files
     }
 
-    /// Finds its extents in `data`, where each of its files has a range.
+    /// Opens the extents in `data`, in which each file of the image has its range of `ranges`.
     ///
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with an offset in `data`; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with an offset in `data`; or errors of the storage.
     pub(super) async fn open_extents<S: Storage>(
         &mut self,
         data: &S,
@@ -211,16 +213,16 @@ impl Vmdk {
         Ok(())
     }
 
-    /// The image that has what this one has not.
+    /// The parent image, which has the data that this image has not allocated.
     pub(super) fn parent(&self) -> Option<&Backing> {
         self.parent.as_ref()
     }
 
-    /// Refuses a parent that was written to since this image was made: its other parts no longer
-    /// belong together.
+    /// Refuses a parent whose CID is not the recorded one: it was written to since this image was
+    /// made, so its data no longer fits this image.
     ///
     /// # Errors
-    /// `Corrupt`.
+    /// `Corrupt`; `InvalidInput` if the parent is not a VMDK image.
     pub(super) fn check_parent(&self, parent: Option<&Self>) -> Result<()> {
         let found = match parent {
             Some(parent) if parent.cid == self.parent_cid => return Ok(()),
@@ -240,7 +242,7 @@ impl Vmdk {
         self.size
     }
 
-    /// Bytes of a grain; `None` where no extent has grains, or none is open.
+    /// Bytes of the largest grain; `None` if no extent has grains, or none is open.
     pub(super) fn grain_size(&self) -> Option<u64> {
         self.sparse().map(|(_, extent)| extent.header.grain_size).max()
     }
@@ -256,8 +258,7 @@ impl Vmdk {
     /// The piece of the disk from `at` on, at most up to the end of the extent.
     ///
     /// # Errors
-    /// `Corrupt` with an offset; `Unsupported` before the files are open; or what the storage
-    /// answers.
+    /// `Corrupt` with an offset; `Unsupported` before the files are open; or errors of the storage.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let index = self.extents.partition_point(|extent| extent.range.end() <= at);
         let extent = &self.extents[index];
@@ -281,7 +282,7 @@ impl Vmdk {
     }
 }
 
-/// Whether a text says how the image was made, as other programs look for it.
+/// Whether a text has the key `createType`, by which other programs recognize a descriptor.
 fn has_create_type(text: &[u8]) -> bool {
     const KEY: &[u8] = b"createtype";
     text.windows(KEY.len()).any(|word| word.eq_ignore_ascii_case(KEY))

@@ -1,4 +1,4 @@
-//! New VMDK images of several files: how the disk is cut, what the files are called, and the
+//! New VMDK images of several files: how the disk is divided, the names of the files, and the
 //! descriptor that names them.
 //!
 //! Names and sizes are those of QEMU and VMware: `disk-flat.vmdk`, and `disk-f001.vmdk` or
@@ -18,13 +18,13 @@ const SPLIT: u64 = 2 << 30;
 /// A file with a part of a new disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewVmdkFile {
-    /// Its name, beside the descriptor.
+    /// Its name in the descriptor's folder.
     pub name: String,
     /// Its part of the disk.
     pub range: ByteRange,
 }
 
-/// The files of a new VMDK image; none where it is one file.
+/// The files with the data of a new VMDK image; none if the image is one file.
 ///
 /// # Errors
 /// `InvalidInput` for options that such an image cannot have.

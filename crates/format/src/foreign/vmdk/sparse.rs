@@ -1,5 +1,5 @@
-//! A sparse extent: a directory of grain tables, whose entries say where the grains of the disk
-//! are.
+//! A sparse extent: a directory of grain tables, whose entries have the locations of the disk's
+//! grains.
 
 use blockhouse_core::{ByteRange, ExtentState, Result, Storage};
 
@@ -10,7 +10,7 @@ use crate::foreign::piece::Piece;
 use crate::foreign::refusal::corrupt;
 use crate::foreign::tables::Tables;
 
-/// Entry of a grain of zeros, where the header allows it.
+/// Entry of a grain of zeros, if the header has the flag for it.
 const ZERO_GRAIN: u32 = 1;
 const ENTRY_SIZE: u64 = 4;
 
@@ -18,7 +18,7 @@ const ENTRY_SIZE: u64 = 4;
 #[derive(Debug)]
 pub(super) struct SparseExtent {
     pub(super) header: SparseHeader,
-    /// Where the file is in the storage.
+    /// The file's range in the storage.
     pub(super) file: ByteRange,
 }
 
@@ -27,7 +27,7 @@ pub(super) struct SparseExtent {
 pub(super) enum Grain {
     Hole,
     Zero,
-    /// It begins here in the storage.
+    /// The grain begins at this offset of the storage.
     At(u64),
 }
 
@@ -36,7 +36,7 @@ impl SparseExtent {
     /// at `start` of the disk.
     ///
     /// # Errors
-    /// `Corrupt` with the entry's offset; or what the storage answers.
+    /// `Corrupt` with the offset of the entry or grain; or errors of the storage.
     pub(super) async fn piece<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
@@ -73,7 +73,7 @@ impl SparseExtent {
         })
     }
 
-    /// Where a grain table is in the storage; `None` where none of its grains was written.
+    /// The offset of a grain table in the storage; `None` if none of its grains was written.
     pub(super) async fn table<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
@@ -92,8 +92,7 @@ impl SparseExtent {
         Ok(Some(self.file.offset() + table))
     }
 
-    /// The value of the entry of grain `index` of the extent, which is in the table at `table` of
-    /// the storage.
+    /// The entry of grain `index` of the extent, in the table at offset `table` of the storage.
     pub(super) async fn grain<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
@@ -115,8 +114,8 @@ impl SparseExtent {
         }
     }
 
-    /// The piece from `inside` on of the grain that is compressed at `host` and has the bytes
-    /// `unit` of the disk.
+    /// The piece from `inside` on of the grain whose compressed data is at `host` and whose guest
+    /// range is `unit`.
     fn compressed(&self, host: u64, unit: ByteRange, inside: u64) -> Result<Piece> {
         let left = self.file.end() - host;
         let length = grain::max_length(self.header.grain_size).min(left);

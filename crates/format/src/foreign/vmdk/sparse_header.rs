@@ -11,36 +11,36 @@ use crate::foreign::fields::{SECTOR, array, le16, le32, le64};
 use crate::foreign::refusal::{corrupt, other_signature, unsupported};
 
 pub(super) const MAGIC: &[u8; 4] = b"KDMV";
-/// The sparse extents of ESX servers, whose headers have fewer fields.
+/// Signature of the sparse extents of ESX servers, whose headers have fewer fields.
 pub(super) const ESX_MAGIC: &[u8; 4] = b"COWD";
 /// Bytes of a header.
 pub(super) const LENGTH: usize = 512;
 
-/// Flags: line ends are as they were written; entry 1 of a grain table means zeros; grains are
-/// compressed; grains begin with markers.
+/// Flags: the header has the bytes of the newline test; the value 1 of a grain table entry means
+/// zeros; grains are compressed; grains begin with markers.
 pub(super) const NEWLINE_TEST: u32 = 1;
 pub(super) const ZERO_GRAINS: u32 = 1 << 2;
 pub(super) const COMPRESSED: u32 = 1 << 16;
 pub(super) const MARKERS: u32 = 1 << 17;
-/// The bytes that a transfer as text would change.
+/// The bytes of the newline test: a transfer in text mode would change them.
 pub(super) const NEWLINES: &[u8; 4] = b"\n \r\n";
 pub(super) const DEFLATE: u16 = 1;
 const VERSIONS: std::ops::RangeInclusive<u32> = 1..=3;
 
-/// Sectors of a grain: 4 KiB to 2 MiB.
+/// Supported grain sizes in sectors: 4 KiB to 2 MiB.
 const GRAIN_SECTORS: std::ops::RangeInclusive<u64> = 8..=4096;
-/// Entries of a grain table; VMware has 512.
+/// Supported numbers of entries of a grain table; VMware uses 512.
 const TABLE_ENTRIES: std::ops::RangeInclusive<u32> = 1..=65_536;
-/// Sectors of the largest extent: 1 EiB.
+/// Maximum size of an extent in sectors: 1 EiB.
 const MAX_SECTORS: u64 = 1 << 51;
 
-/// Sectors of a grain of an extent of ESX, and entries of its grain tables.
+/// The same two values for extents of ESX.
 const ESX_GRAIN_SECTORS: std::ops::RangeInclusive<u64> = 1..=4096;
 const ESX_TABLE_ENTRIES: u64 = 4096;
 
-/// A grain directory that is where the footer says: the file was written as a stream.
+/// Directory offset of a file that was written as a stream: the footer has the real offset.
 pub(super) const AT_END: u64 = u64::MAX;
-/// The footer with its marker before and the end-of-stream marker behind it.
+/// Bytes of the footer, its marker, and the end-of-stream marker after it.
 const FOOTER_LENGTH: u64 = 3 * SECTOR;
 pub(super) const FOOTER_MARKER: u32 = 3;
 
@@ -57,7 +57,7 @@ mod at {
     pub(super) const NEWLINES: usize = 73;
     pub(super) const COMPRESSION: usize = 77;
 
-    /// The fields of ESX.
+    /// The fields of an ESX extent.
     pub(super) const ESX_CAPACITY: usize = 12;
     pub(super) const ESX_GRAIN_SIZE: usize = 16;
     pub(super) const ESX_DIRECTORY: usize = 20;
@@ -76,15 +76,16 @@ pub(super) struct SparseHeader {
     pub(super) directory: u64,
     pub(super) has_zero_grains: bool,
     pub(super) is_compressed: bool,
-    /// Where the file has a descriptor of its own.
+    /// The range in the storage of the file's own descriptor, if it has one.
     pub(super) descriptor: Option<ByteRange>,
 }
 
 impl SparseHeader {
-    /// Of the file that takes `file` of `storage`; the footer where there is one.
+    /// Reads the header of the file in the range `file` of `storage`; if the file has a footer,
+    /// that one.
     ///
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn read<S: Storage>(storage: &S, file: ByteRange) -> Result<Self> {
         let bytes = read(storage, file.offset(), LENGTH).await?;
         if bytes.starts_with(ESX_MAGIC) {
@@ -109,7 +110,7 @@ impl SparseHeader {
         Self::parse(header, start + SECTOR, file)
     }
 
-    /// Of a header at `offset` of the storage.
+    /// Parses a header (or footer) at `offset` of the storage.
     fn parse(bytes: &[u8], offset: u64, file: ByteRange) -> Result<Self> {
         let field = |field: usize| offset + field as u64;
         check_kind(bytes, offset)?;
@@ -145,7 +146,7 @@ impl SparseHeader {
 }
 
 impl SparseHeader {
-    /// Of an extent of ESX.
+    /// Parses the header of an ESX extent.
     fn parse_esx(bytes: &[u8], file: ByteRange) -> Result<Self> {
         let field = |field: usize| file.offset() + field as u64;
         let number = |field: usize| u64::from(le32(bytes, field));
@@ -171,7 +172,7 @@ impl SparseHeader {
         })
     }
 
-    /// How an image is stored that is this extent and has no descriptor, in VMware's words.
+    /// VMware's name for the kind of an image that consists of this extent and has no descriptor.
     pub(super) fn create_type(&self) -> &'static str {
         match (self.is_compressed, self.table_entries) {
             (true, _) => "streamOptimized",
@@ -181,14 +182,15 @@ impl SparseHeader {
     }
 }
 
-/// The offset of a grain directory that names `tables` tables, where all of it lies in the file.
+/// The offset of a grain directory that names `tables` tables. Fails unless all of it lies in the
+/// file.
 fn directory_in(file: ByteRange, start: Option<u64>, tables: u64, field: u64) -> Result<u64> {
     let end = start.and_then(|start| start.checked_add(tables * 4));
     let found = start.filter(|_| end.is_some_and(|end| end <= file.length()));
     found.ok_or_else(|| corrupt("its grain directory ends past the end of the file", field))
 }
 
-/// Where the file's own descriptor is in the storage; `None` where it has none.
+/// The range of the file's own descriptor in the storage; `None` if it has none.
 fn own_descriptor(bytes: &[u8], offset: u64, file: ByteRange) -> Result<Option<ByteRange>> {
     let (start, sectors) = (le64(bytes, at::DESCRIPTOR_OFFSET), le64(bytes, at::DESCRIPTOR_SIZE));
     if start == 0 || sectors == 0 {
@@ -208,7 +210,7 @@ fn own_descriptor(bytes: &[u8], offset: u64, file: ByteRange) -> Result<Option<B
     }
 }
 
-/// Refuses what is no header, or one of an image that cannot be read.
+/// Refuses bytes that are not a header, and the header of an unsupported kind of image.
 fn check_kind(bytes: &[u8], offset: u64) -> Result<()> {
     let field = |field: usize| offset + field as u64;
     if !bytes.starts_with(MAGIC) {

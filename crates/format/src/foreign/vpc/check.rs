@@ -1,4 +1,4 @@
-//! Does the table of a dynamic VHD image name each block of the file once?
+//! Checks that the table of a dynamic VHD image names each block of the file at most once.
 
 use blockhouse_core::{Result, Storage, WorkBudget};
 
@@ -11,7 +11,7 @@ impl SparseHeader {
     /// Reads the whole table.
     ///
     /// # Errors
-    /// Errors of the storage; `Unsupported` where more blocks are in use than can be counted.
+    /// Errors of the storage; `Unsupported` if more blocks are in use than can be counted.
     pub(super) async fn survey<S: Storage>(&self, tables: &Tables<'_, S>) -> Result<Survey> {
         let whole = self.bitmap_size + self.block_size;
         let mut survey = Survey::new(self.blocks, whole);

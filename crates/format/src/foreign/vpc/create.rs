@@ -1,7 +1,8 @@
 //! New VHD images: fixed ones, and dynamic ones with blocks of 2 MiB.
 //!
-//! The size of the disk is what was asked for, also where no geometry has it: the footer has the
-//! creator `qem2`, by which QEMU says that the size counts and not the geometry (its `force_size`).
+//! The disk has exactly the requested size, even if no geometry matches it: the footer has the
+//! creator `qem2`, with which QEMU marks images whose size counts and not the geometry (its
+//! `force_size`).
 
 use std::time::Duration;
 
@@ -14,22 +15,22 @@ use crate::foreign::new_parts::{
     FilePieces, NewBlocks, NewForeignOptions, Subformat, geometry, refuse,
 };
 
-/// Bytes of a block, and of the bitmap of its sectors, which is in front of it.
+/// Bytes of a block, and of the bitmap of its sectors, which precedes it.
 const BLOCK: u64 = 2 << 20;
 const BITMAP: u64 = SECTOR;
-/// Offsets of the header of the table, and of the table.
+/// Offsets of the table's header, and of the table.
 const HEADER: u64 = 512;
 const TABLE: u64 = 1536;
-/// 1 January 2000, at which VHD's time begins, in seconds of Unix.
+/// 1 January 2000, the epoch of VHD's timestamps, as Unix time in seconds.
 const EPOCH: u64 = 946_684_800;
 const CREATOR: &[u8; 4] = b"qem2";
-/// A block that has no place.
+/// Table entry of a block without space in the file.
 const UNALLOCATED: u32 = u32::MAX;
 
-/// An image while it is filled.
+/// An image that is being filled.
 pub struct NewVpc {
     size: u64,
-    /// `None`: a fixed image.
+    /// `None` for a fixed image.
     blocks: Option<NewBlocks>,
     id: [u8; 16],
     now: Duration,
@@ -68,7 +69,7 @@ impl NewVpc {
         let mut table: Vec<u8> = entries.flat_map(u32::to_be_bytes).collect();
         table.resize((start - TABLE) as usize, 0xff);
         let head = [(0, footer.clone()), (HEADER, header(blocks.count())), (TABLE, table)];
-        // All sectors of a block were written: those that were not are zeros.
+        // The bitmaps mark all sectors as written: those that were not written read as zeros.
         let bitmaps = (0..blocks.used())
             .map(move |number| (block_at(start, number), vec![0xff; BITMAP as usize]));
         let pieces = head.into_iter().chain(bitmaps).chain([(end, footer)]);
@@ -80,14 +81,14 @@ impl NewVpc {
         let (cylinders, heads, track) = geometry(self.size);
         let time = self.now.as_secs().saturating_sub(EPOCH) as u32;
         let mut bytes = COOKIE.to_vec();
-        // A feature that is always set.
+        // The reserved feature bit, which is always set.
         bytes.extend(2_u32.to_be_bytes());
         bytes.extend(VERSION.to_be_bytes());
         bytes.extend(if is_fixed { u64::MAX } else { HEADER }.to_be_bytes());
         bytes.extend(time.to_be_bytes());
         bytes.extend(CREATOR);
         bytes.extend(0x0005_0003_u32.to_be_bytes());
-        // The host that all programs state.
+        // The creator's host OS: all programs state Windows.
         bytes.extend(b"Wi2k");
         bytes.extend(self.size.to_be_bytes());
         bytes.extend(self.size.to_be_bytes());
@@ -101,7 +102,7 @@ impl NewVpc {
     }
 }
 
-/// The header of a table with this number of blocks.
+/// The header of a table of this number of blocks.
 fn header(blocks: u64) -> Vec<u8> {
     let mut bytes = sparse::COOKIE.to_vec();
     bytes.extend(u64::MAX.to_be_bytes());
@@ -119,7 +120,7 @@ fn seal(mut bytes: Vec<u8>, sum_at: usize) -> Vec<u8> {
     bytes
 }
 
-/// Where the first block begins, with its bitmap.
+/// The offset of the first block's bitmap.
 fn first_block(blocks: &NewBlocks) -> u64 {
     TABLE + (blocks.count() * 4).next_multiple_of(SECTOR)
 }

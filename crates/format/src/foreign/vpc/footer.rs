@@ -7,7 +7,7 @@ use crate::foreign::fields::{SECTOR, array, be32, be64};
 use crate::foreign::refusal::{corrupt, has_parent, unsupported};
 
 pub(super) const COOKIE: &[u8; 8] = b"conectix";
-/// Major version 1; the minor version changes nothing.
+/// Major version 1; the minor version is ignored.
 pub(super) const VERSION: u32 = 0x0001_0000;
 
 /// Disk types.
@@ -15,14 +15,14 @@ pub(super) const FIXED: u32 = 2;
 pub(super) const DYNAMIC: u32 = 3;
 const DIFFERENCING: u32 = 4;
 
-/// Sectors of the largest disk that a geometry can state. Larger disks state the same.
+/// Sectors of the largest disk that a geometry can express. Larger disks state this geometry, too.
 const MAX_GEOMETRY: u64 = 65_535 * 16 * 255;
-/// Bytes of the largest disk that Hyper-V and QEMU know: 2040 GiB.
+/// Maximum disk size in bytes of Hyper-V and QEMU: 2040 GiB.
 pub(super) const MAX_SIZE: u64 = 0xff00_0000 * SECTOR;
 
-/// Programs whose disks end where their geometry does, because Virtual PC does so: QEMU's rule for
-/// the size (`force_size` makes it write another name). For all others the current size counts: a
-/// geometry can be smaller, and the end of the disk would be missing.
+/// Creators whose disks have the size of their geometry, as in Virtual PC. This is QEMU's rule
+/// (with `force_size` it writes another creator). For all other creators the current size counts:
+/// the geometry can be smaller, and the end of the disk would be missing.
 const BY_GEOMETRY: [&[u8; 4]; 3] = [b"vpc ", b"vs  ", b"qemu"];
 
 /// Offsets of the fields in bytes.
@@ -44,28 +44,29 @@ pub(super) struct Footer {
     pub(super) kind: Kind,
 }
 
-/// Kinds of images that can be read.
+/// Supported kinds of images.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The disk, and the footer.
+    /// The file is the disk, followed by the footer.
     Fixed,
-    /// A table says where blocks are.
+    /// A table has the locations of blocks.
     Dynamic {
         /// Offset of the header of the table.
         header: u64,
     },
 }
 
-/// Whether an error says that there is no footer at all.
+/// Whether an error of [`Footer::parse`] means that there is no footer at all.
 pub(super) fn is_absent(error: &Error) -> bool {
     error.kind() == ErrorKind::InvalidInput
 }
 
 impl Footer {
-    /// Of the sector at `offset`.
+    /// Parses the sector at `offset`.
     ///
     /// # Errors
-    /// `InvalidInput` where it is no footer; `Corrupt` or `Unsupported`, with the field's offset.
+    /// `InvalidInput` if the sector is not a footer; `Corrupt` or `Unsupported`, with the field's
+    /// offset.
     pub(super) fn parse(bytes: &[u8], offset: u64) -> Result<Self> {
         let field = |field: usize| offset + field as u64;
         if array(bytes, 0) != *COOKIE {
@@ -96,7 +97,7 @@ impl Footer {
     }
 }
 
-/// Bytes of the disk, by the rule of the program that made it.
+/// Size of the disk in bytes, by the rule for the program that made the image.
 fn disk_size(bytes: &[u8]) -> u64 {
     let [high, low, heads, sectors] = array(bytes, at::GEOMETRY);
     let cylinders = u16::from_be_bytes([high, low]);
@@ -105,7 +106,7 @@ fn disk_size(bytes: &[u8]) -> u64 {
     if is_stated { geometry * SECTOR } else { be64(bytes, at::CURRENT_SIZE) }
 }
 
-/// The complement of the sum of all bytes, but those of the checksum's own field.
+/// The complement of the sum of all bytes except those of the checksum field itself.
 pub(super) fn checksum(bytes: &[u8], field: usize) -> u32 {
     let sum = |bytes: &[u8]| bytes.iter().map(|&byte| u32::from(byte)).sum::<u32>();
     !(sum(&bytes[..field]) + sum(&bytes[field + 4..]))

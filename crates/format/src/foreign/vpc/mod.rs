@@ -2,11 +2,12 @@
 //! file, and for dynamic images a table of blocks, each with a bitmap of the sectors that were
 //! written.
 //!
-//! Source: "Virtual Hard Disk Image Format Specification" of Microsoft, version 1.0. Read: fixed
-//! and dynamic images. Refused: differencing images, whose other part is in another file.
+//! Source: "Virtual Hard Disk Image Format Specification" of Microsoft, version 1.0. Supported:
+//! fixed and dynamic images. Refused: differencing images, because a part of their data is in
+//! another file.
 //!
-//! The footer at the end decides. Its copy at the start is read only where the end has no footer,
-//! because the guest of a fixed image writes what it likes to the start.
+//! The footer at the end counts. The copy at the start is read only if the end has no footer,
+//! because in a fixed image the start is guest data, which could imitate a footer.
 
 mod check;
 mod create;
@@ -33,15 +34,15 @@ pub(super) struct Vpc {
 
 /// Where the data is.
 enum Blocks {
-    /// All of it, from the start of the file.
+    /// All data is at the start of the file, in the order of the disk.
     Fixed,
-    /// Where the table says.
+    /// The table has the locations of the blocks.
     Dynamic(SparseHeader),
 }
 
 impl Vpc {
     /// # Errors
-    /// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+    /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
     pub(super) async fn open<S: Storage>(storage: &S) -> Result<Self> {
         let (footer, data_end) = find_footer(storage).await?;
         let blocks = match footer.kind {
@@ -75,7 +76,7 @@ impl Vpc {
     /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// Errors of the storage.
+    /// `Corrupt` for a block past the end of the file; or errors of the storage.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         match &self.blocks {
             Blocks::Fixed => Ok(Piece::mapped(at, self.size - at)),
@@ -83,10 +84,10 @@ impl Vpc {
         }
     }
 
-    /// Looks for errors; `None` for a fixed image, which has no tables.
+    /// Checks the table for errors; `None` for a fixed image, which has no table.
     ///
     /// # Errors
-    /// Errors of the storage; `Unsupported` where more blocks are in use than can be counted.
+    /// Errors of the storage; `Unsupported` if more blocks are in use than can be counted.
     pub(super) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
@@ -98,8 +99,8 @@ impl Vpc {
     }
 }
 
-/// The footer at the end of the file, or without it, its copy at the start of a dynamic image; and
-/// where the data before it ends.
+/// The footer at the end of the file, or if it is missing, its copy at the start of a dynamic
+/// image; and the offset at which the data ends.
 async fn find_footer<S: Storage>(storage: &S) -> Result<(Footer, u64)> {
     let Some(last) = storage.size().checked_sub(SECTOR) else {
         return Err(corrupt("is no VHD image: it is shorter than a footer", 0));
@@ -114,7 +115,7 @@ async fn find_footer<S: Storage>(storage: &S) -> Result<(Footer, u64)> {
     }
     match Footer::parse(&read(storage, 0, SECTOR as usize).await?, 0) {
         Ok(copy) if matches!(copy.kind, Kind::Dynamic { .. }) => Ok((copy, storage.size())),
-        // Of a fixed image the start is the guest's.
+        // The start of a fixed image is guest data, not a copy of the footer.
         _ => Err(error),
     }
 }

@@ -18,7 +18,7 @@ pub(super) const UNALLOCATED: u32 = u32::MAX;
 
 pub(super) const COOKIE: &[u8; 8] = b"cxsparse";
 const ENTRY_SIZE: u64 = 4;
-/// Bytes of a block: Hyper-V makes 2 MiB, Virtual PC 512 KiB.
+/// Supported block sizes in bytes: Hyper-V uses 2 MiB, Virtual PC 512 KiB.
 const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 4096..=256 << 20;
 
 /// Offsets of the fields in bytes.
@@ -40,12 +40,13 @@ pub(super) struct SparseHeader {
     /// Blocks of the disk.
     pub(super) blocks: u64,
     table_offset: u64,
-    /// Where the footer begins, or the file ends that has none.
+    /// The offset at which the footer begins, or the end of a file without a footer.
     pub(super) data_end: u64,
 }
 
 impl SparseHeader {
-    /// Of the bytes at `offset` of a file with data up to `data_end`, for a disk of `size` bytes.
+    /// Parses the bytes at `offset` of a file with data up to `data_end`, for a disk of `size`
+    /// bytes.
     ///
     /// # Errors
     /// `Corrupt` or `Unsupported`, with the field's offset.
@@ -88,8 +89,8 @@ impl SparseHeader {
     /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// `Corrupt` where the file ends before the block's bitmap or its data; what the storage
-    /// answers.
+    /// `Corrupt` if the file ends before the block's bitmap or its data does; errors of the
+    /// storage.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let inside = at % self.block_size;
         let length = self.block_size - inside;
@@ -109,7 +110,8 @@ impl SparseHeader {
         Ok(Piece::mapped(host, length))
     }
 
-    /// Refuses what belongs to the disk's offset `at` and ends past the end of the data.
+    /// Fails if `end`, the end of a bitmap or data for the disk's offset `at`, lies past the end of
+    /// the data.
     fn check_inside(&self, at: u64, end: u64) -> Result<()> {
         if end <= self.data_end {
             return Ok(());
@@ -128,8 +130,8 @@ impl SparseHeader {
         tables.entry(offset).await.map(u32::from_be_bytes)
     }
 
-    /// Whether the sector of a block was written, and how many sectors from it on are the same: at
-    /// most those whose bits are in one word.
+    /// Whether a sector of a block was written, and the number of sectors from it on with the same
+    /// state: at most those whose bits are in one word.
     async fn run<S: Storage>(
         &self,
         tables: &Tables<'_, S>,

@@ -1,15 +1,16 @@
 //! The end of the file: the search for the last cluster in use, when the image is closed.
 //!
-//! Refcount blocks that count nothing but themselves would keep a file long whose data is gone:
-//! they leave the refcount table first. `transaction/close` says when, and what else has to hold.
+//! Refcount blocks that count only themselves would keep a file long after its data was freed, so
+//! the search removes them from the refcount table. `transaction/close` says when it runs, and
+//! under which conditions.
 
 use crate::qcow2::tables::{LastCounted, Step, Tables};
 
 use super::Allocator;
 use super::deferred_free::DeferredFree;
 
-/// How many slices of refcounts are looked at, from the end on: 2 TiB of free space at clusters of
-/// 64 KiB. The slices before that stay.
+/// The maximum number of slices of refcounts that the search examines: 2 TiB of free space with
+/// clusters of 64 KiB. Free space before them is not found.
 const MAX_SLICES: u64 = 1 << 14;
 
 /// A search for the last cluster in use, from the end of the file backwards.
@@ -19,19 +20,18 @@ pub(crate) struct BackwardScan {
     slices_left: u64,
     /// Refcount blocks that were dropped.
     dropped: u64,
-    /// The refcount block that is being looked through, and up to which cluster it counts nothing
-    /// but itself. A slice that has to be read first ends a step, and the next one goes on
-    /// there.
+    /// The refcount block that is being examined, and the cluster up to which it counts only
+    /// itself. If a slice must be read first, the step ends, and the next step continues there.
     looked: Option<(u64, u64)>,
 }
 
 impl BackwardScan {
-    /// A search of a file in which nothing is in use from `below` on.
+    /// A search in a file in which no cluster from `below` on is in use.
     pub(crate) fn new(below: u64) -> Self {
         Self { below, slices_left: MAX_SLICES, dropped: 0, looked: None }
     }
 
-    /// The search begins anew, and looks at no more slices than this one left.
+    /// A new search, with the number of slices that this one has left.
     pub(crate) fn again(&self, below: u64) -> Self {
         Self { slices_left: self.slices_left, ..Self::new(below) }
     }
@@ -41,8 +41,8 @@ impl BackwardScan {
         self.dropped > 0
     }
 
-    /// Where the file ends at least: after the header and the active tables, whatever refcounts
-    /// say.
+    /// The minimum length of the file in clusters: it includes the header and the active tables,
+    /// even if refcounts say that they are free.
     pub(crate) fn clusters_in_use(&self, tables: &Tables) -> u64 {
         let last = tables.active.iter().max();
         last.map_or(self.below, |&last| self.below.max(last + 1))
@@ -50,15 +50,15 @@ impl BackwardScan {
 }
 
 impl Allocator {
-    /// Goes on with the search; drops refcount blocks that count nothing but themselves, each of
-    /// which is a change of its own.
+    /// Continues the search, and removes refcount blocks that count only themselves; each removal
+    /// is a separate change.
     pub(crate) fn scan_backwards(
         &mut self,
         tables: &mut Tables,
         scan: &mut BackwardScan,
     ) -> Step<()> {
         let geometry = tables.geometry();
-        // Clusters that no refcount block can be for are not counted.
+        // The refcount table has no entries for clusters from here on, so they are free.
         let countable = tables.refcount_table().len() as u64 * geometry.block_refcounts();
         scan.below = scan.below.min(countable.max(1));
         while scan.below > 0 && scan.slices_left > 0 {
@@ -79,15 +79,16 @@ impl Allocator {
             }
             scan.below -= 1;
             scan.dropped += 1;
-            // All of the block's were looked at, and there may be hundreds of thousands of blocks.
+            // Reason: all slices of the block were examined, and there may be hundreds of thousands
+            // of such blocks.
             let slices = geometry.block_refcounts() / geometry.slice_refcounts();
             scan.slices_left = scan.slices_left.saturating_sub(slices);
         }
         Ok(())
     }
 
-    /// Takes the refcount block in this cluster out of the refcount table if it counts nothing
-    /// else.
+    /// Removes the refcount block in this cluster from the refcount table if it counts no other
+    /// cluster. Returns whether it did.
     fn drop_empty_block(
         &mut self,
         tables: &mut Tables,
@@ -117,7 +118,7 @@ impl Allocator {
         Ok(true)
     }
 
-    /// The file was cut off after this many clusters.
+    /// Records that the file was truncated to this many clusters.
     pub(crate) fn note_cut(&mut self, tables: &mut Tables, clusters: u64) {
         tables.file.cut(clusters);
         let _ = self.prepared.take_all();

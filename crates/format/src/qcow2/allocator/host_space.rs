@@ -1,4 +1,4 @@
-//! Space on the host: the reserve for metadata (`reserve`), and how long the file is.
+//! Space on the host: the reserve for metadata (`reserve`), and the length of the file.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use crate::qcow2::tables::{Blocked, ReserveRequest, Step, Tables};
 use super::Allocator;
 
 impl Allocator {
-    /// Clusters of the reserve that no metadata needed are free again.
+    /// Frees the clusters of the reserve that no metadata used.
     pub(crate) fn release_reserve(&mut self, tables: &mut Tables) {
         while let Some(cluster) = self.reserve.take_l2_table() {
             self.free_unlinked(tables, cluster..cluster + 1);
@@ -18,8 +18,8 @@ impl Allocator {
         }
     }
 
-    /// The reserve at the end of the file, and what is prepared there, is dropped, unused: other
-    /// tables may take the space.
+    /// Drops the unused reserve at the end of the file, and what is prepared there, so that other
+    /// tables can take the space.
     pub(crate) fn drop_end_reserve(&mut self) {
         let _ = self.reserve.take_at_end();
         self.drop_prepared();
@@ -36,12 +36,13 @@ impl Allocator {
         self.reserve.has_l2_table()
     }
 
-    /// The host has space for this cluster, allocated for an L2 table.
+    /// Adds a cluster to the reserve: it was allocated for an L2 table, and the host has space for
+    /// it.
     pub(crate) fn put_l2_table(&mut self, cluster: u64) {
         self.reserve.put_l2_table(cluster);
     }
 
-    /// Begins to reserve `count` clusters at the end of the file; `None` where some are reserved
+    /// Begins to reserve `count` clusters at the end of the file; `None` if there is a reserve
     /// already.
     pub(crate) fn begin_end_reserve(
         &mut self,
@@ -51,13 +52,14 @@ impl Allocator {
         self.reserve.at_end().is_none().then(|| tables.file.reserve(count))
     }
 
-    /// The host has space for these clusters at the end.
+    /// Adds these clusters at the end of the file to the reserve: the host has space for them.
     pub(crate) fn put_end_reserve(&mut self, clusters: Range<u64>) {
         self.space.note_written(clusters.end);
         self.reserve.put_at_end(clusters);
     }
 
-    /// The host has space for these clusters, allocated in a row for metadata.
+    /// Adds these contiguous clusters to the reserve: they were allocated for metadata, and the
+    /// host has space for them.
     pub(crate) fn put_row(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         if let Some(unused) = self.reserve.take_row() {
             self.free_unlinked(tables, unused);
@@ -65,13 +67,13 @@ impl Allocator {
         self.reserve.put_row(clusters);
     }
 
-    /// Whether the file has fewer clusters than `needed`, as far as is known.
+    /// Whether the file is known to have only fewer clusters than `needed`.
     pub(crate) fn is_file_short(&self, needed: u64) -> bool {
         self.space.length() < needed
     }
 
-    /// The file was to become `length` clusters long, of which `needed` are needed now, and has
-    /// `size` bytes.
+    /// Records the result of extending the file to `length` clusters, of which `needed` are needed
+    /// now: it has `size` bytes. If that is too short for `needed`, `size` becomes the limit.
     pub(crate) fn note_extended(
         &mut self,
         geometry: Geometry,
@@ -84,8 +86,8 @@ impl Allocator {
         self.space.set_limit(is_limited.then_some(size));
     }
 
-    /// Whether the storage, of `size` bytes, became longer than its limit: it grows with what is
-    /// written to it, and only could not be made longer ahead. There is no limit then.
+    /// Removes the limit if the storage, of `size` bytes, has become longer than it: such a storage
+    /// grows by writes, and only cannot be extended in advance. Returns whether it did.
     pub(crate) fn lift_limit(&mut self, size: u64) -> bool {
         let is_growing = self.space.limit().is_some_and(|limit| size > limit);
         if is_growing {
@@ -95,10 +97,11 @@ impl Allocator {
     }
 
     /// Whether a step that got ENOSPC at the end of the file, of `size` bytes, may find space
-    /// elsewhere when it runs again: in clusters that wait to be freed, or in those that were
-    /// not scanned yet.
+    /// elsewhere if it is repeated: in clusters that wait to be freed, or in clusters that were not
+    /// scanned yet.
     pub(crate) fn may_have_space(&mut self, tables: &Tables, size: u64) -> bool {
-        // Past the limit the next step scans all that was not scanned. Once: it fails after that.
+        // With a limit, the next step scans all clusters that were not scanned. This is tried only
+        // once: if the scan finds no space, the step fails.
         let is_unknown = self.space.limit().is_none()
             && !self.space.unscanned().is_empty()
             && size < tables.geometry().offset_of(tables.file.end() + 1);

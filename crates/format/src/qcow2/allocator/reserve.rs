@@ -7,14 +7,15 @@
 
 use std::ops::Range;
 
-/// Space that nothing uses yet.
+/// Reserved clusters that no metadata uses yet.
 #[derive(Default)]
 pub(crate) struct Reserve {
-    /// After everything else when it was reserved. Not counted.
+    /// At the end of the file, after all clusters in use at the time. Their refcounts are zero.
     at_end: Option<Range<u64>>,
-    /// In the middle of a storage that has no space at its end. Each has a refcount of one.
+    /// Contiguous clusters in the middle of a storage that has no space at its end. Each has a
+    /// refcount of one.
     row: Option<Range<u64>>,
-    /// For L2 tables. Each has a refcount of one.
+    /// Clusters for L2 tables. Each has a refcount of one.
     l2_tables: Vec<u64>,
 }
 

@@ -1,5 +1,5 @@
-//! Clusters in a row in the middle of a file, for tables where the end has no space: a block
-//! device, an export of another server, or a host that is full.
+//! Contiguous clusters (a row) in the middle of a file, for tables when the end of the file has no
+//! space: on a block device, on an export of another server, or on a full host.
 //!
 //! The search continues where the last one stopped, and includes clusters that became free since.
 
@@ -7,10 +7,11 @@ use std::ops::Range;
 
 use crate::qcow2::tables::{Step, Tables};
 
-/// How far before a cluster that became free a row may begin that it makes long enough.
+/// How many clusters before a newly free cluster the search resumes: the free cluster may complete
+/// a row that begins there.
 const LOOK_BACK: u64 = 4096;
 
-/// Where the search is: it saw free clusters from `start` on up to `at`.
+/// The position of the search: all clusters from `start` up to `at` were free.
 #[derive(Default)]
 pub(super) struct RowSearch {
     pub(super) start: u64,
@@ -18,7 +19,7 @@ pub(super) struct RowSearch {
 }
 
 impl RowSearch {
-    /// The cluster became free.
+    /// Records that a cluster became free.
     pub(super) fn note_free(&mut self, cluster: u64) {
         if cluster < self.at {
             self.go_to(cluster.saturating_sub(LOOK_BACK));
@@ -32,11 +33,11 @@ impl RowSearch {
 
 /// The result of the search.
 pub(crate) enum Room {
-    /// These clusters, which are allocated now.
+    /// These clusters were found, and are now allocated.
     Row(Range<u64>),
-    /// Nothing is in use from some cluster on: the end is there.
+    /// All clusters from some cluster on are free: the end of the file has space.
     End,
-    /// Nothing.
+    /// There is no such row.
     None,
 }
 

@@ -1,13 +1,13 @@
 //! Persistent dirty bitmaps: which parts of the disk changed since the bitmap was made or cleared.
 //!
 //! A bitmap has a bit for each `granularity` bytes of the disk. Its bits are in clusters of the
-//! image, which its table names; the directory of all bitmaps is a cluster that the header names
-//! (`layout/bitmap_directory`). Bitmaps come and go by transactions (`transaction/bitmaps`). While
-//! an image is open for writing, changes of the disk are recorded in its enabled bitmaps (`live`),
-//! in each before the change is made (`tracker`).
+//! image, to which its table refers; the header refers to the directory of all bitmaps
+//! (`layout/bitmap_directory`). Transactions add and remove bitmaps (`transaction/bitmaps`). While
+//! an image is open for writing, each change of the disk is recorded in all enabled bitmaps
+//! (`live`) before it is made (`tracker`).
 //!
-//! Locking: a tracker has a short lock of its own, which is not held over I/O, nor while the
-//! image's lock is taken.
+//! Locking: a tracker has its own lock, which is held for short times only, never during I/O, and
+//! never while the image's lock is acquired.
 
 mod bits;
 mod live;

@@ -1,15 +1,17 @@
-//! Maps from small numbers: those of pages and extents.
+//! Maps with small numbers as keys: those of pages and extents.
 //!
-//! A guest chooses the numbers, but cannot make a look-up slow: of the N pages of a bitmap, only
+//! A guest chooses the numbers, but cannot make a lookup slow: of the N pages of a bitmap, only
 //! about the square root of N share one slot of the table.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
-/// A map from numbers. Protection from chosen ones would cost more than the rest of a look-up.
+/// A map with numbers as keys. A hash function that resists chosen keys would cost more than the
+/// rest of a lookup.
 pub(super) type NumberMap<T> = HashMap<u64, T, BuildHasherDefault<NumberHasher>>;
 
-/// Spreads numbers that follow each other: a multiplication, whose upper bits are mixed best.
+/// Spreads consecutive numbers: a multiplication, and a rotation, because the upper bits of the
+/// product are mixed best.
 #[derive(Default)]
 pub(super) struct NumberHasher(u64);
 
@@ -39,7 +41,7 @@ mod tests {
             hasher.write_u64(number);
             hasher.finish()
         };
-        // The places in a table of 1024, and the 7 upper bits that are compared there.
+        // The slots in a table of 1024, and the upper 7 bits, which the table compares.
         let low: std::collections::HashSet<u64> = (0..512).map(|n| hash(n) % 1024).collect();
         let high: std::collections::HashSet<u64> = (0..512).map(|n| hash(n) >> 57).collect();
         assert!(low.len() > 300 && high.len() > 100, "{} {}", low.len(), high.len());

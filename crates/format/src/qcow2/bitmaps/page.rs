@@ -1,32 +1,33 @@
-//! One page of a live bitmap: its bits in memory, the bits that must be on disk, and those that are
-//! there durably.
+//! One page of a live bitmap: its bits in memory, the bits that must be on disk, and the bits that
+//! are durable on disk.
 //!
-//! The disk must have the set bits, and all bits of each *active* extent as set. An extent becomes
-//! active before the first change in it; then the page is written, durably, before the change is
-//! made. Further changes in an active extent set bits in memory only.
+//! On disk, all bits that are set in memory must be set, and also all bits of each *active* extent.
+//! An extent becomes active before the first change in it; then the page is written, durably,
+//! before the change is made. Further changes in an active extent set bits in memory only.
 //!
-//! Invariant: a bit set in memory is one that must be set on disk. Each time more bits must be on
-//! disk than before, the page gets a new version.
+//! Invariant: a bit that is set in memory must be set on disk. Whenever further bits must be set on
+//! disk, the page gets a new version.
 
 use std::ops::Range;
 
 use super::bits::{all_set, set_bits};
 use super::number_map::NumberMap;
 
-/// See the module's page.
+/// See the module's comment.
 pub(super) struct Page {
     bits: Vec<u8>,
     /// Active extents, by their number in the page.
     active: NumberMap<Active>,
-    /// The last change of what the disk has to say.
+    /// The version of the content that must be on disk.
     version: u64,
-    /// The changes that the disk has, durably.
+    /// The version that is durable on disk.
     durable: u64,
     /// Whether a write of the page is in flight.
     is_writing: bool,
-    /// Whether a write of the page was dropped, and may be in flight still.
+    /// Whether the future of a write of the page was dropped, so that the write may still be in
+    /// flight.
     was_dropped: bool,
-    /// Whether the disk says bits of extents that are no longer active.
+    /// Whether bits may be set on disk in excess: in extents that are no longer active.
     is_stale: bool,
 }
 
@@ -34,14 +35,14 @@ pub(super) struct Page {
 struct Active {
     /// The version with which it became active.
     version: u64,
-    /// Whether it was changed since it was looked at for being one that rests.
+    /// Whether it was changed since the last attempt to make it inactive.
     is_used: bool,
 }
 
-/// The step that marking an extent needs before the change may be made.
+/// What must happen after [`Page::mark`] before the change may be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Marked {
-    /// Nothing: the disk says it already.
+    /// Nothing: the bits are set on disk already.
     Durable,
     /// The page has to be durable up to this version.
     Needs(u64),
@@ -50,7 +51,7 @@ pub(super) enum Marked {
 }
 
 impl Page {
-    /// Of these bits, which the disk says durably.
+    /// A page with these bits, which are durable on disk.
     pub(super) fn new(bits: Vec<u8>) -> Self {
         Self {
             bits,
@@ -63,14 +64,14 @@ impl Page {
         }
     }
 
-    /// The bits as they are.
+    /// The bits in memory.
     pub(super) fn bits(&self) -> &[u8] {
         &self.bits
     }
 
-    /// Sets bits that all lie in the extent of this number, which has `extent_bits` of them.
+    /// Sets bits that all lie in the extent with this number, which has `extent_bits` bits.
     pub(super) fn mark(&mut self, extent: u64, extent_bits: u64, bits: Range<u64>) -> Marked {
-        // The common way: an extent all of whose bits are set need not be active.
+        // The common case: if all these bits are set and durable, the extent need not be active.
         if self.version <= self.durable && all_set(&self.bits, bits.clone()) {
             return Marked::Durable;
         }
@@ -90,7 +91,7 @@ impl Page {
         Marked::Activated(version)
     }
 
-    /// The new content for the disk, and its version.
+    /// The content to write to disk, and its version.
     pub(super) fn content(&self, extent_bits: u64) -> (Vec<u8>, u64) {
         let mut bytes = self.bits.clone();
         for &extent in self.active.keys() {
@@ -99,8 +100,8 @@ impl Page {
         (bytes, self.version)
     }
 
-    /// Has an extent rest, if it is active, the disk says so durably, and it was not changed since
-    /// the last call. Returns whether it is active no more.
+    /// Makes an extent inactive, if its bits are durable on disk, and it was not changed since the
+    /// last call. Returns whether the extent is inactive.
     pub(super) fn rest(&mut self, extent: u64, extent_bits: u64) -> bool {
         let Some(active) = self.active.get_mut(&extent) else { return true };
         let bits = extent * extent_bits..(extent + 1) * extent_bits;
@@ -112,12 +113,12 @@ impl Page {
         true
     }
 
-    /// The bits, if the disk may say more.
+    /// The bits, if more bits may be set on disk.
     pub(super) fn into_inexact(self) -> Option<Vec<u8>> {
         (self.is_stale || !self.active.is_empty()).then_some(self.bits)
     }
 
-    /// Whether the disk says bits of extents that rest.
+    /// Whether bits may be set on disk in excess, in inactive extents.
     pub(super) fn is_stale(&self) -> bool {
         self.is_stale
     }
@@ -130,20 +131,20 @@ impl Page {
         self.is_writing
     }
 
-    /// A write of [`content`](Self::content) begins. Returns whether an earlier one may still be in
-    /// flight: the caller waits for its end first.
+    /// Begins a write of [`content`](Self::content). Returns whether an earlier write may still be
+    /// in flight: the caller must wait for its end first.
     pub(super) fn begin_write(&mut self) -> bool {
         self.is_writing = true;
         self.was_dropped
     }
 
-    /// No earlier write is in flight, and the content of the next one is taken now.
+    /// Called when no earlier write is in flight, just before [`content`](Self::content) is taken.
     pub(super) fn begin_content(&mut self) {
         self.was_dropped = false;
         self.is_stale = false;
     }
 
-    /// The write has ended: durably with a version, or its content may not be on disk.
+    /// Ends a write: a version is durable, or the content may not be on disk.
     pub(super) fn end_write(&mut self, end: WriteEnd) {
         self.is_writing = false;
         match end {
@@ -161,9 +162,9 @@ impl Page {
 /// How a write of a page ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WriteEnd {
-    /// Durably, with the content of this version.
+    /// The content of this version is durable.
     Durable(u64),
-    /// It is durable with the next flush.
+    /// The content is durable with the next flush.
     Written,
     Failed,
     /// Its future was dropped.

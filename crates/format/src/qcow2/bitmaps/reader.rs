@@ -14,13 +14,13 @@ pub(crate) enum Bits {
     Some(Vec<u8>),
 }
 
-/// A bitmap of a disk, as it is stored.
+/// A bitmap as it is stored in the image.
 pub(crate) struct BitsReader<'a, S> {
     storage: &'a S,
     geometry: Geometry,
     table: Vec<BitsCluster>,
     granularity_bits: u32,
-    /// Bits that stand for the disk.
+    /// Number of bits that cover the disk.
     bits: u64,
 }
 
@@ -54,7 +54,7 @@ impl<'a, S: Storage> BitsReader<'a, S> {
         Ok(Self { storage, geometry, table, granularity_bits, bits: entry.bits_for(size) })
     }
 
-    /// A bitmap without any change.
+    /// A reader of a bitmap in which no bit is set.
     pub(crate) fn empty(
         storage: &'a S,
         geometry: Geometry,
@@ -66,12 +66,12 @@ impl<'a, S: Storage> BitsReader<'a, S> {
         Self { storage, geometry, table, granularity_bits, bits: entry.bits_for(size) }
     }
 
-    /// Where the clusters of bits are.
+    /// The locations of the clusters of bits.
     pub(crate) fn table(&self) -> &[BitsCluster] {
         &self.table
     }
 
-    /// The same, to keep.
+    /// As [`table`](Self::table), by value.
     pub(crate) fn into_table(self) -> Vec<BitsCluster> {
         self.table
     }
@@ -86,17 +86,17 @@ impl<'a, S: Storage> BitsReader<'a, S> {
         self.geometry.cluster_size() * 8
     }
 
-    /// How many bits stand for the disk.
+    /// How many bits cover the disk.
     pub(crate) fn bits(&self) -> u64 {
         self.bits
     }
 
-    /// How many of the bits of a cluster stand for a part of the disk.
+    /// How many of the bits of a cluster cover a part of the disk.
     pub(crate) fn bits_in(&self, cluster: u64) -> u64 {
         self.bits.saturating_sub(cluster * self.cluster_bits()).min(self.cluster_bits())
     }
 
-    /// Bytes of the disk for which one bit stands, as a power of two.
+    /// Bytes of the disk per bit, as a power of two.
     pub(crate) fn granularity_bits(&self) -> u32 {
         self.granularity_bits
     }

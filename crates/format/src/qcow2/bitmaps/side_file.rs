@@ -1,9 +1,9 @@
-//! The mark of a side file, which shows later whether another program has changed the raw disk
-//! since.
+//! The mark of a side file, by which a later opening detects that another program has changed the
+//! raw disk.
 //!
-//! Guarantee: outside of a session the mark has the time of a stable change of the data file, and
-//! the enabled bitmaps have all changes up to that one. If that time is unknown, the mark keeps an
-//! older one, and the side file is refused.
+//! Guarantee: outside of a session, the mark has the time of a stable change of the data file, and
+//! the enabled bitmaps have all changes up to that change. If that time is unknown, the mark keeps
+//! an older time, and the side file is refused.
 
 use std::time::Duration;
 
@@ -12,18 +12,19 @@ use blockhouse_core::{Result, Storage, SyncMode};
 use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::writeback::Metadata;
 
-/// When the data file of a side file was changed for the last time: what it holds now is stable,
-/// and its time of change, too. `None` of other images. No change may be in flight.
+/// The time of the last change of a side file's data file, after making the content and that time
+/// stable. `None` for other images. No change may be in flight.
 pub(super) async fn stable_change<S: Storage>(metadata: &Metadata<S>) -> Result<Option<Duration>> {
     let mark = DataFileMark::of(metadata.lock().tables.headers.disk());
     let (Some(_), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(None) };
-    // A flush of the data alone leaves the time behind.
+    // A flush of the data alone would not make the time of change stable.
     metadata.sync(SyncMode::Full).await?;
     data.last_change().await
 }
 
-/// Outside of a session, of an image that is open for writing, where no bitmap is enabled, or this
-/// process has changed the data file just now in a way that no bitmap records.
+/// Updates the mark to the current time of change. Called outside of a session, for an image that
+/// is open for writing, if no bitmap is enabled, or if this process has just changed the data file
+/// in a way that no bitmap records.
 pub(super) async fn renew_mark<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     let mark = DataFileMark::of(metadata.lock().tables.headers.disk());
     let (Some(mark), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! The record of a bitmap for a range of the disk: for block status.
+//! The content of a bitmap for a range of the disk, as extents for block status.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -10,7 +10,7 @@ use super::live::LiveBitmaps;
 use super::reader::{Bits, BitsReader};
 use super::tracker::LiveBitmap;
 
-/// A part of the disk, and whether a bitmap says that it changed.
+/// A part of the disk, and whether it changed according to a bitmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitmapExtent {
     /// In bytes.
@@ -19,7 +19,7 @@ pub struct BitmapExtent {
     pub is_dirty: bool,
 }
 
-/// Extents of a range that follow each other, neighbours being different.
+/// Consecutive extents of a range. Neighbours differ in `is_dirty`.
 struct Extents {
     rest: ByteRange,
     granularity_bits: u32,
@@ -31,12 +31,12 @@ impl Extents {
         Self { rest: range, granularity_bits, extents: Vec::new() }
     }
 
-    /// The first bit that nothing is said of yet.
+    /// The first bit that is not added yet.
     fn next_bit(&self) -> u64 {
         self.rest.offset() >> self.granularity_bits
     }
 
-    /// The bits up to `end` are all set, or none is.
+    /// Adds the bits up to `end`, which are all set, or all clear.
     fn add(&mut self, end: u64, is_dirty: bool) {
         let end = end.saturating_mul(1 << self.granularity_bits).min(self.rest.end());
         let length = end.saturating_sub(self.rest.offset());
@@ -48,7 +48,7 @@ impl Extents {
         }
     }
 
-    /// The bits from `first` on are those of `bits`.
+    /// Adds `count` bits from `first` on, whose values are those of `bits`.
     fn add_bits(&mut self, first: u64, bits: &Bits, count: u64) {
         let bytes = match bits {
             Bits::Zeros => return self.add(first + count, false),
@@ -63,13 +63,13 @@ impl Extents {
     }
 
     fn is_complete(&self, max: usize) -> bool {
-        // The last one may be longer than it is known to be.
+        // The last extent may continue, so one more than `max` is needed.
         self.rest.is_empty() || self.extents.len() > max
     }
 }
 
-/// The first extents of `range`, `max` at least unless there are fewer. Enabled bitmaps of an image
-/// that is open for writing say what is recorded in them at this moment.
+/// The first extents of `range`: at least `max`, unless there are fewer. For an enabled bitmap of
+/// an image that is open for writing, these are the changes recorded at this moment.
 ///
 /// # Errors
 /// Errors of the storage, or `Corrupt`.
@@ -97,7 +97,7 @@ pub(crate) async fn extents_of<S: Storage>(
     Ok(extents.extents)
 }
 
-/// As [`extents_of`], of an enabled bitmap; `None` where another one takes its place.
+/// As [`extents_of`], for an enabled bitmap; `None` if another bitmap replaces it.
 async fn extents_of_live<S: Storage>(
     metadata: &Metadata<S>,
     bitmap: &LiveBitmap,

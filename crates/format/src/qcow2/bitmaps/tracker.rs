@@ -1,7 +1,7 @@
 //! One enabled bitmap of an image that is open for writing: changes are recorded in it before they
 //! are made.
 //!
-//! The life of a change:
+//! The steps of a change:
 //!
 //! 1. Its bits are set in memory. Where the extent of any of them is not active and the bit was not
 //!    set, the extent becomes active: its page of bits is written with all bits of active extents
@@ -12,13 +12,14 @@
 //! 3. If many extents are active, those without recent changes become inactive: their pages are
 //!    written with only the bits that are set, and flushed.
 //!
-//! So a crash leaves bits of at most `max_active` extents ([`BitmapActivity`]) set in excess, and
-//! those of requests in flight.
+//! So after a crash, bits are set in excess in at most `max_active` extents ([`BitmapActivity`]),
+//! and in those of requests in flight.
 //!
-//! Writes of a page go one at a time. Those that come meanwhile share the next one. A cluster of
-//! bits that is not allocated yet is allocated as an L2 table is: refcount and zeros durably, then
-//! the entry of the table. If there is no space for one, the whole bitmap becomes coarser
-//! (`coarser`), or the entry says that all of its bits are set: neither takes space.
+//! At most one write of a page is in flight; the changes that need a write in the meantime share
+//! the next one. A cluster of bits is allocated in the same order as an L2 table: refcount and
+//! zeros become durable, then the entry of the table. If there is no space for a cluster, the whole
+//! bitmap becomes coarser (`coarser`), or the entry states that all of the cluster's bits are set:
+//! neither takes space.
 
 mod coarser;
 
@@ -43,44 +44,44 @@ use super::number_map::NumberMap;
 use super::page::{Marked, Page, WriteEnd};
 use super::reader::Bits;
 
-/// Bytes of bits that are written together, unless clusters are smaller.
+/// Bytes of a page: of bits that are written together, unless clusters are smaller.
 const PAGE: u64 = 4096;
-/// How many pages are written together.
+/// The maximum number of concurrent writes of pages.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// See the module's page.
+/// See the module's comment.
 pub(super) struct LiveBitmap {
     geometry: Geometry,
-    /// How many extents the disk may say more of than has changed, but for those of requests in
-    /// flight.
+    /// The maximum number of extents in which bits may be set on disk in excess, not counting those
+    /// of requests in flight.
     max_active: usize,
     granularity_bits: u32,
-    /// Bits that stand for the disk.
+    /// Number of bits that cover the disk.
     bits: u64,
     /// Bytes of a page.
     page_size: u64,
     /// Bits of an extent, all in one page.
     extent_bits: u64,
     table_offset: u64,
-    /// Whether it became coarser, because there was no room for its bits.
+    /// Whether the bitmap became coarser, because there was no space for its bits.
     is_coarser: AtomicBool,
     state: Mutex<State>,
-    /// A write of a page ended.
+    /// Notified when a write of a page has ended.
     written: Condvar,
     /// Held by the task that allocates clusters of bits.
     allocating: Semaphore,
-    /// Held by the task that has extents rest.
+    /// Held by the task that makes extents inactive.
     resting: Semaphore,
 }
 
-/// The bitmap that records changes.
+/// Whether this bitmap, or one that replaces it, records changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The bitmap.
+    /// This bitmap does.
     Open,
-    /// Another one has taken its place, or is about to.
+    /// Another bitmap has replaced it, or is about to.
     Superseded,
-    /// The other one was begun, and not finished: the bitmap lacks changes.
+    /// The replacement was begun and not finished: the bitmap lacks changes.
     Abandoned,
 }
 
@@ -88,14 +89,15 @@ struct State {
     phase: Phase,
     table: Vec<BitsCluster>,
     pages: NumberMap<Page>,
-    /// Extents that became active, in this order.
+    /// Active extents, in the order in which they became active.
     active: VecDeque<u64>,
-    /// How many rest, while the disk may still say too much of them.
+    /// How many extents have become inactive while bits in them may still be set on disk in excess.
     going_to_rest: usize,
-    /// Whether a write of the table was dropped, and may still be in flight.
+    /// Whether a write of the table is in flight, or its outcome is unknown: it failed, or was
+    /// dropped and may still be in flight.
     is_table_write_unknown: bool,
-    /// Whether bits were written as they are, and no flush has covered that: what is read may not
-    /// be durable.
+    /// Whether [`write_exactly`](LiveBitmap::write_exactly) has written bits that no flush has
+    /// covered, so that bits that are read may not be durable.
     is_exact_write_unknown: bool,
 }
 
@@ -103,13 +105,13 @@ struct State {
 pub(super) enum Next {
     /// Nothing.
     Done,
-    /// To read this page, and to set the bits again.
+    /// Read this page, and set the bits again.
     Load(u64),
-    /// To make these pages durable up to these versions.
+    /// Make these pages durable up to these versions.
     Write(Vec<(u64, u64)>),
-    /// To ask the bitmap that takes the place of this one.
+    /// Use the bitmap that replaces this one.
     AskOther,
-    /// This one lacks changes.
+    /// Fail the change: this bitmap lacks changes.
     Abandoned,
 }
 
@@ -159,7 +161,7 @@ impl LiveBitmap {
         self.page_size * 8
     }
 
-    /// The most bytes of the disk that a crash leaves marked as changed although they are not.
+    /// The maximum number of unchanged bytes of the disk that are marked as changed after a crash.
     pub(super) fn max_excess(&self) -> u64 {
         let extent_size = self.extent_bits << self.granularity_bits;
         extent_size.saturating_mul(self.max_active as u64)
@@ -211,8 +213,8 @@ impl LiveBitmap {
         if writes.is_empty() { Next::Done } else { Next::Write(writes) }
     }
 
-    /// Records in the image that `range` changes, durably. `false` where another bitmap takes the
-    /// place of this one: the caller asks that one.
+    /// Records durably that `range` changes. Returns `false` if another bitmap replaces this one:
+    /// the caller then uses the other bitmap.
     ///
     /// # Errors
     /// Errors of the storage: the change must not be made.
@@ -244,7 +246,7 @@ impl LiveBitmap {
         }
     }
 
-    /// Why a change cannot be recorded in a bitmap that lacks some.
+    /// The error for a change that cannot be recorded, because the bitmap lacks earlier changes.
     pub(super) fn abandoned(&self) -> Error {
         let what = "a request ended while a bitmap became coarser";
         Error::new(ErrorKind::Io, what).at(self.table_offset)
@@ -255,13 +257,13 @@ impl LiveBitmap {
         !self.is_coarser.swap(true, Ordering::AcqRel)
     }
 
-    /// Bytes of the disk for a bit, as a power of two.
+    /// Bytes of the disk per bit, as a power of two.
     pub(super) fn granularity_bits(&self) -> u32 {
         self.granularity_bits
     }
 
-    /// The bits of a page, as they are in memory or else on disk. What is only read takes no
-    /// memory. `None` where another bitmap takes the place of this one.
+    /// The bits of a page in memory, or if it is not in memory, on disk; such a page is not kept in
+    /// memory. `None` if another bitmap replaces this one.
     pub(super) async fn page_of<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -284,13 +286,13 @@ impl LiveBitmap {
             Some(bits) => Ok(bits),
             None => {
                 let bits = self.read(metadata, number).await?;
-                // Where another task has set bits meanwhile, they are in memory.
+                // If another task has set bits during the read, the page is in memory now.
                 Ok(in_memory().unwrap_or(bits))
             }
         }
     }
 
-    /// Where a page is.
+    /// The location of a page.
     fn location_of(&self, page: u64) -> Result<BitsCluster> {
         let in_cluster = self.geometry.cluster_size() / self.page_size;
         match self.state.lock().table.get((page / in_cluster) as usize) {
@@ -328,13 +330,13 @@ impl LiveBitmap {
             Bits::Ones => vec![0xff; self.page_size as usize],
             Bits::Some(bits) => bits,
         };
-        // Another task may have read it meanwhile, and changed it since.
+        // Another task may have loaded the page during the read, and changed it.
         self.state.lock().pages.entry(page).or_insert_with(|| Page::new(bits));
         Ok(())
     }
 
-    /// Writes a page durably. Whether it is durable up to the version: no page is written while
-    /// another bitmap is about to take the place of this one, which may still fail.
+    /// Writes a page durably. Returns whether it is durable up to the version: no page is written
+    /// while another bitmap is about to replace this one, and that may still fail.
     async fn make_durable<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -347,7 +349,7 @@ impl LiveBitmap {
         Ok(self.state.lock().pages.get(&page).is_none_or(|page| page.is_durable(version)))
     }
 
-    /// Begins a write of a page, once no other one is in flight, if it `is_needed` then.
+    /// Waits until no write of the page is in flight, and begins one if it `is_needed` then.
     async fn begin_write(
         &self,
         number: u64,
@@ -374,8 +376,8 @@ impl LiveBitmap {
         }
     }
 
-    /// The offset of a page; a page without a cluster gets one. `None` for one whose bits are all
-    /// set without a cluster.
+    /// The offset of a page, whose cluster is allocated if it is missing. `None` if the table
+    /// states, without a cluster, that all bits are set.
     async fn place<S: Storage>(&self, metadata: &Metadata<S>, page: u64) -> Result<Option<u64>> {
         loop {
             match self.location_of(page)? {
@@ -389,9 +391,9 @@ impl LiveBitmap {
         }
     }
 
-    /// Has all count as changed, durably, that the clusters of bits stand for which `range` needs
-    /// and that are lacking. `None` where none is; otherwise whether the bitmap was as fine as it
-    /// was made until now.
+    /// For each missing cluster of bits that `range` needs, marks all of the disk that the cluster
+    /// covers as changed, durably. `None` if no cluster is missing; otherwise whether this is the
+    /// first time that the bitmap becomes coarser.
     ///
     /// # Errors
     /// Errors of the storage: the change must not be made.
@@ -411,7 +413,7 @@ impl LiveBitmap {
         Ok(is_lacking.then(|| self.note_coarser()))
     }
 
-    /// Waits until no other task changes the table; `None` where a cluster of bits is not lacking.
+    /// Waits until no other task changes the table; `None` if the cluster of bits is not missing.
     async fn begin_allocation<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -432,7 +434,7 @@ impl LiveBitmap {
         Ok(Some(alone))
     }
 
-    /// Allocates a cluster of bits, which are zeros.
+    /// Allocates a cluster of bits, all clear.
     async fn allocate<S: Storage>(&self, metadata: &Metadata<S>, cluster: u64) -> Result<()> {
         let Some(_alone) = self.begin_allocation(metadata, cluster).await? else { return Ok(()) };
         let allocated = metadata.step(|state| {
@@ -445,7 +447,7 @@ impl LiveBitmap {
         let allocated = metadata.marking(allocated.await).await?;
         let host = self.geometry.bytes_of(allocated.clone());
         if let Err(error) = self.fill_and_refer(metadata, cluster, host).await {
-            // Where the entry may be on disk, the cluster stays allocated: a leak at most.
+            // If the entry may be on disk, the cluster stays allocated: at most it is leaked.
             if !self.state.lock().is_table_write_unknown {
                 let mut state = metadata.lock();
                 let state = &mut *state;
@@ -493,7 +495,7 @@ impl LiveBitmap {
         Ok(())
     }
 
-    /// Has extents rest where many are active.
+    /// Makes extents inactive if many are active.
     async fn have_some_rest<S: Storage>(&self, metadata: &Metadata<S>) {
         let (rest_at, rest_to) = (self.max_active * 3 / 4, self.max_active / 2);
         loop {
@@ -505,15 +507,15 @@ impl LiveBitmap {
                 _ if active <= rest_at && active + going_to_rest <= self.max_active => return,
                 Some(alone) => alone,
                 None if active + going_to_rest <= self.max_active => return,
-                // Pages that are resting now make room.
+                // Another task is making extents inactive: wait for it.
                 None => {
                     drop(self.resting.acquire().await);
                     continue;
                 }
             };
             let stale = self.rest_down_to(rest_to);
-            // Where this fails the disk says too much of these extents, and they count as stale:
-            // closing tries again. A storage that fails to flush says so itself.
+            // If this fails, bits in these extents stay set on disk in excess, and their pages
+            // stale: closing tries again. The storage itself remembers that a flush failed.
             if self.write_stale(metadata, stale).await.is_ok() {
                 let _ = metadata.sync(SyncMode::Data).await;
             }
@@ -522,8 +524,8 @@ impl LiveBitmap {
         }
     }
 
-    /// Has the longest active extents rest that were not changed lately, and then any. Returns the
-    /// pages of which the disk says too much.
+    /// Makes extents inactive, until `count` are left: first those that were active longest and not
+    /// changed lately, then any. Returns the pages in which bits are set on disk in excess.
     fn rest_down_to(&self, count: usize) -> BTreeSet<u64> {
         let mut state = self.state.lock();
         let State { pages, active, going_to_rest, .. } = &mut *state;
@@ -536,7 +538,7 @@ impl LiveBitmap {
             }
             let Some(extent) = active.pop_front() else { break };
             let number = extent / in_page;
-            // The disk has what was forgotten.
+            // A page that is no longer in memory has its bits on disk.
             let Some(page) = pages.get_mut(&number) else { continue };
             if !page.rest(extent % in_page, self.extent_bits) {
                 active.push_back(extent);
@@ -544,7 +546,7 @@ impl LiveBitmap {
                 stale.insert(number);
             }
         }
-        // None but this task has extents rest.
+        // Only this task makes extents inactive.
         *going_to_rest = before - active.len();
         stale
     }
@@ -563,8 +565,8 @@ impl LiveBitmap {
         run_all(MAX_IN_FLIGHT, writes).await
     }
 
-    /// Has the disk say what has changed and nothing more, with the next flush. No change may be in
-    /// flight. Pages are forgotten: also after a failure the disk says all that has changed.
+    /// Writes the bits without any excess; durable with the next flush. No change may be in flight.
+    /// Pages are dropped from memory: even after a failure, all changes are recorded on disk.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -580,21 +582,22 @@ impl LiveBitmap {
         let writes: Vec<TableWrite> = inexact
             .filter_map(|(number, bytes)| match self.location_of(number) {
                 Ok(BitsCluster::Stored(offset)) => Some(TableWrite { offset, bytes }),
-                // Bits that are set in memory alone stand for changes that were not made.
+                // Without a cluster, bits that are set only in memory belong to changes that were
+                // not made.
                 Ok(BitsCluster::Zeros | BitsCluster::Ones) | Err(_) => None,
             })
             .collect();
         metadata.writer().write(&writes, Durability::None).await
     }
 
-    /// A flush has covered [`write_exactly`](Self::write_exactly).
+    /// Records that a flush has covered [`write_exactly`](Self::write_exactly).
     pub(super) fn note_exact(&self) {
         self.state.lock().is_exact_write_unknown = false;
     }
 
     /// Makes writes of [`write_exactly`](Self::write_exactly) durable that were dropped, or that no
-    /// flush has covered: among the bits may be those of changes that failed, and were never
-    /// durable.
+    /// flush has covered. Reason: these bits may include those of changes that failed, which were
+    /// never durable.
     async fn settle_exact_writes<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.state.lock().is_exact_write_unknown {
             metadata.writer().drained().await;
@@ -605,7 +608,8 @@ impl LiveBitmap {
     }
 }
 
-/// The one write of a page. Dropped before its end, it may still be in flight.
+/// The only write in flight of a page. If this is dropped before the write's end, the write may
+/// still be in flight.
 struct PageWrite<'a> {
     bitmap: &'a LiveBitmap,
     page: u64,

@@ -1,9 +1,9 @@
 //! The counted references of each cluster of a file.
 //!
 //! A hostile file may be exabytes long and almost empty, so there is no counter for every cluster:
-//! memory depends on the counted references. A page of counters exists only if one is not 0; it is
-//! a list of those until the list would take more than all counters of the page. Failing to get
-//! memory is an error, and never ends the process.
+//! memory depends on the counted references. A page of counters exists only after one of them was
+//! set. It is a list of the counters that are not 0, until the list would take more memory than all
+//! counters of the page. Running out of memory is an error, and does not end the process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -11,9 +11,9 @@ use std::ops::Range;
 
 use blockhouse_core::{Error, Result, errno};
 
-/// Counters of a page.
+/// Number of counters of a page.
 const PAGE: u64 = 4096;
-/// How many counters are a list.
+/// Maximum length of a list of counters.
 const MAX_LISTED: usize = 512;
 
 /// Counters of the clusters below a limit.
@@ -32,7 +32,7 @@ enum Page {
 }
 
 impl Counts {
-    /// For this many clusters, none of which counts.
+    /// Counters for this many clusters, all 0.
     pub(crate) fn new(clusters: u64) -> Self {
         Self { clusters, pages: BTreeMap::new() }
     }
@@ -52,7 +52,7 @@ impl Counts {
         self.pages.get(&(cluster / PAGE)).map_or(0, |page| page.get((cluster % PAGE) as u16))
     }
 
-    /// Sets what a cluster below the limit counts.
+    /// Sets the count of a cluster below the limit.
     ///
     /// # Errors
     /// ENOMEM.
@@ -61,7 +61,7 @@ impl Counts {
         page.set((cluster % PAGE) as u16, count)
     }
 
-    /// Counts these clusters, all below the limit, this many times more.
+    /// Adds `times` to the counts of these clusters, all below the limit.
     ///
     /// # Errors
     /// ENOMEM.
@@ -84,24 +84,24 @@ impl Counts {
         Ok(())
     }
 
-    /// The clusters that count, in order, and what they count.
+    /// The clusters whose count is not 0, in order, with their counts.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u32)> {
         self.pages.iter().flat_map(|(&number, page)| page.iter_from(number * PAGE))
     }
 
-    /// The clusters that count among these, in order, with their counts.
+    /// Those of `clusters` whose count is not 0, in order, with their counts.
     pub(crate) fn range(&self, clusters: Range<u64>) -> impl Iterator<Item = (u64, u32)> {
         let pages = self.pages.range(clusters.start / PAGE..clusters.end.div_ceil(PAGE));
         let all = pages.flat_map(|(&number, page)| page.iter_from(number * PAGE));
         all.filter(move |(cluster, _)| clusters.contains(cluster))
     }
 
-    /// Whether any of these clusters counts.
+    /// Whether the count of any of these clusters is not 0.
     pub(crate) fn has_any(&self, clusters: Range<u64>) -> bool {
         self.range(clusters).next().is_some()
     }
 
-    /// Behind the last cluster that counts.
+    /// The end of the last cluster whose count is not 0.
     pub(crate) fn end(&self) -> u64 {
         let last = |(&number, page): (&u64, &Page)| page.iter_from(number * PAGE).last();
         self.pages.iter().rev().find_map(last).map_or(0, |(cluster, _)| cluster + 1)
@@ -150,7 +150,7 @@ impl Page {
         Ok(())
     }
 
-    /// A counter for each cluster.
+    /// Converts the page to a counter for each cluster.
     fn fill(&mut self) -> Result<()> {
         let mut counts = Vec::new();
         counts.try_reserve_exact(PAGE as usize).map_err(|_| out_of_memory())?;
@@ -159,7 +159,7 @@ impl Page {
         Ok(())
     }
 
-    /// The counters that are not 0, the first one being that of `first`.
+    /// The counters that are not 0; the page begins with cluster `first`.
     fn iter_from(&self, first: u64) -> impl Iterator<Item = (u64, u32)> {
         let (listed, others) = match self {
             Self::Listed(list) => (list.as_slice(), 0..0),

@@ -1,6 +1,7 @@
 //! New images.
 //!
-//! The header is written last, after everything else is durable: until then the file is no image.
+//! The header is written last, after everything else is durable: until then the file is not an
+//! image.
 
 use std::time::Duration;
 
@@ -29,7 +30,7 @@ pub enum Preallocation {
     Off,
     /// All tables, with a host cluster for every guest cluster; these are holes of the file.
     Metadata,
-    /// The same, and the host's file system sets the space aside.
+    /// The same, and the host's file system reserves the space.
     Falloc,
     /// The same, and the space is filled with zeros.
     Full,
@@ -54,32 +55,33 @@ pub struct CreateOptions {
     pub compression: Compression,
     /// The backing file.
     pub backing: Option<Backing>,
-    /// The file that holds the guest's clusters, if not the image. One that is the raw disk has
-    /// every cluster allocated from the start.
+    /// The file with the guest's clusters, if it is not the image itself. If the data file is the
+    /// raw disk, every cluster is allocated from the start.
     pub data_file: Option<DataFile>,
     /// The space that is allocated at once.
     pub preallocation: Preallocation,
     /// How the guest's data is encrypted, if it is.
     pub encryption: Option<NewEncryption>,
-    /// Of a side file: which file the data file is, see
+    /// For a side file: the identity of its data file, see
     /// [`SideFileHeader`](crate::qcow2::SideFileHeader).
     pub identity: Option<[u8; 16]>,
 }
 
-/// Bytes that are written together at least.
+/// Minimum size of a write in bytes.
 const PAGE: u64 = 4096;
 
 /// How the guest's data of a new image is encrypted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NewEncryption {
-    /// As QEMU did before LUKS: the image has nothing of the key.
+    /// QEMU's encryption before LUKS: the image stores nothing about the key.
     Aes,
-    /// With keys in this header of LUKS.
+    /// With keys in this LUKS header.
     Luks(Vec<u8>),
 }
 
 impl CreateOptions {
-    /// A version 3 image of `size` bytes with clusters of 64 KiB and nothing special.
+    /// Options for an image of version 3 with `size` bytes, clusters of 64 KiB and no further
+    /// features.
     pub fn new(size: u64) -> Self {
         Self {
             size,
@@ -149,8 +151,8 @@ impl CreateOptions {
         Ok(())
     }
 
-    /// Zeros of the file are not zeros of an encrypted disk: clusters that are allocated ahead are
-    /// marked as zeros.
+    /// Checks the options of encryption. Preallocated clusters of an encrypted image need the zero
+    /// flag, which version 2 lacks, because zeros in the file do not decrypt to zeros.
     fn check_encryption(&self) -> Result<(), String> {
         if self.encryption.is_none() {
             return Ok(());
@@ -173,12 +175,12 @@ impl CreateOptions {
         }
     }
 
-    /// How long the image is in bytes when every cluster of its disk is allocated; snapshots and
-    /// bitmaps take more.
+    /// The size of the image file in bytes when every cluster of the disk is allocated, without
+    /// snapshots and bitmaps.
     ///
     /// # Errors
-    /// Why there is no such image: options that contradict each other, or a disk that is too large
-    /// for them.
+    /// The reason why there is no such image: the options contradict each other, or the disk is too
+    /// large for them.
     pub fn full_length(&self) -> Result<u64, String> {
         self.check()?;
         let geometry = self.geometry();
@@ -193,8 +195,8 @@ impl CreateOptions {
         self.has_raw_disk() || self.preallocation != Preallocation::Off
     }
 
-    /// Preallocates the range of the guest's data, which reads as zeros then. The first `old` bytes
-    /// of the storage may hold anything so far.
+    /// Preallocates the range of the guest's data and makes it read as zeros. Before the call, the
+    /// first `old` bytes of the storage may have any content.
     async fn fill<S: Storage>(
         &self,
         storage: &S,
@@ -209,12 +211,12 @@ impl CreateOptions {
         }
     }
 
-    /// Whether the data file is the disk, with what it holds.
+    /// Whether the data file is the raw disk, whose content is kept.
     fn has_raw_disk(&self) -> bool {
         self.data_file.as_ref().is_some_and(|file| file.raw == Switch::On)
     }
 
-    /// How the guest's data takes its space from the start.
+    /// How space for the guest's data is allocated from the start, if it is.
     fn space_mode(&self) -> Option<SpaceMode> {
         match self.preallocation {
             Preallocation::Off | Preallocation::Metadata => None,
@@ -236,8 +238,9 @@ impl CreateOptions {
     }
 }
 
-/// Where everything goes, in clusters of the file. In this order, without gaps: header, refcount
-/// table, refcount blocks, L1 table, L2 tables, the encryption's header, guest data.
+/// The layout of the file: the number of clusters of each part. The parts follow each other without
+/// gaps, in this order: header, refcount table, refcount blocks, L1 table, L2 tables, the
+/// encryption's header, guest data.
 struct Layout {
     refcount_table: u64,
     refcount_blocks: u64,
@@ -259,7 +262,8 @@ impl Layout {
         let encryption = options.luks_header().map_or(0, |header| header.len() as u64);
         let encryption = geometry.clusters_for(encryption);
         let mut layout = Self { refcount_table: 1, refcount_blocks: 1, l1, l2, encryption, data };
-        // More blocks need more clusters that need counting; that grows by ever less.
+        // Further refcount blocks are clusters that must be counted, too. The additions shrink, so
+        // the loop ends.
         loop {
             let blocks = layout.end().div_ceil(geometry.block_refcounts());
             let table = geometry.clusters_for(blocks * 8);
@@ -270,7 +274,7 @@ impl Layout {
         }
     }
 
-    /// Refuses what the format has no room for.
+    /// Refuses a disk that is too large for the format's limits.
     fn check(&self, size: u64, geometry: Geometry) -> Result<(), String> {
         if geometry.l1_entries_for(size) * 8 > MAX_L1_BYTES
             || self.refcount_table << geometry.cluster_bits > MAX_REFCOUNT_TABLE
@@ -306,19 +310,20 @@ impl Layout {
     }
 }
 
-/// Makes an image in `storage`, durably. What was in it is lost, and never a part of the disk.
+/// Makes an image in `storage`, durably. The previous content is lost, and does not appear on the
+/// disk.
 ///
 /// # Errors
 /// `InvalidInput` for options that contradict each other or the format, or that name a data file;
-/// `NoSpace` where the image does not fit into a storage that cannot be made longer; or what the
-/// storage answers.
+/// `NoSpace` if the image does not fit into a storage that cannot be made longer; or errors of the
+/// storage.
 pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<()> {
     create_with(storage, None, options, &ToolProgress::default()).await
 }
 
-/// As [`create`], with the data file that the options name: `data` becomes as long as the disk, if
-/// it is shorter. As the raw disk it keeps what it holds. `progress` counts tables and space that
-/// is allocated.
+/// As [`create`], with the data file that the options name: `data` is extended to the size of the
+/// disk, if it is shorter. If it is the raw disk, its content is kept. `progress` counts bytes of
+/// tables and of allocated space.
 ///
 /// # Errors
 /// As there.
@@ -358,7 +363,7 @@ pub async fn create_with<S: Storage>(
     lengthen(storage, offset_of(writer.layout.end())).await?;
     let filled = options.space_mode().map_or(0, |_| options.size);
     progress.begin((writer.layout.l2 << geometry.cluster_bits) + filled);
-    // An image that was here before must not be found half overwritten.
+    // An earlier image in this storage must not be opened while it is half overwritten.
     writer.write_cluster(0, Vec::new()).await?;
     writer.write_refcounts().await?;
     writer.write_mappings(options, progress).await?;
@@ -396,7 +401,7 @@ async fn lengthen<S: Storage>(storage: &S, size: u64) -> Result<()> {
     })
 }
 
-/// Makes a range read as zeros, with as little space as can be.
+/// Makes a range read as zeros, and frees its space if possible.
 async fn clear<S: Storage>(storage: &S, range: ByteRange, progress: &ToolProgress) -> Result<()> {
     const PIECE: u64 = 1 << 30;
     let mut rest = range;
@@ -432,7 +437,7 @@ fn new_header(options: &CreateOptions, geometry: Geometry, layout: &Layout) -> H
             DataFileMark { identity, changed: Duration::ZERO, other_size: None, voucher: None };
         (extensions::SIDE_FILE, mark.to_bytes())
     });
-    // A side file holds bitmaps and no disk.
+    // A side file has bitmaps and no disk, so it has no table of feature names.
     let names = geometry.version >= 3 && identity.is_none();
     let extensions = [format, named, encryption, identity].into_iter().flatten();
     let extensions = extensions.map(|(kind, data)| Extension { kind, data });
@@ -468,15 +473,15 @@ struct ImageWriter<'a, S> {
     storage: &'a S,
     geometry: Geometry,
     layout: Layout,
-    /// From here on the storage reads as zeros.
+    /// The offset from which on the storage reads as zeros.
     zeros_from: u64,
-    /// Bytes that are written together.
+    /// The unit of writes in bytes.
     unit: u64,
 }
 
 impl<S: Storage> ImageWriter<'_, S> {
-    /// Writes `bytes`, filled up with zeros, as a cluster. Zeros that are there already are not
-    /// written, so that they take no space: what is in use later is in `bytes`.
+    /// Writes `bytes`, padded with zeros, as a cluster. Padding is not written where the storage
+    /// already reads as zeros, so that it takes no space.
     async fn write_cluster(&self, cluster: u64, mut bytes: Vec<u8>) -> Result<()> {
         let (offset, size) = (self.geometry.offset_of(cluster), self.geometry.cluster_size());
         let used = if offset < self.zeros_from {
@@ -491,7 +496,7 @@ impl<S: Storage> ImageWriter<'_, S> {
         table_io::write(self.storage, offset, &bytes, Durability::None).await
     }
 
-    /// Writes a table of `clusters` clusters that starts with these words.
+    /// Writes a table of `clusters` clusters: these words, then zeros.
     async fn write_table(&self, first: u64, clusters: u64, words: &[u64]) -> Result<()> {
         let mut parts = words.chunks(self.geometry.cluster_size() as usize / 8);
         for cluster in first..first + clusters {
@@ -520,7 +525,7 @@ impl<S: Storage> ImageWriter<'_, S> {
         Ok(())
     }
 
-    /// Writes the encryption's header, filled up with zeros.
+    /// Writes the encryption's header, padded with zeros.
     async fn write_encryption(&self, header: &[u8]) -> Result<()> {
         let mut parts = header.chunks(self.geometry.cluster_size() as usize);
         for cluster in self.layout.encryption_start()..self.layout.data_start() {

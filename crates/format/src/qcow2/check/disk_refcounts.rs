@@ -1,8 +1,8 @@
-//! The refcounts on disk, of an image that is not open.
+//! The refcounts on disk of an image that is not open.
 //!
-//! They are kept in their on-disk form, without slices that are all zeros: memory depends on the
-//! data in the file. Of two entries of the refcount table that name the same block the first one
-//! counts; a check reports the other one.
+//! They are kept in their on-disk form, without slices that are all zeros, so memory depends on the
+//! data in the file. If two entries of the refcount table refer to the same block, the first entry
+//! counts, and a check reports the other.
 
 use std::collections::BTreeMap;
 
@@ -15,21 +15,21 @@ use crate::qcow2::layout::{entry, refcount, table_io, words};
 
 use super::counts::Counts;
 
-/// The refcounts on disk, as far as the file goes.
+/// The refcounts on disk of the clusters in the file.
 pub(crate) struct DiskRefcounts {
     geometry: Geometry,
     clusters: u64,
-    /// The refcount blocks by their index.
+    /// The offsets of refcount blocks, by their index in the refcount table.
     blocks: BTreeMap<u64, u64>,
     /// Slices by their offset.
     slices: BTreeMap<u64, Vec<u8>>,
 }
 
 impl DiskRefcounts {
-    /// Reads them.
+    /// Reads the refcounts.
     ///
     /// # Errors
-    /// Only what the storage answers.
+    /// Errors of the storage only.
     pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Self> {
         let geometry = header.geometry;
         let bytes = (header.refcount_table_clusters as usize) << geometry.cluster_bits;
@@ -57,7 +57,7 @@ impl DiskRefcounts {
         Ok(Self { geometry, clusters: geometry.clusters_for(storage.size()), blocks, slices })
     }
 
-    /// The count of a cluster.
+    /// The refcount of a cluster; 0 past the end of the file.
     pub(crate) fn get(&self, cluster: u64) -> u32 {
         if cluster >= self.clusters {
             return 0;
@@ -73,7 +73,7 @@ impl DiskRefcounts {
         self.blocks.contains_key(&self.geometry.refcount_index(cluster).table_index)
     }
 
-    /// The clusters that count, in order, and what they count.
+    /// The clusters whose refcount is not 0, in order, with their refcounts.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u32)> {
         let geometry = self.geometry;
         let (in_block, in_slice) = (geometry.block_refcounts(), geometry.slice_refcounts());
@@ -95,7 +95,8 @@ impl DiskRefcounts {
     }
 }
 
-/// The clusters that either counts, in order: what is counted and what is recorded.
+/// The clusters with references or a refcount, in order, each with both numbers: counted
+/// references, recorded refcount.
 pub(crate) fn beside<'a>(
     counts: &'a Counts,
     recorded: &'a DiskRefcounts,

@@ -1,7 +1,7 @@
 //! Walks an L1 table and its L2 tables and changes entries on disk, while the image is not open.
 //!
-//! Only what changes is written, in pieces that are whole sectors, so that each entry is the old or
-//! the new one after a crash. Nothing is durable before the storage is flushed.
+//! Only changes are written, in whole sectors, so that after a crash each entry is either the old
+//! or the new one. Nothing is durable before the storage is flushed.
 
 use std::collections::{BTreeSet, HashSet};
 
@@ -18,27 +18,27 @@ use super::counts::Counts;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
-/// The change of entries.
+/// A change of entries.
 pub(crate) trait Editor {
     /// The new word for an L1 entry.
     fn l1(&self, word: u64) -> u64;
 
-    /// The new entry for the `index`-th one of an L2 table; `None` leaves it as it is.
+    /// The new value of the `index`-th entry of an L2 table; `None` leaves it unchanged.
     fn l2(&self, table: &[u8], index: usize) -> Option<Entry>;
 }
 
-/// Changes the entries of L1 tables and of the L2 tables that they refer to afterwards, each table
-/// once and only where it holds anything.
+/// Changes the entries of L1 tables, and of the L2 tables to which the changed L1 entries refer.
+/// Each L2 table is changed once; holes of the file are skipped.
 pub(crate) struct Edit<'a, S, E> {
     storage: &'a S,
     geometry: Geometry,
     editor: &'a E,
     reader: SparseReader<'a, S>,
-    /// L2 tables that were through, by offset.
+    /// Offsets of the L2 tables that were visited.
     edited: HashSet<u64>,
-    /// Whether nothing is written.
+    /// Whether this is a trial, which writes nothing.
     is_trial: bool,
-    /// Whether any entry was to be changed.
+    /// Whether any entry has changed, or would in a trial.
     has_changed: bool,
 }
 
@@ -52,7 +52,7 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
     /// Whether an L1 table or its L2 tables have entries to change. Nothing is changed.
     ///
     /// # Errors
-    /// Only what the storage answers.
+    /// Errors of the storage only.
     pub(crate) async fn would_change(mut self, l1: L1Location) -> Result<bool> {
         self.is_trial = true;
         self.l1(l1).await?;
@@ -71,7 +71,7 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
     /// Changes one L1 table and its L2 tables.
     ///
     /// # Errors
-    /// Only what the storage answers.
+    /// Errors of the storage only.
     pub(crate) async fn l1(&mut self, l1: L1Location) -> Result<()> {
         let mut reader = SparseReader::new(self.storage, self.geometry);
         let mut rest = ByteRange::between(l1.offset, l1.offset + l1.length());
@@ -103,8 +103,8 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
         while let Some((data, mut table)) = self.reader.read(&mut rest).await? {
             let before = table.clone();
             for index in 0..table.len() / geometry.l2_entry_size() as usize {
-                // An entry that says the same in other bits (ignored ones) stays as it is, but for
-                // those that a check complains of.
+                // An entry that differs from the new one only in ignored bits stays as it is,
+                // unless a check reports such a bit.
                 if let Some(new) = editor.l2(&table, index)
                     && (Entry::read(&table, index, geometry) != Ok(new)
                         || Entry::is_copied_compressed(&table, index, geometry))
@@ -124,13 +124,14 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
     }
 }
 
-/// Makes entries keep to the format and to the file: see [`Entry::sanitize`]. An L1 entry that
-/// refers to no L2 table is emptied.
+/// Removes from entries all that violates the format or lies past the end of the file: see
+/// [`Entry::sanitize`]. An L1 entry that cannot refer to an L2 table is cleared.
 pub(crate) struct SanitizeEntries {
     geometry: Geometry,
-    /// Of the file.
+    /// Number of clusters of the file.
     clusters: u64,
-    /// Where no L2 table can be: the header, L1 tables, the snapshot table.
+    /// Clusters that cannot have an L2 table: those of the header, L1 tables, and the snapshot
+    /// table.
     taken: ClusterRanges,
 }
 
@@ -169,9 +170,9 @@ impl Editor for SanitizeEntries {
 /// Which wrong copied flags are corrected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopiedFix {
-    /// Missing marks are set.
+    /// Missing flags are set.
     Set,
-    /// Marks of clusters with another refcount than one are cleared.
+    /// Flags of clusters whose refcount is not one are cleared.
     Clear,
 }
 

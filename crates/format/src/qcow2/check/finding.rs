@@ -1,18 +1,18 @@
-//! One thing that is wrong with an image, with its figures.
+//! One fault of an image, with its figures.
 
-/// A thing that is wrong.
+/// A fault of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Finding {
-    /// Told in words only.
+    /// A fault that is described in words only.
     Words(String),
-    /// Bytes that are referred to and lie past the end of the file.
+    /// Bytes past the end of the file to which something refers.
     PastEnd {
         /// Where they begin.
         offset: u64,
         /// How many there are.
         length: u64,
     },
-    /// A cluster whose refcount is not the number of its references.
+    /// A cluster whose refcount differs from the number of its references.
     Refcount {
         /// Its number in the file.
         cluster: u64,

@@ -1,8 +1,8 @@
-//! Images that are not open: checked, repaired, created.
+//! Checks, repairs and creates images that are not open.
 //!
-//! Everything here reads and writes tables on a storage, as the format defines them; nothing uses
-//! the memory of an open image. Opening an image uses two functions: they find the loss in a
-//! truncated file, and count the references to each cluster.
+//! This module reads and writes tables on a storage, as the format defines them, and does not use
+//! the memory of an open image. Opening an image calls two of its functions: one finds the loss in
+//! a truncated file, the other counts the references to each cluster.
 
 mod bitmaps;
 mod counts;

@@ -1,8 +1,9 @@
 //! Sets refcounts on disk to given values, while the image is not open: in place, or in a new
 //! refcount table with new blocks if the old ones are invalid.
 //!
-//! The new structures go after everything that is in use; they are durable before the header
-//! points to them, which is one write. So a crash leaves the old refcounts or the new ones.
+//! The new structures are written after all clusters in use, and are durable before one write of
+//! the header switches to them. So after a crash the image has either the old refcounts or the new
+//! ones.
 
 use std::collections::BTreeSet;
 
@@ -17,13 +18,13 @@ use crate::qcow2::layout::{entry, refcount, table_io, words};
 use super::counts::Counts;
 use super::disk_refcounts::DiskRefcounts;
 
-/// Whether every cluster that counts has a refcount block.
+/// Whether every cluster whose count is not 0 has a refcount block.
 pub(crate) fn has_blocks(recorded: &DiskRefcounts, counts: &Counts) -> bool {
     counts.iter().all(|(cluster, _)| recorded.has_block(cluster))
 }
 
-/// Sets the refcounts of all refcount blocks; what is beyond `counts` is free. Durable with the
-/// next flush.
+/// Sets the refcounts in all refcount blocks; those of clusters past the end of `counts` become 0.
+/// Durable with the next flush.
 pub(crate) async fn store_in_place<S: Storage>(
     storage: &S,
     header: &Header,
@@ -35,7 +36,7 @@ pub(crate) async fn store_in_place<S: Storage>(
     for (index, word) in (0..).zip(read_table(storage, header).await?) {
         let Ok(Some(block)) = entry::refcount_block(word, geometry) else { continue };
         let mut range = ByteRange::between(block, block + geometry.cluster_size());
-        // The block is all 0, and so are the counts.
+        // The block has only zeros, and so have the counts.
         if !counts.has_any(index * in_block..(index + 1) * in_block)
             && reader.next_data(&mut range).await.is_none()
         {
@@ -54,12 +55,13 @@ pub(crate) async fn store_in_place<S: Storage>(
     Ok(())
 }
 
-/// Makes a new refcount table with these refcounts at cluster `start`, where nothing is from there
-/// on, grown by those of the table itself, and points the header to it, durably.
+/// Makes a new refcount table with these refcounts, and those of its own clusters (which are added
+/// to `counts`), and points the header to it, durably. Its blocks and the table begin at cluster
+/// `start`, from which on nothing is in use.
 ///
 /// # Errors
-/// `NoSpace` when the table would be larger than the format allows; or what the storage answers.
-/// Nothing has happened then to what the header points to.
+/// `NoSpace` if the table would be larger than the format allows; or errors of the storage. The old
+/// table is unchanged then.
 pub(crate) async fn rebuild_refcount_table<S: Storage>(
     storage: &S,
     header: &mut Header,
@@ -95,7 +97,7 @@ pub(crate) async fn rebuild_refcount_table<S: Storage>(
     store_header(storage, header).await
 }
 
-/// The indexes of the blocks that there must be, and how many clusters their table takes.
+/// The indexes of the necessary refcount blocks, and the number of clusters of their table.
 fn plan(geometry: Geometry, counts: &Counts, start: u64) -> (Vec<u64>, u64) {
     let per_block = geometry.block_refcounts();
     let used: BTreeSet<u64> = counts.iter().map(|(cluster, _)| cluster / per_block).collect();
@@ -116,7 +118,8 @@ fn block_bytes(geometry: Geometry, counts: &Counts, index: u64) -> Vec<u8> {
     let mut bytes = vec![0; geometry.cluster_size() as usize];
     let first = index * geometry.block_refcounts();
     for (cluster, count) in counts.range(first..first + geometry.block_refcounts()) {
-        // A count that cannot be stored is as high as it can be: the cluster is never freed then.
+        // A count that is too large to be stored becomes the maximum: the cluster is never freed
+        // then.
         let count = u64::from(count).min(geometry.max_refcount());
         refcount::set(&mut bytes, geometry.refcount_order, (cluster - first) as usize, count);
     }

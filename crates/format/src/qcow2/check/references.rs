@@ -1,8 +1,8 @@
 //! Counts the references to each cluster, by reading every table of an image.
 //!
-//! An error is reported and skipped, so that one damaged entry does not hide the rest. Each table
-//! is read from disk once, however many references it has, and holes of the file are skipped: so
-//! time and memory depend on the data in the file, not on its length.
+//! An error is recorded and the walk continues, so that one damaged entry does not hide the rest.
+//! Each table is read from disk once, however many references it has, and holes of the file are
+//! skipped: so time and memory depend on the data in the file, not on its length.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ use super::finding::Finding;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 use crate::qcow2::layout::cluster_ranges::ClusterRanges;
 
-/// How often each cluster of the file is referred to, and what was wrong.
+/// The number of references to each cluster of the file, and the faults that were found.
 pub(crate) struct References<'a, S> {
     storage: &'a S,
     header: &'a Header,
@@ -28,36 +28,36 @@ pub(crate) struct References<'a, S> {
     geometry: Geometry,
     /// By host cluster.
     pub(crate) counts: Counts,
-    /// Guest clusters with a host cluster of their own, or compressed.
+    /// Guest clusters that are compressed, or have a host cluster of their own.
     pub(crate) allocated: u64,
     pub(crate) compressed: u64,
-    /// Allocated guest clusters that do not follow the one before them in the file.
+    /// Allocated guest clusters that do not directly follow the previous one in the file.
     pub(crate) fragmented: u64,
     /// The faults, in words.
     pub(crate) problems: Vec<String>,
-    /// The same with its figures.
+    /// The faults with their figures.
     pub(crate) findings: Vec<Finding>,
     pub(crate) corruptions: u64,
     /// Clusters of L1 tables.
     l1_clusters: ClusterRanges,
     /// L2 tables by offset, and how many L1 entries refer to each.
     l2_tables: BTreeMap<(u64, TableOwner), u32>,
-    /// How many of the corruptions are of the refcount table, which says nothing of who refers to
-    /// what.
+    /// How many of the corruptions concern the refcount table: they do not affect the counting of
+    /// references.
     pub(crate) broken_refcounts: u64,
     /// Clusters of the refcount table and refcount blocks.
     pub(crate) refcount_clusters: Vec<u64>,
 }
 
-/// How many problems are told in words.
+/// The maximum number of problems that are described.
 const MAX_PROBLEMS: usize = 1000;
 
 impl<'a, S: Storage> References<'a, S> {
-    /// Counts all references: the first half of a pass of `progress`, whose other half reads the
-    /// active tables again.
+    /// Counts all references. This is the first part of a pass of `progress`; the second part reads
+    /// the active tables again.
     ///
     /// # Errors
-    /// Only what the storage answers.
+    /// Errors of the storage only.
     pub(crate) async fn count(
         storage: &'a S,
         header: &'a Header,
@@ -95,12 +95,12 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(references)
     }
 
-    /// Something is wrong.
+    /// Records a problem.
     pub(crate) fn problem(&mut self, what: String) {
         self.problems_of(1, what);
     }
 
-    /// Something is wrong, with its figures.
+    /// Records a problem with its figures.
     pub(crate) fn problem_with(&mut self, what: String, finding: Finding) {
         self.corruptions += 1;
         if self.problems.len() < MAX_PROBLEMS {
@@ -109,14 +109,14 @@ impl<'a, S: Storage> References<'a, S> {
         self.find(finding);
     }
 
-    /// Adds a finding, which the report states by its figures.
+    /// Adds a finding with its figures, without counting it as a corruption.
     pub(crate) fn find(&mut self, finding: Finding) {
         if self.findings.len() < MAX_PROBLEMS {
             self.findings.push(finding);
         }
     }
 
-    /// Adds this many problems, in one line.
+    /// Records this many problems with one description.
     fn problems_of(&mut self, count: u64, what: String) {
         self.corruptions += count;
         self.find(Finding::Words(what.clone()));
@@ -125,12 +125,12 @@ impl<'a, S: Storage> References<'a, S> {
         }
     }
 
-    /// `what` refers to these bytes.
+    /// Counts one reference to these bytes, which are `what`.
     fn add(&mut self, what: &str, offset: u64, length: u64) -> Result<()> {
         self.add_times(what, offset, length, 1)
     }
 
-    /// Counts this many references to these bytes as `what`.
+    /// Counts this many references to these bytes, which are `what`.
     fn add_times(&mut self, what: &str, offset: u64, length: u64, times: u32) -> Result<()> {
         if length == 0 {
             return Ok(());
@@ -181,7 +181,7 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    /// The length of all L2 tables that are known, of the active ones twice.
+    /// The length of all L2 tables found so far; active ones count twice.
     fn bytes_to_read(&self) -> u64 {
         let active = self.l2_tables.keys().filter(|(_, owner)| *owner == TableOwner::Active);
         ((self.l2_tables.len() + active.count()) as u64) << self.geometry.cluster_bits
@@ -217,7 +217,8 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    /// `next` is where the guest's next cluster lies if it is not fragmented.
+    /// Counts an L2 entry. `next` is the host offset of the guest's next cluster if it is not
+    /// fragmented.
     fn add_entry(
         &mut self,
         entry: Entry,
@@ -244,7 +245,8 @@ impl<'a, S: Storage> References<'a, S> {
                 if which == TableOwner::Active {
                     self.allocated += 1;
                     self.compressed += 1;
-                    // None fills its cluster, so each is read with a part of its neighbours.
+                    // A compressed cluster does not fill a host cluster, so it is read with parts
+                    // of its neighbours.
                     self.fragmented += 1;
                 }
                 self.add_times("a compressed cluster", data.offset, data.length, times)
@@ -310,8 +312,8 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    /// The active L1 table must have its clusters alone, whatever their refcounts are: it is
-    /// changed in place.
+    /// Reports an active L1 table that shares a cluster with other data, whatever the refcounts
+    /// are: it is changed in place.
     fn find_shared_l1(&mut self) {
         let location = L1Location::active(self.header);
         if !location.is_possible(self.geometry) {
@@ -324,7 +326,8 @@ impl<'a, S: Storage> References<'a, S> {
         }
     }
 
-    /// Refcounts must have their clusters alone, whatever these count: they are changed in place.
+    /// Reports refcounts that share a cluster with other data, whatever the refcounts are: they are
+    /// changed in place.
     fn find_overlaps(&mut self) {
         for cluster in self.refcount_clusters.clone() {
             if self.counts.get(cluster) != 1 {

@@ -2,27 +2,27 @@
 //!
 //! The order of the steps, each durable before the next, so that no crash causes more damage:
 //!
-//! 1. an image with corruption is marked as corrupt (version 3): until the end no program writes to
-//!    it;
+//! 1. an image with corruption is marked as corrupt (version 3), so that no program writes to it
+//!    until the end;
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
 //! 3. if the repair will change the disk's content, enabled bitmaps mark the whole disk as changed;
 //!    damaged ones are removed;
 //! 4. entries that violate the format or point past the end of the file lose their invalid parts;
 //! 5. references are counted, and the COPIED flag is cleared in entries whose refcount is not one;
-//! 6. refcounts become what was counted, at their offsets or, where the refcount table is broken,
-//!    in a new one that the header points to with one write. So none is lowered before the
+//! 6. refcounts are set to the counted references: in place, or if the refcount table is broken, in
+//!    a new table to which one write of the header switches. So no refcount is lowered before the
 //!    reference is gone;
 //! 7. entries whose refcount is one get the COPIED flag. An entry without it is harmless: its
-//!    cluster is copied once more than necessary. Of all states on the way this is the only one in
-//!    which a repair of leaks alone shows as an error to a check;
-//! 8. space that nothing refers to is given back to the host;
-//! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are taken away. If it
-//!    finds some, an image that was not marked before the repair is not marked after it, because a
+//!    cluster is copied once more than necessary. In a repair of leaks only, a missing flag is the
+//!    only intermediate state that a check reports as an error;
+//! 8. space without references is given back to the host;
+//! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are removed. If it finds
+//!    corruption, an image that was not marked before the repair is not marked after it, because a
 //!    repair must not make an image read-only. Exception: a cluster with more users than a refcount
-//!    can hold, because a change would lose data.
+//!    can count, because a change would lose data.
 //!
 //! If two guest clusters share a host cluster, both keep it, with a refcount of two: it is copied
-//! when one of them is written. (The other then lacks the COPIED flag, which the next repair
+//! when one of them is written. (The other entry then lacks the COPIED flag, which the next repair
 //! corrects.) If some references are unknown (a damaged bitmap directory), no refcount is lowered.
 
 use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
@@ -42,23 +42,24 @@ use super::report::{CheckReport, check_tables};
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, LIVE_BITMAPS};
 
-/// Autoclear features that stay true when tables are repaired: bitmaps that are in step, and a data
-/// file that reads as the disk.
+/// Autoclear features that stay valid when tables are repaired: consistent bitmaps, and a data file
+/// that reads as the disk.
 const KNOWN_AUTOCLEAR: u64 = BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
-/// As [`KNOWN_AUTOCLEAR`], where nothing that a guest could read changes: bitmaps that a process
-/// recorded changes in when it died have all of them still.
+/// As [`KNOWN_AUTOCLEAR`], for a repair that changes nothing that a guest could read: bitmaps in
+/// which a process recorded changes until it died still have all changes.
 const KNOWN_WHERE_DATA_STAYS: u64 = KNOWN_AUTOCLEAR | LIVE_BITMAPS;
 
-/// How often a repair goes through an image: a check, the counting, and another check.
+/// The number of passes of a repair over an image: a check, the counting, and another check.
 pub const REPAIR_PASSES: u64 = 3;
 
 /// The scope of a repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
-    /// Clusters that are counted but not used. Nothing that a guest could read changes.
+    /// Only leaks: clusters with a refcount but without references. Nothing that a guest could read
+    /// changes.
     Leaks,
-    /// Everything for which there is a safe answer. Data that cannot be found reads as zeros (in
-    /// version 2: as the backing file) afterwards.
+    /// All faults that can be repaired safely. Data that cannot be found reads as zeros (in version
+    /// 2: as the backing file) afterwards.
     All,
 }
 
@@ -90,8 +91,8 @@ impl RepairReport {
 /// again. Takes as much memory as a check without repair.
 ///
 /// # Errors
-/// `Corrupt` or `Unsupported` when the header makes no sense, which cannot be repaired; `NoSpace`;
-/// or what the storage answers. A repair that failed can be tried again.
+/// `Corrupt` or `Unsupported` for an invalid header, which cannot be repaired; `NoSpace`; or errors
+/// of the storage. A repair that failed can be repeated.
 pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairReport> {
     repair_with(storage, what, &ToolProgress::default()).await
 }
@@ -118,7 +119,7 @@ pub async fn repair_with<S: Storage>(
     let left = check_tables(storage, &image.header, progress).await?;
     let remaining = match left {
         CheckReport { corruptions: 0, .. } => Incompatible::empty(),
-        // The first user to go would take the cluster from the others.
+        // The cluster would be freed while some of its users still refer to it.
         CheckReport { uncountable: 1.., .. } if header_can_be_marked => {
             marks | Incompatible::CORRUPT
         }
@@ -127,14 +128,14 @@ pub async fn repair_with<S: Storage>(
     let is = image.header.incompatible;
     image.header.incompatible.remove(Incompatible::CORRUPT | Incompatible::DIRTY);
     image.header.incompatible.insert(remaining);
-    // Bits that this program does not know say what it may have made untrue; those of bitmaps say
-    // nothing without any.
+    // Autoclear bits that this program does not know may state something that the repair made
+    // untrue. Without bitmaps, the bits of bitmaps mean nothing.
     let has_bitmaps = extensions::find(&image.header.extensions, BITMAPS).is_some();
     let known = if has_bitmaps { KNOWN_WHERE_DATA_STAYS } else { header::RAW_DATA_FILE };
     let unknown = image.header.autoclear & !(known | SESSION_BITS) != 0;
     if image.header.incompatible != is || (unknown && what == Repair::All) {
-        // With the bit of a killed server's session goes what a redo log of it could still be
-        // replayed on.
+        // This also clears the session bit of a killed server, so that its redo log can no longer
+        // be replayed on the image.
         image.header.autoclear &= known;
         store_header(storage, &image.header).await?;
     }
@@ -145,32 +146,32 @@ pub async fn repair_with<S: Storage>(
 struct RepairRun<'a, S> {
     storage: &'a S,
     progress: &'a ToolProgress,
-    /// As on disk.
+    /// The header as it is on disk.
     header: Header,
-    /// The result for snapshots.
+    /// The result for snapshots, in words.
     snapshots: Vec<String>,
 }
 
-/// The references that there are, and those that are counted.
+/// The counted references, and the refcounts on disk.
 struct Counted {
     /// The right value of each refcount.
     wanted: Counts,
     recorded: DiskRefcounts,
     /// Whether all references could be found.
     is_complete: bool,
-    /// Whether the refcount table and its blocks cannot stay where they are.
+    /// Whether the refcount table and its blocks cannot be kept.
     is_broken: bool,
-    /// Their clusters.
+    /// The clusters of the refcount table and its blocks.
     refcount_clusters: Vec<u64>,
 }
 
 impl Counted {
-    /// The first cluster from which on nothing is.
+    /// The first cluster from which on nothing is in use.
     fn end(&self) -> u64 {
         if self.is_complete { self.wanted.end() } else { self.wanted.clusters() }
     }
 
-    /// The refcount table and its blocks no longer refer to their clusters.
+    /// Removes the references of the old refcount table and its blocks.
     fn leave_refcounts(&mut self) -> Result<()> {
         for &cluster in &self.refcount_clusters {
             self.wanted.set(cluster, self.wanted.get(cluster).saturating_sub(1))?;
@@ -178,7 +179,7 @@ impl Counted {
         Ok(())
     }
 
-    /// No refcount is raised.
+    /// Limits the changes to those that lower a refcount.
     fn lower_only(&mut self) -> Result<()> {
         let lower = self.wanted.iter().filter_map(|(cluster, wanted)| {
             let recorded = self.recorded.get(cluster);
@@ -190,7 +191,7 @@ impl Counted {
         Ok(())
     }
 
-    /// No refcount is lowered.
+    /// Limits the changes to those that raise a refcount.
     fn raise_only(&mut self) -> Result<()> {
         for (cluster, recorded) in self.recorded.iter() {
             if recorded > self.wanted.get(cluster) {
@@ -211,7 +212,8 @@ impl<S: Storage> RepairRun<'_, S> {
         self.begin(Incompatible::empty()).await?;
         store_in_place(self.storage, &self.header, &counts.wanted).await?;
         self.storage.flush(SyncMode::Data).await?;
-        // Where refcounts are wrong otherwise, one of them is no proof.
+        // If other refcounts are wrong, a refcount of one does not prove that the cluster has one
+        // reference.
         if corruptions == 0 {
             self.fix_copied_flags(&counts.wanted, CopiedFix::Set).await?;
         }
@@ -245,7 +247,7 @@ impl<S: Storage> RepairRun<'_, S> {
         Ok(())
     }
 
-    /// Marks the image (a version 3 one), and clears what writing makes untrue.
+    /// Marks an image of version 3, and clears autoclear features that writing makes invalid.
     async fn begin(&mut self, mark: Incompatible) -> Result<()> {
         let before = self.header.clone();
         if self.header.geometry.version >= 3 {
@@ -259,7 +261,7 @@ impl<S: Storage> RepairRun<'_, S> {
         Ok(())
     }
 
-    /// Has bitmaps say what the repair of entries is going to change.
+    /// Records in bitmaps the changes that the repair of entries is going to make.
     async fn mark_bitmaps(&mut self) -> Result<()> {
         let active = L1Location::active(&self.header);
         if self.header.autoclear & BITMAPS_CONSISTENT == 0 || !self.is_in_file(active) {
@@ -289,7 +291,7 @@ impl<S: Storage> RepairRun<'_, S> {
         Ok((snapshots, scrub))
     }
 
-    /// Makes all entries keep to the format and to the file, durably.
+    /// Removes from all entries what violates the format or lies past the end of the file, durably.
     async fn scrub(&self) -> Result<()> {
         let geometry = self.header.geometry;
         let (snapshots, scrub) = self.sanitizer().await?;
@@ -313,7 +315,7 @@ impl<S: Storage> RepairRun<'_, S> {
         })
     }
 
-    /// Corrects one of the two in the active tables, durably.
+    /// Corrects copied flags in the active tables, durably.
     async fn fix_copied_flags(&self, counts: &Counts, fix: CopiedFix) -> Result<()> {
         let geometry = self.header.geometry;
         let editor = CopiedFlagEditor { geometry, counts, fix };
@@ -322,8 +324,8 @@ impl<S: Storage> RepairRun<'_, S> {
         self.storage.flush(SyncMode::Data).await
     }
 
-    /// Gives the space of clusters that were counted and are free now back to the host. Only a
-    /// hint.
+    /// Discards clusters that had a refcount and are free now, so that the host can reuse the
+    /// space. Best effort.
     async fn give_back(&self, counts: &Counted) {
         let geometry = self.header.geometry;
         let mut freed = beside(&counts.wanted, &counts.recorded)

@@ -1,9 +1,10 @@
-//! Removes unusable snapshots from an image, so that the rest of it can be used again.
+//! Removes unusable snapshots from an image, so that the rest of the image can be used again.
 //!
 //! A snapshot is removed only if its L1 table cannot be read: its entry is out of bounds, or the
-//! cluster at that offset has another user and is no L1 table. The others stay as they are. The new
-//! table is durable before one write of the header switches to it; a table that only ends earlier
-//! needs no new one. So a crash leaves the old snapshots or the new ones.
+//! cluster at that offset has another user and is not an L1 table. The other snapshots are
+//! unchanged. The new table is durable before one write of the header switches to it; if the
+//! remaining snapshots are the first ones of the old table, that table is kept. So after a crash
+//! the image has either the old snapshots or the new ones.
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,
@@ -20,11 +21,11 @@ use super::refcount_rewrite::store_header;
 use super::references::References;
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 
-/// Brings the snapshot table in order, durably. Answers what was wrong and what became of it, in
-/// words.
+/// Repairs the snapshot table, durably. Returns descriptions of the faults and of the removed
+/// snapshots.
 ///
 /// # Errors
-/// `NoSpace` when there is no space for a new table; or what the storage answers.
+/// `NoSpace` if there is no space for a new table; or errors of the storage.
 pub(crate) async fn repair_snapshots<S: Storage>(
     storage: &S,
     header: &mut Header,
@@ -46,8 +47,8 @@ pub(crate) async fn repair_snapshots<S: Storage>(
     Ok(said)
 }
 
-/// Removes snapshots whose offset of the L1 table leads to other data: the clusters have another
-/// user, too, and entries that no L1 table has. They must not be repaired as a table.
+/// Removes snapshots whose L1 offset refers to other data: its clusters have another user, and
+/// contain entries that no L1 table has. Such clusters must not be repaired as a table.
 async fn remove_misplaced<S: Storage>(
     storage: &S,
     header: &Header,
@@ -77,7 +78,7 @@ fn is_shared(location: L1Location, header: &Header, counts: &Counts) -> bool {
     counts.range(location.clusters(header.geometry)).any(|(_, count)| count > 1)
 }
 
-/// Whether all entries are such as an L1 table can have.
+/// Whether all entries are valid for an L1 table.
 async fn is_l1_table<S: Storage>(
     storage: &S,
     header: &Header,

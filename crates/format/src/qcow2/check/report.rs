@@ -1,7 +1,7 @@
 //! The check of an image: every table is read from the storage and compared with the refcounts.
 //!
-//! A cluster that is counted more often than it is referred to is a leak; everything else that is
-//! wrong is a corruption, counted as `qemu-img check` does.
+//! A cluster whose refcount exceeds the number of its references is a leak; every other fault is a
+//! corruption. Both are counted as `qemu-img check` does.
 
 use std::collections::HashSet;
 
@@ -21,9 +21,9 @@ use super::snapshot_survey::L1Location;
 /// The findings of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CheckReport {
-    /// How much is wrong and endangers data.
+    /// Number of faults that endanger data.
     pub corruptions: u64,
-    /// Clusters that are counted but not used.
+    /// Clusters whose refcount exceeds the number of their references.
     pub leaks: u64,
     /// Clusters of the guest's disk.
     pub total_clusters: u64,
@@ -31,27 +31,27 @@ pub struct CheckReport {
     pub allocated_clusters: u64,
     /// The clusters that are compressed.
     pub compressed_clusters: u64,
-    /// The clusters that do not follow the one before them in the file, or are compressed.
+    /// The clusters that do not directly follow the previous one in the file, or are compressed.
     pub fragmented_clusters: u64,
-    /// Clusters with more users than refcounts of this width can count: no repair can mend those.
+    /// Clusters with more users than refcounts of this width can count: no repair can correct them.
     pub uncountable: u64,
-    /// Where the last cluster in use ends, in bytes.
+    /// The end of the last cluster in use, in bytes.
     pub end: u64,
     /// The faults, in words; the first thousand.
     pub problems: Vec<String>,
-    /// The same and the leaks, with their figures; the first thousand.
+    /// The faults and the leaks, with their figures; the first thousand.
     pub findings: Vec<Finding>,
-    /// Entries whose COPIED flag agrees with a refcount that is wrong: a repair changes both. They
-    /// are no corruptions of their own, and are among `findings`.
+    /// Entries whose COPIED flag agrees with a wrong refcount on disk: a repair changes both. They
+    /// do not count as further corruptions, but are among `findings`.
     pub flags_to_follow: u64,
 }
 
-/// Checks the image that this header on disk describes, which must not change meanwhile. Takes
-/// about 6 bytes of memory for each cluster in use (with refcounts of 16 bits), however long the
-/// file is. One pass of `progress`.
+/// Checks the image that this header on disk describes, which must not change during the check.
+/// Takes about 6 bytes of memory for each cluster in use (with refcounts of 16 bits), however long
+/// the file is. One pass of `progress`.
 ///
 /// # Errors
-/// Errors of the storage, or ENOMEM: what is wrong with the image is in the report.
+/// Errors of the storage, or ENOMEM; faults of the image are in the report.
 pub(crate) async fn check_tables<S: Storage>(
     storage: &S,
     header: &Header,
@@ -110,7 +110,8 @@ pub(crate) async fn check_tables<S: Storage>(
     Ok(report)
 }
 
-/// Whether the active tables say "refcount is one" where it is, and nowhere else.
+/// The check that the active tables have the COPIED flag exactly in the entries whose refcount is
+/// one.
 struct CopiedFlagCheck<'a, S> {
     storage: &'a S,
     header: &'a Header,

@@ -1,13 +1,14 @@
 //! Files that end before their image does: a copy or download that was cut off.
 //!
-//! The last cluster may begin in the file and end past its end: QEMU writes it so, and the part
-//! past the end reads as zeros. A cluster that begins past the end is lost: reads of it fail with
-//! `Corrupt`, and never return zeros. An image with such a loss is not opened for writing, because
-//! new clusters would overwrite the place of the missing part. So the file can still be completed,
-//! or repaired, which replaces lost clusters by zeros.
+//! The last cluster may begin in the file and end past its end: QEMU writes such files, and the
+//! part past the end reads as zeros. A cluster that begins past the end is lost: reads of it fail
+//! with `Corrupt`, and never return zeros. An image with such a loss is not opened for writing,
+//! because new clusters would be allocated at the offsets of the missing part. So the file can
+//! still be completed, or repaired, which replaces lost clusters by zeros.
 //!
-//! Opening an intact image reads at most one refcount block for that. L2 tables are read only if a
-//! cluster past the end has a refcount that is not zero (a crash leaves that, too).
+//! To detect a loss, opening an intact image reads at most one refcount block. L2 tables are read
+//! only if a cluster past the end may have a refcount that is not zero (a crash can leave that,
+//! too).
 
 use std::fmt;
 
@@ -22,12 +23,13 @@ use crate::qcow2::layout::{refcount, table_io, words};
 
 use super::snapshot_survey::SnapshotSurvey;
 
-/// The known losses of an image's file.
+/// A known loss of an image's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Truncation {
-    /// Where something lies that tables refer to, in bytes from the start of the file.
+    /// The offset of a lost cluster or table to which tables refer, in bytes from the start of the
+    /// file.
     pub offset: u64,
-    /// The length of the file in bytes, which is not more than that.
+    /// The length of the file in bytes, which is at most `offset`.
     pub file_size: u64,
 }
 
@@ -39,7 +41,7 @@ impl fmt::Display for Truncation {
 }
 
 impl Truncation {
-    /// As an error that names the offset.
+    /// The loss as an error with the offset.
     fn error(self, name: &str) -> Error {
         let what = format!(
             "the file is cut off, or a table is damaged: it has {} bytes, and metadata refers to data",
@@ -52,8 +54,8 @@ impl Truncation {
     }
 }
 
-/// Whether a table on disk, active or a snapshot's, refers to anything from byte `length` of the
-/// file on. All changes are durable.
+/// Whether a table on disk, active or a snapshot's, refers to a cluster that begins at or after
+/// byte `length` of the file. The caller has made all changes durable.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -67,11 +69,11 @@ pub(crate) async fn refers_past<S: Storage>(
     Ok(search.among_all(header, l1).await?.is_some())
 }
 
-/// Looks for what the file has lost of the active disk.
+/// Searches for a loss of the active disk; if the image is opened for writing, also of snapshots.
 ///
 /// # Errors
-/// `Corrupt` where the active L1 table itself is lost, or the image is opened for writing and
-/// anything is; or what the storage answers.
+/// `Corrupt` if the active L1 table itself is lost, or if the image is opened for writing and
+/// anything is lost; or errors of the storage.
 pub(crate) async fn find<S: Storage>(
     storage: &S,
     header: &Header,
@@ -86,7 +88,7 @@ pub(crate) async fn find<S: Storage>(
     let found = match search.among_tables(l1, refcount_table) {
         Some(lost) => Some(lost),
         None if search.is_suspicious(refcount_table).await? => match access {
-            // New clusters would go where a snapshot's belong.
+            // New clusters would be allocated at the offsets of a snapshot's lost clusters.
             Access::ReadWrite => search.among_all(header, l1).await?,
             Access::ReadOnly => search.among_clusters(l1).await?,
         },
@@ -114,7 +116,7 @@ impl<S: Storage> Search<'_, S> {
         Truncation { offset, file_size: self.file_size }
     }
 
-    /// L2 tables and refcount blocks that are lost.
+    /// A lost L2 table or refcount block.
     fn among_tables(&self, l1: &[u64], refcount_table: &[u64]) -> Option<Truncation> {
         let l2 = l1.iter().filter_map(|&word| entry::l1_reference(word, self.geometry).ok()?);
         let blocks = refcount_table
@@ -124,7 +126,7 @@ impl<S: Storage> Search<'_, S> {
         offsets.find(|&offset| self.is_lost(offset)).map(|offset| self.lost(offset))
     }
 
-    /// Whether refcounts count anything past the end of the file.
+    /// Whether a cluster past the end of the file may have a refcount.
     async fn is_suspicious(&self, refcount_table: &[u64]) -> Result<bool> {
         let geometry = self.geometry;
         let end = geometry.clusters_for(self.file_size);
@@ -145,7 +147,7 @@ impl<S: Storage> Search<'_, S> {
         Ok((at.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
     }
 
-    /// The lost clusters that the active tables or those of a snapshot refer to.
+    /// A lost table or data cluster to which the active tables or those of a snapshot refer.
     async fn among_all(&self, header: &Header, l1: &[u64]) -> Result<Option<Truncation>> {
         let mut found = self.among_tables(l1, &[]);
         if found.is_none() {
@@ -169,7 +171,7 @@ impl<S: Storage> Search<'_, S> {
         Ok(found)
     }
 
-    /// Data that is lost.
+    /// A lost data cluster.
     async fn among_clusters(&self, l1: &[u64]) -> Result<Option<Truncation>> {
         let geometry = self.geometry;
         let tables = l1.iter().filter_map(|&word| entry::l1_reference(word, geometry).ok()?);
@@ -192,10 +194,10 @@ impl<S: Storage> Search<'_, S> {
     }
 }
 
-/// Where an entry of an L2 table has data in the image's file.
+/// The offset in the image's file of the data of an L2 entry; `None` if it has no data there.
 fn data_offset(table: &[u8], index: usize, geometry: Geometry) -> Option<u64> {
     match Entry::read(table, index, geometry).ok()? {
-        // Its last sector begins before the end of a whole file.
+        // The offset of the last byte: its cluster begins before the end of an intact file.
         Entry::Compressed(data) => Some(data.offset + data.length.saturating_sub(1)),
         Entry::Standard { host: Some(host), subclusters }
             if subclusters.data != 0 && !geometry.has_data_file =>

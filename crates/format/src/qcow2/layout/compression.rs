@@ -19,15 +19,15 @@ pub enum Compression {
     Zstd = 1,
 }
 
-/// The window that QEMU's own reader has.
+/// The deflate window that QEMU uses to read clusters: 4 KiB.
 const WINDOW_BITS: u8 = 12;
 /// The compression levels that QEMU uses.
 const ZLIB_LEVEL: u32 = 6;
 const ZSTD_LEVEL: i32 = 3;
 
-/// Unpacks `bytes` until `into` is full; what follows in `bytes` is padding and not looked at.
-/// Returns what is wrong with them when they do not fill it. Takes no more memory than the two
-/// slices and the decoder's fixed window.
+/// Decompresses `bytes` until `into` is full; the rest of `bytes` is padding and is ignored. `Err`
+/// describes the fault of the bytes, also if they do not fill `into`. Takes no more memory than the
+/// two slices and the decoder's window.
 pub fn decompress(kind: Compression, bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
     match kind {
         Compression::Zlib => inflate(bytes, into, Wrapper::None),
@@ -35,7 +35,7 @@ pub fn decompress(kind: Compression, bytes: &[u8], into: &mut [u8]) -> Result<()
     }
 }
 
-/// Packs a cluster; `None` when that saves nothing.
+/// Compresses a cluster; `None` if the result is not shorter.
 pub fn compress(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
     let packed = match kind {
         Compression::Zlib => deflate(cluster)?,
@@ -48,12 +48,12 @@ fn unpack_zstd(bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
     let mut decoder = zstd::stream::read::Decoder::with_buffer(bytes)
         .map_err(|error| error.to_string())?
         .single_frame();
-    // A cluster has at most 2 MiB: a frame that asks for a larger window is invalid.
+    // Clusters have at most 2 MiB, so a valid frame does not need a larger window.
     decoder.window_log_max(WINDOW_LOG_MAX).map_err(|error| error.to_string())?;
     decoder.read_exact(into).map_err(|error| error.to_string())
 }
 
-/// 8 MiB, what the zstd format recommends every reader to accept.
+/// 8 MiB, the window size that the zstd format recommends every decoder to support.
 const WINDOW_LOG_MAX: u32 = 23;
 
 fn deflate(cluster: &[u8]) -> Option<Vec<u8>> {

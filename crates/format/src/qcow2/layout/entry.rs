@@ -1,7 +1,7 @@
 //! Entries of L1 and L2 tables.
 //!
-//! A standard L2 entry is 8 bytes; with subclusters it is 16, the second word saying for each of 32
-//! subclusters whether it is allocated (low half) or reads as zeros (high half).
+//! A standard L2 entry has 8 bytes. With subclusters it has 16: the second word states for each of
+//! 32 subclusters whether it is allocated (low half) or reads as zeros (high half).
 
 use blockhouse_core::ByteRange;
 
@@ -14,10 +14,10 @@ const COMPRESSED: u64 = 1 << 62;
 const ZERO: u64 = 1;
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// Which rule of the format an entry breaks, in words.
+/// Description of the rule of the format that an entry violates.
 pub(crate) type EntryError = &'static str;
 
-/// A cluster of the file that a table refers to.
+/// A reference of a table to a cluster of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reference {
     pub(crate) offset: u64,
@@ -26,7 +26,7 @@ pub(crate) struct Reference {
 }
 
 impl Reference {
-    /// To a cluster whose refcount is one.
+    /// A reference to a cluster whose refcount is one.
     pub(crate) fn with_copied(offset: u64) -> Self {
         Self { offset, copied: true }
     }
@@ -82,18 +82,18 @@ pub(crate) fn refcount_block(word: u64, geometry: Geometry) -> Result<Option<u64
 /// The content of a subcluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SubclusterState {
-    /// The backing file, or zeros.
+    /// Reads as the backing file, or as zeros without one.
     Unallocated,
-    /// Zeros.
+    /// Reads as zeros.
     Zero,
-    /// The data in the cluster.
+    /// Reads as the data in the host cluster.
     Data,
 }
 
 /// A decoded L2 entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Entry {
-    /// No host cluster, or one that (some) subclusters do not use.
+    /// An uncompressed cluster, with or without a host cluster.
     Standard {
         /// The cluster, if there is one.
         host: Option<Reference>,
@@ -104,8 +104,8 @@ pub(crate) enum Entry {
     Compressed(CompressedDescriptor),
 }
 
-/// The states of a cluster's 32 subclusters: bits of allocated ones and of those that read as
-/// zeros, which have no bit in common.
+/// The states of a cluster's 32 subclusters: a bitmap of those with data, and one of those that
+/// read as zeros. No bit is set in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SubclusterBitmap {
     pub(crate) data: u32,
@@ -136,7 +136,8 @@ impl SubclusterBitmap {
     }
 }
 
-/// The subclusters of a guest cluster that `range` touches; all of them where there are none.
+/// The subclusters of a guest cluster that `range` touches; all 32 bits in an image without
+/// subclusters.
 pub(crate) fn subclusters_in(geometry: Geometry, cluster: u64, range: ByteRange) -> u32 {
     if !geometry.extended_l2 {
         return SubclusterBitmap::DATA.data;
@@ -149,12 +150,12 @@ pub(crate) fn subclusters_in(geometry: Geometry, cluster: u64, range: ByteRange)
     (SubclusterBitmap::DATA.data >> (32 - count)) << first
 }
 
-/// Where compressed data lies: the compressed cluster descriptor of the format.
+/// The location of compressed data: the compressed cluster descriptor of the format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CompressedDescriptor {
     /// The first byte, anywhere in a cluster.
     pub(crate) offset: u64,
-    /// The length that it may have: up to the end of a 512-byte sector.
+    /// The maximum length of the data: up to the end of a 512-byte sector.
     pub(crate) length: u64,
 }
 
@@ -163,7 +164,7 @@ impl CompressedDescriptor {
         62 - (geometry.cluster_bits - 8)
     }
 
-    /// Whether an entry can say that data starts at `offset`.
+    /// Whether an entry can refer to compressed data at `offset`.
     pub(crate) fn is_reachable(offset: u64, geometry: Geometry) -> bool {
         offset >> Self::offset_bits(geometry) == 0
     }
@@ -189,14 +190,14 @@ impl CompressedDescriptor {
 }
 
 impl Entry {
-    /// Nothing there.
+    /// Unallocated, without a host cluster.
     pub(crate) const UNALLOCATED: Self =
         Self::Standard { host: None, subclusters: SubclusterBitmap::UNALLOCATED };
     /// Reads as zeros, without a host cluster.
     pub(crate) const ZERO: Self =
         Self::Standard { host: None, subclusters: SubclusterBitmap::ZERO };
 
-    /// The entry once the cluster reads as zeros and keeps a host cluster that is its own.
+    /// The entry after the cluster was zeroed: it keeps its host cluster if the refcount is one.
     pub(crate) fn zeroed_keeping_host(self) -> Self {
         match self {
             Self::Standard { host: Some(host), .. } if host.is_copied() => {
@@ -206,14 +207,14 @@ impl Entry {
         }
     }
 
-    /// The entry as numbers; the second is 0 where entries have one word.
+    /// The entry as numbers; the second is 0 if entries have one word.
     pub(crate) fn words(self, geometry: Geometry) -> [u64; 2] {
         let mut bytes = [0; 16];
         self.write(&mut bytes, 0, geometry);
         [be64(&bytes, 0), be64(&bytes, 8)]
     }
 
-    /// From the numbers of [`words`](Self::words).
+    /// Decodes the numbers of [`words`](Self::words).
     pub(crate) fn from_words(words: [u64; 2], geometry: Geometry) -> Result<Self, EntryError> {
         let mut bytes = [0; 16];
         for (bytes, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -222,7 +223,7 @@ impl Entry {
         Self::read(&bytes, 0, geometry)
     }
 
-    /// A cluster of data that is only this entry's.
+    /// A cluster of data whose refcount is one.
     pub(crate) fn data(offset: u64) -> Self {
         Self::Standard {
             host: Some(Reference::with_copied(offset)),
@@ -230,7 +231,7 @@ impl Entry {
         }
     }
 
-    /// A cluster of zeros that has space of its own.
+    /// A cluster that reads as zeros, and has a host cluster whose refcount is one.
     pub(crate) fn allocated_zeros(offset: u64) -> Self {
         Self::Standard {
             host: Some(Reference::with_copied(offset)),
@@ -238,7 +239,7 @@ impl Entry {
         }
     }
 
-    /// The `index`-th entry of a slice.
+    /// Decodes the `index`-th entry of a slice.
     pub(crate) fn read(slice: &[u8], index: usize, geometry: Geometry) -> Result<Self, EntryError> {
         let size = geometry.l2_entry_size() as usize;
         let bytes = &slice[index * size..][..size];
@@ -259,7 +260,8 @@ impl Entry {
         if !geometry.is_cluster_aligned(reference.offset) {
             return Err("refers to data that does not start at a cluster");
         }
-        // Offset 0 is valid in a data file only; the copied bit tells it from no cluster.
+        // Offset 0 is valid only in a data file; there, the copied bit distinguishes it from an
+        // entry without a cluster.
         let is_allocated = reference.offset != 0 || geometry.has_data_file && reference.is_copied();
         let host = is_allocated.then_some(reference);
         if geometry.has_data_file && host.is_some_and(|host| !host.is_copied()) {
@@ -292,22 +294,23 @@ impl Entry {
         } else if data.offset + data.length > MAX_OFFSET {
             Err("refers to compressed data beyond the largest offset")
         } else {
-            // The bit "refcount is one" must be in none of these. Reading ignores it, as QEMU does;
-            // see `is_copied_compressed`.
+            // The format forbids the copied bit in a compressed entry. Reading ignores it, as QEMU
+            // does; see `is_copied_compressed`.
             Ok(Self::Compressed(data))
         }
     }
 
-    /// Whether the `index`-th entry of a slice is compressed and has the bit "refcount is one",
-    /// which the format forbids: it changes nothing that is read, and is an error to a check.
+    /// Whether the `index`-th entry of a slice is compressed and has the copied bit, which the
+    /// format forbids: reads are not affected, but a check reports it.
     pub(crate) fn is_copied_compressed(slice: &[u8], index: usize, geometry: Geometry) -> bool {
         let word = be64(slice, index * geometry.l2_entry_size() as usize);
         word & (COMPRESSED | COPIED) == COMPRESSED | COPIED
     }
 
     /// The valid part of the `index`-th entry of a slice, which [`read`](Self::read) may refuse:
-    /// reserved bits are dropped; a subcluster that is both keeps its data. What has no host
-    /// cluster among `clusters` clusters of the file has lost its data.
+    /// reserved bits are cleared; a subcluster with both bits set keeps its data. An entry whose
+    /// host cluster is invalid, or not among the `clusters` clusters of the file, has lost its
+    /// data.
     pub(crate) fn sanitize(slice: &[u8], index: usize, geometry: Geometry, clusters: u64) -> Self {
         let size = geometry.l2_entry_size() as usize;
         let bytes = &slice[index * size..][..size];
@@ -348,7 +351,8 @@ impl Entry {
         }
     }
 
-    /// An entry whose data cannot be found: zeros where that can be said, as is read there anyway.
+    /// An entry whose data cannot be found: it reads as zeros, or in version 2, which has no zero
+    /// flag, is unallocated.
     fn lost_data(subclusters: SubclusterBitmap, geometry: Geometry) -> Self {
         if geometry.version < 3 {
             return Self::UNALLOCATED;
@@ -359,7 +363,7 @@ impl Entry {
         }
     }
 
-    /// Stores it as the `index`-th entry of a slice.
+    /// Stores the entry as the `index`-th one of a slice.
     pub(crate) fn write(self, slice: &mut [u8], index: usize, geometry: Geometry) {
         let size = geometry.l2_entry_size() as usize;
         let bytes = &mut slice[index * size..][..size];

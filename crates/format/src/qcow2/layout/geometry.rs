@@ -1,9 +1,9 @@
-//! The numbers of an image that never change while it is open, and the arithmetic on them.
+//! The sizes of an image that are fixed while it is open, and the arithmetic with them.
 
 use blockhouse_core::ByteRange;
 
-/// The bytes of a table that are read, cached and written together, where a storage's block is not
-/// larger.
+/// Bytes of a slice: the unit in which tables are read, cached and written, unless the storage's
+/// block is larger.
 const SLICE: u64 = 4096;
 
 /// Cluster, table and entry sizes of an image.
@@ -14,10 +14,10 @@ pub(crate) struct Geometry {
     /// Refcounts are `1 << refcount_order` bits wide.
     pub(crate) refcount_order: u32,
     pub(crate) extended_l2: bool,
-    /// Guest clusters lie in a data file, each at its own offset; the image has tables only.
+    /// Guest clusters are in a data file, each at its guest offset; the image has tables only.
     pub(crate) has_data_file: bool,
-    /// The unit of offsets and lengths in the image's file, 1 for nothing. A slice is never
-    /// less: a write of one would take the place of its neighbours.
+    /// The alignment of offsets and lengths in the image's file; 1 if there is none. A slice is
+    /// never smaller: otherwise a write of a slice would overwrite its neighbours.
     pub(crate) block: u32,
 }
 
@@ -36,7 +36,7 @@ impl Geometry {
         self.cluster_size() / self.l2_entry_size()
     }
 
-    /// Guest bytes that one L1 entry stands for.
+    /// Guest bytes that one L1 entry covers.
     pub(crate) fn l1_entry_span(self) -> u64 {
         self.l2_entries() << self.cluster_bits
     }
@@ -46,8 +46,8 @@ impl Geometry {
         size.div_ceil(self.l1_entry_span())
     }
 
-    /// Bytes that are allocated to the guest at a time: a subcluster, or a cluster where there are
-    /// none.
+    /// Bytes of the guest's allocation unit: a subcluster, or a cluster in an image without
+    /// subclusters.
     pub(crate) fn subcluster_size(self) -> u64 {
         if self.extended_l2 { self.cluster_size() / 32 } else { self.cluster_size() }
     }
@@ -56,8 +56,8 @@ impl Geometry {
         SLICE.max(self.block.into()).min(self.cluster_size())
     }
 
-    /// How many slices have to fit into memory for every change to be possible: those of a table
-    /// and of its copy, twice, and the refcounts that are looked at for them.
+    /// The minimum number of slices in memory with which every change is possible: twice those of a
+    /// table and of its copy, and those of the refcounts that such a change needs.
     pub(crate) fn min_slices(self) -> u64 {
         4 * (self.cluster_size() / self.slice_size()) + 16
     }
@@ -116,7 +116,7 @@ impl Geometry {
         self.cluster_of(range.offset())..range.end().div_ceil(self.cluster_size())
     }
 
-    /// The bytes of clusters, as far as they fit into 64 bits.
+    /// The bytes of clusters, whose offsets must fit into 64 bits.
     pub(crate) fn bytes_of(self, clusters: std::ops::Range<u64>) -> ByteRange {
         ByteRange::between(self.offset_of(clusters.start), self.offset_of(clusters.end))
     }
@@ -142,7 +142,7 @@ impl Geometry {
     }
 }
 
-/// Where an L2 entry is.
+/// The location of an L2 entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct L2Index {
     pub(crate) l1_index: usize,
@@ -152,7 +152,7 @@ pub(crate) struct L2Index {
     pub(crate) index: usize,
 }
 
-/// Where a refcount is.
+/// The location of a refcount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RefcountIndex {
     pub(crate) table_index: u64,

@@ -1,8 +1,8 @@
 //! The header: its fields, the checks of them, and its changes.
 //!
 //! Every field is checked before anything is computed from it. Unknown fields are kept: a change of
-//! the header replaces only the changed fields in the bytes that were read. All of them are in its
-//! first 512 bytes, so that the change happens at once or not at all.
+//! the header replaces only the changed fields in the bytes that were read. All fields that can
+//! change are in the first 512 bytes, so that a change is atomic.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -19,18 +19,18 @@ use super::words::{be32, be64};
 pub(crate) const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// The length of a version 2 header.
 pub(crate) const LENGTH_2: usize = 72;
-/// The least length of a version 3 header.
+/// The minimum length of a version 3 header.
 pub(crate) const LENGTH_3: usize = 104;
 /// The kinds of encryption.
 const CRYPT_AES: u32 = 1;
 const CRYPT_LUKS: u32 = 2;
-/// The most bytes of an encryption's header; QEMU makes some 2 MiB.
+/// The maximum size of an encryption's header in bytes; QEMU's have about 2 MiB.
 const MAX_ENCRYPTION_HEADER: u64 = 16 << 20;
-/// The range that changes of the header stay inside.
+/// Bytes of the first sector: all changes of the header are in it.
 pub(crate) const SECTOR: usize = 512;
 
 bitflags::bitflags! {
-    /// Features without which an image must not be opened.
+    /// Features that a program must support to open an image.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub(crate) struct Incompatible: u64 {
         /// Refcounts may be wrong.
@@ -50,32 +50,32 @@ bitflags::bitflags! {
 pub(crate) const LAZY_REFCOUNTS: u64 = 1;
 /// Autoclear feature bit: the data file reads as the guest's disk.
 pub(crate) const RAW_DATA_FILE: u64 = 1 << 1;
-/// Autoclear bit, of those that the format reserves: a process that keeps a redo log has the image
-/// open for writing, or died so. Other programs clear bits that they do not know before they change
-/// the image.
+/// Autoclear bit, one of those that the format reserves: a process that keeps a redo log has the
+/// image open for writing, or died while it had. Other programs clear bits that they do not know
+/// before they change the image.
 pub(crate) const SESSION: u64 = 1 << 62;
-/// The session bit, and the autoclear bits before it (30 to 61) that number the session, so that no
-/// log fits an image that another process with a log has changed since. All of them are cleared
-/// together.
+/// The session bit, and the autoclear bits below it (30 to 61), which are the session's number.
+/// Reason for the number: a log must not match an image that another process with a log has changed
+/// since. All these bits are cleared together.
 pub(crate) const SESSION_BITS: u64 = SESSION | SESSION_NUMBER;
 const SESSION_NUMBER: u64 = (u32::MAX as u64) << 30;
 
-/// The autoclear bits of a session with a number of its own. Reason for chance: other programs
-/// clear the bits, so that none can be counted from.
+/// The autoclear bits of a new session. Its number is random, because other programs clear the
+/// bits, so that the last number is not known.
 pub(crate) fn new_session() -> u64 {
-    // The keys of each are random (std::hash::RandomState).
+    // Each `RandomState` has random keys.
     let number = RandomState::new().build_hasher().finish();
     SESSION | number << 30 & SESSION_NUMBER
 }
 
-/// A header that was found to make sense.
+/// A header whose fields were checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) geometry: Geometry,
     /// Bytes of the guest's disk, a multiple of 512.
     pub(crate) size: u64,
-    /// The size beyond that in the file: less than a sector, which no guest can read (QEMU opens
-    /// such an image rounded down, too). Gone with the next change of the header.
+    /// The bytes by which the size in the file exceeds `size`: less than a sector, which no guest
+    /// can read (QEMU rounds the size down, too). The next change of the header drops them.
     pub(crate) excess: u64,
     pub(crate) l1_offset: u64,
     pub(crate) l1_entries: u32,
@@ -83,8 +83,8 @@ pub(crate) struct Header {
     pub(crate) refcount_table_clusters: u32,
     pub(crate) snapshots: u32,
     pub(crate) snapshots_offset: u64,
-    /// Why there can be no snapshot table as the two fields say. The disk can be read all the
-    /// same.
+    /// The reason why the two fields above cannot describe a snapshot table. The disk can still be
+    /// read.
     pub(crate) snapshot_fault: Option<HeaderError>,
     pub(crate) incompatible: Incompatible,
     pub(crate) compatible: u64,
@@ -99,12 +99,12 @@ pub(crate) struct Header {
     pub(crate) length: usize,
 }
 
-/// How an image says that the guest's data is encrypted.
+/// How the guest's data of an image is encrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EncryptionKind {
-    /// As QEMU did before LUKS: AES-128-CBC, with the password as the key.
+    /// QEMU's encryption before LUKS: AES-128-CBC, with the password as the key.
     Aes,
-    /// With keys in a header of LUKS, in these whole clusters.
+    /// With keys in a LUKS header, which is in these whole clusters.
     Luks(ByteRange),
 }
 
@@ -112,7 +112,7 @@ pub enum EncryptionKind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct HeaderError {
     pub(crate) what: String,
-    /// Of the field in the file.
+    /// The offset of the field in the file.
     pub(crate) offset: u64,
     pub(crate) reason: HeaderErrorKind,
 }
@@ -120,9 +120,9 @@ pub(crate) struct HeaderError {
 /// The kind of refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HeaderErrorKind {
-    /// It contradicts the format.
+    /// The header violates the format.
     Corrupt,
-    /// It asks for what is not built.
+    /// The header requires an unsupported feature.
     Unsupported,
 }
 
@@ -134,7 +134,8 @@ fn unsupported(offset: u64, what: impl Into<String>) -> HeaderError {
     HeaderError { what: what.into(), offset, reason: HeaderErrorKind::Unsupported }
 }
 
-/// The cluster size that the first bytes announce: how much has to be read for [`Header::parse`].
+/// The cluster size in the first bytes of a header, as a power of two: [`Header::parse`] needs the
+/// first cluster.
 pub(crate) fn cluster_bits(first: &[u8]) -> Result<u32, HeaderError> {
     if first.len() < LENGTH_2 || first[..4] != MAGIC {
         return Err(corrupt(0, "not a qcow2 image: the magic bytes are missing"));
@@ -201,7 +202,7 @@ impl Header {
         Ok(header)
     }
 
-    /// The rules of a data file.
+    /// Refuses unsupported combinations of a data file with other features.
     fn check_data_file(&self) -> Result<(), HeaderError> {
         let Some(DataFile { raw, .. }) = &self.data_file else { return Ok(()) };
         if self.snapshots > 0 {
@@ -216,12 +217,13 @@ impl Header {
         Ok(())
     }
 
-    /// Whether refcounts are written late: when nothing may stay dirty.
+    /// Whether refcounts are written late (lazy refcounts): only when the image must not stay
+    /// dirty.
     pub(crate) fn has_late_refcounts(&self) -> bool {
         self.compatible & LAZY_REFCOUNTS != 0
     }
 
-    /// The autoclear bits that stay true whatever is written, but for [`SESSION_BITS`].
+    /// The autoclear bits, other than [`SESSION_BITS`], that stay valid whatever is written.
     pub(crate) fn preserved_autoclear(&self) -> u64 {
         if self.geometry.has_data_file { RAW_DATA_FILE } else { 0 }
     }
@@ -263,7 +265,7 @@ impl Header {
         Ok(())
     }
 
-    /// Whether a snapshot table can be where the header says.
+    /// Whether the header's offset of the snapshot table is valid.
     pub(crate) fn has_possible_snapshot_table(&self) -> bool {
         self.check_table("snapshot table", 64, self.snapshots_offset, 0).is_ok()
     }
@@ -300,9 +302,9 @@ impl Header {
         }
     }
 
-    /// Leaves out names of feature bits, which only serve messages, if the extensions do not fit
-    /// into the first sector with them. `sector` is that sector as it is on disk. Returns
-    /// whether they fit.
+    /// Removes the names of feature bits, which only serve messages, if the extensions do not fit
+    /// into the first sector with them. `sector` is that sector as it is on disk. Returns whether
+    /// the extensions fit now.
     pub(crate) fn fit_extensions(&mut self, sector: &[u8]) -> bool {
         let room = Self::extensions_end(sector).saturating_sub(self.length);
         let fits = |list: &[Extension]| extensions::to_bytes(list).len() <= room;
@@ -320,8 +322,8 @@ impl Header {
         sector[self.length..self.length + list.len()].copy_from_slice(&list);
     }
 
-    /// Where the space for extensions ends in the first sector: at the name of the backing file, if
-    /// that is there.
+    /// The end of the space for extensions in the first sector: the name of the backing file, if it
+    /// is in this sector.
     fn extensions_end(sector: &[u8]) -> usize {
         match be64(sector, 8) {
             0 => SECTOR,
@@ -329,8 +331,8 @@ impl Header {
         }
     }
 
-    /// All of a new header: fields, extensions, name of the backing file. `None` when they do not
-    /// fit into the first cluster.
+    /// The bytes of a new header: fields, extensions, name of the backing file. `None` if they do
+    /// not fit into the first cluster.
     pub(crate) fn to_bytes(&self) -> Option<Vec<u8>> {
         let mut bytes = vec![0; self.length];
         bytes[..4].copy_from_slice(&MAGIC);
@@ -356,7 +358,7 @@ impl Header {
     }
 }
 
-/// The part of a header that version 3 added, with what it stands for in version 2.
+/// The fields that version 3 added; for version 2, their implied values.
 struct Features {
     incompatible: Incompatible,
     compatible: u64,

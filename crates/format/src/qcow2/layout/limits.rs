@@ -1,5 +1,5 @@
-//! Limits on the sizes in an image, each defined once. Those of sizes are QEMU's, so that no image
-//! is made that QEMU refuses.
+//! Limits on the sizes in an image, each defined once. They are QEMU's, so that no image is made
+//! that QEMU refuses.
 
 /// Host offsets in table entries are bits 9 to 55.
 pub(crate) const MAX_OFFSET: u64 = 1 << 56;
@@ -15,13 +15,13 @@ pub(crate) const MAX_SNAPSHOTS: u32 = 65_536;
 pub(crate) const MAX_SNAPSHOT_TABLE: usize = 64 << 20;
 /// Bytes of extra data of a snapshot.
 pub(crate) const MAX_SNAPSHOT_EXTRA: usize = 1024;
-/// Bytes of the name of a snapshot. QEMU cuts longer ones where it lists them.
+/// Bytes of the name of a snapshot. QEMU truncates longer names when it lists them.
 pub(crate) const MAX_SNAPSHOT_NAME: usize = 255;
 /// Persistent bitmaps of an image.
 pub(crate) const MAX_BITMAPS: u32 = 65_535;
 /// Bytes of the directory of bitmaps.
 pub(crate) const MAX_BITMAP_DIRECTORY: u64 = 1024 * MAX_BITMAPS as u64;
-/// Bytes of the table of one bitmap: with clusters of 512 bytes it stands for [`MAX_BITMAP_BYTES`]
+/// Bytes of the table of one bitmap: with clusters of 512 bytes, it refers to [`MAX_BITMAP_BYTES`]
 /// of bits.
 pub(crate) const MAX_BITMAP_TABLE: u64 = 8 << 20;
 /// Bytes of the bits of one bitmap.

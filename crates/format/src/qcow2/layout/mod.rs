@@ -1,8 +1,9 @@
 //! The bytes of an image: header, extensions, entries, tables of snapshots, and the arithmetic on
 //! them.
 //!
-//! This module has no state and does not use open images: types, pure functions, and reading and
-//! writing of whole tables on a storage. Every value is checked against its bounds before use.
+//! This module has no state and does not use open images: it has types, pure functions, and
+//! functions that read and write whole tables on a storage. Every value is checked against its
+//! bounds before use.
 
 pub(crate) mod bitmap_directory;
 pub(crate) mod cluster_ranges;

@@ -33,7 +33,7 @@ impl From<bool> for Switch {
 pub struct Backing {
     /// Its name, as bytes of the host's file system; relative to the image's folder.
     pub name: Vec<u8>,
-    /// Its format, if the image says it.
+    /// Its format, if the image states it.
     pub format: Option<String>,
 }
 
@@ -42,7 +42,7 @@ pub struct Backing {
 pub struct DataFile {
     /// Its name, as bytes of the host's file system; relative to the image's folder.
     pub name: Vec<u8>,
-    /// Whether it reads as the guest's disk without the image.
+    /// Whether the file by itself, without the image, reads as the guest's disk.
     pub raw: Switch,
 }
 
@@ -52,14 +52,14 @@ impl DataFile {
     }
 }
 
-/// How changes are recorded in bitmaps before they are made: what a crash may leave said to have
-/// changed that has not.
+/// How changes are recorded in bitmaps before they are made. This limits how much of the disk is
+/// marked as changed after a crash although it is not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitmapActivity {
-    /// Bytes of the disk that are said to change together, before the first change in them: a
-    /// power of two. Where one bit stands for more, that.
+    /// Bytes of an extent of the disk, a power of two: before the first change in an extent, all of
+    /// it is marked as changed. If one bit covers more, an extent is as large as that.
     pub extent_size: u64,
-    /// How many extents at most are said to change as a whole, but for those of requests in
+    /// The maximum number of extents that are marked as a whole, not counting those of requests in
     /// flight.
     pub max_active: usize,
 }

@@ -1,7 +1,7 @@
 //! Refcounts of 1 to 64 bits in the bytes of a refcount block.
 //!
-//! Widths below a byte are packed from the least significant bits of a byte upwards; wider ones are
-//! big-endian.
+//! Refcounts narrower than a byte are stored from the least significant bits of a byte upwards;
+//! wider ones are big-endian.
 
 /// The `index`-th refcount of `1 << order` bits.
 pub(crate) fn get(bytes: &[u8], order: u32, index: usize) -> u64 {

@@ -18,17 +18,17 @@ const FIXED: usize = 40;
 /// Extra data of new entries: size of the VM state, size of the disk, instruction count.
 const EXTRA: usize = 24;
 const NO_INSTRUCTION_COUNT: u64 = u64::MAX;
-/// How much is read at a time.
+/// Bytes that are read at a time.
 const CHUNK: usize = 64 << 10;
 
-/// A snapshot, as told to users.
+/// A snapshot, as shown to users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Unique in the image; a number in decimal where QEMU or we made it.
+    /// Unique in the image; a decimal number if QEMU or this program made it.
     pub id: String,
     /// The name that the user gave it.
     pub name: String,
-    /// When it was taken, since 1970-01-01 UTC.
+    /// Time at which it was taken, since 1970-01-01 UTC.
     pub created: Duration,
     /// How long the machine had run.
     pub vm_clock: Duration,
@@ -36,7 +36,7 @@ pub struct Snapshot {
     pub vm_state_size: u64,
     /// Bytes of the guest's disk when it was taken.
     pub disk_size: u64,
-    /// How many instructions the machine had executed, where it counted them.
+    /// How many instructions the machine had executed, if it counted them.
     pub instruction_count: Option<u64>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct SnapshotEntry {
     pub(crate) created: Duration,
     pub(crate) vm_clock: Duration,
     short_vm_state_size: u32,
-    /// Whole, also what is not understood.
+    /// All extra data, including unknown parts.
     extra: Vec<u8>,
 }
 
@@ -86,7 +86,7 @@ impl SnapshotEntry {
         self.extra_word(0).unwrap_or(u64::from(self.short_vm_state_size))
     }
 
-    /// Of the guest's disk, if the entry says it (always in version 3): a multiple of 512.
+    /// Size of the guest's disk, if the entry states it (required in version 3): a multiple of 512.
     pub(crate) fn disk_size(&self) -> Option<u64> {
         self.extra_word(1).map(|size| size & !511)
     }
@@ -103,23 +103,23 @@ impl SnapshotEntry {
         }
     }
 
-    /// Whether the entry names no snapshot: what follows the last one reads so.
+    /// Whether the entry has neither id nor name: the padding after the last entry reads so.
     pub(crate) fn is_empty(&self) -> bool {
         self.id.is_empty() && self.name.is_empty()
     }
 
-    /// For messages.
+    /// Name and id for messages.
     pub(crate) fn called(&self) -> String {
         let [name, id] = [&self.name, &self.id].map(|bytes| names::listed(bytes));
         format!("the snapshot '{}' (id {})", name.escape_default(), id.escape_default())
     }
 
-    /// Whether an entry of an image of that version says less than it has to.
+    /// Whether an entry of an image of that version lacks required data.
     pub(crate) fn is_incomplete(&self, version: u32) -> bool {
         version >= 3 && self.disk_size().is_none()
     }
 
-    /// Adds what an incomplete entry does not say: the disk had the size that it has now.
+    /// Adds the data that an incomplete entry lacks, assuming that the disk had its current size.
     pub(crate) fn complete(&mut self, disk_size: u64) {
         self.extra = words::bytes_of(&[self.vm_state_size(), disk_size]);
     }
@@ -140,7 +140,7 @@ impl SnapshotEntry {
         bytes.resize(bytes.len().next_multiple_of(8), 0);
     }
 
-    /// `bytes` holds the whole entry, with this many bytes of extra data.
+    /// Decodes an entry: `bytes` has the whole entry, with `extra` bytes of extra data.
     fn take(bytes: &[u8], extra: usize) -> Self {
         let (id, name, _) = lengths(bytes);
         let (extra_end, id_end) = (FIXED + extra, FIXED + extra + id);
@@ -149,7 +149,7 @@ impl SnapshotEntry {
             l1_entries: be32(bytes, 8),
             id: bytes[extra_end..id_end].to_vec(),
             name: bytes[id_end..id_end + name].to_vec(),
-            // Nanoseconds of a second and more are no reason to refuse an image.
+            // A nanoseconds field of a second or more is no reason to refuse an image.
             created: Duration::from_secs(be32(bytes, 16).into())
                 + Duration::from_nanos(be32(bytes, 20).into()),
             vm_clock: Duration::from_nanos(be64(bytes, 24)),
@@ -183,10 +183,10 @@ pub(crate) struct Table {
     pub(crate) length: u64,
 }
 
-/// Reads the table that the header names.
+/// Reads the table to which the header refers.
 ///
 /// # Errors
-/// `Corrupt` where an entry is out of its bounds.
+/// `Corrupt` if an entry is out of bounds; or errors of the storage.
 pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Table> {
     let refuse = |what: String, offset: u64| {
         Error::new(ErrorKind::Corrupt, what)
@@ -218,13 +218,13 @@ pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Tab
     Ok(Table { entries, length: reader.position() })
 }
 
-/// Reads a snapshot table entry by entry, whatever is in it.
+/// Reads a snapshot table entry by entry, even if entries are invalid.
 pub(crate) struct TableReader<'a, S> {
     storage: &'a S,
     start: u64,
-    /// From `start` on, as far as they were needed.
+    /// The bytes from `start` on that were needed so far.
     bytes: Vec<u8>,
-    /// Where the next entry is, from `start` on.
+    /// Offset of the next entry from `start`.
     at: usize,
     was_guessed: bool,
 }
@@ -239,17 +239,17 @@ impl<'a, S: Storage> TableReader<'a, S> {
         self.at as u64
     }
 
-    /// Whether the last entry states an impossible length of its extra data, and was found by the
-    /// lengths that there are in practice.
+    /// Whether the last entry states an impossible length of its extra data, so that one of the
+    /// lengths that occur in practice was assumed.
     pub(crate) fn was_guessed(&self) -> bool {
         self.was_guessed
     }
 
-    /// The next entry: `None` where the file ends before, `Some(None)` where it is longer than
-    /// entries are, so that nothing after it can be found either.
+    /// The next entry: `None` if the file ends before it does, `Some(None)` if it is too long, so
+    /// that no entry after it can be found either.
     ///
     /// # Errors
-    /// Only what the storage answers.
+    /// Errors of the storage only.
     pub(crate) async fn next(&mut self) -> Result<Option<Option<SnapshotEntry>>> {
         if !self.holds(FIXED).await? {
             return Ok(None);
@@ -272,7 +272,8 @@ impl<'a, S: Storage> TableReader<'a, S> {
         Ok(Some(Some(entry)))
     }
 
-    /// The length of extra data with which a decimal id follows, as QEMU and we write it.
+    /// The length of extra data after which a decimal id follows, as QEMU and this program write
+    /// it.
     async fn guess_extra(&mut self, id: usize) -> Result<Option<usize>> {
         for extra in [EXTRA, 16, 0] {
             if !self.holds(FIXED + extra + id).await? {
@@ -287,7 +288,7 @@ impl<'a, S: Storage> TableReader<'a, S> {
         Ok(None)
     }
 
-    /// Whether the file has `length` bytes of the next entry, which are in memory then.
+    /// Reads `length` bytes of the next entry into memory. Returns whether the file has them.
     async fn holds(&mut self, length: usize) -> Result<bool> {
         let end = self.at + length;
         if self.start.saturating_add(end as u64) > self.storage.size() {

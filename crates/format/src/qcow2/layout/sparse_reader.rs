@@ -1,17 +1,18 @@
-//! Reading tables only where the file holds anything.
+//! Reads tables only where the file has data.
 //!
-//! A file can be exabytes long and hold next to nothing. Tables in its holes are zeros, and are
-//! passed over without a read: the storage says where its data is. So the cost of reading an
-//! image's tables depends on the data in the file, not on the sizes in its header.
+//! A file can be exabytes long and have almost no data. Tables in its holes are zeros, and are
+//! skipped without a read: the storage says where its data is. So the cost of reading an image's
+//! tables depends on the data in the file, not on the sizes in its header.
 
 use blockhouse_core::{Allocation, ByteRange, Result, Storage};
 
 use super::geometry::Geometry;
 use super::table_io;
 
-/// The most that is read at a time.
+/// Maximum bytes that are read at a time.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// Of a file up to this length, in bytes, all is read: that costs no more than asking.
+/// A file up to this length, in bytes, is read as a whole: that costs no more than querying its
+/// holes.
 const SMALL_FILE: u64 = 16 << 20;
 
 /// Reads tables of an image, best in the order of their offsets.
@@ -19,7 +20,7 @@ pub(crate) struct SparseReader<'a, S> {
     storage: &'a S,
     /// Everything that is read starts and ends at multiples of this.
     granularity: u64,
-    /// The last answer of the storage.
+    /// The last block status that the storage returned.
     known: Option<(ByteRange, Allocation)>,
 }
 
@@ -28,9 +29,9 @@ impl<'a, S: Storage> SparseReader<'a, S> {
         Self { storage, granularity: geometry.slice_size(), known: None }
     }
 
-    /// The first part of `range` that may be anything but zeros, in whole slices and at most 1 MiB;
-    /// `None` if all of it is zeros. `range` starts at a cluster, and becomes what follows the
-    /// answer. A storage that cannot say where its holes are has none.
+    /// The first part of `range` that may have other bytes than zeros, in whole slices and at most
+    /// 1 MiB; `None` if all of it is zeros. `range` starts at a cluster, and is advanced past the
+    /// result. A storage that cannot report holes is treated as having none.
     pub(crate) async fn next_data(&mut self, range: &mut ByteRange) -> Option<ByteRange> {
         let data = self.find_data(*range).await?;
         *range = ByteRange::between(data.end(), range.end());
@@ -73,7 +74,7 @@ impl<'a, S: Storage> SparseReader<'a, S> {
         Ok(Some((data, bytes)))
     }
 
-    /// The storage's status at `offset`, and up to where.
+    /// The storage's status at `offset`, and the end of the range with this status.
     async fn status_at(&mut self, offset: u64) -> (Allocation, u64) {
         if let Some((range, status)) = self.known
             && (range.offset()..range.end()).contains(&offset)

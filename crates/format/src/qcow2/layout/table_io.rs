@@ -1,4 +1,4 @@
-//! Tables on their way between the storage and memory.
+//! Reads and writes of tables on the storage.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
@@ -10,7 +10,7 @@ pub(crate) use crate::aligned_read::read;
 /// Reads the header of the image in `storage`.
 ///
 /// # Errors
-/// `Corrupt` or `Unsupported`, with the field's offset; or what the storage answers.
+/// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
 pub(crate) async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
     let refuse = |refusal: HeaderError| {
         let kind = match refusal.reason {
@@ -46,12 +46,12 @@ pub(crate) async fn read_header<S: Storage>(storage: &S) -> Result<Header> {
     Header::parse(&bytes, block).map_err(refuse)
 }
 
-/// Where the clusters of an image can be smaller than the blocks of its storage.
+/// Hint for an image whose clusters are smaller than the blocks of its storage.
 pub(crate) const SMALL_CLUSTERS: &str = "a file or device of this host is opened through the page cache (--cache \
      writeback); an export of another server needs one that takes smaller blocks, or a copy of the image with larger \
      clusters";
 
-/// As much of a range of whole clusters as lies in the file, in whole blocks: for giving it back.
+/// The part of a range of whole clusters that lies in the file, in whole blocks: for a discard.
 pub(crate) fn whole_blocks<S: Storage>(storage: &S, range: ByteRange) -> Option<ByteRange> {
     let inside = range.truncate(storage.size().saturating_sub(range.offset()));
     inside.align_inward(u64::from(storage.capabilities().alignment.offset))

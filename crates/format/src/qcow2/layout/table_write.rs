@@ -1,10 +1,10 @@
-//! Writes of tables: bytes, and the offset that they belong to.
+//! Writes of tables: bytes, and their offset.
 
 use std::collections::BTreeSet;
 
 use super::words;
 
-/// Bytes of a table and where they go.
+/// Bytes of a table, and their offset in the file.
 pub(crate) struct TableWrite {
     pub(crate) offset: u64,
     pub(crate) bytes: Vec<u8>,

@@ -1,4 +1,4 @@
-//! Big-endian words in bytes: all numbers of the format are stored so.
+//! Big-endian words in bytes: the format stores all numbers this way.
 
 /// The big-endian word at `offset`.
 pub(crate) fn be64(bytes: &[u8], offset: usize) -> u64 {

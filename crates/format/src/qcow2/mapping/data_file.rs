@@ -1,4 +1,4 @@
-//! Mapping where it depends on whether the data lies in a data file (`data_placement`).
+//! The parts of mapping that depend on whether the data is in a data file (`data_placement`).
 
 use std::ops::Range;
 
@@ -11,7 +11,8 @@ use super::write::{Target, WriteMethod, write_method};
 use super::{Mapper, noop_extent};
 
 impl Mapper<'_> {
-    /// Host clusters for the first of these guest clusters, and which those are.
+    /// Allocates host clusters for the first of these guest clusters. Returns the guest clusters
+    /// that got one, and their target.
     pub(super) fn allocate_target(
         &mut self,
         slice: SliceId,
@@ -27,7 +28,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// A dropped write may still modify these host clusters.
+    /// Records host clusters that a write with a dropped future may still modify.
     pub(super) fn quarantine(&mut self, hosts: Range<u64>) {
         match &mut self.mapping.data {
             DataPlacement::Image => self.allocator.quarantine(hosts),
@@ -35,7 +36,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// The extent of the first bytes of `range` for making them zeros.
+    /// Maps the first bytes of `range` for a zero write.
     pub(crate) fn map_zero(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
         let DataPlacement::DataFile(file) = &self.mapping.data else {
             return self.map_zero_by_entries(range, unmap);
@@ -44,12 +45,12 @@ impl Mapper<'_> {
         if file.is_raw_disk() || self.starts_with_data(range)? {
             return self.map_write(range);
         }
-        // One cluster: the next may have data.
+        // Only one cluster, because the next one may have data.
         let first = range.truncate(self.tables.geometry().rest_of_cluster(range.offset()));
         self.map_zero_by_entries(first, Unmap::Forbidden)
     }
 
-    /// The extent of the first bytes of `range` for giving their space back.
+    /// Maps the first bytes of `range` for a discard.
     pub(crate) fn map_discard(&mut self, range: ByteRange) -> Step<Extent> {
         match &self.mapping.data {
             DataPlacement::Image => self.map_discard_in_image(range),
@@ -57,7 +58,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// Data is discarded in the data file; its entries stay.
+    /// Maps a discard in a data file: data is discarded there, and its entries stay.
     fn map_discard_in_data_file(&mut self, range: ByteRange) -> Step<Extent> {
         if self.starts_with_data(range)? {
             return self.map_write(range);

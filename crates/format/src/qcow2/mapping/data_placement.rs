@@ -1,14 +1,14 @@
-//! Where mapped extents point to: host clusters of the image, or an external data file.
+//! The placement of the guest's data: in host clusters of the image, or in an external data file.
 //!
-//! This is decided once, when the image is opened. In a data file each guest cluster has one host
-//! offset, its own, as in QEMU: nothing is allocated or counted, and no host cluster ever gets
-//! another owner. The L2 entry says whether the data there counts.
+//! The placement is fixed when the image is opened. In a data file, the host offset of each guest
+//! cluster is its guest offset, as in QEMU: nothing is allocated or counted, and host clusters are
+//! never reused for other guest clusters. The L2 entry says whether the data there is valid.
 //!
-//! - Zeros and discards of data go to the data file, and its entries stay. So nothing has to be
-//!   punched after a writeback, when the cluster may have data again. Entries say zero only where
-//!   there is no data.
-//! - Where the data file is the raw disk (`data_file_raw`), entries never say zero: all zeros are
-//!   written there, so that it reads as the disk without the image.
+//! - Zero writes and discards of data are made in the data file, and the L2 entries stay. So no
+//!   range has to be punched after a writeback, when the cluster may have data again. The zero flag
+//!   is set only in entries without data.
+//! - If the data file is the raw disk (`data_file_raw`), the zero flag is never set: all zeros are
+//!   written to the data file, so that it reads as the disk without the image.
 //! - A write whose future was dropped may still write its COW padding. There is no other host
 //!   cluster to go to, so the next change of the cluster waits for that write.
 
@@ -22,20 +22,20 @@ use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::options::DataFile;
 use crate::qcow2::tables::{Blocked, Step};
 
-/// Where the data of guest clusters lies.
+/// The location of the data of guest clusters.
 pub(super) enum DataPlacement {
     /// In host clusters of the image.
     Image,
-    /// In a data file, each cluster at its own offset.
+    /// In a data file, each cluster at its guest offset.
     DataFile(DataFilePlacement),
 }
 
-/// The mapping's knowledge of the data file.
+/// The state of the mapping for a data file.
 pub(super) struct DataFilePlacement {
-    /// Its block in bytes: writes there are aligned to it.
+    /// Bytes of a block of the data file: writes there are aligned to it.
     block: u64,
     is_raw_disk: bool,
-    /// Writes that carry COW padding.
+    /// Writes in flight with COW padding.
     cow_writes: WaitGroup,
     /// Clusters of writes with dropped futures.
     dropped: HashSet<u64>,
@@ -61,28 +61,29 @@ impl DataPlacement {
             if let Some(end) = file.cow_writes.listen() {
                 return Err(Blocked::Wait(end));
             }
-            // None is in flight: all have completed.
+            // No such write is in flight.
             file.dropped.clear();
         }
         Ok(())
     }
 
     /// The range of a change that becomes visible. In a data file it ends with the disk of `size`
-    /// bytes, so that the file is no longer than that (up to the end of a block).
+    /// bytes, rounded up to a block, so that the file does not become longer than the disk.
     pub(super) fn within_disk(&self, whole: ByteRange, guest: ByteRange, size: u64) -> ByteRange {
         let Self::DataFile(file) = self else { return whole };
         let end = size.next_multiple_of(file.block).max(guest.end());
         whole.before(end)
     }
 
-    /// The data file is open, and has blocks of this many bytes.
+    /// Called when the data file was opened, with the bytes of its blocks.
     pub(super) fn set_block(&mut self, block: u64) {
         if let Self::DataFile(file) = self {
             file.block = block;
         }
     }
 
-    /// The memory of a write with COW padding: the write counts as in flight until it is dropped.
+    /// Attaches a guard to the memory of a write with COW padding: the write counts as in flight
+    /// until the memory is dropped.
     pub(super) fn track_cow_write(&self, from: IoVector) -> IoVector {
         match self {
             Self::Image => from,
@@ -97,7 +98,7 @@ impl DataFilePlacement {
         self.is_raw_disk
     }
 
-    /// The future of a write to these clusters was dropped.
+    /// Records that the future of a write to these clusters was dropped.
     pub(super) fn note_dropped(&mut self, clusters: Range<u64>) {
         self.dropped.extend(clusters);
     }

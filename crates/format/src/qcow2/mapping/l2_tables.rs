@@ -7,8 +7,8 @@ use crate::qcow2::tables::{SliceId, Step};
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// The slice with a cluster's L2 entry, in an L2 table that only the active L1 table refers to:
-    /// allocated or copied if necessary.
+    /// The slice with a cluster's L2 entry, in an L2 table to which only the active L1 table
+    /// refers. The table is allocated or copied if necessary.
     pub(super) fn writable_l2_slice(&mut self, cluster: u64) -> Step<SliceId> {
         let at = self.tables.geometry().l2_index(cluster);
         let table = match self.tables.l2_table(at.l1_index)? {

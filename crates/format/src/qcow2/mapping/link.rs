@@ -1,4 +1,4 @@
-//! The end of a pending change: its entries in memory, or its clusters free again.
+//! The end of a pending change: a link sets its entries in memory, an abort frees its clusters.
 
 use std::ops::Range;
 
@@ -15,19 +15,19 @@ use crate::qcow2::tables::{DataStability, EntryRun, RedoChange, RedoRecord, Slic
 use super::Mapper;
 use super::pending_changes::Change;
 
-/// The change of a cluster's entry.
+/// A pending change whose entries are being set.
 struct EntryChange<'a> {
     /// The first cluster of the change.
     first: u64,
     change: &'a Change,
-    /// The guest's bytes that become visible.
+    /// The guest range that becomes visible.
     whole: ByteRange,
     stability: DataStability,
 }
 
 impl Mapper<'_> {
-    /// The data of the extent is written: all entries change, or none if a step is blocked. Returns
-    /// the clusters whose references left the tables, for the caller to free.
+    /// Links an extent whose data is written: sets all its entries, or none if a step is blocked.
+    /// Returns the clusters to which entries no longer refer, for the caller to free.
     pub(crate) fn link(&mut self, extent: Extent, data: Durability) -> Step<Vec<DeferredFree>> {
         let mut dropped = Vec::new();
         if !extent.flags.contains(ExtentFlags::NEW) {
@@ -125,7 +125,7 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// The entry of a cluster that has no data: it must not show the backing file.
+    /// The entry of a discarded cluster: it must not expose the backing file's data.
     pub(super) fn discarded_entry(&self) -> Entry {
         if self.tables.geometry().version >= 3 && self.has_backing() {
             Entry::ZERO
@@ -134,7 +134,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// The data of the extent did not arrive.
+    /// Aborts the change of an extent whose data was not written.
     pub(crate) fn abort(&mut self, extent: Extent, why: Abort) {
         let geometry = self.tables.geometry();
         if why == Abort::InFlight
@@ -176,7 +176,7 @@ impl Mapper<'_> {
     }
 }
 
-/// The subclusters of a cluster once `whole` is written.
+/// The subclusters of a cluster after `whole` is written.
 fn written_subclusters(
     geometry: Geometry,
     old: Entry,

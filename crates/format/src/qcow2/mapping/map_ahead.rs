@@ -1,9 +1,9 @@
 //! Mapping clusters ahead of a run of first writes (`runs_ahead`) to prepared space.
 //!
-//! It happens only in the step that allocates for the first write itself, so the same writeback
-//! brings both to the disk. The zeros in the host clusters are durable before any entry refers to
+//! Clusters are mapped ahead only in the step that allocates for the first write itself, so one
+//! writeback writes both. The zeros in the host clusters are durable before any entry refers to
 //! them. The entries change like all others: after the refcounts, marked as dirty, and appended to
-//! the redo log. If the first write fails, the mappings stay, and read as before.
+//! the redo log. If the first write fails, the mappings stay, and their clusters read as before.
 
 use std::ops::Range;
 
@@ -13,8 +13,9 @@ use crate::qcow2::tables::{DataStability, RedoChange, RedoRecord, SliceId, Step}
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// How many clusters after these, which all lie in one slice, may be mapped ahead: clusters of
-    /// that slice that read as zeros without a host cluster, and that nothing changes now.
+    /// How many clusters after `clusters`, whose entries are all in one slice, may be mapped ahead:
+    /// they must have entries in that slice, read as zeros without a host cluster, and have no
+    /// pending change.
     pub(super) fn clusters_ahead(&mut self, slice: SliceId, clusters: &Range<u64>) -> Step<u64> {
         if !self.allocator.has_prepared() {
             return Ok(0);
@@ -22,7 +23,7 @@ impl Mapper<'_> {
         let geometry = self.tables.geometry();
         let header = self.tables.header();
         let wanted = self.mapping.runs.wanted(clusters.start, geometry.cluster_bits);
-        // Zeros in the file must read as zeros of the disk, and clusters are mapped as a whole.
+        // Zeros in the file do not decrypt to zeros, and only whole clusters are mapped ahead.
         if wanted == 0 || header.encryption.is_some() || geometry.extended_l2 {
             return Ok(0);
         }
@@ -30,8 +31,8 @@ impl Mapper<'_> {
         let in_slice = geometry.slice_l2_entries() - geometry.l2_index(clusters.start).index as u64;
         let end = (clusters.end + wanted).min(clusters.start + in_slice);
         let end = end.min(geometry.clusters_for(header.size));
-        // A growing disk covers its backing file's bytes beyond the old end before it has the new
-        // size.
+        // `clusters` may lie past the size in the header: before a disk gets a larger size, the
+        // backing file's bytes past the old end are overwritten.
         if end <= clusters.end {
             return Ok(0);
         }
@@ -45,15 +46,15 @@ impl Mapper<'_> {
             }
             found += 1;
         }
-        // A record of their own is appended, before those of the pending changes.
+        // The clusters mapped ahead take one record in the log, besides those of the pending
+        // changes.
         let pending = self.mapping.changes.len() + 1;
         let has_room = found > clusters.end && self.tables.redo.check_room(pending).is_ok();
         Ok(if has_room { found - clusters.end } else { 0 })
     }
 
-    /// Maps the clusters that follow `clusters` to these host clusters, which hold written zeros,
-    /// durably. All is as if they had been written: their entries are dirty, and noted in the
-    /// redo log.
+    /// Maps the clusters that follow `clusters` to these host clusters, in which written zeros are
+    /// durable. As after a write, the entries are dirty and recorded in the redo log.
     pub(super) fn map_ahead(&mut self, slice: SliceId, clusters: Range<u64>, hosts: Range<u64>) {
         let geometry = self.tables.geometry();
         let ahead = clusters.end..clusters.end + (hosts.end - hosts.start);

@@ -1,39 +1,40 @@
 //! Runs of first writes, and how many clusters are mapped ahead of them.
 //!
-//! The first write to a cluster changes a refcount and an L2 entry: two writes beside its own. If
-//! it uses prepared space (`allocator/prepared`), the same step can map the guest's next clusters
-//! to more of that space (`map_ahead`). They read as zeros before and after, the same two writes
-//! serve all of them, and each later write to one is an overwrite in place.
+//! The first write to a cluster changes a refcount and an L2 entry: two metadata writes besides the
+//! data. If it uses prepared space (`allocator/prepared`), the same step can map the guest's next
+//! clusters to more of that space (`map_ahead`). These clusters read as zeros before and after, the
+//! same two metadata writes serve all of them, and each later write to one of them is an overwrite
+//! in place.
 //!
-//! This pays only for a run: first writes that each begin where the previous one and its clusters
-//! mapped ahead end. As many clusters are mapped ahead as the run has written, so the number
-//! doubles with each first write; none are mapped if fewer than half of the latest were written. So
-//! a run leaves at most as many unwritten clusters as it has written, and random writes leave
-//! almost none.
+//! Mapping ahead is useful only for a run: first writes that each begin where the previous one and
+//! its clusters mapped ahead end. The number of clusters mapped ahead is that of the clusters that
+//! the run has written, so it doubles with each first write; no clusters are mapped ahead if fewer
+//! than half of the latest ones were written. So a run leaves at most as many unwritten clusters as
+//! it has written, and random writes leave almost none.
 
 use std::ops::Range;
 
-/// How far is mapped ahead at most, in clusters (bits of [`Run::used`]) and in bytes.
+/// The maximum that is mapped ahead at a time, in clusters (bits of [`Run::used`]) and in bytes.
 const MAX_CLUSTERS: u64 = 64;
 const MAX_BYTES: u64 = 4 << 20;
 
 /// Maximum number of parallel runs: a file system's journal and several files.
 const MAX_RUNS: usize = 4;
 
-/// The latest runs, the latest one last.
+/// The latest runs, in order: the latest one is the last.
 #[derive(Default)]
 pub(super) struct RunsAhead {
     runs: Vec<Run>,
 }
 
 struct Run {
-    /// The cluster after all that it has mapped.
+    /// The cluster after the last one that the run has mapped.
     end: u64,
-    /// How many before that were mapped ahead with its latest first write.
+    /// How many clusters before `end` were mapped ahead with the latest first write.
     ahead: u64,
-    /// Which of these were written since: the lowest bit is the last one.
+    /// Which of these clusters were written since: the lowest bit is the last cluster.
     used: u64,
-    /// How many clusters it has written, these aside.
+    /// How many clusters the run has written, without those in `used`.
     written: u64,
 }
 
@@ -48,20 +49,21 @@ impl Run {
 }
 
 impl RunsAhead {
-    /// How many clusters to map ahead of a first write that begins with the cluster `first`.
+    /// How many clusters to map ahead with a first write that begins at cluster `first`.
     pub(super) fn wanted(&self, first: u64, cluster_bits: u32) -> u64 {
         let limit = MAX_CLUSTERS.min(MAX_BYTES >> cluster_bits);
         let run = self.runs.iter().find(|run| run.end == first && run.has_used_half());
         run.map_or(0, |run| (run.all_written() + 1).min(limit))
     }
 
-    /// A first write is about to write these clusters, and this many after them were mapped ahead.
+    /// Records a first write that is about to write `clusters`, with `ahead` clusters mapped ahead
+    /// after them.
     pub(super) fn note_first(&mut self, clusters: Range<u64>, ahead: u64) {
         let before = self.runs.iter().position(|run| run.end == clusters.start);
         let before = before.map(|index| self.runs.remove(index));
         let written = before.filter(Run::has_used_half).map_or(0, |run| run.all_written());
         if self.runs.len() == MAX_RUNS {
-            // Single writes are the first to go, so that many of them end no run.
+            // Single writes are evicted first, so that many of them do not evict a run.
             let single = self.runs.iter().position(|run| run.ahead == 0);
             self.runs.remove(single.unwrap_or(0));
         }
@@ -69,7 +71,7 @@ impl RunsAhead {
         self.runs.push(Run { end: clusters.end + ahead, ahead, used: 0, written });
     }
 
-    /// These clusters are about to be written in place.
+    /// Records that these clusters are about to be written in place.
     pub(super) fn note_overwrite(&mut self, clusters: &Range<u64>) {
         for run in &mut self.runs {
             let start = clusters.start.max(run.end - run.ahead);
@@ -84,7 +86,7 @@ impl RunsAhead {
 mod tests {
     use super::*;
 
-    /// Writes clusters one by one; which of them were first writes.
+    /// Writes clusters one by one. Returns those whose write was a first write.
     fn write(runs: &mut RunsAhead, clusters: impl IntoIterator<Item = u64>) -> Vec<u64> {
         let (mut mapped, mut firsts) = (Vec::new(), Vec::new());
         for cluster in clusters {

@@ -1,4 +1,5 @@
-//! Mapping for zeros and discards: entries where they suffice, writes otherwise.
+//! Mapping for zero writes and discards: by changes of entries if these suffice, otherwise by
+//! writes.
 
 use std::ops::Range;
 
@@ -15,7 +16,7 @@ use super::write::WriteMethod;
 use super::{Mapper, noop_extent};
 
 impl Mapper<'_> {
-    /// The extent of the first bytes of `range` for making them zeros, by entries if possible.
+    /// Maps the first bytes of `range` for a zero write, by a change of entries if possible.
     pub(super) fn map_zero_by_entries(&mut self, range: ByteRange, unmap: Unmap) -> Step<Extent> {
         let Some(clusters) = self.whole_clusters(range) else {
             let keep = unmap == Unmap::Forbidden;
@@ -25,7 +26,8 @@ impl Mapper<'_> {
                 return Ok(extent);
             }
             let read = map_read(self.tables, first)?;
-            // Subclusters can be smaller than the storage's blocks: all of the part or nothing.
+            // Subclusters can be smaller than the storage's blocks, so the extent must be all of
+            // `first`.
             return match read.state {
                 ExtentState::Zero | ExtentState::Hole if read.guest == first => Ok(read),
                 _ => self.map_write(first),
@@ -52,12 +54,12 @@ impl Mapper<'_> {
         self.prepare_unmapping(range, clusters, change, needs)
     }
 
-    /// The extent of the first bytes of `range` for giving their host clusters back.
+    /// Maps the first bytes of `range` for a discard, which frees their host clusters.
     pub(super) fn map_discard_in_image(&mut self, range: ByteRange) -> Step<Extent> {
         let geometry = self.tables.geometry();
         let is_backed = self.is_backed(geometry.cluster_of(range.offset()));
-        // Such an image has no zero flag: the guest's data stays, or the backing file's bytes would
-        // reappear.
+        // Such an image has no zero flag: the discard does nothing, because unallocated clusters
+        // would expose the backing file's bytes.
         if is_backed && geometry.version < 3 {
             return Ok(noop_extent(
                 range.truncate(self.tables.geometry().rest_of_cluster(range.offset())),
@@ -83,8 +85,8 @@ impl Mapper<'_> {
         self.prepare_unmapping(range, clusters, Change::Discard, needs)
     }
 
-    /// Whether a cluster without an entry would show bytes of the backing file. In images with zero
-    /// flags this holds up to the disk's end, even if the backing file is shorter now.
+    /// Whether a cluster without an entry may read as the backing file. In an image with zero
+    /// flags, that is assumed up to the disk's end, even if the backing file is shorter now.
     fn is_backed(&self, cluster: u64) -> bool {
         let geometry = self.tables.geometry();
         let is_before_end = geometry.offset_of(cluster) < self.mapping.backing_end;
@@ -102,8 +104,8 @@ impl Mapper<'_> {
         }
     }
 
-    /// The first bytes of `range` that lie in one cluster and are whole subclusters, or a part of
-    /// one.
+    /// The first bytes of `range`, in one cluster, that are either whole subclusters or a part of
+    /// one subcluster.
     fn first_subclusters(&self, range: ByteRange) -> ByteRange {
         let first = range.truncate(self.tables.geometry().rest_of_cluster(range.offset()));
         let size = self.tables.geometry().subcluster_size();
@@ -159,7 +161,8 @@ impl Mapper<'_> {
         Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
     }
 
-    /// A part of a cluster: the host's file can have a hole there if no other entry refers to it.
+    /// Maps a discard of a part of a cluster: the host's file can get a hole there if the cluster
+    /// can be written in place.
     fn discard_part(&mut self, part: ByteRange) -> Step<Extent> {
         let cluster = self.tables.geometry().cluster_of(part.offset());
         self.wait_for_change(cluster)?;
@@ -172,7 +175,7 @@ impl Mapper<'_> {
         Ok(noop_extent(part))
     }
 
-    /// The whole clusters from the start of `range` on that it covers, if at least one. Bytes
+    /// The whole clusters that `range` covers from its start on; `None` if there are none. Bytes
     /// beyond the disk's end count as covered.
     fn whole_clusters(&self, range: ByteRange) -> Option<Range<u64>> {
         let geometry = self.tables.geometry();
@@ -188,8 +191,9 @@ impl Mapper<'_> {
         (!clusters.is_empty()).then_some(clusters)
     }
 
-    /// Prepares a change that is made by entries alone, for the first of `clusters` as far as they
-    /// `need` it or do not.
+    /// Prepares a change by entries alone, for the first of `clusters` that all need it (by
+    /// `needs`). If the first cluster does not need it, returns an extent without work for those
+    /// that do not.
     fn prepare_unmapping(
         &mut self,
         range: ByteRange,
@@ -239,9 +243,9 @@ impl Mapper<'_> {
         Ok(Extent { guest, alloc_range: guest, state: ExtentState::Zero, flags })
     }
 
-    /// Space for the compressed form of the cluster `guest`, `length` bytes. It starts at a
-    /// multiple of `block` and has whole blocks for itself, so that a write never touches a block
-    /// of another one.
+    /// Allocates space for the compressed form of the cluster `guest`, `length` bytes. The space
+    /// starts at a multiple of `block` and has whole blocks, so that a write of it never touches a
+    /// block of another compressed cluster.
     pub(crate) fn map_compressed(
         &mut self,
         guest: ByteRange,

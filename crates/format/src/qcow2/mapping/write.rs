@@ -15,37 +15,37 @@ use super::pending_changes::Change;
 pub(super) enum WriteMethod {
     /// In place, byte for byte.
     InPlace { host: u64 },
-    /// In the host cluster that it has, which does not hold its data yet.
+    /// In its allocated host cluster, from which the range does not read yet.
     Preallocated { host: u64 },
     /// In a new host cluster; no old data has to be copied.
     Allocate,
-    /// In a new host cluster that gets all that the old one holds.
+    /// In a new host cluster, to which the rest of the old content is copied.
     Cow(CowReason),
 }
 
 /// Why a cluster is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CowReason {
-    /// A snapshot may refer to it, too.
+    /// A snapshot may refer to the cluster, too.
     Shared,
-    /// It is compressed.
+    /// The cluster is compressed.
     Compressed,
     /// A write with a dropped future may still write its COW padding there.
     Quarantined,
 }
 
-/// Where prepared data goes.
+/// The host space for the data of a prepared write.
 pub(super) struct Target {
     pub(super) host: u64,
-    /// Allocated for it.
+    /// Whether it was allocated for this write.
     pub(super) allocated: bool,
-    /// Reads as zeros, as do the replaced clusters.
+    /// Whether the host space reads as zeros, as do the replaced clusters.
     pub(super) zeroed: bool,
-    /// These zeros are written and durable.
+    /// Whether these zeros are written and durable.
     pub(super) prepared: bool,
 }
 
-/// How a guest cluster can be written, by its entry.
+/// How a guest cluster can be written, according to its entry.
 pub(super) fn write_method(
     tables: &mut Tables,
     slice: SliceId,
@@ -75,8 +75,8 @@ pub(super) fn write_method(
 }
 
 impl Mapper<'_> {
-    /// The extent of the first bytes of `range` for writing. All of it lies before the last
-    /// cluster's end.
+    /// Maps the first bytes of `range` for a write. `range` must lie before the end of the disk's
+    /// last cluster.
     pub(crate) fn map_write(&mut self, range: ByteRange) -> Step<Extent> {
         self.tables.check_dirty_limit()?;
         let geometry = self.tables.geometry();
@@ -118,7 +118,8 @@ impl Mapper<'_> {
         }
     }
 
-    /// As the function of that name; a quarantined cluster is not written again.
+    /// As the function [`write_method`], but a preallocated cluster that is quarantined is not
+    /// written again.
     fn write_method(
         &mut self,
         slice: SliceId,
@@ -135,7 +136,8 @@ impl Mapper<'_> {
         })
     }
 
-    /// Whether the cluster `count` after one that is written one way can be in the same extent.
+    /// Whether a cluster can be in one extent with the cluster that is `count` clusters before it.
+    /// `method` is how that cluster is written, `next` how this one is.
     fn is_contiguous(&self, method: WriteMethod, count: u64, next: WriteMethod) -> bool {
         use WriteMethod::{Allocate, Cow, InPlace, Preallocated};
         let geometry = self.tables.geometry();
@@ -169,13 +171,14 @@ impl Mapper<'_> {
         Extent { guest, alloc_range: guest, state: ExtentState::Mapped { host }, flags }
     }
 
-    /// New host clusters for the first of these guest clusters, and which those are.
+    /// Allocates host clusters for the first of these guest clusters. Returns the guest clusters
+    /// that got one, and their target.
     pub(super) fn allocate_in_image(
         &mut self,
         slice: SliceId,
         clusters: Range<u64>,
     ) -> Step<(Range<u64>, Target)> {
-        // Space past the end is unwritten, unless the file was longer before.
+        // Space past the end of the file is unwritten, unless the file was longer before.
         let unused = self.tables.file.end();
         let count = clusters.end - clusters.start;
         let ahead = self.clusters_ahead(slice, &clusters)?;
@@ -222,7 +225,8 @@ impl Mapper<'_> {
         Ok(Extent { guest, alloc_range: whole, state: ExtentState::Mapped { host }, flags })
     }
 
-    /// Whether these clusters, all in one slice, read as zeros whatever the backing file has.
+    /// Whether these clusters, whose entries are all in one slice, read as zeros whatever the
+    /// backing file has.
     fn reads_as_zeros(&mut self, slice: SliceId, clusters: Range<u64>) -> Step<bool> {
         for cluster in clusters {
             let index = self.tables.geometry().l2_index(cluster).index;
@@ -240,7 +244,8 @@ impl Mapper<'_> {
         Ok(true)
     }
 
-    /// `guest` and the rest of its first and last subcluster, unless that holds data already.
+    /// `guest`, extended to whole subclusters at its start and end, except for a subcluster that
+    /// has data already.
     fn whole_subclusters(&mut self, slice: SliceId, guest: ByteRange) -> Step<ByteRange> {
         let outer = guest.align_outward(self.tables.geometry().subcluster_size());
         let start = if self.holds_data(slice, guest.offset())? { guest } else { outer }.offset();

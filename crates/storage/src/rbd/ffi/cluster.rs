@@ -48,7 +48,7 @@ impl Cluster {
         // SAFETY: the strings end with a zero byte and outlive the call, as in all calls here.
         let created = check(unsafe { (ceph.rados.rados_create)(&raw mut client, user) });
         created.map_err(failed("cannot become a client of Ceph"))?;
-        // From here on it is shut down on every way out.
+        // From here on, dropping `cluster` shuts the client down on every return.
         let mut cluster = Self { ceph, client, pool: ptr::null_mut() };
         let configured = cluster.configure(location.configuration(), options, defaults);
         configured.map_err(failed("cannot read the configuration of Ceph"))?;
@@ -82,10 +82,10 @@ impl Cluster {
         Ok(())
     }
 
-    /// Whether a number among the options is 0, or cannot be had.
+    /// Whether a numeric option is 0, or cannot be read.
     fn is_zero(&self, name: &CStr) -> bool {
         let mut value = [0_u8; OPTION_LENGTH];
-        // One byte less, so that it ends with a zero byte.
+        // One byte less than the buffer, so that the value always ends with a zero byte.
         let (room, length) = (value.as_mut_ptr(), OPTION_LENGTH - 1);
         // SAFETY: there are as many bytes.
         let got = unsafe {

@@ -1,4 +1,4 @@
-//! An open image: its blocking calls. `operation` has the others.
+//! The blocking calls of an open image. Asynchronous operations are in `operation`.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::io;
@@ -29,7 +29,7 @@ const MAX_TEXT: usize = 1024;
 
 /// A client that holds the lock of an image.
 pub(crate) struct LockHolder {
-    /// As Ceph calls its clients: `client.4123`.
+    /// Ceph's name of the client, such as `client.4123`.
     pub(crate) client: String,
     /// Its IP address, port and nonce.
     pub(crate) address: String,
@@ -52,7 +52,7 @@ pub(crate) struct Image<W: Waiter> {
     pub(super) handle: Handle,
     /// Operations in flight in librbd whose completion was not fetched.
     pub(super) in_flight: AtomicUsize,
-    /// librbd adds to it for each completion. No one has to read it.
+    /// The eventfd that librbd signals for each completion. It need not be read.
     pub(super) notifier: OwnedFd,
     waiters: PhantomData<fn(W) -> W>,
 }
@@ -91,7 +91,7 @@ impl<W: Waiter> Image<W> {
         // SAFETY: the pool lives as long as the cluster, which the image keeps; null means no
         // snapshot.
         check(unsafe { open(cluster.pool(), name.as_ptr(), &raw mut handle, snapshot) })?;
-        // From here on it is closed on every way out.
+        // From here on, dropping `image` closes it on every return.
         let in_flight = AtomicUsize::new(0);
         let image = Self { cluster, handle, in_flight, notifier, waiters: PhantomData };
         let descriptor = image.notifier.as_raw_fd();
@@ -214,8 +214,7 @@ impl<W: Waiter> Image<W> {
         Ok((count > 0).then_some(holder))
     }
 
-    /// The numbers of the clients that have the image open for writing; of more than a few the
-    /// first.
+    /// The numbers of the clients that have the image open for writing, at most [`MAX_WATCHERS`].
     pub(crate) fn watchers(&self) -> io::Result<Vec<i64>> {
         let none = WatcherRecord { address: ptr::null_mut(), id: 0, cookie: 0 };
         let (mut records, mut count) = ([none; MAX_WATCHERS], MAX_WATCHERS);
@@ -256,12 +255,12 @@ impl<W: Waiter> Image<W> {
 /// The return value of a diff's callback that ends the scan.
 const STOP: c_int = -rustix::io::Errno::CANCELED.raw_os_error();
 
-/// The findings on the start of a range.
+/// The state of the scan of a range's first extent.
 struct Scan {
     range: ByteRange,
     /// End of the data at the start of the range.
     data_end: u64,
-    /// End of the hole at the start of the range, if there is no such data.
+    /// End of the hole at the start of the range, if the range does not start with data.
     hole_end: u64,
 }
 
@@ -310,7 +309,7 @@ pub(super) unsafe fn text(address: *const c_char) -> String {
 }
 
 impl<W: Waiter> Image<W> {
-    /// Waits for the operations in flight, completes them, gives the lock back and closes.
+    /// Waits for the operations in flight, completes them, releases the lock and closes the image.
     ///
     /// # Errors
     /// Errors of the cluster; the image is closed nevertheless.

@@ -1,8 +1,8 @@
 //! The functions of librados and librbd, found when the first image in Ceph is opened.
 //!
 //! Guarantees: a process that opens no such image loads neither library, and one on a machine
-//! without them gets an error that says what to install. A library that was loaded stays: its
-//! threads and destructors are in the process.
+//! without them gets an error that says what to install. A loaded library is never unloaded,
+//! because its threads and destructors stay in the process.
 //!
 //! The declarations are those of `rados/librados.h` and `rbd/librbd.h` (Ceph 16).
 

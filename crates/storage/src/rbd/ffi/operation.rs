@@ -20,7 +20,7 @@ use super::waiter::{Completion, Waiter};
 const MAX_COMPLETIONS: usize = 64;
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`.
 const THICK_PROVISION: c_int = 1;
-/// After so long the end of an operation is looked for again.
+/// The interval of checks for completions while draining.
 const DRAIN_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// The command to an image.
@@ -31,13 +31,13 @@ pub(crate) enum Command {
     Write(u64, IoVector),
     /// Makes a range zeros; `is_thick` keeps its space allocated.
     WriteZeroes { range: ByteRange, is_thick: bool },
-    /// Gives the space of whole objects, or of large parts of them, back.
+    /// Frees the space of whole objects, or of large parts of them.
     Discard(ByteRange),
     /// Makes all completed writes durable.
     Flush,
 }
 
-/// The property of an operation while it is in flight.
+/// What an operation owns while it is in flight.
 struct InFlight<W> {
     /// librbd writes to its bytes, and reads the list of its segments until the completion.
     memory: Option<IoVector>,
@@ -49,7 +49,7 @@ impl<W: Waiter> Image<W> {
     /// closing, with its memory dropped.
     ///
     /// # Errors
-    /// librbd refuses: then it was not begun.
+    /// librbd refuses the operation: then it was not begun.
     pub(crate) fn submit(&self, command: Command, waiter: W) -> io::Result<()> {
         let (call, memory) = match command {
             Command::Read(offset, memory) => (Call::Read(offset), Some(memory)),
@@ -149,12 +149,12 @@ impl<W: Waiter> Image<W> {
     /// Waits until no operation is in flight, and completes them; blocks.
     pub(super) fn drain(&self) {
         while self.in_flight.load(Ordering::Relaxed) > 0 {
-            // The counter begins anew before completions are looked for: none is missed.
+            // The counter is reset before the completions are fetched, so none is missed.
             let _ = rustix::io::read(&self.notifier, &mut [0; 8]);
             self.reap();
             if self.in_flight.load(Ordering::Relaxed) > 0 {
                 let mut waited = [PollFd::new(&self.notifier, PollFlags::IN)];
-                // A failure costs a look that finds nothing.
+                // If the poll fails, the loop only fetches completions once more.
                 let _ = poll(&mut waited, Some(&DRAIN_TIMEOUT));
             }
         }
@@ -175,7 +175,7 @@ enum Call {
     Flush,
 }
 
-/// The kernel's way to say a count or an errno in one number, which is Ceph's, too.
+/// Decodes a count or a negative errno in one number, the convention of the kernel and of Ceph.
 fn outcome(result: isize) -> Completion {
     u64::try_from(result).map_err(|_| io::Error::from_raw_os_error(-(result as i32)))
 }

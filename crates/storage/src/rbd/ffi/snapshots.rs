@@ -1,4 +1,4 @@
-//! The snapshots of an image, and what has changed since one.
+//! The snapshots of an image, and the ranges that have changed since a snapshot.
 
 use std::ffi::c_int;
 use std::io;
@@ -11,7 +11,7 @@ use super::library::{Handle, SnapshotRecord, Time};
 use super::waiter::Waiter;
 use super::{c_string, check};
 
-/// Snapshots that are queried at first.
+/// Number of snapshots that the first query has memory for.
 const USUAL_COUNT: usize = 16;
 
 impl<W: Waiter> Image<W> {
@@ -122,14 +122,14 @@ impl<W: Waiter> Image<W> {
     }
 }
 
-/// The findings of a diff in a range.
+/// The changes that a diff has found in a range.
 struct Changes {
     range: ByteRange,
     changes: Vec<StorageChange>,
 }
 
 impl Changes {
-    /// Takes in an extent, as far as it is in the range.
+    /// Adds the part of an extent that is inside of the range.
     fn add(&mut self, offset: u64, length: u64, exists: bool) {
         let start = offset.max(self.range.offset());
         let end = offset.saturating_add(length).min(self.range.end());

@@ -7,6 +7,6 @@ pub(crate) type Completion = io::Result<u64>;
 
 /// The waiter for an operation.
 pub(crate) trait Waiter: Send + 'static {
-    /// The operation has ended, once; on any thread.
+    /// Called once, on any thread, when the operation has ended.
     fn complete(self, completion: Completion);
 }

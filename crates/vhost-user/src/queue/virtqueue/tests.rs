@@ -11,8 +11,8 @@ const USED: u64 = 8192;
 const ENTRIES: u16 = 8;
 const STATUS: u64 = 12288;
 
-/// A ring whose log lies in the guest's memory, so that the byte with the mark for the page of the
-/// used ring is the one at `marked`. What is stored there after the mark was set removes the mark.
+/// A ring whose log lies in the guest's memory: the byte at `marked` has the mark for the page of
+/// the used ring. A store to that byte after the mark was set clears the mark.
 fn ring_with_its_mark_at(marked: u64, event_index: EventIndex) -> (Virtqueue, Arc<GuestMemory>) {
     let domain = FaultDomain::unconnected();
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -47,7 +47,7 @@ fn complete(queue: &mut Virtqueue, memory: &Arc<GuestMemory>, written: u64) {
 
 #[test]
 fn an_element_of_the_used_ring_is_marked_after_it_was_stored() {
-    // The second byte of the element's head, which the store makes zero.
+    // The second byte of the element's head, which the store clears.
     let at = USED + 4 + 1;
     let (mut queue, memory) = ring_with_its_mark_at(at, EventIndex::Absent);
     complete(&mut queue, &memory, 0);
@@ -68,7 +68,7 @@ fn notification_fields_are_marked_after_they_were_stored() {
     for (event_index, offset) in
         [(EventIndex::Absent, 0), (EventIndex::Negotiated, 4 + 8 * u64::from(ENTRIES))]
     {
-        // The upper byte, which every store here makes zero.
+        // The upper byte, which every store here clears.
         let at = USED + offset + 1;
         let (mut queue, memory) = ring_with_its_mark_at(at, event_index);
         assert!(!queue.enable_notify());
@@ -77,7 +77,7 @@ fn notification_fields_are_marked_after_they_were_stored() {
         assert!(!queue.enable_notify());
         assert!(!is_marked(&memory, at), "enabled before: nothing is stored");
         if event_index == EventIndex::Absent {
-            // A request comes, and no more kicks are needed.
+            // A request arrives, and no more kicks are needed.
             assert!(memory.write(AVAILABLE + 2, &[1]));
             assert_eq!(queue.available().unwrap(), 1);
             assert!(is_marked(&memory, at), "disabled");

@@ -3,13 +3,13 @@
 //! The whole bitmap becomes coarser, so that it fits into its allocated clusters and never needs
 //! more. Each step is durable before the next one:
 //!
-//! 1. Records of changes in it wait (`tracker/coarser`).
-//! 2. It is marked as one that lacks changes. A crash before step 4 leaves it so.
-//! 3. Its bits, its table and its entry in the directory are written in their places.
-//! 4. It is marked as one that records changes, and takes the place of the old one.
+//! 1. Tasks that record changes in it wait (`tracker/coarser`).
+//! 2. It is marked as lacking changes. After a crash before step 4 it stays so.
+//! 3. Its bits, its table and its entry in the directory are written over the old ones.
+//! 4. It is marked as recording changes, and replaces the old bitmap.
 //!
-//! A bitmap without any cluster marks the ranges of missing clusters as changed
-//! (`LiveBitmap::fill_lacking`). Neither takes space.
+//! If a bitmap has no cluster at all, the disk ranges of its missing clusters are marked as changed
+//! instead (`LiveBitmap::fill_lacking`). Neither way takes space.
 
 use std::sync::Arc;
 
@@ -21,15 +21,15 @@ use crate::qcow2::writeback::Metadata;
 use super::{BitmapLoss, BitmapSet, LiveBitmap, LiveBitmaps, Role, in_session};
 
 impl BitmapSet {
-    /// Which of the entries is that of an enabled bitmap.
+    /// The index of an enabled bitmap in `entries`, and in `live`.
     fn index_of(&self, bitmap: &Arc<LiveBitmap>) -> Option<(usize, usize)> {
         let nth = self.live.iter().position(|other| Arc::ptr_eq(other, bitmap))?;
         let mut live = (0..).zip(&self.roles).filter(|(_, role)| **role == Role::Live);
         live.nth(nth).map(|(index, _)| (index, nth))
     }
 
-    /// Writes the fields of an entry that say how coarse its bitmap is. Durable with the next
-    /// flush.
+    /// Writes the fields of an entry that have the granularity and the size of its bitmap's table.
+    /// Durable with the next flush.
     async fn write_entry<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -46,11 +46,11 @@ impl BitmapSet {
 }
 
 impl LiveBitmaps {
-    /// Records a change in a bitmap. `false` where another bitmap takes the place of this one: the
-    /// caller asks that one.
+    /// Records a change in a bitmap. Returns `false` if another bitmap replaces this one: the
+    /// caller then uses the other bitmap.
     ///
     /// # Errors
-    /// Errors of the storage: the change must not be made.
+    /// Errors of the storage. The caller must not make the change then.
     pub(super) async fn record_in<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -76,11 +76,12 @@ impl LiveBitmaps {
         }
     }
 
-    /// Has a bitmap become coarser as a whole, if it has a cluster. Whether another one has taken
-    /// its place.
+    /// Makes a whole bitmap coarser, if it has a cluster. Returns whether another bitmap has
+    /// replaced it.
     ///
     /// # Errors
-    /// Errors of the storage. The bitmap lacks changes where anything was changed.
+    /// Errors of the storage. If anything was already changed on disk, the bitmap then lacks
+    /// changes.
     async fn coarsen<S: Storage>(
         &self,
         metadata: &Metadata<S>,

@@ -1,8 +1,8 @@
 //! Makes a whole bitmap coarser: each bit stands for more of the disk, so that the bits fit into
 //! the allocated clusters.
 //!
-//! Guarantee: no change is missing. Once the bits are copied, no bit is set in the old bitmap, and
-//! no page of it is written: changes are recorded in the new one.
+//! Guarantee: no change is missing. From before the bits are copied, no bit is set in the old
+//! bitmap, and no page of it is written: later changes are recorded in the new bitmap.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -16,10 +16,10 @@ use crate::qcow2::writeback::Metadata;
 
 use super::{LiveBitmap, Phase};
 
-/// The most bytes of bits that are in memory at a time.
+/// The maximum size of the coarser bitmap's bits in memory, in bytes.
 const MAX_BYTES: u64 = 8 << 20;
 
-/// A bitmap that another one is about to take the place of.
+/// A bitmap that another one is about to replace.
 pub(in crate::qcow2::bitmaps) struct Superseded<'a> {
     bitmap: &'a LiveBitmap,
     /// The phase of the bitmap if this is dropped.
@@ -30,15 +30,15 @@ pub(in crate::qcow2::bitmaps) struct Superseded<'a> {
 pub(in crate::qcow2::bitmaps) struct Coarser {
     pub(in crate::qcow2::bitmaps) entry: BitmapEntry,
     pub(in crate::qcow2::bitmaps) table: Vec<BitsCluster>,
-    /// Its bits and its table, which go to the places of those of the old one.
+    /// The writes of its bits and its table, to the offsets of those of the old bitmap.
     pub(in crate::qcow2::bitmaps) writes: Vec<TableWrite>,
-    /// Clusters of the old bitmap that it does not need.
+    /// Clusters of the old bitmap that the coarser one does not need.
     pub(in crate::qcow2::bitmaps) free: Vec<ByteRange>,
 }
 
 impl LiveBitmap {
-    /// Whether there is no cluster for bits of a range, and none that the table on disk may name:
-    /// that would be left over.
+    /// Whether a cluster of bits for a range is missing. False after a write of the table with an
+    /// unknown outcome: the table on disk may refer to a cluster that would be leaked.
     pub(in crate::qcow2::bitmaps) fn lacks_room(&self, range: ByteRange) -> bool {
         let (bits, in_cluster) = (self.bits_of(range), self.geometry.cluster_size() * 8);
         let mut clusters = bits.start / in_cluster..bits.end.div_ceil(in_cluster);
@@ -48,8 +48,8 @@ impl LiveBitmap {
         !state.is_table_write_unknown && clusters.any(is_zeros)
     }
 
-    /// Has who records changes wait for another bitmap, and waits until no write of this one is in
-    /// flight. `None` where the same was begun before.
+    /// Makes tasks that record changes wait for the new bitmap, and waits until no write of this
+    /// bitmap is in flight. `None` if a replacement was begun before.
     pub(in crate::qcow2::bitmaps) async fn supersede<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -68,7 +68,7 @@ impl LiveBitmap {
         Some(superseded)
     }
 
-    /// The clusters of bits that it has.
+    /// The offsets of the bitmap's allocated clusters of bits.
     fn owned(&self) -> Vec<u64> {
         let state = self.state.lock();
         let stored = state.table.iter().filter_map(|entry| match entry {
@@ -78,8 +78,8 @@ impl LiveBitmap {
         stored.collect()
     }
 
-    /// The factor by which each bit has to stand for more, as a power of two, so that all bits fit
-    /// into this number of clusters.
+    /// The factor, as a power of two, by which the granularity must grow so that all bits fit into
+    /// this number of clusters.
     fn shift_for(&self, clusters: u64) -> Option<u32> {
         let in_cluster = self.geometry.cluster_size() * 8;
         let mut shifts = 1..=MAX_GRANULARITY_BITS.saturating_sub(self.granularity_bits);
@@ -88,8 +88,9 @@ impl LiveBitmap {
 }
 
 impl Superseded<'_> {
-    /// The bitmap that takes the place of the one with this entry in the directory, of a disk of
-    /// `size` bytes; `None` where it has no cluster, or the bits are too many to be taken at once.
+    /// The coarser bitmap for the one with this entry in the directory, of a disk of `size` bytes;
+    /// `None` if the old bitmap has no cluster, or its clusters have too many bits for the memory
+    /// limit.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -134,7 +135,7 @@ impl Superseded<'_> {
         Ok(Some(Coarser { entry, table, writes, free }))
     }
 
-    /// The bits of `count` clusters, each of which stands for `1 << shift` of the old ones.
+    /// The bits of `count` clusters; each bit covers `1 << shift` old bits.
     async fn bits<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -165,12 +166,13 @@ impl Superseded<'_> {
         Ok(bytes)
     }
 
-    /// The bitmap is about to be changed on disk: it lacks changes if that is not finished.
+    /// Called before the bitmap is changed on disk: if that is not finished, the bitmap lacks
+    /// changes.
     pub(in crate::qcow2::bitmaps) fn begin_changes(&mut self) {
         self.otherwise = Phase::Abandoned;
     }
 
-    /// The other bitmap has taken its place.
+    /// Called when the other bitmap has replaced this one.
     pub(in crate::qcow2::bitmaps) fn finish(mut self) {
         self.otherwise = Phase::Superseded;
     }
