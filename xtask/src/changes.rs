@@ -1,5 +1,6 @@
-//! The packages that a change reaches: those whose files differ from the last commit that passed
-//! every step, and those that depend on them.
+//! The packages that a change reaches: those whose code differs from the last commit that passed
+//! every step, and those that depend on them. Comments of a Rust file are not code, and the
+//! integration tests of a package reach nothing else.
 //!
 //! `.ci/proven` names that commit; `cargo xtask ci --all` writes it. If git cannot compare with it,
 //! or a file outside of all packages differs that decides how they are built, everything counts as
@@ -10,6 +11,7 @@ use std::path::Path;
 use std::process::Command;
 
 use anyhow::{Context, Result};
+use proc_macro2::{Group, TokenStream, TokenTree};
 use serde_json::Value;
 
 use lab_tools::process::stdout_of;
@@ -49,7 +51,9 @@ impl Changes {
         let mut paths = git(workspace, &["diff", "--name-only", &commit, "--"])?;
         paths.push_str(&git(workspace, &["ls-files", "--others", "--exclude-standard"])?);
         let mut names = BTreeSet::new();
-        for path in paths.lines().filter(|path| !is_without_code(path)) {
+        let differs =
+            |path: &&str| !is_without_code(path) && !is_same_code(workspace, &commit, path);
+        for path in paths.lines().filter(differs) {
             match package_of(path, workspace.root(), workspace.packages()) {
                 Some(name) => _ = names.insert(name),
                 None => return Ok(Self::Everything(format!("{path} has changed"))),
@@ -87,7 +91,39 @@ fn git(workspace: &Workspace, args: &[&str]) -> Result<String> {
 
 fn is_without_code(path: &str) -> bool {
     let mut all = WITHOUT_CODE.iter().chain(ALSO_WITHOUT_CODE);
-    path.ends_with("/README.md") || all.any(|start| path.starts_with(start))
+    let is_test = path.starts_with("crates/") && path.contains("/tests/");
+    is_test || path.ends_with("/README.md") || all.any(|start| path.starts_with(start))
+}
+
+/// Whether a Rust file has the code that it had at `commit`.
+fn is_same_code(workspace: &Workspace, commit: &str, path: &str) -> bool {
+    if !path.ends_with(".rs") {
+        return false;
+    }
+    let before = git(workspace, &["show", &format!("{commit}:{path}")]).ok();
+    let now = std::fs::read_to_string(workspace.root().join(path)).ok();
+    before.zip(now).is_some_and(|(before, now)| {
+        code_of(&before).zip(code_of(&now)).is_some_and(|(before, now)| before == now)
+    })
+}
+
+/// The tokens of a Rust file but its comments; `None` if it is none.
+fn code_of(text: &str) -> Option<String> {
+    Some(without_comments(text.parse().ok()?).to_string())
+}
+
+/// Doc comments are attributes: `#[doc = "..."]`.
+fn without_comments(tokens: TokenStream) -> TokenStream {
+    let is_doc = |group: &Group| matches!(group.stream().into_iter().next(), Some(TokenTree::Ident(first)) if first == "doc");
+    let kept = tokens.into_iter().filter_map(|token| match token {
+        TokenTree::Group(group) if is_doc(&group) => None,
+        TokenTree::Group(group) => {
+            let inside = without_comments(group.stream());
+            Some(Group::new(group.delimiter(), inside).into())
+        }
+        other => Some(other),
+    });
+    kept.collect()
 }
 
 /// The package that has the file at `path`, a path from `root` on.
@@ -161,6 +197,17 @@ mod tests {
     fn texts_reach_nothing() {
         assert!(is_without_code("docs/a.md"));
         assert!(is_without_code("crates/low/README.md"));
+        assert!(is_without_code("crates/low/tests/it/main.rs"));
+        assert!(!is_without_code("tests/src/lib.rs"));
         assert!(!is_without_code("Cargo.lock"));
+    }
+
+    #[test]
+    fn comments_are_no_code() {
+        let old = "//! A.\n/// B.\nfn f() {\n    // C.\n    g(\"// D\");\n}\n";
+        let worded = "//! E.\n/// F.\nfn f() { g(\"// D\"); /* H */ }\n";
+        assert_eq!(code_of(old), code_of(worded));
+        assert_ne!(code_of(old), code_of("//! A.\n/// B.\nfn f() { g(\"// E\"); }\n"));
+        assert_eq!(code_of("fn f( {"), None);
     }
 }
