@@ -7,10 +7,7 @@
 use std::sync::Mutex;
 
 use anyhow::{Result, anyhow, bail};
-use blockhouse_disk::{QemuTls, escape_uri as escape};
-
-/// The user of QEMU's clients whose object names none.
-const USUAL_USER: &str = "qemu";
+use blockhouse_disk::{ClientTls, ClientTlsKind as Kind, QemuTls};
 
 static OBJECTS: Mutex<Vec<TlsObject>> = Mutex::new(Vec::new());
 
@@ -18,15 +15,8 @@ static OBJECTS: Mutex<Vec<TlsObject>> = Mutex::new(Vec::new());
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsObject {
     id: String,
-    folder: String,
     is_of_client: bool,
-    kind: Kind,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Kind {
-    Certificates { verifies_peer: bool },
-    Keys { user: String },
+    tls: ClientTls,
 }
 
 /// Parses what follows the object's type, and keeps the object.
@@ -41,7 +31,7 @@ pub fn keep(kind: &str, options: impl Iterator<Item = String>) -> Result<(), Str
 
 fn parse(kind: &str, options: impl Iterator<Item = String>) -> Result<TlsObject, String> {
     let is_psk = kind == "tls-creds-psk";
-    let (mut id, mut folder, mut user) = (None, None, USUAL_USER.to_owned());
+    let (mut id, mut folder, mut user) = (None, None, ClientTls::DEFAULT_USER.to_owned());
     let (mut is_of_client, mut verifies_peer) = (true, true);
     for option in options {
         match option.split_once('=') {
@@ -62,7 +52,9 @@ fn parse(kind: &str, options: impl Iterator<Item = String>) -> Result<TlsObject,
     }
     let kind = if is_psk { Kind::Keys { user } } else { Kind::Certificates { verifies_peer } };
     match (id, folder) {
-        (Some(id), Some(folder)) => Ok(TlsObject { id, folder, is_of_client, kind }),
+        (Some(id), Some(folder)) => {
+            Ok(TlsObject { id, is_of_client, tls: ClientTls { folder, kind } })
+        }
         _ => Err("credentials have a name and a folder: id=ID,dir=DIR".into()),
     }
 }
@@ -84,13 +76,13 @@ fn find(id: &str, is_of_client: bool) -> Result<TlsObject> {
 /// # Errors
 /// There is no such object of a server, or what it says cannot be done.
 pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
-    let object = find(id, false)?;
-    match object.kind {
-        Kind::Certificates { verifies_peer: true } => Ok((Some(object.folder), None)),
+    let ClientTls { folder, kind } = find(id, false)?.tls;
+    match kind {
+        Kind::Certificates { verifies_peer: true } => Ok((Some(folder), None)),
         Kind::Certificates { verifies_peer: false } => bail!(
             "clients are asked for a certificate where the folder has ca-cert.pem: leave verify-peer out, and that file"
         ),
-        Kind::Keys { .. } => Ok((None, Some(format!("{}/keys.psk", object.folder)))),
+        Kind::Keys { .. } => Ok((None, Some(format!("{folder}/keys.psk")))),
     }
 }
 
@@ -99,32 +91,8 @@ pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
 /// # Errors
 /// There is no such object of a client, or the image is no export.
 pub fn with_tls(uri: &str, tls: &QemuTls) -> Result<String> {
-    let Some(rest) = uri.strip_prefix("nbd").filter(|rest| rest.starts_with([':', '+'])) else {
-        bail!("{uri}: TLS is of exports");
-    };
     let object = find(&tls.credentials, true)?;
-    Ok(object.uri_of(rest, tls.hostname.as_deref()))
-}
-
-impl TlsObject {
-    /// The URI of which a plain one has `rest` after its first letters.
-    fn uri_of(&self, rest: &str, hostname: Option<&str>) -> String {
-        let mark = if rest.contains('?') { '&' } else { '?' };
-        match &self.kind {
-            Kind::Keys { user } => {
-                let (scheme, place) = rest.split_once("://").unwrap_or((rest, ""));
-                let (user, file) = (escape(user).replace('/', "%2F"), escape(&self.folder));
-                format!("nbds{scheme}://{user}@{place}{mark}tls-psk-file={file}/keys.psk")
-            }
-            Kind::Certificates { verifies_peer } => {
-                let mut uri = format!("nbds{rest}{mark}tls-certificates={}", escape(&self.folder));
-                if let Some(name) = hostname {
-                    uri.push_str(&format!("&tls-hostname={}", escape(name)));
-                }
-                uri + if *verifies_peer { "" } else { "&tls-verify-peer=false" }
-            }
-        }
-    }
+    object.tls.uri_of(uri, tls.hostname.as_deref()).map_err(anyhow::Error::msg)
 }
 
 #[cfg(test)]
@@ -167,7 +135,9 @@ mod tests {
                 "nbds://qemu@h/?tls-psk-file=/p/keys.psk",
             ),
         ] {
-            let made = object(kind, options).expect(options).uri_of(rest, hostname);
+            let made =
+                object(kind, options).expect(options).tls.uri_of(&format!("nbd{rest}"), hostname);
+            let made = made.expect("an export");
             assert_eq!(made, uri);
             made.parse::<blockhouse_nbd::uri::ClientUri>().expect("a URI");
         }

@@ -89,19 +89,20 @@ pub use image::{Image, LayerInfo};
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
 pub use observers::{ChangeId, ChangeObserver, ChangeWait, MAX_OBSERVED_BYTES};
 pub use open::{
-    AllowedPaths, BackingUse, CacheMode, CommitChain, FilePart, ForkOf, Forked, HandedFile,
-    HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles, KeySlotChange, LastKey,
-    LeftFiles, Locking, NOT_KEPT, NewChild, PendingChanges, Purpose, QemuName, QemuTls,
-    RemoteBacking, RolledBack, Room, Secrets, SharedLayer, SideFile, SpaceOptions, StateUse,
-    StoredImage, VOUCHER_RENEWAL, begin_layer_commit, behind_links, change_key_slots,
-    changed_since, check_apart, check_apart_from, check_new_apart, check_new_name,
-    check_raw_backing, create, create_as, create_qcow2, end_layer_commit, escape_uri, exists,
-    find_further_base, find_layers, forget_moved, fork, fork_image, format_by_name, format_for_new,
-    is_address, is_device, is_foreign_address, is_forked, keep_state, keeps_its_place,
-    lock_for_writing, make_missing_side_file, make_side_file, note_data_file, note_passed_over,
-    open, open_base, open_created, open_storage, part_of, plain_backing, probe_nameless,
-    record_committed, record_forked, record_moved, remove_created, remove_unused_side_file,
-    rename_durable, rename_finished, replay_state, roll_back, start_recording, stop_recording,
+    AllowedPaths, BackingUse, CacheMode, ClientTls, ClientTlsKind, CommitChain, FilePart, ForkOf,
+    Forked, HandedFile, HandedOverDisk, IfCorrupt, IfExists, ImageDisk, ImageOptions, KeyFiles,
+    KeySlotChange, LastKey, LeftFiles, Locking, NOT_KEPT, NewChild, PendingChanges, Purpose,
+    QemuName, QemuTls, RemoteBacking, RolledBack, Room, Secrets, SharedLayer, SideFile,
+    SpaceOptions, StateUse, StoredImage, VOUCHER_RENEWAL, begin_layer_commit, behind_links,
+    change_key_slots, changed_since, check_apart, check_apart_from, check_new_apart,
+    check_new_name, check_raw_backing, create, create_as, create_qcow2, end_layer_commit,
+    escape_uri, exists, find_further_base, find_layers, forget_moved, fork, fork_image,
+    format_by_name, format_for_new, is_address, is_device, is_foreign_address, is_forked,
+    keep_state, keeps_its_place, lock_for_writing, make_missing_side_file, make_side_file,
+    note_data_file, note_passed_over, open, open_base, open_created, open_storage, part_of,
+    plain_backing, probe_nameless, record_committed, record_forked, record_moved, remove_created,
+    remove_unused_side_file, rename_durable, rename_finished, replay_state, roll_back,
+    start_recording, stop_recording,
 };
 pub use options::{
     Access, BitmapActivity, BlockSizes, DetectZeroes, Discard, FlushPolicy, OnFull, Options,

@@ -9,6 +9,7 @@ use std::time::Duration;
 use blockhouse_tests::guest::{Guest, LONG, OUT};
 use blockhouse_tests::image_tool::{qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::Client;
+use blockhouse_tests::pki::{Pki, Validity};
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::{Scratch, blockhouse, eventually, nbd_uri, need, require, run, tool};
 use blockhouse_vhost_user::driver::Options;
@@ -390,6 +391,104 @@ fn clients_of_the_nbd_server_need_the_tls_of_its_object() {
     let image = format!("{image},tls-creds=t");
     qemu_img(&["info", "--object", &object, "--image-opts", &image]).success();
     daemon.stop();
+}
+
+/// Words of a server with TLS by this object, and the socket's place.
+fn with_tls(scratch: &Scratch, object: &str) -> (Vec<String>, PathBuf) {
+    let nbd = scratch.socket(object.split(',').next().expect("a kind"));
+    let line = [
+        "--object",
+        &format!("{object},id=t,endpoint=server"),
+        "--blockdev",
+        "file,node-name=r,filename=DIR/r,read-only=on",
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={},tls-creds=t", str(&nbd)),
+        "--export",
+        "nbd,id=e,node-name=r",
+    ];
+    (words(&line, &scratch.path("images")), nbd)
+}
+
+#[test]
+fn exports_of_other_servers_are_nodes_with_the_tls_of_client_objects() {
+    require!(need::tools(&[NAME, "qemu-img", "certtool"]));
+    let scratch = Scratch::new();
+    let folder = folder(&scratch, "images");
+    std::fs::write(folder.join("r"), vec![7; MIB as usize]).expect("room");
+    std::fs::write(folder.join("keys.psk"), format!("u:{}\n", "5a".repeat(32))).expect("room");
+    let pki = Pki::new(&scratch.path("pki"));
+    pki.server();
+    let client = pki.client("alice", Validity::Now);
+    let (psk, by_key) = with_tls(&scratch, &format!("tls-creds-psk,dir={}", str(&folder)));
+    let (x509, certified) =
+        with_tls(&scratch, &format!("tls-creds-x509,dir={}", str(pki.folder())));
+    let _servers = [
+        Daemon::start(ours(&scratch), &psk, &scratch.path("pid1")),
+        Daemon::start(tool(NAME), &x509, &scratch.path("pid2")),
+    ];
+    let remote = format!("nbd,node-name=n,server.type=unix,server.path={},export=r", str(&by_key));
+    let (qmp, nbd) = (scratch.socket("qmp"), scratch.socket("nbd"));
+    let line = [
+        "--object",
+        "tls-creds-psk,id=t,dir=DIR,endpoint=client,username=u",
+        "--blockdev",
+        &format!("{remote},read-only=on,tls-creds=t"),
+        "--nbd-server",
+        &format!("addr.type=unix,addr.path={}", str(&nbd)),
+        "--export",
+        "nbd,id=n,node-name=n",
+        "--chardev",
+        &format!("socket,id=c,path={},server=on,wait=off", str(&qmp)),
+        "--monitor",
+        "c",
+    ];
+    let daemon = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid"));
+    assert_eq!(Client::at(&nbd, "n").read(0, 512), Ok(vec![7; 512]));
+    let mut qmp = Qmp::connect(&qmp);
+    // An object that a node uses may go, as in QEMU.
+    qmp.get("object-del", json!({ "id": "t" }));
+    assert_eq!(Client::at(&nbd, "n").read(0, 512), Ok(vec![7; 512]));
+    qmp.get("object-add", json!({ "qom-type": "tls-creds-x509", "id": "x", "dir": client }));
+    let node = |more: Value| {
+        let mut node = json!({
+            "driver": "nbd",
+            "node-name": "x",
+            "server": { "type": "unix", "path": certified },
+            "export": "r",
+            "read-only": true,
+            "tls-creds": "x",
+        });
+        more.as_object().expect("members").iter().for_each(|(key, of)| node[key] = of.clone());
+        node
+    };
+    let other = qmp.refused("blockdev-add", node(json!({ "tls-hostname": "other.example" })));
+    assert!(other.contains("hostname mismatch"), "{other}");
+    qmp.get("blockdev-add", node(json!({ "tls-hostname": "localhost" })));
+    qmp.get("block-export-add", json!({ "type": "nbd", "id": "x", "node-name": "x" }));
+    assert_eq!(Client::at(&nbd, "x").read(0, 512), Ok(vec![7; 512]));
+    daemon.stop();
+    for line in [
+        &["--object", "tls-creds-psk,id=t"][..],
+        &["--blockdev", &format!("{remote},tls-creds=none")],
+        &["--object", "iothread,id=i", "--blockdev", &format!("{remote},tls-creds=i")],
+        &[
+            "--object",
+            "tls-creds-psk,id=t,dir=DIR,endpoint=server",
+            "--blockdev",
+            &format!("{remote},tls-creds=t"),
+        ],
+        &[
+            "--object",
+            "tls-creds-psk,id=t,dir=DIR,username=u",
+            "--nbd-server",
+            "addr.type=unix,addr.path=DIR/s,tls-creds=t",
+        ],
+    ] {
+        let words = words(line, &folder);
+        let [own, theirs] = [ours(&scratch), tool(NAME)].map(|program| told(program, &words));
+        assert_eq!(own, theirs, "{line:?}");
+        assert_eq!(own.0, Some(1));
+    }
 }
 
 /// Whether the server greets a client before `time` is over. The client stays.

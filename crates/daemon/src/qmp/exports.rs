@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
-use super::objects::{check_thread, check_tls};
+use super::objects::{check_server_tls, check_thread};
 use super::state::{NamedExport, NbdServer};
 
 /// `query-block-exports`.
@@ -277,7 +277,7 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     let why = "'serve --limit' and 'serve --tls-allow' say that of all clients";
     given.only("handshake-max-seconds", &[], why)?;
     let tls = given.some_text("tls-creds")?;
-    tls.iter().try_for_each(|id| check_tls(context, id))?;
+    tls.iter().try_for_each(|id| check_server_tls(context, id))?;
     given.only("tls-authz", &[], why)?;
     given.end()?;
     if context.state.borrow().nbd_server.is_some() {

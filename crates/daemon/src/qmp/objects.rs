@@ -2,11 +2,13 @@
 //!
 //! An object starts nothing by itself. A throttle group becomes the group of a disk's limits when a
 //! node names it, and a secret becomes a key file. An iothread adds no thread: exports use the
-//! server's threads. TLS is set up before anything listens.
+//! server's threads. TLS of the server is set up before anything listens; that of a client becomes
+//! a part of a node's URI.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use blockhouse_disk::{ClientTls, ClientTlsKind, QemuTls};
 use serde_json::{Map, Value, json};
 
 use super::arguments::{Arguments, is_well_formed};
@@ -53,7 +55,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
         }
         "secret" => secret(&mut given)?,
         "throttle-group" => Object::ThrottleGroup(limits(&mut given)?),
-        _ => tls(context, &id, &mut given)?,
+        _ => tls(context, kind, &id, &mut given)?,
     };
     given.end()?;
     context.state.borrow_mut().objects.insert(id, object);
@@ -135,26 +137,49 @@ fn limits(given: &mut Arguments) -> Result<Map<String, Value>, QmpError> {
     Ok(limits)
 }
 
-/// Accepts the object with which the command line has set up TLS at the start; refuses any other.
-fn tls(context: &Context, id: &str, given: &mut Arguments) -> Result<Object, QmpError> {
-    given.some_text("dir")?;
-    given.only("endpoint", &[json!("server")], "the server's own is the only one")?;
-    given.only(
-        "verify-peer",
-        &[json!(true)],
-        "clients are checked where the folder has ca-cert.pem",
-    )?;
+/// TLS credentials: for the server itself, which has set up TLS at its start from the object of the
+/// command line, or for its nodes of other servers' exports.
+fn tls(context: &Context, kind: &str, id: &str, given: &mut Arguments) -> Result<Object, QmpError> {
     given.only("priority", &[], "the ciphers are those of TLS 1.2 and 1.3")?;
     given.only("passwordid", &[], "the key is a file without a passphrase")?;
     given.only("sanity-check", &[json!(true)], "files that do not fit are refused")?;
+    let is_psk = kind == "tls-creds-psk";
+    if given.word("endpoint", &["client", "server"])? != Some("server") {
+        return client_tls(is_psk, given).map(Object::ClientTls);
+    }
+    given.some_text("dir")?;
+    let why = "clients are checked where the folder has ca-cert.pem";
+    given.only("verify-peer", &[json!(true)], why)?;
     given.only("username", &[], "keys.psk has the names of clients")?;
     if context.tls_object.as_deref() == Some(id) {
-        Ok(Object::Tls)
+        Ok(Object::ServerTls)
     } else {
         Err(QmpError::generic(
             "TLS is set up at the start: by one --object of qemu-storage-daemon, or by 'serve --tls'",
         ))
     }
+}
+
+/// The credentials of a client; their files are read when a node connects.
+fn client_tls(is_psk: bool, given: &mut Arguments) -> Result<ClientTls, QmpError> {
+    let folder = given.some_text("dir")?;
+    let folder = folder.ok_or_else(|| QmpError::generic("Missing 'dir' property value"))?;
+    let kind = if is_psk {
+        given.only("verify-peer", &[json!(true)], "a key proves the server, too")?;
+        let user = given.some_text("username")?;
+        let user = user.unwrap_or_else(|| ClientTls::DEFAULT_USER.to_owned());
+        ClientTlsKind::Keys { user }
+    } else {
+        ClientTlsKind::Certificates { verifies_peer: given.flag("verify-peer", true)? }
+    };
+    let needed = if is_psk { "keys.psk" } else { "ca-cert.pem" };
+    let file = Path::new(&folder).join(needed);
+    let failed = |error: std::io::Error| {
+        QmpError::generic(format!("Unable to access credentials {}: {error}", file.display()))
+    };
+    file.metadata().map_err(failed)?;
+    let folder = std::path::absolute(&folder).map_err(failed)?.to_string_lossy().into_owned();
+    Ok(ClientTls { folder, kind })
 }
 
 /// `object-del`.
@@ -204,11 +229,30 @@ pub(super) fn check_thread(context: &Context, id: &str) -> Result<(), QmpError> 
     }
 }
 
-/// Refuses TLS credentials that do not exist.
-pub(super) fn check_tls(context: &Context, id: &str) -> Result<(), QmpError> {
+/// Refuses credentials that do not exist, or are not for a server.
+pub(super) fn check_server_tls(context: &Context, id: &str) -> Result<(), QmpError> {
     match context.state.borrow().objects.get(id) {
-        Some(Object::Tls) => Ok(()),
-        Some(_) => Err(QmpError::generic(format!("Object with id '{id}' is not TLS credentials"))),
-        None => Err(QmpError::generic(format!("No TLS credentials with id '{id}'"))),
+        Some(Object::ServerTls) => Ok(()),
+        object => Err(no_tls(object, id, "server")),
     }
+}
+
+/// The URI of an export with the TLS that a node's options name.
+pub(super) fn with_tls(context: &Context, uri: &str, tls: &QemuTls) -> Result<String, QmpError> {
+    match context.state.borrow().objects.get(&tls.credentials) {
+        Some(Object::ClientTls(of)) => {
+            of.uri_of(uri, tls.hostname.as_deref()).map_err(QmpError::generic)
+        }
+        object => Err(no_tls(object, &tls.credentials, "client")),
+    }
+}
+
+fn no_tls(object: Option<&Object>, id: &str, endpoint: &str) -> QmpError {
+    QmpError::generic(match object {
+        Some(Object::ServerTls | Object::ClientTls(_)) => {
+            format!("Expected TLS credentials for a {endpoint} endpoint")
+        }
+        Some(_) => format!("Object with id '{id}' is not TLS credentials"),
+        None => format!("No TLS credentials with id '{id}'"),
+    })
 }

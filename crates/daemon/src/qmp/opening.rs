@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::QmpError;
-use super::objects::key_file;
+use super::objects::{key_file, with_tls};
 use super::state::{FileNode, FormatNode};
 
 /// QEMU's drivers of files, of other servers' exports, and of null devices.
@@ -115,7 +115,7 @@ impl Asked {
 
     /// Parses the options of a file node, and refuses others. Returns the file's name, or the URI
     /// of an export or a null device.
-    fn end_file(&self, mut given: Arguments) -> Result<String, QmpError> {
+    fn end_file(&self, context: &Context, mut given: Arguments) -> Result<String, QmpError> {
         if self.driver.starts_with("null-") {
             let size = given.some_unsigned("size")?.unwrap_or(1 << 30);
             let latency = given.some_unsigned("latency-ns")?.unwrap_or(0);
@@ -130,10 +130,8 @@ impl Asked {
             let named = QemuName::of(&format!("json:{}", Value::from(options)));
             let wrong = |why| QmpError::generic(format!("Could not open the export: {why}"));
             let named = named.unwrap_or_else(|| Err("it has no name".into())).map_err(wrong)?;
-            if named.tls.is_some() {
-                return Err(wrong("TLS with it is in no object here".into()));
-            }
-            return Ok(named.path.to_string_lossy().into_owned());
+            let uri = named.path.to_string_lossy().into_owned();
+            return named.tls.map_or(Ok(uri.clone()), |tls| with_tls(context, &uri, &tls));
         }
         let filename = given.text("filename")?;
         // No effect: --engine selects the kind of I/O.
@@ -190,7 +188,7 @@ pub(super) async fn open_node(
 ) -> Result<(), QmpError> {
     match asked.driver {
         driver if FILES.contains(&driver) => {
-            let path = asked.end_file(given)?;
+            let path = asked.end_file(context, given)?;
             let params = open_params(context, asked.params(name, &path, None));
             open_disk(context, name, params.clone()).await?;
             let node = FileNode { path, params, user: None, is_implicit: false };
@@ -347,7 +345,7 @@ async fn open_format(
             let why = format!("Driver '{}' is not possible below another one here", below.driver);
             return Err(QmpError::generic(why));
         }
-        let path = below.end_file(file)?;
+        let path = below.end_file(context, file)?;
         let mut params = open_params(context, asked.params(name, &path, Some(&below)));
         params["key-files"] = keys;
         open_disk(context, name, params).await?;

@@ -63,7 +63,7 @@ enum Discard ignore unmap
 object BlockdevCacheOptions direct?:bool no-flush?:bool
 object BlockdevFile filename:str locking?:OnOffAuto aio?:Aio drop-cache?:bool
 object BlockdevNull size?:int latency-ns?:int read-zeroes?:bool
-object BlockdevNbd server:ServerAddress export?:str
+object BlockdevNbd server:ServerAddress export?:str tls-creds?:str tls-hostname?:str
 object ServerAddress type:SocketType | type inet=InetAddress unix=UnixAddress
 enum OnOffAuto auto on
 enum Aio threads native io_uring
@@ -94,9 +94,9 @@ object SecretProperties format?:SecretFormat data?:str file?:str
 enum SecretFormat raw
 object ThrottleGroupProperties limits?:ThrottleLimits x-iops-total?:int x-iops-total-max?:int x-iops-total-max-length?:int x-iops-read?:int x-iops-read-max?:int x-iops-read-max-length?:int x-iops-write?:int x-iops-write-max?:int x-iops-write-max-length?:int x-bps-total?:int x-bps-total-max?:int x-bps-total-max-length?:int x-bps-read?:int x-bps-read-max?:int x-bps-read-max-length?:int x-bps-write?:int x-bps-write-max?:int x-bps-write-max-length?:int x-iops-size?:int
 object ThrottleLimits iops-total?:int iops-total-max?:int iops-total-max-length?:int iops-read?:int iops-read-max?:int iops-read-max-length?:int iops-write?:int iops-write-max?:int iops-write-max-length?:int bps-total?:int bps-total-max?:int bps-total-max-length?:int bps-read?:int bps-read-max?:int bps-read-max-length?:int bps-write?:int bps-write-max?:int bps-write-max-length?:int iops-size?:int
-object TlsPskProperties verify-peer?:bool dir?:str endpoint?:TlsEndpoint
+object TlsPskProperties verify-peer?:bool dir?:str endpoint?:TlsEndpoint username?:str
 object TlsX509Properties verify-peer?:bool dir?:str endpoint?:TlsEndpoint sanity-check?:bool
-enum TlsEndpoint server
+enum TlsEndpoint client server
 command object-del id:str
 command block_resize device?:str node-name?:str size:int
 command block-set-write-threshold node-name:str write-threshold:int

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
+use blockhouse_disk::ClientTls;
 use blockhouse_nbd::uri::Address;
 use serde_json::{Map, Value};
 
@@ -116,7 +117,9 @@ pub(super) enum Object {
     /// Limits: the parameters of `limit.set` without the group.
     ThrottleGroup(Map<String, Value>),
     /// The certificates or keys of the server's TLS.
-    Tls,
+    ServerTls,
+    /// Those of a client of other servers.
+    ClientTls(ClientTls),
 }
 
 /// QMP's own state.
