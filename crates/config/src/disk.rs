@@ -127,6 +127,9 @@ pub struct DiskConfig {
     /// Whether bitmaps missing from the image are looked up in its backing files.
     #[serde(skip)]
     pub bitmaps_behind: bool,
+    /// Whether the image is opened for reading only and without a lock, until it is made active.
+    #[serde(skip)]
+    pub is_inactive: bool,
     /// The part of the file that the disk consists of.
     #[serde(skip)]
     pub part: Option<FilePart>,

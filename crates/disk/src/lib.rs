@@ -83,7 +83,7 @@ pub use dirty_map::DirtyMap;
 pub use disk::{
     Disk, DiskJobs, DiskStats, EarlierCounts, FailedRequest, FailureObserver, FlushedAhead,
     FurtherBase, Hold, HoldChange, HoldObserver, PartyHold, PopulatingGuard, QuiescedDisk,
-    ReplacedImage, flush_ahead,
+    ReplacedImage, flush_ahead, is_inactive,
 };
 pub use image::{Image, LayerInfo};
 pub use layer::{BackingWait, BlockStatus, BlockStatusCache, MapEntry, MapEntryKind};
@@ -101,7 +101,7 @@ pub use open::{
     keep_state, keeps_its_place, lock_for_writing, make_missing_side_file, make_side_file,
     note_data_file, note_passed_over, open, open_base, open_created, open_storage, part_of,
     plain_backing, probe_nameless, record_committed, record_forked, record_moved, remove_created,
-    remove_unused_side_file, rename_durable, rename_finished, replay_state, roll_back,
+    remove_unused_side_file, rename_durable, rename_finished, reopen, replay_state, roll_back,
     start_recording, stop_recording,
 };
 pub use options::{

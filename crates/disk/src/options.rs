@@ -154,6 +154,8 @@ pub struct Options {
     pub block_sizes: BlockSizes,
     /// The treatment of changes for which the host has no free space.
     pub on_full: OnFull,
+    /// Whether another program may change the image until it is opened again.
+    pub is_inactive: bool,
 }
 
 impl Default for Options {
@@ -170,6 +172,7 @@ impl Default for Options {
             bitmap_activity: BitmapActivity::default(),
             block_sizes: BlockSizes::OF_IMAGE,
             on_full: OnFull::Report,
+            is_inactive: false,
         }
     }
 }

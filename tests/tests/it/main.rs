@@ -49,6 +49,7 @@ mod hostile_qmp;
 mod hostile_requests;
 mod image_commands;
 mod image_tools;
+mod inactive_nodes;
 mod io_poll;
 mod job_targets;
 mod jobs;

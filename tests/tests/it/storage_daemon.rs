@@ -19,14 +19,14 @@ use serde_json::{Value, json};
 const MIB: u64 = 1 << 20;
 const EPERM: u32 = 1;
 const READ_ONLY_FLAG: u16 = 2;
-const NAME: &str = "qemu-storage-daemon";
+pub(crate) const NAME: &str = "qemu-storage-daemon";
 
 fn wait_until(what: &str, condition: impl FnMut() -> bool) {
     assert!(eventually(Duration::from_secs(30), condition), "{what}");
 }
 
 /// The program under test by QEMU's name.
-fn ours(scratch: &Scratch) -> Command {
+pub(crate) fn ours(scratch: &Scratch) -> Command {
     let folder = scratch.path("bin");
     let program = folder.join(NAME);
     if !program.exists() {
@@ -37,18 +37,18 @@ fn ours(scratch: &Scratch) -> Command {
 }
 
 /// A daemon, which ends with the test.
-struct Daemon(Child);
+pub(crate) struct Daemon(Child);
 
 impl Daemon {
     /// Starts one, and waits until it has done what the words say.
-    fn start(mut command: Command, words: &[String], pid: &Path) -> Self {
+    pub(crate) fn start(mut command: Command, words: &[String], pid: &Path) -> Self {
         command.args(words).arg("--pidfile").arg(pid).stdin(Stdio::null());
         let daemon = Self(command.spawn().expect("it is there"));
         wait_until("it is ready", || pid.exists());
         daemon
     }
 
-    fn stop(mut self) {
+    pub(crate) fn stop(mut self) {
         let id = Pid::from_child(&self.0);
         kill_process(id, Signal::TERM).expect("it runs");
         assert!(self.0.wait().expect("a child").success());
@@ -63,12 +63,12 @@ impl Drop for Daemon {
 }
 
 /// Words of a command line, in which DIR is a folder.
-fn words(line: &[&str], folder: &Path) -> Vec<String> {
+pub(crate) fn words(line: &[&str], folder: &Path) -> Vec<String> {
     line.iter().map(|word| word.replace("DIR", str(folder))).collect()
 }
 
 /// A folder with the images `d` (qcow2) and `r` (raw).
-fn folder(scratch: &Scratch, name: &str) -> PathBuf {
+pub(crate) fn folder(scratch: &Scratch, name: &str) -> PathBuf {
     let folder = scratch.path(name);
     std::fs::create_dir(&folder).expect("a folder");
     qemu_img(&["create", "-q", "-f", "qcow2", str(&folder.join("d")), "1M"]).success();
@@ -193,7 +193,7 @@ fn an_image_is_served_in_the_background_until_a_signal() {
 }
 
 /// The answers of a program to lines at its standard input.
-fn at_stdio(mut command: Command, words: &[String], lines: &[&str]) -> Vec<Value> {
+pub(crate) fn at_stdio(mut command: Command, words: &[String], lines: &[&str]) -> Vec<Value> {
     command.args(["--chardev", "stdio,id=c", "--monitor", "chardev=c"]).args(words);
     let mut child =
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it is there");

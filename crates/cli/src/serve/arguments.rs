@@ -641,6 +641,7 @@ impl Arguments {
             trust_bitmaps: self.side_file.trust_bitmaps,
             limits,
             exports: Vec::new(),
+            is_inactive: false,
             part: self.part,
         }
     }

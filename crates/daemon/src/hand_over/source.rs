@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use blockhouse_config::offers::ExportRights;
 use blockhouse_core::SyncMode;
-use blockhouse_disk::{Access, FlushedAhead, flush_ahead};
+use blockhouse_disk::{Access, FlushedAhead, flush_ahead, is_inactive};
 use blockhouse_engine::timeout;
 use blockhouse_nbd::PausedConnection;
 use blockhouse_nbd::uri::Security;
@@ -484,6 +484,12 @@ fn disk_record<'a>(
     if let Some(successor) = disk.retired_to() {
         bail!(
             "the disk {:?} was moved to {successor}, and cannot be handed over; close it first",
+            running.name()
+        );
+    }
+    if is_inactive(disk) {
+        bail!(
+            "the disk {:?} is inactive, and cannot be handed over; make it active, or close it first",
             running.name()
         );
     }

@@ -91,6 +91,12 @@ impl Arguments {
         Ok(flag.unwrap_or(otherwise))
     }
 
+    /// Whether something holds.
+    pub(super) fn needed_flag(&mut self, name: &str) -> Result<bool, QmpError> {
+        self.needed(name, self.given.contains_key(name).then_some(()))?;
+        self.flag(name, false)
+    }
+
     /// A number that may be left out.
     pub(super) fn some_integer(&mut self, name: &str) -> Result<Option<i64>, QmpError> {
         let are_words = self.are_words;

@@ -13,8 +13,8 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 use super::{
-    backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects, overlays,
-    query, reopening, schema, snapshots, starting, transaction,
+    activity, backups, bitmaps, blockdev, creation, exports, jobs, node_list, nodes, objects,
+    overlays, query, reopening, schema, snapshots, starting, transaction,
 };
 
 /// The command that a client must send first.
@@ -77,6 +77,7 @@ const COMMANDS: &[Command] = &[
     command!("blockdev-del", ["disk.open", "disk.close"], blockdev::delete),
     command!("blockdev-create", ["image.create", "job.list", "disk.open", "disk.close"], creation::create),
     command!("blockdev-reopen", ["disk.set", "limit.set"], reopening::reopen),
+    command!("blockdev-set-active", ["disk.set"], activity::set_active),
     command!("object-add", ["disk.open"], objects::add),
     command!("object-del", ["disk.open"], objects::delete),
     command!("block_resize", ["disk.resize"], nodes::resize),

@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use blockhouse_config::control_socket::Answers;
+use blockhouse_config::disk::DiskConfig;
 use futures_channel::oneshot;
 use futures_util::FutureExt;
 use futures_util::future::Shared;
@@ -50,6 +51,20 @@ impl Context {
         // largest method.
         let call = call(&self.running, &self.answers, method, params, &is_cancelled);
         Ok(call.boxed_local().await?)
+    }
+
+    /// Opens a disk by the parameters of `disk.open`, and `inactive`.
+    pub(super) async fn open(&self, mut params: Value) -> Result<(), QmpError> {
+        let inactive = params.as_object_mut().and_then(|members| members.remove("inactive"));
+        let is_inactive = inactive == Some(Value::Bool(true));
+        if !is_inactive {
+            return self.call("disk.open", params).await.map(drop);
+        }
+        self.answers.check("disk.open").map_err(QmpError::generic)?;
+        let setup: DiskConfig =
+            serde_json::from_value(params).map_err(|why| QmpError::generic(why.to_string()))?;
+        let setup = DiskConfig { is_inactive, ..setup }.checked().map_err(QmpError::generic)?;
+        self.running.open_and_serve(setup).await.map(drop).map_err(QmpError::failed)
     }
 
     /// The disk whose chain has a format node of this name, and the node's depth in the chain.

@@ -34,6 +34,11 @@ impl QmpError {
         Self { class: Class::CommandNotFound, desc: desc.into() }
     }
 
+    /// The server failed to do something.
+    pub(super) fn failed(error: anyhow::Error) -> Self {
+        Failure::from(error).into()
+    }
+
     /// No block job has this name.
     pub(super) fn no_job(name: &str) -> Self {
         Self { class: Class::DeviceNotActive, desc: format!("Block job '{name}' not found") }

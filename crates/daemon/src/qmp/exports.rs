@@ -5,10 +5,11 @@
 use std::path::PathBuf;
 use std::rc::Rc;
 
-use blockhouse_disk::Access;
+use blockhouse_disk::{Access, is_inactive};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
 use serde_json::{Value, json};
 
+use super::activity::change;
 use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::{QmpError, Returned};
@@ -46,8 +47,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
         check_thread(context, &thread)?;
     }
     given.flag("fixed-iothread", false)?;
-    // No effect: no node is ever inactive.
-    given.flag("allow-inactive", false)?;
+    let allows_inactive = given.flag("allow-inactive", false)?;
     match kind {
         "nbd" => {
             let name = given.some_text("name")?.unwrap_or_else(|| node.clone());
@@ -56,7 +56,7 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             let bitmaps = given.some_list("bitmaps")?.unwrap_or_default();
             given.end()?;
             let node = (String::new(), node);
-            let export = NbdExport { id, node, name, is_writable, has_depth };
+            let export = NbdExport { id, node, name, is_writable, allows_inactive, has_depth };
             export.add(context, bitmaps).await
         }
         "vhost-user-blk" => {
@@ -65,11 +65,14 @@ pub(super) async fn add(context: &Rc<Context>, mut given: Arguments) -> Returned
             given.some_unsigned("num-queues")?;
             let block = given.some_unsigned("logical-block-size")?;
             given.end()?;
+            if allows_inactive {
+                return Err(QmpError::generic("Export type does not support inactive exports"));
+            }
             check_id(context, &id)?;
             let disk = context.served_disk("", &node)?;
-            check_access(context, &disk, is_writable)?;
+            check_access(context, &disk, is_writable, allows_inactive).await?;
             check_block_size(context, &disk, block)?;
-            let named = NamedExport { id, address: path, node };
+            let named = NamedExport { id, address: path, node, allows_inactive };
             serve(context, named, &disk, is_writable, Offered::default()).await
         }
         _ => Err(QmpError::generic(format!("Exports of the type '{kind}' are not possible here"))),
@@ -85,7 +88,9 @@ pub(super) async fn add_to_server(context: &Rc<Context>, mut given: Arguments) -
     let bitmap = given.some_text("bitmap")?;
     given.end()?;
     let node = (device.clone(), device);
-    let export = NbdExport { id: name.clone(), node, name, is_writable, has_depth: false };
+    let (allows_inactive, has_depth) = (false, false);
+    let export =
+        NbdExport { id: name.clone(), node, name, is_writable, allows_inactive, has_depth };
     export.add(context, bitmap.into_iter().map(Value::String).collect()).await
 }
 
@@ -96,16 +101,17 @@ struct NbdExport {
     node: (String, String),
     name: String,
     is_writable: bool,
+    allows_inactive: bool,
     has_depth: bool,
 }
 
 impl NbdExport {
     async fn add(self, context: &Context, bitmaps: Vec<Value>) -> Returned {
-        let Self { id, node: (device, node), name, is_writable, has_depth } = self;
+        let Self { id, node: (device, node), name, is_writable, allows_inactive, has_depth } = self;
         let NbdServer { address, tls } = server(context)?;
         check_id(context, &id)?;
         let disk = context.served_disk(&device, &node)?;
-        check_access(context, &disk, is_writable)?;
+        check_access(context, &disk, is_writable, allows_inactive).await?;
         let bitmaps = taken_bitmaps(context, &disk, bitmaps)?;
         let security = if tls.is_some() { Security::Tls } else { Security::Plain };
         let uri = NbdUri { security, address, export: name };
@@ -115,7 +121,7 @@ impl NbdExport {
             let why = format!("NBD server already has export named '{}'", uri.export);
             return Err(QmpError::generic(why));
         }
-        let named = NamedExport { id, address: text, node };
+        let named = NamedExport { id, address: text, node, allows_inactive };
         let offered = Offered { has_depth, bitmaps };
         serve(context, named, &disk, is_writable, offered).await
     }
@@ -138,13 +144,24 @@ fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
     }
 }
 
-fn check_access(context: &Context, disk: &str, is_writable: bool) -> Result<(), QmpError> {
-    let disk =
-        context.running.disks().get(disk).map_err(|why| QmpError::generic(why.to_string()))?;
-    match (disk.disk.access(), is_writable) {
-        (Access::ReadOnly, true) => Err(QmpError::generic("Block node is read-only")),
-        _ => Ok(()),
+/// Refuses a writable export of a read-only disk. An inactive disk becomes active, unless the
+/// export allows it to stay so.
+async fn check_access(
+    context: &Context,
+    disk: &str,
+    is_writable: bool,
+    allows_inactive: bool,
+) -> Result<(), QmpError> {
+    let running = context.running.disks().get(disk).map_err(QmpError::failed)?;
+    let was_inactive = is_inactive(&running.disk);
+    let is_read_only = match was_inactive {
+        true => running.setup.is_read_only(),
+        false => running.disk.access() == Access::ReadOnly,
+    };
+    if is_read_only && is_writable {
+        return Err(QmpError::generic("Block node is read-only"));
     }
+    if was_inactive && !allows_inactive { change(context, disk, true).await } else { Ok(()) }
 }
 
 fn check_block_size(context: &Context, disk: &str, wanted: Option<u64>) -> Result<(), QmpError> {

@@ -16,6 +16,7 @@
 //!   `job_list`), `transaction`: their implementations
 //! - `context`, `state`: their shared state; `events`, `broadcast`: the events for clients
 
+mod activity;
 mod arguments;
 mod backups;
 mod bitmaps;

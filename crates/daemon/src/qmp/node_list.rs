@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::rc::Rc;
 
-use blockhouse_disk::{CacheMode, Features, LayerInfo, is_address};
+use blockhouse_disk::{CacheMode, Features, LayerInfo, is_address, is_inactive};
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
 
@@ -117,11 +117,12 @@ fn layer_nodes(
 /// The members that all nodes have.
 fn frame(disk: &Value, running: &RunningDisk, driver: &str) -> Value {
     let mode = running.setup.cache;
+    let is_inactive = is_inactive(&running.disk);
     let mut node = json!({
         "drv": driver,
         "file": running.path(),
-        "ro": disk["read-only"],
-        "active": true,
+        "ro": if is_inactive { running.setup.is_read_only().into() } else { disk["read-only"].clone() },
+        "active": !is_inactive,
         "encrypted": false,
         "detect_zeroes": "off",
         "backing_file_depth": 0,

@@ -7,10 +7,11 @@
 use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
-use blockhouse_disk::QemuName;
+use blockhouse_disk::{QemuName, is_inactive};
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
 
+use super::activity::check_child;
 use super::arguments::{Arguments, is_well_formed};
 use super::context::Context;
 use super::errors::QmpError;
@@ -63,6 +64,7 @@ pub(super) struct Asked {
     driver: &'static str,
     pub(super) name: Option<String>,
     is_read_only: bool,
+    is_active: bool,
     /// The mode of the host's page cache, if the client names one.
     cache: Option<&'static str>,
     discard: Option<&'static str>,
@@ -84,7 +86,7 @@ impl Asked {
         let is_read_only = given.flag("read-only", false)?;
         // No effect: `read-only` alone decides how a file is opened.
         given.flag("auto-read-only", false)?;
-        given.only("active", &[json!(true)], "all nodes are active")?;
+        let is_active = given.flag("active", true)?;
         given.only("force-share", &[json!(false)], "images are locked")?;
         let cache = match given.some_object("cache")? {
             Some(mut cache) => {
@@ -103,8 +105,16 @@ impl Asked {
         let detect_zeroes = given.word("detect-zeroes", &["off", "on", "unmap"])?;
         let detect_zeroes = detect_zeroes.unwrap_or("off");
         let is_without_backing = driver == QCOW2 && given.is_null("backing");
-        let asked =
-            Self { driver, name, is_read_only, cache, discard, detect_zeroes, is_without_backing };
+        let asked = Self {
+            driver,
+            name,
+            is_read_only,
+            is_active,
+            cache,
+            discard,
+            detect_zeroes,
+            is_without_backing,
+        };
         Ok(asked)
     }
 
@@ -147,7 +157,7 @@ impl Asked {
     /// the disk becomes read-only.
     pub(super) fn check_same(&self, name: &str, opened: &Value) -> Result<bool, QmpError> {
         let asked = self.params(name, "", Some(self));
-        let keys = ["discard", "detect-zeroes", "without-backing"];
+        let keys = ["discard", "detect-zeroes", "without-backing", "inactive"];
         let is_file = FILES.contains(&self.driver);
         let has_other_cache = self.cache.is_some() && asked["cache"] != opened["cache"];
         let has_other_format = !is_file && asked["format"] != opened["format"];
@@ -155,14 +165,17 @@ impl Asked {
         let other = other.or(has_other_cache.then_some("cache"));
         match other.or(has_other_format.then_some("driver")) {
             None => Ok(self.is_read_only),
+            Some("inactive") => Err(QmpError::generic(format!(
+                "Cannot change the option 'active' of '{name}' here: blockdev-set-active does that"
+            ))),
             Some(key) => Err(QmpError::generic(format!(
                 "Cannot change the option '{key}' of '{name}' here: only 'read-only' is changed"
             ))),
         }
     }
 
-    /// The parameters of `disk.open`. Without a cache mode of its own, a node gets that of the node
-    /// below.
+    /// The parameters of [`Context::open`]. Without a cache mode of its own, a node gets that of the
+    /// node below.
     fn params(&self, name: &str, path: &str, below: Option<&Self>) -> Value {
         let format = if below.is_none() { "raw" } else { self.driver };
         let cache = self.cache.or(below.and_then(|below| below.cache));
@@ -175,6 +188,7 @@ impl Asked {
             "discard": self.discard.unwrap_or("ignore"),
             "detect-zeroes": self.detect_zeroes,
             "without-backing": self.is_without_backing,
+            "inactive": !self.is_active,
         })
     }
 }
@@ -203,7 +217,7 @@ pub(super) async fn open_node(
 async fn open_disk(context: &Context, node: &str, mut params: Value) -> Result<(), QmpError> {
     let disk = context.disk_name(node);
     params["name"] = disk.as_str().into();
-    context.call("disk.open", params.clone()).await?;
+    context.open(params.clone()).await?;
     let mut state = context.state.borrow_mut();
     if disk != node {
         state.chains.insert(disk.clone(), vec![FormatNode::owned(node)]);
@@ -281,6 +295,8 @@ async fn stand_on(
     let (Some(upper), Some(below)) = (upper, below) else {
         return Err(QmpError::no_node(backing, backing));
     };
+    let is_lower_inactive = is_inactive(&below.disk);
+    check_child((name, !is_inactive(&upper.disk)), ("backing", backing, is_lower_inactive))?;
     let named = upper.disk.image().backing_file().map(|named| named.name.clone());
     let path = named.as_ref().map(|named| {
         let named = std::path::Path::new(std::ffi::OsStr::from_bytes(named));
@@ -305,7 +321,7 @@ async fn stand_on(
     };
     drop((upper, below));
     let is_used = !context.running.exports().of_disk(lower).is_empty()
-        || context.running.check_free(lower).is_err()
+        || context.running.check_unused(lower).is_err()
         || context.state.borrow().filter_on(lower).is_some();
     if !is_named || is_used {
         context.state.borrow_mut().over.insert(disk.to_owned(), backing.to_owned());
@@ -345,6 +361,8 @@ async fn open_format(
             let why = format!("Driver '{}' is not possible below another one here", below.driver);
             return Err(QmpError::generic(why));
         }
+        let below_name = below.name.as_deref().unwrap_or(below.driver);
+        check_child((name, asked.is_active), ("file", below_name, !below.is_active))?;
         let path = below.end_file(context, file)?;
         let mut params = open_params(context, asked.params(name, &path, Some(&below)));
         params["key-files"] = keys;
@@ -377,7 +395,11 @@ async fn put_on(
     below: &str,
     node: FileNode,
 ) -> Result<(), QmpError> {
-    close_disk(context, &context.disk(below)?).await?;
+    let lower = context.disk(below)?;
+    let is_lower_inactive =
+        context.running.disks().find(&lower).is_some_and(|lower| is_inactive(&lower.disk));
+    check_child((name, asked.is_active), ("file", below, is_lower_inactive))?;
+    close_disk(context, &lower).await?;
     let mut params = open_params(context, asked.params(name, &node.path, Some(&asked)));
     params["key-files"] = keys;
     if asked.cache.is_none() {
@@ -392,7 +414,7 @@ async fn put_on(
     Ok(())
 }
 
-/// Closes a disk. Returns its parameters of `disk.open`, if a client has added it.
+/// Closes a disk. Returns its parameters of [`Context::open`], if a client has added it.
 pub(super) async fn close_disk(context: &Context, disk: &str) -> Result<Option<Value>, QmpError> {
     context.call("disk.close", json!({ "disk": disk })).await?;
     let mut state = context.state.borrow_mut();

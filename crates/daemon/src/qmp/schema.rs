@@ -78,6 +78,7 @@ object BlockdevLuks file:BlockdevRef key-secret?:str
 object BlockdevThrottle throttle-group:str file:BlockdevRef
 command blockdev-del node-name:str
 command blockdev-reopen options:[BlockdevOptions]
+command blockdev-set-active node-name?:str active:bool
 command blockdev-create job-id:str options:CreateOptions
 object CreateOptions driver:CreateDriver | driver file=CreateFile qcow2=CreateQcow2
 enum CreateDriver file qcow2

@@ -25,6 +25,8 @@ pub(super) struct NamedExport {
     pub(super) address: String,
     /// The node that it was asked for.
     pub(super) node: String,
+    /// Whether the node may be inactive.
+    pub(super) allows_inactive: bool,
 }
 
 /// A node of a file that a client has added.
@@ -32,7 +34,7 @@ pub(super) struct NamedExport {
 pub(super) struct FileNode {
     /// The file.
     pub(super) path: String,
-    /// The parameters of `disk.open` for the file as a raw disk.
+    /// The parameters of `Context::open` for the file as a raw disk.
     pub(super) params: Value,
     /// The format node above it.
     pub(super) user: Option<String>,
@@ -47,7 +49,7 @@ pub(super) struct FormatNode {
     pub(super) name: String,
     /// Whether a client has added it, and may remove it.
     pub(super) is_owned: bool,
-    /// The parameters of `disk.open`, if its image was a disk of its own before.
+    /// The parameters of `Context::open`, if its image was a disk of its own before.
     pub(super) params: Option<Value>,
 }
 
@@ -132,7 +134,7 @@ pub(super) struct State {
     /// The nodes of disks, by the disk: that of its image, then those of backing files. A disk that
     /// is not here has one node of its name.
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
-    /// The parameters of `disk.open` of the disks that clients have added.
+    /// The parameters of `Context::open` of the disks that clients have added.
     pub(super) opened: BTreeMap<String, Value>,
     /// Nodes that disks have left by a mirror: their images are not disks any more.
     pub(super) left: BTreeSet<String>,
@@ -213,6 +215,15 @@ impl State {
         self.chains.insert(disk.to_owned(), nodes);
         if let Some(params) = self.opened.remove(target) {
             self.opened.insert(disk.to_owned(), params);
+        }
+    }
+
+    /// Notes how a disk, and the file below its node, are opened again.
+    pub(super) fn note_activity(&mut self, disk: &str, is_active: bool) {
+        let file = self.file_of(self.top_of(disk));
+        let below = self.files.get_mut(&file).map(|file| &mut file.params);
+        for params in self.opened.get_mut(disk).into_iter().chain(below) {
+            params["inactive"] = (!is_active).into();
         }
     }
 

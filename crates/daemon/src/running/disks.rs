@@ -205,7 +205,7 @@ impl Running {
     /// made durable, the disk is closed nevertheless.
     pub(crate) async fn close(&self, name: &str, force: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
-        self.check_free(name)?;
+        self.check_unused(name)?;
         let exports = self.exports.of_disk(name);
         if let [first, ..] = &exports[..]
             && !force
@@ -389,6 +389,7 @@ impl Running {
     /// for reading only.
     pub(crate) async fn set_access(&self, name: &str, access: Access) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
+        self.check_active(name)?;
         if access == Access::ReadOnly {
             self.jobs().check_not_filled(name)?;
         }

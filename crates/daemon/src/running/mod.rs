@@ -7,8 +7,10 @@
 //!
 //! - `disk_list` (with `limits`), `export_list` (with `nbd_sockets`, `devices`, `ublk_devices`),
 //!   `backup_list`, `configuration`: the lists, each with its own state
-//! - `disks`: opening, changing and closing a disk; the other files: operations on several disks
+//! - `disks` (with `activity`): opening, changing and closing a disk; the other files: operations
+//!   on several disks
 
+mod activity;
 mod backup_list;
 pub(crate) mod backups;
 pub(crate) mod claims;
@@ -143,8 +145,14 @@ impl Running {
         &self.backups
     }
 
-    /// Fails if a job or a backup uses the disk: then it must not be changed.
+    /// As [`check_unused`](Self::check_unused); fails for an inactive disk, too.
     pub(crate) fn check_free(&self, disk: &str) -> Result<()> {
+        self.check_active(disk)?;
+        self.check_unused(disk)
+    }
+
+    /// Fails if a job or a backup uses the disk: then it must not be changed.
+    pub(crate) fn check_unused(&self, disk: &str) -> Result<()> {
         self.jobs.check_free(disk)?;
         self.backups.check_free(disk)
     }

@@ -73,15 +73,16 @@ pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<Image
         purpose: Purpose::Disk,
         snapshot: None,
         format: disk.format,
-        access: disk.access(),
+        access: if disk.is_inactive { Access::ReadOnly } else { disk.access() },
         cache: disk.cache,
         discard: disk.discard,
         detect_zeroes: disk.detect_zeroes,
         copy_on_read: disk.copy_on_read,
         block_sizes: disk.block_sizes().map_err(anyhow::Error::msg)?,
         on_full: disk.on_full().map_err(anyhow::Error::msg)?,
-        locking: Locking::Held,
-        state: state.clone(),
+        locking: if disk.is_inactive { Locking::Inactive } else { Locking::Held },
+        // The state of the program that changes the image is its own.
+        state: if disk.is_inactive { StateUse::Off } else { state.clone() },
         allowed_paths: if disk.no_references {
             AllowedPaths::refusing_all()
         } else {
@@ -111,7 +112,7 @@ pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<Im
         let format = options.format.map_or_else(by_name, Ok)?;
         create(path, size, format).await?;
     }
-    if options.side_file.is_some() && !setup.is_read_only() {
+    if options.side_file.is_some() && !setup.is_read_only() && !setup.is_inactive {
         match make_missing_side_file(path, &options).await {
             // The disk is served without bitmaps rather than not at all.
             Err(error) if matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io) => {

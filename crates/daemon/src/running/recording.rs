@@ -68,21 +68,22 @@ fn opened_as_raw(running: &Running, disk: &RunningDisk) -> Result<(PathBuf, Imag
 
 /// Renews the voucher of a raw disk's side file periodically, as long as the disk is open.
 pub(crate) fn keep_vouching(running: &Running, disk: &Arc<ImageDisk>) {
-    let Some(handle) = running.loops.first().filter(|_| disk.image().has_side_file()) else {
+    let Some(handle) = running.loops.first().filter(|_| vouches(disk)) else {
         return;
     };
-    if disk.image().access() == Access::ReadOnly {
-        return;
-    }
     let disk = Arc::downgrade(disk);
-    // The task ends with the disk, with the side file, or with the loop.
+    // The task ends with the disk, with the writable side file, or with the loop.
     drop(handle.spawn(move || async move {
         loop {
             sleep(VOUCHER_RENEWAL).await;
-            let Some(disk) = disk.upgrade().filter(|disk| disk.image().has_side_file()) else {
+            let Some(disk) = disk.upgrade().filter(|disk| vouches(disk)) else {
                 return;
             };
             disk.image().renew_voucher().await;
         }
     }));
+}
+
+fn vouches(disk: &ImageDisk) -> bool {
+    disk.image().has_side_file() && disk.image().access() == Access::ReadWrite
 }

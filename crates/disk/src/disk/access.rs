@@ -55,10 +55,17 @@ impl<S: Storage> Disk<S> {
         }
         let what = match self.protection.retired_to() {
             Some(moved_to) => format!("the disk was moved to {moved_to}, and is only read here"),
+            None if is_inactive(self) => "the disk is inactive, and is only read".to_owned(),
             None => "the disk is open for reading only".to_owned(),
         };
         Err(Error::new(ErrorKind::ReadOnly, what).on(self.name()).at(offset))
     }
+}
+
+/// Whether a disk's image is open for reading only and without a lock, because another program may
+/// change it, until it is [opened again](crate::reopen).
+pub fn is_inactive<S: Storage>(disk: &Disk<S>) -> bool {
+    disk.image().options.is_inactive
 }
 
 /// Makes a disk writable again.

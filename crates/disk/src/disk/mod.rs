@@ -58,6 +58,7 @@ use crate::options::Options;
 use crate::read_probe::ReadProbes;
 use crate::throttle::Throttle;
 use crate::transient_bitmaps::SharedBitmaps;
+pub use access::is_inactive;
 pub use detach::{FurtherBase, PopulatingGuard};
 pub use earlier_counts::EarlierCounts;
 pub use failures::{FailedRequest, FailureObserver};

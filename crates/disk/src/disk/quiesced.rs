@@ -43,19 +43,7 @@ impl<S: Storage> Disk<S> {
             let what = "the disk is open for reading only";
             return Err(Error::new(ErrorKind::ReadOnly, what).on(image.name()));
         }
-        if image.size() != self.size() {
-            let what =
-                format!("has {} bytes, and {} has {}", image.size(), self.name(), self.size());
-            return Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
-        }
-        let cache = |image: &Image<S>| image.capabilities().write_cache;
-        if cache(self.image()) == WriteCache::None && cache(image) != WriteCache::None {
-            let what = "has a volatile write cache, but the guest was offered a disk without one";
-            return Err(Error::new(ErrorKind::Unsupported, what)
-                .on(image.name())
-                .hint("open it with the cache mode writethrough or directsync"));
-        }
-        Ok(())
+        check_same_disk(self, image)
     }
 
     /// Refuses to change snapshots while a job is about to put another image in the place of this
@@ -110,15 +98,33 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         image: Arc<Image<S>>,
         is_same_file: bool,
     ) -> Result<(ReplacedImage<'a, S>, QuiescedGuard<'a>)> {
+        self.disk.check_replacement(&image)?;
+        Ok(self.replace(image, is_same_file))
+    }
+
+    fn replace(
+        self,
+        image: Arc<Image<S>>,
+        is_same_file: bool,
+    ) -> (ReplacedImage<'a, S>, QuiescedGuard<'a>) {
         let disk = self.disk;
-        disk.check_replacement(&image)?;
         if let Some(observer) = disk.failures.bitmaps.get()
             && let Ok(bitmaps) = image.format().bitmaps()
         {
             bitmaps.observe_losses(Arc::clone(observer));
         }
         let link = disk.images.replace(image, is_same_file);
-        Ok((ReplacedImage { disk, link }, self.guard))
+        (ReplacedImage { disk, link }, self.guard)
+    }
+
+    /// As [`switch_to`](Self::switch_to), to another opening of the disk's image, perhaps for
+    /// reading only.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn reopen_in(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
+        check_same_disk(self.disk, &image)?;
+        Ok(self.replace(image, true).0)
     }
 
     /// As [`switch_to`](Self::switch_to), for an image over the same file that begins or ends the
@@ -180,6 +186,22 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     pub fn retire(self, moved_to: String) {
         self.disk.protection.retire(moved_to);
     }
+}
+
+/// As [`Disk::check_replacement`], but the image may be read-only.
+fn check_same_disk<S: Storage>(disk: &Disk<S>, image: &Image<S>) -> Result<()> {
+    if image.size() != disk.size() {
+        let what = format!("has {} bytes, and {} has {}", image.size(), disk.name(), disk.size());
+        return Err(Error::new(ErrorKind::InvalidInput, what).on(image.name()));
+    }
+    let cache = |image: &Image<S>| image.capabilities().write_cache;
+    if cache(disk.image()) == WriteCache::None && cache(image) != WriteCache::None {
+        let what = "has a volatile write cache, but the guest was offered a disk without one";
+        return Err(Error::new(ErrorKind::Unsupported, what)
+            .on(image.name())
+            .hint("open it with the cache mode writethrough or directsync"));
+    }
+    Ok(())
 }
 
 /// An image that was replaced: no request goes to it.

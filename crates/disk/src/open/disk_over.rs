@@ -32,7 +32,7 @@ pub(super) async fn disk_over(
         Some(file) => {
             let locked = match options.locking {
                 Locking::Held => lock(file, options.access)?,
-                Locking::None => Locked::No,
+                Locking::None | Locking::Inactive => Locked::No,
             };
             Restore::begin(file, path, options, locked)?
         }

@@ -267,6 +267,7 @@ impl ImageOptions {
             bitmap_activity: BitmapActivity::default(),
             block_sizes: self.block_sizes,
             on_full: self.on_full,
+            is_inactive: self.locking == Locking::Inactive,
         }
     }
 
@@ -312,4 +313,7 @@ pub enum Locking {
     Held,
     /// Not at all: for a quick look at an image that others may be using.
     None,
+    /// Not before it is opened again ([`reopen`](crate::reopen)): another program may change it,
+    /// and this one only reads it.
+    Inactive,
 }

@@ -35,6 +35,7 @@ mod probe_check;
 mod qemu_name;
 mod reader_locks;
 mod refresh_size;
+mod reopen;
 mod restore;
 mod rollback;
 mod room;
@@ -74,6 +75,7 @@ pub use probe_check::{check_raw_backing, format_by_name, probe_nameless};
 pub use qemu_name::{
     QemuName, QemuTls, SpaceOptions, escape as escape_uri, is_address, plain_backing,
 };
+pub use reopen::reopen;
 pub use restore::{NOT_KEPT, PendingChanges};
 pub use rollback::{RolledBack, roll_back};
 pub use room::Room;

@@ -70,7 +70,7 @@ pub(super) async fn open_location(
             let access = match (options.access, options.locking) {
                 (Access::ReadWrite, _) => RbdAccess::Write,
                 (Access::ReadOnly, Locking::Held) => RbdAccess::Read,
-                (Access::ReadOnly, Locking::None) => RbdAccess::ReadShared,
+                (Access::ReadOnly, Locking::None | Locking::Inactive) => RbdAccess::ReadShared,
             };
             let rbd = RbdStorage::open(location, access).await?;
             Ok((ImageStorage::Rbd(Box::new(rbd)), None))

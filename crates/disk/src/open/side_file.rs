@@ -367,7 +367,7 @@ impl<'a> Route<'a> {
         };
         let is_it = disk.format().is_fully_allocated() && {
             let volume = Volume::of(disk.format().data().storage()).await?;
-            let is_unchanged = self.options.locking == Locking::None || volume.seen == *seen;
+            let is_unchanged = self.options.locking != Locking::Held || volume.seen == *seen;
             is_unchanged && volume.identity == mark.identity
         };
         if is_it {
@@ -442,7 +442,7 @@ fn told(
         return Ok(told_by_close(side_file.changed, seen));
     }
     // A server that has the image open records its changes.
-    if options.locking == Locking::None && is_being_written(file) {
+    if options.locking != Locking::Held && is_being_written(file) {
         return Ok(Told::Unchanged);
     }
     let dir = options.state.directory();

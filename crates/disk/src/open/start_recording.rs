@@ -35,7 +35,7 @@ use crate::snapshots::Pause;
 
 /// After this many replacements of a disk's image, [`stop_recording`] fails. Reason: the files of
 /// replaced images stay open.
-const MAX_REPLACED: usize = 32;
+pub(super) const MAX_REPLACED: usize = 32;
 
 impl StoredImage {
     /// Whether this is a raw file, open for writing, whose changes are not recorded.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{BLOCK_ALIGNMENT, Storage};
-use blockhouse_disk::{Access, Disk};
+use blockhouse_disk::{Access, Disk, is_inactive};
 use parking_lot::RwLock;
 
 use crate::bitmap::ExportBitmap;
@@ -312,6 +312,8 @@ impl<S: Storage> Exports<S> {
             size: export.disk.size(),
             access: match export.access {
                 Access::ReadOnly => Access::ReadOnly,
+                // Clients may connect before the disk becomes active.
+                Access::ReadWrite if is_inactive(disk) => Access::ReadWrite,
                 Access::ReadWrite => disk.access(),
             },
             smallest_block: if has_sectors { sector as u32 } else { 1 },

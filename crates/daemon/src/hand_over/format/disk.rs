@@ -222,7 +222,8 @@ impl Opened {
             limits,
             // An offer lists exports beside the disks.
             exports: _,
-            // Disks that are parts of files are not handed over.
+            // Inactive disks and those that are parts of files are not handed over.
+            is_inactive: _,
             part: _,
         } = disk;
         Ok(Self {

@@ -68,6 +68,7 @@ const READ_ONLY: Options = Options {
     bitmap_activity: blockhouse_disk::BitmapActivity::DEFAULT,
     block_sizes: blockhouse_disk::BlockSizes::OF_IMAGE,
     on_full: blockhouse_disk::OnFull::Report,
+    is_inactive: false,
 };
 
 fn switch(is_on: bool) -> Switch {

@@ -1,0 +1,46 @@
+//! Inactive disks: their images are open for reading only and without a lock, while another program
+//! may change them.
+
+use anyhow::{Result, bail};
+use blockhouse_config::disk::DiskConfig;
+use blockhouse_disk::{is_inactive, reopen};
+
+use super::Running;
+use super::open::open_disk;
+use super::recording::keep_vouching;
+
+impl Running {
+    /// Makes a disk active or inactive while it is served. An active disk locks its image, and has
+    /// read its metadata anew.
+    ///
+    /// # Errors
+    /// There is no such disk, a job or a backup uses it, its changes cannot be made durable, or its
+    /// image cannot be opened so: the disk stays as it was.
+    pub(crate) async fn set_active(&self, name: &str, is_active: bool) -> Result<()> {
+        let claimed = self.claim_disk(name).await?;
+        let disk = &claimed.disk;
+        if is_inactive(&disk.disk) != is_active {
+            return Ok(());
+        }
+        self.check_unused(name)?;
+        let mut setup = DiskConfig { is_inactive: !is_active, create: None, ..disk.setup.clone() };
+        if let Some(moved) = disk.moved() {
+            (setup.path, setup.format, setup.cache) = (moved.path, Some(moved.format), moved.cache);
+        }
+        let state = self.state_use(&setup)?;
+        reopen(&disk.disk, open_disk(&setup, &state)).await?;
+        keep_vouching(self, &disk.disk);
+        tracing::info!("{name}: is {} now", if is_active { "active" } else { "inactive" });
+        Ok(())
+    }
+
+    /// Fails for an inactive disk.
+    pub(super) fn check_active(&self, name: &str) -> Result<()> {
+        match self.disks.find(name) {
+            Some(disk) if is_inactive(&disk.disk) => bail!(
+                "the disk {name:?} is inactive, and is only read; make it active first (blockdev-set-active)"
+            ),
+            _ => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,57 @@
+//! Opens the image of a disk in use again, in another way: an active disk becomes
+//! [inactive](crate::is_inactive), and the other way round.
+//!
+//! Guarantees: changes are held off meanwhile. When an image is opened again, all changes through
+//! the earlier opening are durable and its marks of use are cleared, so the metadata is read as it
+//! is on the storage. The earlier opening gives up its locks. On failure the disk continues with
+//! it.
+
+use std::sync::Arc;
+
+use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SyncMode};
+
+use super::image_disk::ImageDisk;
+use super::start_recording::MAX_REPLACED;
+use crate::disk::{flush_ahead, is_inactive};
+use crate::options::Access;
+
+/// Replaces the opening of a disk's image by the one that `open` makes, which is a disk of its own
+/// before. Needs the loop of the current thread.
+///
+/// # Errors
+/// Those of `open`; a flush that fails; the image has another size now; `Unsupported` if an active
+/// disk was opened again too often.
+pub async fn reopen<E: From<Error>>(
+    disk: &ImageDisk,
+    open: impl Future<Output = Result<ImageDisk, E>>,
+) -> Result<(), E> {
+    if disk.images().count_replaced() >= MAX_REPLACED && !is_inactive(disk) {
+        let what = "was inactive too often while it is open";
+        let error = Error::new(ErrorKind::Unsupported, what).on(disk.name());
+        return Err(error.hint("close it and open it again").into());
+    }
+    flush_ahead(&[disk], SyncMode::Full).await?;
+    let quiesced = disk.quiesced().await?;
+    disk.image().layer().flush(SyncMode::Full).await?;
+    disk.image().settle().await?;
+    let opened = open.await?;
+    let replaced = match quiesced.reopen_in(Arc::clone(opened.image())) {
+        Ok(replaced) => replaced,
+        Err(error) => {
+            if let Err(error) = opened.close().await {
+                tracing::warn!("{error}");
+            }
+            return Err(error.into());
+        }
+    };
+    if opened.image().access() == Access::ReadWrite {
+        // Another program may have changed the image, and bitmaps in memory lack that.
+        disk.transient_bitmaps.get().mark(ByteRange::between(0, disk.size()));
+    }
+    if let Err(error) = replaced.close().await {
+        // All of it was flushed before.
+        tracing::warn!("{error}");
+    }
+    disk.jobs().unlock_former();
+    Ok(())
+}
