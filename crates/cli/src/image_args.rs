@@ -7,7 +7,9 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
-use blockhouse_disk::{AllowedPaths, ImageFormat, ImageOptions, Locking, QemuName, is_address};
+use blockhouse_disk::{
+    AllowedPaths, CacheMode, ImageFormat, ImageOptions, Locking, QemuName, is_address,
+};
 use blockhouse_storage::Location;
 
 use crate::called_as;
@@ -80,12 +82,13 @@ impl ImageArgs {
     /// # Errors
     /// As [`OpenArgs::read_image`] and [`ImageOptsArgs::resolve`].
     pub fn read_only(&self) -> Result<(PathBuf, ImageOptions)> {
-        let Named { path, format, part, is_shared, backing_use, .. } =
+        let Named { path, format, part, is_shared, is_direct, backing_use, .. } =
             self.image_opts.resolve_to_read(&self.image, self.format)?;
         let is_shared = is_shared || self.force_share;
         let locking = if is_shared { Locking::None } else { Locking::Held };
         let options = self.open.read_image(&path, format, part)?;
-        Ok((path, ImageOptions { locking, backing_use, ..options }))
+        let cache = if is_direct { CacheMode::None } else { options.cache };
+        Ok((path, ImageOptions { locking, backing_use, cache, ..options }))
     }
 
     /// The export and the context of its server, where the options name one to map.

@@ -178,7 +178,7 @@ impl ImageOptsArgs {
             }
             None => {
                 let path = image.to_owned();
-                let (part, is_shared, is_read_only) = (None, false, false);
+                let (part, is_shared, is_read_only, is_direct) = (None, false, false, false);
                 let backing_use = BackingUse::Followed;
                 let (is_compressed, space) = (false, SpaceOptions::default());
                 let (backing, context, tls) = (None, None, None);
@@ -188,6 +188,7 @@ impl ImageOptsArgs {
                     part,
                     is_shared,
                     is_read_only,
+                    is_direct,
                     backing_use,
                     is_compressed,
                     space,

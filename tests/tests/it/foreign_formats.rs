@@ -142,6 +142,11 @@ fn info_and_check_say_what_qemu_img_says() {
         let checked = command(&["check", "--json", str(image)]);
         assert!(matches!(checked.status.code(), Some(0 | 63)), "{}", checked.describe("sound"));
         let repair = command(&["check", "--repair", "all", str(image)]);
+        if kind.format == "vhdx" {
+            // Its log would be replayed.
+            repair.success();
+            return;
+        }
         assert_eq!(repair.status.code(), Some(1), "{}", repair.describe("no repair"));
         assert!(repair.stderr.contains("not repaired"), "{}", repair.stderr);
     });

@@ -87,7 +87,15 @@ impl<S: Storage> LayerStatus<'_, S> {
         depth: usize,
     ) -> Result<(ByteRange, MapEntryKind)> {
         let host = range.offset();
+        // The file may end inside the last sector, where a block of the storage may end as well:
+        // direct I/O has whole blocks alone.
+        let block = u64::from(self.0.data().capabilities().alignment.offset);
+        let stored = self.0.data().size().next_multiple_of(block).saturating_sub(host);
+        if stored == 0 {
+            return Ok((range, MapEntryKind::Zero { host: Some(host) }));
+        }
         let (status, length) = self.block_status(range, cache, depth).await?;
+        let length = if status == BlockStatus::Data { length.min(stored) } else { length };
         let content = match status {
             BlockStatus::Data => MapEntryKind::Data { host },
             BlockStatus::Hole | BlockStatus::Zero => MapEntryKind::Zero { host: Some(host) },

@@ -17,12 +17,11 @@ use super::image_options::{BackingUse, FilePart};
 use crate::options::{DetectZeroes, Discard};
 
 /// Options of QEMU without effect on the bytes read and written.
-const WITHOUT_EFFECT: [&str; 14] = [
+const WITHOUT_EFFECT: [&str; 13] = [
     "aio",
     "auto-read-only",
     "cache-clean-interval",
     "cache-size",
-    "cache.direct",
     "cache.no-flush",
     "l2-cache-entry-size",
     "l2-cache-size",
@@ -50,6 +49,8 @@ pub struct QemuName {
     pub is_shared: bool,
     /// Whether it must not be changed.
     pub is_read_only: bool,
+    /// Whether it is read past the host's page cache, by commands that look at one image.
+    pub is_direct: bool,
     /// Whether its backing file is left out.
     pub backing_use: BackingUse,
     /// Whether writes to it are compressed.
@@ -104,6 +105,7 @@ impl QemuName {
             part: None,
             is_shared: false,
             is_read_only: false,
+            is_direct: false,
             backing_use: BackingUse::Followed,
             is_compressed: false,
             space: SpaceOptions::default(),
@@ -198,12 +200,13 @@ impl Options {
         let backing = self.backing()?;
         let context = self.take("x-dirty-bitmap");
         let tls = self.tls();
-        let (mut locking, mut read_only) = (Vec::new(), Vec::new());
+        let (mut locking, mut read_only, mut direct) = (Vec::new(), Vec::new(), Vec::new());
         for prefix in ["", "file.", "file.file."] {
             locking.extend(self.take(&format!("{prefix}locking")));
             let shared = self.take(&format!("{prefix}force-share"));
             locking.extend(shared.filter(|value| value == "on").map(|_| "off".to_owned()));
             read_only.extend(self.take(&format!("{prefix}read-only")));
+            direct.extend(self.take(&format!("{prefix}cache.direct")));
             for key in WITHOUT_EFFECT {
                 self.take(&format!("{prefix}{key}"));
             }
@@ -265,6 +268,7 @@ impl Options {
             part,
             is_shared: locking.iter().any(|value| value == "off"),
             is_read_only: read_only.iter().any(|value| value == "on"),
+            is_direct: direct.iter().any(|value| value == "on"),
             backing_use,
             is_compressed: false,
             space,
