@@ -174,8 +174,8 @@ impl Asked {
         }
     }
 
-    /// The parameters of [`Context::open`]. Without a cache mode of its own, a node gets that of the
-    /// node below.
+    /// The parameters of [`Context::open`]. Without a cache mode of its own, a node gets that of
+    /// the node below.
     fn params(&self, name: &str, path: &str, below: Option<&Self>) -> Value {
         let format = if below.is_none() { "raw" } else { self.driver };
         let cache = self.cache.or(below.and_then(|below| below.cache));
