@@ -249,6 +249,12 @@ impl<'a> Steps<'a> {
         let image = open(path, options.for_purpose(Purpose::Image)).await?;
         let given = async {
             check_unwritten(&image).await?;
+            if self.fork.disk.image().has_encrypted_layer() && !image.image().is_encrypted() {
+                let what = "is not encrypted, and the disk that would go on in it is";
+                let error =
+                    Error::new(ErrorKind::InvalidInput, what).on(image.image().image_name());
+                return Err(error.hint("let the fork make the overlay"));
+            }
             let backing = self.backing_of(path);
             if image.image().backing_file() == Some(&backing) {
                 Ok(())
@@ -327,11 +333,6 @@ impl<'a> Steps<'a> {
         let opened = disk_over(file.into(), path, &options, EarlierWrites::Unknown, None).await;
         let (image, restore) = opened?;
         let image = unlocked(image, &options.secrets, WithoutKey::Refuse).await?;
-        if self.fork.disk.image().has_encrypted_layer() && !image.is_encrypted() {
-            let what = "is not encrypted, and the disk that would go on in it is";
-            let error = Error::new(ErrorKind::InvalidInput, what).on(image.name());
-            return Err(error.hint("let the fork make the overlay"));
-        }
         image.format().header().check_backing(self.fork.disk.format())?;
         image.end_opening(false);
         restore.finish(image.over(self.fork.disk.image())).await

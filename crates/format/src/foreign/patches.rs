@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use blockhouse_core::{Buffer, ByteRange, Durability, Result, Storage};
+use blockhouse_core::{Buffer, ByteRange, Durability, ErrorKind, Result, Storage, Unmap};
 
 use super::refusal::unsupported;
 use crate::aligned_read::read;
@@ -104,14 +104,11 @@ impl Patches {
         if self.file_size > storage.size() {
             storage.resize(self.file_size).await?;
         }
-        let zeros = Buffer::new(ZEROS_AT_ONCE);
         for range in &self.zeros {
-            let mut rest = *range;
-            while !rest.is_empty() {
-                let part = rest.truncate(ZEROS_AT_ONCE as u64);
-                let bytes = &zeros.bytes()[..part.length() as usize];
-                write(storage, part.offset(), bytes, Durability::None).await?;
-                rest = rest.skip(part.length());
+            // Past the end of the file there are zeros.
+            let inside = range.truncate(storage.size().saturating_sub(range.offset()));
+            if !inside.is_empty() {
+                write_zeroes(storage, inside).await?;
             }
         }
         for (&offset, page) in &self.pages {
@@ -133,6 +130,23 @@ impl Patches {
             bytes[inner].copy_from_slice(&page[outer]);
         }
     }
+}
+
+/// Zeros a range of whole pages; sends zeros where the storage has no other way.
+async fn write_zeroes<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {
+    match storage.write_zeroes(range, Unmap::Allowed).await {
+        Err(error) if error.kind() == ErrorKind::Unsupported => {}
+        done => return done,
+    }
+    let zeros = Buffer::new(ZEROS_AT_ONCE);
+    let mut rest = range;
+    while !rest.is_empty() {
+        let part = rest.truncate(ZEROS_AT_ONCE as u64);
+        let bytes = &zeros.bytes()[..part.length() as usize];
+        write(storage, part.offset(), bytes, Durability::None).await?;
+        rest = rest.skip(part.length());
+    }
+    Ok(())
 }
 
 /// The common part of both ranges: its positions in the second range, and in the first.
