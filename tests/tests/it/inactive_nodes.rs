@@ -6,7 +6,7 @@ use std::process::Command;
 use blockhouse_tests::image_tool::{qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
-use blockhouse_tests::{Scratch, need, require, tool};
+use blockhouse_tests::{Scratch, need, require, run, tool};
 use serde_json::{Value, json};
 
 use crate::storage_daemon::{Daemon, NAME, at_stdio, folder, ours, words};
@@ -172,7 +172,7 @@ fn an_image_goes_from_one_daemon_to_another_and_back() {
 
 #[test]
 fn an_inactive_disk_is_neither_changed_nor_handed_to_a_job() {
-    require!(need::tools(&["qemu-img"]));
+    require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();
     let image = folder(&scratch, "images").join("d");
     let before = std::fs::read(&image).expect("an image");
@@ -208,4 +208,9 @@ fn an_inactive_disk_is_neither_changed_nor_handed_to_a_job() {
     side.set(true);
     let nodes = side.qmp.get("query-named-block-nodes", json!({ "flat": true }));
     assert_eq!(nodes[0]["dirty-bitmaps"][0]["count"], 1 << 20);
+    // An overlay of the active disk is locked as that is.
+    let snapshot = json!({ "node-name": "d", "snapshot-file": overlay, "snapshot-node-name": "o" });
+    side.qmp.get("blockdev-snapshot-sync", snapshot);
+    run(tool("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", str(&overlay)])).failure("lock");
+    side.daemon.stop();
 }

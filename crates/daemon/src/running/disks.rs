@@ -176,6 +176,9 @@ impl Running {
         named.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
+        // The image says whether the disk is inactive now; images that are opened for it later are
+        // not.
+        let setup = DiskConfig { is_inactive: false, ..setup };
         let disk = self.adopt(setup, Arc::new(disk), None);
         self.events.tell(Event::DiskOpened { disk: name.clone() });
         if let Err(error) = self.begin_serving(&disk).await {
