@@ -1,5 +1,5 @@
-//! Images that hold the bitmaps of a raw disk: the evidence that they still belong to it, read
-//! without opening them.
+//! The header extension of images that hold the bitmaps of a raw disk: what tells whether such an
+//! image still belongs to the disk. It is read without opening the image.
 //!
 //! Such an image is a *side file*: its data file is the raw disk, and a header extension says
 //! which file that was. Other programs keep the extension, and may ignore it.
@@ -16,8 +16,9 @@ use super::layout::table_io::read_header;
 
 /// The largest disk whose side file has small clusters, in bytes.
 const MAX_FINE: u64 = 64 << 30;
-/// Bytes of a cluster.
+/// Bytes of a cluster of such a side file.
 const FINE: u64 = 64 << 10;
+/// Bytes of a cluster of side files of larger disks.
 const COARSE: u64 = 1 << 20;
 
 /// The side file's own description.
@@ -27,19 +28,19 @@ pub struct SideFileHeader {
     pub name: Vec<u8>,
     /// Bytes of the disk.
     pub size: u64,
-    /// Which file the disk is, in the bytes that it was made with.
+    /// The identity of the disk's file, as it was given when the side file was made.
     pub identity: [u8; 16],
-    /// When the disk had been changed for the last time when its changes had been recorded for the
-    /// last time, as [`Storage::last_change`] says. Of no use while `is_live`.
+    /// The time of the disk's last change ([`Storage::last_change`]) at the moment when its changes
+    /// were last recorded. Not valid while `is_live`.
     pub changed: Duration,
     /// Whether a bitmap is enabled: it has all changes of the disk, unless the disk was changed
     /// without it.
     pub has_enabled: bool,
     /// Whether a process is recording changes, or died before it closed the image.
     pub is_live: bool,
-    /// The size that the disk may have instead, where a process died that changed it.
+    /// Another size that the disk may have, because a process died while it changed the size.
     pub other_size: Option<u64>,
-    /// The voucher of that process.
+    /// The voucher of the process that is recording, or that died.
     pub voucher: Option<Voucher>,
 }
 
@@ -56,7 +57,7 @@ impl SideFileHeader {
             return Ok(None);
         };
         let entries = match bitmap_directory::read(storage, &header).await {
-            // Nothing of them can be lost.
+            // Bitmaps of a corrupt directory cannot be used, so nothing of them can be lost.
             Err(error) if error.kind() == ErrorKind::Corrupt => Vec::new(),
             entries => entries?,
         };
@@ -75,7 +76,7 @@ impl SideFileHeader {
     /// How the side file of a disk of `size` bytes, in the file `name` of the same folder, is
     /// made. `identity` says which file that is.
     pub fn create_options(size: u64, name: Vec<u8>, identity: [u8; 16]) -> CreateOptions {
-        // Its tables have an entry for each cluster.
+        // A table has an entry for each cluster, so larger clusters make smaller tables.
         let cluster_size = if size > MAX_FINE { COARSE } else { FINE };
         let data_file = Some(DataFile { name, raw: Switch::On });
         CreateOptions {

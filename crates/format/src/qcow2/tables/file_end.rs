@@ -9,35 +9,35 @@ pub(crate) struct FileEnd {
     /// The length of the file when the image was opened: clusters from here on read as zeros until
     /// they are written.
     opened: u64,
-    /// Whether what the file gets when it becomes longer may hold anything.
+    /// Whether bytes that the file gets by growing may be other than zeros.
     has_stale_growth: bool,
 }
 
 impl FileEnd {
-    /// Of a file of this many clusters.
+    /// The end of a file of this many clusters.
     pub(crate) fn new(clusters: u64) -> Self {
         Self { end: clusters, opened: clusters, has_stale_growth: false }
     }
 
-    /// The end of a file that has this many clusters now. Bytes before the old end may have been
-    /// written, however short the file is taken to be: by a write that failed in its middle, or was
-    /// dropped.
+    /// The end of a file that has this many clusters now, but no end before the old one: a write
+    /// that failed in its middle, or was dropped, may have stored bytes before that.
     pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
         let has_stale_growth = self.has_stale_growth;
         Self { has_stale_growth, ..Self::new(clusters.max(self.bound())) }
     }
 
-    /// Bytes past the length of the file may hold anything: a block device that others make longer.
+    /// Records that bytes past the length of the file may be other than zeros, as on a block device
+    /// that others make longer.
     pub(crate) fn expect_stale_growth(&mut self) {
         self.has_stale_growth = true;
     }
 
-    /// No cluster from here on is in use.
+    /// The first cluster from which on none is in use.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
 
-    /// Nothing can be in clusters from here on, whatever refers to them.
+    /// The first cluster that cannot hold data, nor any behind it: a reference to one is damage.
     pub(crate) fn bound(&self) -> u64 {
         self.end.max(self.opened)
     }
@@ -47,34 +47,34 @@ impl FileEnd {
         cluster >= self.opened && !self.has_stale_growth
     }
 
-    /// Clusters up to `end` are in use, or cannot be used.
+    /// Records that clusters before `end` are in use, or cannot be used.
     pub(crate) fn advance(&mut self, end: u64) {
         self.end = self.end.max(end);
     }
 
-    /// Takes `count` clusters from the end without counting them.
+    /// Takes `count` clusters from the end. Their refcounts stay as they are.
     pub(crate) fn reserve(&mut self, count: u64) -> Range<u64> {
         let start = self.end;
         self.end += count;
         start..self.end
     }
 
-    /// The clusters from `start` up to the end, if that is `end`, are not in use after all.
+    /// Gives reserved clusters from `start` to `end` back, if the end is still `end`.
     pub(crate) fn unreserve(&mut self, end: u64, start: u64) {
         if self.end == end {
             self.end = start;
         }
     }
 
-    /// Nothing is counted from `cluster` on: the end is there, unless clusters were taken past the
-    /// old one.
+    /// Moves the end to `cluster`, because all refcounts from there on are zero. Does nothing if
+    /// clusters were taken past the old end.
     pub(crate) fn lower(&mut self, cluster: u64) {
         if self.end == self.opened {
             self.end = cluster;
         }
     }
 
-    /// The file was cut off here.
+    /// Records that the file was truncated to `end` clusters.
     pub(crate) fn cut(&mut self, end: u64) {
         (self.end, self.opened) = (end, end);
     }

@@ -1,30 +1,30 @@
-//! The header as it should be and as it is on disk.
+//! The header of an image in two versions: as the image needs it next, and as it is on disk.
 //!
-//! Only the first sector ever changes, with one write. A write whose outcome is not known (it
-//! failed, or its future was dropped) leaves the disk's header unknown until another one is
+//! Only the first sector ever changes, with one write. After a write whose outcome is not known (it
+//! failed, or its future was dropped) the header on disk is not known until a later write of it is
 //! durable.
 
 use crate::qcow2::layout::header::{Header, Incompatible};
 
-/// Both headers, and the writes between them.
+/// Both versions of the header, and the progress of writes of it.
 pub(crate) struct Headers {
     wanted: Header,
     disk: Header,
-    /// Writes of the header that were begun.
+    /// The number of header writes that were begun.
     begun: u64,
-    /// The newest of them that completed.
+    /// The number of the newest header write that completed.
     ended: u64,
-    /// The newest of them that a flush has covered.
+    /// The number of the newest header write that a flush has covered.
     durable: u64,
 }
 
 impl Headers {
-    /// Of an image with this header on disk.
+    /// For an image with this header on disk.
     pub(crate) fn new(header: Header) -> Self {
         Self { wanted: header.clone(), disk: header, begun: 0, ended: 0, durable: 0 }
     }
 
-    /// As it should be.
+    /// The header that the next writeback is to leave on disk.
     pub(crate) fn wanted(&self) -> &Header {
         &self.wanted
     }
@@ -33,18 +33,18 @@ impl Headers {
         &mut self.wanted
     }
 
-    /// As the last write of it made it.
+    /// The header as the newest write of it has changed it, whether or not that is durable.
     pub(crate) fn disk(&self) -> &Header {
         &self.disk
     }
 
-    /// Another header is the active one, on disk and in memory.
+    /// Replaces both versions by `header`, which is on disk.
     pub(crate) fn replace(&mut self, header: Header) {
         self.disk = header.clone();
         self.wanted = header;
     }
 
-    /// The image names another backing file or data file: the disk says so already.
+    /// Takes over the names of the backing file and data file from `new`, which is on disk already.
     pub(crate) fn set_names(&mut self, new: &Header) {
         for header in [&mut self.wanted, &mut self.disk] {
             header.backing.clone_from(&new.backing);
@@ -75,27 +75,27 @@ impl Headers {
         self.begun
     }
 
-    /// The write with this number completed.
+    /// Records that the header write with this number completed.
     pub(crate) fn end_write(&mut self, number: u64) {
         self.ended = self.ended.max(number);
     }
 
-    /// The newest write that completed: a flush that begins now covers it.
+    /// The number of the newest header write that completed. A flush that begins now covers it.
     pub(crate) fn last_ended(&self) -> u64 {
         self.ended
     }
 
-    /// A flush has covered the writes that had completed up to `number`.
+    /// Records that a flush has covered the header writes up to `number`.
     pub(crate) fn set_durable(&mut self, number: u64) {
         self.durable = self.durable.max(number);
     }
 
-    /// Whether a write was begun whose end is not durable.
+    /// Whether any header write that was begun is not known to be durable.
     pub(crate) fn is_write_unknown(&self) -> bool {
         self.durable < self.begun
     }
 
-    /// Whether the header on disk has this bit, durably.
+    /// Whether the header on disk has this bit durably.
     pub(crate) fn is_marked_durably(&self, bit: Incompatible) -> bool {
         self.disk.incompatible.contains(bit) && !self.is_write_unknown()
     }
