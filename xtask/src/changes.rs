@@ -100,7 +100,11 @@ fn is_same_code(workspace: &Workspace, commit: &str, path: &str) -> bool {
     if !path.ends_with(".rs") {
         return false;
     }
-    let before = git(workspace, &["show", &format!("{commit}:{path}")]).ok();
+    let mut show = Command::new("git");
+    // A new file was not there, which is no error.
+    show.arg("show").arg(format!("{commit}:{path}")).current_dir(workspace.root());
+    let before = show.output().ok().filter(|output| output.status.success());
+    let before = before.and_then(|output| String::from_utf8(output.stdout).ok());
     let now = std::fs::read_to_string(workspace.root().join(path)).ok();
     before.zip(now).is_some_and(|(before, now)| {
         code_of(&before).zip(code_of(&now)).is_some_and(|(before, now)| before == now)
