@@ -98,7 +98,7 @@ pub fn command_of<Word: AsRef<OsStr>>(words: &[Word]) -> &str {
     ""
 }
 
-/// Whether the words have this one, the name of a command.
+/// Whether this word occurs in the command line, also as a value or the name of a file.
 pub fn has_word(command: &str) -> bool {
     words().iter().any(|word| word == command)
 }
@@ -113,8 +113,9 @@ pub fn own_name() -> &'static str {
     }
 }
 
-/// The words of the command line as if under our own name: qemu-nbd is `serve`, and the `bench` of
-/// qemu-img measures an image, not this machine.
+/// The words of the command line as under our own name: qemu-nbd becomes `serve`, the storage
+/// daemon `qemu-storage-daemon`, and the `bench` of qemu-img `qemu-bench`, because our own `bench`
+/// measures the machine.
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {

@@ -6,7 +6,7 @@ use blockhouse_nbd::SocketPermissions;
 
 use crate::user_options::GroupName;
 
-/// The mode of a socket's file: `0660`.
+/// The permission bits of a socket's file, such as `0660`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SocketMode(u32);
 

@@ -40,15 +40,15 @@ pub(crate) struct Qmp {
     gate: Arc<Gate>,
 }
 
-/// The servers that QMP controls.
+/// What a QMP server serves: its sockets and connections, and the commands that they may send.
 pub(crate) struct Served {
     /// Listening sockets.
     pub(crate) bound: Vec<BoundSocket>,
     /// Clients that are connected already.
     pub(crate) connections: Vec<OwnedFd>,
-    /// The methods that commands may call.
+    /// The control methods that are allowed here. A command exists only if all that it calls are.
     pub(crate) answers: Answers,
-    /// The object that has the server's TLS.
+    /// The id of the QMP object with the credentials of the server's TLS.
     pub(crate) tls_object: Option<String>,
     /// The commands of a storage daemon that are carried out before any client is served; `None`
     /// for other servers.
@@ -102,7 +102,7 @@ impl Qmp {
         let (told, outcome) = std::sync::mpsc::channel();
         let later = move |_| async move { Some(served) }.boxed_local();
         let qmp = Self::start_at(workers, running, Some(told), later);
-        // The loop may have ended with the process.
+        // No answer: the process is ending, and the loop with it.
         (qmp, outcome.recv().unwrap_or(Ok(())))
     }
 
@@ -179,13 +179,14 @@ impl Qmp {
         Self { workers, stop, over, gate }
     }
 
-    /// Holds commands off.
+    /// The gate that can hold commands off.
     pub(crate) fn gate(&self) -> &Gate {
         &self.gate
     }
 
     /// Takes no more commands, finishes those that were begun, and removes the socket's file.
-    /// Returns its loop: disks may have connections on it, and need them until they are closed.
+    /// Returns its loop, which must run until the disks are closed: they may have connections on
+    /// it.
     pub(crate) fn stop(self) -> Workers {
         // The task may have ended already.
         let _ = self.stop.send(());

@@ -3,15 +3,15 @@
 //!
 //! All buffers are bounded, without a deadlock: decompression waits for I/O only. Copy on write may
 //! wait for decompression and for the backing file, but neither waits for copy on write. A copy
-//! from a backing file may wait for the same, but never for copy on write, because it writes whole
-//! clusters.
+//! from a backing file may also wait for decompression and for the backing file. It needs no copy
+//! on write, because it writes whole clusters.
 
 use std::ops::{Deref, DerefMut};
 
 use async_lock::{Semaphore, SemaphoreGuard};
 use blockhouse_core::{Buffer, BufferPool, Result};
 
-/// Maximum bytes of memory for each use, unless [`MIN_BUFFERS`] large clusters need more.
+/// Maximum bytes of memory for each kind of use, unless [`MIN_BUFFERS`] large clusters need more.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Minimum number of buffers of each kind for any cluster size, and the maximum.

@@ -1,11 +1,13 @@
-//! Bitmaps in a fork: the disk's bitmaps continue in its overlay, under their names, and the layer
-//! keeps its own.
+//! Bitmaps in a fork: the disk's bitmaps continue in its overlay, under their names, and the former
+//! image, which is the layer below the overlay, keeps its own.
 //!
 //! Guarantees: a bitmap of the overlay never lacks a change. Until the layer is
-//! [settled](super::fork::Forked::settle) each bitmap of the overlay marks the whole disk as
-//! changed. After that it has the bits of the moment of the fork, and later changes: the same as
-//! without a fork. A crash leaves one of these two states. Bitmaps never make a fork fail, and its
-//! pause does not wait for them.
+//! [settled](super::fork::Forked::settle) each enabled bitmap of the overlay marks the whole disk
+//! as changed. After that it has the bits of the moment of the fork and the later changes: what it
+//! would have without a fork, or more where `MAX_MEMORY` makes the map of changes coarser. A crash
+//! leaves one of these two states. The pause of a fork does not wait for bitmaps. A fork fails if
+//! its overlay cannot be given the bitmaps before the pause, and not if they cannot be completed
+//! after it.
 
 use std::sync::Arc;
 
@@ -18,8 +20,8 @@ use crate::dirty_map::DirtyMap;
 use crate::disk::{ReplacedImage, quiesce_flushed};
 use crate::observers::ChangeObserver;
 
-/// Maximum memory for the changes until the layer is settled: beyond it a bitmap gets coarser, and
-/// marks more than has changed.
+/// Maximum memory for the map of changes until the layer is settled. The map of a large disk is
+/// coarser than its bitmaps for this, and they then mark more than has changed.
 const MAX_MEMORY: u64 = 64 << 20;
 
 /// The enabled bitmaps of a disk's overlay until they are complete.

@@ -3,11 +3,11 @@
 //! Guarantees:
 //! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`) and the
 //!   server grants it, up to a limit. Otherwise all loops share the first one whose loop runs.
-//! - While there is a connection, no request waits for another one: it uses a shared connection
-//!   until its loop has its own. Reason: a server may refuse another client, or not greet it before
-//!   the first one has disconnected (`qemu-nbd`, nbdkit's `limit`).
+//! - While any connection has a running loop, no request waits for a new connection to be opened:
+//!   it uses that shared one until its own loop has one. Reason: a server may refuse another
+//!   client, or not greet it before the first one has disconnected (`qemu-nbd`, nbdkit's `limit`).
 //! - A flush goes to the connection with the oldest stream, also if it is another loop's;
-//!   `storage/nbd/unflushed` says why. That loop must run.
+//!   `storage/nbd/unflushed` says why. It is answered only while that loop runs.
 //! - Once the oldest stream has ended with writes that were answered and not flushed, every flush
 //!   fails. This includes a flush that was in flight then and was answered by the server after the
 //!   reconnect.
@@ -51,8 +51,8 @@ struct Shared {
 
 #[derive(Default)]
 struct List {
-    /// Each with the thread of the loop that made it; never empty. For an export without
-    /// `CAN_MULTI_CONN`, requests share one whose loop runs.
+    /// Each connection with the thread of its loop; not empty once the storage is connected. For an
+    /// export without `CAN_MULTI_CONN`, requests share one whose loop runs.
     connections: Vec<(ThreadId, Arc<Transmission>)>,
     /// The loops that have tried to get a connection of their own, and when they may try again.
     asked: Vec<(ThreadId, Instant)>,
@@ -110,8 +110,8 @@ impl Connections {
         }
     }
 
-    /// Makes another stream. If the server cannot be reached, tries for as long as requests of a
-    /// failed connection wait.
+    /// Makes another stream. If the server cannot be reached, tries again for as long a time as
+    /// requests of a failed connection would wait.
     async fn connect(&self) -> Result<Link> {
         let dial = &self.shared.dial;
         let end = Instant::now() + dial.reconnect_time();
@@ -123,7 +123,7 @@ impl Connections {
         }
     }
 
-    /// Ends all connections; nothing uses the storage any more.
+    /// Ends all connections. Later requests fail.
     pub(super) fn close(&self) {
         self.shared.unflushed.close();
         let mut list = self.shared.list.lock();
@@ -131,7 +131,7 @@ impl Connections {
         list.connections.iter().for_each(|(_, connection)| connection.close());
     }
 
-    /// Waits for flushes and durable writes with dropped futures.
+    /// Waits for the flushes and durable writes in flight whose futures were dropped.
     ///
     /// # Errors
     /// The failure of one of them that was not reported yet.
@@ -222,7 +222,7 @@ async fn ask(shared: Arc<Shared>) {
 }
 
 impl List {
-    /// The connections whose loops run, the oldest one first.
+    /// The connections whose loops run, in the order of the list.
     fn running(&self) -> impl Iterator<Item = &(ThreadId, Arc<Transmission>)> {
         self.connections.iter().filter(|(_, connection)| !connection.has_no_loop())
     }

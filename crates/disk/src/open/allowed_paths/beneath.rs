@@ -43,7 +43,7 @@ pub(super) fn find_beneath(
     }
     loop {
         match openat2(folder, name, FIND, Mode::empty(), resolve) {
-            // A concurrent rename elsewhere (openat2(2)).
+            // A rename or mount at the same time left unknown where a `..` leads (openat2(2)).
             Err(Errno::AGAIN) => {}
             Err(Errno::NOSYS | Errno::PERM) => return walk_beneath(folder, name, symlinks),
             outcome => return outcome,
@@ -51,7 +51,8 @@ pub(super) fn find_beneath(
     }
 }
 
-/// The file of a name, in any folder, but not through the links in /proc that stand for open files.
+/// The file of a name, in any folder, but not through the links in /proc that stand for open files;
+/// without `openat2` through these, too.
 ///
 /// # Errors
 /// The kernel's error.

@@ -27,8 +27,8 @@ enum LostSession {
 impl LostSession {
     /// For an image; `None` if it has no session, or is on another host.
     fn of(disk: &StoredImage) -> Option<Self> {
-        // An image of another host has no state here.
         disk.format().redo().filter(|redo| redo.has_session_bit())?;
+        // An image on another server has no state here.
         let file = disk.file()?;
         // A block device has no modification time of its content.
         let status = status_of(file).ok();
@@ -42,8 +42,8 @@ impl LostSession {
     }
 }
 
-/// How long before the boot a file must be modified to count as earlier. The time of the boot is
-/// inexact, because it is calculated from two clocks.
+/// A file counts as modified before the boot if it was modified more than this before the
+/// calculated time of the boot, which is inexact, because it comes from two clocks.
 const TICKS: Duration = Duration::from_secs(2);
 
 fn is_before_boot(modified: Duration, boot: Duration) -> bool {

@@ -18,7 +18,7 @@ pub(super) const UNALLOCATED: u32 = u32::MAX;
 
 pub(super) const COOKIE: &[u8; 8] = b"cxsparse";
 const ENTRY_SIZE: u64 = 4;
-/// Supported block sizes in bytes: Hyper-V uses 2 MiB, Virtual PC 512 KiB.
+/// Supported block sizes in bytes. In use are 2 MiB (Hyper-V) and 512 KiB (Virtual PC).
 const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 4096..=256 << 20;
 
 /// Offsets of the fields in bytes.
@@ -89,7 +89,7 @@ impl SparseHeader {
     /// The piece of the disk from `at` on, at most up to the end of the block.
     ///
     /// # Errors
-    /// `Corrupt` if the file ends before the block's bitmap or its data does; errors of the
+    /// `Corrupt` if the block's bitmap or its data reaches past the end of the data; errors of the
     /// storage.
     pub(super) async fn piece<S: Storage>(&self, tables: &Tables<'_, S>, at: u64) -> Result<Piece> {
         let inside = at % self.block_size;

@@ -11,8 +11,9 @@ const USED: u64 = 8192;
 const ENTRIES: u16 = 8;
 const STATUS: u64 = 12288;
 
-/// A ring whose log lies in the guest's memory: the byte at `marked` has the mark for the page of
-/// the used ring. A store to that byte after the mark was set clears the mark.
+/// A ring whose dirty log lies in the guest's memory: the byte at `marked`, inside a field that the
+/// ring stores, is the log's byte for the page of the used ring. The store of the field erases a
+/// mark that was set before it, so tests see the order.
 fn ring_with_its_mark_at(marked: u64, event_index: EventIndex) -> (Virtqueue, Arc<GuestMemory>) {
     let domain = FaultDomain::unconnected();
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
