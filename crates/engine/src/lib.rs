@@ -54,6 +54,7 @@ pub use driver::engine::{Engine, EngineChoice, EngineReport};
 pub use driver::fixed_files::FixedFiles;
 pub use driver::io_poll::{IoPoll, check_io_poll};
 pub use driver::ring_restrictions::DeviceCommands;
+pub use driver::ring_tables::{count_registered_buffers, count_registered_files};
 pub use event_loop::clock::{Clock, ClockSleep, LoopClock};
 pub use event_loop::event_signal::{EventSignal, is_eventfd};
 pub use event_loop::loop_thread::LoopThread;
@@ -72,7 +73,6 @@ pub use memory::guest_memory::{
     GuestMemory, GuestRange, GuestRegion, MemoryKind, SharedMemory, VolatileSlice,
 };
 pub use memory::locked::{Locked, LockedBytes};
-pub use memory::registered_buffer_count::count_registered_buffers;
 pub use process::descriptors::{
     DESCRIPTORS_HINT, ShortageLog, is_out_of_descriptors, is_shortage,
     keep_descriptors_from_children, raise_descriptor_limit,

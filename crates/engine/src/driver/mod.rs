@@ -20,6 +20,7 @@ pub(crate) mod registered_buffers;
 pub(crate) mod registrations;
 pub(crate) mod request_queue;
 pub(crate) mod ring_restrictions;
+pub(crate) mod ring_tables;
 pub(crate) mod system_call;
 pub(crate) mod thread_pool;
 pub(crate) mod uring;

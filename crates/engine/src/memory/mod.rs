@@ -3,4 +3,3 @@
 
 pub(crate) mod guest_memory;
 pub(crate) mod locked;
-pub(crate) mod registered_buffer_count;

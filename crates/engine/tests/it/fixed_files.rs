@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use blockhouse_core::{Buffer, Durability, Storage, SyncMode};
 use blockhouse_engine::{
-    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenMode, PageCache, is_byte_locked,
-    lock_byte_shared, probe_fixed_file, sleep, spawn,
+    Engine, EngineChoice, EventLoop, FixedFiles, HostFile, OpenMode, PageCache,
+    count_registered_files, is_byte_locked, lock_byte_shared, probe_fixed_file, sleep, spawn,
 };
 use tempfile::TempDir;
 
@@ -53,22 +53,10 @@ async fn read_mark(file: &HostFile) -> u8 {
     bytes[0]
 }
 
-/// In how many slots of this process's rings files below `folder` are.
+/// The number of slots of this process's rings that have files in `folder`.
 fn slots_below(folder: &Path) -> usize {
     let folder = folder.canonicalize().unwrap();
-    let mut count = 0;
-    for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
-        let is_ring = std::fs::read_link(entry.path())
-            .is_ok_and(|link| link.as_os_str() == "anon_inode:[io_uring]");
-        if is_ring {
-            let about = Path::new("/proc/self/fdinfo").join(entry.file_name());
-            // The ring of another test may be gone meanwhile.
-            let about = std::fs::read_to_string(about).unwrap_or_default();
-            let here = folder.to_str().unwrap();
-            count += about.lines().filter(|line| line.contains(here)).count();
-        }
-    }
-    count
+    count_registered_files(Path::new("/proc/self"), &folder).unwrap()
 }
 
 /// Makes the number of `file`'s descriptor one for `other`, behind the engine's back.

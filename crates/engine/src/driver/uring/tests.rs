@@ -1,7 +1,7 @@
 //! The second ring, which polls for completions, with files for which the kernel does not poll: any
 //! file in the page cache. And operations that the ring does not carry out.
 
-use std::fs::{DirEntry, OpenOptions};
+use std::fs::OpenOptions;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::Command;
@@ -17,6 +17,7 @@ use crate::driver::io_poll::{IoPoll, Pollable};
 use crate::driver::loop_shared::{LoopMessage, LoopShared};
 use crate::driver::operation::{Operation, OperationTable, Token, Transfer, WriteThrough};
 use crate::driver::ring_restrictions::DeviceCommands;
+use crate::driver::ring_tables::count_registered_files;
 use crate::driver::{Completion, Driver, Wait};
 
 const BLOCK: usize = 4096;
@@ -66,18 +67,6 @@ fn end(engine: &mut Uring, operations: &mut OperationTable, count: usize) -> Vec
     done.iter().map(|completion| completion.result).collect()
 }
 
-/// The number of slots of this process's rings that have the file.
-fn slots_of(path: &Path) -> usize {
-    let files = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
-    let about = |file: DirEntry| {
-        // The ring of another test may be gone meanwhile.
-        let about = Path::new("/proc/self/fdinfo").join(file.file_name());
-        std::fs::read_to_string(about).unwrap_or_default()
-    };
-    let is_it = |line: &&str| line.ends_with(path.to_str().unwrap());
-    files.map(|file| about(file).lines().filter(is_it).count()).sum()
-}
-
 /// `slots` is the number of rings in which the file then has a slot.
 fn operations_that_are_refused_go_on(fixed: FixedFiles, slots: usize) {
     let Some(mut engine) = engine() else { return };
@@ -97,7 +86,8 @@ fn operations_that_are_refused_go_on(fixed: FixedFiles, slots: usize) {
     assert!(engine.is_polling(), "the second ring has them");
     assert_eq!(end(&mut engine, &mut operations, 300), [BLOCK as i32; 300]);
     assert!(!engine.is_polling(), "nothing is in flight there");
-    assert_eq!(slots_of(place.path()), slots);
+    let process = Path::new("/proc/self");
+    assert_eq!(count_registered_files(process, place.path()).unwrap(), slots);
     assert_eq!(std::fs::read(place.path()).unwrap(), vec![7; 300 * BLOCK]);
     // The kernel has refused to poll; the engine does not try again.
     let mut bytes = block(1);

@@ -1,7 +1,7 @@
-//! Counts the registered buffers of another process's rings. A benchmark that compares registered
-//! with other memory uses this to verify that buffers are registered.
+//! Counts the registered buffers and files of a process's rings. A benchmark that compares
+//! registered with other memory uses this to verify that buffers are registered.
 //!
-//! Method: the kernel lists the slots with their lengths in the ring's `/proc/PID/fdinfo`.
+//! Method: the kernel lists the slots of both tables in the ring's `/proc/PID/fdinfo`.
 
 use std::io;
 use std::path::Path;
@@ -17,6 +17,21 @@ const MAX_ATTEMPTS: u32 = 10_000;
 /// busy.
 pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usize> {
     let ending = format!("/{length}");
+    count_lines(process, |line| line.ends_with(&ending))
+}
+
+/// The number of slots for files in all io_uring rings of a process whose file is `path` or in that
+/// folder. `path` is absolute and without symbolic links; the rest is as for
+/// [`count_registered_buffers`], errors included.
+pub fn count_registered_files(process: &Path, path: &Path) -> io::Result<usize> {
+    let is_in_slot = |line: &str| {
+        line.split_once(": ").is_some_and(|(_, file)| Path::new(file).starts_with(path))
+    };
+    count_lines(process, is_in_slot)
+}
+
+/// The number of lines about the process's rings for which `is_counted` holds.
+fn count_lines(process: &Path, is_counted: impl Fn(&str) -> bool) -> io::Result<usize> {
     let mut count = 0;
     for entry in std::fs::read_dir(process.join("fd"))? {
         let entry = entry?;
@@ -24,7 +39,7 @@ pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usi
             .is_ok_and(|link| link.as_os_str() == "anon_inode:[io_uring]");
         if is_ring {
             let about = about(&process.join("fdinfo").join(entry.file_name()))?;
-            count += about.lines().filter(|line| line.ends_with(&ending)).count();
+            count += about.lines().filter(|line| is_counted(line)).count();
         }
     }
     Ok(count)
@@ -46,6 +61,6 @@ fn about(ring: &Path) -> io::Result<String> {
         }
         std::thread::yield_now();
     }
-    let what = format!("{} does not tell of registered memory", ring.display());
+    let what = format!("{} does not list its tables", ring.display());
     Err(io::Error::new(io::ErrorKind::TimedOut, what))
 }
