@@ -4,9 +4,13 @@ use std::fs::OpenOptions;
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::scratch::remove_state;
-use crate::{Image, need, run, tool};
+use crate::{Image, eventually, need, run, tool};
+
+/// How long another process's test has the device at most.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// A loop device; detached on drop.
 pub struct LoopDevice(PathBuf);
@@ -31,11 +35,13 @@ impl LoopDevice {
         Ok(Self(outcome.stdout.trim().into()))
     }
 
-    /// Detaches the device and attaches it to a file again, under the same name.
+    /// Detaches the device and attaches it to a file again, under the same name. Another process's
+    /// test may be given the free device first; it is waited for.
     #[track_caller]
     pub fn attach_again(&self, file: &Path) {
         run(tool("losetup").arg("--detach").arg(&self.0)).success();
-        run(tool("losetup").arg(&self.0).arg(file)).success();
+        let attach = || run(tool("losetup").arg(&self.0).arg(file)).status.success();
+        assert!(eventually(LIMIT, attach), "{} is in use", self.0.display());
     }
 
     /// Makes the device longer by `bytes`, as a volume manager does: its `file` gets them, then the

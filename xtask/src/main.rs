@@ -16,6 +16,7 @@ mod map;
 mod options;
 mod soak;
 mod test;
+mod test_programs;
 mod tidy;
 mod tools;
 

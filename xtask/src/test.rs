@@ -2,6 +2,9 @@
 //!
 //! The black-box tests find the binary under test in the environment variable `BLOCKHOUSE_BIN`.
 
+use std::ffi::OsString;
+use std::process::Command;
+
 use anyhow::Result;
 
 use lab_tools::apt;
@@ -10,7 +13,10 @@ use lab_tools::process::{self, cargo};
 use lab_tools::qemu_driver;
 use lab_tools::workspace::Workspace;
 
-use crate::loom;
+use crate::{loom, test_programs};
+
+/// Variables, and their values.
+type Environment = Vec<(&'static str, OsString)>;
 
 /// Runs all tests, or what `args` (for `cargo test`) select of them; without any, the loom models
 /// too.
@@ -22,36 +28,50 @@ pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
     }
     let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
     let binary = build_binary(workspace, if release { Profile::Release } else { Profile::Dev })?;
+    let mut environment = environment(workspace)?;
+    environment.push(("BLOCKHOUSE_BIN", binary.into()));
+    if args.is_empty() {
+        test_programs::run(workspace, &environment)?;
+        process::run(cargo_test(workspace, &["--doc".to_owned()], environment))?;
+        return loom::run(workspace);
+    }
+    process::run(cargo_test(workspace, args, environment))
+}
+
+fn cargo_test(workspace: &Workspace, args: &[String], environment: Environment) -> Command {
     let mut tests = cargo(["test"]);
     if !args.iter().any(|arg| arg == "-p" || arg.starts_with("--package")) {
         tests.arg("--workspace");
     }
-    tests.args(args).current_dir(workspace.root()).env("BLOCKHOUSE_BIN", binary);
+    tests.args(args).current_dir(workspace.root()).envs(environment);
+    tests
+}
+
+/// What the tests find in their environment but the binary: their number of threads, and tools that
+/// are unpacked for them.
+fn environment(workspace: &Workspace) -> Result<Environment> {
+    let mut environment = Environment::new();
     if std::env::var_os("RUST_TEST_THREADS").is_none() {
         // Black-box tests wait for other processes for more than half of their time.
         let processors = std::thread::available_parallelism()?.get();
-        tests.env("RUST_TEST_THREADS", (2 * processors).to_string());
+        environment.push(("RUST_TEST_THREADS", (2 * processors).to_string().into()));
     }
     let tools = workspace.root().join("target/tools");
     match apt::unpack("prometheus", "usr/bin/promtool", &tools) {
-        Ok(promtool) => drop(tests.env("BLOCKHOUSE_PROMTOOL", promtool)),
+        Ok(promtool) => environment.push(("BLOCKHOUSE_PROMTOOL", promtool.into())),
         // The tests that need it are skipped, and say so.
         Err(error) => println!("xtask: no promtool: {error:#}"),
     }
     match apt::unpack_apparmor(&tools) {
-        Ok(parser) => drop(tests.env("BLOCKHOUSE_APPARMOR_PARSER", parser)),
+        Ok(parser) => environment.push(("BLOCKHOUSE_APPARMOR_PARSER", parser.into())),
         // As above.
         Err(error) => println!("xtask: no parser of AppArmor's profiles: {error:#}"),
     }
     match qemu_driver::find("rbd", &tools) {
         Ok(None) => {}
-        Ok(Some(modules)) => drop(tests.env(qemu_driver::MODULE_FOLDER, modules)),
+        Ok(Some(modules)) => environment.push((qemu_driver::MODULE_FOLDER, modules.into())),
         // As above.
         Err(error) => println!("xtask: QEMU has no driver for Ceph: {error:#}"),
     }
-    process::run(tests)?;
-    if args.is_empty() {
-        loom::run(workspace)?;
-    }
-    Ok(())
+    Ok(environment)
 }

@@ -45,17 +45,21 @@ pub fn stdout_of(mut command: Command) -> Result<String> {
     String::from_utf8(output.stdout).with_context(|| format!("{} wrote no UTF-8", line(&command)))
 }
 
-/// Runs the cargo command `build` and returns the names and paths of the binaries that it built.
-pub fn executables(mut build: Command) -> Result<Vec<(String, PathBuf)>> {
+/// Runs the cargo command `build` and returns its messages about what it built.
+pub fn artifacts(mut build: Command) -> Result<Vec<Value>> {
     build.arg("--message-format=json-render-diagnostics");
     let messages = stdout_of(build)?;
     let messages = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    Ok(messages
-        .filter_map(|message| {
-            let name = message["target"]["name"].as_str()?;
-            Some((name.to_owned(), message["executable"].as_str()?.into()))
-        })
-        .collect())
+    Ok(messages.filter(|message| message["reason"] == "compiler-artifact").collect())
+}
+
+/// Runs the cargo command `build` and returns the names and paths of the binaries that it built.
+pub fn executables(build: Command) -> Result<Vec<(String, PathBuf)>> {
+    let binary = |artifact: &Value| {
+        let name = artifact["target"]["name"].as_str()?;
+        Some((name.to_owned(), artifact["executable"].as_str()?.into()))
+    };
+    Ok(artifacts(build)?.iter().filter_map(binary).collect())
 }
 
 /// Whether `command` starts and exits with status 0; its output is dropped.

@@ -1,0 +1,88 @@
+//! The test programs of the workspace, built by one cargo command and run side by side.
+//!
+//! The black-box tests wait for other processes for half of their time, and the simulator's
+//! explorations compute. Each program writes to a log of its own in `target/test-logs`; the log of
+//! a program that fails is printed.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use lab_tools::process::{self, cargo};
+use lab_tools::workers;
+use lab_tools::workspace::Workspace;
+
+/// The packages whose programs take minutes. They start first.
+const LONGEST: [&str; 2] = ["blockhouse-tests", "blockhouse-disk"];
+
+/// A test program.
+struct Program {
+    package: String,
+    target: String,
+    file: PathBuf,
+    /// The package's, in which its tests run.
+    folder: PathBuf,
+}
+
+/// Builds and runs all test programs with the additional `environment`.
+///
+/// # Errors
+/// A program failed. Those that ran beside it are awaited, and no other is started.
+pub fn run(workspace: &Workspace, environment: &[(&'static str, OsString)]) -> Result<()> {
+    let mut build = cargo(["test", "--workspace", "--no-run"]);
+    build.current_dir(workspace.root());
+    let artifacts = process::artifacts(build)?;
+    let mut programs: Vec<_> =
+        artifacts.iter().filter_map(|artifact| Program::of(artifact, workspace)).collect();
+    ensure!(!programs.is_empty(), "cargo built no test program");
+    programs.sort_by_key(|program| {
+        LONGEST.iter().position(|package| *package == program.package).unwrap_or(LONGEST.len())
+    });
+    let logs = workspace.target().join("test-logs");
+    std::fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
+    println!("xtask: {} test programs; their logs are in {}", programs.len(), logs.display());
+    workers::side_by_side(&programs, |program| program.run(&logs, environment))
+}
+
+impl Program {
+    /// The program that cargo's message is about, if it is about one.
+    fn of(artifact: &Value, workspace: &Workspace) -> Option<Self> {
+        let file = PathBuf::from(artifact["executable"].as_str()?);
+        let is_test = artifact["profile"]["test"].as_bool()?;
+        let of_artifact = |package: &&Value| package["id"] == artifact["package_id"];
+        let package = workspace.packages().iter().find(of_artifact)?;
+        let folder = Path::new(package["manifest_path"].as_str()?).parent()?;
+        is_test.then_some(Self {
+            package: package["name"].as_str()?.to_owned(),
+            target: artifact["target"]["name"].as_str()?.to_owned(),
+            file,
+            folder: folder.to_owned(),
+        })
+    }
+
+    fn run(&self, logs: &Path, environment: &[(&'static str, OsString)]) -> Result<()> {
+        let Self { package, target, file, folder } = self;
+        let log = logs.join(format!("{package}-{target}.log"));
+        let to = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
+        let mut program = Command::new(file);
+        program.current_dir(folder).envs(environment.iter().cloned());
+        program.stdin(Stdio::null()).stdout(to.try_clone()?).stderr(to);
+        let started = Instant::now();
+        let status = program.status().with_context(|| format!("cannot start {package}'s tests"))?;
+        let text = std::fs::read_to_string(&log)
+            .with_context(|| format!("cannot read {}", log.display()))?;
+        let seconds = started.elapsed().as_secs_f64();
+        if !status.success() {
+            print!("{text}");
+            bail!("{target} of {package} failed after {seconds:.1} s: {status}");
+        }
+        let passed: usize = text.lines().filter(|line| line.ends_with("... ok")).count();
+        println!("test: {target} of {package}: {passed} passed in {seconds:.1} s");
+        Ok(())
+    }
+}
