@@ -252,7 +252,12 @@ fn peoples_automation_works_with_both_programs() {
             }
             continue;
         }
-        let [theirs, ours] = [&theirs, &ours].map(|place| place.run(line));
+        // Side by side: each has a folder of its own.
+        let [theirs, ours] = std::thread::scope(|scope| {
+            [&theirs, &ours]
+                .map(|place| scope.spawn(|| place.run(line)))
+                .map(|run| run.join().expect("it runs"))
+        });
         if let Some(what) = difference(kind, &theirs, &ours) {
             wrong.push(format!(
                 "{line}: {what}\n{}\n{}",
