@@ -90,6 +90,12 @@ impl Patches {
         Ok(bytes)
     }
 
+    /// Whether one of the changes is before `offset`.
+    pub(super) fn change_before(&self, offset: u64) -> bool {
+        let zeros = self.zeros.iter().map(|range| range.offset());
+        zeros.chain(self.pages.keys().copied()).any(|start| start < offset)
+    }
+
     /// Applies the changes to the file, and makes it as long as the log says. They are not durable
     /// before the next flush.
     ///
@@ -101,12 +107,13 @@ impl Patches {
             let what = "a log of pages of 4 KiB in a storage of larger blocks";
             return Err(unsupported(what, 0));
         }
-        if self.file_size > storage.size() {
+        let size = storage.size();
+        if self.file_size > size {
             storage.resize(self.file_size).await?;
         }
         for range in &self.zeros {
-            // Past the end of the file there are zeros.
-            let inside = range.truncate(storage.size().saturating_sub(range.offset()));
+            // Past the end that the file had there are zeros.
+            let inside = range.truncate(size.saturating_sub(range.offset()));
             if !inside.is_empty() {
                 write_zeroes(storage, inside).await?;
             }

@@ -297,6 +297,33 @@ fn a_log_is_replayed_into_the_file_at_whatever_step_a_crash_comes() {
     assert!(report.crashes > 100, "{} crashes", report.crashes);
 }
 
+/// A log that changes the headers, which say where it is, and headers after which there is no newer
+/// one, are left alone: the image stays as readable as it was.
+#[test]
+fn a_log_that_would_cost_the_headers_is_not_replayed_into_the_file() {
+    let logged = |offset: usize| {
+        let mut file = image(&[at(4)], BLOCK, 6 * MIB);
+        put(&mut file, LOG, &entry(7, 0, &[(BAT, Some(&page_of(&[at(5)]))), (offset, None)], 0));
+        file
+    };
+    let mut last = logged(512 << 10);
+    put(&mut last, HEADER + 8, &[0xff; 8]);
+    let mut header = last[HEADER..HEADER + PAGE].to_vec();
+    seal(&mut header);
+    put(&mut last, HEADER, &header);
+    for file in [logged(0), logged(HEADER), logged(2 * HEADER), last] {
+        let before = blocks(file.clone()).unwrap();
+        let sim = Sim::new(1);
+        let disk = SimDisk::new(&sim, Config::default(), file.clone());
+        let replayed = disk.clone();
+        let task = sim.spawn(async move { replay_vhdx_log(&replayed, [9; 16]).await });
+        while sim.step() {}
+        let error = task.output().expect("it ends").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        assert!(disk.content() == file && blocks(file).unwrap() == before);
+    }
+}
+
 #[test]
 fn a_log_is_searched_by_few_requests() {
     let (sim, mut file) = (Sim::new(1), image(&[at(4), 0], 2 * BLOCK, 6 * MIB));

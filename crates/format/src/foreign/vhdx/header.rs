@@ -75,6 +75,18 @@ impl Header {
         Ok((other, bytes))
     }
 
+    /// Refuses a header in force after which there are no two higher sequence numbers.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find).
+    pub(super) async fn check_can_follow<S: Storage>(storage: &S) -> Result<()> {
+        let (bytes, offset) = Self::in_force(storage).await?;
+        match sequence(&bytes).checked_add(OFFSETS.len() as u64) {
+            Some(_) => Ok(()),
+            None => Err(corrupt("a header with the last sequence number", offset)),
+        }
+    }
+
     /// The bytes of the header in force, and its offset.
     async fn in_force<S: Storage>(storage: &S) -> Result<(Vec<u8>, u64)> {
         let mut found: Option<(Vec<u8>, u64)> = None;

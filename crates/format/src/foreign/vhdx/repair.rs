@@ -10,6 +10,10 @@ use super::Vhdx;
 use super::guid::{Guid, NIL};
 use super::header::{Header, OFFSETS};
 use crate::aligned_write::write;
+use crate::foreign::refusal::corrupt;
+
+/// The end of the headers: no log has them.
+const END: u64 = 192 << 10;
 
 impl Vhdx {
     /// Replays the log into the image in `storage`, which no other program may have open, and
@@ -17,7 +21,8 @@ impl Vhdx {
     /// was a log.
     ///
     /// # Errors
-    /// As [`open`](Self::open); `NoSpace`; what the storage answers. The log is still there then.
+    /// As [`open`](Self::open); `Corrupt` if the log changes the headers, or they have the last
+    /// sequence number; `NoSpace`; what the storage answers. The log is still there then.
     pub(in crate::foreign) async fn repair<S: Storage>(
         storage: &S,
         write_id: Guid,
@@ -26,6 +31,10 @@ impl Vhdx {
             return Ok(false);
         }
         let image = Self::open(storage).await?;
+        if image.patches.change_before(END) {
+            return Err(corrupt("a log that changes the headers, which say where it is", 0));
+        }
+        Header::check_can_follow(storage).await?;
         image.patches.write_to(storage).await?;
         storage.flush(SyncMode::Full).await?;
         // Each time the one that is not in force.
