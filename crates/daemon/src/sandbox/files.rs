@@ -112,7 +112,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
     }
     let names =
         setup.disks.iter().flat_map(|disk| [&disk.path].into_iter().chain(&disk.allow_paths));
-    for path in names.filter_map(|name| tls_files(name)) {
+    for path in names.filter_map(|name| files_to_connect(name)) {
         all.add(path, reading());
     }
     if needs.connects {
@@ -243,14 +243,16 @@ fn is_own(setup: &Setup, socket: &Path) -> bool {
         || runtime_folder().is_ok_and(|folder| socket.parent() == Some(&folder))
 }
 
-/// The folder of the TLS files for an image on an NBD server. They are read again at a reconnect.
-fn tls_files(image: &Path) -> Option<PathBuf> {
+/// The folder of the files that are read again for each connection to the server of an image: the
+/// TLS files of an NBD server, the configuration of a Ceph cluster with its keys.
+fn files_to_connect(image: &Path) -> Option<PathBuf> {
     match Location::of(image) {
         Ok(Location::Nbd { uri, .. }) => match uri.tls.psk() {
             // The file may be replaced.
             Some((_, file)) => Some(parent(file)),
             None => uri.tls.certificates().map(Path::to_owned),
         },
+        Ok(Location::Rbd(rbd)) => rbd.configuration().map(|file| parent(Path::new(file))),
         _ => None,
     }
 }

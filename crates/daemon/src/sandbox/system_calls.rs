@@ -151,6 +151,12 @@ const LISTENS: &[c_long] = &[SYS_bind, SYS_listen, SYS_connect];
 /// To connect to another server, whose name is looked up first.
 const CONNECTS: &[c_long] = &[SYS_connect, SYS_bind, SYS_recvmmsg, SYS_epoll_create1];
 
+/// What Ceph's library calls to connect, besides: if that fails, it ends the process.
+#[cfg(target_arch = "x86_64")]
+const CONNECTS_OLD: &[c_long] = &[SYS_epoll_create];
+#[cfg(not(target_arch = "x86_64"))]
+const CONNECTS_OLD: &[c_long] = &[];
+
 /// To be confined once more, after taking over from another process.
 const CONFINES: &[c_long] = &[
     SYS_landlock_create_ruleset,
@@ -293,6 +299,7 @@ fn rules(needs: Needs) -> Result<Rules> {
         (MAKES_RINGS, needs.takes_ublk),
         (LISTENS, needs.listens),
         (CONNECTS, needs.connects),
+        (CONNECTS_OLD, needs.connects),
     ];
     let wanted = lists.into_iter().filter(|(_, is_wanted)| *is_wanted);
     rules.extend(wanted.flat_map(|(list, _)| list).map(|call| (*call, Vec::new())));
