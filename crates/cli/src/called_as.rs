@@ -86,16 +86,22 @@ fn is_check(words: &[OsString]) -> bool {
 
 /// The command in a command line; empty if it has none.
 pub fn command_of<Word: AsRef<OsStr>>(words: &[Word]) -> &str {
+    let command = index_of_command(words).map(|index| words[index].as_ref());
+    command.and_then(OsStr::to_str).unwrap_or_default()
+}
+
+/// The index of the command in a command line.
+fn index_of_command<Word: AsRef<OsStr>>(words: &[Word]) -> Option<usize> {
     const WITH_VALUES: [&str; 3] = ["--log-format", "--trace", "-T"];
-    let mut words = words.iter().skip(1).map(AsRef::as_ref);
-    while let Some(word) = words.next() {
+    let mut rest = words.iter().map(AsRef::as_ref).enumerate().skip(1);
+    while let Some((index, word)) = rest.next() {
         if WITH_VALUES.iter().any(|option| word == *option) {
-            words.next();
+            rest.next();
         } else if !word.as_encoded_bytes().starts_with(b"-") {
-            return word.to_str().unwrap_or_default();
+            return Some(index);
         }
     }
-    ""
+    None
 }
 
 /// Whether this word occurs in the command line, also as a value or the name of a file.
@@ -119,18 +125,84 @@ pub fn own_name() -> &'static str {
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {
-        // The -v of qemu-nbd keeps it in the foreground, which is the default here.
-        words.retain(|word| word != "-v" && word != "--verbose");
+        words = words_of_nbd(words);
         words.insert(1, "serve".into());
     }
-    if is_qemu_img() && command_of(&words) == "bench" {
-        let bench = words.iter_mut().find(|word| *word == "bench");
-        bench.into_iter().for_each(|word| *word = "qemu-bench".into());
+    if is_qemu_img()
+        && let Some(index) = index_of_command(&words).filter(|index| words[*index] == "bench")
+    {
+        words[index] = "qemu-bench".into();
     }
     if tool() == Some(Tool::StorageDaemon) && !words.is_empty() {
         words.insert(1, STORAGE_DAEMON.into());
     }
     words
+}
+
+/// The words of qemu-nbd without its `-v`, which keeps it in the foreground, as is the default
+/// here, and with `-s` for its `--snapshot`, which has a value under our own name. The values of
+/// other options stay, and so does what follows `--`.
+fn words_of_nbd(words: Vec<OsString>) -> Vec<OsString> {
+    const WITH_VALUES: [&str; 39] = [
+        "-p",
+        "--port",
+        "-o",
+        "--offset",
+        "-b",
+        "--bind",
+        "-k",
+        "--socket",
+        "-f",
+        "--format",
+        "--object",
+        "-e",
+        "--shared",
+        "-x",
+        "--export-name",
+        "-D",
+        "--description",
+        "-P",
+        "--partition",
+        "-B",
+        "--bitmap",
+        "-l",
+        "--load-snapshot",
+        "--cache",
+        "--aio",
+        "--discard",
+        "--detect-zeroes",
+        "--tls-creds",
+        "--tls-hostname",
+        "--tls-authz",
+        "-T",
+        "--trace",
+        "--pid-file",
+        "--selinux-label",
+        "--handshake-limit",
+        "-c",
+        "--connect",
+        "-d",
+        "--disconnect",
+    ];
+    let mut kept = Vec::with_capacity(words.len());
+    let mut rest = words.into_iter();
+    while let Some(word) = rest.next() {
+        if word == "--" {
+            kept.push(word);
+            break;
+        }
+        let has_value = WITH_VALUES.iter().any(|option| word == *option);
+        match word.to_str() {
+            Some("-v" | "--verbose") => {}
+            Some("--snapshot") => kept.push("-s".into()),
+            _ => kept.push(word),
+        }
+        if has_value {
+            kept.extend(rest.next());
+        }
+    }
+    kept.extend(rest);
+    kept
 }
 
 /// The output of `--version` or `-V` under the name of a QEMU tool; `None` for other command lines.
@@ -152,6 +224,25 @@ mod tests {
         for line in ["b", "b info check", "b --log-format check info", "b -T check"] {
             assert!(!is(line), "{line}");
         }
+    }
+
+    #[test]
+    fn words_of_qemu_nbd_that_are_no_values_become_ours() {
+        let ours = |line: &str| {
+            let words = line.split(' ').map(OsString::from).collect();
+            let words = words_of_nbd(words).into_iter().map(|word| word.into_string().unwrap());
+            words.collect::<Vec<_>>().join(" ")
+        };
+        for (line, expected) in [
+            ("nbd -v -t x --verbose", "nbd -t x"),
+            ("nbd -x -v -t -D --verbose x", "nbd -x -v -t -D --verbose x"),
+            ("nbd -t --snapshot x", "nbd -t -s x"),
+            ("nbd -v -- -v", "nbd -- -v"),
+        ] {
+            assert_eq!(ours(line), expected);
+        }
+        let line = ["img", "-T", "bench", "bench", "x"];
+        assert_eq!(index_of_command(&line), Some(3));
     }
 
     #[test]

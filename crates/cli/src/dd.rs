@@ -9,7 +9,7 @@ use std::sync::Arc;
 use anyhow::Result;
 use blockhouse_config::size;
 use blockhouse_core::ByteRange;
-use blockhouse_disk::{ImageFormat, ImageOptions, Locking, open};
+use blockhouse_disk::{ImageFormat, ImageOptions, Locking, behind_links, open};
 use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
 use blockhouse_format::NewForeignOptions;
 
@@ -125,6 +125,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
              'blockhouse convert - TARGET'",
         );
     };
+    let path = &behind_links(path);
     let progress = Progress::start(arguments.progress)?;
     let Named { path: source, format, part, is_shared, backing_use, .. } =
         arguments.image_opts.resolve_to_read(source, arguments.formats.source_format)?;

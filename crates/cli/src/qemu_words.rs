@@ -99,6 +99,10 @@ impl Typed {
     /// Whether the command would change the image of this name.
     fn is_to_write(&self, image: &str) -> bool {
         const CHANGES: [&str; 6] = ["resize", "commit", "rebase", "amend", "snapshot", "bitmap"];
+        const READS: [&str; 5] = ["check", "compare", "info", "map", "measure"];
+        if READS.contains(&&*self.command) {
+            return false;
+        }
         let changes = CHANGES.contains(&&*self.command);
         changes || self.words.last().is_some_and(|last| self.words.len() > 3 && last == image)
     }

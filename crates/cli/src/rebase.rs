@@ -122,8 +122,10 @@ impl Arguments {
                 "the format of the backing file '{}' is not guessed; say -F raw or -F qcow2",
                 name.display()
             ),
-            (None, Some(_)) => bail!("a format of the backing file (-F) without the file (-b)"),
-            (None, None) => return Ok(None),
+            (None, Some(_)) if self.backing.is_none() => {
+                bail!("a format of the backing file (-F) without the file (-b)")
+            }
+            (None, _) => return Ok(None),
         };
         let is_understood = new.0.to_str().and_then(QemuName::of).is_some();
         if is_foreign_address(new.0.as_encoded_bytes()) && !is_understood {

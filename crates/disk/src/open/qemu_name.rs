@@ -365,7 +365,7 @@ impl Options {
     fn part(&mut self, prefix: &str) -> Result<Option<FilePart>, String> {
         let mut number = |key: &str| {
             let text = self.take(&format!("{prefix}{key}"));
-            let number = text.map(|text| text.parse::<u64>().map_err(|_| format!("{key}={text}")));
+            let number = text.map(|text| bytes_of(&text).ok_or_else(|| format!("{key}={text}")));
             number.transpose().map_err(|text| format!("'{text}' is no number of bytes"))
         };
         let (offset, size) = (number("offset")?, number("size")?);
@@ -538,6 +538,22 @@ pub fn escape(text: &str) -> String {
         if is_plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }
     });
     escaped.collect()
+}
+
+/// A number of bytes, with a unit of QEMU's behind it or none.
+fn bytes_of(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(|unit: char| unit.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" | "B" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        "P" => 50,
+        "E" => 60,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
 #[cfg(test)]
