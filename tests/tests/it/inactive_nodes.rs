@@ -214,3 +214,73 @@ fn an_inactive_disk_is_neither_changed_nor_handed_to_a_job() {
     run(tool("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", str(&overlay)])).failure("lock");
     side.daemon.stop();
 }
+
+/// What a daemon has answered is there when the same command line is started again, although the
+/// file is a raw node first.
+#[test]
+fn a_daemon_that_was_killed_is_started_again_by_the_same_line() {
+    require!(need::tools(&["qemu-img", "qemu-io"]));
+    let scratch = Scratch::new();
+    let image = folder(&scratch, "images").join("d");
+    let side = Side::start(&scratch, ours(&scratch), "one", "on", &image);
+    let mut client = Client::at(&side.nbd, "d");
+    let places = || (0..16_u64).map(|index| index << 16);
+    for at in places() {
+        assert_eq!(client.write(at, &[7; 512], 0), 0);
+    }
+    side.daemon.kill();
+    for name in ["one-pid", "one-nbd", "one-qmp"] {
+        let _ = std::fs::remove_file(scratch.path(name));
+    }
+    let side = Side::start(&scratch, ours(&scratch), "one", "on", &image);
+    let mut client = Client::at(&side.nbd, "d");
+    for at in places() {
+        assert_eq!(client.read(at, 512), Ok(vec![7; 512]), "at {at}");
+    }
+    side.daemon.stop();
+    qemu_img(&["check", "-q", "-f", "qcow2", str(&image)]).success();
+}
+
+/// A disk does not become active on another file that has got its name.
+#[test]
+fn another_image_under_the_name_of_an_inactive_one_is_refused() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = folder(&scratch, "images").join("d");
+    let mut side = Side::start(&scratch, ours(&scratch), "one", "on", &image);
+    side.set(false);
+    let aside = image.with_file_name("aside");
+    std::fs::rename(&image, &aside).expect("one folder");
+    std::fs::copy(&aside, &image).expect("a copy");
+    let why = side.qmp.refused("blockdev-set-active", json!({ "active": true }));
+    assert!(why.contains("is another file"), "{why}");
+    std::fs::rename(&aside, &image).expect("one folder");
+    side.set(true);
+    side.daemon.stop();
+}
+
+/// A backing node of an inactive disk stays inactive when the node above it goes: another daemon
+/// can have its image.
+#[test]
+fn the_nodes_below_an_inactive_one_stay_inactive() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let image = folder(&scratch, "images").join("d");
+    let overlay = image.with_file_name("over");
+    qemu_img(&["create", "-q", "-f", "qcow2", "-b", "d", "-F", "qcow2", str(&overlay)]).success();
+    let mut side = Side::start(&scratch, ours(&scratch), "one", "on", &image);
+    side.qmp.get("block-export-del", json!({ "id": "e" }));
+    side.qmp
+        .get("blockdev-add", json!({ "driver": "file", "node-name": "of", "filename": overlay }));
+    side.qmp.get(
+        "blockdev-add",
+        json!({ "driver": "qcow2", "node-name": "o", "file": "of", "backing": "d" }),
+    );
+    side.set(false);
+    side.qmp.get("blockdev-del", json!({ "node-name": "o" }));
+    let nodes = side.qmp.get("query-named-block-nodes", json!({ "flat": true }));
+    let active = nodes.as_array().expect("a list").iter().filter(|node| node["active"] == true);
+    assert_eq!(active.count(), 0, "{nodes}");
+    run(tool("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", str(&image)])).success();
+    side.daemon.stop();
+}

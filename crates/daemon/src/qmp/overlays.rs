@@ -7,6 +7,7 @@
 use std::path::PathBuf;
 use std::rc::Rc;
 
+use blockhouse_disk::is_inactive;
 use serde_json::{Value, json};
 
 use super::arguments::{Arguments, is_well_formed};
@@ -95,6 +96,11 @@ pub(super) fn of_node(context: &Context, mut given: Arguments) -> Result<Overlay
     let is_used = !context.running.exports().of_disk(&own).is_empty();
     if is_used || context.state.borrow().filter_on(&own).is_some() {
         return Err(QmpError::generic("The overlay is already in use"));
+    }
+    if is_inactive(&own_disk.disk) {
+        return Err(QmpError::generic(format!(
+            "Inactive '{overlay}' can't be the overlay of a snapshot: make it active first"
+        )));
     }
     if own_disk.layer_at(1).is_some() {
         return Err(QmpError::generic("The overlay already has a backing image"));

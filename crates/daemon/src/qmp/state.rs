@@ -218,12 +218,21 @@ impl State {
         }
     }
 
-    /// Notes how a disk, and the file below its node, are opened again.
+    /// Notes how a disk, its backing files, and the files below their nodes, are opened again.
     pub(super) fn note_activity(&mut self, disk: &str, is_active: bool) {
-        let file = self.file_of(self.top_of(disk));
-        let below = self.files.get_mut(&file).map(|file| &mut file.params);
-        for params in self.opened.get_mut(disk).into_iter().chain(below) {
+        let top = self.top_of(disk).to_owned();
+        let behind = self.chains.get(disk).into_iter().flatten().map(|node| node.name.clone());
+        let files: Vec<_> =
+            std::iter::once(top).chain(behind).map(|node| self.file_of(&node)).collect();
+        let chain = self.chains.get_mut(disk).into_iter().flatten();
+        let changed = chain.filter_map(|node| node.params.as_mut());
+        for params in self.opened.get_mut(disk).into_iter().chain(changed) {
             params["inactive"] = (!is_active).into();
+        }
+        for file in files {
+            if let Some(file) = self.files.get_mut(&file) {
+                file.params["inactive"] = (!is_active).into();
+            }
         }
     }
 

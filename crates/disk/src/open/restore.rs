@@ -210,6 +210,19 @@ impl Writer {
             };
         };
         let failures = failures_of(found);
+        if found.changes() > 0 && disk.format().redo().is_none() {
+            // The file of an image in another format, opened as a raw disk. The log stays for an
+            // opening in that format, which refuses it if the file has changed meanwhile.
+            warn_of_failures(disk.name(), failures);
+            tracing::info!(
+                "{}: {} changes that its last server had answered are not in it; they stay in {}, for an opening in its \
+                 format",
+                disk.name(),
+                found.changes(),
+                found.path()
+            );
+            return Ok(disk);
+        }
         let is_tool = matches!(self.uses, StateUse::Replay(_));
         let is_refused = match self.replay(&disk, found).await? {
             None => false,
