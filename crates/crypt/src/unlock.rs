@@ -7,7 +7,7 @@ use blockhouse_format::{LuksCipher, LuksHeader, LuksSlotKey};
 use crate::kdf::{Work, empty_key};
 use crate::{Secret, SectorCipher, stripes};
 
-/// The cipher of a container's disk, from the first of `secrets` that opens one of its key slots.
+/// The cipher of a container's disk, and the index of the first of `secrets` that opens a key slot.
 /// `areas` are the bytes of the slots' areas, in the slots' order; areas of unsupported slots are
 /// not read. Errors do not name a file.
 ///
@@ -18,10 +18,14 @@ use crate::{Secret, SectorCipher, stripes};
 /// # Errors
 /// `Unsupported` when no secret opens a slot, also if slots could not be tried or exceed the
 /// limits.
-pub fn unlock(header: &LuksHeader, areas: &[Vec<u8>], secrets: &[&Secret]) -> Result<SectorCipher> {
+pub fn unlock(
+    header: &LuksHeader,
+    areas: &[Vec<u8>],
+    secrets: &[&Secret],
+) -> Result<(SectorCipher, usize)> {
     let mut work = Work::new();
     let mut reasons = Vec::new();
-    for secret in secrets {
+    for (index, secret) in secrets.iter().enumerate() {
         for (slot, area) in header.slots.iter().zip(areas) {
             let key = match &slot.key {
                 Ok(key) => open_slot(&mut work, key, area, secret, header.key_bytes),
@@ -29,7 +33,9 @@ pub fn unlock(header: &LuksHeader, areas: &[Vec<u8>], secrets: &[&Secret]) -> Re
             };
             match key {
                 Ok(Some(key)) => {
-                    return SectorCipher::new(header.cipher, &key, header.sector_size)
+                    let cipher = SectorCipher::new(header.cipher, &key, header.sector_size);
+                    return cipher
+                        .map(|cipher| (cipher, index))
                         .map_err(|error| Error::host("no memory for its key", error));
                 }
                 Ok(None) => {}

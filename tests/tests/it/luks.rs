@@ -5,25 +5,23 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json as printed, qemu_img, str};
 use blockhouse_tests::{
-    Image, Outcome, Scratch, Serve, nbd_uri, need, random_bytes, require, run, seeded, tool,
+    Image, Outcome, Scratch, Serve, need, random_bytes, require, run, seeded, tool,
 };
-use serde_json::json;
 
-const SIZE: usize = 4 << 20;
+pub(crate) const SIZE: usize = 4 << 20;
 const KEY: &[u8] = b"not a line\nbut a key\n";
 
 /// A key file, another one, and a disk.
-struct Fixture {
-    scratch: Scratch,
-    key: PathBuf,
-    disk: Image,
+pub(crate) struct Fixture {
+    pub(crate) scratch: Scratch,
+    pub(crate) key: PathBuf,
+    pub(crate) disk: Image,
 }
 
 impl Fixture {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let (scratch, mut random) = (Scratch::new(), seeded());
         let key = scratch.path("key");
         std::fs::write(&key, KEY).expect("a key");
@@ -37,7 +35,7 @@ impl Fixture {
     }
 
     /// A container that qemu-img made of the disk.
-    fn of_qemu(&self, name: &str, options: &str) -> PathBuf {
+    pub(crate) fn of_qemu(&self, name: &str, options: &str) -> PathBuf {
         let (image, secret) = (self.scratch.path(name), secret(&self.key));
         let options = format!("key-secret=key,iter-time=10{options}");
         let words = ["convert", "-f", "raw", "-O", "luks", "--object", &secret, "-o", &options];
@@ -89,7 +87,7 @@ fn make_by_qemu(words: &[&str]) {
     qemu_img(words).success();
 }
 
-fn secret(key: &Path) -> String {
+pub(crate) fn secret(key: &Path) -> String {
     format!("secret,id=key,file={}", key.display())
 }
 
@@ -322,10 +320,11 @@ with open(path, 'r+b') as file:
 }
 
 /// The encryption of a new qcow2 image of ours.
-const ENCRYPTED: [&str; 3] = ["-o", "encrypt.format=luks,encrypt.iter-time=10", "--key-file"];
+pub(crate) const ENCRYPTED: [&str; 3] =
+    ["-o", "encrypt.format=luks,encrypt.iter-time=10", "--key-file"];
 
 /// An image of this format as a node of QEMU's, with its key.
-fn node(driver: &str, key: &str, image: &Path) -> String {
+pub(crate) fn node(driver: &str, key: &str, image: &Path) -> String {
     format!("driver={driver},{key}=key,file.filename={}", image.display())
 }
 
@@ -421,76 +420,6 @@ fn a_streamed_overlay_holds_the_disk_encrypted() {
     server.stop();
     std::fs::remove_file(base).expect("nothing needs it");
     assert_qemu_reads(&fixture, &overlay, fixture.disk.path());
-}
-
-/// The files of a fork are encrypted as the disk is: its key opens them, here and in QEMU.
-#[test]
-fn a_fork_of_an_encrypted_disk_is_encrypted() {
-    require!(need::tools(&["qemu-img", "qemu-io"]));
-    for (driver, key) in [("luks", "key-secret"), ("qcow2", "encrypt.key-secret")] {
-        let fixture = Fixture::new();
-        let path = |name: &str| fixture.scratch.path(name);
-        let (image, [over, kid, next]) = (path("disk"), ["over", "kid", "next"].map(path));
-        if driver == "luks" {
-            std::fs::rename(fixture.of_qemu("made", ""), &image).expect("one folder");
-        } else {
-            let convert = ["convert", "-f", "raw", "-O", "qcow2"];
-            let files = [str(&fixture.key), fixture.disk.str(), str(&image)];
-            command(&[&convert[..], &ENCRYPTED, &files].concat()).success();
-        }
-        let (control, sockets) = (fixture.scratch.socket("control"), fixture.scratch.socket("kid"));
-        let start = |image: &Path, format: &str| {
-            let serve = Serve::new(&fixture.scratch, image).option("--format", format);
-            let serve = serve.option("--key-file", &fixture.key).option("--name", "disk");
-            serve.option("--control", &control).start()
-        };
-        let ctl = |words: &[&str]| command(&[&["ctl", str(&control)], words].concat()).success();
-        let write = |pattern: u8, target: &str| {
-            let write = format!("write -P {pattern} 64k 64k");
-            run(tool("qemu-io").args(["-f", "raw", "-c", &write, target])).success();
-        };
-        let holds = |pattern: u8, file: &Path| {
-            let mut content = fixture.disk.content();
-            content[64 << 10..128 << 10].fill(pattern);
-            let expected = fixture.scratch.image_of("expected", &content);
-            let below = format!("backing.driver={driver},backing.{key}=key");
-            let node = node("qcow2", "encrypt.key-secret", file);
-            let node = format!("{node},{below},backing.file.filename={}", image.display());
-            let other = format!("driver=raw,file.filename={}", expected.str());
-            let object = secret(&fixture.key);
-            let words = ["compare", "--object", &object, "--image-opts", &node, &other];
-            qemu_img(&words).success();
-            command(&["check", str(file)]).success();
-            let bytes = std::fs::read(file).expect("it is there");
-            assert!(!bytes.windows(64).any(|part| part == [pattern; 64]), "it is in the clear");
-        };
-        let server = start(&image, driver);
-        write(7, server.uri());
-        let child = format!("kid={}", kid.display());
-        ctl(&["fork", "disk", "--overlay", str(&over), "--child", &child]);
-        write(8, server.uri());
-        let uri = nbd_uri("kid", &sockets);
-        ctl(&["export", "kid", &uri]);
-        run(tool("qemu-io").args(["-f", "raw", "-c", "read -P 7 64k 64k", &uri])).success();
-        write(9, &uri);
-        server.stop();
-        holds(8, &over);
-        holds(9, &kid);
-        // Its own files may be no less.
-        command(&["create", "-f", "qcow2", str(&next), &SIZE.to_string()]).success();
-        let server = start(&over, "qcow2");
-        let made = json!({ "disk": "disk", "overlay": next, "made": true });
-        let why = ["is not encrypted, and the disk"];
-        Control::connect(&control).refused("disk.fork", json!({ "disks": [made] }), -32000, &why);
-        std::fs::remove_file(&kid).expect("it is there");
-        ctl(&["rollback", "disk"]);
-        run(tool("qemu-io").args(["-f", "raw", "-c", "read -P 7 64k 64k", server.uri()])).success();
-        server.stop();
-        // An image that is not open is forked in the same way.
-        let snapshot = ["snapshot", "create", "-f", driver, "--key-file", str(&fixture.key)];
-        command(&[&snapshot[..], &["--external", str(&over), str(&image)]].concat()).success();
-        holds(7, &over);
-    }
 }
 
 #[test]

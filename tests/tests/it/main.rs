@@ -63,6 +63,7 @@ mod locks;
 mod long_chains;
 mod lost_writes;
 mod luks;
+mod luks_forks;
 mod manual;
 mod measure;
 mod metrics;

@@ -379,7 +379,7 @@ fn open_all(
     let mut prepared: Vec<PreparedDisk> = Vec::with_capacity(offered.len());
     for offered in offered {
         let image = offered.image_setup();
-        let options = image_options(&image, state)?;
+        let options = image_options(&image, state, image.keys().read()?)?;
         let OfferedDisk { setup, earlier, is_protected, files, stands_on } = offered;
         let behind = stands_on.map(|StandsOn { disk, depth }| {
             let layer = prepared[disk].disk.layer_at(depth);

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use anyhow::{Result, bail};
 use blockhouse_core::Storage;
 use blockhouse_disk::{
-    ImageDisk, LeftFiles, StateUse, forget_moved, is_forked, keep_state, open_base,
+    ImageDisk, LeftFiles, Secrets, StateUse, forget_moved, is_forked, keep_state, open_base,
     record_committed, record_moved,
 };
 use blockhouse_engine::LoopClock;
@@ -91,7 +91,7 @@ async fn base_of(running: &Running, source: &RunningDisk) -> Result<Arc<ImageDis
         running.sandbox().check_image(Path::new(behind.name))?;
     }
     check_nobody_stands(running, source, 1..=1)?;
-    let options = image_options(&source.setup, &StateUse::Off)?;
+    let options = image_options(&source.setup, &StateUse::Off, Secrets::of(disk))?;
     let base = open_base(disk, &source.path(), options).await?;
     // From now on the layer no longer has the disk's content at the fork.
     if is_forked(Path::new(base.image().image_name())) {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use anyhow::{Result, bail};
 use blockhouse_disk::{
-    FurtherBase, LeftFiles, StateUse, begin_layer_commit, end_layer_commit, find_layers,
+    FurtherBase, LeftFiles, Secrets, StateUse, begin_layer_commit, end_layer_commit, find_layers,
 };
 use blockhouse_engine::LoopClock;
 use blockhouse_jobs::{CopyMode, JobEnd, Stream};
@@ -55,7 +55,7 @@ pub(super) async fn start_layer_commit(
             running.sandbox().check_image(Path::new(layer.name))?;
         }
     }
-    let options = image_options(&source.setup, &StateUse::Off)?;
+    let options = image_options(&source.setup, &StateUse::Off, Secrets::of(&disk))?;
     let layers = begin_layer_commit(&disk, left_out, &source.path(), &options).await?;
     keep_vouching(running, layers.base());
     let target = layers.base().image().image_name().to_owned();

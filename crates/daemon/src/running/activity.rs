@@ -3,10 +3,10 @@
 
 use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
-use blockhouse_disk::{is_inactive, reopen};
+use blockhouse_disk::{Secrets, is_inactive, reopen};
 
 use super::Running;
-use super::open::open_disk;
+use super::open::open_disk_with;
 use super::recording::keep_vouching;
 
 impl Running {
@@ -28,7 +28,7 @@ impl Running {
             (setup.path, setup.format, setup.cache) = (moved.path, Some(moved.format), moved.cache);
         }
         let state = self.state_use(&setup)?;
-        reopen(&disk.disk, open_disk(&setup, &state)).await?;
+        reopen(&disk.disk, open_disk_with(&setup, &state, Secrets::of(&disk.disk))).await?;
         keep_vouching(self, &disk.disk);
         tracing::info!("{name}: is {} now", if is_active { "active" } else { "inactive" });
         Ok(())

@@ -8,7 +8,8 @@ use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_disk::{
-    Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, fork, is_device,
+    Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, Secrets, fork,
+    is_device,
 };
 
 use super::Running;
@@ -41,8 +42,13 @@ pub(crate) async fn fork_disks(
     setups: Vec<ForkDiskParams>,
 ) -> Result<ForkReport> {
     let children = setups.iter().flat_map(|setup| &setup.children);
-    let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
-    let claimed = setups.iter().map(|setup| setup.disk.clone()).chain(names.iter().cloned());
+    let names = children
+        .filter_map(|child| child.name.clone())
+        .collect::<Vec<_>>();
+    let claimed = setups
+        .iter()
+        .map(|setup| setup.disk.clone())
+        .chain(names.iter().cloned());
     let claimed: Vec<_> = claimed.map(Name::Disk).collect();
     for (index, name) in claimed.iter().enumerate() {
         if let (true, Name::Disk(name)) = (claimed[..index].contains(name), name) {
@@ -55,18 +61,34 @@ pub(crate) async fn fork_disks(
     }
     let disks = setups.iter().map(|setup| running.disks.get(&setup.disk));
     let disks = disks.collect::<Result<Vec<_>>>()?;
-    let plans = disks.iter().zip(&setups).map(|(disk, setup)| plan(running, disk, setup));
+    let plans = disks
+        .iter()
+        .zip(&setups)
+        .map(|(disk, setup)| plan(running, disk, setup));
     let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
     let report = take_in(running, &disks, &setups, forked, pause).await;
-    for ForkedDisk { disk, layer, overlay, .. } in &report.1.disks {
+    for ForkedDisk {
+        disk,
+        layer,
+        overlay,
+        ..
+    } in &report.1.disks
+    {
         let Some(overlay) = overlay else { continue };
-        let (disk, layer, overlay) =
-            (disk.clone(), layer.display().to_string(), overlay.display().to_string());
+        let (disk, layer, overlay) = (
+            disk.clone(),
+            layer.display().to_string(),
+            overlay.display().to_string(),
+        );
         tracing::info!(
             "{disk}: goes on in {overlay} over {layer}; changes were held off for {:?}",
             report.1.pause
         );
-        running.events.tell(Event::DiskForked { disk, layer, overlay });
+        running.events.tell(Event::DiskForked {
+            disk,
+            layer,
+            overlay,
+        });
     }
     report.0.map(|()| report.1)
 }
@@ -79,7 +101,10 @@ fn plan<'a>(
 ) -> Result<ForkOf<'a>> {
     running.check_free(disk.name())?;
     if disk.setup.snapshot.is_some() {
-        bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
+        bail!(
+            "the disk {:?} is a snapshot in an image, and nothing is over that",
+            disk.name()
+        );
     }
     let overlay = match (&setup.overlay, disk.setup.access()) {
         (Some(_), Access::ReadOnly) => bail!(
@@ -98,17 +123,36 @@ fn plan<'a>(
         (None, Access::ReadWrite) => Some(next_name(&disk.path())?),
     };
     let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
-    let written = DiskConfig { read_only: false, cache, ..disk.setup.clone() };
-    let options = image_options(&written, &running.state_use(&written)?)?;
+    let written = DiskConfig {
+        read_only: false,
+        cache,
+        ..disk.setup.clone()
+    };
+    let options = image_options(
+        &written,
+        &running.state_use(&written)?,
+        Secrets::of(&disk.disk),
+    )?;
     let child = |child: &ForkChildParams| {
         let opened = child.name.is_some().then(|| options.clone());
-        NewChild { path: child.path.clone(), opened }
+        NewChild {
+            path: child.path.clone(),
+            opened,
+        }
     };
     let children: Vec<_> = setup.children.iter().map(child).collect();
     let paths = children.iter().map(|child| &child.path).chain(&overlay);
-    paths.into_iter().try_for_each(|path| running.sandbox().check(path))?;
+    paths
+        .into_iter()
+        .try_for_each(|path| running.sandbox().check(path))?;
     let is_overlay_made = setup.made && setup.overlay.is_some();
-    Ok(ForkOf { disk: &disk.disk, options, overlay, is_overlay_made, children })
+    Ok(ForkOf {
+        disk: &disk.disk,
+        options,
+        overlay,
+        is_overlay_made,
+        children,
+    })
 }
 
 /// Serves the children as requested, and makes the layers durable.
@@ -119,11 +163,17 @@ async fn take_in(
     mut forked: Vec<Forked<'_>>,
     pause: Pause,
 ) -> (Result<()>, ForkReport) {
-    let mut report = ForkReport { pause: pause.length, disks: Vec::new() };
+    let mut report = ForkReport {
+        pause: pause.length,
+        disks: Vec::new(),
+    };
     for ((disk, setup), forked) in disks.iter().zip(setups).zip(&mut forked) {
         let children = std::mem::take(&mut forked.children);
         let paths = children.iter().map(|(path, _)| path.clone()).collect();
-        forked.overlay.iter().for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
+        forked
+            .overlay
+            .iter()
+            .for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
         for ((path, opened), child) in children.into_iter().zip(&setup.children) {
             tell_if_not_free(&path, &forked.layer);
             if let (Some(opened), Some(name)) = (opened, &child.name) {
@@ -140,7 +190,10 @@ async fn take_in(
     let mut settled = Ok(());
     for (forked, setup) in forked.iter().zip(setups) {
         let outcome = forked.settle().await.with_context(|| {
-            format!("the disk {:?} was forked, but what it was is not durable", setup.disk)
+            format!(
+                "the disk {:?} was forked, but what it was is not durable",
+                setup.disk
+            )
         });
         settled = settled.and(outcome);
     }
@@ -172,7 +225,9 @@ fn take_in_child(
         ..of.setup.clone()
     };
     running.adopt(setup, Arc::new(opened), None);
-    running.events.tell(Event::DiskOpened { disk: name.to_owned() });
+    running.events.tell(Event::DiskOpened {
+        disk: name.to_owned(),
+    });
 }
 
 /// Warns if the image needs an allowed path to name its layer as backing file.
@@ -201,7 +256,12 @@ fn next_name(image: &Path) -> Result<PathBuf> {
         (number.saturating_add(1)..MAX_NUMBER).map(|number| format!("{stem}.{number}.qcow2"));
     let mut next = next.map(|name| image.with_file_name(name));
     let free = next.find(|path| std::fs::symlink_metadata(path).is_err());
-    free.with_context(|| format!("{}: no name beside it is free; name an overlay", image.display()))
+    free.with_context(|| {
+        format!(
+            "{}: no name beside it is free; name an overlay",
+            image.display()
+        )
+    })
 }
 
 #[cfg(test)]
@@ -213,7 +273,10 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let name = |image: &str| {
             let path = next_name(&folder.path().join(image)).expect("a free name");
-            path.file_name().expect("a name").to_string_lossy().into_owned()
+            path.file_name()
+                .expect("a name")
+                .to_string_lossy()
+                .into_owned()
         };
         assert_eq!(name("disk.img"), "disk.1.qcow2");
         assert_eq!(name("disk"), "disk.1.qcow2");

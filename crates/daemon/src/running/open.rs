@@ -8,8 +8,8 @@ use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::server::StateSetup;
 use blockhouse_core::{ByteRange, Error, ErrorKind};
 use blockhouse_disk::{
-    Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, Purpose, StateDir, StateUse,
-    create, exists, format_for_new, make_missing_side_file, open,
+    Access, AllowedPaths, ImageDisk, ImageOptions, Locking, NOT_KEPT, Purpose, Secrets, StateDir,
+    StateUse, create, exists, format_for_new, make_missing_side_file, open,
 };
 use futures_util::stream::{self, StreamExt};
 
@@ -64,11 +64,15 @@ fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
     }
 }
 
-/// How a disk is opened.
+/// How a disk is opened, with the secrets for its encrypted images.
 ///
 /// # Errors
-/// An allowed path is missing, or a key cannot be read.
-pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<ImageOptions> {
+/// An allowed path is missing.
+pub(crate) fn image_options(
+    disk: &DiskConfig,
+    state: &StateUse,
+    secrets: Secrets,
+) -> Result<ImageOptions> {
     Ok(ImageOptions {
         purpose: Purpose::Disk,
         snapshot: None,
@@ -89,7 +93,7 @@ pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<Image
             AllowedPaths::new(&disk.allow_paths)?
         },
         remote_backing: disk.remote_backing(),
-        secrets: disk.keys().read()?,
+        secrets,
         part: disk.part,
         backing_use: disk.backing_use(),
         side_file: disk.side_file(),
@@ -97,13 +101,26 @@ pub(crate) fn image_options(disk: &DiskConfig, state: &StateUse) -> Result<Image
     .in_part(disk.part))
 }
 
+/// As [`open_disk_with`], by the keys in the disk's files. Blocks while a pipe among them has no
+/// data.
+///
+/// # Errors
+/// As there; a key cannot be read.
+pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<ImageDisk> {
+    open_disk_with(setup, state, setup.keys().read()?).await
+}
+
 /// Opens a disk, and makes its image first if that is requested and missing.
 ///
 /// # Errors
 /// The image cannot be opened, its size differs from the size to create it with, or it lacks a
 /// bitmap that is to be offered.
-pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<ImageDisk> {
-    let (path, options) = (&*setup.path, image_options(setup, state)?);
+pub(crate) async fn open_disk_with(
+    setup: &DiskConfig,
+    state: &StateUse,
+    secrets: Secrets,
+) -> Result<ImageDisk> {
+    let (path, options) = (&*setup.path, image_options(setup, state, secrets)?);
     if let Some(size) = setup.create
         && !exists(path).await?
     {

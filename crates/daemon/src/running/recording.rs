@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use blockhouse_disk::{
-    Access, ImageDisk, ImageFormat, ImageOptions, VOUCHER_RENEWAL, start_recording, stop_recording,
+    Access, ImageDisk, ImageFormat, ImageOptions, Secrets, VOUCHER_RENEWAL, start_recording,
+    stop_recording,
 };
 use blockhouse_engine::sleep;
 
@@ -62,7 +63,7 @@ fn opened_as_raw(running: &Running, disk: &RunningDisk) -> Result<(PathBuf, Imag
         Some(moved) => (moved.path, moved.cache),
         None => (setup.path.clone(), setup.cache),
     };
-    let usual = image_options(setup, &running.state_use(setup)?)?;
+    let usual = image_options(setup, &running.state_use(setup)?, Secrets::of(&disk.disk))?;
     Ok((path, ImageOptions { format: Some(ImageFormat::Raw), cache, ..usual }))
 }
 

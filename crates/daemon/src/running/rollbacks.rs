@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 
 use anyhow::{Result, bail};
 use blockhouse_config::disk::DiskConfig;
-use blockhouse_disk::{RolledBack, roll_back};
+use blockhouse_disk::{RolledBack, Secrets, roll_back};
 
 use super::Running;
 use super::disk::RunningDisk;
@@ -34,7 +34,7 @@ pub(crate) async fn roll_back_disk(
     check_nobody_stands(running, disk, 1..=1)?;
     let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
     let setup = DiskConfig { cache, ..disk.setup.clone() };
-    let options = image_options(&setup, &running.state_use(&setup)?)?;
+    let options = image_options(&setup, &running.state_use(&setup)?, Secrets::of(&disk.disk))?;
     let done = roll_back(&disk.disk, &options).await?;
     let [layer, overlay] = [&done.layer, &done.overlay].map(|path| path.display().to_string());
     tracing::info!(

@@ -6,7 +6,7 @@
 use std::sync::{Arc, OnceLock};
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, StateMemory, Storage};
-use blockhouse_crypt::SectorCipher;
+use blockhouse_crypt::{Secret, SectorCipher};
 use blockhouse_format::{Encryption, Format, ImageFormat};
 
 use super::Image;
@@ -150,13 +150,19 @@ impl<S: Storage> Image<S> {
         Ok(Self::new(self.into_layer()?.with_extents(data, ranges).await?, options))
     }
 
-    /// The same image with its encryption and the cipher of its data, before anything is read.
+    /// The same image with its encryption, the cipher of its data and the secret that opened it,
+    /// if one did, before anything is read.
     ///
     /// # Errors
     /// `InvalidInput` if the image is another's backing file already.
-    pub fn with_cipher(self, encryption: Encryption, cipher: SectorCipher) -> Result<Self> {
+    pub fn with_cipher(
+        self,
+        encryption: Encryption,
+        cipher: SectorCipher,
+        secret: Option<Arc<Secret>>,
+    ) -> Result<Self> {
         let options = self.options;
-        let cipher = DataCipher::new(encryption, cipher);
+        let cipher = DataCipher::new(encryption, cipher, secret);
         Ok(Self::new(self.into_layer()?.with_cipher(cipher), options))
     }
 

@@ -1,7 +1,9 @@
 //! The encryption of the guest's data of an image, and the memory for encrypted bytes.
 
+use std::sync::Arc;
+
 use blockhouse_core::{Alignment, Result};
-use blockhouse_crypt::SectorCipher;
+use blockhouse_crypt::{Secret, SectorCipher};
 use blockhouse_format::{DataPlace, Encryption};
 
 use crate::buffers::{Bounce, BounceBuffers};
@@ -17,6 +19,14 @@ pub(crate) enum DataEncryption {
 }
 
 impl DataEncryption {
+    /// The secret that opened the image; `None` if none did.
+    pub(crate) fn secret(&self) -> Option<&Arc<Secret>> {
+        match self {
+            Self::Unlocked(cipher) => cipher.secret.as_ref(),
+            Self::None | Self::Locked => None,
+        }
+    }
+
     /// The alignment for storage and cipher. The cipher takes whole sectors, and any memory.
     pub(crate) fn alignment(&self, storage: Alignment) -> Alignment {
         let sector = match self {
@@ -31,13 +41,19 @@ impl DataEncryption {
 /// The cipher of an image's data.
 pub(crate) struct DataCipher {
     cipher: SectorCipher,
+    /// The secret that opened the image; `None` if the key itself was given.
+    secret: Option<Arc<Secret>>,
     encryption: Encryption,
     buffers: BounceBuffers,
 }
 
 impl DataCipher {
-    pub(crate) fn new(encryption: Encryption, cipher: SectorCipher) -> Self {
-        Self { cipher, encryption, buffers: BounceBuffers::new() }
+    pub(crate) fn new(
+        encryption: Encryption,
+        cipher: SectorCipher,
+        secret: Option<Arc<Secret>>,
+    ) -> Self {
+        Self { cipher, secret, encryption, buffers: BounceBuffers::new() }
     }
 
     /// Memory for encrypted bytes. A caller that holds it may wait only for the storage.

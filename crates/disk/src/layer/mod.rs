@@ -117,7 +117,7 @@ impl<S: Storage> Drop for Backing<S> {
 /// See the module's page.
 pub(crate) struct Layer<S: Storage> {
     format: Format<FlushTracker<S>>,
-    encryption: DataEncryption,
+    pub(crate) encryption: DataEncryption,
     /// The alignment that the data's storage and its encryption require.
     alignment: Alignment,
     /// The backing files for the image's unallocated clusters.

@@ -31,7 +31,7 @@ use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
 use super::open_location::{canonical, identity_of};
-use super::unlock::{WithoutKey, unlocked};
+use super::unlock::{Secrets, WithoutKey, unlocked};
 use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
 use crate::options::Access;
@@ -194,12 +194,17 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
 
 impl<'a> Steps<'a> {
     async fn new(mut fork: ForkOf<'a>) -> Result<Self> {
+        // The overlays are encrypted for the secret that opened the disk, and opened by it.
+        fork.options.secrets = Secrets::of(fork.disk);
         if fork.overlay.is_some() {
             check_goes_on(fork.disk)?;
         }
         let layer = check_forkable(fork.disk, fork.overlay.is_some())?;
         fork.overlay = fork.overlay.as_deref().map(whole_path).transpose()?;
         for child in &mut fork.children {
+            if let Some(options) = &mut child.opened {
+                options.secrets = fork.options.secrets.clone();
+            }
             child.path = whole_path(&child.path)?;
         }
         let format = fork.disk.image().image_format_name();

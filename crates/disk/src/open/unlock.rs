@@ -11,7 +11,7 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_crypt::{Secret, aes_of_password, create_header, unlock};
 use futures_channel::oneshot;
 
-use super::image_disk::StoredImage;
+use super::image_disk::{ImageDisk, StoredImage};
 
 /// How long deriving the key of a fork's overlay takes: as of an image that the user creates.
 const OVERLAY_KEY_TIME: Duration = Duration::from_secs(2);
@@ -27,6 +27,13 @@ impl FromIterator<Secret> for Secrets {
 }
 
 impl Secrets {
+    /// The secrets that opened the images of this disk, that of the highest encrypted image first.
+    pub fn of(disk: &ImageDisk) -> Self {
+        let image = disk.image();
+        let secrets = image.layer().layers().filter_map(|layer| layer.encryption.secret());
+        Self(secrets.cloned().collect())
+    }
+
     /// Whether the set is empty.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
@@ -41,7 +48,7 @@ impl Secrets {
     ///
     /// # Errors
     /// There are several, or none.
-    fn only(&self, image: &str) -> Result<&Secret> {
+    fn only(&self, image: &str) -> Result<&Arc<Secret>> {
         match &self.0[..] {
             [secret] => Ok(secret),
             _ => {
@@ -145,18 +152,20 @@ pub(super) async fn unlocked(
     }
     let Some(encryption) = disk.read_encryption().await? else { return Ok(disk) };
     let Some(keys) = encryption.luks() else {
-        let cipher = aes_of_password(secrets.only(disk.name())?);
-        let cipher = cipher.map_err(|error| error.on(disk.name()))?;
-        return disk.with_cipher(encryption, cipher);
+        let secret = Arc::clone(secrets.only(disk.name())?);
+        let cipher = aes_of_password(&secret).map_err(|error| error.on(disk.name()))?;
+        return disk.with_cipher(encryption, cipher, Some(secret));
     };
     let areas = keys.read_areas(disk.format().storage()).await?;
     let (header, secrets) = (keys.header().clone(), secrets.0.clone());
     let unlock = move || {
-        let secrets: Vec<&Secret> = secrets.iter().map(AsRef::as_ref).collect();
-        unlock(&header, &areas, &secrets)
+        let tried: Vec<&Secret> = secrets.iter().map(AsRef::as_ref).collect();
+        let (cipher, index) = unlock(&header, &areas, &tried)?;
+        Ok((cipher, Arc::clone(&secrets[index])))
     };
-    let cipher = derived(unlock, disk.name()).await?.map_err(|error| error.on(disk.name()))?;
-    disk.with_cipher(encryption, cipher)
+    let unlocked: Result<_> = derived(unlock, disk.name()).await?;
+    let (cipher, secret) = unlocked.map_err(|error| error.on(disk.name()))?;
+    disk.with_cipher(encryption, cipher, Some(secret))
 }
 
 /// The result of `derive`, which runs on a thread of its own, for the image of this name.

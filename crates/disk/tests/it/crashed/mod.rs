@@ -97,7 +97,7 @@ pub async fn open<S: Storage>(
 ) -> Result<Disk<S>> {
     let image = Image::open(storage, ImageFormat::Qcow2, options).await?;
     let image = match image.read_encryption().await? {
-        Some(encryption) => image.with_cipher(encryption, cipher())?,
+        Some(encryption) => image.with_cipher(encryption, cipher(), None)?,
         None => image,
     };
     let image = match data {
