@@ -1,12 +1,11 @@
 //! Description of a disk in the configuration and in `disk.open`, with the same words as on the
 //! command line. Served, reloaded and handed-over disks have the same description.
 
-use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use blockhouse_disk::{
     Access, BackingUse, BlockSizes, CacheMode, DetectZeroes, Discard, FilePart, ImageFormat,
-    KeyFiles, OnFull, RemoteBacking, SideFile, is_address,
+    KeyFiles, OnFull, RemoteBacking, SideFile,
 };
 use blockhouse_nbd::MAX_EXPORT_BITMAPS;
 use blockhouse_storage::Location;
@@ -15,7 +14,9 @@ use serde::Deserialize;
 
 use crate::export_address::ExportAddress;
 use crate::limits::LimitsConfig;
-use crate::text_fields::{Size, check_absolute, some_size, some_text, text, texts};
+use crate::text_fields::{
+    Size, check_absolute, check_image_name, some_size, some_text, text, texts,
+};
 use crate::threshold::Threshold;
 
 /// A disk to be opened.
@@ -179,9 +180,7 @@ impl DiskConfig {
     /// # Errors
     /// A text that describes the contradiction.
     pub fn checked(self) -> Result<Self, String> {
-        if !is_address(self.path.as_os_str().as_bytes()) {
-            check_absolute(&self.path)?;
-        }
+        check_image_name(&self.path)?;
         let named = self.allow_paths.iter().chain(&self.key_files).chain(&self.passphrase_files);
         named.chain(&self.bitmaps_in).try_for_each(|path| check_absolute(path))?;
         if self.trust_bitmaps && self.bitmaps_in.is_none() {

@@ -3,9 +3,11 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::str::FromStr;
 
+use blockhouse_disk::is_address;
 use schemars::JsonSchema;
 use serde::de::{Deserialize, Deserializer, Error, Visitor};
 
@@ -79,6 +81,14 @@ pub fn some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::E
         }
     }
     from.deserialize_any(Bytes).map(Some)
+}
+
+/// Like [`check_absolute`], for an image: the address of an image on another server is accepted.
+///
+/// # Errors
+/// As there.
+pub fn check_image_name(name: &Path) -> Result<(), String> {
+    if is_address(name.as_os_str().as_bytes()) { Ok(()) } else { check_absolute(name) }
 }
 
 /// Refuses a path that depends on the working directory of a server.

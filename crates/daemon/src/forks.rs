@@ -12,13 +12,13 @@ pub struct ForkDiskParams {
     /// Its name.
     pub disk: String,
     /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a
-    /// name beside its image, and none for a read-only disk.
+    /// name beside its image, and none for a read-only disk or one in Ceph.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay is there already: a qcow2 image as long as the disk to which nothing
     /// was written, and which no other disk has. Its header gets the name of the layer.
     #[serde(default)]
     pub made: bool,
-    /// Other qcow2 files over what it is at the moment.
+    /// Other qcow2 files over what it is at the moment. Of a disk in Ceph, clones of it.
     #[serde(default)]
     pub children: Vec<ForkChildParams>,
 }
@@ -27,7 +27,7 @@ pub struct ForkDiskParams {
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ForkChildParams {
-    /// An absolute path at which nothing is yet.
+    /// An absolute path at which nothing is yet, or of a clone `rbd:POOL/IMAGE`.
     pub path: PathBuf,
     /// The name of the disk as which this server opens it at once. Left out: it stays a file.
     pub name: Option<String>,
@@ -38,11 +38,12 @@ pub struct ForkChildParams {
 pub struct ForkedDisk {
     /// Its name.
     pub disk: String,
-    /// The image that it was, which nobody may change from now on.
+    /// The image that it was, which nobody may change if the disk goes on in an overlay.
     pub layer: PathBuf,
-    /// The image in which it goes on. Left out for a read-only disk, which goes on as it is.
+    /// The image in which it goes on. Left out for a read-only disk and for one in Ceph, which go
+    /// on as they are.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overlay: Option<PathBuf>,
-    /// The other images over the layer.
+    /// The other images over the layer, or the clones.
     pub children: Vec<PathBuf>,
 }

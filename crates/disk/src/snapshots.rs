@@ -256,6 +256,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.run_quiesced(change).await
     }
 
+    /// Fails if no snapshot can be taken.
     fn check_possible(&self) -> Result<()> {
         self.disk.check_access(0)?;
         self.disk.check_stays()?;
@@ -278,6 +279,36 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         tracing::debug!("{}: changes were held off for {length:?}", self.disk.name());
         Ok((outcome, Pause { length }))
     }
+}
+
+/// Takes a snapshot of each of these disks, all at one moment; durable when it returns.
+///
+/// # Errors
+/// As [`DiskSnapshots::create`], for the first disk that fails. The snapshots that were taken
+/// before are deleted again.
+pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Result<Pause> {
+    all.iter().try_for_each(|(disk, _)| disk.snapshots().check_possible())?;
+    let disks: Vec<_> = all.iter().map(|(disk, _)| *disk).collect();
+    flush_ahead(&disks, SyncMode::Data).await?;
+    let began = Instant::now();
+    let mut quiesced = Vec::with_capacity(disks.len());
+    for disk in disks {
+        quiesced.push(disk.quiesce().await?);
+        // The image may have become read-only or been replaced since.
+        disk.snapshots().check_possible()?;
+    }
+    for (index, (disk, name)) in all.iter().enumerate() {
+        let taken = disk.format().snapshots()?.create(&new_snapshot(name), None).await;
+        if let Err(error) = taken {
+            for (disk, name) in &all[..index] {
+                if let Err(error) = disk.format().snapshots()?.delete(name).await {
+                    tracing::error!("{error}; the snapshot {name} stays");
+                }
+            }
+            return Err(error);
+        }
+    }
+    Ok(Pause { length: began.elapsed() })
 }
 
 /// A snapshot that is taken now.

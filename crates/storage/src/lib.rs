@@ -40,6 +40,7 @@ pub use location::Location;
 pub use nbd::{ListedExport, NbdStorage, list_exports};
 pub use null::{NullLocation, NullStorage};
 pub use rbd::{
-    RbdAccess, RbdLocation, RbdStorage, create_rbd_image, remove_rbd_image, rename_rbd_image,
+    RbdAccess, RbdLocation, RbdStorage, clone_rbd_image, create_rbd_image, remove_rbd_image,
+    rename_rbd_image,
 };
 pub use view_storage::{StorageView, ViewStorage};

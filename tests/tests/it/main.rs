@@ -85,6 +85,7 @@ mod qmp_served;
 mod random_requests;
 mod raw_bitmaps;
 mod rbd;
+mod rbd_clones;
 mod read_only;
 mod readme;
 mod registered_memory;

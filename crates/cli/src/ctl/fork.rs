@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
 
-use super::params::{absolute, add_given};
+use super::params::{absolute, absolute_image, add_given};
 
 /// Disks to be forked.
 #[derive(clap::Args)]
@@ -18,7 +18,8 @@ pub(super) struct Fork {
     #[arg(long = "overlay", value_name = "FILE")]
     overlays: Vec<String>,
     /// Make another qcow2 overlay over the same layer, and open it as a new disk of this server.
-    /// May be repeated. With several disks DISK:NAME=FILE.
+    /// May be repeated. With several disks DISK:NAME=FILE. Of a disk in Ceph, a clone in its pool:
+    /// NAME=rbd:POOL/IMAGE.
     #[arg(long = "child", value_name = "NAME=FILE")]
     children: Vec<String>,
     /// The same, but do not open it: the file is for any program. With several disks DISK=FILE.
@@ -64,10 +65,10 @@ impl Fork {
                     "{child:?}: a child is NAME=FILE, or --child-file FILE where it stays a file"
                 );
             };
-            children.push(json!({ "name": name, "path": absolute(Path::new(path))? }));
+            children.push(json!({ "name": name, "path": absolute_image(Path::new(path))? }));
         }
         for path in self.files.iter().filter_map(|file| of(file, '=')) {
-            let path: PathBuf = absolute(Path::new(&path))?;
+            let path: PathBuf = absolute_image(Path::new(&path))?;
             children.push(json!({ "path": path }));
         }
         let mut params = json!({ "disk": disk, "children": children });

@@ -132,7 +132,7 @@ enum Action {
         action: SnapshotAction,
     },
     /// Fork disks at one moment: each continues in a new qcow2 overlay. Other disks can be made
-    /// over the same layer.
+    /// over the same layer. A disk in Ceph continues in its image, and others are clones of it.
     Fork(Fork),
     /// Return a disk to its state at its last fork. Everything written since is lost, and its
     /// overlay is removed.

@@ -154,7 +154,7 @@ fn forked(result: &Value) -> String {
     let line = |disk: &Value| {
         let [name, overlay, layer] = ["disk", "overlay", "layer"].map(|key| text(&disk[key]));
         if disk["overlay"].is_null() {
-            format!("{name}: {layer} is read-only, and stays")
+            format!("{name}: goes on in {layer}")
         } else {
             format!("{name}: {overlay} over {layer}")
         }

@@ -1,6 +1,6 @@
 //! The methods of forks and rollbacks.
 
-use blockhouse_config::text_fields::check_absolute;
+use blockhouse_config::text_fields::{check_absolute, check_image_name};
 use blockhouse_disk::RolledBack;
 
 use super::fork_methods::{ForkParams, ForkResult, RollbackParams, RollbackResult};
@@ -17,8 +17,9 @@ pub(super) async fn fork(running: &Running, given: ForkParams) -> Outcome {
         return Err(invalid("no disk is to be forked; name one".into()));
     }
     for disk in &disks {
-        let paths = disk.overlay.iter().chain(disk.children.iter().map(|child| &child.path));
-        paths.into_iter().try_for_each(|path| check_absolute(path)).map_err(invalid)?;
+        let mut children = disk.children.iter();
+        disk.overlay.iter().try_for_each(|path| check_absolute(path)).map_err(invalid)?;
+        children.try_for_each(|child| check_image_name(&child.path)).map_err(invalid)?;
     }
     let ForkReport { pause, disks } = fork_disks(running, disks).await?;
     result(ForkResult { pause_us: pause.as_micros() as u64, disks })

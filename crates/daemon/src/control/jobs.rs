@@ -1,11 +1,9 @@
 //! The methods of jobs.
 
 use std::num::NonZeroU64;
-use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use blockhouse_config::text_fields::check_absolute;
-use blockhouse_disk::is_address;
+use blockhouse_config::text_fields::check_image_name;
 use blockhouse_jobs::{Completion, CopyMode, JobEnd, JobStage};
 use serde_json::Value;
 
@@ -111,9 +109,7 @@ async fn start(running: &Running, given: JobStartParams) -> Outcome {
             return Err(invalid(what.into()));
         }
         (JobKind::Mirror, Some(location)) => {
-            if !is_address(location.as_os_str().as_bytes()) {
-                check_absolute(&location).map_err(invalid)?;
-            }
+            check_image_name(&location).map_err(invalid)?;
             let target = TargetSetup { location, format, overwrite };
             start_mirror(running, setup, MirrorTarget::Image(target)).await?
         }

@@ -1,5 +1,6 @@
 //! Forks: disks continue in overlays, and new disks begin over the same layer.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,8 +9,8 @@ use anyhow::{Context, Result, bail};
 use blockhouse_config::disk::DiskConfig;
 use blockhouse_config::limits::LimitsConfig;
 use blockhouse_disk::{
-    Access, AllowedPaths, ForkOf, Forked, ImageDisk, ImageFormat, NewChild, Pause, Secrets, fork,
-    is_device,
+    Access, AllowedPaths, CloneOf, ForkOf, Forked, ImageDisk, ImageFormat, ImageOptions, NewChild,
+    Pause, Secrets, clone_disks, fork, is_address, is_device, is_in_ceph,
 };
 
 use super::Running;
@@ -42,13 +43,8 @@ pub(crate) async fn fork_disks(
     setups: Vec<ForkDiskParams>,
 ) -> Result<ForkReport> {
     let children = setups.iter().flat_map(|setup| &setup.children);
-    let names = children
-        .filter_map(|child| child.name.clone())
-        .collect::<Vec<_>>();
-    let claimed = setups
-        .iter()
-        .map(|setup| setup.disk.clone())
-        .chain(names.iter().cloned());
+    let names = children.filter_map(|child| child.name.clone()).collect::<Vec<_>>();
+    let claimed = setups.iter().map(|setup| setup.disk.clone()).chain(names.iter().cloned());
     let claimed: Vec<_> = claimed.map(Name::Disk).collect();
     for (index, name) in claimed.iter().enumerate() {
         if let (true, Name::Disk(name)) = (claimed[..index].contains(name), name) {
@@ -61,34 +57,25 @@ pub(crate) async fn fork_disks(
     }
     let disks = setups.iter().map(|setup| running.disks.get(&setup.disk));
     let disks = disks.collect::<Result<Vec<_>>>()?;
-    let plans = disks
-        .iter()
-        .zip(&setups)
-        .map(|(disk, setup)| plan(running, disk, setup));
+    match disks.iter().filter(|disk| is_in_ceph(&disk.path())).count() {
+        0 => {}
+        count if count == disks.len() => return clone_in_ceph(running, &disks, &setups).await,
+        _ => bail!(
+            "disks in Ceph are cloned and others go on in overlays, not both at one moment: fork them in two commands"
+        ),
+    }
+    let plans = disks.iter().zip(&setups).map(|(disk, setup)| plan(running, disk, setup));
     let (forked, pause) = fork(plans.collect::<Result<Vec<_>>>()?).await?;
     let report = take_in(running, &disks, &setups, forked, pause).await;
-    for ForkedDisk {
-        disk,
-        layer,
-        overlay,
-        ..
-    } in &report.1.disks
-    {
+    for ForkedDisk { disk, layer, overlay, .. } in &report.1.disks {
         let Some(overlay) = overlay else { continue };
-        let (disk, layer, overlay) = (
-            disk.clone(),
-            layer.display().to_string(),
-            overlay.display().to_string(),
-        );
+        let (disk, layer, overlay) =
+            (disk.clone(), layer.display().to_string(), overlay.display().to_string());
         tracing::info!(
             "{disk}: goes on in {overlay} over {layer}; changes were held off for {:?}",
             report.1.pause
         );
-        running.events.tell(Event::DiskForked {
-            disk,
-            layer,
-            overlay,
-        });
+        running.events.tell(Event::DiskForked { disk, layer, overlay });
     }
     report.0.map(|()| report.1)
 }
@@ -100,12 +87,7 @@ fn plan<'a>(
     setup: &ForkDiskParams,
 ) -> Result<ForkOf<'a>> {
     running.check_free(disk.name())?;
-    if disk.setup.snapshot.is_some() {
-        bail!(
-            "the disk {:?} is a snapshot in an image, and nothing is over that",
-            disk.name()
-        );
-    }
+    check_no_snapshot(disk)?;
     let overlay = match (&setup.overlay, disk.setup.access()) {
         (Some(_), Access::ReadOnly) => bail!(
             "the disk {:?} is read-only, and goes on as it is: leave the overlay out, and name children",
@@ -122,37 +104,76 @@ fn plan<'a>(
         ),
         (None, Access::ReadWrite) => Some(next_name(&disk.path())?),
     };
+    let mut paths = setup.children.iter().map(|child| &child.path);
+    if let Some(path) = paths.find(|path| is_address(path.as_os_str().as_bytes())) {
+        bail!("{}: the disk {:?} is on this host: name a file", path.display(), disk.name());
+    }
+    overlay.iter().try_for_each(|path| running.sandbox().check(path))?;
+    let (options, children) = children_of(running, disk, setup)?;
+    let is_overlay_made = setup.made && setup.overlay.is_some();
+    Ok(ForkOf { disk: &disk.disk, options, overlay, is_overlay_made, children })
+}
+
+fn check_no_snapshot(disk: &RunningDisk) -> Result<()> {
+    if disk.setup.snapshot.is_some() {
+        bail!("the disk {:?} is a snapshot in an image, and nothing is over that", disk.name());
+    }
+    Ok(())
+}
+
+/// The children that a disk is to have, and the options by which they are opened.
+fn children_of(
+    running: &Running,
+    disk: &RunningDisk,
+    setup: &ForkDiskParams,
+) -> Result<(ImageOptions, Vec<NewChild>)> {
     let cache = disk.moved().map_or(disk.setup.cache, |moved| moved.cache);
-    let written = DiskConfig {
-        read_only: false,
-        cache,
-        ..disk.setup.clone()
-    };
-    let options = image_options(
-        &written,
-        &running.state_use(&written)?,
-        Secrets::of(&disk.disk),
-    )?;
+    let written = DiskConfig { read_only: false, cache, ..disk.setup.clone() };
+    let options = image_options(&written, &running.state_use(&written)?, Secrets::of(&disk.disk))?;
     let child = |child: &ForkChildParams| {
         let opened = child.name.is_some().then(|| options.clone());
-        NewChild {
-            path: child.path.clone(),
-            opened,
-        }
+        NewChild { path: child.path.clone(), opened }
     };
     let children: Vec<_> = setup.children.iter().map(child).collect();
-    let paths = children.iter().map(|child| &child.path).chain(&overlay);
-    paths
-        .into_iter()
-        .try_for_each(|path| running.sandbox().check(path))?;
-    let is_overlay_made = setup.made && setup.overlay.is_some();
-    Ok(ForkOf {
-        disk: &disk.disk,
-        options,
-        overlay,
-        is_overlay_made,
-        children,
-    })
+    children.iter().try_for_each(|child| running.sandbox().check(&child.path))?;
+    Ok((options, children))
+}
+
+/// Clones disks in Ceph, which continue in their images.
+async fn clone_in_ceph(
+    running: &Running,
+    disks: &[Arc<RunningDisk>],
+    setups: &[ForkDiskParams],
+) -> Result<ForkReport> {
+    let mut plans = Vec::with_capacity(disks.len());
+    for (disk, setup) in disks.iter().zip(setups) {
+        check_no_snapshot(disk)?;
+        if setup.overlay.is_some() {
+            bail!(
+                "the disk {:?} is in Ceph and goes on in its image: leave the overlay out, and name children",
+                disk.name()
+            );
+        }
+        if setup.children.is_empty() {
+            bail!("the disk {:?} is in Ceph, and a fork makes clones: name children", disk.name());
+        }
+        let (_, clones) = children_of(running, disk, setup)?;
+        plans.push(CloneOf { disk: &disk.disk, clones });
+    }
+    let (made, pause) = clone_disks(plans).await?;
+    let mut report = ForkReport { pause: pause.length, disks: Vec::new() };
+    for ((disk, setup), made) in disks.iter().zip(setups).zip(made) {
+        let children = made.iter().map(|(path, _)| path.clone()).collect();
+        for ((path, opened), child) in made.into_iter().zip(&setup.children) {
+            if let (Some(opened), Some(name)) = (opened, &child.name) {
+                take_in_child(running, disk, path, name, opened);
+            }
+        }
+        let (disk, layer) = (setup.disk.clone(), disk.path());
+        tracing::info!("{disk}: was cloned; changes were held off for {:?}", report.pause);
+        report.disks.push(ForkedDisk { disk, layer, overlay: None, children });
+    }
+    Ok(report)
 }
 
 /// Serves the children as requested, and makes the layers durable.
@@ -163,17 +184,11 @@ async fn take_in(
     mut forked: Vec<Forked<'_>>,
     pause: Pause,
 ) -> (Result<()>, ForkReport) {
-    let mut report = ForkReport {
-        pause: pause.length,
-        disks: Vec::new(),
-    };
+    let mut report = ForkReport { pause: pause.length, disks: Vec::new() };
     for ((disk, setup), forked) in disks.iter().zip(setups).zip(&mut forked) {
         let children = std::mem::take(&mut forked.children);
         let paths = children.iter().map(|(path, _)| path.clone()).collect();
-        forked
-            .overlay
-            .iter()
-            .for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
+        forked.overlay.iter().for_each(|overlay| tell_if_not_free(overlay, &forked.layer));
         for ((path, opened), child) in children.into_iter().zip(&setup.children) {
             tell_if_not_free(&path, &forked.layer);
             if let (Some(opened), Some(name)) = (opened, &child.name) {
@@ -190,10 +205,7 @@ async fn take_in(
     let mut settled = Ok(());
     for (forked, setup) in forked.iter().zip(setups) {
         let outcome = forked.settle().await.with_context(|| {
-            format!(
-                "the disk {:?} was forked, but what it was is not durable",
-                setup.disk
-            )
+            format!("the disk {:?} was forked, but what it was is not durable", setup.disk)
         });
         settled = settled.and(outcome);
     }
@@ -207,7 +219,8 @@ fn take_in_child(
     name: &str,
     opened: ImageDisk,
 ) {
-    let (format, bitmaps) = (Some(ImageFormat::Qcow2), Vec::new());
+    // A clone has the format of its source, and an overlay is qcow2.
+    let format = if is_in_ceph(&path) { of.setup.format } else { Some(ImageFormat::Qcow2) };
     let setup = DiskConfig {
         name: Some(name.to_owned()),
         path,
@@ -216,7 +229,7 @@ fn take_in_child(
         create: None,
         copy_on_read: false,
         prefetch: None,
-        bitmaps,
+        bitmaps: Vec::new(),
         bitmaps_in: None,
         trust_bitmaps: false,
         threshold: None,
@@ -225,14 +238,11 @@ fn take_in_child(
         ..of.setup.clone()
     };
     running.adopt(setup, Arc::new(opened), None);
-    running.events.tell(Event::DiskOpened {
-        disk: name.to_owned(),
-    });
+    running.events.tell(Event::DiskOpened { disk: name.to_owned() });
 }
 
 /// Warns if the image needs an allowed path to name its layer as backing file.
 fn tell_if_not_free(image: &Path, layer: &Path) {
-    use std::os::unix::ffi::OsStrExt;
     if !AllowedPaths::is_free_to_name(image, layer.as_os_str().as_bytes()) {
         tracing::warn!(
             "{}: stands on {}, which is not below its folder: it is opened with --allow-path only",
@@ -256,12 +266,7 @@ fn next_name(image: &Path) -> Result<PathBuf> {
         (number.saturating_add(1)..MAX_NUMBER).map(|number| format!("{stem}.{number}.qcow2"));
     let mut next = next.map(|name| image.with_file_name(name));
     let free = next.find(|path| std::fs::symlink_metadata(path).is_err());
-    free.with_context(|| {
-        format!(
-            "{}: no name beside it is free; name an overlay",
-            image.display()
-        )
-    })
+    free.with_context(|| format!("{}: no name beside it is free; name an overlay", image.display()))
 }
 
 #[cfg(test)]
@@ -273,10 +278,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let name = |image: &str| {
             let path = next_name(&folder.path().join(image)).expect("a free name");
-            path.file_name()
-                .expect("a name")
-                .to_string_lossy()
-                .into_owned()
+            path.file_name().expect("a name").to_string_lossy().into_owned()
         };
         assert_eq!(name("disk.img"), "disk.1.qcow2");
         assert_eq!(name("disk"), "disk.1.qcow2");

@@ -9,6 +9,7 @@ mod allowed_paths;
 mod chain;
 mod changed_since;
 mod client_tls;
+mod clone;
 mod create;
 mod disk_over;
 mod durable_rename;
@@ -50,6 +51,7 @@ mod vouching;
 pub use allowed_paths::{AllowedPaths, note_data_file};
 pub use changed_since::changed_since;
 pub use client_tls::{ClientTls, ClientTlsKind};
+pub use clone::{CloneOf, MadeClone, clone_disks, is_in_ceph};
 pub use create::{
     behind_links, check_new_name, create, create_as, create_qcow2, exists, format_for_new,
     is_device, keeps_its_place, open_created, part_of, remove_created, rename_finished,

@@ -34,7 +34,7 @@ use connection::Connection;
 use ffi::{Command, Extent};
 pub use location::RbdLocation;
 pub(crate) use location::SCHEME;
-pub use names::{create_rbd_image, remove_rbd_image, rename_rbd_image};
+pub use names::{clone_rbd_image, create_rbd_image, remove_rbd_image, rename_rbd_image};
 use open::Opened;
 pub use open::RbdAccess;
 

@@ -1,4 +1,4 @@
-//! Creates, removes and renames images by name; no client has them open.
+//! Creates, clones, removes and renames images by name; no client has them open.
 
 use std::io;
 
@@ -17,10 +17,28 @@ pub async fn create_rbd_image(location: &RbdLocation, size: u64) -> Result<()> {
     check_no_snapshot(location)?;
     let name = location.image().to_owned();
     let made = call(location, "cannot create", move |pool| pool.create_image(&name, size)).await;
-    made.map_err(|error| match error.errno() {
+    made.map_err(with_hint)
+}
+
+/// Makes an image with the content of the snapshot `of`, which is in the same pool. Both share
+/// their objects until one of them changes. The snapshot may be deleted; the cluster keeps what the
+/// clone needs.
+///
+/// # Errors
+/// The failure, with the location: there is one of this name (errno 17), or no such snapshot.
+pub async fn clone_rbd_image(of: &RbdLocation, location: &RbdLocation) -> Result<()> {
+    check_no_snapshot(location)?;
+    let (image, name) = (of.image().to_owned(), location.image().to_owned());
+    let snapshot = of.snapshot().unwrap_or_default().to_owned();
+    let clone = move |pool: &Cluster| pool.clone_image(&image, &snapshot, &name);
+    call(location, "cannot clone", clone).await.map_err(with_hint)
+}
+
+fn with_hint(error: Error) -> Error {
+    match error.errno() {
         17 /* EEXIST */ => error.hint("it is left alone: choose another name"),
         _ => error,
-    })
+    }
 }
 
 /// Removes an image that no client has open.

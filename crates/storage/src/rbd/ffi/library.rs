@@ -99,8 +99,12 @@ functions! { Rados of "librados.so.2":
 
 functions! { Rbd of "librbd.so.1":
     fn rbd_image_options_create(*mut Handle);
+    fn rbd_image_options_set_uint64(Handle, c_int, u64) -> c_int;
     fn rbd_image_options_destroy(Handle);
     fn rbd_create4(Handle, *const c_char, u64, Handle) -> c_int;
+    fn rbd_clone3(
+        Handle, *const c_char, *const c_char, Handle, *const c_char, Handle
+    ) -> c_int;
     fn rbd_remove(Handle, *const c_char) -> c_int;
     fn rbd_rename(Handle, *const c_char, *const c_char) -> c_int;
     fn rbd_open(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;

@@ -1,10 +1,17 @@
-//! Creates, removes and renames images by name; no client has them open.
+//! Creates, clones, removes and renames images by name; no client has them open.
 
+use std::ffi::c_int;
 use std::io;
 use std::ptr;
 
 use super::cluster::Cluster;
 use super::{c_string, check};
+
+/// `RBD_IMAGE_OPTION_CLONE_FORMAT`.
+const CLONE_FORMAT: c_int = 12;
+/// The format of clones whose snapshots need no protection: the cluster keeps a deleted snapshot
+/// until its last clone is removed.
+const UNPROTECTED: u64 = 2;
 
 impl Cluster {
     /// Makes an image with the features in the configuration.
@@ -19,6 +26,29 @@ impl Cluster {
         let code = unsafe {
             (rbd.rbd_image_options_create)(&raw mut options);
             let code = (rbd.rbd_create4)(self.pool(), name.as_ptr(), size, options);
+            (rbd.rbd_image_options_destroy)(options);
+            code
+        };
+        check(code).map(drop)
+    }
+
+    /// Makes an image that has the content of a snapshot of another one in its pool, and shares its
+    /// objects.
+    ///
+    /// # Errors
+    /// EEXIST if there is one of this name.
+    pub(crate) fn clone_image(&self, image: &str, snapshot: &str, name: &str) -> io::Result<()> {
+        let rbd = &self.ceph().rbd;
+        let (image, snapshot, name) = (c_string(image)?, c_string(snapshot)?, c_string(name)?);
+        let mut options = ptr::null_mut();
+        // SAFETY: as in `create_image`; the pool is that of both images.
+        let code = unsafe {
+            (rbd.rbd_image_options_create)(&raw mut options);
+            let mut code = (rbd.rbd_image_options_set_uint64)(options, CLONE_FORMAT, UNPROTECTED);
+            if code == 0 {
+                let (from, snapshot, to) = (image.as_ptr(), snapshot.as_ptr(), name.as_ptr());
+                code = (rbd.rbd_clone3)(self.pool(), from, snapshot, self.pool(), to, options);
+            }
             (rbd.rbd_image_options_destroy)(options);
             code
         };
