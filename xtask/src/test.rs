@@ -44,18 +44,14 @@ fn cargo_test(workspace: &Workspace, args: &[String], environment: Environment) 
         tests.arg("--workspace");
     }
     tests.args(args).current_dir(workspace.root()).envs(environment);
+    // Black-box tests wait for other processes for more than half of their time.
+    test_programs::set_threads(&mut tests, 4);
     tests
 }
 
-/// What the tests find in their environment but the binary: their number of threads, and tools that
-/// are unpacked for them.
+/// What the tests find in their environment but the binary: tools that are unpacked for them.
 fn environment(workspace: &Workspace) -> Result<Environment> {
     let mut environment = Environment::new();
-    if std::env::var_os("RUST_TEST_THREADS").is_none() {
-        // Black-box tests wait for other processes for more than half of their time.
-        let processors = std::thread::available_parallelism()?.get();
-        environment.push(("RUST_TEST_THREADS", (2 * processors).to_string().into()));
-    }
     let tools = workspace.root().join("target/tools");
     match apt::unpack("prometheus", "usr/bin/promtool", &tools) {
         Ok(promtool) => environment.push(("BLOCKHOUSE_PROMTOOL", promtool.into())),

@@ -1,8 +1,8 @@
 //! The test programs of the workspace, built by one cargo command and run side by side.
 //!
 //! The black-box tests wait for other processes for half of their time, and the simulator's
-//! explorations compute. Each program writes to a log of its own in `target/test-logs`; the log of
-//! a program that fails is printed.
+//! explorations compute: with one thread, they take the time that the others leave. Each program
+//! writes to a log of its own in `target/test-logs`; the log of a program that fails is printed.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -17,8 +17,10 @@ use lab_tools::process::{self, cargo};
 use lab_tools::workers;
 use lab_tools::workspace::Workspace;
 
+/// The package of the tests that wait for other processes for more than half of their time.
+const BLACK_BOX: &str = "blockhouse-tests";
 /// The packages whose programs take minutes. They start first.
-const LONGEST: [&str; 2] = ["blockhouse-tests", "blockhouse-disk"];
+const LONGEST: [&str; 2] = [BLACK_BOX, "blockhouse-disk"];
 
 /// A test program.
 struct Program {
@@ -49,6 +51,16 @@ pub fn run(workspace: &Workspace, environment: &[(&'static str, OsString)]) -> R
     workers::side_by_side(&programs, |program| program.run(&logs, environment))
 }
 
+/// Has `tests` run this many tests at once for each pair of processors, unless the user says how
+/// many.
+pub fn set_threads(tests: &mut Command, for_two: usize) {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    if std::env::var_os("RUST_TEST_THREADS").is_none() {
+        let threads = (for_two * processors).div_ceil(2);
+        tests.env("RUST_TEST_THREADS", threads.to_string());
+    }
+}
+
 impl Program {
     /// The program that cargo's message is about, if it is about one.
     fn of(artifact: &Value, workspace: &Workspace) -> Option<Self> {
@@ -71,6 +83,7 @@ impl Program {
         let to = File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
         let mut program = Command::new(file);
         program.current_dir(folder).envs(environment.iter().cloned());
+        set_threads(&mut program, if package == BLACK_BOX { 4 } else { 1 });
         program.stdin(Stdio::null()).stdout(to.try_clone()?).stderr(to);
         let started = Instant::now();
         let status = program.status().with_context(|| format!("cannot start {package}'s tests"))?;

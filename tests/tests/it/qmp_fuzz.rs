@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use blockhouse_tests::qmp::Qmp;
 use blockhouse_tests::qmp_schema::QmpSchema;
-use blockhouse_tests::{Scratch, Serve, eventually, seconds_in, seeded};
+use blockhouse_tests::{Scratch, Serve, Server, eventually, seconds_in, seeded};
 use fastrand::Rng;
 use serde_json::{Value, json};
 
@@ -150,6 +150,13 @@ fn remove_all(qmp: &mut Qmp) {
     assert!(gone, "{left:#}");
 }
 
+/// The files of a server's descriptors.
+fn open_files(server: &Server) -> Vec<PathBuf> {
+    let folder = format!("/proc/{}/fd", server.pid().as_raw_nonzero());
+    let entries = std::fs::read_dir(folder).expect("the server runs").flatten();
+    entries.filter_map(|entry| std::fs::read_link(entry.path()).ok()).collect()
+}
+
 #[test]
 fn random_commands_disturb_nobody_and_leave_nothing_behind() {
     let scratch = Scratch::new();
@@ -202,7 +209,7 @@ fn random_commands_disturb_nobody_and_leave_nothing_behind() {
     remove_all(&mut Qmp::connect(&socket));
     let settled = eventually(Duration::from_secs(20), || descriptors(&server) <= before);
     let (now, grown) = (descriptors(&server), server.resident_memory().saturating_sub(memory));
-    assert!(settled, "{now} descriptors, {before} before");
+    assert!(settled, "{now} descriptors, {before} before: {:#?}", open_files(&server));
     let [carried_out, sent] = [carried_out, sent].map(AtomicU64::into_inner);
     eprintln!(
         "{sent} commands, {carried_out} carried out; {before} descriptors before, {now} now; {grown} bytes more"

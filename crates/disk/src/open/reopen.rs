@@ -40,7 +40,7 @@ pub async fn reopen<E: From<Error>>(
     open: impl Future<Output = Result<ImageDisk, E>>,
 ) -> Result<(), E> {
     if disk.images().count_replaced() >= MAX_REPLACED && !is_inactive(disk) {
-        let what = "was inactive too often while it is open";
+        let what = "has had too many images while it is open";
         let error = Error::new(ErrorKind::Unsupported, what).on(disk.name());
         return Err(error.hint("close it and open it again").into());
     }

@@ -201,11 +201,14 @@ impl Shared {
         Ok(connection)
     }
 
-    /// Gives the loop a connection of its own over `stream`, unless a connection that was lost is
-    /// waiting for the server: a server that limits its clients must serve that one first.
+    /// Gives the loop a connection of its own over `stream`, unless other loops have got the last
+    /// ones meanwhile, or a connection that was lost is waiting for the server: a server that
+    /// limits its clients must serve that one first.
     fn adopt(&self, stream: Link) -> Result<()> {
         let mut list = self.list.lock();
-        if list.is_closed || list.running().any(|(_, connection)| !connection.has_stream()) {
+        let is_full = list.running().count() >= MAX_CONNECTIONS;
+        let is_one_lost = list.running().any(|(_, connection)| !connection.has_stream());
+        if list.is_closed || is_full || is_one_lost {
             stream.shutdown();
             return Ok(());
         }
