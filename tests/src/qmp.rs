@@ -42,11 +42,15 @@ impl Qmp {
 
     #[track_caller]
     fn greet_over(stream: UnixStream) -> Self {
+        Self::try_greet(stream).expect("a greeting")
+    }
+
+    fn try_greet(stream: UnixStream) -> Option<Self> {
         stream.set_read_timeout(Some(LONG)).expect("a socket");
         let (stream, events) = (BufReader::new(stream), Vec::new());
         let mut qmp = Self { stream, greeting: Value::Null, events };
-        qmp.greeting = qmp.receive().expect("a greeting");
-        qmp
+        qmp.greeting = qmp.receive()?;
+        Some(qmp)
     }
 
     /// Connects to a server.
@@ -58,6 +62,18 @@ impl Qmp {
         let mut qmp = Self::greet(socket);
         assert_eq!(qmp.ask(r#"{"execute":"qmp_capabilities"}"#), json!({ "return": {} }));
         qmp
+    }
+
+    /// As [`connect`](Self::connect); `None` if the server has as many clients as it takes.
+    ///
+    /// # Panics
+    /// As there.
+    #[track_caller]
+    pub fn try_connect(socket: &Path) -> Option<Self> {
+        let stream = UnixStream::connect(socket).expect("the server listens");
+        let mut qmp = Self::try_greet(stream)?;
+        assert_eq!(qmp.ask(r#"{"execute":"qmp_capabilities"}"#), json!({ "return": {} }));
+        Some(qmp)
     }
 
     /// Sends bytes.
