@@ -304,11 +304,18 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     let uri = NbdUri { security, address, export: String::new() };
     let mut params = json!({ "address": uri.to_string() });
     max_connections.into_iter().for_each(|max| params["max-connections"] = max.into());
-    let added = context.call("socket.add", params).await?;
-    // The reply has the real port if port 0 was requested.
-    let address = text_of(&added, "address").parse().map_or(uri.address, |uri: NbdUri| uri.address);
-    context.state.borrow_mut().nbd_server = Some(NbdServer { address, tls });
-    Ok(json!({}))
+    // Noted before it is there, so that another client's command starts no second one meanwhile.
+    let mut server = NbdServer { address: uri.address, tls };
+    context.state.borrow_mut().nbd_server = Some(server.clone());
+    let added = context.call("socket.add", params).await;
+    if let Ok(added) = &added
+        && let Ok(uri) = text_of(added, "address").parse::<NbdUri>()
+    {
+        // The reply has the real port if port 0 was requested.
+        server.address = uri.address;
+    }
+    context.state.borrow_mut().nbd_server = added.is_ok().then_some(server);
+    added.map(|_| json!({}))
 }
 
 /// Parses a `SocketAddressLegacy`.
