@@ -49,7 +49,7 @@ fn cargo_test(workspace: &Workspace, args: &[String], environment: Environment) 
     tests
 }
 
-/// What the tests find in their environment but the binary: tools that are unpacked for them.
+/// The variables with the paths of tools that are unpacked for the tests.
 fn environment(workspace: &Workspace) -> Result<Environment> {
     let mut environment = Environment::new();
     let tools = workspace.root().join("target/tools");

@@ -38,7 +38,7 @@ pub struct ForkChildParams {
 pub struct ForkedDisk {
     /// Its name.
     pub disk: String,
-    /// The image that it was, which nobody may change if the disk goes on in an overlay.
+    /// The image at the fork. If the disk continues in an overlay, no program may change it.
     pub layer: PathBuf,
     /// The image in which it goes on. Left out for a read-only disk and for one in Ceph, which go
     /// on as they are.

@@ -301,14 +301,23 @@ pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Res
         let taken = disk.format().snapshots()?.create(&new_snapshot(name), None).await;
         if let Err(error) = taken {
             for (disk, name) in &all[..index] {
-                if let Err(error) = disk.format().snapshots()?.delete(name).await {
-                    tracing::error!("{error}; the snapshot {name} stays");
-                }
+                delete_unneeded(disk, name).await;
             }
             return Err(error);
         }
     }
     Ok(Pause { length: began.elapsed() })
+}
+
+/// Deletes a snapshot of a storage that nobody needs. Guests' changes continue; errors are logged.
+pub(crate) async fn delete_unneeded<S: Storage>(disk: &Disk<S>, name: &str) {
+    let deleted = match disk.format().snapshots() {
+        Ok(snapshots) => snapshots.delete(name).await,
+        Err(error) => Err(error),
+    };
+    if let Err(error) = deleted {
+        tracing::warn!("{error}; the snapshot {name} stays");
+    }
 }
 
 /// A snapshot that is taken now.

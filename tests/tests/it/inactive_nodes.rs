@@ -215,7 +215,7 @@ fn an_inactive_disk_is_neither_changed_nor_handed_to_a_job() {
     side.daemon.stop();
 }
 
-/// What a daemon has answered is there when the same command line is started again, although the
+/// A daemon's answered writes are there when the same command line is started again, although the
 /// file is a raw node first.
 #[test]
 fn a_daemon_that_was_killed_is_started_again_by_the_same_line() {
@@ -228,7 +228,8 @@ fn a_daemon_that_was_killed_is_started_again_by_the_same_line() {
     for at in places() {
         assert_eq!(client.write(at, &[7; 512], 0), 0);
     }
-    side.daemon.kill();
+    // It is killed.
+    drop(side.daemon);
     for name in ["one-pid", "one-nbd", "one-qmp"] {
         let _ = std::fs::remove_file(scratch.path(name));
     }

@@ -53,10 +53,6 @@ impl Daemon {
         kill_process(id, Signal::TERM).expect("it runs");
         assert!(self.0.wait().expect("a child").success());
     }
-
-    pub(crate) fn kill(self) {
-        drop(self);
-    }
 }
 
 impl Drop for Daemon {

@@ -151,7 +151,7 @@ const LISTENS: &[c_long] = &[SYS_bind, SYS_listen, SYS_connect];
 /// To connect to another server, whose name is looked up first.
 const CONNECTS: &[c_long] = &[SYS_connect, SYS_bind, SYS_recvmmsg, SYS_epoll_create1];
 
-/// What Ceph's library calls to connect, besides: if that fails, it ends the process.
+/// More calls for connections of Ceph's library, which ends the process if one of them fails.
 #[cfg(target_arch = "x86_64")]
 const CONNECTS_OLD: &[c_long] = &[SYS_epoll_create];
 #[cfg(not(target_arch = "x86_64"))]

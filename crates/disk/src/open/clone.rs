@@ -3,7 +3,7 @@
 //!
 //! Guarantees: all disks are cloned at the same moment, and the clones have every write that was
 //! answered before. The disks continue in their images. A clone that fails leaves no image and no
-//! snapshot. A kill may leave a snapshot `fork-NUMBER` and images that nobody uses.
+//! snapshot. A kill may leave a snapshot `fork-NUMBER` and unused images.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ use super::create::remove_created;
 use super::fork::NewChild;
 use super::image_disk::ImageDisk;
 use super::open_image::open;
-use crate::snapshots::{Pause, create_together};
+use crate::snapshots::{Pause, create_together, delete_unneeded};
 
 /// The start of the name of the snapshot that clones are made from.
 const SNAPSHOT: &str = "fork-";
@@ -48,8 +48,9 @@ pub fn is_in_ceph(name: &Path) -> bool {
 /// off: for the time of a snapshot of each. Needs the loop of the current thread.
 ///
 /// # Errors
-/// Names the disk or image: it is not a raw image in Ceph, a clone exists already or is to be in
-/// another pool, the disk is read-only or too busy; the cluster's errors. Then nothing has changed.
+/// An error names the disk or the image. The disk is not a raw image in Ceph, is read-only or too
+/// busy, a clone exists already or would be in another pool, or the cluster fails. Then nothing has
+/// changed.
 pub fn clone_disks<'a>(
     all: Vec<CloneOf<'a>>,
 ) -> LocalBoxFuture<'a, Result<(Vec<Vec<MadeClone>>, Pause)>> {
@@ -68,8 +69,9 @@ pub fn clone_disks<'a>(
         if outcome.is_err() {
             remove(std::mem::take(&mut made)).await;
         }
-        for plan in &plans {
-            plan.delete_snapshot().await;
+        // The cluster keeps what the clones need.
+        for (disk, snapshot) in disks {
+            delete_unneeded(disk, snapshot).await;
         }
         outcome.map(|()| (made, pause))
     })
@@ -123,18 +125,6 @@ impl<'a> Plan<'a> {
         let mut names = (1_u64..).map(|number| format!("{SNAPSHOT}{number}"));
         let free = names.find(is_free).expect("there are fewer snapshots than numbers");
         Ok(Self { snapshot: source.at_snapshot(&free), of, places })
-    }
-
-    /// Deletes the snapshot, of which the cluster keeps what the clones need. Guests continue.
-    async fn delete_snapshot(&self) {
-        let name = self.snapshot.snapshot().unwrap_or_default();
-        let deleted = match self.of.disk.format().snapshots() {
-            Ok(snapshots) => snapshots.delete(name).await,
-            Err(error) => Err(error),
-        };
-        if let Err(error) = deleted {
-            tracing::warn!("{error}; the snapshot {name} stays");
-        }
     }
 }
 

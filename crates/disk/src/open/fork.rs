@@ -30,7 +30,7 @@ use super::image_options::{BackingUse, CacheMode, ImageOptions, Purpose};
 use super::lock::become_reader;
 use super::moved_record::{forget_moved, record_forked};
 use super::open_image::open;
-use super::open_location::{canonical, identity_of};
+use super::open_location::{canonical, check_same_file};
 use super::unlock::{Secrets, WithoutKey, unlocked};
 use crate::disk::{Disk, ReplacedImage};
 use crate::image::EarlierWrites;
@@ -528,10 +528,7 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
     }
     let path = canonical(&name)?;
     let found = HostFile::open(&path, OpenMode::ReadOnly, PageCache::Used)?;
-    if identity_of(&found)? != identity_of(file)? {
-        let what = "is another file than the one that is in use, which had its path";
-        return refuse(ErrorKind::InvalidInput, what, "give the image its name back");
-    }
+    check_same_file(file, &found, &name)?;
     Ok(path)
 }
 

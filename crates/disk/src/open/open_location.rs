@@ -116,6 +116,19 @@ pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {
     Ok((status.st_dev, status.st_ino))
 }
 
+/// Refuses `found`, which is at the path of the image `name` now, if it is not the image's file.
+///
+/// # Errors
+/// `InvalidInput`; the host's.
+pub(super) fn check_same_file(file: &HostFile, found: &HostFile, name: &str) -> Result<()> {
+    if identity_of(found)? == identity_of(file)? {
+        return Ok(());
+    }
+    let what = "is another file than the one that is in use, which had its path";
+    let error = Error::new(ErrorKind::InvalidInput, what).on(name);
+    Err(error.hint("give the image its name back"))
+}
+
 /// Whether a name is an [address](is_address) that cannot be opened here.
 pub fn is_foreign_address(name: &[u8]) -> bool {
     is_address(name) && !Location::is_remote(name)

@@ -11,30 +11,17 @@ use std::sync::Arc;
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SyncMode};
 
 use super::image_disk::ImageDisk;
-use super::open_location::identity_of;
+use super::open_location::check_same_file;
 use super::start_recording::MAX_REPLACED;
 use crate::disk::{flush_ahead, is_inactive};
 use crate::options::Access;
-
-/// Refuses an image in another file than the disk's.
-fn check_same_file(disk: &ImageDisk, opened: &ImageDisk) -> Result<()> {
-    let (Some(before), Some(now)) = (disk.image().file(), opened.image().file()) else {
-        return Ok(());
-    };
-    if identity_of(before)? == identity_of(now)? {
-        return Ok(());
-    }
-    let what = "is another file than the one that is in use, which had its path";
-    let error = Error::new(ErrorKind::InvalidInput, what).on(opened.image().image_name());
-    Err(error.hint("give the image its name back"))
-}
 
 /// Replaces the opening of a disk's image by the one that `open` makes, which is a disk of its own
 /// before. Needs the loop of the current thread.
 ///
 /// # Errors
-/// Those of `open`; a flush that fails; the image is another file or has another size now;
-/// `Unsupported` if an active disk was opened again too often.
+/// Errors of `open` and of the flush; `InvalidInput` if the image is another file or has another
+/// size now; `Unsupported` if an active disk was opened again too often.
 pub async fn reopen<E: From<Error>>(
     disk: &ImageDisk,
     open: impl Future<Output = Result<ImageDisk, E>>,
@@ -49,8 +36,10 @@ pub async fn reopen<E: From<Error>>(
     disk.image().layer().flush(SyncMode::Full).await?;
     disk.image().settle().await?;
     let opened = open.await?;
-    let reopened = check_same_file(disk, &opened)
-        .and_then(|()| quiesced.reopen_in(Arc::clone(opened.image())));
+    let files = disk.image().file().zip(opened.image().file());
+    let checked = files
+        .map_or(Ok(()), |(before, now)| check_same_file(before, now, opened.image().image_name()));
+    let reopened = checked.and_then(|()| quiesced.reopen_in(Arc::clone(opened.image())));
     let replaced = match reopened {
         Ok(replaced) => replaced,
         Err(error) => {
