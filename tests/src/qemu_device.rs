@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
-use crate::qmp::Qmp;
+use crate::qmp::{Qmp, accept_from};
 use crate::{Scratch, eventually, tool};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -87,22 +87,8 @@ impl QemuMachine {
         let device = "vhost-user-blk-pci,chardev=c,id=disk,disable-legacy=on";
         qemu.arg("-device").arg(format!("{device},num-queues={queues},addr={SLOT}"));
         let mut process = qemu.stdin(Stdio::null()).spawn().expect("QEMU");
-        let accept = |listener: &UnixListener, process: &mut Child| {
-            listener.set_nonblocking(true).expect("a socket");
-            let mut found = None;
-            let is_there = || {
-                found = listener.accept().ok();
-                let ended = process.try_wait().expect("a child");
-                assert!(ended.is_none(), "QEMU has ended: {ended:?}");
-                found.is_some()
-            };
-            assert!(eventually(LONG, is_there), "QEMU does not connect");
-            let (stream, _) = found.expect("it is there");
-            stream.set_nonblocking(false).expect("a socket");
-            stream
-        };
-        let monitor = accept(&qmp_listener, &mut process);
-        let qtest = accept(&listener, &mut process);
+        let monitor = accept_from(&qmp_listener, &mut process);
+        let qtest = accept_from(&listener, &mut process);
         qtest.set_read_timeout(Some(LONG)).expect("a socket");
         let (qtest, qmp) = (BufReader::new(qtest), Qmp::over(monitor));
         let mut machine = Self { process, qtest, qmp };

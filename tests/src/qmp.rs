@@ -1,14 +1,40 @@
 //! A client of QMP: JSON, a message a line on the way back.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::process::Child;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::eventually;
+
 /// Longer than anything takes on a busy machine.
 const LONG: Duration = Duration::from_secs(60);
+
+/// Accepts the connection that a program of QEMU makes to `listener`.
+///
+/// Tests listen for QEMU, and not the other way round, because a monitor that listens greets a
+/// client twice, or is destroyed by it, where that connects before the monitor is complete.
+///
+/// # Panics
+/// When the program ends instead, or makes none in time.
+#[track_caller]
+pub fn accept_from(listener: &UnixListener, process: &mut Child) -> UnixStream {
+    listener.set_nonblocking(true).expect("a socket");
+    let mut found = None;
+    let is_there = || {
+        found = listener.accept().ok();
+        let ended = process.try_wait().expect("a child");
+        assert!(ended.is_none(), "QEMU has ended: {ended:?}");
+        found.is_some()
+    };
+    assert!(eventually(LONG, is_there), "QEMU does not connect");
+    let (stream, _) = found.expect("it is there");
+    stream.set_nonblocking(false).expect("a socket");
+    stream
+}
 
 /// A connection.
 pub struct Qmp {

@@ -1,11 +1,11 @@
 //! `serve --qmp`: the same session as with QEMU's own qemu-storage-daemon, answer by answer.
 
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use blockhouse_tests::qmp::Qmp;
+use blockhouse_tests::qmp::{Qmp, accept_from};
 use blockhouse_tests::{
     Scratch, Serve, Server, eventually,
     image_tool::{qemu_img, qemu_io, str},
@@ -36,17 +36,13 @@ struct Peer(Child);
 
 impl Peer {
     fn start(socket: &Path) -> (Self, Qmp) {
-        let chardev = format!("socket,id=c,path={},server=on,wait=off", str(socket));
-        let mut peer: Command = tool("qemu-storage-daemon");
-        peer.args(["--chardev", &chardev, "--monitor", "chardev=c"]).stdin(Stdio::null());
-        let peer = Self(peer.spawn().expect("it is installed"));
-        // Its file is there a moment before it listens.
-        let mut stream = None;
-        wait_until("it listens", || {
-            stream = UnixStream::connect(socket).ok();
-            stream.is_some()
-        });
-        (peer, Qmp::over(stream.expect("it listens")))
+        let listener = UnixListener::bind(socket).expect("a new socket");
+        let mut command = tool("qemu-storage-daemon");
+        command.args(["--chardev", &format!("socket,id=c,path={}", str(socket))]);
+        command.args(["--monitor", "chardev=c"]).stdin(Stdio::null());
+        let mut peer = Self(command.spawn().expect("it is installed"));
+        let stream = accept_from(&listener, &mut peer.0);
+        (peer, Qmp::over(stream))
     }
 }
 

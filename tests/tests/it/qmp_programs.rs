@@ -3,6 +3,7 @@
 //! moves of Incus. The sequences are those of their public code.
 
 use std::io::Write;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -10,7 +11,7 @@ use std::time::Duration;
 use blockhouse_tests::guest::{BLOCK, Guest};
 use blockhouse_tests::image_tool::{json as json_of, qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::Client;
-use blockhouse_tests::qmp::Qmp;
+use blockhouse_tests::qmp::{Qmp, accept_from};
 use blockhouse_tests::{Scratch, blockhouse, eventually, nbd_uri, need, require, tool};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
@@ -50,12 +51,12 @@ impl Daemon {
     }
 
     fn run(mut command: Command, scratch: Scratch) -> Self {
-        let (socket, pid) = (scratch.socket("monitor"), scratch.path("pid"));
-        let chardev = format!("socket,id=c,path={},server=on,wait=off", str(&socket));
-        command.args(["--chardev", &chardev, "--monitor", "chardev=c", "--pidfile", str(&pid)]);
-        let child = command.stdin(Stdio::null()).spawn().expect("it is there");
-        assert!(eventually(Duration::from_secs(30), || pid.exists()), "it is ready");
-        let qmp = Qmp::connect(&socket);
+        let socket = scratch.socket("monitor");
+        let listener = UnixListener::bind(&socket).expect("a new socket");
+        command.args(["--chardev", &format!("socket,id=c,path={}", str(&socket))]);
+        command.args(["--monitor", "chardev=c"]).stdin(Stdio::null());
+        let mut child = command.spawn().expect("it is there");
+        let qmp = Qmp::over(accept_from(&listener, &mut child));
         Self { scratch, child, qmp }
     }
 
