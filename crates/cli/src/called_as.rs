@@ -8,6 +8,8 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::sync::OnceLock;
 
+use blockhouse_engine::NewFile;
+
 use crate::version::VERSION;
 
 /// The version of QEMU's tools whose texts and options are reproduced.
@@ -66,6 +68,12 @@ pub fn tool() -> Option<Tool> {
 /// Whether the program is called qemu-img: an existing target is overwritten then.
 pub fn is_qemu_img() -> bool {
     tool() == Some(Tool::Img)
+}
+
+/// How new images are made. Under a QEMU tool's name other users may read them, because callers
+/// leave an image to programs of other users.
+pub fn new_file() -> NewFile {
+    NewFile { is_for_all: tool().is_some(), ..NewFile::default() }
 }
 
 /// Whether the program is called qemu-nbd: it does not print what it serves then.

@@ -150,7 +150,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             let options = foreign_options::of(kind, size.unwrap_or(0), &settings);
             let mut options = options.unwrap_or_else(|why| wrong_usage_of(&named, &why));
             if let Some(backing) = foreign_options::parent_of(&settings) {
-                let allowed = AllowedPaths::new(&arguments.allow.allow_path)?;
+                let allowed = arguments.allow.paths()?;
                 let parent = event_loop.block_on(open_backing(&image, &backing, allowed))?;
                 options.size = size.unwrap_or_else(|| parent.size());
                 options.parent = Some(foreign_create::parent(&parent, &backing)?);
@@ -222,7 +222,7 @@ impl Arguments {
             formatting::print(named, ImageFormat::Qcow2, said, settings)?;
             return make_qcow2(image, &options, file, progress).await;
         }
-        let allowed = AllowedPaths::new(&self.allow.allow_path)?;
+        let allowed = self.allow.paths()?;
         if self.size.is_none()
             && let Some(backing) = &options.backing
         {
@@ -549,7 +549,7 @@ async fn fill_qcow2(
     };
     // qemu-img overwrites both files.
     let is_in_place = called_as::is_qemu_img() && path.is_file();
-    create_as(path, 0, ImageFormat::Raw, NewFile { is_in_place, ..NewFile::default() }).await?;
+    create_as(path, 0, ImageFormat::Raw, NewFile { is_in_place, ..called_as::new_file() }).await?;
     let finish = async {
         let data = open_created(path).await?;
         check_room(&data, space).await?;

@@ -372,9 +372,9 @@ pub fn luks(settings: &[Setting]) -> Result<Duration, String> {
     Ok(Duration::from_millis(time.into()))
 }
 
-/// Hints about the new file for its file system.
+/// How the new file is made.
 pub fn new_file(settings: &[Setting]) -> NewFile {
-    let mut file = NewFile::default();
+    let mut file = called_as::new_file();
     for setting in settings {
         match setting {
             Setting::NoCopyOnWrite(switch) => file.no_copy_on_write = *switch == Switch::On,

@@ -10,7 +10,7 @@ use anyhow::Result;
 use blockhouse_config::size;
 use blockhouse_core::ByteRange;
 use blockhouse_disk::{ImageFormat, ImageOptions, Locking, behind_links, open};
-use blockhouse_engine::{EngineChoice, EventLoop, NewFile};
+use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_format::NewForeignOptions;
 
 use crate::called_as;
@@ -153,7 +153,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let sources: Vec<_> = parts.iter().map(|(source, _)| Arc::clone(source)).collect();
         let sector_size = sector_of_copy(kind, &sources);
         let options = NewForeignOptions { sector_size, ..NewForeignOptions::new(size) };
-        let (file, parent, is_flushed) = (NewFile::default(), None, true);
+        let (file, parent, is_flushed) = (called_as::new_file(), None, true);
         let target = ForeignTarget { path, kind, options, parent, file, if_there, is_flushed };
         return target.copy(&mut event_loop, &progress, parts, How::default());
     }

@@ -16,6 +16,17 @@ use crate::create_options::ChosenEncryption;
 use crate::secret_object::{self, Object, SecretObject};
 use crate::{called_as, output};
 
+/// The variable of the environment that has further paths for `--allow-path`, separated by colons:
+/// for programs that call a QEMU tool and cannot add an option.
+const ALLOWED_PATHS: &str = "BLOCKHOUSE_ALLOW_PATH";
+
+/// The paths in [`ALLOWED_PATHS`] that exist. One that is missing allows nothing, and is no error,
+/// because one environment may be for many hosts.
+pub fn allowed_by_environment() -> Vec<PathBuf> {
+    let paths = std::env::var_os(ALLOWED_PATHS).unwrap_or_default();
+    std::env::split_paths(&paths).filter(|path| path.exists()).collect()
+}
+
 /// The files that images may name (docs/security.md).
 #[derive(clap::Args, Clone, Debug)]
 pub struct AllowPathArgs {
@@ -36,6 +47,19 @@ pub struct AllowPathArgs {
 }
 
 impl AllowPathArgs {
+    /// The paths of the options, and those of the environment ([`allowed_by_environment`]).
+    ///
+    /// # Errors
+    /// A path of an option is missing; the error names it.
+    pub fn paths(&self) -> blockhouse_core::Result<AllowedPaths> {
+        AllowedPaths::new(&self.all())
+    }
+
+    /// As [`paths`](Self::paths), as they are written.
+    pub fn all(&self) -> Vec<PathBuf> {
+        self.allow_path.iter().cloned().chain(allowed_by_environment()).collect()
+    }
+
     /// Whether images may name other servers.
     pub fn remote_backing(&self) -> RemoteBacking {
         if self.allow_remote { RemoteBacking::Allowed } else { RemoteBacking::Refused }
@@ -51,6 +75,14 @@ pub struct ReferenceArgs {
     /// extents. For untrusted images; 'info --json' lists all names in an image.
     #[arg(long, conflicts_with_all = ["allow_path", "allow_remote"])]
     pub no_references: bool,
+}
+
+impl ReferenceArgs {
+    /// The paths that images may name, of the options and of the environment; none if no name is
+    /// followed.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        if self.no_references { Vec::new() } else { self.allow.all() }
+    }
 }
 
 /// The keys of encrypted images.
@@ -254,7 +286,7 @@ impl OpenArgs {
     /// # Errors
     /// A path is missing; the error names it.
     pub fn allowed_paths(&self, named: Option<PathBuf>) -> blockhouse_core::Result<AllowedPaths> {
-        let paths: Vec<_> = self.references.allow.allow_path.iter().cloned().chain(named).collect();
+        let paths: Vec<_> = self.references.paths().into_iter().chain(named).collect();
         AllowedPaths::new(&paths)
     }
 

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use anyhow::Result;
 use blockhouse_core::ByteRange;
 use blockhouse_disk::{ImageDisk, ImageFormat};
-use blockhouse_engine::{EventLoop, NewFile};
+use blockhouse_engine::EventLoop;
 use blockhouse_format::ForeignKind;
 
+use crate::called_as;
 use crate::copy_target::{How, IfThere, TargetSpec, copy, existing};
 use crate::foreign_target::ForeignTarget;
 use crate::open_args::OpenArgs;
@@ -38,7 +39,7 @@ impl VmdkFiles {
             let (parts, size) = (cut(parts, file.range), file.range.length());
             if !self.is_flat() {
                 let (kind, options) = (ForeignKind::Vmdk, self.options_of(size));
-                let (file, parent) = (NewFile::default(), None);
+                let (file, parent) = (called_as::new_file(), None);
                 let target =
                     ForeignTarget { path, kind, options, parent, file, if_there, is_flushed: true };
                 target.copy(event_loop, progress, parts, how)?;

@@ -16,6 +16,7 @@ use blockhouse_format::{
     ForeignKind, NewForeignOptions, NewVmdkFile, Subformat, vmdk_descriptor, vmdk_files,
 };
 
+use crate::called_as;
 use crate::foreign_create;
 
 /// The files of a new image, and the path of its descriptor.
@@ -70,7 +71,8 @@ impl VmdkFiles {
         }
         for file in &self.files {
             let (path, length) = (self.path.with_file_name(&file.name), file.range.length());
-            let how = NewFile { is_in_place: is_in_place && path.is_file(), ..NewFile::default() };
+            let is_in_place = is_in_place && path.is_file();
+            let how = NewFile { is_in_place, ..called_as::new_file() };
             if self.is_flat() {
                 create_as(&path, length, ImageFormat::Raw, how).await?
             } else {
@@ -104,7 +106,7 @@ impl VmdkFiles {
         if part.exists() {
             bail!("{}: is left of an earlier copy; remove it", part.display());
         }
-        create_as(&part, 0, ImageFormat::Raw, NewFile::default()).await?;
+        create_as(&part, 0, ImageFormat::Raw, called_as::new_file()).await?;
         let written = async {
             let storage = open_created(&part).await?;
             let mut buffer = Buffer::try_new(text.len())?;

@@ -3,9 +3,10 @@
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use blockhouse_tests::{
-    Outcome, Scratch, Serve,
+    Outcome, Scratch, Serve, blockhouse,
     image_tool::{command, qemu_img, str},
     need, require,
 };
@@ -211,6 +212,29 @@ fn the_option_allows_a_folder_or_a_file_and_nothing_else() {
         .success();
     let outcome = command(&["map", "--allow-path", str(&other), str(&image)]).failure(REASON);
     assert!(outcome.stderr.contains("middle.qcow2: names '/etc/shadow'"), "{}", outcome.stderr);
+}
+
+/// For a program that calls qemu-img and knows no such option.
+#[test]
+fn the_environment_allows_what_the_option_does() {
+    require!(need::tools(&["qemu-img"]));
+    let host = Host::new();
+    let image = host.backed_by("../other/base.raw");
+    let [other, own] = ["other", "own"].map(|name| host.scratch.path(name));
+    let map = |allowed: &str, words: &[&str]| {
+        let mut command = Command::new(blockhouse());
+        blockhouse_tests::run(
+            command.env("BLOCKHOUSE_ALLOW_PATH", allowed).arg("map").args(words).arg(&image),
+        )
+    };
+    for allowed in [str(&other), &format!("/gone:{}:{}", str(&own), str(&other))] {
+        map(allowed, &[]).success();
+        map(allowed, &["--allow-path", str(&own)]).success();
+        map(allowed, &["--no-references"]).failure("no name in it is followed");
+    }
+    for allowed in ["", "/gone", str(&own)] {
+        map(allowed, &[]).failure(REASON);
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 use blockhouse_tests::nbd::Client;
@@ -51,6 +52,30 @@ fn a_new_image_is_its_owners_alone() {
     for image in [&raw, &qcow2, &outer, &data, &copy, &served] {
         let mode = image.metadata().expect("it is there").mode() & 0o777;
         assert_eq!(mode, 0o600, "{}: {mode:o}", image.display());
+    }
+}
+
+/// Its callers leave images to programs of other users.
+#[test]
+fn under_qemu_imgs_name_a_new_image_has_the_mode_of_qemu_imgs() {
+    require!(need::tools(&["qemu-img"]));
+    let scratch = Scratch::new();
+    let ours = scratch.path("qemu-img");
+    std::os::unix::fs::symlink(blockhouse(), &ours).expect("a link");
+    let modes_of = |program: &Path, folder: &Path, umask: &str| {
+        std::fs::create_dir(folder).expect("a new folder");
+        let script = "umask $2 && \"$1\" create -q -f raw raw 1M && \"$1\" create -q -f qcow2 \
+            -o data_file=data qcow2 1M && \"$1\" convert -O qcow2 raw copy && \"$1\" convert -O vmdk raw \
+            vmdk && \"$1\" create -q -f vmdk -o subformat=twoGbMaxExtentFlat split.vmdk 1M && \
+            \"$1\" dd if=raw of=dd && stat -c '%n %a' *";
+        let mut shell = tool("sh");
+        shell.args(["-c", script, "sh"]).arg(program).arg(umask).current_dir(folder);
+        run(&mut shell).success().stdout
+    };
+    for umask in ["022", "002", "077"] {
+        let [mine, theirs] = ["ours", "theirs"].map(|name| scratch.path(&format!("{name}{umask}")));
+        let expected = modes_of(Path::new("qemu-img"), &theirs, umask);
+        assert_eq!(modes_of(&ours, &mine, umask), expected, "umask {umask}");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use blockhouse_tests::qmp::{Qmp, accept_from};

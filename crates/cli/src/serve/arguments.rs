@@ -462,7 +462,7 @@ impl Arguments {
         let format = self.format.unwrap_or_else(|| format_by_name(&base));
         let file = format!("blockhouse-{}.qcow2", std::process::id());
         let overlay = std::env::temp_dir().join(file);
-        make_overlay(&overlay, &base, format, &self.references.allow.allow_path)?;
+        make_overlay(&overlay, &base, format, &self.references.allow.all())?;
         let file = File::options().read(true).write(true).open(&overlay);
         let removed = std::fs::remove_file(&overlay).and(file);
         let file = removed.with_context(|| format!("{}: cannot be used", overlay.display()))?;
@@ -628,7 +628,7 @@ impl Arguments {
             prefetch: self.prefetch,
             create: create.map(|size| whole_sectors(image, size)),
             snapshot: self.snapshot.clone(),
-            allow_paths: self.references.allow.allow_path.clone(),
+            allow_paths: self.references.paths(),
             allow_remote: self.references.allow.allow_remote,
             no_references: self.references.no_references,
             without_backing: self.backing_use == BackingUse::LeftOut,

@@ -1,4 +1,4 @@
-//! Hints about a new file for its file system, before it has any data.
+//! The mode of a new file, and hints about it for its file system, before it has any data.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
@@ -30,6 +30,9 @@ pub struct NewFile {
     pub no_copy_on_write: bool,
     /// The unit in bytes in which the file system allocates space to the file (XFS).
     pub extent_size: Option<u32>,
+    /// Whether other users may read the file, as far as the umask lets them (mode 0644). Otherwise
+    /// its owner alone may (0600).
+    pub is_for_all: bool,
     /// Whether an existing file is emptied instead, which keeps its name, owner and mode.
     pub is_in_place: bool,
 }
@@ -81,7 +84,7 @@ mod tests {
         let path = std::env::temp_dir().join(format!("blockhouse-new-file-{}", std::process::id()));
         let file = std::fs::File::create(&path).expect("a file");
         let wishes =
-            NewFile { no_copy_on_write: true, extent_size: Some(1 << 20), is_in_place: false };
+            NewFile { no_copy_on_write: true, extent_size: Some(1 << 20), ..NewFile::default() };
         wishes.apply(file.as_fd(), &path);
         std::fs::remove_file(&path).expect("it is ours");
         assert_eq!(size_of::<Attributes>(), 28);

@@ -78,8 +78,8 @@ impl HostFile {
         Self::create_as(path, size, cache, NewFile::default())
     }
 
-    /// As [`create`](Self::create), with hints for the file system. With [`NewFile::is_in_place`]
-    /// an existing file is emptied instead, and stays on an error.
+    /// As [`create`](Self::create), with another mode, and hints for the file system. With
+    /// [`NewFile::is_in_place`] an existing file is emptied instead, and stays on an error.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -91,7 +91,8 @@ impl HostFile {
         // refuses to open it.
         let makes = if how.is_in_place { OFlags::TRUNC } else { OFlags::CREATE | OFlags::EXCL };
         let flags = makes | OFlags::WRONLY | OFlags::CLOEXEC;
-        let rights = Mode::RUSR | Mode::WUSR;
+        let others = if how.is_for_all { Mode::RGRP | Mode::ROTH } else { Mode::empty() };
+        let rights = Mode::RUSR | Mode::WUSR | others;
         let made = rustix::fs::open(path, flags, rights).map_err(|error| {
             let failed = failed("cannot create", error);
             match error {
