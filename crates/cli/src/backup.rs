@@ -1,10 +1,10 @@
-//! `blockhouse backup`: a disk as a qcow2 file, all of it or the changes since a bitmap was begun.
+//! `blockhouse backup`: copies a disk, or its changes since a bitmap was added, to a qcow2 file.
 //!
-//! Guarantees: the target gets its name when it is complete and durable, never before; until then
-//! it is in `TARGET.part` beside it. An interrupted backup stays there, and `--resume` continues
-//! it: the copy is compared with the source, and ranges that differ are copied again, so that no
-//! older data stays. An increment consists of whole clusters, and its base is an ordinary backing
-//! file: any program reads the other clusters from there.
+//! Guarantees: the target gets its name only when it is complete and durable; until then the file
+//! is `TARGET.part` in the same folder. An interrupted backup keeps that name, and `--resume`
+//! continues it: the command compares the copy with the source, and copies ranges that differ
+//! again, so that no older data stays. An increment consists of whole clusters, and its base is an
+//! ordinary backing file: any program reads the other clusters from there.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -304,8 +304,8 @@ impl Arguments {
     }
 }
 
-/// The target, if the copy succeeded. Otherwise closes it, so that `--resume` finds the copied
-/// data.
+/// Returns the target if the copy succeeded. Otherwise closes the target, so that `--resume` finds
+/// the copied data.
 async fn kept(
     target: Arc<ImageDisk>,
     copied: blockhouse_core::Result<()>,
@@ -313,7 +313,7 @@ async fn kept(
     match copied {
         Ok(()) => Ok(target),
         Err(error) => {
-            // The error of the copy is the cause.
+            // The copy's error is the cause, so an error of the close is dropped.
             let _ = target.close().await;
             Err(error.into())
         }

@@ -1,10 +1,11 @@
 //! `blockhouse create`: new images.
 //!
-//! Guarantees: a file that exists is left alone, a new image is durable when the command ends, and
-//! a command that fails leaves no file. A qcow2 image overwrites a block device, once it is known
-//! that nothing uses the device and that the metadata fits; old bytes of the device are not visible
-//! in the new disk. A raw disk is the device itself, with its content. Options that do not exist or
-//! contradict each other are wrong usage, and have no effect.
+//! Guarantees: a file that exists is left alone (unless the program is called qemu-img), a new
+//! image is durable when the command ends, and a command that fails leaves no file. A qcow2 image
+//! overwrites a block device only after checks that nothing uses the device and that the metadata
+//! fits; the device's old bytes are not visible in the new disk. A raw disk on a block device is
+//! the device itself, and keeps its content. Unknown or contradictory options are wrong usage:
+//! nothing is created.
 
 use std::path::{Path, PathBuf};
 
@@ -303,7 +304,8 @@ fn check_device(image: &Path, size: u64, mode: Option<SpaceMode>) -> Result<()> 
     Ok(())
 }
 
-/// Disks consist of whole sectors: a size with a part of one is rounded up, with a message.
+/// Rounds a size up to whole sectors, of which disks consist. Prints a message if that changes the
+/// size, except under the name qemu-img.
 pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     let rounded = size.next_multiple_of(512);
     if rounded != size && !called_as::is_qemu_img() {
@@ -313,7 +315,8 @@ pub fn whole_sectors(image: &Path, size: u64) -> u64 {
     rounded
 }
 
-/// The format that the name of a new file stands for; wrong usage if no image of it can be made.
+/// The format that the name of a new file implies; wrong usage if images of that format cannot be
+/// created.
 pub fn format_of_new(image: &Path) -> ImageFormat {
     if let made @ ImageFormat::Foreign(_) = ImageFormat::by_name(image) {
         return made;
@@ -321,7 +324,7 @@ pub fn format_of_new(image: &Path) -> ImageFormat {
     format_for_new(image).unwrap_or_else(|why| wrong_usage(&why))
 }
 
-/// How the image to be made is encrypted. Wrong usage ends the program.
+/// The encryption of the new image. Wrong usage ends the program.
 pub fn chosen_encryption(settings: &[Setting]) -> Option<ChosenEncryption> {
     create_options::encryption(settings).unwrap_or_else(|why| wrong_usage(&why))
 }
@@ -332,7 +335,7 @@ pub fn wrong_usage(why: &str) -> ! {
         Some(words) => format!("{}: {words}", called_as::own_name()),
         None => format!("error: {why}\n\nFor more information, try '--help'."),
     });
-    // A server's lines are written by a thread of their own.
+    // In a server, a separate thread writes the log lines.
     logging::flush();
     std::process::exit(called_as::wrong_usage_status())
 }
@@ -357,7 +360,7 @@ async fn or_removed(file: &Path, made: blockhouse_core::Result<()>) -> blockhous
 /// Makes a new LUKS container with a disk of `size` bytes, whose content is undefined.
 ///
 /// # Errors
-/// One that names the file; no file is left then.
+/// The error names the file. After an error no file is left.
 pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) -> Result<()> {
     create_as(image, size.saturating_add(header.len() as u64), ImageFormat::Raw, file).await?;
     let finish = async {
@@ -368,8 +371,8 @@ pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) 
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// As [`create_raw`], under another name until the space is allocated: a file with the name of the
-/// image is complete.
+/// As [`create_raw`], but the file has another name until its space is allocated: a file with the
+/// image's name is complete.
 async fn create_whole_raw(
     image: &Path,
     size: u64,
@@ -393,7 +396,7 @@ async fn create_whole_raw(
 /// `NoSpace`.
 async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Result<()> {
     match storage.free_space().await {
-        // 0 is the answer of a file system without a size.
+        // A file system without a size reports 0 free bytes.
         Ok(Some(free)) if 0 < free && free < bytes => {
             let (bytes, free) = (size::show(bytes), size::show(free));
             let what = format!("its space is {bytes}, and the file system has {free} left");
@@ -407,7 +410,7 @@ async fn check_room(storage: &ImageStorage, bytes: u64) -> blockhouse_core::Resu
 /// Makes a new raw image. `progress` counts the space that `mode` allocates.
 ///
 /// # Errors
-/// One that names the file; no file is left then.
+/// The error names the file. After an error no file is left.
 pub async fn create_raw(
     image: &Path,
     size: u64,
@@ -440,8 +443,8 @@ fn cut_after_l1(image: &Path) -> std::io::Result<()> {
     if file.metadata()?.len() == end.next_multiple_of(cluster) { file.set_len(end) } else { Ok(()) }
 }
 
-/// Under the name qemu-img: writes the first block of a new file, as qemu-img does. Programs detect
-/// the alignment of O_DIRECT by it.
+/// Under the name qemu-img: writes the first block of a new file, as qemu-img does. Programs probe
+/// the alignment of O_DIRECT by reading that block.
 fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
     const BLOCK: usize = 4096;
     if !called_as::is_qemu_img() || !image.is_file() {
@@ -453,11 +456,11 @@ fn allocate_first_block(image: &Path, size: u64) -> Result<()> {
     written.with_context(|| format!("{}: cannot write its first block", image.display()))
 }
 
-/// Makes a new qcow2 image, and reports each file it names that commands open only with an option.
-/// `progress` counts tables and space that is allocated.
+/// Makes a new qcow2 image. Prints a message for each file that the image names and that commands
+/// open only with an option. `progress` counts tables and space that is allocated.
 ///
 /// # Errors
-/// One that names the file; no file is left then.
+/// The error names the file. After an error no file is left.
 pub async fn create_qcow2(
     image: &Path,
     options: &qcow2::CreateOptions,
@@ -529,8 +532,8 @@ async fn make_qcow2(
 }
 
 /// Makes the empty `image` a qcow2 image, with a new data file if `data` names one. A data file
-/// that could not be finished is removed. A device as the data file keeps its size, and its content
-/// if it is a raw data file.
+/// that could not be finished is removed. A block device as the data file keeps its size; as a raw
+/// data file it also keeps its content.
 async fn fill_qcow2(
     image: &Path,
     data: Option<&Path>,
@@ -563,8 +566,8 @@ async fn fill_qcow2(
 /// cannot be opened would be of no use.
 ///
 /// # Errors
-/// One that names the new image, which would be written over the backing file, or a file behind it,
-/// by another name.
+/// One that names the new image, if its path is another name of the backing file or of a file
+/// further down the chain: creating the image would overwrite that file.
 pub async fn open_backing(
     image: &Path,
     backing: &Backing,
@@ -574,7 +577,7 @@ pub async fn open_backing(
     let path = resolve_relative(image, &backing.name);
     let format = backing.format.as_deref().map(str::parse).transpose();
     let format = format.map_err(anyhow::Error::msg)?;
-    // A file that is missing below the backing file is reported when the new image is used.
+    // A file missing further down the chain is reported only when the new image is used.
     let options =
         ImageOptions { locking: Locking::None, allowed_paths, ..read_only(format, StateUse::Off) };
     let options = options.in_part(part);
@@ -585,7 +588,7 @@ pub async fn open_backing(
     let whole = options.clone().for_purpose(Purpose::Chain);
     let opened = open(&path, options.for_purpose(Purpose::Image)).await.with_context(failed)?;
     check_new_apart(image, &opened)?;
-    // Of files behind it that cannot be opened now, none is known.
+    // Files further down the chain that cannot be opened now are not compared with the new image.
     if image.exists()
         && let Ok(chain) = open(&path, whole).await
     {

@@ -20,12 +20,12 @@ use crate::qemu_refusals::{Refusal, SWITCHES, refusal};
 pub enum Settings {
     /// These options.
     Given(Vec<Setting>),
-    /// `-o help`: which options there are.
+    /// `-o help`: list the options.
     Help,
 }
 
 impl Settings {
-    /// The options of several `-o`; `None` where one of them asks which there are.
+    /// The options of several `-o`; `None` if one of them is `-o help`.
     pub fn join(all: Vec<Self>) -> Option<Vec<Setting>> {
         let settings = all.into_iter().map(|settings| match settings {
             Self::Given(settings) => Some(settings),
@@ -81,7 +81,7 @@ Options of LUKS containers, which have AES-256-XTS, SHA-256 and one key slot:
   key-secret=ID                       the key, of those that --object secret,id=ID,file=FILE
                                       names; left out, the first that is named";
 
-/// The text that `-o help` prints; under the name qemu-img in its form.
+/// The text that `-o help` prints; under the name qemu-img, in qemu-img's form.
 pub fn help(format: Option<ImageFormat>, has_file: bool) -> String {
     match called_as::is_qemu_img() {
         true => qemu_help::options_of(format.unwrap_or(ImageFormat::Raw), has_file),
@@ -127,7 +127,7 @@ pub fn parse_backing_format(name: &str) -> Result<Setting, String> {
     parse_one(&format!("backing_fmt={name}"))
 }
 
-/// Cuts at single commas.
+/// Splits at single commas. Two commas stand for one.
 pub fn split(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut rest = text.chars().peekable();
@@ -150,7 +150,7 @@ pub fn parse_one(text: &str) -> Result<Setting, String> {
 }
 
 fn parse_known(text: &str) -> Result<Setting, String> {
-    // The name alone of an option that is on or off stands for "on", as QEMU has it.
+    // A switch without a value means "on", as in QEMU.
     let is_switch = SWITCHES.contains(&text) || foreign_options::is_switch(text);
     let (name, value) = text
         .split_once('=')
@@ -243,7 +243,7 @@ fn parse_known(text: &str) -> Result<Setting, String> {
     }
 }
 
-/// The values of QEMU's LUKS options in every image that is made here.
+/// The value that QEMU's LUKS option `name` has in every image that Blockhouse creates.
 fn usual_luks(name: &str) -> Option<&'static str> {
     Some(match name {
         "cipher-alg" => "aes-256",
@@ -255,8 +255,8 @@ fn usual_luks(name: &str) -> Option<&'static str> {
     })
 }
 
-/// The options for an image of `size` bytes by `settings`. Of several for one option the last
-/// counts.
+/// The options for an image of `size` bytes, from `settings`. If an option is given more than once,
+/// the last one counts.
 ///
 /// # Errors
 /// A backing file without its format, or a format without a file.
@@ -277,13 +277,13 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
             Setting::BackingFormat(format) => backing_format = Some(format),
             Setting::DataFile(name) => data_file = Some(name),
             Setting::RawDataFile(switch) => raw = switch,
-            // Its key is made when the image is.
+            // The encryption key is made when the image is created.
             Setting::Encrypt(_)
             | Setting::EncryptionSwitch(_)
             | Setting::EncryptIterTime(_)
             | Setting::KeySecret(_)
             | Setting::UsualLuks => {}
-            // They are the file's.
+            // `new_file` and `size_of` read these.
             Setting::NoCopyOnWrite(_) | Setting::ExtentSize(_) | Setting::Size(_) => {}
             Setting::Refused(refusal) => return Err(refusal.words),
             Setting::Foreign(name, _) => return Err(not_of_qcow2(name)),
@@ -315,14 +315,14 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
 pub enum ChosenEncryption {
     /// As QEMU did before LUKS.
     Aes,
-    /// LUKS, and how long it is to take to derive the key.
+    /// LUKS, with the time that the derivation of the key should take.
     Luks(Duration),
 }
 
-/// How the image to be made is encrypted; `None` where it is not.
+/// The encryption of the new image; `None` if it is not encrypted.
 ///
 /// # Errors
-/// Options of an encryption that it has not.
+/// An option of an encryption that the image does not have.
 pub fn encryption(settings: &[Setting]) -> Result<Option<ChosenEncryption>, String> {
     let (mut format, mut switch, mut time) = (None, None, None);
     for setting in settings {
@@ -349,7 +349,7 @@ pub fn encryption(settings: &[Setting]) -> Result<Option<ChosenEncryption>, Stri
     }
 }
 
-/// The options of a new LUKS container: how long it is to take to derive its key.
+/// The option of a new LUKS container: the time that the derivation of its key should take.
 ///
 /// # Errors
 /// An option that only other formats have.
@@ -385,7 +385,7 @@ pub fn new_file(settings: &[Setting]) -> NewFile {
     file
 }
 
-/// The size of the disk, where an option says it; the last counts.
+/// The size of the disk, if an option gives it; the last option counts.
 pub fn size_of(settings: &[Setting]) -> Option<u64> {
     settings.iter().rev().find_map(|setting| match setting {
         Setting::Size(size) => Some(*size),
@@ -401,7 +401,7 @@ pub fn refusal_of(settings: &[Setting]) -> Option<&Refusal> {
     })
 }
 
-/// The name of the secret that opens the image to be made; the last counts.
+/// The name of the secret that opens the new image; the last option counts.
 pub fn key_secret(settings: &[Setting]) -> Option<&str> {
     settings.iter().rev().find_map(|setting| match setting {
         Setting::KeySecret(name) => Some(name.as_str()),
@@ -409,7 +409,7 @@ pub fn key_secret(settings: &[Setting]) -> Option<&str> {
     })
 }
 
-/// The options for a raw image by `settings`.
+/// The space to allocate for a raw image, from `settings`.
 ///
 /// # Errors
 /// An option that only qcow2 has.

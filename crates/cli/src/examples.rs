@@ -1,8 +1,9 @@
 //! The examples at the end of each `--help`, of the man pages and of the option reference.
 //!
-//! Invariants, which tests check: every command has at least one, each is accepted by the parser,
-//! and works as typed. The images are disk.img (raw), disk.qcow2 (qcow2, with a snapshot called
-//! before, and bitmaps called changes and week) and over.qcow2, whose backing file is base.img.
+//! Invariants, which tests check: every command has at least one example; the parser accepts each
+//! example, and each works as typed. The images are disk.img (raw), disk.qcow2 (qcow2, with a
+//! snapshot called before, and bitmaps called changes and week) and over.qcow2, whose backing file
+//! is base.img.
 
 use clap::Command;
 
@@ -631,12 +632,13 @@ const EXAMPLES: &[(&str, &[Example])] = &[
     ),
 ];
 
-/// The examples of the command with these words after `blockhouse`; none where it is not known.
+/// The examples of the command with these words after `blockhouse`; empty if there is no such
+/// command.
 pub fn of(path: &str) -> &'static [Example] {
     EXAMPLES.iter().find(|(known, _)| *known == path).map_or(&[], |(_, examples)| examples)
 }
 
-/// The command with its examples at the end of its help, and so all commands in it.
+/// Adds the examples to the end of the help of the command and of all its subcommands.
 pub fn add_to(command: Command) -> Command {
     add_below(command, "")
 }
@@ -650,7 +652,7 @@ fn add_below(command: Command, path: &str) -> Command {
     command.after_help(as_text(of(path)))
 }
 
-/// The words of a command in the command with the words `path`.
+/// The words of the subcommand `name` of the command with the words `path`.
 pub fn join(path: &str, name: &str) -> String {
     match path {
         "" => name.to_owned(),
@@ -670,7 +672,7 @@ mod tests {
 
     use super::*;
 
-    /// The words of each command that `command` has, itself included.
+    /// The words of `command` and of all its subcommands.
     fn paths(command: &Command, path: &str, all: &mut Vec<String>) {
         all.push(path.to_owned());
         command.get_subcommands().for_each(|command| {
@@ -688,7 +690,7 @@ mod tests {
         for (path, examples) in EXAMPLES {
             assert!(all.iter().any(|known| known == path), "blockhouse {path}: no such command");
             for Example { line, .. } in *examples {
-                // In their order; `ctl` has a socket between them.
+                // The command's words occur in this order; in `ctl` the socket is between them.
                 let mut words = line.split(' ');
                 let mut wanted = ["blockhouse"].into_iter().chain(path.split_whitespace());
                 assert!(wanted.all(|word| words.any(|one| one == word)), "{line}: not of {path}");
@@ -696,7 +698,7 @@ mod tests {
         }
     }
 
-    /// The words of a line, as a shell divides it: quotes of either kind hold one together.
+    /// The words of a line, as a shell divides it: quotes of either kind enclose one word.
     fn words(line: &str) -> Vec<String> {
         let mut words = vec![String::new()];
         let mut quote = None;
@@ -715,7 +717,7 @@ mod tests {
     fn the_parser_accepts_each_example_whether_all_is_defined_or_its_command_alone() {
         let examples = EXAMPLES.iter().flat_map(|(_, examples)| *examples);
         for line in examples.flat_map(|example| example.line.split(" && ")) {
-            // The shell's part is no argument.
+            // The part for the shell (a pipe or redirection) is no argument.
             let line = [" | ", " < ", " > "]
                 .iter()
                 .fold(line, |line, end| line.split(end).next().unwrap_or_default());

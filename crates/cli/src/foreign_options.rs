@@ -1,9 +1,9 @@
 //! The options of new images of other programs' formats (`create -f vmdk -o NAME=VALUE,...`), with
 //! the names of `qemu-img`.
 //!
-//! Guarantees: an option is either obeyed or refused. Obeyed by doing nothing are those that say
-//! what always holds: the size of a VHD is what was asked for (`force_size`), and what was never
-//! written reads as zeros (`block_state_zero`).
+//! Guarantees: an option is either obeyed or refused. Two options are accepted without effect,
+//! because they state what always holds: a VHD has exactly the requested size (`force_size`), and
+//! unwritten blocks read as zeros (`block_state_zero`).
 
 use blockhouse_config::{size, switch};
 use blockhouse_disk::Backing;
@@ -13,7 +13,7 @@ use blockhouse_format::{ForeignKind, NewForeignOptions, Subformat};
 use crate::called_as;
 use crate::create_setting::{Setting, word_of};
 
-/// Names, each with the formats that have it.
+/// Option names, each with the formats that have the option.
 const OPTIONS: &[(&str, &[ForeignKind])] = &[
     ("adapter_type", &[ForeignKind::Vmdk]),
     ("block_size", &[ForeignKind::Vhdx]),
@@ -30,7 +30,7 @@ const OPTIONS: &[(&str, &[ForeignKind])] = &[
 /// The options that are on or off.
 const SWITCHES: &[&str] = &["block_state_zero", "compat6", "force_size", "static", "zeroed_grain"];
 
-/// The hardware version that stands for VMDK's usual one, and that of its `compat6`.
+/// The `hwversion` that means VMDK's default, and the one that `compat6` means.
 const UNDEFINED: &str = "undefined";
 const COMPAT6: &str = "6";
 
@@ -72,8 +72,8 @@ pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
     Ok(Setting::Foreign(name, value))
 }
 
-/// The options for an image of `size` bytes by `settings`. Of several for one option the last
-/// counts.
+/// The options for an image of `size` bytes, from `settings`. If an option is given more than once,
+/// the last one counts.
 ///
 /// # Errors
 /// An option that the format does not have, or a value that is not possible.
@@ -140,7 +140,7 @@ fn subformat(kind: ForeignKind, value: &str) -> Result<Subformat, String> {
     }
 }
 
-/// The parent that an image is to have, with its format.
+/// The parent (backing file) of the new image, with its format.
 pub fn parent_of(settings: &[Setting]) -> Option<Backing> {
     let name = settings.iter().rev().find_map(|setting| match setting {
         Setting::BackingFile(name) => Some(name.clone().into_bytes()),

@@ -1,4 +1,4 @@
-//! The options of writes that find no room, of `serve` and `ctl open`.
+//! The options of `serve` and `ctl open` for writes when the host has no free space.
 
 use blockhouse_config::threshold::Threshold;
 use blockhouse_disk::OnFull;
@@ -25,7 +25,7 @@ pub struct HoldArgs {
 }
 
 impl HoldArgs {
-    /// Their common meaning.
+    /// The setting that --on-full and --hold-seconds give together.
     ///
     /// # Errors
     /// The mistake, in words.

@@ -1,5 +1,4 @@
-//! The arguments that all commands have in common that read one image, and how images are opened by
-//! tools.
+//! The arguments that are common to all commands that read one image.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -63,7 +62,7 @@ impl OutputArgs {
     }
 }
 
-/// As it was typed.
+/// The image as it was typed.
 impl fmt::Display for ImageArgs {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.image.display().fmt(f)
@@ -76,8 +75,9 @@ impl ImageArgs {
         self.output.is_json()
     }
 
-    /// Where it is and how it is opened: through the page cache, where clusters may be smaller than
-    /// the host's blocks, and locked against writers until it has been looked at.
+    /// The image's path, and the options to open it: locked against writers, unless sharing is
+    /// requested; through the page cache (clusters may be smaller than the host's blocks), unless
+    /// direct I/O is requested.
     ///
     /// # Errors
     /// As [`OpenArgs::read_image`] and [`ImageOptsArgs::resolve`].
@@ -91,7 +91,7 @@ impl ImageArgs {
         Ok((path, ImageOptions { locking, backing_use, cache, ..options }))
     }
 
-    /// The export and the context of its server, where the options name one to map.
+    /// The export and the metadata context to map, if the options name a context.
     ///
     /// # Errors
     /// As [`ImageOptsArgs::resolve_to_map`].
@@ -101,7 +101,8 @@ impl ImageArgs {
         Ok(context.map(|context| (path, context)))
     }
 
-    /// QEMU's name of an image that was named by options which no path has: its key, for one.
+    /// QEMU's `json:` name of an encrypted image that was named by options: a path cannot carry the
+    /// key.
     pub fn json_name(&self) -> Option<String> {
         let text = self.image.to_str().filter(|_| self.image_opts.is_used())?;
         let of = |key: &str| {
@@ -114,7 +115,7 @@ impl ImageArgs {
         Some(format!("json:{name}"))
     }
 
-    /// As [`read_only`](Self::read_only), for a command that only looks at it.
+    /// As [`read_only`](Self::read_only), for a command that only examines the image.
     ///
     /// # Errors
     /// As [`read_only`](Self::read_only).
@@ -124,7 +125,7 @@ impl ImageArgs {
         Ok((path, ImageOptions { state, ..options }))
     }
 
-    /// Where it is, for a change of it.
+    /// The image, for a command that changes it.
     ///
     /// # Errors
     /// As [`ImageOptsArgs::resolve_to_change`].
@@ -133,7 +134,8 @@ impl ImageArgs {
     }
 }
 
-/// Says that commands need an option for a new image, where they do: whether it has said so.
+/// Whether commands open the file `name` of a new image only with an option. If so, prints a
+/// message, except under the name of another tool.
 pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
     let plain = match str::from_utf8(name).ok().and_then(QemuName::of) {
         Some(Ok(named)) => named.path.into_os_string().into_vec(),
@@ -153,14 +155,15 @@ pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
              --allow-path '{folder}'"
         )
     };
-    // A program that reads standard error takes it for an error.
+    // Programs that call QEMU's tools would take a message on standard error for an error.
     if called_as::tool().is_none() {
         output::tell(&format!("blockhouse: {}: its {role} '{named}' {why}", image.display()));
     }
     true
 }
 
-/// The path of a file that an image names, relative to the image; an address as it is.
+/// The path of a file that an image names, resolved from the image's folder; an address is
+/// unchanged.
 pub fn resolve_relative(image: &Path, name: &[u8]) -> PathBuf {
     if is_address(name) {
         return PathBuf::from(OsStr::from_bytes(name));

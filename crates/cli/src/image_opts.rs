@@ -1,8 +1,8 @@
 //! Images that are named as QEMU names block devices: `--image-opts
 //! driver=qcow2,file.filename=disk.qcow2`, or the same as JSON, `json:{"driver": "qcow2", ...}`.
 //!
-//! Guarantees: an option is either obeyed or refused, never passed over; those that cannot matter
-//! to a command that opens one image, reads or writes it and ends, are obeyed by doing nothing.
+//! Guarantees: an option is either obeyed or refused, never ignored. Options that cannot affect a
+//! command that opens one image, reads or writes it, and ends, are accepted without effect.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,7 +27,7 @@ pub struct ImageOptsArgs {
 pub type Named = QemuName;
 
 impl ImageOptsArgs {
-    /// Of an option of another name that says the same.
+    /// For a command whose option with this meaning has another name.
     pub fn if_used(image_opts: bool) -> Self {
         Self { image_opts }
     }
@@ -40,7 +40,7 @@ impl ImageOptsArgs {
     /// As [`resolve`](Self::resolve), for an image that will be changed.
     ///
     /// # Errors
-    /// As there; or its options say that it is not to be changed, or not to be locked.
+    /// As there; or the options forbid changes to the image, or its lock.
     pub fn resolve_to_change(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         Self::check_change(self.resolve(image, format)?, image)
     }
@@ -61,7 +61,7 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read), of a whole image with its backing file.
     ///
     /// # Errors
-    /// As there; the options name a part of a file, or leave its backing file out.
+    /// As there; or the options name a part of a file, or leave its backing file out.
     pub fn resolve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_whole(image, format)?;
         if named.is_compressed {
@@ -76,7 +76,8 @@ impl ImageOptsArgs {
         Ok(named)
     }
 
-    /// As [`resolve_to_change`](Self::resolve_to_change), for a copy that may be compressed.
+    /// As [`resolve_to_change`](Self::resolve_to_change), for the target of a copy, which may be
+    /// compressed.
     ///
     /// # Errors
     /// As there.
@@ -90,7 +91,7 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is served.
     ///
     /// # Errors
-    /// As there; its options say what a server does not do.
+    /// As there; or the options ask for what a server does not do.
     pub fn resolve_to_serve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_read(image, format)?;
         if named.space.keeps_clusters {
@@ -112,7 +113,7 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read), of a whole file.
     ///
     /// # Errors
-    /// As there; a part of a file is named.
+    /// As there; or the options name a part of a file.
     fn resolve_whole(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_read(image, format)?;
         if named.part.is_some() {
@@ -125,8 +126,8 @@ impl ImageOptsArgs {
         Ok(named)
     }
 
-    /// As [`resolve_to_change`](Self::resolve_to_change), of an image whose data goes into the
-    /// backing file that its options may name.
+    /// As [`resolve_to_change`](Self::resolve_to_change), for an image that is committed into its
+    /// backing file, which the options may name.
     ///
     /// # Errors
     /// As there.
@@ -139,8 +140,8 @@ impl ImageOptsArgs {
         }
     }
 
-    /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is mapped: a server may be
-    /// asked for another context than its allocation.
+    /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is mapped: the options may
+    /// name another metadata context of a server than its allocation.
     ///
     /// # Errors
     /// As there.
@@ -156,11 +157,11 @@ impl ImageOptsArgs {
         Ok(named)
     }
 
-    /// The image that is meant by an argument of the command line. `format` is the one that was
-    /// given beside it.
+    /// The image that a command-line argument names. `format` is the format that another argument
+    /// gives.
     ///
     /// # Errors
-    /// Which option is not understood, or says what cannot be done.
+    /// The option that is unknown or asks for what is not possible.
     pub fn resolve_to_read(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_map(image, format)?;
         match named.context {

@@ -50,7 +50,7 @@ pub struct Arguments {
 /// The facts to report.
 struct Facts {
     image: PathBuf,
-    /// The name that the report has in its place.
+    /// The name that the report shows instead of the path.
     said_name: Option<String>,
     format: &'static str,
     cluster_size: Option<u64>,
@@ -61,18 +61,18 @@ struct Facts {
     /// Names of the files with the disk's data, of a format that has several.
     extents: Vec<Vec<u8>>,
     vmdk: Option<VmdkFacts>,
-    /// Whether the files that the image names may be looked at.
+    /// Whether the files that the image names may be examined.
     follows: bool,
-    /// The limits of requests, where they are asked for.
+    /// The limits of requests, if the user asked for them.
     limits: Option<Value>,
-    /// The part of its file that it is.
+    /// The part of its file that the image occupies, if options named one.
     part: Option<FilePart>,
     virtual_size: u64,
-    /// In bytes; `None` where another server has the image.
+    /// In bytes; `None` if the image is on another server.
     actual_size: Option<u64>,
-    /// Bytes of room that are left for what is written to the disk, where that is known.
+    /// Bytes that writes to the disk can still allocate, if known.
     room_left: Option<u64>,
-    /// Bytes of the file or device itself; `None` where another server has it.
+    /// Bytes of the file or device itself; `None` if it is on another server.
     file_size: Option<u64>,
     encryption: Option<Encryption>,
     capabilities: Capabilities,
@@ -86,7 +86,7 @@ struct Facts {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let (image, options) = arguments.image.read_only()?;
     let state = options.state.directory().cloned();
-    // Not locked: it may be in use. Around the page cache, as it would be served.
+    // Not locked, because the image may be in use. With direct I/O, as a server opens it.
     let options = ImageOptions {
         cache: CacheMode::None,
         locking: Locking::None,
@@ -121,8 +121,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })
 }
 
-/// The images of a chain, each with the format that the one before says. That they may be opened is
-/// found out first.
+/// The images of a chain, each with the format that the image above it names. First opens the whole
+/// chain, to check that all its files may be opened.
 async fn chain_of(image: &Path, options: ImageOptions) -> Result<Vec<(PathBuf, ImageOptions)>> {
     let all = ImageOptions { cache: CacheMode::Writeback, ..options.clone() };
     drop(open(image, all.for_purpose(Purpose::Chain)).await?);
@@ -140,7 +140,7 @@ async fn chain_of(image: &Path, options: ImageOptions) -> Result<Vec<(PathBuf, I
     }
 }
 
-/// Opens an image around the page cache, where that can be.
+/// Opens an image with direct I/O if possible.
 async fn open_as_served(image: &Path, options: ImageOptions) -> Result<ImageDisk> {
     let options = options.for_purpose(Purpose::Metadata);
     Ok(match open(image, options.clone()).await {
@@ -198,7 +198,8 @@ fn facts_of(
     })
 }
 
-/// A list that an image holds. Where it is damaged, a warning says so; some formats have none.
+/// The list, or an empty one after an error. Warns of the error, unless the format has no such
+/// list.
 fn told<T>(listed: blockhouse_core::Result<Vec<T>>) -> Vec<T> {
     listed.unwrap_or_else(|error| {
         if error.kind() != ErrorKind::Unsupported {
@@ -447,7 +448,7 @@ fn luks_of(facts: &Facts) -> Option<&LuksEncryption> {
     facts.encryption.as_ref()?.luks()
 }
 
-/// All names of other files and servers that are in the image, none of which was opened for this.
+/// The names of other files and servers in the image. None of these was opened to find the names.
 fn references(facts: &Facts) -> Value {
     let backing = facts.backing.iter().map(|backing| ("backing-file", &backing.name));
     let data = facts.data_file.iter().map(|file| ("data-file", &file.name));
@@ -470,7 +471,8 @@ fn available(offload: Offload) -> &'static str {
     }
 }
 
-/// The export of an NBD server that a raw image is; of others the size is not told.
+/// The NBD export that is a raw image; `None` for other formats, because the size of their export
+/// is unknown here.
 fn export_data(facts: &Facts) -> Option<Value> {
     let name = facts.image.to_str().filter(|name| name.starts_with("nbd"))?;
     (facts.format == "raw").then(|| {
@@ -485,7 +487,7 @@ fn export_data(facts: &Facts) -> Option<Value> {
 }
 
 /// The nodes below the image, by the keys of `qemu-img info` (QEMU 8.0 and later): the extents that
-/// it names where they can be looked at, and its own file.
+/// it names, if they can be examined, and its own file.
 fn children_of(facts: &Facts, size: u64) -> Vec<Value> {
     let named = |(role, name): (String, &Vec<u8>)| {
         let path = resolve_relative(&facts.image, name);
@@ -508,7 +510,7 @@ fn children_of(facts: &Facts, size: u64) -> Vec<Value> {
     children
 }
 
-/// A raw layer of QEMU's over a part of a file.
+/// A node of QEMU's raw driver for a part of a file.
 fn part_data(path: &Path, part: FilePart, file: Value) -> Value {
     let size = part.size.unwrap_or_default();
     let name = json!({
@@ -535,7 +537,7 @@ fn file_data(path: &Path, size: u64, actual_size: Option<u64>) -> Value {
         "children": [],
         "filename": path.display().to_string(),
         "format": format,
-        // In sectors, as everything that QEMU opens.
+        // Rounded up to sectors, as QEMU does for every file.
         "virtual-size": size.next_multiple_of(512),
         "actual-size": actual_size,
         "dirty-flag": false,
@@ -569,7 +571,7 @@ fn vmdk_data(vmdk: &VmdkFacts, image: &Path) -> Value {
     })
 }
 
-/// Answered changes that an image lacks.
+/// Acknowledged changes that the image lacks.
 pub fn missing_as_json(pending: &PendingChanges) -> Value {
     let PendingChanges { changes, process, state_file } = pending;
     json!({ "changes": changes, "process": process, "state-file": state_file })

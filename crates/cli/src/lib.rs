@@ -1,13 +1,14 @@
 //! `blockhouse`: disk images for virtual machines.
 //!
-//! This crate is the command line: `main.rs` only calls it, so that the compiler works on it while
-//! it still optimizes the crates beneath. Programs that want disks as a library use those:
-//! `docs/library.md` in the repository says which one, and `examples/` has whole programs.
+//! This crate is the command line. `main.rs` only calls it: a library crate is compiled while the
+//! compiler still optimizes the crates below it. Programs that need disks as a library use the
+//! lower crates: `docs/library.md` in the repository says which one, and `examples/` has whole
+//! programs.
 //!
 //! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why
-//! and what to do), 2 wrong usage; `check` has those of `qemu-img check`.
+//! and what to do), 2 wrong usage, 3 a bitmap lacks changes; for `check` those of `qemu-img check`.
 #![forbid(unsafe_code)]
-// `output` prints, and survives what standard error cannot take.
+// `output` prints to standard error, and does not panic if a write fails.
 #![warn(clippy::print_stderr)]
 
 mod amend;
@@ -189,7 +190,7 @@ fn parse() -> Result<Arguments, clap::Error> {
     let words = called_as::words();
     let mut command = Arguments::command();
     let matches = command.try_get_matches_from_mut(&words).or_else(|_| {
-        // The texts for people are made of all options and examples.
+        // Help and errors are printed from the definition with all options and examples.
         command = self::command();
         command.try_get_matches_from_mut(&words)
     });
@@ -208,14 +209,15 @@ pub fn run() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|word| word == blockhouse_daemon::LAUNCH_WORD) {
         return finish(blockhouse_daemon::launch().map(|()| ExitCode::SUCCESS));
     }
-    // A file that may not become longer is an error of the write.
+    // With a handler for SIGXFSZ, a write past the limit of a file's size fails, and does not end
+    // the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     if let Some(version) = called_as::version() {
         return finish(output::print(&version).map(|()| ExitCode::SUCCESS));
     }
     let arguments = match parse() {
         Ok(arguments) => arguments,
-        // `--help` and `--version` are results; a terminal gets them with colours, by clap.
+        // `--help` and `--version` are results. On a terminal clap prints them, with colours.
         Err(help) if !help.use_stderr() && !io::stdout().is_terminal() => {
             let text = help.to_string();
             let text = match called_as::command_of(&called_as::words()) {
@@ -237,7 +239,7 @@ pub fn run() -> ExitCode {
     let is_verbose = arguments.verbose > 0;
     let level = match arguments.command {
         _ if is_verbose => Level::DEBUG,
-        // As QEMU's own, it tells nothing that goes well.
+        // Like QEMU's program, it logs only warnings and errors.
         Command::QemuStorageDaemon(_) => Level::WARN,
         _ => Level::INFO,
     };
@@ -277,8 +279,8 @@ pub fn run() -> ExitCode {
     finish(result)
 }
 
-/// A bitmap that lacks changes has a status of its own, so that a backup program makes a full
-/// backup then. qemu-img has none.
+/// The exit status for a bitmap that lacks changes, so that a backup program then makes a full
+/// backup. qemu-img has no such status.
 const LACKS_CHANGES: u8 = 3;
 
 fn failure_status(error: &anyhow::Error) -> ExitCode {

@@ -1,4 +1,4 @@
-//! The binary. All of it is in the library of this package.
+//! The binary. All its code is in the library of this package.
 #![forbid(unsafe_code)]
 
 fn main() -> std::process::ExitCode {

@@ -1,9 +1,9 @@
 //! `blockhouse measure`: how long the file of a new image would be, before it is made.
 //!
-//! Guarantees: nothing is written. The length that is reported as required suffices for a copy of
-//! the image without compression, and the fully allocated one for whatever its guest writes later,
-//! snapshots and bitmaps excepted. The figures are those of `qemu-img measure`, but for parts of a
-//! cluster that were never written: they count as zeros here, as they do in a copy.
+//! Guarantees: nothing is written. The `required` length suffices for a copy of the image without
+//! compression. The `fully allocated` length suffices for all later writes of the guest, but not
+//! for snapshots and bitmaps. The figures are those of `qemu-img measure`, with one difference:
+//! parts of a cluster that were never written count as zeros here, as in a copy.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ use crate::json_text;
 use crate::open_args::OpenArgs;
 use crate::output;
 
-/// Bytes of an entry of the directory of bitmaps without the name, and what entries are aligned to
+/// Bytes of an entry of the bitmap directory without the name, and the alignment of entries
 /// (qcow2.txt, section *Bitmap directory*).
 const DIRECTORY_ENTRY: u64 = 24;
 const DIRECTORY_ALIGNMENT: u64 = 8;
@@ -71,13 +71,13 @@ pub struct Arguments {
 struct Figures {
     required: u64,
     fully_allocated: u64,
-    /// The space of a copy of the bitmaps beside it; `None` where one of both images can have
-    /// none.
+    /// The additional space of a copy of the bitmaps; `None` if the image or its copy cannot have
+    /// bitmaps.
     bitmaps: Option<u64>,
 }
 
 impl Figures {
-    /// Of a file that has a header of this many bytes before all that.
+    /// The figures of a file with a header of this many bytes before the data.
     fn behind(self, header: u64) -> Self {
         let Self { required, fully_allocated, bitmaps } = self;
         Self { required: required + header, fully_allocated: fully_allocated + header, bitmaps }
@@ -98,7 +98,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             let encryption = chosen_encryption(&settings);
             let options = create_options::qcow2(0, settings);
             let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
-            // As long as the real one.
+            // Zeros with the length of a real header.
             options.encryption = encryption.map(|encryption| match encryption {
                 ChosenEncryption::Aes => NewEncryption::Aes,
                 ChosenEncryption::Luks(_) => NewEncryption::Luks(vec![0; NewLuks::LENGTH]),
@@ -106,7 +106,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             qcow2(&arguments, options)?
         }
         ImageFormat::Luks => {
-            // A container is as long as its disk, whenever it takes its space.
+            // The length of a container does not depend on when its space is allocated.
             let settings: Vec<_> = settings
                 .into_iter()
                 .filter(|setting| !matches!(setting, Setting::Preallocation(_)))
@@ -147,7 +147,7 @@ fn qcow2(arguments: &Arguments, mut options: CreateOptions) -> Result<Figures> {
     options.size = size;
     let fully_allocated = options.full_length().unwrap_or_else(|why| wrong_usage(&why));
     let disk = size.next_multiple_of(cluster);
-    // The share of an overlay that its backing file will have is unknown.
+    // How much of an overlay's data its backing file will provide is unknown.
     let is_full = matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full)
         || (options.backing.is_some() && arguments.size.is_none());
     let required = match options.data_file {
@@ -158,7 +158,7 @@ fn qcow2(arguments: &Arguments, mut options: CreateOptions) -> Result<Figures> {
     Ok(Figures { required, fully_allocated, bitmaps })
 }
 
-/// Looks at the image to be copied.
+/// Opens the image to copy, and calls `look` with it.
 fn with_image<T>(
     arguments: &Arguments,
     look: impl AsyncFnOnce(&ImageDisk) -> Result<T>,
@@ -175,7 +175,7 @@ fn with_image<T>(
     })
 }
 
-/// How many clusters of this size have anything but zeros.
+/// How many clusters of this size contain data, by the image's metadata.
 async fn clusters_with_data(disk: &ImageDisk, cluster: u64) -> Result<u64> {
     let mut cache = BlockStatusCache::default();
     let mut rest = ByteRange::between(0, disk.size());

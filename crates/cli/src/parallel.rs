@@ -1,7 +1,8 @@
-//! Work that several threads share, each on an event loop of its own, while this one shows the
-//! progress.
+//! Work that several threads share, each with its own event loop, while the calling thread shows
+//! the progress.
 //!
-//! The loop of this thread runs meanwhile: connections that were made on it serve the others, too.
+//! The calling thread's loop runs meanwhile, because connections that were made on it also serve
+//! the other threads.
 
 use anyhow::{Context, Result};
 use blockhouse_engine::{EngineChoice, EventLoop, timeout};
@@ -9,22 +10,21 @@ use futures_channel::oneshot;
 
 use crate::progress::{Display, INTERVAL, Progress};
 
-/// More threads than this only fight over the disk.
+/// More threads than this only compete for the disk.
 const MAX_THREADS: usize = 4;
 
-/// How many threads are worth while on this host: more than processors where these are few. Reason:
-/// a loop that decompresses submits no I/O meanwhile, and a busy host shares its processors out by
-/// threads.
+/// The number of threads for this host: two for each processor, at most `MAX_THREADS`. Reason: a
+/// loop submits no I/O while it decompresses, and a busy host divides its processors among threads.
 pub fn default_threads() -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     (processors * 2).min(MAX_THREADS)
 }
 
 /// Calls `work` once on each of `threads` threads and waits for all of them, while `event_loop`
-/// runs. `progress` shows what `position` says: bytes done, and of how many.
+/// runs. `progress` shows the result of `position`: bytes done, and bytes in total.
 ///
 /// # Errors
-/// The first that any of them answers.
+/// The first error of a call of `work`.
 pub fn run_parallel<F: Future<Output = Result<()>>>(
     event_loop: &mut EventLoop,
     progress: &Progress,
@@ -35,7 +35,7 @@ pub fn run_parallel<F: Future<Output = Result<()>>>(
     run_displayed(event_loop, &progress.display(position().1), threads, work, position)
 }
 
-/// As [`run_parallel`], with a display that is there.
+/// As [`run_parallel`], with an existing display.
 ///
 /// # Errors
 /// As there.
@@ -60,7 +60,7 @@ pub fn run_displayed<F: Future<Output = Result<()>>>(
             let thread = std::thread::Builder::new().spawn_scoped(scope, job);
             match thread {
                 Ok(thread) => running.push((thread, ended)),
-                // The process may have no more threads (`ulimit -u`): this one does the work.
+                // No thread can be created (`ulimit -u`): this thread does the work.
                 Err(_) if running.is_empty() => return event_loop.block_on(work()),
                 // Fewer threads do the same work.
                 Err(_) => break,

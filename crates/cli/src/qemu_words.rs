@@ -1,8 +1,8 @@
-//! The messages of QEMU's tools for an error, under their names, for scripts that look for their
-//! words.
+//! QEMU's messages for errors. The program prints them when it is called by the name of a QEMU
+//! tool, for scripts that match their words.
 //!
-//! Guarantee: the words are those of the tool for the same failure of the same command; where there
-//! are none, ours stand alone.
+//! Guarantee: a message has the tool's words for the same failure of the same command. If there are
+//! none, only our message is printed.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -11,9 +11,9 @@ use crate::called_as::{command_of, tool, words};
 /// The messages of QEMU's tools for an error.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QemuWords {
-    /// Their words.
+    /// The words.
     pub text: String,
-    /// Whether they say all that ours do.
+    /// Whether the words say all that our message says.
     pub is_exact: bool,
 }
 
@@ -23,7 +23,8 @@ struct Typed {
     command: String,
 }
 
-/// The words of QEMU's tools for an error, for scripts that look for them.
+/// QEMU's message for an error; `None` if it is unknown, or the program is not called by the name
+/// of a QEMU tool.
 pub fn qemu_words(error: &anyhow::Error) -> Option<QemuWords> {
     tool()?;
     let words: Vec<_> =
@@ -63,7 +64,7 @@ impl Typed {
         Some(exact(self.placed(name, &reason, &text)))
     }
 
-    /// The reason, with what the command wanted of the file.
+    /// The reason, in the sentence that the command prints for the file.
     fn placed(&self, name: &str, reason: &str, text: &str) -> String {
         let image = text.split_once(": no backing file: ").map(|(image, _)| image);
         let is_target = self.words.last().is_some_and(|last| last == name) && self.words.len() > 3;
@@ -82,7 +83,7 @@ impl Typed {
             }
             ("serve", _) => format!("Failed to blk_new_open '{name}': {reason}"),
             _ => {
-                // QEMU says the options as they were typed.
+                // QEMU prints the options as they were typed.
                 let options = self.words.iter().find(|word| {
                     word.split(',').any(|part| part.strip_prefix("file.filename=") == Some(name))
                 });
@@ -107,7 +108,7 @@ impl Typed {
         changes || self.words.last().is_some_and(|last| self.words.len() > 3 && last == image)
     }
 
-    /// The message of a command for a failure that only it has.
+    /// The message for a failure that only this command can have.
     fn of_command(&self, text: &str) -> Option<String> {
         let has = |part: &str| text.contains(part);
         match &*self.command {
@@ -184,7 +185,7 @@ impl Typed {
     }
 }
 
-/// The name of an image by options, or by JSON, and why it names none.
+/// The options, or the JSON, that name no image, and QEMU's reason.
 fn of_options(text: &str) -> Option<(&str, String)> {
     if let Some((name, why)) = text.split_once(": there is no format '") {
         let (format, _) = why.split_once('\'')?;
@@ -198,7 +199,7 @@ fn of_options(text: &str) -> Option<(&str, String)> {
     Some((name, format!("Could not parse the JSON options: JSON parse error, {why}")))
 }
 
-/// The text between these characters and the next quote.
+/// The text between `before` and the next quote.
 fn quoted<'a>(text: &'a str, before: &str) -> Option<&'a str> {
     let (_, rest) = text.split_once(before)?;
     rest.split_once('\'').map(|(name, _)| name)
@@ -245,7 +246,7 @@ fn of_amendment(text: &str) -> Option<String> {
     }
 }
 
-/// A file behind the image that cannot be opened.
+/// The message for a file further down the chain that cannot be opened.
 fn of_chain(text: &str, command: &str) -> Option<String> {
     let (_, rest) = text.split_once("cannot open what is behind ")?;
     let (chain, rest) = rest.split_once(": ")?;
@@ -266,7 +267,7 @@ fn of_chain(text: &str, command: &str) -> Option<String> {
     Some(format!("Could not open '{first}': {behind}{reason}"))
 }
 
-/// Our words, and those that QEMU's tools have for the same.
+/// Our words, and QEMU's words for the same error.
 const SAME: &[(&str, &str)] = &[
     ("not a qcow2 image", "Image is not in qcow2 format"),
     ("is no qcow2 image", "Image is not in qcow2 format"),
@@ -284,8 +285,8 @@ fn same(text: &str) -> Option<&'static str> {
     SAME.iter().find(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs)
 }
 
-/// The message of QEMU for unknown features: their names in the image, and the bits of those
-/// without.
+/// The message of QEMU for unknown features: their names from the image, and the bits of the
+/// features without a name.
 fn unknown_features(text: &str) -> Option<String> {
     let (_, list) = text.split_once("needs the unknown feature")?;
     let list = list.trim_start_matches('s').split(" at offset").next()?;
@@ -302,7 +303,7 @@ fn unknown_features(text: &str) -> Option<String> {
     Some(format!("Unsupported qcow2 feature(s): {}", names.join(", ")))
 }
 
-/// Our words for why no image is made, and those of qemu-img.
+/// Our reasons why an image cannot be created, and qemu-img's words for them.
 const CREATION: &[(&str, &str)] = &[
     (
         "has refcounts of 16 bits",
@@ -326,12 +327,12 @@ const CREATION: &[(&str, &str)] = &[
     ),
 ];
 
-/// The words of qemu-img for why no image is made.
+/// qemu-img's reason why an image cannot be created.
 fn of_creation(text: &str) -> Option<&'static str> {
     CREATION.iter().find(|(ours, _)| text.contains(ours)).map(|(_, theirs)| *theirs)
 }
 
-/// Why a file is not opened.
+/// QEMU's reason why a file cannot be opened.
 fn reason(error: &Error, to_write: bool) -> Option<String> {
     const ENOENT: i32 = 2;
     const EACCES: i32 = 13;

@@ -1,4 +1,4 @@
-//! The options of where the bitmaps of a raw image are, of all commands that use them.
+//! The options that say where a raw image's bitmaps are, for all commands that use them.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ pub struct SideFileArgs {
 }
 
 impl SideFileArgs {
-    /// The side file that they name.
+    /// The side file that the options name.
     pub fn side_file(&self) -> Option<SideFile> {
         let path = self.bitmaps.clone()?;
         Some(SideFile { path, is_alone: self.trust_bitmaps })

@@ -1,5 +1,5 @@
-//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served. What
-//! qemu-img calls `-l`, `-c`, `-a` and `-d` is that here, too.
+//! `blockhouse snapshot`: the snapshots inside an image, also of one that is being served. `-l`,
+//! `-c`, `-a` and `-d` mean the same as in qemu-img.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -147,7 +147,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
 }
 
 impl Flag {
-    /// The action that it stands for.
+    /// The action that the flag stands for.
     fn of(self, image: Image) -> Action {
         match self {
             Self { create: Some(name), .. } => {
@@ -170,13 +170,13 @@ struct ListStyle {
     is_qemu: bool,
 }
 
-/// On an image that no other program has open.
+/// Runs an action on an image that no other program has open.
 async fn run_closed(action: Action) -> Result<()> {
     match action {
         Action::List { image, style } => {
             let disk = open(&image, Access::ReadOnly, Locking::None).await?;
             let snapshots = match disk.snapshots().list().await {
-                // A format without snapshots has none.
+                // As in qemu-img, the list of a format without snapshots is empty.
                 Err(error) if error.kind() == ErrorKind::Unsupported && style.is_qemu => Vec::new(),
                 listed => listed?,
             };
@@ -206,7 +206,7 @@ async fn run_closed(action: Action) -> Result<()> {
     }
 }
 
-/// By the server that has the image.
+/// Runs an action on the server that has the image open.
 fn run_served(socket: &Path, action: Action) -> Result<()> {
     match action {
         Action::List { image, style } => {
@@ -248,7 +248,7 @@ struct ServedDisk {
 }
 
 impl ServedDisk {
-    /// Has a method of this disk carried out.
+    /// Calls a method for this disk.
     fn call(&mut self, method: &str, mut params: Value) -> Result<Value> {
         params["disk"] = self.name.clone();
         self.server.call(method, params)
@@ -265,7 +265,7 @@ async fn fork(image: &Image, overlay: &Path) -> Result<()> {
 }
 
 impl Image {
-    /// The disk over this image at the server that listens at `socket`.
+    /// The disk of this image, on the server that listens at `socket`.
     fn served_by(&self, socket: &Path) -> Result<ServedDisk> {
         let path = if Location::is_remote(self.image.as_os_str().as_bytes()) {
             self.image.clone()

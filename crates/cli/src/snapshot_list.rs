@@ -12,9 +12,9 @@ pub fn as_json(snapshots: &[Listed]) -> String {
     crate::json_text::pretty(&value)
 }
 
-/// As `qemu-img snapshot -l` prints them, for scripts that cut its columns: two lines of headings,
-/// ids, names, bytes of the machine's state, dates, the machine's clock, instruction counts.
-/// Nothing where there are none.
+/// As `qemu-img snapshot -l` prints them, for scripts that split its columns: two lines of
+/// headings, ids, names, bytes of the machine's state, dates, the machine's clock, instruction
+/// counts. Empty without snapshots.
 pub fn as_qemu_table(snapshots: &[Listed]) -> String {
     if snapshots.is_empty() {
         return String::new();
@@ -34,13 +34,13 @@ pub fn as_qemu_table(snapshots: &[Listed]) -> String {
     before.into_iter().chain(lines).collect::<Vec<_>>().join("\n")
 }
 
-/// Seconds since 1970 as a date and time where the user is (TZ).
+/// Seconds since 1970 as a date and time in the user's time zone (TZ).
 pub fn date(seconds: u64) -> String {
     let [year, month, day, hour, minute, second] = local_time(seconds).unwrap_or_default();
     format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}")
 }
 
-/// As a table; nothing where there are none.
+/// As a table; empty without snapshots.
 pub fn as_text(snapshots: &[Listed]) -> String {
     if snapshots.is_empty() {
         return String::new();
@@ -60,7 +60,7 @@ pub fn as_text(snapshots: &[Listed]) -> String {
     std::iter::once(heading).chain(lines).collect::<Vec<_>>().join("\n")
 }
 
-/// The two largest units.
+/// An age, in its two largest units.
 fn age(seconds: u64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match () {

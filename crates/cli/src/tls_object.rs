@@ -1,8 +1,8 @@
-//! TLS as QEMU's users name it: `--object tls-creds-x509,id=ID,dir=DIR` or `tls-creds-psk,...`, and
-//! `tls-creds=ID` where it is used.
+//! TLS in QEMU's syntax: `--object tls-creds-x509,id=ID,dir=DIR` or `tls-creds-psk,...`, and
+//! `tls-creds=ID` where the object is used.
 //!
-//! The objects of a command line are kept for the whole process: an image's options name them, and
-//! these are read in many places.
+//! The objects of a command line are global in the process, because the options of images name
+//! them, and many places parse these options.
 
 use std::sync::Mutex;
 
@@ -71,10 +71,10 @@ fn find(id: &str, is_of_client: bool) -> Result<TlsObject> {
     Ok(object.clone())
 }
 
-/// The folder with a server's certificates, or its file of keys, by the object of this name.
+/// The folder with a server's certificates, or its file of keys, from the object of this name.
 ///
 /// # Errors
-/// There is no such object of a server, or what it says cannot be done.
+/// There is no server object of this name, or its settings are not supported.
 pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
     let ClientTls { folder, kind } = find(id, false)?.tls;
     match kind {
@@ -89,7 +89,7 @@ pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
 /// The URI of an export with the TLS that an image's options name.
 ///
 /// # Errors
-/// There is no such object of a client, or the image is no export.
+/// There is no client object of this name, or the image is no export.
 pub fn with_tls(uri: &str, tls: &QemuTls) -> Result<String> {
     let object = find(&tls.credentials, true)?;
     object.tls.uri_of(uri, tls.hostname.as_deref()).map_err(anyhow::Error::msg)

@@ -1,4 +1,4 @@
-//! Copies of disks that become VMDK images of several files.
+//! Copies disks into VMDK images of several files.
 //!
 //! Guarantees: those of [`vmdk_files`](crate::vmdk_files), and for each file those of its copy.
 
@@ -17,14 +17,14 @@ use crate::open_args::OpenArgs;
 use crate::progress::Progress;
 use crate::vmdk_files::VmdkFiles;
 
-/// A part of a disk that is copied.
+/// A disk, and a range of it to copy.
 type Part = (Arc<ImageDisk>, ByteRange);
 
 impl VmdkFiles {
     /// Copies parts of disks, one after the other.
     ///
     /// # Errors
-    /// One that names the file; those that are complete stay.
+    /// The error names the file. Files that are complete stay.
     pub fn copy(
         &self,
         event_loop: &mut EventLoop,
@@ -57,7 +57,7 @@ impl VmdkFiles {
     }
 }
 
-/// The pieces of `parts` inside `range`, where the parts lie one after the other.
+/// The pieces of `parts` that are inside `range` of their concatenation.
 fn cut(parts: &[Part], range: ByteRange) -> Vec<Part> {
     let mut start = 0;
     let mut inside = Vec::new();

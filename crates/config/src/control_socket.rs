@@ -1,4 +1,4 @@
-//! A control socket as people write it: who may connect, and which methods it answers.
+//! The setting of a control socket: who may connect, and which methods the socket answers.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use blockhouse_nbd::SocketPermissions;
 
 use crate::socket_options::{PrivatePermissions, split_options};
 
-/// The methods that change nothing: neither disks, exports and jobs, nor what guests may do.
+/// The methods that change no disk, export or job, and no guest's rights.
 const READING: &[&str] = &[
     "server.version",
     "disk.list",
@@ -69,7 +69,7 @@ pub fn all_methods() -> impl Iterator<Item = &'static str> {
 /// A control socket: `SOCKET[,mode=MODE][,group=GROUP][,read-only|,methods=NAME+NAME...]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlSocket {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
     /// The users that may connect.
     pub permissions: SocketPermissions,
@@ -152,7 +152,7 @@ impl FromStr for ControlSocket {
     }
 }
 
-/// The methods of a list; `GROUP.*` stands for all of a group.
+/// The methods of a list; `GROUP.*` stands for all methods of a group.
 fn named(list: &str) -> Result<Answers, String> {
     let mut named = Vec::new();
     for word in list.split('+') {

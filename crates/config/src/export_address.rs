@@ -8,7 +8,7 @@ use blockhouse_nbd::uri::{Address, NbdUri, Security};
 
 use crate::text_fields::check_absolute;
 
-/// Where an export is served, which is also what it is called.
+/// The address of an export, which also identifies the export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExportAddress {
     /// To NBD clients, under the URI's name at the URI's address.
@@ -35,7 +35,7 @@ impl ExportAddress {
         }
     }
 
-    /// The address of its socket, as text: exports with the same one share the socket.
+    /// The address of its socket, as text. Exports with the same text share the socket.
     pub fn socket(&self) -> String {
         match self {
             Self::Nbd(uri) => {
@@ -51,8 +51,8 @@ impl ExportAddress {
 impl FromStr for ExportAddress {
     type Err = String;
 
-    /// The export that a user means by this text: a URI, the path of a ublk device, or the path of
-    /// a socket. A path must not depend on a working directory.
+    /// Parses a URI, the path of a ublk device, or the path of a vhost-user-blk socket. A path must
+    /// not depend on a working directory.
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(Ok(id)) = text.strip_prefix(UBLK_DEVICE).map(str::parse) {
             return Ok(Self::Ublk(id));

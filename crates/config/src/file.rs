@@ -1,6 +1,6 @@
 //! The configuration of a server with many disks: a TOML file (docs/operations.md).
 //!
-//! Guarantee: what is wrong in it is reported with its line and column, before anything is opened
+//! Guarantee: an error in the file is reported with its line and column, before anything is opened
 //! or changed.
 
 use std::collections::BTreeMap;
@@ -34,10 +34,10 @@ fn no_server() -> Spanned<ServerConfig> {
     Spanned::new(0..0, ServerConfig::default())
 }
 
-/// Reads a file: the setup of the server that it describes, which reads it again in reloads.
+/// Reads the file, and returns the setup of the server that it describes. A reload reads it again.
 ///
 /// # Errors
-/// It cannot be read, or something in it is wrong: one line, with its place.
+/// The file cannot be read or contains an error: one line, with the position of the error.
 pub fn read(path: &Path) -> Result<Setup> {
     let text = std::fs::read_to_string(path).map_err(|error| {
         let name = path.display();
@@ -53,7 +53,7 @@ pub fn read(path: &Path) -> Result<Setup> {
     Ok(Setup { config: Some(path.to_owned()), ..setup })
 }
 
-/// Puts the exports and their addresses into a setup: names and places of disks.
+/// Adds to a setup the export at `address` of the disk with index `image`.
 fn serve(setup: &mut Setup, image: usize, address: &ExportAddress) {
     match address {
         ExportAddress::VhostUser(path) => setup.devices.push((path.clone(), image)),
@@ -68,7 +68,7 @@ fn serve(setup: &mut Setup, image: usize, address: &ExportAddress) {
     }
 }
 
-/// The error, and its byte.
+/// An error, and its byte offset in the file.
 #[derive(Debug)]
 struct Wrong {
     at: usize,
@@ -100,7 +100,7 @@ fn parse(text: &str) -> Result<Setup, Wrong> {
     Ok(Setup { disks, ..setup })
 }
 
-/// Where NBD clients find the disks.
+/// The URIs of all NBD exports of the disks.
 fn uris(disks: &[DiskConfig]) -> Vec<NbdUri> {
     let addresses = disks.iter().flat_map(|disk| &disk.exports);
     let uris = addresses.filter_map(|address| match address {
@@ -110,7 +110,7 @@ fn uris(disks: &[DiskConfig]) -> Vec<NbdUri> {
     uris.collect()
 }
 
-/// The limits that groups of disks share, by their names.
+/// The limits that groups of disks share, by the groups' names.
 type Groups<'a> = BTreeMap<&'a str, LimitsConfig>;
 
 fn limits_of_groups(groups: &BTreeMap<String, Spanned<LimitsConfig>>) -> Result<Groups<'_>, Wrong> {
@@ -127,7 +127,7 @@ fn limits_of_groups(groups: &BTreeMap<String, Spanned<LimitsConfig>>) -> Result<
     Ok(all)
 }
 
-/// The limits of a disk, which has those of a group or its own.
+/// The limits of a disk: those of its group, or its own.
 fn shared(limits: LimitsConfig, groups: &Groups<'_>) -> Result<LimitsConfig, String> {
     let Some(name) = &limits.group else { return Ok(limits) };
     if !limits.rates()?.is_unlimited() {
@@ -139,7 +139,7 @@ fn shared(limits: LimitsConfig, groups: &Groups<'_>) -> Result<LimitsConfig, Str
     }
 }
 
-/// A disk that fits those before it.
+/// Checks a disk, also against the disks before it, and sets the limits of its group.
 fn configured(
     disk: DiskConfig,
     groups: &Groups<'_>,

@@ -1,11 +1,11 @@
-//! Disks, limits and servers as people describe them (layer 5): one description each, which
-//! arguments, the configuration, requests and hand-over have in common.
+//! Descriptions of disks, limits and servers (layer 5), which the command line, the configuration
+//! file, control requests and hand-over share.
 //!
-//! Values are written in the same words everywhere. Each has one parser, whose errors say what
-//! would be right. Nothing here opens or binds anything.
+//! A value has the same syntax everywhere, and one parser, whose errors say what is valid. This
+//! crate opens and binds nothing.
 //!
 //! - [`disk`], [`limits`], [`server`]: the descriptions
-//! - [`file`](mod@file): a TOML file of them; [`setup`]: what is to run, as one whole
+//! - [`file`](mod@file): a TOML file of them; [`setup`]: all that a server is to run
 //! - [`offers`]: which images sockets offer; [`export_address`]: where a disk is served
 //! - [`control_socket`], [`metrics_address`], [`socket_options`], [`user_options`]: sockets and
 //!   users

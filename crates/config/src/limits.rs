@@ -1,7 +1,7 @@
-//! Limits as people write them: of disks and groups of disks in the configuration, in requests and
+//! The syntax of limits: of disks and groups of disks in the configuration, in control requests and
 //! after `--limit`; of NBD clients after `--limit`.
 //!
-//! Every disk has one set of limits at most. Disks whose limits name the same group share them.
+//! A disk has at most one set of limits. Disks whose limits name the same group share them.
 
 use std::num::NonZeroU64;
 use std::str::FromStr;
@@ -52,10 +52,10 @@ pub struct LimitsConfig {
 }
 
 impl LimitsConfig {
-    /// Takes a `KEY=VALUE` of the command line in. `false` if there is no such key.
+    /// Sets a `KEY=VALUE` of the command line. Returns `false` if there is no such key.
     ///
     /// # Errors
-    /// When the value makes no sense for the key, or the key was there before.
+    /// The value is invalid for the key, or the key was given before.
     pub fn take(&mut self, key: &str, value: &str) -> Result<bool, String> {
         let rate = match key {
             "iops" => &mut self.iops,
@@ -77,7 +77,7 @@ impl LimitsConfig {
     /// The limits.
     ///
     /// # Errors
-    /// A rate that is 0 or too high, a burst that makes no sense, or that is one of no rate.
+    /// A rate is 0 or too high, or a burst is invalid or without a rate.
     pub fn rates(&self) -> Result<RateLimits, String> {
         let limits = RateLimits {
             iops: rate("iops", self.iops)?,
@@ -94,17 +94,17 @@ impl LimitsConfig {
         Ok(RateLimits { burst: self.limits_of_burst()?, ..limits })
     }
 
-    /// Whether there are none.
+    /// Whether there are no limits.
     pub fn is_off(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Whether others are the same, however they are written.
+    /// Whether both mean the same, however they are written.
     pub fn means(&self, other: &Self) -> bool {
         self.group == other.group && self.rates() == other.rates()
     }
 
-    /// Refuses what makes no sense.
+    /// Checks the values.
     ///
     /// # Errors
     /// As [`rates`](Self::rates); a group without a name.
@@ -115,7 +115,7 @@ impl LimitsConfig {
         }
     }
 
-    /// These limits, of a disk or of a group.
+    /// The configuration of these limits, of a disk or of a group.
     pub fn of(group: Option<String>, limits: RateLimits) -> Self {
         let rate = |rate: Option<NonZeroU64>| rate.map(NonZeroU64::get);
         Self {
@@ -167,14 +167,14 @@ impl FromStr for LimitsConfig {
     }
 }
 
-/// The keys, as they are listed where one is unknown.
+/// The keys, for the error about an unknown key.
 const KEYS: &str =
     "iops, iops-read, iops-write, bps, bps-read, bps-write, burst, burst-seconds, group";
 
-/// Puts a value in, once.
+/// Sets a value that may be given once.
 ///
 /// # Errors
-/// There is one.
+/// The value is set already.
 fn once<T>(slot: &mut Option<T>, key: &str, value: T) -> Result<bool, String> {
     match slot.replace(value) {
         None => Ok(true),
@@ -219,10 +219,10 @@ pub struct RateArgument {
 }
 
 impl RateArgument {
-    /// Takes a `KEY=VALUE` in. `false` if the key names no rate.
+    /// Sets a `KEY=VALUE`. Returns `false` if the key names no rate.
     ///
     /// # Errors
-    /// When the value makes no sense for the key, or the key was there before.
+    /// The value is invalid for the key, or the key was given before.
     fn take(&mut self, key: &str, value: &str) -> Result<bool, String> {
         if key == "disk" {
             self.disks.push(name(key, value)?);
@@ -231,10 +231,10 @@ impl RateArgument {
         self.limits.take(key, value)
     }
 
-    /// Checks that its keys make sense together.
+    /// Checks the keys together.
     ///
     /// # Errors
-    /// Where they do not.
+    /// There is neither a rate nor a group.
     fn finish(self) -> Result<Self, String> {
         if self.limits.rates()?.is_unlimited() && self.limits.group.is_none() {
             Err("disk needs a rate, like iops=1000, or a group".into())
@@ -250,12 +250,11 @@ impl RateArgument {
 
 /// The limits of disks with these names, in their order.
 ///
-/// An argument with `disk` keys holds for those disks, another one for all disks that no other
-/// argument names. Without a group each of them has the limits for itself.
+/// An argument with `disk` keys applies to those disks; one without applies to all disks that no
+/// other argument names. Without a group, each of these disks has the limits for itself.
 ///
 /// # Errors
-/// Where an argument names no disk or several, a disk has limits twice, or a group has no limits
-/// or two.
+/// A name matches no disk or several, a disk has two sets of limits, or a group has none or two.
 pub fn plan(arguments: &[RateArgument], disks: &[String]) -> Result<Vec<LimitsConfig>, String> {
     let mut planned: Vec<Option<&RateArgument>> = vec![None; disks.len()];
     for argument in arguments {
@@ -307,7 +306,7 @@ fn limits_of(group: &str, arguments: &[RateArgument]) -> Result<LimitsConfig, St
     }
 }
 
-/// The disk of this name, or the only one whose name is it but for its extension.
+/// The disk of this name, or the only disk whose name without its extension is this one.
 fn find(name: &str, disks: &[String]) -> Result<usize, String> {
     if let Some(index) = disks.iter().position(|disk| disk == name) {
         return Ok(index);
@@ -331,16 +330,16 @@ fn find(name: &str, disks: &[String]) -> Result<usize, String> {
 /// The value of one `--limit`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LimitArgument {
-    /// Of NBD clients.
+    /// The limits of NBD clients.
     pub clients: Vec<Limit>,
-    /// Of disks.
+    /// The limits of disks.
     pub rates: Option<RateArgument>,
 }
 
 /// Reads `KEY=VALUE,...`.
 ///
 /// # Errors
-/// When a key is unknown, or a value makes no sense for it or with the others.
+/// A key is unknown, or a value is invalid for its key or together with the others.
 pub fn parse(text: &str) -> Result<LimitArgument, String> {
     let mut argument = LimitArgument::default();
     let (mut rates, mut has_rates) = (RateArgument::default(), false);
@@ -365,13 +364,13 @@ pub enum Limit {
     Memory(u64),
     /// The time to choose an export.
     Handshake(Duration),
-    /// How long a client may stand still while it receives or sends.
+    /// How long a client may make no progress while it receives replies or sends a request.
     Stall(Option<Duration>),
-    /// How long it may ask for nothing.
+    /// How long a client may send no request.
     Idle(Option<Duration>),
-    /// After how much silence the kernel asks for a sign of life.
+    /// After how much silence the kernel probes the client (TCP keepalive).
     Keepalive(Option<Duration>),
-    /// How long clients may go on receiving when the server stops.
+    /// How long clients may still receive replies when the server stops.
     Stop(Duration),
 }
 
@@ -384,13 +383,13 @@ impl FromStr for Limit {
     }
 }
 
-/// No limit in seconds is longer: ten years.
+/// The longest time of a limit: ten years.
 const MAX_TIME: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// Reads one `KEY=VALUE` of NBD clients.
 ///
 /// # Errors
-/// When the key is unknown or the value makes no sense for it.
+/// The key is unknown, or the value is invalid for it.
 fn parse_one(key: &str, value: &str) -> Result<Limit, String> {
     let some = |time: Option<Duration>| time.ok_or_else(|| format!("{key} cannot be off"));
     Ok(match key {
@@ -445,7 +444,7 @@ fn time(key: &str, value: &str) -> Result<Option<Duration>, String> {
     }
 }
 
-/// The default limits with these changes; of several with one key the last counts.
+/// The default limits with these changes. The last change with a key counts.
 pub fn client_limits(changes: &[Limit]) -> Limits {
     let mut limits = Limits::default();
     for change in changes {

@@ -1,8 +1,8 @@
 //! Which images `serve` offers at which NBD sockets, and under which names.
 //!
-//! Guarantee: a socket offers what its URIs name and nothing else, and what is offered where
-//! depends on the command line alone. What the command line leaves open is wrong usage, with a line
-//! that says what to type.
+//! Guarantees: a socket offers only what its URIs name, and the command line alone decides what
+//! each socket offers. An ambiguous command line is wrong usage, with a line that says what to
+//! type.
 
 use std::path::{Path, PathBuf};
 
@@ -13,51 +13,52 @@ use blockhouse_storage::Location;
 /// The rights of an export's clients; the disk may allow less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExportRights {
-    /// Whether they may change the disk, where it may be changed.
+    /// Whether clients may change the disk, if it is writable.
     pub access: Access,
-    /// Whether NBD clients may ask which image of the chain has the data.
+    /// Whether NBD clients may query which image of the chain has the data (qemu:allocation-depth).
     pub has_depth: bool,
 }
 
 impl Default for ExportRights {
-    /// All that the disk allows.
+    /// All rights that the disk allows.
     fn default() -> Self {
         Self { access: Access::ReadWrite, has_depth: true }
     }
 }
 
-/// An image under the name that clients of a socket know it by.
+/// An image, with its export name at a socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Offer {
     /// The name of the export.
     pub name: String,
-    /// The place of the image on the command line, from 0.
+    /// The index of the image on the command line, from 0.
     pub image: usize,
     /// The rights of clients.
     pub rights: ExportRights,
 }
 
 impl Offer {
-    /// An image with which clients may do all that it allows.
+    /// An image, with all rights that it allows.
     pub fn new(name: String, image: usize) -> Self {
         Self { name, image, rights: ExportRights::default() }
     }
 }
 
-/// The images and what they are called.
+/// The images and their names.
 #[derive(Debug)]
 pub struct Offers {
     images: Vec<PathBuf>,
-    /// Of `--name`: one per image, or none.
+    /// The values of `--name`: one for each image, or none.
     names: Vec<String>,
     rights: ExportRights,
 }
 
 impl Offers {
-    /// Of these images, at least one, with the names of `--name` in the order of the images.
+    /// The offers of these images (at least one), with the names of `--name` in the order of the
+    /// images.
     ///
     /// # Errors
-    /// When there are too few names or too many, or names that would be confused.
+    /// There are too few or too many names, or names that could be confused.
     pub fn new(images: &[PathBuf], names: &[String]) -> Result<Self, String> {
         if !names.is_empty() && names.len() != images.len() {
             return Err(match images {
@@ -78,7 +79,7 @@ impl Offers {
         Ok(Self { images, names, rights: ExportRights::default() })
     }
 
-    /// The same images, with which clients may do this.
+    /// The same images, with these rights of clients.
     #[must_use]
     pub fn with_rights(self, rights: ExportRights) -> Self {
         Self { rights, ..self }
@@ -88,12 +89,12 @@ impl Offers {
         Offer { rights: self.rights, ..Offer::new(name, image) }
     }
 
-    /// All images under their own names: what a socket offers that no URI with a name speaks of. An
-    /// only image has the empty name, so that its clients need none, unless `--name` says
-    /// otherwise; several are called after their files.
+    /// All images under their own names: the exports of a socket that no URI with a name describes.
+    /// A single image has the empty name unless `--name` gives one, so that its clients need no
+    /// name. Several images without `--name` have the names of their files.
     ///
     /// # Errors
-    /// When two images would have the same name, or a file's name cannot be one.
+    /// Two images would have the same name, or a file's name cannot be an export's name.
     pub fn all(&self) -> Result<Vec<Offer>, String> {
         let names = match &self.images[..] {
             [_] if self.names.is_empty() => vec![String::new()],
@@ -109,8 +110,9 @@ impl Offers {
         Ok(names.into_iter().enumerate().map(|(image, name)| self.offer(name, image)).collect())
     }
 
-    /// The image that the name of a URI means: an only image whatever the name, of several the one
-    /// that is called so, or else the one whose file is called so but for its extension.
+    /// The image that the name in a URI means. A single image matches any name. Of several images,
+    /// the one with this name matches, or else the one whose file has this name without its
+    /// extension.
     fn named(&self, name: &str) -> Result<Offer, String> {
         if self.images.len() == 1 {
             return Ok(self.offer(name.into(), 0));
@@ -139,11 +141,12 @@ impl Offers {
         }
     }
 
-    /// The exports at each address. A URI with a name offers the image that it means under this
-    /// name; one without offers all images under theirs. URIs of one address share its socket.
+    /// The exports at each address. A URI with a name offers the image that the name means, under
+    /// this name; a URI without a name offers all images under their own names. URIs with the same
+    /// address share a socket.
     ///
     /// # Errors
-    /// When a name means no image or more than one, or a socket has two exports of one name.
+    /// A name means no image or more than one, or a socket has two exports of one name.
     pub fn plan(&self, uris: &[NbdUri]) -> Result<Vec<(Address, Vec<Offer>)>, String> {
         let mut plan: Vec<(Address, Vec<Offer>)> = Vec::new();
         for uri in uris {
@@ -174,7 +177,7 @@ impl Offers {
     /// Refuses images that no socket offers.
     ///
     /// # Errors
-    /// When there is one.
+    /// There is such an image.
     pub fn check_all_offered<'a>(
         &self,
         offers: impl Iterator<Item = &'a Offer> + Clone,
@@ -193,7 +196,7 @@ impl Offers {
         ))
     }
 
-    /// The image's name towards a guest: its own, or its file's.
+    /// The image's name for a guest: that of `--name`, or the file's.
     pub fn label(&self, image: usize) -> String {
         match self.names.get(image) {
             Some(name) if !name.is_empty() => name.clone(),
@@ -202,7 +205,7 @@ impl Offers {
     }
 }
 
-/// The first that is there twice.
+/// The first name that occurs twice.
 fn repeated(names: &[String]) -> Option<&String> {
     names
         .iter()
@@ -267,7 +270,7 @@ mod tests {
         assert_eq!(shown(&images, &[], &["nbd+unix:///?socket=s"]), ["a.qcow2=0 b.img=1"]);
         let named = ["nbd+unix:///two?socket=s", "nbd+unix:///?socket=t"];
         assert_eq!(shown(&images, &["one", "two"], &named), ["two=1", "one=0 two=1"]);
-        // A whole name goes before a shortened one.
+        // A full name takes precedence over a name without its extension.
         assert_eq!(shown(&["a", "a.img"], &[], &["nbd+unix:///a?socket=s"]), ["a=0"]);
     }
 

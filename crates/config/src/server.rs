@@ -1,5 +1,5 @@
-//! A server as people describe it: by the table `server` of a configuration, and by the options of
-//! `serve`, with the same words.
+//! The settings of a server: the table `server` of a configuration file, or the options of `serve`,
+//! with the same names.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -150,7 +150,7 @@ pub struct LoopOptions {
     pub commands: DeviceCommands,
 }
 
-/// Where the server keeps what outlives its process.
+/// Where the server keeps the state that outlives its process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StateSetup {
     /// Nowhere.
@@ -193,7 +193,7 @@ pub struct TlsSetup {
     pub files: TlsFiles,
     /// Pairs of an export and a client that may use it.
     pub allowed: Vec<(String, String)>,
-    /// The sockets where every client must.
+    /// The sockets where every client must use TLS.
     pub only: Vec<Address>,
 }
 
@@ -205,7 +205,7 @@ impl TlsSetup {
 }
 
 impl ServerConfig {
-    /// Refuses what makes no sense.
+    /// Checks the values.
     ///
     /// # Errors
     /// A number that is too high, a path that is relative.
@@ -237,7 +237,7 @@ impl ServerConfig {
         self.queues.unwrap_or_else(|| processors().min(256) as u16)
     }
 
-    /// The users that may connect to the Unix sockets of guests that are bound.
+    /// The users that may connect to the Unix sockets that the server binds for guests.
     pub fn permissions(&self) -> SocketPermissions {
         socket_options::permissions(self.socket_mode, self.socket_group)
     }
@@ -247,7 +247,7 @@ impl ServerConfig {
         if self.register_memory { RegisteredMemory::On } else { RegisteredMemory::Off }
     }
 
-    /// The user of the server after it gave up its own.
+    /// The user that the server switches to.
     ///
     /// # Errors
     /// A group without a user, and a user without a group.
@@ -255,7 +255,7 @@ impl ServerConfig {
         user_options::ids(self.user, self.group)
     }
 
-    /// How its loops are made, with commands to devices or without.
+    /// The options of the event loops, with or without commands to devices.
     pub(crate) fn loops(&self, commands: DeviceCommands) -> LoopOptions {
         LoopOptions {
             engine: self.engine,
@@ -269,7 +269,7 @@ impl ServerConfig {
     /// The TLS setup for sockets of these URIs. `None`: no TLS.
     ///
     /// # Errors
-    /// The contradiction, in the words of the options.
+    /// Two settings contradict each other. The error names the options.
     pub fn tls(&self, uris: &[NbdUri]) -> Result<Option<TlsSetup>, String> {
         let only = addresses(uris, Security::Tls);
         let plain = addresses(uris, Security::Plain);
@@ -295,7 +295,7 @@ impl ServerConfig {
         Ok(Some(TlsSetup { mode, files, allowed: self.tls_allow.clone(), only }))
     }
 
-    /// Refuses what makes no sense without TLS.
+    /// Refuses settings that need TLS, for a server without TLS.
     fn check_unused(&self, has_tls_uri: bool) -> Result<(), String> {
         let needs = match self.tls {
             _ if has_tls_uri => "an nbds URI",

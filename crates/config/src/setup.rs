@@ -29,7 +29,7 @@ pub struct Setup {
     pub offers: Option<Offers>,
     /// The addresses where NBD clients are served, and what each offers.
     pub nbd: Vec<(Address, Vec<Offer>)>,
-    /// How many NBD clients a socket has at once, at most; others wait until one leaves.
+    /// The most NBD clients of a socket at once; others wait until one disconnects.
     pub max_connections: Option<NonZeroUsize>,
     /// The sockets of vhost-user-blk devices, each with the index of its disk in `disks`.
     pub devices: Vec<(PathBuf, usize)>,
@@ -37,11 +37,11 @@ pub struct Setup {
     pub ublk: Vec<UblkSetup>,
     /// TLS for NBD clients.
     pub tls: Option<TlsSetup>,
-    /// The user that the process becomes, once everything is open; `None`: it stays who it is.
+    /// The user that the process becomes, once everything is open; `None`: the user stays the same.
     pub user: Option<UserIds>,
     /// Whether the server ends with the last NBD client, as qemu-nbd does.
     pub ends_with_clients: bool,
-    /// The first commands of a storage daemon, where the process is one.
+    /// The first commands of a storage daemon, if the process is one.
     pub storage_daemon: Option<StorageDaemon>,
     /// The programs that an upgrade may start in place of the running one. The first is the
     /// default.
@@ -54,7 +54,7 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// How the loops of its workers are made.
+    /// The options of the workers' event loops.
     pub fn loops(&self) -> LoopOptions {
         self.server.loops(match self.ublk[..] {
             [] => DeviceCommands::Refused,
@@ -68,7 +68,7 @@ impl Setup {
         self.is_controlled() || self.config.is_some()
     }
 
-    /// Whether the control socket, or that of QMP, answers methods that change something.
+    /// Whether the control socket or a QMP socket accepts changes.
     pub fn is_controlled(&self) -> bool {
         let mut sockets = self.server.control.iter().chain(&self.server.qmp);
         sockets.any(|socket| socket.answers.has_changes()) || self.storage_daemon.is_some()
@@ -80,13 +80,13 @@ impl Setup {
         self.server.qmp.iter().chain(of_daemon)
     }
 
-    /// Whether commands of QMP are carried out.
+    /// Whether the server accepts QMP commands.
     pub fn has_qmp(&self) -> bool {
         self.server.qmp.is_some() || self.storage_daemon.is_some()
     }
 }
 
-/// The first commands of QMP of a storage daemon, and the sockets that give more of them.
+/// The QMP commands that a storage daemon executes first, and the sockets for more of them.
 #[derive(Debug, Default)]
 pub struct StorageDaemon {
     /// The commands, in their order. The first one that fails ends the server.
@@ -99,16 +99,16 @@ pub struct StorageDaemon {
     pub tls_object: Option<String>,
 }
 
-/// A command of QMP that is carried out before the server is ready.
+/// A QMP command that is executed before the server is ready.
 #[derive(Clone, Debug)]
 pub struct FirstCommand {
-    /// The words of the command line that ask for it.
+    /// The option of the command line that gives the command.
     pub said: String,
     /// Its name.
     pub name: &'static str,
     /// Its arguments.
     pub arguments: Map<String, Value>,
-    /// Whether the arguments came as `key=value`: then switches and numbers are text.
+    /// Whether the arguments were given as `key=value`: then booleans and numbers are strings.
     pub are_words: bool,
 }
 

@@ -1,4 +1,4 @@
-//! The parameters of a fork for each disk, and its result, as in requests and answers.
+//! The parameters and the result of a fork for each disk, in control requests and replies.
 
 use std::path::PathBuf;
 

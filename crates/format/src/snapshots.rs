@@ -1,5 +1,5 @@
-//! Snapshots of an image: those of the formats that have them, and of storages that take snapshots
-//! of themselves.
+//! Snapshots of an image: those of a format that has snapshots, or of a storage that takes
+//! snapshots of itself.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ impl<S: Storage> Format<S> {
     /// The image's snapshots: its own, or for a raw image those of its storage.
     ///
     /// # Errors
-    /// `Unsupported` where neither the format nor the storage has any.
+    /// `Unsupported` if neither the format nor the storage has snapshots.
     pub fn snapshots(&self) -> Result<Snapshots<'_, S>> {
         match (self.qcow2(), self) {
             (Some(image), _) => Ok(Snapshots::Internal(image.snapshots())),
@@ -25,7 +25,7 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Where the image's snapshots keep states of machines.
+    /// The machine states in the image's snapshots.
     ///
     /// # Errors
     /// `Unsupported` for a format without snapshots.
@@ -34,17 +34,17 @@ impl<S: Storage> Format<S> {
     }
 }
 
-/// The snapshots of an image. Changes are durable when they return, and happen as a whole or not at
-/// all. The caller keeps changes of the guest's data away while one is made.
+/// The snapshots of an image. A change is atomic, and durable when it returns. The caller holds off
+/// changes of guest data meanwhile.
 pub enum Snapshots<'a, S: Storage> {
-    /// The image has them.
+    /// Snapshots inside the image.
     Internal(InternalSnapshots<'a, S>),
-    /// The storage of a raw image takes them.
+    /// Snapshots that the storage of a raw image takes.
     OfStorage(&'a S),
 }
 
 impl<'a, S: Storage> Snapshots<'a, S> {
-    /// Succeeds where snapshots can be taken.
+    /// Succeeds if snapshots can be taken.
     ///
     /// # Errors
     /// `Unsupported` for an image with a data file.
@@ -73,7 +73,7 @@ impl<'a, S: Storage> Snapshots<'a, S> {
     /// [`Storage::changes_since`].
     ///
     /// # Errors
-    /// As there; `Unsupported` where the format takes the snapshots.
+    /// As there; `Unsupported` if the format takes the snapshots.
     pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
         match self {
             Self::Internal(image) => {
@@ -88,13 +88,13 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         }
     }
 
-    /// A change that is prepared while the guest's data is changed, so that making it takes a
-    /// moment however much is mapped. `None` where there is nothing to prepare: the snapshot is
-    /// [created](Self::create) or [deleted](Self::delete) at once. What is dropped before it is
-    /// taken has changed nothing; [`give_back`](Self::give_back) frees its space.
+    /// Prepares a change while the guest continues to write, so that the change itself is short
+    /// however much is mapped. `None` if there is nothing to prepare: the caller
+    /// [creates](Self::create) or [deletes](Self::delete) the snapshot directly. A prepared change
+    /// that is dropped has changed nothing; [`give_back`](Self::give_back) frees its space.
     ///
     /// # Errors
-    /// `ReadOnly`, `Unsupported`, or what the storage answers.
+    /// `ReadOnly`, `Unsupported`, or errors of the storage.
     pub async fn prepare(&self, plan: SnapshotPlan) -> Result<Option<PreparedChange<'a, S>>> {
         match self {
             Self::Internal(image) => image.prepare(plan).await.map(Some),
@@ -102,8 +102,8 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         }
     }
 
-    /// Frees what changes that were made or dropped no longer need. Otherwise that is done with the
-    /// next flushes.
+    /// Frees the space that completed or dropped changes no longer need. Without this call, the
+    /// next flushes free it.
     pub async fn give_back(&self) {
         if let Self::Internal(image) = self {
             image.give_back().await;
@@ -114,7 +114,7 @@ impl<'a, S: Storage> Snapshots<'a, S> {
     ///
     /// # Errors
     /// As [`InternalSnapshots::create`] and [`Storage::change_snapshots`]; `Unsupported` for a
-    /// machine's state where the storage takes the snapshots.
+    /// machine's state if the storage takes the snapshots.
     pub async fn create(
         &self,
         new: &NewSnapshot,
@@ -134,7 +134,7 @@ impl<'a, S: Storage> Snapshots<'a, S> {
         taken.map(described).ok_or_else(|| no_snapshot(storage, &new.name))
     }
 
-    /// Makes the disk what it was when the snapshot was taken.
+    /// Returns the disk to its state when the snapshot was taken.
     ///
     /// # Errors
     /// As [`InternalSnapshots::apply`] and [`Storage::change_snapshots`].
@@ -185,7 +185,7 @@ fn without_snapshots<S: Storage>(format: &Format<S>) -> Error {
         .hint("snapshots need a qcow2 image")
 }
 
-/// A storage's snapshot, which has no machine's state.
+/// The description of a storage's snapshot, which has no machine's state.
 fn described(snapshot: StorageSnapshot) -> Snapshot {
     let StorageSnapshot { id, name, created, size } = snapshot;
     Snapshot {

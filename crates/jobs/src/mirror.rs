@@ -1,36 +1,37 @@
-//! A mirror: a disk is copied to another one while its guest goes on, and then the guest goes on
-//! with the copy.
+//! A mirror copies a disk to another one while its guest continues. Then the guest continues on the
+//! copy.
 //!
-//! 1. The target gets its mark ([`mark_incomplete`]), durably. From now on the source's changes are
-//!    tracked.
-//! 2. What the maps show as data is copied, and then what the guest changed meanwhile, again and
-//!    again. Where that does not converge, the guest's changes wait for their copy ([`CopyMode`]).
-//! 3. When it is asked to complete and little is left: the guest's changes are held off, the rest
-//!    is copied, and the target is flushed. Then the first sector is written durably in place of
-//!    the mark. That is the moment in which the target is complete. The disk is switched to it, or
-//!    retired, and the guest's changes go on.
+//! 1. The target durably gets a mark that it is incomplete ([`mark_incomplete`]). From now on the
+//!    source's changes are tracked.
+//! 2. The ranges that the maps show as data are copied, then repeatedly the ranges that the guest
+//!    has changed meanwhile. If that does not converge, the guest's changes wait for their copy
+//!    ([`CopyMode`]).
+//! 3. When the job is asked to complete and little is left, the guest's changes are held off, the
+//!    rest is copied, and the target is flushed. Then the first sector is written durably in place
+//!    of the mark. At this moment the target becomes complete. The disk is switched to the target,
+//!    or retired, and the guest's changes continue.
 //!
-//!    Where that takes longer than `MAX_PAUSE`, the guest's changes go on with the source, the
-//!    target has its mark again, and the job is ready as before: it can be asked to complete once
-//!    more.
+//!    If that takes longer than `MAX_PAUSE`, the guest's changes continue on the source, the target
+//!    gets its mark again, and the job is ready as before: it can be asked to complete again.
 //!
-//! Guarantees: an error of the target ends the job, and no request of the guest. Until the moment
-//! of step 3 the source is the disk, and the target has the mark; from then on the target has
-//! everything that was answered. Whatever the target does, changes are held off for `MAX_PAUSE` at
-//! most, and go on at once when the job is cancelled or fails. The source is changed by nothing but
-//! its guest. Nothing is written to a target that is the source itself.
+//! Guarantees: an error of the target ends the job, and fails no request of the guest. Until the
+//! moment of step 3 the source is the disk, and the target has the mark; from then on the target
+//! has every acknowledged write. Whatever the target does, changes are held off for at most
+//! `MAX_PAUSE`, and continue at once when the job is cancelled or fails. Only the guest changes the
+//! source. Nothing is written to a target that is the source itself.
 //!
 //! A *commit* is a mirror whose target is the backing file of the source, as in QEMU
-//! (`commit_active_start`). The target has no mark; copied is what the source's image has itself.
-//! The source reads the same at each moment, because it has itself what is copied, until it is no
-//! more the disk ([`DiskJobs::attach_base`](blockhouse_disk::DiskJobs::attach_base)). So until step
-//! 3 source and target together are the disk, and the target alone is not. When the rest is copied
-//! and flushed, an [action](Mirror::before_switch) notes that the target is the disk: that is the
-//! moment.
+//! (`commit_active_start`). The target has no mark, and only data in the source's own image is
+//! copied. Until the source is no longer the disk
+//! ([`DiskJobs::attach_base`](blockhouse_disk::DiskJobs::attach_base)), the copy does not change
+//! what it reads, because its image has all that is copied. So until step 3 source and target
+//! together are the disk, and the target alone is not. When the rest is copied and flushed, an
+//! [action](Mirror::before_switch) records that the target is the disk: this is the moment of step
+//! 3.
 //!
 //! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)),
-//! whose target is no successor of it. One of certain ranges alone leaves all else of the target as
-//! it is, and gives it no mark.
+//! whose target does not replace the disk. A backup of certain ranges leaves the rest of the target
+//! as it is, and gives the target no mark.
 
 mod complete;
 
@@ -53,24 +54,26 @@ use crate::control::{Completion, JobControl, JobEnd, JobStage};
 use crate::copier::{Copier, CopyRule};
 use crate::tracker::Tracker;
 
-/// Clean bytes between dirty ones that are copied with them.
+/// The most clean bytes between dirty ranges that are copied with them.
 const MAX_GAP: u64 = 16 << 10;
 /// The most granules that are tracked.
 const MAX_GRANULES: u64 = 128 << 20;
-/// The most that may be left when changes are held off: it is copied in a few milliseconds.
+/// The most bytes that may be left when changes are held off: they are copied in a few
+/// milliseconds.
 const MAX_LEFT: u64 = 1 << 20;
-/// The same where changes wait for the target, so that what is left only becomes less.
+/// The same while changes wait for the target, so that the rest only shrinks.
 const MAX_BLOCKING_LEFT: u64 = 256 << 10;
-/// A mirror of which no more is left can be completed soon.
+/// A mirror that has at most this many bytes left is ready: it can be completed soon.
 const MAX_READY_LEFT: u64 = 64 << 20;
-/// Reads of the target that would be seen at the source if both were the same.
+/// The number of probes: reads of the target that would arrive at the source if both were the same.
 const PROBES: usize = 4;
-/// Their offsets and lengths are multiples of this, in bytes, and of the blocks of any storage.
+/// The offsets and lengths of probes are multiples of this, in bytes, and so of the blocks of any
+/// storage.
 const PROBE_UNIT: u64 = 4096;
-/// The longest, in these units.
+/// The longest probe, in these units.
 const MAX_PROBE_UNITS: u64 = 8;
-/// The longest time for which the guest's changes are held off. Then they go on, and the job has to
-/// be completed another time.
+/// The longest time for which the guest's changes are held off. After it they continue, and the job
+/// has to be asked to complete again.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// Whether the guest's changes wait for their copy.
@@ -86,23 +89,23 @@ pub enum CopyMode {
     WriteBlocking,
 }
 
-/// How a mirror is made.
+/// The options of a mirror.
 #[derive(Clone, Copy, Debug)]
 pub struct MirrorOptions {
     /// Whether all of the target reads as zeros. Otherwise zeros are written, too.
     pub is_target_zero: bool,
-    /// Whether changes wait.
+    /// Whether the guest's changes wait for their copy.
     pub mode: CopyMode,
     /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^27
-    /// units has larger ones: their two maps take 16 MiB each at most.
+    /// units has larger units, so that the two maps of units take at most 16 MiB each.
     pub granularity: u64,
-    /// Where changes wait for the target: only if it is behind by this many bytes.
+    /// If changes wait for the target, they do so only while it is behind by this many bytes.
     pub backlog: u64,
 }
 
 impl Default for MirrorOptions {
-    /// Automatic, in units of 4 KiB, as guests write them; the target may hold anything, and be
-    /// behind by 4 MiB.
+    /// Mode auto; units of 4 KiB, the usual size of guests' writes; a target of unknown content,
+    /// which may be behind by 4 MiB.
     fn default() -> Self {
         let (mode, granularity, backlog) = (CopyMode::Auto, 4 << 10, 4 << 20);
         Self { is_target_zero: false, mode, granularity, backlog }
@@ -121,21 +124,21 @@ enum TargetKind {
 }
 
 impl TargetKind {
-    /// `is_partial`: of certain ranges alone.
+    /// `is_partial`: whether only certain ranges are copied.
     fn copy_rule(self, is_partial: bool) -> CopyRule {
         match self {
             Self::Backup if is_partial => CopyRule { left_out: 0, max_gap: 0 },
             Self::Copy | Self::Backup => CopyRule { left_out: MARK_BYTES, max_gap: MAX_GAP },
-            // Ranges that the image leaves to its backing file are not written there.
+            // Ranges that the image does not allocate are not written to the backing file.
             Self::Base => CopyRule { left_out: 0, max_gap: 0 },
         }
     }
 }
 
-/// The action at a step; the step waits for it.
+/// An action that a step runs and waits for.
 type Action = Box<dyn Fn() -> LocalBoxFuture<'static, Result<()>>>;
 
-/// A mirror that is going to be made. See the module's page.
+/// A mirror, a commit or a backup.
 pub struct Mirror<S: Storage> {
     kind: TargetKind,
     source: Arc<Disk<S>>,
@@ -151,17 +154,17 @@ pub struct Mirror<S: Storage> {
     source_kept: Box<dyn Fn()>,
     switched: Box<dyn Fn()>,
     is_over: Cell<bool>,
-    /// The only parts that are copied, if not all are.
+    /// The ranges to copy, if not all.
     only: Option<DirtyMap>,
 }
 
-/// Why there is no result.
+/// Why a mirror stops without a result.
 enum Stop {
     Cancelled,
-    /// It would hold the guest off for too long: the user completes it another time.
+    /// The guest's changes would be held off for too long: the user completes the job another time.
     Late(Error),
     Failed(Error),
-    /// The copier has failed, and has the error.
+    /// The copier has failed, and holds the error.
     CopyFailed,
 }
 
@@ -172,7 +175,7 @@ impl From<Error> for Stop {
 }
 
 impl<S: Storage> Mirror<S> {
-    /// A mirror of `source` in `target`, which is as long, which nothing else uses, and whose
+    /// A mirror of `source` to `target`, which has the same size and no other user, and whose
     /// content is lost.
     ///
     /// # Errors
@@ -193,8 +196,8 @@ impl<S: Storage> Mirror<S> {
         Self::to(TargetKind::Copy, (source, target), options, (control, clock), None)
     }
 
-    /// A backup in `target` of a disk that does not change and is as long; `only`: of the parts
-    /// that are marked there. The caller completes it as a [copy](Completion::Copy).
+    /// A backup to `target` of a disk that has the same size and does not change. `only` marks the
+    /// ranges to copy. The caller completes the job as a [copy](Completion::Copy).
     ///
     /// # Errors
     /// `InvalidInput` for a target of another size; the host has no memory.
@@ -213,10 +216,11 @@ impl<S: Storage> Mirror<S> {
         Self::to(TargetKind::Backup, (source, target), options, (control, clock), only)
     }
 
-    /// A commit of `source` into its [base](blockhouse_disk::DiskJobs::base), which is as long.
+    /// A commit of `source` into its [base](blockhouse_disk::DiskJobs::base), which has the same
+    /// size.
     ///
     /// # Errors
-    /// As [`new`](Self::new); `InvalidInput` where its backing file is not open for writing.
+    /// As [`new`](Self::new); `InvalidInput` if the backing file is not open for writing.
     pub fn commit(
         source: Arc<Disk<S>>,
         mode: CopyMode,
@@ -227,7 +231,7 @@ impl<S: Storage> Mirror<S> {
             let what = "its backing file is not open for writing";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         };
-        // The base's content where the image is zeros is not known.
+        // Where the image has zeros, the content of the base is unknown.
         let options = MirrorOptions { mode, is_target_zero: false, ..MirrorOptions::default() };
         source.check_replacement(base.image())?;
         Self::to(TargetKind::Base, (source, base), options, (control, clock), None)
@@ -277,24 +281,24 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Has `action` done when the target has its mark, durably, and before anything is copied.
-    /// Where it fails, so does the job.
+    /// Runs `action` once the target has its mark durably, before anything is copied. If the action
+    /// fails, the job fails.
     #[must_use]
     pub fn marked(mut self, action: impl Fn() -> Result<()> + 'static) -> Self {
         self.marked = Box::new(action);
         self
     }
 
-    /// Has `action` done before the target becomes complete, while the guest goes on. Where it
-    /// fails, so does the job.
+    /// Runs `action` before the target becomes complete, while the guest continues. If the action
+    /// fails, the job fails.
     #[must_use]
     pub fn before_completion(mut self, action: impl Fn() -> Result<()> + 'static) -> Self {
         self.before_completion = Box::new(action);
         self
     }
 
-    /// Has `action` done when all that was answered is in the target, durably, while changes are
-    /// held off: after it the guest goes on with the target. Where it fails, so does the job.
+    /// Runs `action` when the target durably has every acknowledged write, while changes are held
+    /// off. After it the guest continues on the target. If the action fails, the job fails.
     #[must_use]
     pub fn before_switch(
         mut self,
@@ -304,27 +308,26 @@ impl<S: Storage> Mirror<S> {
         self
     }
 
-    /// Has `action` done when the mirror fails after
-    /// [`before_completion`](Self::before_completion), before the guest's changes go on: the
-    /// guest stays with the source.
+    /// Runs `action` if the mirror fails after [`before_completion`](Self::before_completion),
+    /// before the guest's changes continue: the guest stays on the source.
     #[must_use]
     pub fn source_kept(mut self, action: impl Fn() + 'static) -> Self {
         self.source_kept = Box::new(action);
         self
     }
 
-    /// Has `action` done when the disk's requests go to the target, and before the image that it
-    /// had is closed, which may take as long as its storage takes to answer.
+    /// Runs `action` once the disk's requests go to the target, before the disk's old image is
+    /// closed, which may take as long as its storage takes to answer.
     #[must_use]
     pub fn switched(mut self, action: impl Fn() + 'static) -> Self {
         self.switched = Box::new(action);
         self
     }
 
-    /// Makes the mirror, and ends as its control says. When it returns, nothing is in flight at the
-    /// target. From when its end is [decided](JobControl::decided) the guest's requests wait for
-    /// nothing of the job. The caller closes the target where it did not take the disk's place, and
-    /// passes the [end](JobControl::end) to the control.
+    /// Runs the mirror, and ends as its control says. On return, nothing is in flight at the
+    /// target. Once the end is [decided](JobControl::decided), no request of the guest waits for
+    /// the job. The caller closes the target if it did not replace the disk, and passes the
+    /// [end](JobControl::end) to the control.
     pub async fn run(&self) -> JobEnd {
         let steps = async {
             let outcome = self.take_steps().await;
@@ -354,13 +357,14 @@ impl<S: Storage> Mirror<S> {
         match stop {
             Stop::Failed(error) | Stop::Late(error) => self.control.decide(JobEnd::failed(error)),
             Stop::Cancelled => self.control.decide(JobEnd::Cancelled),
-            // It is, with the error.
+            // The end is decided already, with the error.
             Stop::CopyFailed => {}
         }
     }
 
-    /// When the job's end is decided, or it is over: no request of the guest waits for it, and it
-    /// observes no more changes, whatever its steps wait for.
+    /// Waits until the job's end is decided or the job is over. Then releases the guest's requests
+    /// that wait for the job and, if the end is decided, stops observing changes, whatever the
+    /// job's steps wait for.
     async fn let_guest_go(&self) {
         let is_ending = || (self.control.is_decided() || self.is_over.get()).then_some(());
         self.control.changed().wait_until(is_ending).await;
@@ -375,7 +379,7 @@ impl<S: Storage> Mirror<S> {
         self.source.jobs().stop_observing(&observer);
     }
 
-    /// Begins no more copies, and lets all requests go that wait for one.
+    /// Stops new copies, and releases all requests that wait for a copy.
     fn finish_copier(&self) {
         self.is_over.set(true);
         self.copier.stop();
@@ -383,7 +387,7 @@ impl<S: Storage> Mirror<S> {
         self.control.changed().notify_all();
     }
 
-    /// All steps; what became of the disk, and for how long changes were held off.
+    /// Runs all steps. Returns what became of the disk, and for how long changes were held off.
     async fn take_steps(&self) -> Result<(Completion, Duration), Stop> {
         if self.kind == TargetKind::Copy {
             self.check_distinct().await?;
@@ -399,7 +403,7 @@ impl<S: Storage> Mirror<S> {
         self.mark_first().await?;
         self.copier.tell_progress();
         self.copier.start();
-        // The first pass is over when the second one is: until then its last copies may be in
+        // Ready only after the second pass: until then, last copies of the first one may be in
         // flight.
         let is_ready = |left| self.copier.passes() > 1 && left <= MAX_READY_LEFT;
         let ready = || (is_ready(self.copier.remaining()) || self.copier.is_idle()).then_some(());
@@ -414,7 +418,7 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// The job is ready until it is asked to complete, and does so.
+    /// Makes the job ready, waits until it is asked to complete, and completes it.
     async fn complete_when_asked(&self) -> Result<(Completion, Duration), Stop> {
         self.control.set_stage(JobStage::Ready);
         self.tracker.limit_backlog(self.options.backlog);
@@ -424,10 +428,10 @@ impl<S: Storage> Mirror<S> {
         let is_little = |left| left <= if is_blocking() { MAX_BLOCKING_LEFT } else { MAX_LEFT };
         let left_dirty = || self.copier.remaining().saturating_sub(self.tracker.backlog());
         self.keep_up(MAX_LEFT, || is_little(left_dirty()).then_some(())).await?;
-        // Little is left to flush then while changes are held off.
+        // This flush leaves little to flush while changes are held off.
         self.unless_ending(flush_ahead(&[&*self.target], SyncMode::Data)).await??;
-        // Copies on their way then are waited for, too: they become fewer bit by bit, while the
-        // guest goes on.
+        // Copies in flight are waited for, too. They become fewer bit by bit while the guest
+        // continues.
         self.keep_up(MAX_LEFT, || {
             self.tracker.shorten_backlog(MAX_BLOCKING_LEFT / 2);
             (!is_blocking() || is_little(self.copier.remaining())).then_some(())
@@ -436,7 +440,7 @@ impl<S: Storage> Mirror<S> {
         Ok((completion, self.complete(completion).await?))
     }
 
-    /// Makes dirty what the first pass is to copy.
+    /// Marks the ranges dirty that the first pass is to copy.
     async fn mark_first(&self) -> Result<()> {
         let go_on = || !self.control.is_decided();
         let (copy, dirty) = (self.copier.range_copy(), self.tracker.dirty());
@@ -462,8 +466,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Refuses a target that is the source by another name, an export of this server: its mark
-    /// would destroy the disk.
+    /// Refuses a target that is the source by another name, an export of this server: the target's
+    /// mark would destroy the disk.
     async fn check_distinct(&self) -> Result<(), Stop> {
         let ranges = probes(self.source.size(), self.clock.now());
         let probe = self.source.jobs().probe_reads(ranges.clone());
@@ -481,8 +485,8 @@ impl<S: Storage> Mirror<S> {
         Err(error.hint("mirror it to another image").into())
     }
 
-    /// Waits for a value while it copies. Has changes wait for the target where more than `limit`
-    /// bytes are left, and the guest changes more than is copied.
+    /// Waits for a value while copies run. In mode auto, makes changes wait for the target if more
+    /// than `limit` bytes are left and the guest changes more than is copied.
     async fn keep_up<T>(
         &self,
         limit: u64,
@@ -515,8 +519,8 @@ impl<S: Storage> Mirror<S> {
     }
 }
 
-/// Ranges to be read, other ones for each job: that a guest reads all of them in the same moments
-/// is not to be expected.
+/// Ranges for the probes, different for each job, so that a guest is unlikely to read all of them
+/// at the same time.
 fn probes(size: u64, now: Duration) -> Vec<ByteRange> {
     let blocks = size / PROBE_UNIT;
     if blocks < 2 {

@@ -1,8 +1,9 @@
-//! Devices that come and go: `/dev/nbdN`, and the server behind each.
+//! Attaches and detaches devices `/dev/nbdN`, and ends their servers.
 //!
-//! Guarantees: a device is there, with its size, when it is attached. Devices of other programs are
-//! not touched: a device notes the socket of its server (`/sys/block/nbdN/backend`). When a device
-//! was detached, its server has ended, and what it had is in the image.
+//! Guarantees: when a device is attached, it exists with its size. Devices of other programs are
+//! not touched: a device of this program names the socket of its server
+//! (`/sys/block/nbdN/backend`). When a device is detached, its server has ended, and all its data
+//! is in the image.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -19,15 +20,15 @@ use crate::error::Error;
 use crate::handshake::negotiate;
 use crate::server;
 
-/// The prefix of this program's notes, before the socket's path.
+/// The prefix of the `backend` of this program's devices, before the socket's path.
 const MARK: &str = "blockhouse ";
-/// The logical blocks that the kernel has, in bytes.
+/// The sizes of logical blocks that the kernel supports, in bytes.
 const BLOCKS: RangeInclusive<u64> = 512..=4096;
-/// How long the kernel may take until a device is there.
+/// How long the kernel may take to create a device.
 const NODE_LIMIT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// The uses of a device that is detached.
+/// The uses that a device may have when it is detached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detach {
     /// Nothing.
@@ -44,8 +45,8 @@ pub fn check_driver() -> Result<(), Error> {
     Driver::open().map(drop)
 }
 
-/// Makes the default export of the server at a Unix socket a block device, with this number or the
-/// lowest that is free. Gives its number.
+/// Attaches the default export of the server at a Unix socket as a block device, with this number
+/// or the lowest that is free. Returns the number.
 ///
 /// # Errors
 /// There is no driver, the process lacks the right, the server refuses, or the number is taken.
@@ -69,7 +70,7 @@ pub fn attach(socket: &Path, number: Option<u32>) -> Result<u32, Error> {
     Ok(made)
 }
 
-/// Waits until the block device is there with its size.
+/// Waits until the block device exists with its size.
 fn wait_for_node(number: u32, size: u64) -> Result<(), Error> {
     let end = Instant::now() + NODE_LIMIT;
     let expected = (size / 512).to_string();
@@ -92,11 +93,12 @@ fn attribute(number: u32, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// Removes a device that [`attach`] has made, and ends its server. One whose server has ended is
-/// removed whatever uses it.
+/// Removes a device that [`attach`] has made, and ends its server. A device whose server has ended
+/// already is removed even if it is in use.
 ///
 /// # Errors
-/// It is not connected, another program's, or used; its server does not end for a minute.
+/// The device is not connected, belongs to another program, or is in use; its server does not end
+/// within a minute.
 pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     let mut driver = Driver::open()?;
     if attribute(number, "pid").is_none() {
@@ -104,10 +106,11 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     }
     let backend = attribute(number, "backend").unwrap_or_default();
     let socket = backend.strip_prefix(MARK).ok_or(Error::Foreign(number))?;
-    // Without a server, a program that opens the device may wait until it is disconnected.
+    // If the server has ended, opening the device may block until the device is disconnected.
     let is_served = server::listens(Path::new(socket));
-    // The disconnect fails requests in flight. So the device is held, that nothing takes it
-    // meanwhile, and flushed, for programs that have it open. By force it is not waited for.
+    // The disconnect fails requests in flight. So the device is held, to prevent other uses
+    // meanwhile, and flushed, for programs that have it open. A forced detach does not wait for
+    // that.
     let _held = match how {
         Detach::Unused if is_served => hold_unused(number)?,
         _ => None,

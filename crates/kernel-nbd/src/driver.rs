@@ -1,7 +1,6 @@
 //! The kernel's NBD driver, by generic netlink (`<linux/nbd-netlink.h>`).
 //!
-//! Guarantee: each request has its answer when its function returns; none is waited for longer than
-//! ten seconds.
+//! Guarantee: a function returns when its request is answered, or fails after ten seconds.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -18,7 +17,7 @@ use crate::error::Error;
 use crate::message::{Reply, Request, attribute, replies};
 
 const LIMIT: Duration = Duration::from_secs(10);
-/// More than any answer has.
+/// More bytes than any answer has.
 const ANSWER_BYTES: usize = 16 << 10;
 
 /// `GENL_ID_CTRL`, `CTRL_CMD_GETFAMILY` and the attributes of that.
@@ -41,7 +40,7 @@ const BACKEND_IDENTIFIER: u16 = 10;
 const SOCKET_ITEM: u16 = 1;
 const SOCKET_DESCRIPTOR: u16 = 1;
 
-/// A device that is wanted.
+/// A device to create.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted<'a> {
     /// Its number; `None` for the lowest that is free.
@@ -52,7 +51,7 @@ pub(crate) struct Wanted<'a> {
     pub(crate) block_size: u64,
     /// The transmission flags of the export.
     pub(crate) flags: u16,
-    /// The note of the device.
+    /// The text for the device's `backend` attribute.
     pub(crate) backend: &'a str,
 }
 
@@ -64,7 +63,7 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Finds it.
+    /// Finds the driver.
     ///
     /// # Errors
     /// [`Error::NoDriver`], or why netlink cannot be used.
@@ -82,10 +81,11 @@ impl Driver {
         Ok(driver)
     }
 
-    /// Makes a device that sends its requests by this socket, which the kernel keeps. Its number.
+    /// Creates a device that sends its requests over this socket, which the kernel keeps. Returns
+    /// the device's number.
     ///
     /// # Errors
-    /// The kernel's: EBUSY where the number is taken, EPERM without rights.
+    /// The kernel's: EBUSY if the number is taken, EPERM without rights.
     pub(crate) fn connect(&mut self, wanted: &Wanted<'_>, socket: impl AsFd) -> io::Result<u32> {
         let descriptor = socket.as_fd().as_raw_fd().to_ne_bytes();
         let socket = attribute(SOCKET_DESCRIPTOR, &descriptor);
@@ -105,8 +105,8 @@ impl Driver {
         number.ok_or_else(|| io::Error::other("the kernel does not name the device"))
     }
 
-    /// Disconnects a device: requests in flight and later ones fail. A flush before has those
-    /// answered that it covers.
+    /// Disconnects a device: requests in flight and later ones fail. A flush before this call
+    /// completes the requests that it covers.
     ///
     /// # Errors
     /// The kernel's.
@@ -120,7 +120,7 @@ impl Driver {
         Request::new(self.family, command, self.sequence)
     }
 
-    /// Sends the request that was made last. The attributes of what is said to it.
+    /// Sends the request that was made last. Returns the attributes of the replies.
     fn call(&mut self, request: Request) -> io::Result<Vec<(u16, Vec<u8>)>> {
         let kernel = SocketAddrNetlink::new(0, 0);
         sendto(&self.socket, &request.into_bytes(), SendFlags::empty(), &kernel)?;
@@ -161,7 +161,7 @@ mod tests {
     fn the_kernel_answers_and_names_its_families() {
         let socket = open_socket().expect("netlink");
         let mut driver = Driver { socket, family: CONTROLLER, sequence: 0 };
-        // The controller is a family itself, of this number.
+        // The controller is itself a family, with this number.
         let request = driver.request(GET_FAMILY).attribute(FAMILY_NAME, b"nlctrl\0");
         let found = driver.call(request).expect("an answer");
         assert_eq!(find(&found, FAMILY_ID), Some(&CONTROLLER.to_ne_bytes()[..]));

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
-/// Why there is no device, or what became of it.
+/// Why a device cannot be attached or detached.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The kernel has no driver.
@@ -12,7 +12,7 @@ pub enum Error {
     /// The driver cannot be reached.
     #[error("cannot use the kernel's NBD client by netlink: {0}")]
     Unusable(io::Error),
-    /// The driver is forbidden to this user.
+    /// This user may not use the driver.
     #[error("cannot {what}: {cause}; the kernel's NBD client needs root's rights (CAP_SYS_ADMIN)")]
     Forbidden {
         /// The attempt.
@@ -28,12 +28,12 @@ pub enum Error {
         /// The kernel's answer.
         cause: io::Error,
     },
-    /// The server is not one, or does not answer.
+    /// The server does not speak NBD, or does not answer.
     #[error("cannot use the NBD server at {}: {what}", .socket.display())]
     Server {
         /// Its socket.
         socket: PathBuf,
-        /// Why not.
+        /// The reason.
         what: String,
     },
     /// The block device did not appear.
@@ -65,7 +65,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// The driver refused something.
+    /// The error for a step that the driver refused.
     pub(crate) fn refused(what: String, source: io::Error) -> Self {
         match source.kind() {
             io::ErrorKind::PermissionDenied => Self::Forbidden { what, cause: source },

@@ -1,10 +1,8 @@
-//! The handshake with a server of this program (`doc/proto.md`, "Newstyle negotiation"): the
-//! default export, in the plainest way of transmission, which is the only one that the kernel
-//! knows.
+//! The handshake with a server of this program (`doc/proto.md`, "Newstyle negotiation"): chooses
+//! the default export, with simple replies, because the kernel supports no others.
 //!
-//! Guarantees: no length that the server sends is taken without a limit, and nothing is waited for
-//! longer than ten seconds. Afterwards the socket has no limits on time: the kernel would keep
-//! them.
+//! Guarantees: every length that the server sends is limited, and no read or write waits longer
+//! than ten seconds. Afterwards the socket has no timeouts, because the kernel would keep them.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,7 +15,7 @@ use blockhouse_nbd_protocol::option::{
 };
 
 const LIMIT: Duration = Duration::from_secs(10);
-/// The longest reply: what says why there is no export.
+/// The longest reply, in bytes: a message why there is no export.
 const MAX_REPLY: usize = 64 << 10;
 /// How many replies there may be.
 const MAX_REPLIES: usize = 100;
@@ -29,14 +27,14 @@ pub(crate) struct Export {
     pub(crate) size: u64,
     /// Its flags.
     pub(crate) flags: TransmissionFlags,
-    /// Bytes of the smallest block that it wants.
+    /// The server's minimum block size, in bytes.
     pub(crate) block: u64,
 }
 
 /// Chooses the default export of a server.
 ///
 /// # Errors
-/// The socket's, or what the server says.
+/// Errors of the socket, or the server's message.
 pub(crate) fn negotiate(stream: &mut UnixStream) -> io::Result<Export> {
     stream.set_read_timeout(Some(LIMIT))?;
     stream.set_write_timeout(Some(LIMIT))?;
@@ -47,7 +45,7 @@ pub(crate) fn negotiate(stream: &mut UnixStream) -> io::Result<Export> {
         return Err(io::Error::other("it does not speak NBD"));
     }
     stream.write_all(&u32::from(FIXED_NEWSTYLE | NO_ZEROES).to_be_bytes())?;
-    // The default export, and its blocks.
+    // The default export, and a request for its block sizes.
     let data = [0, 0, 0, 0, 0, 1, 0, InfoType::BlockSize as u8];
     let mut option = OPTION_MAGIC.to_be_bytes().to_vec();
     option.extend(ClientOption::Go.number().to_be_bytes());
@@ -91,7 +89,7 @@ fn read_reply(stream: &mut UnixStream) -> io::Result<(u32, Vec<u8>)> {
     Ok((number(&header[12..16]) as u32, data))
 }
 
-/// Information of the kind that has the size.
+/// Parses information of the kind that has the size.
 fn parse_export(data: &[u8]) -> Option<Export> {
     let kind = number(data.get(..2)?);
     let flags = TransmissionFlags::from_bits_retain(number(data.get(10..12)?) as u16);
@@ -99,7 +97,7 @@ fn parse_export(data: &[u8]) -> Option<Export> {
     (kind == InfoType::Export as u64).then_some(Export { size, flags, block: 1 })
 }
 
-/// Information of the kind that has the block sizes.
+/// Parses information of the kind that has the block sizes.
 fn parse_smallest_block(data: &[u8]) -> Option<u64> {
     let kind = number(data.get(..2)?);
     let smallest = number(data.get(2..6)?);
@@ -117,7 +115,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that says this after its greeting.
+    /// The outcome with a server that sends `said` after its greeting.
     fn with_server(said: Vec<u8>) -> io::Result<Export> {
         let (mut client, mut server) = UnixStream::pair()?;
         let server = thread::spawn(move || {

@@ -1,7 +1,7 @@
 //! Messages of generic netlink, as bytes (`<linux/netlink.h>`, `<linux/genetlink.h>`). All fields
-//! are in the order of the processor.
+//! are in the host's byte order.
 //!
-//! Guarantee: whatever lengths bytes of the kernel have, nothing outside of them is read, and
+//! Guarantee: whatever lengths the kernel's bytes contain, nothing outside of them is read, and
 //! parsing ends.
 
 /// `NLM_F_REQUEST` and `NLM_F_ACK`.
@@ -11,7 +11,7 @@ const ERROR: u16 = 2;
 /// `NLA_F_NESTED`, and with `NLA_F_NET_BYTEORDER` the bits of a type that are not its number.
 const NESTED: u16 = 1 << 15;
 const FLAGS: u16 = NESTED | 1 << 14;
-/// Bytes of `struct nlmsghdr`, of `struct genlmsghdr` behind it, and of `struct nlattr`.
+/// Bytes of `struct nlmsghdr`, of `struct genlmsghdr` after it, and of `struct nlattr`.
 const HEADER: usize = 16;
 const GENERIC: usize = 4;
 const ATTRIBUTE: usize = 4;
@@ -29,7 +29,7 @@ impl Request {
         bytes.extend(family.to_ne_bytes());
         bytes.extend(REQUEST_WITH_ACK.to_ne_bytes());
         bytes.extend(sequence.to_ne_bytes());
-        // The kernel knows the sender by its socket.
+        // The sender's port may be 0, because the kernel knows the sender by its socket.
         bytes.extend([0; 4]);
         bytes.extend([command, 1, 0, 0]);
         Self { bytes }
@@ -46,7 +46,7 @@ impl Request {
         self.attribute(kind | NESTED, attributes)
     }
 
-    /// As the kernel reads it.
+    /// The message's bytes, with its length filled in.
     pub(crate) fn into_bytes(mut self) -> Vec<u8> {
         let length = self.bytes.len() as u32;
         self.bytes[..4].copy_from_slice(&length.to_ne_bytes());
@@ -67,7 +67,7 @@ pub(crate) fn attribute(kind: u16, data: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Attributes as bytes that contain one another's type and data, as far as they are whole.
+/// Parses attributes into types and data, up to the first incomplete one.
 fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(half(bytes, 0)?);
@@ -170,7 +170,7 @@ mod tests {
         #[test]
         fn any_bytes_are_parsed_to_an_end(bytes in proptest::collection::vec(any::<u8>(), 0..200), short in 0_u8..40) {
             let _ = replies(&bytes, 0);
-            // Lengths that are short enough to be followed.
+            // Small lengths, of which more lie inside of the bytes.
             let small: Vec<u8> = bytes.iter().map(|byte| byte % (short + 1)).collect();
             let _ = replies(&small, u32::from_ne_bytes([short; 4]));
             prop_assert!(attributes(&small).count() <= small.len());

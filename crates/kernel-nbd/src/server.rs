@@ -1,4 +1,4 @@
-//! The server behind a device: the process that listens at a Unix socket, and its end.
+//! The server of a device: finds and ends the process that listens at a Unix socket.
 //!
 //! Guarantee: only the process that listens there is asked to end. The kernel names it, not a file.
 
@@ -16,7 +16,7 @@ use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::error::Error;
 
-/// How long a server may take to end: what it has in flight completes, and is flushed.
+/// How long a server may take to end: its requests in flight complete, and are flushed.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
 /// Whether a process listens at a socket.
@@ -24,16 +24,16 @@ pub(crate) fn listens(socket: &Path) -> bool {
     UnixStream::connect(socket).is_ok()
 }
 
-/// Has the server at a socket end (SIGTERM), and waits until it has. Where none listens, there is
-/// nothing to do.
+/// Ends the server at a socket (SIGTERM), and waits until it has ended. If no server listens, only
+/// removes a stale socket.
 ///
 /// # Errors
-/// It does not end for a minute, or is another user's.
+/// The server does not end within a minute, or belongs to another user.
 pub fn end(socket: &Path) -> Result<(), Error> {
     let client = match UnixStream::connect(socket) {
-        // A socket at which none listens: its server was killed.
+        // No process listens at the socket: its server was killed.
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // So does any other file.
+            // Any other file gives this error, too.
             if fs::symlink_metadata(socket).is_ok_and(|file| file.file_type().is_socket()) {
                 let _ = fs::remove_file(socket);
             }
@@ -47,7 +47,7 @@ pub fn end(socket: &Path) -> Result<(), Error> {
     let process = listener.as_raw_nonzero().get();
     let refused = |error: Errno| Error::refused(format!("end process {process}"), error.into());
     let server = match pidfd_open(listener, PidfdFlags::empty()) {
-        // It has ended meanwhile.
+        // The server has ended meanwhile.
         Err(Errno::SRCH) => return Ok(()),
         outcome => outcome.map_err(refused)?,
     };

@@ -1,8 +1,8 @@
 //! The numbers and layouts of the NBD protocol (`doc/proto.md` of the reference implementation),
 //! without any I/O (layer 1), for server and client.
 //!
-//! A server's answers are decided in `blockhouse-nbd`. All fields on the wire are big-endian;
-//! strings are UTF-8 without NUL. [`uri`] names an export and its server.
+//! `blockhouse-nbd` decides the answers of a server. All fields on the wire are big-endian; strings
+//! are UTF-8 without NUL. [`uri`] names an export and its server.
 #![forbid(unsafe_code)]
 
 pub mod option;
@@ -22,12 +22,12 @@ pub const DEFAULT_PORT: u16 = 10809;
 /// The longest string the protocol allows, in bytes ("Conventions").
 pub const MAX_STRING: usize = 4096;
 
-/// The longest payload of one request or reply, in bytes: the limit that a client may assume when
-/// nothing was announced ("Size constraints"), and the one that is announced.
+/// The longest payload of one request or reply, in bytes: the limit that a client may assume if the
+/// server announces none ("Size constraints"), and that this server announces.
 pub const MAX_PAYLOAD: u32 = InFlightLimits::DEFAULT.request_bytes as u32;
 
-/// The id that stands for `base:allocation` in block status replies. Bitmaps have the ids that
-/// follow, and then the depth of allocation.
+/// The id that stands for `base:allocation` in block status replies. The next ids are those of
+/// bitmaps, then that of the allocation depth.
 pub const ALLOCATION_CONTEXT: u32 = 1;
 
 /// The metadata context that tells what is allocated ("Metadata querying").
@@ -38,7 +38,7 @@ pub const BASE_ALLOCATION: &str = "base:allocation";
 pub const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
 
 /// The metadata context that tells which image of a chain has the data: 1 for the export's own, 2
-/// for its backing file, and so on; 0 where none has any (`docs/interop/nbd.txt` of QEMU).
+/// for its backing file, and so on; 0 if no image has the data (`docs/interop/nbd.txt` of QEMU).
 pub const ALLOCATION_DEPTH: &str = "qemu:allocation-depth";
 
 /// The flag of a block status descriptor in the context of a bitmap: the range has changed
@@ -73,7 +73,7 @@ bitflags! {
         const BLOCK_STATUS_PAYLOAD = 1 << 12;
     }
 
-    /// The wishes of a client for one request ("Command flags").
+    /// A client's demands for one request ("Command flags").
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct CommandFlags: u16 {
         /// The request's bytes must be durable before the reply.
@@ -86,10 +86,10 @@ bitflags! {
         const REQ_ONE = 1 << 3;
         /// WRITE_ZEROES must fail rather than be as slow as a write.
         const FAST_ZERO = 1 << 4;
-        /// The length is that of a payload after the (extended) header: the data of WRITE, or which
-        /// contexts BLOCK_STATUS tells of.
+        /// The length is that of a payload after the (extended) header: the data of WRITE, or the
+        /// contexts that BLOCK_STATUS asks for.
         const PAYLOAD_LEN = 1 << 5;
-        // Any bit may arrive; those without a name are refused per request.
+        // A client may send any bit; a request with an unnamed bit is refused.
         const _ = !0;
     }
 
@@ -126,8 +126,8 @@ pub enum Errno {
 }
 
 impl Errno {
-    /// The value that stands for an errno of Linux. What the protocol does not know becomes EIO,
-    /// so that no client takes a failure of the host for a mistake of its own.
+    /// The protocol's value for an errno of Linux. An errno that the protocol does not have becomes
+    /// EIO, so that no client takes a failure of the host for a mistake of its own.
     pub fn from_linux(code: i32) -> Self {
         match code {
             1 | 13 /* EACCES */ | 30 /* EROFS */ => Self::Perm,
@@ -164,7 +164,7 @@ impl Framing {
         }
     }
 
-    /// Whether replies come in chunks, which block status and DF depend on.
+    /// Whether replies are sent in chunks, which block status and DF need.
     pub const fn has_chunks(self) -> bool {
         !matches!(self, Self::Simple)
     }

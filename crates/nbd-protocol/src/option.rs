@@ -23,13 +23,14 @@ pub const PADDING_LENGTH: usize = 124;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum ClientOption {
-    /// Choose an export and go on to the transmission phase; cannot be refused politely.
+    /// Choose an export and go on to the transmission phase; a server can refuse it only by
+    /// disconnecting.
     ExportName = 1,
-    /// Give up.
+    /// End the negotiation.
     Abort = 2,
-    /// Which exports are there?
+    /// List the exports.
     List = 3,
-    /// Encrypt from here on.
+    /// Encrypt the connection from here on.
     StartTls = 5,
     /// Describe an export.
     Info = 6,
@@ -37,7 +38,7 @@ pub enum ClientOption {
     Go = 7,
     /// Use structured replies.
     StructuredReply = 8,
-    /// Which metadata contexts does an export have?
+    /// List the metadata contexts of an export.
     ListMetaContext = 9,
     /// Select metadata contexts.
     SetMetaContext = 10,
@@ -84,9 +85,9 @@ pub enum ReplyType {
     MetaContext = 4,
     /// The option is unknown here.
     ErrUnsup = (1 << 31) + 1,
-    /// The server does not allow it.
+    /// The server does not allow the option.
     ErrPolicy = (1 << 31) + 2,
-    /// The option makes no sense, or not now.
+    /// The option is invalid, or is not allowed at this point.
     ErrInvalid = (1 << 31) + 3,
     /// TLS has to begin first.
     ErrTlsReqd = (1 << 31) + 5,
@@ -96,7 +97,7 @@ pub enum ReplyType {
     ErrShutdown = (1 << 31) + 7,
     /// The option is too large to process.
     ErrTooBig = (1 << 31) + 9,
-    /// Extended headers were agreed; there is no way back.
+    /// Extended headers were negotiated, so structured replies cannot be chosen.
     ErrExtHeaderReqd = (1 << 31) + 10,
 }
 

@@ -20,7 +20,7 @@ pub const STRUCTURED_LENGTH: usize = 20;
 /// The length of an extended chunk's header in bytes.
 pub const EXTENDED_LENGTH: usize = 32;
 
-/// Longer messages for people are cut here, in bytes.
+/// The longest message for people, in bytes. Longer ones are cut.
 pub const MAX_MESSAGE: usize = 90;
 /// The longest reply without a payload, in bytes.
 pub const MAX_SMALL_REPLY: usize = EXTENDED_LENGTH + 6 + MAX_MESSAGE;
@@ -42,20 +42,20 @@ pub mod chunk {
     pub const BLOCK_STATUS_EXT: u16 = 6;
     /// The request failed.
     pub const ERROR: u16 = (1 << 15) + 1;
-    /// Set in all types that tell of an error.
+    /// Set in all types of errors.
     pub const ERROR_BIT: u16 = 1 << 15;
 }
 
 /// Which request a reply belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplyTo {
-    /// The client's name for it.
+    /// The client's identifier of the request.
     pub cookie: u64,
-    /// The offset in its header, which extended replies repeat.
+    /// The offset in the request's header, which extended replies repeat.
     pub offset: u64,
 }
 
-/// Encodes the head of the one chunk of a reply: its header, marked as the last.
+/// Encodes the header of the only chunk of a reply, marked as the last.
 fn encode_chunk(out: &mut [u8], framing: Framing, to: ReplyTo, kind: u16, payload: usize) -> usize {
     encode_chunk_of(out, framing, to, (kind, DONE), payload)
 }
@@ -94,9 +94,9 @@ fn encode_simple(out: &mut [u8], cookie: u64, error: u32) -> usize {
 /// Whether a success without a payload must, or may, be a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SuccessForm {
-    /// The reply to a READ: never simple once structured replies were agreed on.
+    /// The reply to a READ: never simple once structured replies were negotiated.
     Chunk,
-    /// The reply to anything else: simple where that is allowed, which is shorter.
+    /// The reply to anything else: simple if that is allowed, because that is shorter.
     Shortest,
 }
 
@@ -113,8 +113,8 @@ pub fn encode_success(out: &mut [u8], framing: Framing, to: ReplyTo, form: Succe
     }
 }
 
-/// Encodes a failure; at most [`MAX_SMALL_REPLY`] bytes. `message` is for people, where the framing
-/// has room for it.
+/// Encodes a failure; at most [`MAX_SMALL_REPLY`] bytes. `message` is for people; simple replies
+/// omit it.
 pub fn encode_error(
     out: &mut [u8],
     framing: Framing,
@@ -144,8 +144,8 @@ pub const fn read_head_length(framing: Framing) -> usize {
     }
 }
 
-/// Encodes the head of a successful READ of `length` bytes, more than none. All data comes in one
-/// piece, so "don't fragment" is always kept.
+/// Encodes the head of a successful READ of `length` bytes, at least one. All data is in one chunk,
+/// so "don't fragment" always holds.
 pub fn encode_read_head(out: &mut [u8], framing: Framing, to: ReplyTo, length: usize) -> usize {
     if !framing.has_chunks() {
         return encode_simple(out, to.cookie, 0);
@@ -206,9 +206,9 @@ pub fn encode_status_head(
     }
 }
 
-/// Encodes one descriptor with the flags of its context. A compact one cannot hold a length from
-/// 2^32 on; it is then cut to the largest multiple of 64 KiB that fits, which the protocol allows
-/// for the last descriptor.
+/// Encodes one descriptor with the flags of its context. A compact descriptor cannot hold a length
+/// of 2^32 or more. Such a length is cut to the largest multiple of 64 KiB that fits, which the
+/// protocol allows for the last descriptor.
 pub fn encode_descriptor(out: &mut [u8], framing: Framing, length: u64, flags: u32) -> usize {
     if matches!(framing, Framing::Extended) {
         out[0..8].copy_from_slice(&length.to_be_bytes());

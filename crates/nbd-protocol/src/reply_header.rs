@@ -1,7 +1,7 @@
 //! Replies of the transmission phase as a client reads them.
 //!
-//! Guarantees: nothing is read past the bytes that are there, and no length of the server's is
-//! believed: the caller compares it with what it asked for.
+//! Guarantees: nothing is read past the end of the bytes, and no length from the server is trusted:
+//! the caller compares it with its request.
 
 use super::reply::{
     DONE, EXTENDED_LENGTH, EXTENDED_MAGIC, SIMPLE_LENGTH, SIMPLE_MAGIC, STRUCTURED_LENGTH,
@@ -34,11 +34,11 @@ pub enum ReplyHeader {
 }
 
 impl ReplyHeader {
-    /// Reads the header at the start of `bytes`, and says how long it is; `None` when they do not
-    /// hold all of it.
+    /// Parses the header at the start of `bytes`. Returns it with its length, or `None` if `bytes`
+    /// do not contain all of it.
     ///
     /// # Errors
-    /// The bytes do not start with a magic number that this framing has.
+    /// The bytes do not start with a magic number of this framing.
     pub fn parse(framing: Framing, bytes: &[u8]) -> Result<Option<(Self, usize)>, BadMagic> {
         let Some(magic) = field(bytes, 0) else { return Ok(None) };
         let magic = u32::from_be_bytes(magic);
@@ -80,8 +80,8 @@ pub fn parse_hole(payload: &[u8]) -> Option<(u64, u32)> {
     Some((u64::from_be_bytes(field(payload, 0)?), u32::from_be_bytes(field(payload, 8)?)))
 }
 
-/// The content of a chunk that reports an error: the error value, and a message for people with
-/// anything in it.
+/// The content of a chunk that reports an error: the error value, and a message for people, which
+/// may contain anything.
 pub fn parse_error(payload: &[u8]) -> Option<(u32, String)> {
     let error = u32::from_be_bytes(field(payload, 0)?);
     let length = usize::from(u16::from_be_bytes(field(payload, 4)?));
@@ -102,7 +102,7 @@ pub fn parse_first_status(kind: u16, payload: &[u8]) -> Option<(u32, u64, Status
     let (length, flags) = match framing {
         Framing::Extended => (
             u64::from_be_bytes(field(descriptor, 0)?),
-            // No flag of base:allocation has a number from 32 on.
+            // All flags of base:allocation are in the lower 32 bits.
             u64::from_be_bytes(field(descriptor, 8)?) as u32,
         ),
         Framing::Simple | Framing::Structured => (

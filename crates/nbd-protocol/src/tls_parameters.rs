@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use percent_encoding::percent_decode_str;
 
-/// The credentials by which a client and its server know each other. The default: the server by a
-/// certificate of an authority that this host trusts, and the client by nothing.
+/// The credentials by which a client and its server authenticate each other. By default the server
+/// shows a certificate of an authority that this host trusts, and the client shows none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TlsParameters {
     user: Option<String>,
@@ -21,8 +21,7 @@ impl TlsParameters {
     /// The parameters of a user's name and of names that begin with `tls-`, all percent-encoded.
     ///
     /// # Errors
-    /// A parameter is unknown, is given twice, has no value that it can have, or contradicts
-    /// another.
+    /// A parameter is unknown, is given twice, has an invalid value, or contradicts another.
     pub(crate) fn parse(user: &str, parameters: &[(&str, &str)]) -> Result<Self, String> {
         let mut all = Self::default();
         if !user.is_empty() {
@@ -64,8 +63,8 @@ impl TlsParameters {
         Ok(())
     }
 
-    /// A folder with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` where the
-    /// client shows a certificate.
+    /// A folder with `ca-cert.pem`, and with `client-cert.pem` and `client-key.pem` if the client
+    /// shows a certificate.
     pub fn certificates(&self) -> Option<&Path> {
         self.certificates.as_deref()
     }
@@ -75,17 +74,17 @@ impl TlsParameters {
         Some((self.user.as_deref()?, self.psk_file.as_deref()?))
     }
 
-    /// The name that the server's certificate must have, where that is not the host's.
+    /// The name that the server's certificate must have, if that is not the host's name.
     pub fn hostname(&self) -> Option<&str> {
         self.hostname.as_deref()
     }
 
-    /// Whether the server must show a certificate that is good.
+    /// Whether the server's certificate is verified.
     pub fn verifies_peer(&self) -> bool {
         self.verify_peer.unwrap_or(true)
     }
 
-    /// The file or folder of this host that is read.
+    /// The file or folder of this host that has the credentials.
     pub fn local_path(&self) -> Option<&Path> {
         self.certificates.as_deref().or(self.psk_file.as_deref())
     }
@@ -110,7 +109,7 @@ fn check(what: &str, value: &[u8]) -> Result<(), String> {
     if value.contains(&0) { Err(format!("{what} contains NUL")) } else { Ok(()) }
 }
 
-/// As libnbd takes it.
+/// Parses a boolean as libnbd does.
 fn truth(key: &str, value: &str) -> Result<bool, String> {
     match value.to_ascii_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" | "on" => Ok(true),

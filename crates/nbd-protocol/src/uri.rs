@@ -1,7 +1,7 @@
 //! NBD URIs (`doc/uri.md` of the reference implementation): where an export is.
 //!
 //! `nbd://HOST:PORT/NAME` over TCP and `nbd+unix:///NAME?socket=PATH` over a Unix socket; with TLS
-//! `nbds` and `nbds+unix`. What a URI says and its user cannot keep is an error, never ignored.
+//! `nbds` and `nbds+unix`. A part of a URI that cannot be obeyed is an error, never ignored.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -15,12 +15,12 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_e
 use crate::tls_parameters::TlsParameters;
 use crate::{DEFAULT_PORT, MAX_STRING};
 
-/// Characters that stand for themselves in a path or a query value: unreserved characters (RFC
-/// 3986, section 2.3) and the slash.
+/// Characters that are percent-encoded in a path or a query value: all but unreserved characters
+/// (RFC 3986, section 2.3) and the slash.
 const ENCODED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
 
-/// Characters that stand for themselves in a host.
+/// Characters that are percent-encoded in a host: the slash, too.
 const ENCODED_HOST: &AsciiSet = &ENCODED.add(b'/');
 
 /// An export and the address of its server.
@@ -34,21 +34,21 @@ pub struct NbdUri {
     pub export: String,
 }
 
-/// Where a client finds an export, and by what the two sides know each other.
+/// Where a client finds an export, and the credentials of both sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClientUri {
     /// The export.
     pub export: NbdUri,
-    /// The parameters of TLS; nothing without TLS.
+    /// The parameters of TLS; empty without TLS.
     pub tls: TlsParameters,
 }
 
 /// Whether the connections of a URI use TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Security {
-    /// `nbd`: they need not.
+    /// `nbd`: TLS is not required.
     Plain,
-    /// `nbds`: they must.
+    /// `nbds`: TLS is required.
     Tls,
 }
 
@@ -66,7 +66,7 @@ pub enum Address {
     Unix(PathBuf),
 }
 
-/// Why a text is no URI that can be used here.
+/// Why a text is no usable URI.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{uri}: {reason}")]
 pub struct UriError {
@@ -159,7 +159,7 @@ struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// Of the text that follows `SCHEME://`.
+    /// The parts of the text that follows `SCHEME://`.
     fn of(text: &'a str) -> Self {
         let (text, fragment) = split_before(text, '#');
         let (text, query) = split_before(text, '?');
@@ -251,7 +251,7 @@ fn parameters(query: &str) -> Result<(Option<PathBuf>, Vec<Parameter<'_>>), Stri
     Ok((socket, tls))
 }
 
-/// The name of the export that a path means. `.` and `..` mean nothing special in it.
+/// The name of the export that a path means. `.` and `..` have no special meaning in it.
 fn export(path: &str) -> Result<String, String> {
     let path = path.strip_prefix('/').unwrap_or(path);
     let name = percent_decode_str(path).decode_utf8();
@@ -308,8 +308,8 @@ impl fmt::Display for NbdUri {
     }
 }
 
-/// Whether a host is an address that goes in brackets. A name may have colons as well, and so may
-/// another spelling of an address, which is then a name.
+/// Whether a host is an IPv6 address, which is written in brackets. A name may have colons as well;
+/// an address in another spelling counts as a name.
 fn is_ipv6(host: &str) -> bool {
     host.parse::<Ipv6Addr>().is_ok_and(|address| address.to_string() == host)
 }

@@ -1,4 +1,4 @@
-//! `ctl SOCKET backup`: disks as they are at one moment, for programs that copy them.
+//! `ctl SOCKET backup`: serves the state of disks at one moment, for programs that copy it.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! `ctl SOCKET fork`: disks go on in overlays, and other disks begin over the old content.
+//! `ctl SOCKET fork`: disks continue in overlays; other disks can use the old content, too.
 
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,7 @@
 //! `blockhouse ctl SOCKET`: short commands to a running server.
 //!
-//! Each is one method of docs/control.md, or few; `call` is for all others. Results are tables, or
-//! with `--json` what the server answered.
+//! A command calls one or a few methods of docs/control.md; `call` calls any method. Results are
+//! tables, or with `--json` the server's answer.
 
 mod backup;
 mod bitmap;
@@ -404,7 +404,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if text.is_empty() { Ok(()) } else { output::print(&text) }
 }
 
-/// An error of the server that names commands in place of methods.
+/// The server's error, with the names of `ctl` commands in place of the methods.
 fn in_words_of_people(error: anyhow::Error) -> anyhow::Error {
     const WORDS: [(&str, &str); 7] = [
         ("'disk.list'", "'ctl SOCKET disks'"),
@@ -441,7 +441,7 @@ impl Action {
             Self::Export { disk, address, read_only } => {
                 tell_of_kind(&address);
                 let mut params = json!({ "disk": disk, "export": absolute_export(&address)? });
-                // Older servers do not know it.
+                // Older servers refuse this parameter, so it is sent only if needed.
                 if read_only {
                     params["read-only"] = true.into();
                 }
@@ -614,7 +614,7 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("not an object of JSON: {error}"))
 }
 
-/// Says what a path without a scheme means: a program of NBD could not use it.
+/// Prints what an address without a scheme means, because an NBD client cannot use it.
 fn tell_of_kind(address: &str) {
     if !address.contains("://") && !output::is_quiet() {
         output::tell(&format!(

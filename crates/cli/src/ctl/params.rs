@@ -16,13 +16,13 @@ pub(super) fn add_given<const N: usize>(params: &mut Value, optional: [(&str, Op
     }
 }
 
-/// The server may have another working directory.
+/// The absolute path, because the server may have another working directory.
 pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
     std::path::absolute(path).with_context(|| format!("{}", path.display()))
 }
 
-/// As [`absolute`], of an image wherever it is: the address of one on another server stays as it
-/// is.
+/// As [`absolute`], for the name of an image: the address of an image on another server is
+/// unchanged.
 pub(super) fn absolute_image(name: &Path) -> Result<PathBuf> {
     if is_address(name.as_os_str().as_bytes()) { Ok(name.to_owned()) } else { absolute(name) }
 }

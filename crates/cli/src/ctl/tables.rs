@@ -1,4 +1,4 @@
-//! Results of `ctl` for people.
+//! Formats the results of `ctl` for people.
 //!
 //! Texts that others chose (names, paths) are escaped: they cannot control the terminal.
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::snapshot_list;
 
-/// The result of a method; empty where there is nothing to say.
+/// The result of a method; empty if there is nothing to print.
 pub fn show(method: &str, result: &Value) -> String {
     match method {
         "disk.list" => {
@@ -224,7 +224,7 @@ fn bitmaps(result: &Value) -> String {
     table(["NAME", "GRANULARITY", "STATE", "CHANGED"], result, row)
 }
 
-/// An event: its name, and what it says.
+/// An event: its name and its fields.
 pub fn event(event: &Value) -> String {
     let fields = event.as_object().into_iter().flatten().filter(|(key, _)| *key != "event");
     let fields = fields.map(|(key, value)| format!(" {key}={}", text(value)));
@@ -246,7 +246,7 @@ fn exports(result: &Value) -> String {
     exports.map(|export| format!("ready {}", text(export))).collect::<Vec<_>>().join("\n")
 }
 
-/// The clients; only the first where they are many.
+/// The first four clients, and the number of the others.
 fn peers(list: &Value) -> String {
     const SHOWN: usize = 4;
     let all: Vec<_> = list.as_array().into_iter().flatten().map(text).collect();
@@ -275,7 +275,7 @@ fn bytes(value: &Value) -> String {
     value.as_u64().map_or_else(|| value.to_string(), size::show)
 }
 
-/// A heading and a row for each element, in columns; nothing where there are none.
+/// A heading and a row for each element, in columns; empty without elements.
 fn table<const N: usize>(
     heading: [&str; N],
     elements: &Value,

@@ -35,7 +35,7 @@ use crate::serve::nbd_habits::NbdHabits;
 use crate::serve::tls_args::TlsArgs;
 use crate::side_file_args::SideFileArgs;
 
-/// The options that the configuration has in place of the command line.
+/// The options that --config excludes, because the configuration file contains them.
 const OTHER_OPTIONS: [&str; 52] = [
     "images",
     "format",
@@ -352,7 +352,7 @@ impl FromStr for UblkId {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "any" => Ok(Self(None)),
-            // The driver has no more minor numbers.
+            // The driver has no larger minor numbers.
             _ => match text.parse() {
                 Ok(id @ ..1_048_576) => Ok(Self(Some(id))),
                 _ => Err("write the number of a device, or nothing and the image before it".into()),
@@ -394,7 +394,7 @@ impl Arguments {
         }
         self.engine = self.habits.aio.unwrap_or(self.engine);
         if let Some(seconds) = self.habits.handshake_limit {
-            // As QEMU has it, 0 is no limit.
+            // In QEMU 0 means no limit; here it means an hour.
             let limit =
                 if seconds == 0 { "handshake=1h".into() } else { format!("handshake={seconds}") };
             self.limits.push(limits::parse(&limit).unwrap_or_else(|why| refuse(&why)));
@@ -466,7 +466,7 @@ impl Arguments {
         let file = File::options().read(true).write(true).open(&overlay);
         let removed = std::fs::remove_file(&overlay).and(file);
         let file = removed.with_context(|| format!("{}: cannot be used", overlay.display()))?;
-        // Open for as long as the process runs.
+        // The file stays open while the process runs.
         let overlay = PathBuf::from(format!("/proc/self/fd/{}", file.into_raw_fd()));
         self.references.allow.allow_path.push(base);
         (*image, self.format) = (overlay, Some(ImageFormat::Qcow2));
@@ -521,7 +521,7 @@ impl Arguments {
     /// The configuration cannot be read, or is wrong.
     pub(super) fn setup(&self) -> Result<Setup> {
         if let Some(path) = &self.config {
-            // It is read again, maybe from another working directory.
+            // A reload reads the file again, maybe from another working directory.
             let path = std::path::absolute(path)?;
             let (upgrade_to, hand_over) = (self.upgrade_to.clone(), self.hand_over);
             return Ok(Setup { upgrade_to, hand_over, ..file::read(&path)? });
@@ -574,8 +574,8 @@ impl Arguments {
         self.tls.add_to(server)
     }
 
-    /// The sockets of vhost-user-blk with the index of each one's image: the first has the first
-    /// image and so on, or all have the only one.
+    /// The vhost-user-blk sockets, each with the index of its image: socket N serves image N, or
+    /// all sockets serve the only image.
     fn devices(&self) -> Vec<(PathBuf, usize)> {
         let last = self.images.len() - 1;
         let sockets = self.vhost_user_blk.iter().enumerate();
@@ -589,8 +589,8 @@ impl Arguments {
         devices.map(|(index, UblkId(id))| UblkSetup { id: *id, disk: index.min(last) }).collect()
     }
 
-    /// The disks, each under a name of its own: `--name` or the file's, and its path where that is
-    /// not enough.
+    /// The disks, each with a unique name: `--name` or the file's name, or the path if another disk
+    /// has the same name.
     fn disks(&self, offers: &Offers) -> Vec<DiskConfig> {
         let labels: Vec<_> = (0..self.images.len()).map(|image| offers.label(image)).collect();
         let is_unique = |label: &String| labels.iter().filter(|other| *other == label).count() == 1;
@@ -635,7 +635,7 @@ impl Arguments {
             key_files: keys.keys,
             passphrase_files: keys.passphrases,
             bitmaps: self.bitmap.clone(),
-            // As QEMU's users have it.
+            // As in qemu-nbd.
             bitmaps_behind: called_as::is_qemu_nbd(),
             bitmaps_in: self.side_file.bitmaps.clone(),
             trust_bitmaps: self.side_file.trust_bitmaps,
@@ -651,7 +651,7 @@ impl Arguments {
         let plan = Offers::new(&self.images, &self.name).and_then(|offers| {
             let offers = offers.with_rights(self.habits.rights());
             let plan = offers.plan(&self.nbd)?;
-            // Each image has a device, or none has.
+            // Either each image has a device, or no image has one.
             let has_devices = !self.vhost_user_blk.is_empty() || !self.ublk.is_empty();
             if !self.nbd.is_empty() && !has_devices {
                 offers.check_all_offered(plan.iter().flat_map(|(_, offers)| offers))?;

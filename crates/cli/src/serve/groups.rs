@@ -1,7 +1,7 @@
-//! The options of `serve` in groups, as its help, its man page and its completions have them.
+//! Groups the options of `serve` for its help, its man page and its completions.
 //!
 //! Invariant, which a test checks: each option that help shows is in one group. The first group has
-//! those that people need first, under no heading of its own.
+//! the options that most servers need, and no heading.
 
 use clap::{Arg, Command};
 

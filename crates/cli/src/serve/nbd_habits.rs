@@ -1,5 +1,5 @@
-//! The options of qemu-nbd that mean something here: all but `-k` hidden, since `--nbd`,
-//! `--snapshot` and `--limit` say the same.
+//! The options of qemu-nbd that `serve` accepts. All but `-k` are hidden from its help, because
+//! `--nbd`, `--snapshot` and `--limit` have the same meaning.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -90,7 +90,7 @@ impl NbdHabits {
     /// The address that these options name; `None` if they name none.
     ///
     /// # Errors
-    /// Why that cannot be an address, in words.
+    /// Why the options give no valid address, as a text.
     pub fn uri(&self) -> Result<Option<NbdUri>, String> {
         if self.port.is_some() || self.bind.is_some() {
             let (host, port) = (self.bind.as_deref().unwrap_or("0.0.0.0"), self.port);
@@ -124,19 +124,20 @@ impl NbdHabits {
         is_named || is_changed || self.allocation_depth || self.load_snapshot.is_some()
     }
 
-    /// The rights of clients: those that qemu-nbd gives where the program is called so.
+    /// The rights of clients. Under the name qemu-nbd they are those that qemu-nbd gives.
     pub(super) fn rights(&self) -> ExportRights {
         let usual = ExportRights::default();
         ExportRights { has_depth: self.allocation_depth || !called_as::is_qemu_nbd(), ..usual }
     }
 
-    /// How many clients each socket has at once. QEMU's users get one if they do not say more.
+    /// The most clients that each socket serves at once. Under the name qemu-nbd the default is
+    /// one.
     pub(super) fn max_connections(&self) -> Option<NonZeroUsize> {
         let usual = if called_as::is_qemu_nbd() { 1 } else { 0 };
         NonZeroUsize::new(self.shared.unwrap_or(usual) as usize)
     }
 
-    /// The name of the export, where no URI has it.
+    /// The name of the export, if no URI of these options contains it.
     pub fn name(&self) -> Option<&str> {
         let has_uri = self.socket.is_some() || self.port.is_some() || self.bind.is_some();
         self.export.as_deref().filter(|_| !has_uri)

@@ -40,7 +40,7 @@ enum Mode {
 }
 
 impl TlsArgs {
-    /// Requires TLS by the object of this name.
+    /// Requires TLS, with the certificates or keys of the object of this name.
     ///
     /// # Errors
     /// As [`tls_object::of_server`].
@@ -51,7 +51,7 @@ impl TlsArgs {
         Ok(())
     }
 
-    /// The server with these options.
+    /// The server's configuration with these options.
     pub fn add_to(&self, server: ServerConfig) -> ServerConfig {
         ServerConfig {
             tls: self.tls.map(|mode| match mode {

@@ -60,9 +60,9 @@ const IN_ORDER: [&str; 6] = ["blockdev", "nbd_server", "export", "object", "char
 pub struct Arguments {
     /// The options whose order counts, each with its argument.
     words: Vec<(&'static str, String)>,
-    /// Whether a process in the background is to go on.
+    /// Whether the server continues in a background process.
     pub daemonize: bool,
-    /// The file that names the process.
+    /// The file for the process id.
     pub pidfile: Option<PathBuf>,
     /// Whether only the version is wanted.
     pub version: bool,
@@ -106,11 +106,11 @@ impl FromArgMatches for Arguments {
 pub struct Plan {
     /// Commands of QMP, in the order of the words.
     pub commands: Vec<FirstCommand>,
-    /// The devices of monitors.
+    /// The character devices of monitors.
     pub monitors: Vec<Chardev>,
-    /// The object of TLS, and the folder that it names.
+    /// The TLS object: its id, its kind, and the folder of its files.
     pub tls: Option<(String, TlsKind, PathBuf)>,
-    /// How many threads have names.
+    /// The number of iothread objects.
     pub threads: usize,
 }
 
@@ -124,10 +124,10 @@ pub enum TlsKind {
 }
 
 impl Arguments {
-    /// The plan that the words ask for.
+    /// The plan for the options.
     ///
     /// # Errors
-    /// The mistake in one of them, with its option.
+    /// The mistake in an option, with the option.
     pub fn plan(&self) -> Result<Plan, String> {
         let mut plan = Plan::default();
         let mut devices: Vec<Chardev> = Vec::new();
@@ -178,7 +178,7 @@ fn monitor(text: &str, devices: &[Chardev]) -> Result<Chardev, String> {
 }
 
 impl Plan {
-    /// Takes an option in that is a command.
+    /// Adds an option that is a QMP command.
     fn take(&mut self, option: &str, text: &str, said: &str) -> Result<(), String> {
         let (name, implied) = match option {
             "blockdev" => ("blockdev-add", Some("driver")),
@@ -194,7 +194,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Threads and TLS are there before anything listens.
+    /// Records threads and TLS credentials, which must exist before anything listens.
     fn note_object(&mut self, arguments: &Map<String, Value>) -> Result<(), String> {
         let text = |name: &str| arguments.get(name).and_then(Value::as_str).unwrap_or_default();
         let kind = match text("qom-type") {
@@ -206,7 +206,7 @@ impl Plan {
             "tls-creds-psk" => TlsKind::Psk,
             _ => return Ok(()),
         };
-        // A client's is read by the command.
+        // The command itself reads a client's credentials.
         if text("endpoint") != "server" {
             return Ok(());
         }

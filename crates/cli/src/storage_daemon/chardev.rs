@@ -1,7 +1,7 @@
-//! Character devices: where clients of QMP are.
+//! Character devices: how QMP clients connect.
 //!
-//! A listening socket serves clients side by side, where QEMU has one after the other, and waits
-//! for none of them. One that connects, and standard input and output, are one client.
+//! A listening socket serves several clients at once (QEMU: one after the other), and startup waits
+//! for no client. A connecting socket has one client, and so have standard input and output.
 
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::keyval::split;
 
-/// How long the end of the process waits for a standard output that takes nothing.
+/// How long the process waits at its end for a standard output that blocks.
 const EXIT_LIMIT: Duration = Duration::from_secs(1);
 
 /// A character device.
@@ -47,7 +47,7 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
     let backend = backend.strip_prefix("backend=").unwrap_or(&backend);
     let (mut id, mut path, mut is_server) = (None, None, false);
     for part in parts {
-        // An old way to write switches.
+        // The old form of switches: NAME or noNAME.
         let (key, value) = part.split_once('=').unwrap_or(match part.strip_prefix("no") {
             Some(key) => (key, "off"),
             None => (&part, "on"),
@@ -56,7 +56,7 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
             ("id", _) => id = Some(value.to_owned()),
             ("path", "socket") => path = Some(PathBuf::from(value)),
             ("server", "socket") => is_server = switch(key, value)?,
-            // No client is waited for.
+            // Checked, but without effect: no client is waited for.
             ("wait", "socket") | ("signal", "stdio") => _ = switch(key, value)?,
             ("host" | "port" | "fd", "socket") => {
                 return Err(format!(
@@ -84,14 +84,15 @@ fn switch(key: &str, value: &str) -> Result<bool, String> {
     blockhouse_config::switch::parse(value).ok_or_else(wrong)
 }
 
-/// Standard input and output as a socket. Tells when all of it is written.
+/// Standard input and output as a socket. [`finish`](Self::finish) waits until all output is
+/// written.
 pub struct Stdio(Receiver<()>);
 
 impl Stdio {
-    /// Begins to copy, and gives the socket.
+    /// Starts to copy, and returns the socket.
     ///
     /// # Errors
-    /// There is no socket or no thread to be had.
+    /// A socket or thread cannot be created.
     pub fn start() -> io::Result<(OwnedFd, Self)> {
         let (own, given) = UnixStream::pair()?;
         let (input, mut output) = (own.try_clone()?, own);
@@ -110,8 +111,8 @@ impl Stdio {
         Ok((given.into(), Self(written)))
     }
 
-    /// Waits until all is written, where standard output takes it. Every other copy of the socket
-    /// is closed by then.
+    /// Waits until all output is written, for at most `EXIT_LIMIT`. The caller has closed every
+    /// other copy of the socket.
     pub fn finish(self) {
         let _ = self.0.recv_timeout(EXIT_LIMIT);
     }

@@ -1,10 +1,9 @@
-//! `blockhouse qemu-storage-daemon`, and the program under that name: QEMU's command line, as
-//! commands of QMP that a server without disks carries out in their order before it is ready. So
-//! nothing is done here that a client of QMP could not ask for, but what has to be there before:
-//! sockets, threads and TLS.
+//! `blockhouse qemu-storage-daemon`, and the program under that name. QEMU's command line becomes
+//! QMP commands, which a server without disks executes in order before it is ready. So a QMP client
+//! could request all of it, except what must exist before the commands: sockets, threads and TLS.
 //!
-//! - `arguments`: the options, and what they ask for; `keyval`: their arguments; `chardev`: where
-//!   clients of QMP are
+//! - `arguments`: the options, and the commands for them; `keyval`: the syntax of their arguments;
+//!   `chardev`: how QMP clients connect
 
 mod arguments;
 mod chardev;
@@ -50,17 +49,17 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let outcome = blockhouse_daemon::run(&setup, |service| {
         service.notify_ready();
         if arguments.in_background {
-            // An empty line says that these are all.
+            // The empty line ends the list of ready lines.
             let _ = output::write("ready\n");
         }
     });
-    // With its copy of the socket.
+    // This closes the copy of the socket in the setup.
     drop(setup);
     stdio.into_iter().for_each(Stdio::finish);
     outcome.map(|()| ExitCode::SUCCESS)
 }
 
-/// Has a process in the background do what the command line says.
+/// Starts a background process with this command line.
 fn daemonize() -> Result<ExitCode> {
     let words = called_as::words().into_iter().skip(1);
     let is_it = |word: &OsString| {
@@ -69,7 +68,7 @@ fn daemonize() -> Result<ExitCode> {
     let words = words.map(|word| if is_it(&word) { background::OPTION.into() } else { word });
     match background::start(words.collect())? {
         Started::Listens(_) => Ok(ExitCode::SUCCESS),
-        // It has said why.
+        // The process has printed the reason.
         Started::Ended(code) => Ok(code),
     }
 }
@@ -113,7 +112,7 @@ fn setup(plan: Plan, arguments: &Arguments) -> Result<(Setup, Option<Stdio>)> {
     let server = ServerConfig {
         workers: threads.clamp(1, MAX_THREADS) as u16,
         pid_file: arguments.pidfile.clone(),
-        // Its clients name any file, and images name any other.
+        // QMP clients may name any file, and so may images.
         sandbox: false,
         ..ServerConfig::default()
     };

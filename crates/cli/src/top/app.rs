@@ -15,7 +15,7 @@ const MAX_HISTORY: usize = 512;
 /// The column that the disks are sorted by, the largest value first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SortBy {
-    /// The name, in the order of letters.
+    /// The name, alphabetically.
     Name,
     /// Requests a second.
     Rate,
@@ -38,7 +38,7 @@ impl SortBy {
         }
     }
 
-    /// For people.
+    /// The column's name on the screen.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Name => "name",
@@ -53,9 +53,9 @@ impl SortBy {
 /// The next step after a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// The view goes on.
+    /// The view continues.
     GoOn,
-    /// It ends.
+    /// The view ends.
     Quit,
 }
 
@@ -70,24 +70,24 @@ pub struct History {
     pub p99: VecDeque<u64>,
 }
 
-/// See the module's page.
+/// The state of the live view.
 pub struct App {
-    /// Where the server is.
+    /// The server's address.
     pub server: String,
-    /// Between two readings.
+    /// The time between two readings.
     pub interval: Duration,
     /// The last reading.
     pub snapshot: Snapshot,
     /// The disks, sorted.
     pub rows: Vec<Row>,
-    /// By disk.
+    /// The history of each disk, by its name.
     pub history: HashMap<String, History>,
     /// The column that the disks are sorted by.
     pub sort_by: SortBy,
     /// The name of the selected disk: the busiest one, until a key selects another.
     pub selected: Option<String>,
     is_chosen: bool,
-    /// Whether nothing is read.
+    /// Whether readings are paused.
     pub is_paused: bool,
     /// Whether the keys are explained.
     pub shows_help: bool,
@@ -97,7 +97,7 @@ pub struct App {
 }
 
 impl App {
-    /// A view of a server, of which one reading is there.
+    /// The view of a server after its first reading.
     pub fn new(server: String, interval: Duration, first: Snapshot) -> Self {
         let rows = rows(&first, &first);
         let selected = rows.first().map(|row| row.name.clone());
@@ -126,7 +126,7 @@ impl App {
         }
     }
 
-    /// Whether it is due.
+    /// Whether the next reading is due.
     pub fn is_due(&self) -> bool {
         !self.is_paused && self.time_to_reading().is_zero()
     }
@@ -154,13 +154,13 @@ impl App {
         }
     }
 
-    /// For how long the figures have been old; `None` while the server answers.
+    /// The age of the figures on the screen; `None` while the server answers.
     pub fn age(&self) -> Option<Duration> {
         self.failure.as_ref().map(|_| self.snapshot.at.elapsed())
     }
 
-    /// Selects the disk with most requests, if that has twice as many as the selected one: two that
-    /// are equally busy do not take turns.
+    /// Selects the disk with the highest rate, if its rate is more than twice that of the selected
+    /// disk: the selection must not alternate between two equally busy disks.
     fn select_busiest(&mut self) {
         let rate = |row: &Row| row.all.rate;
         let busiest = self.rows.iter().max_by(|one, other| rate(one).total_cmp(&rate(other)));
@@ -177,7 +177,7 @@ impl App {
         Some((index, self.rows.get(index)?))
     }
 
-    /// Does what a key, or another event, means.
+    /// Handles a key. Other events have no effect.
     pub fn handle(&mut self, event: &Event) -> Next {
         let Event::Key(KeyEvent { code, modifiers, kind: KeyEventKind::Press, .. }) = event else {
             return Next::GoOn;

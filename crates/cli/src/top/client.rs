@@ -17,7 +17,7 @@ use super::model::Snapshot;
 /// The message for a socket of another kind, mostly that of an NBD export.
 const NO_JSON: &str = "the answer is not JSON; start the server with --metrics unix:PATH or --control PATH, and \
                        name that path here";
-/// How long the server may take for an answer, and to take the request.
+/// How long the server may take to receive the request, and to answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// The most bytes of an answer: some ten thousand disks.
 const MAX_ANSWER: u64 = 256 << 20;
@@ -39,7 +39,7 @@ impl FromStr for Source {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.strip_prefix("http://").unwrap_or(text);
-        // As the server's own line has it, and as the page's address is copied.
+        // Drops the path of a URL, as the server's ready line and a browser show it.
         let address = text.split_once('/').map(|(address, _)| address);
         let text = address.filter(|address| is_address(address)).unwrap_or(text);
         match text.strip_prefix("unix:") {
@@ -51,7 +51,7 @@ impl FromStr for Source {
     }
 }
 
-/// Whether it is HOST:PORT rather than a path.
+/// Whether the text is HOST:PORT rather than a path.
 fn is_address(text: &str) -> bool {
     let parts = text.rsplit_once(':');
     parts.is_some_and(|(host, port)| !host.contains('/') && port.parse::<u16>().is_ok())
@@ -74,7 +74,7 @@ impl Source {
     /// The server's metrics at this moment.
     ///
     /// # Errors
-    /// When no server answers there, or with something else.
+    /// No server answers there, or the answer is not a server's metrics.
     pub fn read(&self) -> Result<Snapshot> {
         let read = || match self.ask_http()? {
             Some(answer) => Snapshot::parse(&answer),
@@ -104,7 +104,7 @@ impl Source {
         }
     }
 
-    /// `None` where what answers does not speak HTTP.
+    /// The answer to an HTTP request; `None` if the server does not speak HTTP.
     fn ask_http(&self) -> Result<Option<Value>> {
         let mut stream = self.connect()?;
         stream.write_all(HTTP_REQUEST)?;

@@ -1,7 +1,7 @@
 //! `blockhouse top`: the activity of a running server, live in the terminal.
 //!
-//! It reads the server's metrics again and again, and shows what has changed: rates, and latencies
-//! of the requests of the last interval. Without a terminal it prints one table.
+//! Reads the server's metrics repeatedly, and shows the differences: rates, and the latencies of
+//! the requests of the last interval. Without a terminal, prints one table.
 
 mod app;
 mod client;
@@ -56,8 +56,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
 }
 
-/// Shows the server until a key ends it. The terminal is as before afterwards, also where that
-/// fails.
+/// Shows the server until a key ends it. Restores the terminal afterwards, also after an error.
 fn run_live(server: &Source, interval: Duration, first: Snapshot) -> Result<()> {
     let mut terminal = ratatui::try_init().context("cannot use the terminal")?;
     let shown = show(server, interval, first, &mut terminal);
@@ -80,7 +79,7 @@ fn show(
                 return Ok(());
             }
         } else if app.is_due() {
-            // A server that is away may come back, as one that is being upgraded does.
+            // A server that does not answer may answer again later, for example after an upgrade.
             app.take(server.read());
         }
     }

@@ -1,4 +1,4 @@
-//! A reading of a server's metrics, as far as they are shown.
+//! A reading of those metrics of a server that the view shows.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -14,7 +14,7 @@ pub struct Snapshot {
     pub at: Instant,
     /// The server's version.
     pub version: String,
-    /// By name.
+    /// The disks, by name.
     pub disks: BTreeMap<String, DiskReading>,
 }
 
@@ -29,28 +29,29 @@ pub struct DiskReading {
     pub allocated: u64,
     /// Requests in flight.
     pub in_flight: u64,
-    /// Requests that wait for room on the host.
+    /// Requests that wait for free space on the host.
     pub held: u64,
     /// The file that the oldest read of a backing file waits for, and since how many seconds.
     pub wait: Option<(String, u64)>,
     /// Clients of each kind of export.
     pub clients: BTreeMap<String, u64>,
-    /// By kind of export and operation.
+    /// Counters by kind of export and operation.
     pub requests: BTreeMap<(String, String), Series>,
-    /// By stage and operation.
+    /// Counters by stage and operation.
     pub stages: BTreeMap<(String, String), Series>,
 }
 
 /// The counters of one kind of request.
 #[derive(Clone, Debug, Default)]
 pub struct Series {
-    /// How often, of what has ended.
+    /// The number of requests that have ended.
     pub count: u64,
     /// Bytes.
     pub bytes: u64,
-    /// How often it failed.
+    /// The number of requests that failed.
     pub errors: u64,
-    /// How many took no longer than a bound (in nanoseconds), but longer than the one before.
+    /// The number of requests whose duration is at most this bound, in nanoseconds, but above the
+    /// previous bound.
     pub buckets: BTreeMap<u64, u64>,
 }
 
@@ -73,11 +74,10 @@ impl Sample {
 }
 
 impl Snapshot {
-    /// Reads what the server answered. Metrics that are not known are left out: the server may be
-    /// newer.
+    /// Parses the server's answer. Unknown metrics are ignored, because the server may be newer.
     ///
     /// # Errors
-    /// When it is something else.
+    /// The answer is not a server's metrics.
     pub fn parse(answer: &Value) -> Result<Self> {
         let families = answer.as_object().context("the answer is no list of metrics")?;
         let mut snapshot =

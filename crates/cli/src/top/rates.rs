@@ -16,31 +16,31 @@ pub struct Row {
     pub size: u64,
     /// The space that it takes on the host, in bytes.
     pub allocated: u64,
-    /// The clients that it has.
+    /// The number of its clients.
     pub clients: u64,
     /// Requests in flight.
     pub in_flight: u64,
-    /// Requests that wait for room on the host.
+    /// Requests that wait for free space on the host.
     pub held: u64,
     /// The backing file that a request waits for, and since how many seconds.
     pub wait: Option<(String, u64)>,
-    /// Of all requests.
+    /// The activity of all requests.
     pub all: Activity,
-    /// Of reads.
+    /// The activity of reads.
     pub reads: Activity,
-    /// Of writes.
+    /// The activity of writes.
     pub writes: Activity,
-    /// Of flushes.
+    /// The activity of flushes.
     pub flushes: Activity,
     /// Errors since the server's start.
     pub errors: u64,
-    /// By kind of export and operation.
+    /// The activity by kind of export and operation.
     pub requests: Vec<Detail>,
-    /// By stage and operation.
+    /// The activity by stage and operation.
     pub stages: Vec<Detail>,
 }
 
-/// The activity of one kind, apart.
+/// The activity of one kind of request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Detail {
     /// The kind of export, or the stage.
@@ -56,17 +56,17 @@ pub struct Detail {
 /// The activity in an interval.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Activity {
-    /// How often, a second.
+    /// Requests a second.
     pub rate: f64,
     /// Bytes a second.
     pub bytes: f64,
-    /// The median; `None` where nothing was done.
+    /// The median latency; `None` without requests.
     pub p50: Option<Duration>,
-    /// The 99th percentile.
+    /// The 99th percentile of the latency.
     pub p99: Option<Duration>,
 }
 
-/// The disks of the later reading. One that was not there before has no rates yet.
+/// The disks of the later reading. A disk that the earlier reading lacks has no rates yet.
 pub fn rows(before: &Snapshot, after: &Snapshot) -> Vec<Row> {
     let seconds = after.at.saturating_duration_since(before.at).as_secs_f64().max(1e-3);
     let row = |(name, disk): (&String, &DiskReading)| {
@@ -116,7 +116,7 @@ fn details(before: &AllSeries, after: &AllSeries, seconds: f64) -> Vec<Detail> {
     after.iter().map(detail).collect()
 }
 
-/// The activity since `before`. A server that was started anew counts from 0.
+/// The activity since `before`. A restarted server counts from 0 again.
 fn since(before: Option<&Series>, after: &Series) -> Series {
     let Some(before) = before.filter(|before| before.count <= after.count) else {
         return after.clone();
@@ -150,7 +150,7 @@ fn activity(series: &Series, seconds: f64) -> Activity {
     }
 }
 
-/// The upper bound of the bucket that has the quantile.
+/// The upper bound of the bucket that contains the quantile.
 fn quantile(buckets: &BTreeMap<u64, u64>, quantile: f64) -> Option<Duration> {
     let count: u64 = buckets.values().sum();
     let rank = ((count as f64 * quantile).ceil() as u64).max(1);

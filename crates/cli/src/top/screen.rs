@@ -14,14 +14,14 @@ use super::app::App;
 use super::rates::{Detail, Row};
 use super::table;
 
-/// A screen with fewer columns has the tables of details below one another.
+/// A screen with fewer columns shows the detail tables one below the other.
 const MIN_BESIDE: u16 = 100;
-/// Two tables below one another need this many lines.
+/// Two tables one below the other need this many lines.
 const MIN_BELOW: u16 = 12;
-/// Lines of the cause why there are no new figures.
+/// The most lines for the error of a failed reading.
 const MAX_FAILURE_LINES: u16 = 4;
 
-/// Draws all of it.
+/// Draws the whole view.
 pub fn draw(frame: &mut Frame<'_>, app: &App) {
     let rows = app.rows.len() as u16 + 1;
     let [head, disks, lines, details, foot] = Layout::vertical([
@@ -44,7 +44,7 @@ pub fn draw(frame: &mut Frame<'_>, app: &App) {
     }
 }
 
-/// The first of `texts` that has room in `width` columns, or the last.
+/// The first of `texts` that fits in `width` columns, or the last.
 fn first_that_fits(texts: impl IntoIterator<Item = String>, width: u16) -> String {
     let mut last = String::new();
     for text in texts {
@@ -176,7 +176,7 @@ fn draw_details(frame: &mut Frame<'_>, row: &Row, area: Rect) {
     }
 }
 
-/// The columns of the tables of details that go first where a screen is narrow.
+/// The columns of the detail tables, in the order in which a narrow screen drops them.
 const DETAILS_FIRST_TO_GO: [usize; 5] = [2, 3, 5, 1, 4];
 
 fn detail_cells(detail: &Detail) -> [String; 6] {
@@ -191,7 +191,8 @@ fn detail_cells(detail: &Detail) -> [String; 6] {
     ]
 }
 
-/// A cause has as many lines as it needs: words may leave a part of each empty.
+/// An error of several lines gets one more, because wrapping at words leaves part of each line
+/// empty.
 fn foot_lines(app: &App, width: u16) -> u16 {
     let Some(failure) = &app.failure else { return 1 };
     let lines = failure.chars().count() as u16 / width.max(1) + 1;

@@ -1,4 +1,4 @@
-//! Disks as one table of text, and numbers for people.
+//! Formats disks as a text table, and numbers for people.
 
 use std::time::Duration;
 
@@ -20,17 +20,17 @@ pub const HEADINGS: [&str; 12] = [
     "ALLOCATED",
 ];
 
-/// The columns of the table of disks that go first where a screen is narrow.
+/// The columns of the table of disks, in the order in which a narrow screen drops them.
 pub const FIRST_TO_GO: [usize; 11] = [11, 1, 5, 2, 6, 7, 8, 10, 4, 3, 9];
 
-/// A name has this many columns at least where numbers compete with it.
+/// The name column is not narrowed below this width by the columns of numbers.
 const MIN_NAME: usize = 16;
 
-/// The columns of a table that `width` has room for, one space apart, and their widths.
+/// The columns of a table that fit in `width`, one space apart, and their widths.
 ///
-/// Columns go as a whole, in the order of `first_to_go`, so no digit and no heading is cut off. The
-/// first column is a name and stays: it has two fifths of the width at least, if it needs them, and
-/// all that the others leave.
+/// Whole columns are dropped, in the order of `first_to_go`, so no digit and no heading is cut off.
+/// The first column is a name and is never dropped: it gets at least two fifths of `width` if it
+/// needs them, and the space that the other columns leave.
 pub fn fit<const N: usize>(
     lines: &[[String; N]],
     first_to_go: &[usize],
@@ -56,8 +56,8 @@ pub fn fit<const N: usize>(
     columns
 }
 
-/// A name in at most `width` columns: what is left out is in its middle, since names of disks
-/// differ at either end.
+/// Shortens a name to at most `width` columns. Cuts out its middle, because names of disks differ
+/// at their ends.
 pub fn shorten(name: &str, width: usize) -> String {
     let length = name.chars().count();
     if length <= width {
@@ -110,7 +110,7 @@ pub fn as_text(rows: &[Row]) -> String {
     lines.iter().map(text).chain(waits).collect::<Vec<_>>().join("\n")
 }
 
-/// The backing file, or the room on the host, that a disk waits for, in words.
+/// What a disk waits for, in words: a backing file, or free space on the host.
 pub fn wait(row: &Row) -> Option<String> {
     let file =
         |(file, seconds): &(String, u64)| format!("waits {seconds} s for {}", file.escape_debug());
@@ -128,7 +128,7 @@ pub fn count(rate: f64) -> String {
     }
 }
 
-/// Bytes, in the largest unit of which there is one.
+/// Bytes, in the largest unit in which the number is at least 1.
 pub fn bytes(bytes: f64) -> String {
     const UNITS: [&str; 6] = ["", "K", "M", "G", "T", "P"];
     let mut unit = 0;
@@ -144,7 +144,7 @@ pub fn bytes(bytes: f64) -> String {
     }
 }
 
-/// A latency with its unit; a dash where there was none.
+/// A latency with its unit; a dash for `None`.
 pub fn time(time: Option<Duration>) -> String {
     // The last bucket has no bound.
     const UNBOUNDED: Duration = Duration::from_secs(1000);

@@ -1,4 +1,4 @@
-//! `blockhouse vmstate`: a machine's state between a pipe and a snapshot inside an image.
+//! `blockhouse vmstate`: copies a machine's state from a pipe to a snapshot in an image, or back.
 
 mod progress;
 mod stream_end;
@@ -125,8 +125,7 @@ async fn save(image: &Image, compression: Option<Compression>) -> Result<()> {
     } else {
         drop(writer);
     }
-    // The space that was given back is subtracted on the disk, too. The first failure is the one to
-    // report.
+    // The close also stores the refcounts of freed clusters. The first error is reported.
     let closed = disk.close().await;
     stored?;
     Ok(closed?)

@@ -1,4 +1,4 @@
-//! How far it is, on standard error, if a person is looking at it.
+//! The progress of a copy, printed on standard error if that is a terminal.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 /// The interval between reports.
 const PERIOD: Duration = Duration::from_millis(200);
 
-/// See the module's page.
+/// The progress of a copy.
 pub struct Progress {
     is_seen: bool,
     total: Option<u64>,
@@ -16,7 +16,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of this many bytes, if that is known.
+    /// The progress of a copy of `total` bytes, if that is known.
     pub fn new(total: Option<u64>) -> Self {
         let now = Instant::now();
         let is_seen = std::io::stderr().is_terminal();
@@ -32,7 +32,7 @@ impl Progress {
         }
     }
 
-    /// Nothing more comes.
+    /// Prints the last report.
     pub fn end(&self) {
         if self.is_seen {
             self.tell("\n");
@@ -43,7 +43,7 @@ impl Progress {
         let mebibytes = |bytes: u64| bytes >> 20;
         let rate = self.done as f64 / self.began.elapsed().as_secs_f64() / f64::from(1 << 20);
         let of = self.total.map_or_else(String::new, |total| format!(" of {}", mebibytes(total)));
-        // A terminal that is gone is no failure of the command.
+        // A failed write to the terminal does not fail the command.
         let _ =
             write!(std::io::stderr(), "\r{}{of} MiB, {rate:.0} MiB/s {end}", mebibytes(self.done));
     }

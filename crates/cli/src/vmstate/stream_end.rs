@@ -1,16 +1,16 @@
-//! Whether a machine's state came to its end. A pipe looks the same whether its writer was through
-//! or died.
+//! Checks that a machine's state is complete. At the end of a pipe, a writer that finished looks
+//! the same as one that died.
 //!
 //! QEMU's stream begins with "QEVM" and ends with a byte 0, then a byte 6, the length of a
-//! description of its devices (32 bits, big-endian), and the description, a JSON object. Other
-//! programs' streams are taken as they come.
+//! description of its devices (32 bits, big-endian), and the description, a JSON object. Streams of
+//! other programs are not checked.
 
 const MAGIC: &[u8] = b"QEVM";
 const BEFORE: [u8; 2] = [0, 6];
-/// How much of the end is kept at most, in bytes: descriptions have some ten thousand.
+/// The most bytes of the stream's end that are kept. A description has some ten thousand.
 const KEPT: usize = 2 << 20;
 
-/// See the module's page.
+/// The first and the last bytes of a stream.
 #[derive(Default)]
 pub struct StreamEnd {
     first: Vec<u8>,
@@ -18,7 +18,7 @@ pub struct StreamEnd {
 }
 
 impl StreamEnd {
-    /// The stream goes on with these bytes.
+    /// Adds the next bytes of the stream.
     pub fn look_at(&mut self, bytes: &[u8]) {
         let missing = MAGIC.len() - self.first.len();
         self.first.extend(&bytes[..missing.min(bytes.len())]);
@@ -34,7 +34,7 @@ impl StreamEnd {
     }
 
     /// # Errors
-    /// In words, what is missing.
+    /// The error says what is missing.
     pub fn check(&self) -> Result<(), &'static str> {
         if self.first.is_empty() {
             return Err("standard input had nothing; is the producer's pipe connected?");

@@ -1,4 +1,4 @@
-//! Limits as they are written, and what they mean.
+//! Tests the syntax and the meaning of limits.
 
 use super::*;
 

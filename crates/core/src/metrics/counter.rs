@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A counter of one thread's block, see [`PerThread`](super::PerThread). Advancing it is a load and
-/// a store: two threads that advance one counter lose counts.
+/// A counter of one thread's block, see [`PerThread`](super::PerThread). [`add`](Self::add) is a
+/// load and a store, so counts are lost if two threads add to one counter.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
@@ -13,7 +13,7 @@ impl Counter {
         Self(AtomicU64::new(0))
     }
 
-    /// Counts. Wraps at 2^64.
+    /// Adds `count`. Wraps at 2^64.
     pub fn add(&self, count: u64) {
         let before = self.0.load(Ordering::Relaxed);
         self.0.store(before.wrapping_add(count), Ordering::Relaxed);

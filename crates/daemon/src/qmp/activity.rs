@@ -10,7 +10,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::{QmpError, Returned};
 
-/// `blockdev-set-active`: of a node, or of all.
+/// `blockdev-set-active`: for one node, or for all.
 pub(super) async fn set_active(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let name = given.some_text("node-name")?;
     let is_active = given.needed_flag("active")?;
@@ -31,7 +31,7 @@ pub(super) async fn set_active(context: &Rc<Context>, mut given: Arguments) -> R
     Ok(json!({}))
 }
 
-/// The disk of a node that is changed; `None` if the node is so already.
+/// The disk to change for a node; `None` if the node is in that state already.
 fn disk_to_change(
     context: &Context,
     name: &str,
@@ -59,7 +59,7 @@ fn disk_to_change(
     }
 }
 
-/// Whether a disk has exports that may write, and do not allow it to become inactive.
+/// Whether a disk has writable exports that do not allow it to become inactive.
 fn has_writers(context: &Context, disk: &str) -> bool {
     let state = context.state.borrow();
     context.running.exports().of_disk(disk).iter().any(|export| {
@@ -78,7 +78,7 @@ pub(super) async fn change(context: &Context, disk: &str, is_active: bool) -> Re
     Ok(())
 }
 
-/// Refuses an active node on an inactive one, which is its `child`.
+/// Refuses an active node over an inactive one; `child` is the role of the lower node.
 pub(super) fn check_child(
     (name, is_active): (&str, bool),
     (child, below, is_inactive): (&str, &str, bool),

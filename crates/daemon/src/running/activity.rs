@@ -10,12 +10,12 @@ use super::open::open_disk_with;
 use super::recording::keep_vouching;
 
 impl Running {
-    /// Makes a disk active or inactive while it is served. An active disk locks its image, and has
-    /// read its metadata anew.
+    /// Makes a disk active or inactive while it is served. A disk that becomes active locks its
+    /// image and reads the metadata again.
     ///
     /// # Errors
     /// There is no such disk, a job or a backup uses it, its changes cannot be made durable, or its
-    /// image cannot be opened so: the disk stays as it was.
+    /// image cannot be opened in the new mode: the disk stays as it was.
     pub(crate) async fn set_active(&self, name: &str, is_active: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         let disk = &claimed.disk;

@@ -1,13 +1,13 @@
-//! The system calls of a server that has everything open: an allow-list, put on all threads
-//! (`seccomp(2)`, TSYNC), which later ones inherit.
+//! The system calls that a server may make once everything is open: an allow-list for all threads
+//! (`seccomp(2)`, TSYNC), which new threads inherit.
 //!
-//! Three answers:
+//! A call has one of three results:
 //!
 //! - allowed, for some calls with some arguments only: no memory becomes executable, a new task is
 //!   a thread of this process, a socket has a family and a type that are needed, sends do not
 //!   connect, signals go to this process itself;
-//! - EPERM, for everything else. Reason: a library may try a call and do without, and a guest must
-//!   not lose its disk over that. New rings are among these calls, because a new ring has no
+//! - EPERM, for everything else. Reason: a library may try a call and continue without it, and that
+//!   must not cost a guest its disk. New rings are among these calls, because a new ring has no
 //!   restrictions;
 //! - the end of the process (SIGSYS), for what only an attacker calls: to execute a program, to
 //!   trace or read another process, to load code into the kernel, to leave the namespaces or the
@@ -56,7 +56,7 @@ const ALWAYS: &[c_long] = &[
     SYS_dup,
     SYS_dup3,
     SYS_close,
-    // Metadata of paths, and the end of sockets' and state files.
+    // Metadata of paths, and the removal of socket files and state files.
     SYS_newfstatat,
     SYS_statx,
     SYS_readlinkat,
@@ -141,8 +141,8 @@ const OPENS_OLD: &[c_long] = &[SYS_open];
 #[cfg(not(target_arch = "x86_64"))]
 const OPENS_OLD: &[c_long] = &[];
 
-/// To open further disks, to find out which data file one has, and to keep the keys of encrypted
-/// ones out of the swap device.
+/// To open more disks, to find the data file of a disk, and to keep the keys of encrypted disks out
+/// of the swap device.
 const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock, SYS_mlock, SYS_fgetxattr];
 
 /// To listen at further sockets.
@@ -166,12 +166,11 @@ const CONFINES: &[c_long] = &[
     SYS_capset,
 ];
 
-/// To make the rings for the commands of block devices.
+/// To create the rings for ublk commands.
 const MAKES_RINGS: &[c_long] = &[SYS_io_uring_setup, SYS_io_uring_register];
 
-/// The allowed commands of `fcntl`: copies of descriptors, flags, locks, sizes of pipes, seals. Not
-/// whom the kernel signals about a file (`F_SETOWN`): that would be a way to send any signal to any
-/// process.
+/// The allowed commands of `fcntl`: copies of descriptors, flags, locks, sizes of pipes, seals.
+/// `F_SETOWN` is not allowed, because it is a way to send any signal to any process.
 const FILE_CONTROLS: &[c_int] = &[
     F_DUPFD,
     F_DUPFD_CLOEXEC,
@@ -191,7 +190,7 @@ const FILE_CONTROLS: &[c_int] = &[
     F_GET_SEALS,
 ];
 
-/// The bits of a mode beside those of access: set-user-id and the like.
+/// The bits of a mode that are no permissions: set-user-id and the like.
 const SPECIAL_MODE: u64 = 0o7000;
 /// The bits of a socket's type that are no flags.
 const SOCKET_TYPE: u64 = 0xf;
@@ -233,32 +232,32 @@ const DEADLY: &[c_long] = &[
 /// `engine/driver/ring_restrictions`.
 const REGISTRATIONS: &[u64] = &[1, 3, 4, 5, 6, 13, 15, 16];
 
-/// `BLKDISCARD` of `<linux/fs.h>`, whose argument is no size.
+/// `BLKDISCARD` of `<linux/fs.h>`, which takes a range.
 const BLKDISCARD: u64 = 0x1277;
 /// `BLKSSZGET`, `BLKBSZGET`, `BLKPBSZGET`: sizes of blocks.
 const BLOCK_SIZES: [u64; 3] = [0x1268, 0x8008_1270, 0x127b];
 /// `PR_SET_VMA` of `<linux/prctl.h>`: a name for memory.
 const SET_VMA: u64 = 0x5356_4d41;
 
-/// How many system calls a server with these needs may make, those among them whose arguments are
-/// filtered included.
+/// How many system calls a server with these needs may make, including those whose arguments are
+/// filtered.
 pub(crate) fn allowed_count(needs: Needs) -> usize {
     rules(needs).map_or(0, |rules| count(&rules).iter().sum())
 }
 
 /// How many calls are allowed with all arguments, and with some.
 fn count(rules: &Rules) -> [usize; 2] {
-    // A filter before answers it.
+    // An earlier filter decides this call.
     let allowed = rules.iter().filter(|(call, _)| **call != SYS_clone3);
     let (always, sometimes): (Vec<_>, Vec<_>) = allowed.partition(|(_, rules)| rules.is_empty());
     [always.len(), sometimes.len()]
 }
 
-/// Puts the filters on all threads, and takes from them the right to gain privileges by executing
-/// (`no_new_privs`).
+/// Installs the filters on all threads, and sets `no_new_privs`: executing a program then grants no
+/// privileges.
 ///
 /// # Errors
-/// The kernel's, and an architecture that is not known.
+/// Errors of the kernel; the architecture is unknown.
 pub(super) fn restrict(needs: Needs) -> Result<()> {
     let deadly = DEADLY.iter().map(|call| (*call, Vec::new())).collect();
     apply(deadly, SeccompAction::Allow, SeccompAction::KillProcess)?;
@@ -267,8 +266,8 @@ pub(super) fn restrict(needs: Needs) -> Result<()> {
     restrict_further(needs)
 }
 
-/// Narrows what [`restrict`] has left to a process that takes over. The last filter, because it
-/// allows no further one.
+/// Restricts a process that takes over further than [`restrict`] did. This filter is the last one,
+/// because it allows no further filter.
 ///
 /// # Errors
 /// As [`restrict`].
@@ -290,7 +289,7 @@ fn rules(needs: Needs) -> Result<Rules> {
     let lists = [
         (ALWAYS, true),
         (ALWAYS_OLD, true),
-        // The filter before answers.
+        // An earlier filter decides this call.
         (&[SYS_clone3], true),
         (OPENS, needs.opens),
         (OPENS_OLD, needs.opens),
@@ -334,18 +333,18 @@ fn filtered(needs: Needs) -> Result<Rules> {
         // A pair of datagram sockets could send to other sockets.
         (SYS_socketpair, vec![all(vec![is(0, AF_UNIX as u64)?, has_type(SOCK_STREAM)?])?]),
         (SYS_fcntl, equals(1, FILE_CONTROLS.iter().map(|what| *what as u64).collect())?),
-        // Sending is not to connect, which it does with this flag.
+        // With this flag a send would connect.
         (SYS_sendto, vec![one(3, no_bits(MSG_FASTOPEN as u64), 0)?]),
         (SYS_sendmsg, vec![one(2, no_bits(MSG_FASTOPEN as u64), 0)?]),
         (SYS_tgkill, equals(0, vec![own])?),
-        // To ask for a limit, not to set one.
+        // A limit may be read, but not set.
         (SYS_prlimit64, vec![long(2, 0)?]),
     ]);
     if needs.listens || needs.connects {
         rules.insert(SYS_socket, sockets(needs)?);
     }
     if needs.listens {
-        // The mode and the group of a socket's file. Landlock has no rights about them.
+        // The mode and the group of a socket's file, which Landlock does not control.
         let mode = |argument| one(argument, no_bits(SPECIAL_MODE), 0);
         rules.insert(SYS_fchmod, vec![mode(1)?]);
         rules.insert(SYS_fchmodat, vec![mode(2)?]);
@@ -362,18 +361,18 @@ fn filtered(needs: Needs) -> Result<Rules> {
         rules.entry(SYS_prctl).or_default().push(privileges);
     }
     if needs.takes_ublk {
-        // Whether a process is there.
+        // Signal 0, which checks that a process exists.
         rules.insert(SYS_kill, equals(1, vec![0])?);
     }
     if cfg!(debug_assertions) {
-        // Tests have a process kill itself.
+        // In tests a process kills itself.
         rules.entry(SYS_kill).or_default().extend(equals(0, vec![own])?);
     }
     Ok(rules)
 }
 
-/// The sockets that may be made: streams and datagrams, and what the look-up of a name asks for the
-/// addresses of this host.
+/// The sockets that may be created: streams and datagrams, and the netlink socket from which a name
+/// lookup reads the addresses of this host.
 fn sockets(needs: Needs) -> Result<Vec<SeccompRule>> {
     let mut rules = Vec::new();
     for family in [AF_UNIX, AF_INET, AF_INET6] {
@@ -402,22 +401,22 @@ fn has_type(kind: c_int) -> Result<SeccompCondition> {
     condition(1, SeccompCmpOp::MaskedEq(SOCKET_TYPE), kind as u64)
 }
 
-/// Compared with 0: none of these bits.
+/// A comparison that holds, for the value 0, if none of these bits is set.
 fn no_bits(bits: u64) -> SeccompCmpOp {
     SeccompCmpOp::MaskedEq(bits)
 }
 
-/// All of these conditions.
+/// The rule that all of these conditions hold.
 fn all(conditions: Vec<SeccompCondition>) -> Result<SeccompRule> {
     Ok(SeccompRule::new(conditions)?)
 }
 
-/// One condition on 32 bits of an argument.
+/// The rule with one condition on 32 bits of an argument.
 fn one(argument: u8, comparison: SeccompCmpOp, value: u64) -> Result<SeccompRule> {
     all(vec![condition(argument, comparison, value)?])
 }
 
-/// The rule that all of an argument has this value.
+/// The rule that all 64 bits of an argument have this value.
 fn long(argument: u8, value: u64) -> Result<SeccompRule> {
     let condition =
         SeccompCondition::new(argument, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, value)?;
@@ -461,7 +460,7 @@ mod tests {
             ("`blockhouse serve --control`", everything()),
         ] {
             let [always, mut sometimes] = count(&rules(needs).expect("rules"));
-            // `kill`, which no package allows.
+            // `kill`, which only debug builds allow to these processes.
             sometimes -= usize::from(cfg!(debug_assertions));
             let row = format!("| {process} | {always} | {sometimes} | {} |", always + sometimes);
             assert!(text.contains(&row), "docs/security.md must have the line {row}");

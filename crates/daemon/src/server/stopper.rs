@@ -15,8 +15,8 @@ pub(crate) struct Stopper {
 }
 
 impl Stopper {
-    /// Starts the thread. When the service has ended it closes `signals`, which ends the wait for
-    /// more.
+    /// Starts the thread. When the service has ended, the thread closes `signals`, which ends the
+    /// wait for more signals.
     pub(crate) fn start(signals: signal_hook::iterator::Handle) -> Result<Self> {
         let (service, stopping) = mpsc::channel();
         let work = move || {
@@ -31,13 +31,13 @@ impl Stopper {
         Ok(Self { service, thread: thread.context("cannot start a thread")? })
     }
 
-    /// Has the thread end the service.
+    /// Tells the thread to end the service.
     pub(crate) fn stop(&self, service: Service) {
-        // The thread waits for nothing else.
+        // The thread waits for this message only.
         let _ = self.service.send(service);
     }
 
-    /// Waits for the end; `None` where the thread panicked.
+    /// Waits for the end; `None` if the thread panicked or had no service to end.
     pub(crate) fn outcome(self) -> Option<Result<()>> {
         self.thread.join().ok().flatten()
     }

@@ -1,4 +1,4 @@
-//! How many images are read through a layer, and whether more may come.
+//! Counts the images over a layer, and says whether more may be opened over it.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -12,17 +12,17 @@ pub(crate) struct Stands {
 }
 
 impl Stands {
-    /// How many there are.
+    /// The number of images over the layer.
     pub(crate) fn count(&self) -> usize {
         self.count.load(Ordering::SeqCst)
     }
 
-    /// Counts one more.
+    /// Counts one more image.
     pub(crate) fn enter(&self) {
         self.count.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Counts one less.
+    /// Counts one image less.
     pub(crate) fn leave(&self) {
         self.count.fetch_sub(1, Ordering::SeqCst);
     }
@@ -42,14 +42,14 @@ impl Stands {
         self.count() == 0 && self.disks.load(Ordering::SeqCst) == 0
     }
 
-    /// Whether an image that is opened may be put over the layer. Asked after it was
-    /// [counted](Self::enter): who [keeps](Self::keep) the layer counts after that, so one of the
-    /// two finds the other.
+    /// Whether an image that is being opened may use the layer. The caller has
+    /// [counted](Self::enter) the image before. The caller of [`keep`](Self::keep) reads the count
+    /// after that call, so at least one of the two sees the other.
     pub(crate) fn may_grow(&self) -> bool {
         !self.is_kept.load(Ordering::SeqCst)
     }
 
-    /// Keeps images that are opened later away: the locks of the layer's file are about to be
+    /// Bars images that are opened later, because the locks of the layer's file are about to be
     /// released.
     pub(crate) fn keep(&self) {
         self.is_kept.store(true, Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! The credentials of a client of another server, by which a plain URI of NBD becomes one with TLS.
+//! The credentials of a client of another server. They turn a plain NBD URI into one with TLS.
 
 use super::qemu_name::escape;
 
@@ -7,7 +7,7 @@ use super::qemu_name::escape;
 pub struct ClientTls {
     /// The folder with its certificates, or with the file of keys.
     pub folder: String,
-    /// The kind of them.
+    /// The kind of the credentials.
     pub kind: ClientTlsKind,
 }
 
@@ -27,7 +27,7 @@ pub enum ClientTlsKind {
 }
 
 impl ClientTls {
-    /// The user of QEMU's clients whose object names none.
+    /// The user name if QEMU's object gives none.
     pub const DEFAULT_USER: &str = "qemu";
 
     /// The URI of an export with these credentials. `hostname` is the name in the server's

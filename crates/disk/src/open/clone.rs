@@ -20,12 +20,12 @@ use crate::snapshots::{Pause, create_together, delete_unneeded};
 /// The start of the name of the snapshot that clones are made from.
 const SNAPSHOT: &str = "fork-";
 
-/// The part of a cloning that concerns one disk.
+/// A disk to clone, and its clones.
 pub struct CloneOf<'a> {
     /// The disk, which is in use.
     pub disk: &'a ImageDisk,
-    /// Its clones: images of the same pool that do not exist yet. A name without options has those
-    /// of the disk's.
+    /// Its clones: images of the same pool that do not exist yet. A name without options gets the
+    /// options of the disk's name.
     pub clones: Vec<NewChild>,
 }
 
@@ -44,8 +44,8 @@ pub fn is_in_ceph(name: &Path) -> bool {
     matches!(Location::of(name), Ok(Location::Rbd(_)))
 }
 
-/// Clones disks at one moment. Returns the clones of each disk, and for how long changes were held
-/// off: for the time of a snapshot of each. Needs the loop of the current thread.
+/// Clones disks at one moment. Returns the clones of each disk, and how long changes were held off:
+/// the time for a snapshot of each disk. Needs the event loop of the current thread.
 ///
 /// # Errors
 /// An error names the disk or the image. The disk is not a raw image in Ceph, is read-only or too
@@ -69,7 +69,7 @@ pub fn clone_disks<'a>(
         if outcome.is_err() {
             remove(std::mem::take(&mut made)).await;
         }
-        // The cluster keeps what the clones need.
+        // Ceph keeps the data that the clones need.
         for (disk, snapshot) in disks {
             delete_unneeded(disk, snapshot).await;
         }
@@ -77,7 +77,7 @@ pub fn clone_disks<'a>(
     })
 }
 
-/// Makes the clones of all disks. `made` has them, also after an error.
+/// Makes the clones of all disks. After an error, `made` has the clones so far.
 async fn make_all(plans: &[Plan<'_>], made: &mut Vec<Vec<MadeClone>>) -> Result<()> {
     for plan in plans {
         made.push(Vec::new());
@@ -94,7 +94,7 @@ async fn make_all(plans: &[Plan<'_>], made: &mut Vec<Vec<MadeClone>>) -> Result<
     Ok(())
 }
 
-/// Removes clones that are of no use. Errors are logged.
+/// Removes the clones after an error. Errors are logged.
 async fn remove(made: Vec<Vec<MadeClone>>) {
     for (path, disk) in made.into_iter().flatten() {
         if let Some(disk) = disk

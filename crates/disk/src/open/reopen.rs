@@ -1,10 +1,10 @@
-//! Opens the image of a disk in use again, in another way: an active disk becomes
+//! Opens the image of a disk in use again, in another mode: an active disk becomes
 //! [inactive](crate::is_inactive), and the other way round.
 //!
 //! Guarantees: changes are held off meanwhile. When an image is opened again, all changes through
-//! the earlier opening are durable and its marks of use are cleared, so the metadata is read as it
-//! is on the storage. The earlier opening gives up its locks. On failure the disk continues with
-//! it.
+//! the old opening are durable and its in-use marks are cleared, so the new opening reads current
+//! metadata from the storage. The old opening releases its locks. On failure the disk continues
+//! with the old opening.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use super::start_recording::MAX_REPLACED;
 use crate::disk::{flush_ahead, is_inactive};
 use crate::options::Access;
 
-/// Replaces the opening of a disk's image by the one that `open` makes, which is a disk of its own
-/// before. Needs the loop of the current thread.
+/// Replaces the opening of a disk's image by that of the separate disk that `open` returns. Needs
+/// the event loop of the current thread.
 ///
 /// # Errors
 /// Errors of `open` and of the flush; `InvalidInput` if the image is another file or has another
@@ -54,7 +54,7 @@ pub async fn reopen<E: From<Error>>(
         disk.transient_bitmaps.get().mark(ByteRange::between(0, disk.size()));
     }
     if let Err(error) = replaced.close().await {
-        // All of it was flushed before.
+        // All changes were flushed before.
         tracing::warn!("{error}");
     }
     disk.jobs().unlock_former();

@@ -5,7 +5,8 @@
 pub(super) struct CompressedBatch {
     /// Cluster of the state and its compressed bytes.
     pub(super) clusters: Vec<(u64, Vec<u8>)>,
-    /// The windows of these clusters. Each is there once, because windows are added one by one.
+    /// The windows of these clusters. Each occurs once, because clusters are added window by
+    /// window.
     pub(super) windows: Vec<u64>,
     length: u64,
 }

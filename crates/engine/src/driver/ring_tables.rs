@@ -6,7 +6,7 @@
 use std::io;
 use std::path::Path;
 
-/// How often a busy ring is queried at most.
+/// The most queries of a busy ring.
 const MAX_ATTEMPTS: u32 = 10_000;
 
 /// The number of registered buffers of `length` bytes in all io_uring rings of a process. `process`
@@ -20,7 +20,7 @@ pub fn count_registered_buffers(process: &Path, length: usize) -> io::Result<usi
     count_lines(process, |line| line.ends_with(&ending))
 }
 
-/// The number of slots for files in all io_uring rings of a process whose file is `path` or in that
+/// The number of file slots, in all io_uring rings of a process, whose file is `path` or in that
 /// folder. `path` is absolute and without symbolic links; the rest is as for
 /// [`count_registered_buffers`], errors included.
 pub fn count_registered_files(process: &Path, path: &Path) -> io::Result<usize> {

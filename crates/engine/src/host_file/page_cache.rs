@@ -17,8 +17,9 @@ struct CacheStat {
     others: [u64; 4],
 }
 
-/// Whether all bytes of a range, which is not empty, are in the page cache. An older kernel, one
-/// that tells only the file's owner, and a file system that cannot read without waiting say no.
+/// Whether all bytes of a range, which is not empty, are in the page cache. `false` on an older
+/// kernel, on one that tells only the file's owner, and on a file system that cannot read without
+/// waiting.
 pub(super) fn has_all(file: &File, range: ByteRange) -> bool {
     let pages = range.end().div_ceil(PAGE) - range.offset() / PAGE;
     let (asked, mut found) = ([range.offset(), range.length()], CacheStat::default());
@@ -26,7 +27,8 @@ pub(super) fn has_all(file: &File, range: ByteRange) -> bool {
     // both live until it returns.
     let result =
         unsafe { libc::syscall(SYS_CACHESTAT, file.raw(), asked.as_ptr(), &raw mut found, 0_u32) };
-    // The count includes pages that are still being read ahead, in order.
+    // The count includes pages that readahead is still filling, in order, so the first and last
+    // byte are checked.
     result == 0
         && found.cached >= pages
         && can_be_read(file, range.offset())

@@ -1,4 +1,4 @@
-//! Bytes of a file on their way to a socket without a copy: a pipe with references to pages of the
+//! Sends bytes of a file to a socket without a copy, through a pipe with references to pages of the
 //! host's page cache.
 //!
 //! Guarantees: filling waits for no page that is in the cache, and sending never waits in a system
@@ -16,25 +16,25 @@ use rustix::pipe::{PipeFlags, SpliceFlags, fcntl_setpipe_size, pipe_with, splice
 
 use super::Stream;
 
-/// Bytes that a pipe may be asked to hold: the most that the kernel gives to every process.
+/// The capacity of a pipe in bytes: the most that the kernel allows every process.
 const CAPACITY: usize = 1 << 20;
 /// Bytes of the longest read that fits at any offset. Reason: a read that is not aligned to pages
 /// needs one page more in the pipe.
 const MAX_BYTES: usize = CAPACITY - (4 << 10);
-/// Pipes of a pool. Each has two descriptors.
+/// The most pipes of a connection. Each has two descriptors.
 const MAX_PIPES: usize = 8;
-/// Bytes that are copied to wait until the socket has room.
+/// Bytes that are copied for a send that waits until the socket has space.
 const WAITING_BYTES: usize = 4 << 10;
 
 /// The pipes of a connection, made when they are needed.
 #[derive(Default)]
 pub struct PagePipes {
     free: FreePipes,
-    /// Each pipe has a clone.
+    /// Each pipe has a clone, so the reference count tells how many there are.
     made: Rc<()>,
 }
 
-/// Pipes that hold nothing.
+/// Empty pipes.
 type FreePipes = Rc<RefCell<Vec<Pipe>>>;
 
 struct Pipe {
@@ -44,8 +44,7 @@ struct Pipe {
 }
 
 impl PagePipes {
-    /// An empty pipe for this many bytes. `None` if they do not fit, and while all pipes are on
-    /// their way.
+    /// An empty pipe for this many bytes. `None` if they do not fit, or while all pipes are in use.
     pub fn take(&self, length: usize) -> Option<EmptyPipe> {
         if length > MAX_BYTES {
             return None;
@@ -66,14 +65,15 @@ impl PagePipes {
     }
 }
 
-/// A pipe that holds nothing.
+/// An empty pipe.
 pub struct EmptyPipe {
     pipe: Pipe,
     free: FreePipes,
 }
 
 impl EmptyPipe {
-    /// Puts references to the pages of a range of `file` into the pipe. `None` if fewer are there.
+    /// Puts references to the pages of a range of `file` into the pipe. `None` if it gets fewer
+    /// bytes.
     pub fn fill(self, file: BorrowedFd<'_>, range: ByteRange) -> Option<Pages> {
         let Self { pipe, free } = self;
         let (length, mut offset) = (range.length() as usize, range.offset());
@@ -92,7 +92,7 @@ impl EmptyPipe {
 
 /// Pages in a pipe.
 pub struct Pages {
-    /// `None` once it went back.
+    /// `None` once the pipe is free again.
     pipe: Option<Pipe>,
     /// Bytes that are still in it.
     length: usize,
@@ -110,7 +110,8 @@ impl Pages {
         self.length == 0
     }
 
-    /// Sends some of it, waiting until the socket accepts some. No other send is in flight.
+    /// Sends some bytes, and waits until the socket accepts some. The caller has no other send in
+    /// flight.
     ///
     /// # Errors
     /// The kernel's.
@@ -118,7 +119,7 @@ impl Pages {
         let Some(pipe) = &self.pipe else { return Ok(()) };
         match stream.splice(pipe.read.as_fd(), self.length) {
             Ok(sent) => self.length -= sent,
-            // A send waits for room, and moves a few bytes by the way.
+            // The socket is full. A send of a few copied bytes waits until it has space.
             Err(Errno::AGAIN) => {
                 let length = self.length.min(WAITING_BYTES);
                 let mut buffer = pool.get(length).map_err(io::Error::other)?;
@@ -140,8 +141,8 @@ impl Pages {
 impl Stream {
     /// Moves bytes from a pipe into the socket without waiting.
     fn splice(&self, pipe: BorrowedFd<'_>, length: usize) -> Result<usize, Errno> {
-        // The kernel decides by the socket's flag alone whether to wait (`splice_to_socket`), and
-        // the engines need it to be blocking.
+        // The kernel (`splice_to_socket`) waits unless the socket is nonblocking, but the engines
+        // need a blocking socket.
         rustix::io::ioctl_fionbio(self, true)?;
         let spliced = splice(pipe, None, self, None, length, SpliceFlags::NONBLOCK);
         rustix::io::ioctl_fionbio(self, false)?;

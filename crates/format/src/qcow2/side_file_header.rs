@@ -1,8 +1,8 @@
-//! The header extension of images that hold the bitmaps of a raw disk: what tells whether such an
-//! image still belongs to the disk. It is read without opening the image.
+//! The header extension of images that hold the bitmaps of a raw disk. It tells whether such an
+//! image still belongs to the disk, and is read without opening the image.
 //!
-//! Such an image is a *side file*: its data file is the raw disk, and a header extension says
-//! which file that was. Other programs keep the extension, and may ignore it.
+//! Such an image is a *side file*: its data file is the raw disk, and the header extension
+//! identifies that file. Other programs keep the extension, and may ignore it.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ const FINE: u64 = 64 << 10;
 /// Bytes of a cluster of side files of larger disks.
 const COARSE: u64 = 1 << 20;
 
-/// The side file's own description.
+/// The description that a side file contains.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SideFileHeader {
     /// The name of the file that is the raw disk.
@@ -33,8 +33,8 @@ pub struct SideFileHeader {
     /// The time of the disk's last change ([`Storage::last_change`]) at the moment when its changes
     /// were last recorded. Not valid while `is_live`.
     pub changed: Duration,
-    /// Whether a bitmap is enabled: it has all changes of the disk, unless the disk was changed
-    /// without it.
+    /// Whether a bitmap is enabled: the bitmap has all changes of the disk, except those made by a
+    /// program that does not record them.
     pub has_enabled: bool,
     /// Whether a process is recording changes, or died before it closed the image.
     pub is_live: bool,
@@ -45,10 +45,10 @@ pub struct SideFileHeader {
 }
 
 impl SideFileHeader {
-    /// Reads what the image in `storage` says; `None` where it is no side file.
+    /// Reads the description in the image in `storage`; `None` if the image is no side file.
     ///
     /// # Errors
-    /// Errors of the storage; `Corrupt` or `Unsupported` where it is no image that can be opened.
+    /// Errors of the storage; `Corrupt` or `Unsupported` if the image cannot be opened.
     pub async fn read<S: Storage>(storage: &S) -> Result<Option<Self>> {
         let header = read_header(storage).await?;
         let mark = DataFileMark::of(&header);
@@ -57,7 +57,7 @@ impl SideFileHeader {
             return Ok(None);
         };
         let entries = match bitmap_directory::read(storage, &header).await {
-            // Bitmaps of a corrupt directory cannot be used, so nothing of them can be lost.
+            // Bitmaps of a corrupt directory are unusable, so ignoring them loses nothing.
             Err(error) if error.kind() == ErrorKind::Corrupt => Vec::new(),
             entries => entries?,
         };
@@ -73,8 +73,8 @@ impl SideFileHeader {
         }))
     }
 
-    /// How the side file of a disk of `size` bytes, in the file `name` of the same folder, is
-    /// made. `identity` says which file that is.
+    /// The options to create the side file of a disk of `size` bytes, which is the file `name` in
+    /// the same folder. `identity` identifies that file.
     pub fn create_options(size: u64, name: Vec<u8>, identity: [u8; 16]) -> CreateOptions {
         // A table has an entry for each cluster, so larger clusters make smaller tables.
         let cluster_size = if size > MAX_FINE { COARSE } else { FINE };

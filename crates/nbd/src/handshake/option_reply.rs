@@ -53,12 +53,12 @@ impl<'a> OptionReplies<'a> {
         }
     }
 
-    /// The option is done.
+    /// Replies that the option is done.
     pub fn ack(&mut self) {
         self.reply(ReplyType::Ack, &[]);
     }
 
-    /// The option failed.
+    /// Replies that the option failed.
     pub fn error(&mut self, error: OptionError) {
         self.reply(error.kind, &[error.message.as_bytes()]);
     }

@@ -313,7 +313,7 @@ fn listing_knows_wildcards_and_selecting_does_not() {
     ] {
         for (number, expected) in [(LIST_META, listed), (SET_META, set)] {
             let types = types(&[option(STRUCTURED, b""), meta(number, "disk", queries)]);
-            // All that there are, where nothing is asked for.
+            // All contexts, if the query is empty.
             let wanted: &[u32] = match (expected, queries) {
                 (true, []) => &[ACK, CONTEXT, CONTEXT, ACK],
                 (true, _) => &[ACK, CONTEXT, ACK],
@@ -424,14 +424,14 @@ fn a_flood_of_options_is_answered_in_portions_and_then_ends() {
 }
 
 proptest! {
-    /// No bytes make it panic, grow, or answer something that is no reply.
+    /// No bytes make the handshake panic, grow, or answer something that is no reply.
     #[test]
     fn any_bytes_are_survived(
         numbers in prop::collection::vec((0u32..14, prop::collection::vec(any::<u8>(), 0..40)), 0..20),
         noise in prop::collection::vec(any::<u8>(), 0..40),
         piece in 1usize..100,
     ) {
-        // EXPORT_NAME answers without a reply header, so its output could not be taken apart.
+        // EXPORT_NAME answers without a reply header, so its output could not be parsed.
         let options = numbers.iter().filter(|(number, _)| *number != 1);
         let options: Vec<u8> = options.flat_map(|(number, data)| option(*number, data)).collect();
         let (output, _, _) = run(&[flags(3), options, noise].concat(), piece);

@@ -7,8 +7,8 @@ use blockhouse_core::{Error, ErrorKind};
 use crate::command::{Command, RequestError};
 use crate::proto::Errno;
 
-/// Logs a connection's first request that the host failed, and only that: a broken disk fails every
-/// one.
+/// Logs only the first request of a connection that fails on the host, because a broken disk fails
+/// every request.
 #[derive(Default)]
 pub struct FailureLog {
     has_logged: Cell<bool>,
@@ -36,7 +36,7 @@ pub fn request_error(error: &Error, command: &Command) -> RequestError {
         ErrorKind::Io => "the host failed the operation",
     };
     let errno = match Errno::from_linux(error.errno()) {
-        // Reserved for this one command.
+        // The protocol reserves this error for WRITE_ZEROES.
         Errno::NotSup if !matches!(command, Command::WriteZeroes { .. }) => Errno::Inval,
         errno => errno,
     };

@@ -1,8 +1,8 @@
 //! The answer to each question in a sentence, made from the figures.
 //!
 //! For each variant a sentence gives the speed relative to the baseline: the median over the cases,
-//! and the extremes. Noisy cases are only counted. If all are noise, their range is printed, and
-//! called noise.
+//! and the extremes. Noisy cases are only counted. If all cases are noise, the sentence gives their
+//! range and calls it noise.
 
 use blockhouse_figures::Spread;
 
@@ -29,7 +29,7 @@ pub fn of(report: &Report) -> Vec<(&'static str, String)> {
     Question::All.parts().into_iter().filter_map(answer).collect()
 }
 
-/// The result of the rows of one question, in a sentence; `None` without any.
+/// The result of the rows of one question, in a sentence; `None` without rows.
 fn sentence(subject: &str, rows: &[&Row]) -> Option<String> {
     let baseline = &rows.first()?.variant;
     let mut ways: Vec<(&str, Vec<Ratio>)> = Vec::new();

@@ -1,4 +1,4 @@
-//! The live view on terminals of memory.
+//! Tests the live view on a terminal in memory.
 
 use std::time::Duration;
 

@@ -57,7 +57,7 @@ fn what_a_durable_write_leaves_that_fails_for_want_of_space_is_flushed() {
         storage.take_log();
         let written = tracker.write(0, Buffer::new(4096).lend(), Durability::Data).await;
         assert_eq!(written.expect_err("the storage is full").kind(), ErrorKind::NoSpace);
-        // Reads may see a part of it: after this flush they see it for good.
+        // Reads may see a part of the failed write. After this flush that part is durable.
         tracker.flush(SyncMode::Data).await.expect("nothing else is lost");
         storage.take_log()
     });

@@ -8,7 +8,7 @@ use rustix::fs::{Stat, fstat};
 
 use crate::state::{FoundState, ImageIdentity, Owner, StateDir, StateFile};
 
-/// Which file an image is.
+/// The identity of an image's file.
 ///
 /// # Errors
 /// The host's, with the file's name.

@@ -1,8 +1,8 @@
-//! Writes what the log of an image says to its places, as the next program that writes to the image
-//! would, and empties the log (\[MS-VHDX\] 2.3.3).
+//! Replays the log of an image, as the next program that writes to the image would, and empties it
+//! (\[MS-VHDX\] 2.3.3).
 //!
 //! Guarantees: the changes are durable at their offsets before a header says that the log is empty.
-//! A crash at any step leaves a log that is replayed again, or none that is needed.
+//! After a crash at any step, the log is replayed again, or is no longer needed.
 
 use blockhouse_core::{Durability, Result, Storage, SyncMode};
 
@@ -12,7 +12,7 @@ use super::header::{Header, OFFSETS};
 use crate::aligned_write::write;
 use crate::foreign::refusal::corrupt;
 
-/// The end of the headers: no log has them.
+/// The end of the headers, which no log may change.
 const END: u64 = 192 << 10;
 
 impl Vhdx {
@@ -22,7 +22,7 @@ impl Vhdx {
     ///
     /// # Errors
     /// As [`open`](Self::open); `Corrupt` if the log changes the headers, or they have the last
-    /// sequence number; `NoSpace`; what the storage answers. The log is still there then.
+    /// sequence number; `NoSpace`; errors of the storage. After an error the log remains.
     pub(in crate::foreign) async fn repair<S: Storage>(
         storage: &S,
         write_id: Guid,
@@ -37,7 +37,7 @@ impl Vhdx {
         Header::check_can_follow(storage).await?;
         image.patches.write_to(storage).await?;
         storage.flush(SyncMode::Full).await?;
-        // Each time the one that is not in force.
+        // Each write replaces the header that is not current.
         for _ in OFFSETS {
             let (offset, bytes) = Header::without_log(storage, write_id).await?;
             write(storage, offset, &bytes, Durability::None).await?;

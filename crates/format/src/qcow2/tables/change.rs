@@ -1,4 +1,4 @@
-//! Changing entries and tables in memory. What changes is dirty until a writeback is durable.
+//! Changes entries and tables in memory. A change is dirty until a writeback is durable.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use super::slice_cache::{DataStability, SliceId, SliceKind};
 use super::{Blocked, Step, Tables};
 
 impl Tables {
-    /// A change was made that a flush makes durable.
+    /// Counts a change that a flush must make durable.
     pub(crate) fn note_change(&mut self) {
         self.version += 1;
     }
@@ -28,7 +28,7 @@ impl Tables {
         entry.write(bytes, index, self.geometry);
     }
 
-    /// Begins an L2 table in `cluster`, which holds what `old` holds, and has an L1 entry refer to
+    /// Creates an L2 table in `cluster` with the content of `old`, and makes an L1 entry refer to
     /// it.
     pub(crate) fn add_l2_table(
         &mut self,
@@ -60,7 +60,7 @@ impl Tables {
         Ok(content)
     }
 
-    /// Takes an L2 table out of the L1 table.
+    /// Removes an L2 table from the L1 table.
     pub(crate) fn remove_l2_table(&mut self, l1_index: usize) {
         self.watch.end();
         // An index past its end has no entry.
@@ -68,7 +68,7 @@ impl Tables {
         self.version += 1;
     }
 
-    /// The L1 table has this many entries from now on, in these clusters, which nothing on disk
+    /// Gives the L1 table this many entries, and moves it to these clusters, which nothing on disk
     /// refers to yet. Returns its old clusters.
     pub(crate) fn move_l1(&mut self, entries: u64, clusters: Range<u64>) -> Option<Range<u64>> {
         self.watch.end();
@@ -84,8 +84,8 @@ impl Tables {
         (old_count > 0).then(|| old..old + old_count)
     }
 
-    /// The L1 table is cut off after this many entries, at its offset. Returns the clusters that it
-    /// no longer needs.
+    /// Truncates the L1 table to this many entries, at its offset. Returns the clusters that it no
+    /// longer needs.
     pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
         self.watch.end();
         let geometry = self.geometry;
@@ -97,14 +97,14 @@ impl Tables {
         kept..old
     }
 
-    /// The guest's disk has this many bytes from now on.
+    /// Sets the size of the guest's disk, in bytes.
     pub(crate) fn set_size(&mut self, size: u64) {
         self.watch.end();
         self.headers.wanted_mut().size = size;
         self.version += 1;
     }
 
-    /// A snapshot's L1 table is the one that is looked up, in an image that is open for reading.
+    /// Makes lookups use a snapshot's L1 table, in an image that is open for reading.
     pub(crate) fn show_l1(&mut self, l1: Vec<u64>) {
         self.l1 = super::TopTable::new(l1);
     }
@@ -113,7 +113,7 @@ impl Tables {
         self.corrupt(format!("the {table} does not reach as far as the image"), offset)
     }
 
-    /// A cluster becomes a table of zeros in memory; what was cached of it before is dropped.
+    /// Makes a cluster a table of zeros in memory, and drops the slices of it that were cached.
     pub(super) fn init_table(&mut self, offset: u64, kind: SliceKind) {
         let geometry = self.geometry;
         let end = offset + geometry.cluster_size();
@@ -122,7 +122,7 @@ impl Tables {
         self.active.insert(geometry.cluster_of(offset));
     }
 
-    /// Fails for a cluster that holds a table: it would be overwritten.
+    /// Fails for a cluster that holds a table: the table would be overwritten.
     pub(crate) fn check_not_active(&self, cluster: u64) -> Result<(), Error> {
         if !self.active.contains(&cluster) {
             return Ok(());

@@ -19,7 +19,7 @@ use super::slice_cache::{DataStability, SliceCopy, SliceId, SliceKind};
 pub(crate) enum WritebackReason {
     /// A change whose data is stable, or that has none.
     StableData,
-    /// Data that was written without FUA, and all of that kind that is in flight.
+    /// Data that was written without FUA, including all such writes in flight.
     PendingData,
     /// Nothing may stay dirty: the cache is full, or the tables are about to be changed as a whole.
     Full,
@@ -50,7 +50,7 @@ pub(crate) struct L1Update {
 }
 
 impl RefcountTableUpdate {
-    /// Changes a header accordingly.
+    /// Applies the update to a header.
     pub(crate) fn apply(self, header: &mut Header) {
         header.refcount_table_offset = self.offset;
         header.refcount_table_clusters = self.clusters;
@@ -58,7 +58,7 @@ impl RefcountTableUpdate {
 }
 
 impl L1Update {
-    /// Changes a header accordingly.
+    /// Applies the update to a header.
     pub(crate) fn apply(self, header: &mut Header) {
         header.size = self.size;
         header.l1_offset = self.l1_offset;
@@ -66,22 +66,22 @@ impl L1Update {
     }
 }
 
-/// A copy of what was dirty at one moment, by the order in which it may be written.
+/// A copy of the metadata that was dirty at one moment, grouped by the order of the writes.
 pub(crate) struct WritebackBatch {
     scope: WritebackScope,
-    /// The version that is durable when this is.
+    /// The version that is durable once this batch is.
     version: u64,
     /// Refcounts, and tables that nothing on disk refers to: they need no order.
     unordered: Vec<TableWrite>,
-    /// Entries of the refcount table, where it stays at its offset.
+    /// Entries of the refcount table, if the table stays at its offset.
     refcount_table: Vec<TableWrite>,
     refcount_table_update: Option<RefcountTableUpdate>,
-    /// Slices of L2 tables, and entries of the L1 table where it stays at its offset.
+    /// Slices of L2 tables, and entries of the L1 table if it stays at its offset.
     mappings: Vec<TableWrite>,
     l1_update: Option<L1Update>,
     /// Whether the header on disk may differ from the one that was written last.
     header_write_unknown: bool,
-    /// Whether something on disk may refer to the new tables: those are durable then.
+    /// Whether something on disk may refer to the new tables: then these are durable.
     new_tables_linked: AtomicBool,
     /// Whether data that `mappings` (or `unordered`) refer to needs a flush.
     stability: DataStability,
@@ -89,7 +89,7 @@ pub(crate) struct WritebackBatch {
     new_tables: Vec<u64>,
     l1_dirty: BTreeSet<usize>,
     refcount_table_dirty: BTreeSet<usize>,
-    /// The end of the redo log when the copy was made: what comes before it is in the copy.
+    /// The end of the redo log when the copy was made: all changes before it are in the copy.
     redo_head: u64,
 }
 
@@ -103,7 +103,7 @@ impl WritebackBatch {
         &self.unordered
     }
 
-    /// Entries of the refcount table, where it stays at its offset.
+    /// Entries of the refcount table, if the table stays at its offset.
     pub(crate) fn refcount_table(&self) -> &[TableWrite] {
         &self.refcount_table
     }
@@ -112,7 +112,7 @@ impl WritebackBatch {
         self.refcount_table_update
     }
 
-    /// Slices of L2 tables, and entries of the L1 table where it stays at its offset.
+    /// Slices of L2 tables, and entries of the L1 table if it stays at its offset.
     pub(crate) fn mappings(&self) -> &[TableWrite] {
         &self.mappings
     }
@@ -126,7 +126,8 @@ impl WritebackBatch {
         self.header_write_unknown || self.refcount_table_update.is_some()
     }
 
-    /// Whether this is slices at their offsets only, and all data that they refer to is stable.
+    /// Whether the batch has only slices at their offsets, and all data that they refer to is
+    /// stable.
     pub(crate) fn is_stable_slices(&self) -> bool {
         self.stability == DataStability::Stable
             && self.refcount_table.is_empty()
@@ -134,7 +135,7 @@ impl WritebackBatch {
             && self.l1_update.is_none()
     }
 
-    /// The reference to the new tables is about to be written: these are durable.
+    /// Records that references to the new tables, which are durable, are about to be written.
     pub(crate) fn note_new_tables_linked(&self) {
         self.new_tables_linked.store(true, Ordering::Relaxed);
     }
@@ -179,7 +180,7 @@ impl WritebackBatch {
         }
     }
 
-    /// Copies dirty slices: those of new tables with all of their table, the others alone.
+    /// Copies dirty slices. If the table of a slice is new, copies the whole table.
     fn copy_slices(&mut self, tables: &mut Tables, kind: SliceKind) {
         let geometry = tables.geometry;
         for copy in tables.cache.begin_writeback(kind) {
@@ -215,7 +216,7 @@ impl WritebackBatch {
 }
 
 impl Tables {
-    /// Copies what has to be written; `None` when that is nothing.
+    /// Copies all dirty metadata; `None` if there is none.
     pub(crate) fn begin_writeback(&mut self, reason: WritebackReason) -> Option<WritebackBatch> {
         let mut batch = WritebackBatch {
             scope: self.scope_for(reason),
@@ -248,7 +249,7 @@ impl Tables {
     fn scope_for(&self, reason: WritebackReason) -> WritebackScope {
         let (wanted, disk) = (self.headers.wanted(), self.headers.disk());
         let is_lazy = wanted.compatible & LAZY_REFCOUNTS != 0;
-        // The old refcount table is freed with this writeback: the new one must be durable then.
+        // This writeback frees the old refcount table, so it must make the new one durable.
         let is_moving = wanted.refcount_table_offset != disk.refcount_table_offset;
         match reason {
             WritebackReason::StableData | WritebackReason::PendingData if is_lazy && !is_moving => {
@@ -258,7 +259,7 @@ impl Tables {
         }
     }
 
-    /// The writeback is durable.
+    /// Records that the writeback is durable.
     pub(crate) fn finish_writeback(&mut self, batch: WritebackBatch) {
         for &slice in &batch.slices {
             self.cache.end_writeback(slice);
@@ -270,7 +271,7 @@ impl Tables {
         self.redo.trim(batch.redo_head);
     }
 
-    /// The writeback failed, or was dropped: all of it has still to be written.
+    /// Marks the batch as dirty again, because the writeback failed or was dropped.
     pub(crate) fn abort_writeback(&mut self, batch: WritebackBatch) {
         for &slice in &batch.slices {
             self.cache.redirty(slice);

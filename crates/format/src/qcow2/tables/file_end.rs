@@ -9,7 +9,7 @@ pub(crate) struct FileEnd {
     /// The length of the file when the image was opened: clusters from here on read as zeros until
     /// they are written.
     opened: u64,
-    /// Whether bytes that the file gets by growing may be other than zeros.
+    /// Whether bytes that the file gains when it grows may be other than zeros.
     has_stale_growth: bool,
 }
 
@@ -19,25 +19,25 @@ impl FileEnd {
         Self { end: clusters, opened: clusters, has_stale_growth: false }
     }
 
-    /// The end of a file that has this many clusters now, but no end before the old one: a write
-    /// that failed in its middle, or was dropped, may have stored bytes before that.
+    /// The end of a file that has this many clusters now, but not before the old end: a write that
+    /// failed in its middle, or was dropped, may have stored bytes up to there.
     pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
         let has_stale_growth = self.has_stale_growth;
         Self { has_stale_growth, ..Self::new(clusters.max(self.bound())) }
     }
 
     /// Records that bytes past the length of the file may be other than zeros, as on a block device
-    /// that others make longer.
+    /// that another program extends.
     pub(crate) fn expect_stale_growth(&mut self) {
         self.has_stale_growth = true;
     }
 
-    /// The first cluster from which on none is in use.
+    /// The cluster from which on no cluster is in use.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
 
-    /// The first cluster that cannot hold data, nor any behind it: a reference to one is damage.
+    /// The cluster from which on no cluster can hold data: a reference to such a cluster is damage.
     pub(crate) fn bound(&self) -> u64 {
         self.end.max(self.opened)
     }
@@ -52,14 +52,14 @@ impl FileEnd {
         self.end = self.end.max(end);
     }
 
-    /// Takes `count` clusters from the end. Their refcounts stay as they are.
+    /// Reserves `count` clusters at the end. Their refcounts stay as they are.
     pub(crate) fn reserve(&mut self, count: u64) -> Range<u64> {
         let start = self.end;
         self.end += count;
         start..self.end
     }
 
-    /// Gives reserved clusters from `start` to `end` back, if the end is still `end`.
+    /// Releases reserved clusters from `start` to `end`, if the end is still `end`.
     pub(crate) fn unreserve(&mut self, end: u64, start: u64) {
         if self.end == end {
             self.end = start;

@@ -1,4 +1,4 @@
-//! The header of an image in two versions: as the image needs it next, and as it is on disk.
+//! The header of an image in two versions: as the next writeback leaves it, and as it is on disk.
 //!
 //! Only the first sector ever changes, with one write. After a write whose outcome is not known (it
 //! failed, or its future was dropped) the header on disk is not known until a later write of it is
@@ -70,7 +70,8 @@ impl Headers {
             self.wanted.extensions.clone_from(&self.disk.extensions);
             self.disk.put_extensions(bytes);
         }
-        // The next writeback repeats this write before it relies on it, whether it succeeds or not.
+        // The next writeback repeats this write before it relies on it, even if this write
+        // succeeds.
         self.begun += 1;
         self.begun
     }

@@ -1,4 +1,4 @@
-//! Looks entries up: L2 tables, L2 entries, and whether their offsets are possible.
+//! Looks up L2 tables and L2 entries, and checks their offsets.
 
 use blockhouse_core::Error;
 
@@ -50,16 +50,16 @@ impl Tables {
         })
     }
 
-    /// Whether the entry of a guest cluster on disk may differ from that in memory. Its slice is
-    /// cached.
+    /// Whether the entry of a guest cluster on disk may differ from the entry in memory. Its slice
+    /// is cached.
     pub(crate) fn is_entry_dirty(&mut self, cluster: u64) -> bool {
         let index = self.geometry.l2_index(cluster).index;
         let Ok(Some(slice)) = self.l2_slice(cluster) else { return false };
         self.cache.get(slice.offset).is_some_and(|slice| slice.is_dirty(index))
     }
 
-    /// Fails for the entry of a guest cluster that refers to data outside of the file, or in a
-    /// table, or anywhere but at the guest's offset of a data file: it must be neither
+    /// Fails if the entry of a guest cluster refers to a cluster outside of the file, to a table,
+    /// or in a data file to another offset than the guest's: such a cluster must be neither
     /// overwritten nor freed.
     pub(crate) fn check_host(&self, cluster: u64, entry: Entry) -> Step<()> {
         let geometry = self.geometry;
@@ -83,7 +83,7 @@ impl Tables {
         Err(self.corrupt(what, offset).into())
     }
 
-    /// In a data file each guest cluster has one host offset: its own.
+    /// Fails unless the host offset in a data file is the guest's offset.
     pub(crate) fn check_data_file_host(&self, cluster: u64, entry: Entry) -> Step<()> {
         match entry {
             Entry::Standard { host: Some(host), .. }
@@ -98,8 +98,8 @@ impl Tables {
         }
     }
 
-    /// Blocked by a cache miss where the slice is not cached; slices of tables that are not on disk
-    /// yet are made.
+    /// Blocked by a cache miss if the slice is not cached. Creates slices of tables that are not on
+    /// disk yet.
     pub(crate) fn ensure(&mut self, id: SliceId) -> Step<()> {
         if let Some(slice) = self.cache.look_up(id.offset) {
             if slice.kind == id.kind {
@@ -123,7 +123,7 @@ impl Tables {
     /// All entries of an L2 table.
     pub(crate) fn entries_of(&mut self, table: Reference) -> Step<Vec<Entry>> {
         let geometry = self.geometry;
-        // All slices first: the step begins anew for each that is missing.
+        // All slices first, because the step restarts for each missing slice.
         for slice in self.slices_of(table.offset) {
             self.ensure(slice)?;
         }

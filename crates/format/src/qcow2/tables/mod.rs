@@ -2,16 +2,17 @@
 //!
 //! The life of a change:
 //!
-//! 1. A step looks entries up. A slice that is not cached blocks it (`step`), and is read once.
-//! 2. The step changes entries in memory. What it changed is *dirty*.
+//! 1. A step looks entries up. A slice that is not cached blocks the step (`step`), and is read
+//!    once.
+//! 2. The step changes entries in memory. The changed entries are *dirty*.
 //! 3. A writeback takes a copy of everything that is dirty, at one moment (`dirty`). The copy is
 //!    consistent, because an L2 entry changes only after the refcounts that it depends on.
-//! 4. The writeback is durable: what was copied is clean, unless it changed again. Or it failed: it
-//!    is dirty again.
+//! 4. Once the writeback is durable, the copied entries are clean, unless they changed again. If it
+//!    fails, they are dirty again.
 //!
-//! Locking: [`Tables`] has no lock. It lies under the image's one lock, and nothing here waits;
-//! writes go through [`writer::TableWriter`], without the lock. The overwrite of a mapped cluster,
-//! and every read, looks at nothing but this.
+//! Locking: the image's one lock protects [`Tables`], and nothing here waits. Writes go through
+//! [`writer::TableWriter`], without the lock. The overwrite of a mapped cluster, and every read,
+//! needs only this state.
 
 mod change;
 mod change_watch;
@@ -50,7 +51,7 @@ use headers::Headers;
 use slice_cache::SliceCache;
 use top_table::TopTable;
 
-/// See the module's page.
+/// The metadata of an open image.
 pub(crate) struct Tables {
     geometry: Geometry,
     /// The image's name, for errors.
@@ -61,18 +62,19 @@ pub(crate) struct Tables {
     pub(crate) cache: SliceCache,
     /// L2 tables and refcount blocks that nothing on disk refers to yet, by offset.
     new_tables: HashMap<u64, SliceKind>,
-    /// Clusters of the active tables: none is ever given to the guest because a refcount is wrong.
+    /// Clusters of the active tables. They are never allocated again, even if their refcounts are
+    /// wrong.
     pub(crate) active: HashSet<u64>,
     pub(crate) file: FileEnd,
     /// Whether any refcount was changed since the image was opened.
     has_counted: bool,
-    /// Counts changes that a flush makes durable; and those that are.
+    /// The number of changes that a flush makes durable, and of those that are durable.
     version: u64,
     durable_version: u64,
-    /// Where changes of entries are noted for a process that comes after this one.
+    /// The log of changes of entries, for a process that follows this one.
     pub(crate) redo: RedoLog,
     pub(crate) freeze: FreezeState,
-    /// The slices that change while tables are copied beside these.
+    /// The slices that change while the tables are being copied.
     pub(crate) watch: ChangeWatch,
 }
 
@@ -108,14 +110,14 @@ impl Tables {
         }
     }
 
-    /// Other tables, all of them on disk, are the active ones from now on.
+    /// Makes other tables, all of them on disk, the active ones.
     pub(crate) fn replace(&mut self, active: ActiveTables) -> Result<(), Error> {
         self.file = self.file.with_clusters(active.clusters);
         self.switch(active.header, active.l1, active.refcount_table)
     }
 
-    /// As [`replace`](Self::replace), by tables in clusters that these count already: the file ends
-    /// where it did.
+    /// As [`replace`](Self::replace), by tables in clusters that the current refcounts include, so
+    /// the end of the file stays the same.
     pub(crate) fn switch(
         &mut self,
         header: Header,
@@ -142,7 +144,7 @@ impl Tables {
         &self.name
     }
 
-    /// The header as it should be.
+    /// The header that the next writeback must leave on disk.
     pub(crate) fn header(&self) -> &Header {
         self.headers.wanted()
     }
@@ -156,7 +158,7 @@ impl Tables {
         &self.refcount_table
     }
 
-    /// The change that was made last. A writeback that begins now makes it durable.
+    /// The number of the last change. A writeback that begins now makes it durable.
     pub(crate) fn version(&self) -> u64 {
         self.version
     }
@@ -193,10 +195,10 @@ impl Tables {
         Err(Error::new(ErrorKind::NoSpace, what).on(&self.name))
     }
 
-    /// Notes where the active tables are.
+    /// Records the clusters of the active tables.
     ///
     /// # Errors
-    /// `Corrupt` for two at one offset, or one past the end of the file.
+    /// `Corrupt` if two tables are at one offset, or a table is past the end of the file.
     pub(crate) fn note_active(&mut self) -> Result<(), Error> {
         let geometry = self.geometry;
         let header = self.headers.wanted();

@@ -1,4 +1,4 @@
-//! Refcounts in memory: they are the truth about which clusters are in use.
+//! Refcounts in memory, which alone decide which clusters are in use.
 
 use std::ops::Range;
 
@@ -9,23 +9,23 @@ use crate::qcow2::layout::{entry, refcount};
 use super::slice_cache::{DataStability, Slice, SliceId, SliceKind};
 use super::{Blocked, Step, Tables};
 
-/// Clusters from one on, as far as one slice of refcounts tells.
+/// The use of the clusters from a given one on, within one slice of refcounts.
 pub(crate) enum Scan {
     /// These are free.
     Free(Range<u64>),
     /// The number of clusters that are in use.
     Allocated(u64),
-    /// No refcount block is for the cluster: it is free, but needs one.
+    /// The cluster has no refcount block: it is free, but needs one.
     NoRefcountBlock,
 }
 
-/// The last cluster in use up to one, as far as one slice of refcounts tells.
+/// The last cluster in use up to a given one, within one slice of refcounts.
 pub(crate) enum LastCounted {
-    /// This one.
+    /// This cluster.
     Cluster(u64),
-    /// None from this one on.
+    /// No cluster from this one on is in use.
     NoneFrom(u64),
-    /// No refcount block is for the cluster; its block would begin with this one.
+    /// The given cluster has no refcount block. The block would begin with this cluster.
     NoRefcountBlock(u64),
 }
 
@@ -51,12 +51,12 @@ pub(crate) struct Refcounts<'a> {
 }
 
 impl Refcounts<'_> {
-    /// Whether a cluster has a refcount block. The slice with its refcount is cached then.
+    /// Whether a cluster has a refcount block. If so, the slice with its refcount is cached.
     pub(crate) fn has_block(&mut self, cluster: u64) -> Step<bool> {
         Ok(self.slice(cluster)?.is_some())
     }
 
-    /// The slice with a cluster's refcount, cached; `None` where no refcount block exists.
+    /// The slice with a cluster's refcount, cached; `None` if no refcount block exists.
     fn slice(&mut self, cluster: u64) -> Step<Option<(SliceId, usize)>> {
         let at = self.tables.geometry.refcount_index(cluster);
         let Some(block) = self.tables.refcount_block(at.table_index)? else { return Ok(None) };
@@ -90,7 +90,8 @@ impl Refcounts<'_> {
         Ok(())
     }
 
-    /// Up to `limit` free clusters from `cluster` on, or how many are in use; of one slice only.
+    /// Up to `limit` free clusters from `cluster` on, or how many clusters there are in use, within
+    /// one slice.
     pub(crate) fn scan(&mut self, cluster: u64, limit: u64) -> Step<Scan> {
         self.tables.check_within_limits(cluster)?;
         let Some((id, first)) = self.slice(cluster)? else {
@@ -109,7 +110,7 @@ impl Refcounts<'_> {
         })
     }
 
-    /// The last cluster in use up to `cluster`; of one slice only.
+    /// The last cluster in use up to `cluster`, within one slice.
     pub(crate) fn last_counted(&mut self, cluster: u64) -> Step<LastCounted> {
         let geometry = self.tables.geometry;
         let Some((id, index)) = self.slice(cluster)? else {
@@ -124,8 +125,8 @@ impl Refcounts<'_> {
         })
     }
 
-    /// Whether the slice of refcounts that begins with cluster `start` counts any cluster but
-    /// `except`; `None` where no refcount block exists.
+    /// Whether the slice of refcounts that begins with cluster `start` has a refcount above 0 for
+    /// any cluster but `except`; `None` if no refcount block exists.
     pub(crate) fn counts_other(&mut self, start: u64, except: u64) -> Step<Option<bool>> {
         let geometry = self.tables.geometry;
         let Some((id, _)) = self.slice(start)? else { return Ok(None) };
@@ -137,10 +138,10 @@ impl Refcounts<'_> {
         Ok(Some(has_other))
     }
 
-    /// Begins a refcount block, which nothing on disk refers to yet.
+    /// Creates a refcount block, which nothing on disk refers to yet.
     ///
     /// # Errors
-    /// `Corrupt` where the refcount table does not reach this far.
+    /// `Corrupt` if the refcount table is too short for the block.
     pub(crate) fn add_block(&mut self, index: u64, offset: u64) -> Result<(), Error> {
         if !self.tables.refcount_table.set(index as usize, offset) {
             let table = self.tables.header().refcount_table_offset;
@@ -150,7 +151,7 @@ impl Refcounts<'_> {
         Ok(())
     }
 
-    /// Takes a refcount block out of the refcount table.
+    /// Removes a refcount block from the refcount table.
     pub(crate) fn remove_block(&mut self, index: usize) {
         self.tables.watch.end();
         let geometry = self.tables.geometry;
@@ -167,8 +168,7 @@ impl Refcounts<'_> {
         self.tables.version += 1;
     }
 
-    /// The refcount table is in these clusters from now on, longer than it was. Returns the old
-    /// ones.
+    /// Moves the refcount table to these clusters, where it is longer. Returns the old clusters.
     pub(crate) fn move_table(&mut self, clusters: Range<u64>) -> Range<u64> {
         let geometry = self.tables.geometry;
         let count = clusters.end - clusters.start;

@@ -3,12 +3,12 @@
 //! A slice's life, and the capacity of the cache:
 //!
 //! 1. Absent. One task reads it; others that need it wait for that task.
-//! 2. Clean. A slice that is needed replaces a clean one that was not used since the clock hand
+//! 2. Clean. A slice that is read replaces a clean slice that was not used since the clock hand
 //!    passed.
-//! 3. Dirty: entries differ from the disk. The slice stays. Steps that would make more slices dirty
-//!    wait for a writeback when half of the capacity is dirty.
+//! 3. Dirty: entries differ from the disk. The slice is not replaced. Steps that would make more
+//!    slices dirty wait for a writeback when half of the capacity is dirty.
 //! 4. Under writeback: a copy is being written; entries that change meanwhile are dirty again.
-//! 5. Clean again when the writeback is durable; dirty again where it failed.
+//! 5. Clean again when the writeback is durable; dirty again if it failed.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use event_listener::{Event, EventListener};
 
 use crate::CacheCounts;
 
-/// Which groups of entries of a slice, as [`Slice::group_of`] numbers them.
+/// A set of groups of a slice's entries, as [`Slice::group_of`] numbers them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Entries([u64; 8]);
 
@@ -41,7 +41,7 @@ impl Entries {
     }
 }
 
-/// Which structure a slice is a piece of.
+/// The structure that a slice is a part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SliceKind {
     /// An L2 table.
@@ -75,21 +75,22 @@ pub(crate) struct Slice {
     /// Entries that are dirty or under writeback and whose data only a flush makes stable.
     unstable: Entries,
     used: bool,
-    /// Whether it was read, and not looked at since.
+    /// Whether the slice was read, and not looked up since.
     is_new: bool,
-    /// The step that looked at it last.
+    /// The step that used the slice last.
     step: u64,
 }
 
 impl Slice {
-    /// Whether the entry on disk, or that of a neighbour in a large slice, may be another one.
+    /// Whether the `index`-th entry, or in a large slice one of its neighbours, may differ from the
+    /// disk.
     pub(crate) fn is_dirty(&self, index: usize) -> bool {
         let group = self.group_of(index);
         self.dirty.contains(group) || self.writeback.contains(group)
     }
 
-    /// The group that notes the `index`-th entry. All refcounts are one group. An entry of L2 is a
-    /// group of its own in a slice of up to 4 KiB, and shares one in a larger slice.
+    /// The group of the `index`-th entry. All refcounts are one group. An L2 entry is a group of
+    /// its own in a slice of up to 4 KiB, and shares a group in a larger slice.
     fn group_of(&self, index: usize) -> usize {
         match self.kind {
             SliceKind::Refcounts => 0,
@@ -107,15 +108,15 @@ impl Slice {
 pub(crate) enum DataStability {
     /// The data is stable, or the entry refers to none.
     Stable,
-    /// It may sit in a volatile cache.
+    /// The data may be in a volatile cache.
     Unstable,
 }
 
-/// See the module's page.
+/// The cache of slices.
 pub(crate) struct SliceCache {
     slots: Vec<(u64, Slice)>,
     index: HashMap<u64, usize>,
-    /// Where the search for a slice to replace goes on.
+    /// The clock hand: where the search for a slice to replace continues.
     hand: usize,
     capacity: usize,
     /// Offsets of the dirty slices.
@@ -125,11 +126,11 @@ pub(crate) struct SliceCache {
     counts: CacheCounts,
 }
 
-/// The step for a slice that is not there.
+/// The way to get a slice that is not cached.
 pub(crate) enum Fetch {
-    /// Read it, then give it to [`SliceCache::loaded`].
+    /// The caller reads the slice, then passes it to [`SliceCache::loaded`].
     Read(Arc<Event>),
-    /// Another task reads it.
+    /// Another task is reading it.
     Wait(EventListener),
     /// Another task has read it.
     Present,
@@ -158,12 +159,12 @@ impl SliceCache {
         }
     }
 
-    /// One as large, without anything in it.
+    /// An empty cache of the same capacity, with the same counts.
     pub(crate) fn emptied(&self) -> Self {
         Self { counts: self.counts, ..Self::new(self.capacity) }
     }
 
-    /// A step begins: what it looks at stays cached until the next one.
+    /// Begins a step. Slices that the step uses stay cached until the next step.
     pub(crate) fn begin_step(&mut self) {
         self.step += 1;
     }
@@ -174,13 +175,13 @@ impl SliceCache {
         Some(slice)
     }
 
-    /// The bytes of a cached slice, which is not used by that.
+    /// The bytes of a cached slice. This does not count as a use of the slice.
     pub(crate) fn peek(&self, offset: u64) -> Option<&[u8]> {
         Some(&self.slots[*self.index.get(&offset)?].1.bytes)
     }
 
-    /// As [`get`](Self::get), for a step that cannot go on without the slice: a hit, unless it was
-    /// read for that.
+    /// As [`get`](Self::get), for a step that needs the slice. Counts a miss if the slice has just
+    /// been read, otherwise a hit.
     pub(crate) fn look_up(&mut self, offset: u64) -> Option<&Slice> {
         let slot = *self.index.get(&offset)?;
         if std::mem::take(&mut self.slots[slot].1.is_new) {
@@ -191,7 +192,7 @@ impl SliceCache {
         self.get(offset)
     }
 
-    /// How often slices were found, and had to be read.
+    /// The numbers of hits and misses.
     pub(crate) fn counts(&self) -> CacheCounts {
         self.counts
     }
@@ -247,7 +248,7 @@ impl SliceCache {
         Fetch::Read(event)
     }
 
-    /// Takes the bytes that were read for `fetch`, unless the slice was made anew meanwhile.
+    /// Caches the bytes that were read for `fetch`, unless the slice was invalidated meanwhile.
     pub(crate) fn loaded(&mut self, id: SliceId, ticket: &Arc<Event>, bytes: Box<[u8]>) {
         if self.is_loading(id.offset, ticket) {
             let slot = self.insert(id, bytes);
@@ -255,7 +256,7 @@ impl SliceCache {
         }
     }
 
-    /// Ends a fetch, whatever came of it.
+    /// Ends a fetch, whether it succeeded or not.
     pub(crate) fn fetch_ended(&mut self, offset: u64, ticket: &Arc<Event>) {
         if self.is_loading(offset, ticket) {
             self.loading.remove(&offset);
@@ -267,7 +268,8 @@ impl SliceCache {
         self.loading.get(&offset).is_some_and(|event| Arc::ptr_eq(event, ticket))
     }
 
-    /// Drops what is cached and being read of `[start, end)`: it became something else.
+    /// Drops the slices in `[start, end)` that are cached or being read, because the range has a
+    /// new use.
     pub(crate) fn invalidate(&mut self, start: u64, end: u64, step: u64) {
         for offset in (start..end).step_by(step as usize) {
             if let Some(event) = self.loading.remove(&offset) {
@@ -350,7 +352,7 @@ impl SliceCache {
         copies
     }
 
-    /// The writeback of this slice is durable.
+    /// Records that the writeback of this slice is durable.
     pub(crate) fn end_writeback(&mut self, id: SliceId) {
         let Some(slice) = self.slot(id.offset) else { return };
         slice.writeback = Entries::default();
@@ -359,7 +361,7 @@ impl SliceCache {
         }
     }
 
-    /// The writeback of this slice failed: it is dirty as before.
+    /// Makes this slice dirty again, because its writeback failed.
     pub(crate) fn redirty(&mut self, id: SliceId) {
         let Some(slice) = self.slot(id.offset) else { return };
         let writeback = std::mem::take(&mut slice.writeback);

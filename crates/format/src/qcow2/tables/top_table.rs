@@ -7,7 +7,7 @@ use crate::qcow2::layout::words;
 
 /// Words of a table, and which of them differ from the disk.
 pub(crate) struct TopTable {
-    /// All of them; of a trimmed table those after these are 0.
+    /// All words. A trimmed table omits the zeros at its end.
     words: Vec<u64>,
     length: usize,
     is_trimmed: bool,
@@ -27,7 +27,7 @@ impl TopTable {
         Self { words: words[..used].to_vec(), is_trimmed: true, ..Self::new(words) }
     }
 
-    /// The words; those of a trimmed table that are left out are 0.
+    /// The words, without the omitted zeros of a trimmed table.
     pub(crate) fn words(&self) -> &[u64] {
         &self.words
     }
@@ -39,7 +39,7 @@ impl TopTable {
         words
     }
 
-    /// How many words there are, with those that are left out.
+    /// The number of words, including the omitted ones.
     pub(crate) fn len(&self) -> usize {
         self.length
     }
@@ -49,7 +49,7 @@ impl TopTable {
         self.words.get(index).copied().unwrap_or(0)
     }
 
-    /// Changes an entry inside the table; `false`, and nothing has changed, past its end.
+    /// Changes an entry. Past the end of the table, changes nothing and returns `false`.
     #[must_use]
     pub(crate) fn set(&mut self, index: usize, word: u64) -> bool {
         if index >= self.length {
@@ -63,7 +63,8 @@ impl TopTable {
         true
     }
 
-    /// Makes the table longer, with zeros, or shorter. The caller has the location changed on disk.
+    /// Makes the table longer, with zeros, or shorter. The caller also changes the table's location
+    /// on disk.
     pub(crate) fn resize(&mut self, entries: usize) {
         if self.is_trimmed {
             self.words.truncate(entries)
@@ -78,22 +79,22 @@ impl TopTable {
         !self.dirty.is_empty()
     }
 
-    /// The dirty entries, which a writeback takes.
+    /// Takes the dirty entries, for a writeback.
     pub(crate) fn take_dirty(&mut self) -> BTreeSet<usize> {
         std::mem::take(&mut self.dirty)
     }
 
-    /// The writeback that took these entries failed.
+    /// Makes entries dirty again, because the writeback that took them failed.
     pub(crate) fn redirty(&mut self, entries: BTreeSet<usize>) {
         self.dirty.extend(entries);
     }
 
-    /// All of the table, at a new offset.
+    /// The write of the whole table at a new offset.
     pub(crate) fn whole(&self, offset: u64) -> TableWrite {
         TableWrite { offset, bytes: words::bytes_of(&self.to_vec()) }
     }
 
-    /// The parts, of `step` bytes, that hold these entries, where the table is at `offset`.
+    /// The writes of the parts, of `step` bytes, that contain these entries of a table at `offset`.
     pub(crate) fn parts(&self, dirty: &BTreeSet<usize>, offset: u64, step: u64) -> Vec<TableWrite> {
         if self.is_trimmed {
             dirty_parts(&self.to_vec(), dirty, offset, step)

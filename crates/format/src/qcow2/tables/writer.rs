@@ -1,8 +1,7 @@
-//! Writes of tables, and flushes, of an open image. Runs without the image's lock.
+//! Writes the tables of an open image, and flushes them, without the image's lock.
 //!
-//! 1. A write owns its bytes. It is counted until the storage has completed it, also when its
-//!    future was dropped: a later write of the same table waits for that
-//!    ([`TableWriter::drained`]).
+//! 1. A write owns its bytes. It is counted until the storage has completed it, even if its future
+//!    was dropped: a later write of the same table waits for that ([`TableWriter::drained`]).
 //! 2. Writes of the header go one at a time, since each replaces the whole first sector.
 //! 3. The first failure is kept: no table is written until the image is opened again. A write that
 //!    failed with ENOSPC is repeated, which also completes a partial write.
@@ -25,10 +24,10 @@ const CHUNK_SIZE: u64 = 1 << 20;
 /// The hint about tables that could not be written.
 const FAILED_HINT: &str = "metadata could not be written: run check, then open the image again";
 
-/// See the module's page.
+/// The writer of an image's tables.
 pub(crate) struct TableWriter<S> {
     storage: S,
-    /// Where the guest's clusters are, if not in `storage`.
+    /// The data file, if the guest's clusters are not in `storage`.
     data: Option<S>,
     /// Why tables could not be written.
     failure: ErrorLatch,
@@ -50,7 +49,7 @@ impl<S: Storage> TableWriter<S> {
         }
     }
 
-    /// The guest's clusters are in another file.
+    /// Sets the data file, which has the guest's clusters.
     pub(crate) fn set_data_file(&mut self, data: S) {
         self.data = Some(data);
     }
@@ -96,7 +95,7 @@ impl<S: Storage> TableWriter<S> {
         Ok(())
     }
 
-    /// Fills a range with written zeros without sending them. Not durable before the next full
+    /// Fills a range with written zeros without transferring data. Not durable before the next full
     /// flush.
     pub(crate) async fn prepare_zeros(&self, range: ByteRange) -> Result<()> {
         let held = Buffer::new(0).lend().with_guard(self.writes.enter());
@@ -104,11 +103,11 @@ impl<S: Storage> TableWriter<S> {
     }
 
     /// Changes the first sector, which holds all fields of the header that ever change. Durable
-    /// with the next flush. One change at a time, so that none brings back what another has
-    /// replaced.
+    /// with the next flush. Changes are made one at a time, so that none restores bytes that
+    /// another has replaced.
     pub(crate) async fn write_header<T>(&self, patch: impl FnOnce(&mut [u8]) -> T) -> Result<T> {
         let _alone = self.header_lock.acquire().await;
-        // One whose future was dropped may still be in flight.
+        // A write whose future was dropped may still be in flight.
         self.header_writes.wait().await;
         let block = self.storage.capabilities().alignment.offset as usize;
         let mut bytes = table_io::read(&self.storage, 0, SECTOR.max(block)).await?;
@@ -125,7 +124,7 @@ impl<S: Storage> TableWriter<S> {
         self.writes.wait().await;
     }
 
-    /// The writes of tables, for those who wait for them in another way.
+    /// The table writes in flight, for callers that wait for them in another way.
     pub(crate) fn writes(&self) -> &WaitGroup {
         &self.writes
     }
@@ -145,7 +144,7 @@ impl<S: Storage> TableWriter<S> {
         outcome
     }
 
-    /// Gives a range of the file back to the host. Only a hint: where it fails, the host keeps the
+    /// Returns a range of the file to the host. This is a hint: if it fails, the file keeps the
     /// space.
     pub(crate) async fn punch(&self, range: ByteRange) {
         if let Some(range) = table_io::whole_blocks(&self.storage, range) {
@@ -161,7 +160,7 @@ impl<S: Storage> TableWriter<S> {
     /// Fails if tables could not be written before.
     ///
     /// # Errors
-    /// Why.
+    /// The first failure.
     pub(crate) fn check_failure(&self) -> Result<()> {
         self.failure.check()
     }

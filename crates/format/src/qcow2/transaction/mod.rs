@@ -2,22 +2,22 @@
 //!
 //! The life of a transaction on all metadata ([`MetadataTransaction`]):
 //!
-//! 1. One transaction runs at a time, and begins only where no change of the guest's is in flight.
-//! 2. Freeze: steps that change tables wait. A writeback brings all that is dirty to the disk, and
-//!    no other one runs. Reads go on.
+//! 1. One transaction runs at a time, and begins only while no change of guest data is in flight.
+//! 2. Freeze: steps that change tables wait. A writeback writes everything dirty to the disk, and
+//!    no other writeback runs. Reads continue.
 //! 3. Build: new tables are written to free clusters beside the active ones, refcounts too
 //!    (`shadow_refcounts`). An error or a crash here changes nothing.
-//! 4. Commit: all of it is flushed, then one write of the header's first sector makes the new
-//!    tables the active ones, on disk and in memory. A crash finds all of the old or all of the
-//!    new, without a leak. Where it is unknown whether that write took effect, nothing is changed
-//!    while the image is open.
-//! 5. Thaw; what is free now is given back to the host when the reads that may have looked it up
+//! 4. Commit: all new tables are flushed, then one write of the header's first sector makes the new
+//!    tables the active ones, on disk and in memory. After a crash either all old or all new tables
+//!    are active, without a leak. If it is unknown whether that write took effect, nothing is
+//!    changed while the image is open.
+//! 5. Thaw. Freed clusters are returned to the host once the reads that may have looked them up
 //!    have ended.
 //!
-//! A change of the size goes by ordinary steps, in an order that no crash makes wrong (`resize`);
+//! A change of the size uses ordinary steps, in an order that is safe at every crash (`resize`);
 //! the backing file changes with two writes of the header (`backing`), the version with one
-//! (`amend`). What a process that has died had answered is brought to the disk before anything else
-//! (`replay`), and refcounts that were written late are counted anew (`recount`).
+//! (`amend`). Changes that a dead process had acknowledged are written to the disk before anything
+//! else (`replay`), and lazy refcounts are recounted (`recount`).
 
 mod amend;
 mod backing;

@@ -1,4 +1,4 @@
-//! The index against a list of blocks.
+//! Tests the index against a model, which is a list of blocks.
 
 use proptest::prelude::*;
 
@@ -19,7 +19,7 @@ fn blocks(range: ByteRange) -> Range<usize> {
     (range.offset() / BLOCK) as usize..range.end().div_ceil(BLOCK) as usize
 }
 
-/// Asserts that the claim is the first blocks that are not saved, with others of their granules.
+/// Asserts that the claim has the first block that is not saved, and only unsaved blocks.
 fn check_claim(
     model: &[Model],
     (wanted, claimed): (ByteRange, ByteRange),
@@ -35,7 +35,7 @@ fn check_claim(
     let (start, end) = (region * REGION_BLOCKS, ((region + 1) * REGION_BLOCKS).min(model.len()));
     let taken = model[start..end].iter().filter(|block| **block != Model::Unsaved).count();
     if taken * 16 >= end - start {
-        // The unsaved rest around it in its granules.
+        // The claim includes the adjacent unsaved blocks of its granules.
         let before = claimed.start % 16 != 0;
         assert!(!before || model[claimed.start - 1] != Model::Unsaved);
         let after = claimed.end % 16 != 0 && claimed.end < end;

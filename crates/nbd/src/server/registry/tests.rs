@@ -1,4 +1,4 @@
-//! Which connections end to make room for others, without a server around them.
+//! Tests which connections end to make room for others, without a server.
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,7 @@
 //! The sum of a redo log's records: the latest change of each guest cluster.
 //!
-//! Only that is replayed. A host cluster that an older record names may have been freed since, and
-//! a replay that died may have given it to a table.
+//! Only these changes are replayed. Reason: a host cluster that an older record names may have been
+//! freed since, and an interrupted replay may have allocated it for a table.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub(crate) struct LatestChanges {
 }
 
 impl LatestChanges {
-    /// Of records, the oldest first.
+    /// The latest changes of `records`, which are in order, the oldest first.
     pub(crate) fn of(records: &[RedoRecord], geometry: Geometry) -> Self {
         let mut latest = Self { geometry, changes: BTreeMap::new() };
         for record in records {
@@ -27,7 +27,7 @@ impl LatestChanges {
         latest
     }
 
-    /// All of them, in the order of the clusters.
+    /// All changes, in the order of the clusters.
     pub(crate) fn iter(&self) -> impl Iterator<Item = RedoRecord> {
         self.changes
             .iter()
@@ -54,8 +54,7 @@ impl LatestChanges {
         }
     }
 
-    /// Zeros that keep the host clusters of what is there: known from `older` changes, or from the
-    /// tables.
+    /// Adds zeros that keep the host clusters, which `older` changes or the tables name.
     fn add_zeros(&mut self, clusters: Range<u64>, older: &[(u64, u64, RedoChange)]) {
         let mut next = clusters.start;
         for &(start, end, change) in older {
@@ -74,7 +73,7 @@ impl LatestChanges {
         }
     }
 
-    /// Divides the change that has `cluster` in its middle.
+    /// Splits the change that has `cluster` in its middle.
     fn split(&mut self, cluster: u64) {
         let before = self.changes.range(..cluster).next_back();
         if let Some((&start, &(end, change))) = before

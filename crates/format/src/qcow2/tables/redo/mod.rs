@@ -1,15 +1,16 @@
-//! The redo log: changes of L2 entries that no finished writeback has brought to the disk, kept in
+//! The redo log: changes of L2 entries that no finished writeback has written to the disk, kept in
 //! memory that outlives the process.
 //!
 //! A server answers a guest's write into new space when its entry is linked in memory. If the
 //! server's process dies before a writeback, the host runs on and holds the data, but the entry is
 //! gone. So:
 //!
-//! 1. A step that links appends what it changed, before the request is answered. Both happen under
-//!    the image's lock, so the log has the order of the changes.
+//! 1. A step that links an entry appends the change, before the request is answered. Both happen
+//!    under the image's lock, so the log has the order of the changes.
 //! 2. A writeback that begins notes the log's head ([`RedoLog::head`]): it copies what is dirty
 //!    under the same lock, so the copy has every change before that point. When it has ended, the
-//!    log's tail moves there ([`RedoLog::trim`]). One that failed or was dropped moves nothing.
+//!    log's tail moves there ([`RedoLog::trim`]). A failed or dropped writeback does not move the
+//!    tail.
 //! 3. After a death the records between tail and head are replayed before anything else
 //!    (`transaction/replay`). They hold the new values of entries, so they can be replayed again,
 //!    also onto tables that already have some of the changes.
@@ -38,8 +39,8 @@ pub(crate) use record::{EntryRun, RedoChange, RedoRecord};
 use super::{Blocked, Step};
 use record::WORDS_PER_RECORD;
 
-/// How many changes may wait for a writeback. Random writes of 4 KiB at 60,000 a second fill it in
-/// a second.
+/// The most changes that wait for a writeback. Random writes of 4 KiB at 60,000 a second fill the
+/// log in a second.
 const MAX_RECORDS: usize = 1 << 16;
 
 /// How many records one change may need: the first and the last cluster of a write may differ from
@@ -49,8 +50,8 @@ const MAX_RECORDS_PER_CHANGE: u64 = 3;
 /// "BHRedo", and the version of this layout.
 const MAGIC: u64 = 0x4248_5265_646f_0002;
 
-/// The words before the records: what this is, the geometry that it is for, head and tail, and the
-/// autoclear bits that the image has since the first change.
+/// The words before the records: the magic number, the geometry of the image, head and tail, and
+/// the autoclear bits that the image has from the first change on.
 const MAGIC_WORD: usize = 0;
 const GEOMETRY_WORD: usize = 1;
 const HEAD_WORD: usize = 2;
@@ -58,13 +59,13 @@ const TAIL_WORD: usize = 3;
 const SESSION_WORD: usize = 4;
 const FIRST_RECORD: usize = 8;
 
-/// How many records more are reserved at a time, at least.
+/// The fewest records for which memory is reserved at a time.
 const RESERVED_AT_A_TIME: u64 = 1024;
 
-/// How many words of memory a log has: 2 MiB, of which that of an idle image takes 32 KiB.
+/// How many words of memory a log has: 2 MiB, of which the log of an idle image takes 32 KiB.
 pub(crate) const REDO_LOG_WORDS: usize = FIRST_RECORD + MAX_RECORDS * WORDS_PER_RECORD;
 
-/// See the module's page. Without memory it keeps nothing.
+/// The redo log of an image. Without memory it keeps nothing.
 #[derive(Default)]
 pub(crate) struct RedoLog {
     memory: Option<Arc<dyn StateMemory>>,
@@ -73,7 +74,7 @@ pub(crate) struct RedoLog {
     /// How many records were ever appended, and how many of these are no longer needed.
     head: u64,
     tail: u64,
-    /// The end of the records that changes may append which are prepared.
+    /// The end of the records that prepared changes may append.
     promised: u64,
     /// How many records of the ring, from its first one on, have memory.
     reserved: u64,
@@ -93,7 +94,7 @@ impl RedoLog {
         geometry: Geometry,
         session: u64,
     ) -> Self {
-        // Without the magic number it is empty, whatever the other words are meanwhile.
+        // Without the magic number the log counts as empty, whatever the other words are meanwhile.
         memory.store(MAGIC_WORD, 0);
         memory.store(HEAD_WORD, 0);
         memory.store(TAIL_WORD, 0);
@@ -108,13 +109,13 @@ impl RedoLog {
         self.memory.is_some()
     }
 
-    /// The autoclear bits that an image has while this log notes its changes; 0 without memory.
+    /// The autoclear bits that an image has while this log records its changes; 0 without memory.
     pub(crate) fn session(&self) -> u64 {
         self.session
     }
 
-    /// Blocked where there is no room for the records of one more change beside `pending` others,
-    /// which are all that are prepared.
+    /// Blocked if there is no space for the records of one more change, besides the `pending`
+    /// changes that are prepared already.
     pub(crate) fn check_room(&mut self, pending: usize) -> Step<()> {
         let Some(memory) = &self.memory else { return Ok(()) };
         let needed = (pending as u64 + 1) * MAX_RECORDS_PER_CHANGE;
@@ -127,7 +128,8 @@ impl RedoLog {
         Ok(())
     }
 
-    /// Whether there are this many records at the ring's beginning, now.
+    /// Reserves memory for this many records at the ring's beginning. Returns whether they have
+    /// memory.
     fn reserve(&mut self, records: u64) -> bool {
         let Some(memory) = self.memory.as_ref().filter(|_| records > self.reserved) else {
             return true;
@@ -145,8 +147,8 @@ impl RedoLog {
         self.head == self.tail
     }
 
-    /// Blocked where there is no room for the records of one change, which the step that prepared
-    /// it has promised: it waits for a writeback then.
+    /// Blocked, until a writeback, if there is no space for the records of one change. The step
+    /// that prepared the change has checked for the space.
     pub(crate) fn check_promised(&self) -> Step<()> {
         if self.has_room(MAX_RECORDS_PER_CHANGE) { Ok(()) } else { Err(Blocked::DirtyLimit) }
     }
@@ -158,7 +160,7 @@ impl RedoLog {
         self.head - self.tail + records <= capacity && end <= self.reserved
     }
 
-    /// Appends a change that was made just now. There is room: the step that made it has checked.
+    /// Appends a change that was just made. The step that made it has checked for space.
     pub(crate) fn append(&mut self, record: &RedoRecord, geometry: Geometry) {
         let has_room = self.has_room(1);
         debug_assert!(has_room, "room for a change that was prepared");
@@ -177,7 +179,7 @@ impl RedoLog {
         self.head
     }
 
-    /// All changes before `head` are on disk.
+    /// Records that all changes before `head` are on disk.
     pub(crate) fn trim(&mut self, head: u64) {
         if let Some(memory) = &self.memory
             && self.tail < head
@@ -190,12 +192,13 @@ impl RedoLog {
         }
     }
 
-    /// Goes on with the ring's first record, and needs little memory again. The log is empty.
+    /// Continues an empty log at the ring's first record, and releases memory that prepared changes
+    /// do not need.
     fn begin_anew(&mut self) {
         let Some(memory) = &self.memory else { return };
         let promised = self.promised.saturating_sub(self.head);
         self.head = self.head.next_multiple_of(capacity(&**memory));
-        // A tail that is ahead of the head is that of an empty log, too.
+        // A tail ahead of the head also means an empty log.
         memory.store(TAIL_WORD, self.head);
         memory.store(HEAD_WORD, self.head);
         (self.tail, self.promised) = (self.head, self.head + promised);
@@ -206,8 +209,7 @@ impl RedoLog {
         }
     }
 
-    /// The number of records of a log, whatever image it is of; 0 where the memory is no log of
-    /// this version.
+    /// The number of records of a log of any image; 0 if the memory is no log of this version.
     pub(crate) fn count(memory: &dyn StateMemory) -> u64 {
         if memory.words() < FIRST_RECORD || memory.load(MAGIC_WORD) != MAGIC {
             return 0;
@@ -268,7 +270,7 @@ fn words_of(records: u64) -> usize {
     FIRST_RECORD + records as usize * WORDS_PER_RECORD
 }
 
-/// How many records have memory, whatever is reserved.
+/// How many records have memory without a reservation.
 fn least_reserved(memory: &dyn StateMemory) -> u64 {
     let words = memory.words().min(RESERVED_WORDS);
     (words.saturating_sub(FIRST_RECORD) / WORDS_PER_RECORD) as u64

@@ -15,9 +15,10 @@ const ZERO_KEEPING_HOST: u64 = 2;
 /// The change of the entries of consecutive guest clusters. Applied again, it changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RedoChange {
-    /// The first cluster has this entry. Each further one has the same, with the next host cluster.
+    /// The first cluster has this entry. Each further cluster has the same entry with the next host
+    /// cluster.
     Set(Entry),
-    /// Each reads as zeros, and keeps its host cluster if that is its own.
+    /// Each cluster reads as zeros, and keeps its host cluster if the refcount of that is one.
     ZeroKeepingHost,
 }
 
@@ -29,7 +30,7 @@ pub(crate) struct RedoRecord {
 }
 
 impl RedoChange {
-    /// The same for the clusters from the `count`-th on.
+    /// The same change for the clusters from the `count`-th on.
     pub(super) fn skip(self, count: u64, geometry: Geometry) -> Self {
         match self {
             Self::Set(entry) => Self::Set(nth_entry(entry, count, geometry)),
@@ -59,7 +60,7 @@ fn nth_entry(first: Entry, index: u64, geometry: Geometry) -> Entry {
 }
 
 impl RedoRecord {
-    /// As stored.
+    /// The record as it is stored.
     pub(super) fn words(&self, geometry: Geometry) -> [u64; WORDS_PER_RECORD] {
         let count = self.clusters.end - self.clusters.start;
         let (kind, entry) = match self.change {
@@ -72,7 +73,7 @@ impl RedoRecord {
     /// From stored words.
     ///
     /// # Errors
-    /// The mistake in them, in words.
+    /// The mistake in the words, as a text.
     pub(super) fn from_words(
         words: [u64; WORDS_PER_RECORD],
         geometry: Geometry,
@@ -95,14 +96,14 @@ impl RedoRecord {
     }
 }
 
-/// Collects the new entries of consecutive clusters into as few records as say them.
+/// Collects the new entries of consecutive clusters into as few records as possible.
 #[derive(Default)]
 pub(crate) struct EntryRun {
     record: Option<RedoRecord>,
 }
 
 impl EntryRun {
-    /// Adds the entry of the next cluster. Returns the record before, where this one does not
+    /// Adds the entry of the next cluster. Returns the previous record if the entry does not
     /// continue it.
     pub(crate) fn push(
         &mut self,
