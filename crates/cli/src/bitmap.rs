@@ -18,7 +18,7 @@ use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
 use crate::json_text;
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, of_metadata};
 use crate::output;
 use crate::side_file_args::SideFileArgs;
 use blockhouse_config::size;
@@ -345,7 +345,7 @@ impl Image {
     ) -> Result<ImageOptions> {
         let open = &self.access.open;
         let options = match access {
-            Access::ReadOnly => open.look_only(format)?,
+            Access::ReadOnly => of_metadata(open.read_only(format)?),
             Access::ReadWrite => open.read_write(format)?,
         };
         Ok(ImageOptions { locking, side_file: self.access.side_file.side_file(), ..options })

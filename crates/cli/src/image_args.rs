@@ -13,7 +13,7 @@ use blockhouse_storage::Location;
 
 use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, Named};
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, of_metadata};
 use crate::output;
 
 /// The image that is read, and how the result is printed.
@@ -121,8 +121,7 @@ impl ImageArgs {
     /// As [`read_only`](Self::read_only).
     pub fn look_only(&self) -> Result<(PathBuf, ImageOptions)> {
         let (path, options) = self.read_only()?;
-        let state = self.open.look_only(options.format)?.state;
-        Ok((path, ImageOptions { state, ..options }))
+        Ok((path, of_metadata(options)))
     }
 
     /// The image, for a command that changes it.

@@ -85,6 +85,16 @@ impl ReferenceArgs {
     }
 }
 
+/// The options for a tool that reads only metadata: a warning says if changes that a killed server
+/// acknowledged are missing.
+pub fn of_metadata(options: ImageOptions) -> ImageOptions {
+    let state = match options.state {
+        StateUse::Replay(dir) => StateUse::Look(dir),
+        other => other,
+    };
+    ImageOptions { state, ..options }
+}
+
 /// The keys of encrypted images.
 #[derive(clap::Args, Clone, Debug)]
 pub struct KeyArgs {
@@ -212,7 +222,8 @@ impl OpenArgs {
         format: Option<ImageFormat>,
         part: Option<FilePart>,
     ) -> Result<ImageOptions> {
-        let found = if format.is_none() { probe_nameless(path, part)? } else { None };
+        let by_content = called_as::is_qemu_img();
+        let found = if format.is_none() { probe_nameless(path, part, by_content)? } else { None };
         let options = ImageOptions { part, ..self.read_only(format.or(found))? };
         let Some(found) = found else { return Ok(options) };
         if !output::is_quiet() && !called_as::is_qemu_img() {
@@ -226,20 +237,6 @@ impl OpenArgs {
             "its format was found in the file: say it with the option for formats, if you know who made the image",
         );
         Ok(ImageOptions { allowed_paths, ..options })
-    }
-
-    /// Options to open an image for a tool that reads only metadata. A warning says if changes that
-    /// a killed server acknowledged are missing.
-    ///
-    /// # Errors
-    /// As [`read_only`](Self::read_only).
-    pub fn look_only(&self, format: Option<ImageFormat>) -> Result<ImageOptions> {
-        let options = self.read_only(format)?;
-        let state = match options.state {
-            StateUse::Replay(dir) => StateUse::Look(dir),
-            other => other,
-        };
-        Ok(ImageOptions { state, ..options })
     }
 
     /// Options to open an image that a tool reads. The open fails if changes that a killed server

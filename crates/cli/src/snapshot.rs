@@ -13,7 +13,7 @@ use blockhouse_storage::Location;
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
 use crate::image_opts::ImageOptsArgs;
-use crate::open_args::OpenArgs;
+use crate::open_args::{OpenArgs, of_metadata};
 use crate::output;
 use crate::snapshot_list::{as_json, as_qemu_table, as_text};
 use blockhouse_daemon::control::{Connection, Listed};
@@ -298,7 +298,9 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDi
         Access::ReadWrite => reach.image_opts.resolve_to_change(image, reach.format)?,
     };
     let options = match access {
-        Access::ReadOnly => reach.open.look_only(named.format)?,
+        Access::ReadOnly => {
+            of_metadata(reach.open.read_image(&named.path, named.format, named.part)?)
+        }
         Access::ReadWrite => reach.open.read_write(named.format)?,
     };
     let options = ImageOptions { locking, ..options };

@@ -76,13 +76,21 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
 }
 
 /// Probes the format of an image that is only read: a regular file without a suffix, or with that
-/// of no format (`image.0.5.1`, `image.tmp`), or a part of any file. `None` if the content has no
-/// supported format, and for devices and disks of servers: they hold a guest's bytes.
+/// of no format (`image.0.5.1`, `image.tmp`), or a part of any file. `by_content`: a file with any
+/// suffix but `.raw` and those of other formats, too, because distributions name their qcow2 images
+/// `.img`. `None` if the content has no supported format, and for devices and disks of servers:
+/// they hold a guest's bytes.
 ///
 /// # Errors
 /// The host's. Needs no loop.
-pub fn probe_nameless(path: &Path, part: Option<FilePart>) -> Result<Option<ImageFormat>> {
-    let says_nothing = path.extension().is_none_or(is_of_no_format);
+pub fn probe_nameless(
+    path: &Path,
+    part: Option<FilePart>,
+    by_content: bool,
+) -> Result<Option<ImageFormat>> {
+    let says_nothing = path.extension().is_none_or(|suffix| {
+        is_of_no_format(suffix) || by_content && !suffix.eq_ignore_ascii_case("raw")
+    });
     let is_named = part.is_none() && (!says_nothing || format_by_name(path) != ImageFormat::Raw);
     if is_named || !is_file(path) {
         Ok(None)
