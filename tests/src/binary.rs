@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The binary `blockhouse`: what `BLOCKHOUSE_BIN` names, else it is built once with the profile and
-/// into the target folder of the running test.
+/// The binary `blockhouse`: the file that `BLOCKHOUSE_BIN` names; else it is built once, with the
+/// profile of the running test and into its target folder.
 ///
 /// # Panics
 /// When it cannot be built.
@@ -31,8 +31,8 @@ fn build() -> PathBuf {
     output.join("blockhouse")
 }
 
-/// Where cargo puts the files of the profile that this program was compiled with: tests are in a
-/// folder there, binaries are not.
+/// The folder of cargo's output for the profile of this program. Test programs are in a subfolder
+/// of it, binaries are not.
 fn output_folder() -> PathBuf {
     let program = std::env::current_exe().expect("a program knows its own file");
     let folder = program.parent().expect("a file is in a folder");
@@ -43,7 +43,8 @@ fn output_folder() -> PathBuf {
     }
 }
 
-/// A folder on a disk for files of tests (`CARGO_TARGET_TMPDIR`, which libraries are not told).
+/// A folder on a disk for files of tests: `CARGO_TARGET_TMPDIR`, which cargo does not set for
+/// libraries.
 pub(crate) fn temporary_folder() -> PathBuf {
     let output = output_folder();
     let folder = output.parent().expect("it is inside of the target folder").join("tmp");

@@ -33,22 +33,22 @@ fn cluster() -> &'static Result<RwLock<Ceph>, String> {
     CLUSTER.get_or_init(|| there_is_all().map(|()| RwLock::new(Ceph::start())))
 }
 
-/// The cluster, as it should be.
+/// The cluster, in working order.
 pub fn ceph() -> Result<RwLockReadGuard<'static, Ceph>, String> {
     let cluster = cluster().as_ref().map_err(Clone::clone)?;
-    // The changes of a test that failed were undone.
+    // A poisoned lock is usable: the changes of a test that failed were undone.
     Ok(cluster.read().unwrap_or_else(|poisoned| poisoned.into_inner()))
 }
 
-/// The cluster, for a test that disturbs it: no other uses it meanwhile.
+/// The cluster, for a test that disturbs it; no other test uses it meanwhile.
 pub fn ceph_alone() -> Result<CephAlone, String> {
     let cluster = cluster().as_ref().map_err(Clone::clone)?;
     let ceph = cluster.write().unwrap_or_else(|poisoned| poisoned.into_inner());
     Ok(CephAlone { ceph, osd: Osd::Runs, has_monitor: true })
 }
 
-/// The cluster, locked for one test. What that has done to it is undone in the end, also when it
-/// fails.
+/// The cluster, locked for one test. The test's changes to the cluster are undone at its end, also
+/// when it fails.
 pub struct CephAlone {
     ceph: RwLockWriteGuard<'static, Ceph>,
     osd: Osd,
@@ -72,26 +72,26 @@ impl Deref for CephAlone {
 }
 
 impl CephAlone {
-    /// Has the OSD end, with what it holds written to its folder.
+    /// Stops the OSD in order, with its data written to its folder.
     pub fn stop_osd(&mut self) {
         self.ceph.tell("osd stop");
         self.osd = Osd::IsStopped;
     }
 
-    /// Has the OSD answer no more, as on a host that hangs.
+    /// Stops the OSD's answers, as on a host that hangs.
     pub fn freeze_osd(&mut self) {
         self.osd = Osd::IsFrozen;
         self.ceph.tell("osd freeze");
     }
 
-    /// Has all of the cluster end: the OSD as `stop_osd` does, and then the monitor.
+    /// Stops the whole cluster: the OSD as `stop_osd` does, and then the monitor.
     pub fn stop_cluster(&mut self) {
         self.stop_osd();
         self.ceph.tell("mon stop");
         self.has_monitor = false;
     }
 
-    /// Has the cluster be there again, with what it held.
+    /// Starts the cluster again, with its data.
     pub fn restore(&mut self) {
         if !std::mem::replace(&mut self.has_monitor, true) {
             self.ceph.tell("mon start");
@@ -113,7 +113,7 @@ impl Drop for CephAlone {
 impl Ceph {
     fn start() -> Self {
         let folder = tempfile::Builder::new().prefix("bhceph").tempdir_in("/tmp");
-        // The script removes it.
+        // The script removes the folder.
         let folder = folder.expect("a folder for the cluster").keep();
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("ceph/cluster");
         let mut command = Command::new(script);
@@ -132,7 +132,7 @@ impl Ceph {
         self.folder.join("ceph.conf")
     }
 
-    /// Another configuration file, with these lines for clients as well.
+    /// Another configuration file, with additional lines for clients.
     pub fn configuration_with(&self, name: &str, lines: &str) -> PathBuf {
         let usual = std::fs::read_to_string(self.configuration()).expect("the configuration");
         let path = self.folder.join(name);
@@ -141,7 +141,7 @@ impl Ceph {
         path
     }
 
-    /// Where an image of the pool "rbd" is, for our own command lines.
+    /// The location of an image of the pool "rbd", for our own command lines.
     pub fn location(&self, image: &str) -> String {
         format!("rbd:rbd/{image}?conf={}", self.configuration().display())
     }
@@ -151,12 +151,12 @@ impl Ceph {
         format!("rbd:rbd/{image}:conf={}", self.configuration().display())
     }
 
-    /// Runs Ceph's tool for images with these words.
+    /// Runs Ceph's tool for images with these arguments.
     pub fn rbd(&self, words: &[&str]) -> Outcome {
         run(tool("rbd").env("CEPH_CONF", self.configuration()).args(words))
     }
 
-    /// Runs Ceph's tool for clusters with these words.
+    /// Runs Ceph's tool for clusters with these arguments.
     pub fn ceph(&self, words: &[&str]) -> Outcome {
         let mut command = tool("ceph");
         run(command

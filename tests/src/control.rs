@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// Longer than anything takes on a busy machine.
+/// The longest time until an answer, on a busy machine.
 const LONG: Duration = Duration::from_secs(60);
 
 /// A connection.
@@ -28,10 +28,10 @@ impl Control {
         Self { stream: BufReader::new(stream), next_id: 1 }
     }
 
-    /// Has a method carried out. Its result, or the code and the message of its error.
+    /// Calls a method. Returns its result, or the code and the message of its error.
     ///
     /// # Panics
-    /// When the server ends, or answers no JSON-RPC.
+    /// When the server ends, or its answer is not JSON-RPC.
     #[track_caller]
     pub fn call(&mut self, method: &str, params: Value) -> Result<Value, (i64, String)> {
         let id = self.next_id;
@@ -58,7 +58,7 @@ impl Control {
     /// As [`call`](Self::call), which must succeed.
     ///
     /// # Panics
-    /// When it does not.
+    /// When it fails.
     #[track_caller]
     pub fn get(&mut self, method: &str, params: Value) -> Value {
         self.call(method, params).unwrap_or_else(|error| panic!("{method}: {error:?}"))
@@ -80,7 +80,7 @@ impl Control {
     /// Sends a line.
     ///
     /// # Errors
-    /// The kernel's.
+    /// An error of the kernel.
     pub fn send(&mut self, line: &[u8]) -> io::Result<()> {
         self.stream.get_mut().write_all(&[line, b"\n"].concat())
     }
@@ -88,7 +88,7 @@ impl Control {
     /// The next message; `None` at the end of the connection.
     ///
     /// # Panics
-    /// When it is no JSON, or none comes.
+    /// When the message is not JSON, or none comes in time.
     pub fn receive(&mut self) -> Option<Value> {
         let mut line = String::new();
         match self.stream.read_line(&mut line) {

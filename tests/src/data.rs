@@ -1,12 +1,12 @@
-//! Random bytes that can be had again.
+//! Random bytes that a seed reproduces.
 
 use fastrand::Rng;
 
-/// A source of randomness that is different in every run, unless `BLOCKHOUSE_SEED` is set, and says
-/// how to have the same again.
+/// A random number generator with a different seed in every run, unless `BLOCKHOUSE_SEED` is set.
+/// Prints how to repeat the run.
 ///
 /// # Panics
-/// When `BLOCKHOUSE_SEED` is no number.
+/// When `BLOCKHOUSE_SEED` is not a number.
 pub fn seeded() -> Rng {
     let seed = match std::env::var("BLOCKHOUSE_SEED") {
         Ok(text) => text.parse().expect("BLOCKHOUSE_SEED is a number"),
@@ -27,10 +27,10 @@ pub fn random_bytes(random: &mut Rng, length: usize) -> Vec<u8> {
     bytes
 }
 
-/// Refuses bytes that differ from others, without printing them.
+/// Asserts that two byte strings are equal, without printing them.
 ///
 /// # Panics
-/// With the offset of the first one that does.
+/// The message has the offset of the first byte that differs.
 #[track_caller]
 pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
@@ -51,7 +51,7 @@ pub fn random_disk(random: &mut Rng, size: usize, pieces: usize, longest: usize)
     content
 }
 
-/// The content of a new image as the flat model sees it: every byte is known to be zero.
+/// The flat model of a new image: every byte is known to be zero.
 pub fn model_of_zeros(length: usize) -> Vec<Option<u8>> {
     vec![Some(0); length]
 }

@@ -6,17 +6,17 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 const STEP: Duration = Duration::from_millis(2);
-/// More than any test takes, also beside many others.
+/// Longer than any test takes, also in parallel with many others.
 const TEST_LIMIT: Duration = Duration::from_secs(15 * 60);
 
-/// Ends the program of the tests where it is not dropped within 15 minutes, and names the test: one
-/// that hangs would keep what all others have found from being told.
+/// Aborts the test program, and names the test, unless this is dropped within 15 minutes: a test
+/// that hangs would hide the results of all others.
 pub(crate) struct TestLimit {
     _end: Sender<()>,
 }
 
 impl TestLimit {
-    /// The test that this thread runs has begun.
+    /// Starts the time of the test that this thread runs.
     pub(crate) fn new() -> Self {
         let (end, is_over) = channel();
         let test = std::thread::current().name().unwrap_or("a thread of a test").to_owned();
@@ -34,13 +34,13 @@ impl TestLimit {
 /// The seconds in the environment variable `variable`; `usual` if it is not set.
 ///
 /// # Panics
-/// It is no number.
+/// When it is not a number.
 pub fn seconds_in(variable: &str, usual: u64) -> Duration {
     let seconds = std::env::var(variable);
     Duration::from_secs(seconds.map_or(usual, |text| text.parse().expect("a number of seconds")))
 }
 
-/// Waits until the process has ended; `None` when it has not after `limit`.
+/// Waits until the process has ended; `None` if it still runs after `limit`.
 ///
 /// # Panics
 /// When the process is not ours to wait for.
@@ -53,7 +53,7 @@ pub fn wait_for_exit(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     status
 }
 
-/// Waits until `condition` holds; whether it did before `limit`.
+/// Waits until `condition` holds; returns whether it did within `limit`.
 pub fn eventually(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let end = Instant::now() + limit;
     loop {

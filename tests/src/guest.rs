@@ -6,7 +6,7 @@ use std::time::Duration;
 use blockhouse_vhost_user::driver::{DescriptorSpec, Options, TestDriver};
 use blockhouse_vhost_user::ring::WRITE;
 
-/// Longer than anything takes on a busy machine.
+/// The longest time until a request completes, on a busy machine.
 pub const LONG: Duration = Duration::from_secs(30);
 /// Bytes of a block.
 pub const BLOCK: usize = 4096;
@@ -60,14 +60,14 @@ impl Guest {
         self.driver.capacity().is_ok()
     }
 
-    /// Waits for a request's end, with success; gives its slot.
+    /// Waits until a request completes, with success; returns its slot.
     pub fn finish(&mut self, queue: usize, limit: Duration) -> Option<u16> {
         let (slot, status) = self.outcome(queue, limit)?;
         assert_eq!(status, 0, "the status");
         Some(slot)
     }
 
-    /// Waits for a request's end; gives its slot and its status (`VIRTIO_BLK_S_...`).
+    /// Waits until a request completes; returns its slot and its status (`VIRTIO_BLK_S_...`).
     pub fn outcome(&mut self, queue: usize, limit: Duration) -> Option<(u16, u8)> {
         let (head, _) = self.driver.queues[queue].wait_used(limit)?;
         let mut status = [0];

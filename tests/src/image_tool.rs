@@ -1,4 +1,4 @@
-//! Images as command lines see them: our binary and QEMU's tools beside each other.
+//! Commands on images: our binary's and those of QEMU's tools.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,24 +7,24 @@ use serde_json::Value;
 
 use crate::{Outcome, Scratch, blockhouse, run, tool};
 
-/// Runs our binary with these words.
+/// Runs our binary with these arguments.
 pub fn command(words: &[&str]) -> Outcome {
     run(Command::new(blockhouse()).args(words))
 }
 
-/// Makes an image of this size in the scratch folder; its name says the format.
+/// Makes an image of this size in the scratch folder; its name determines the format.
 pub fn new_image(scratch: &Scratch, name: &str, size: &str) -> PathBuf {
     let path = scratch.path(name);
     command(&["create", str(&path), size]).success();
     path
 }
 
-/// Runs qemu-img with these words.
+/// Runs qemu-img with these arguments.
 pub fn qemu_img(words: &[&str]) -> Outcome {
     run(tool("qemu-img").args(words))
 }
 
-/// Does these steps with qemu-io; each must work.
+/// Runs these commands in qemu-io; each must succeed.
 #[track_caller]
 pub fn qemu_io(format: &str, image: &Path, steps: &[&str]) {
     qemu_io_in(Path::new("."), format, image, steps);
@@ -42,7 +42,7 @@ pub fn qemu_io_in(folder: &Path, format: &str, image: &Path, steps: &[&str]) {
     assert!(!outcome.stdout.contains("failed"), "{}", outcome.describe("must do it"));
 }
 
-/// A path as a word of a command line.
+/// A path as an argument of a command line.
 pub fn str(path: &Path) -> &str {
     path.to_str().expect("a plain name")
 }

@@ -2,9 +2,9 @@
 //! clients.
 //!
 //! Guarantees: every process that is started here is ended here, also when a test panics; every
-//! wait ends; what a test cannot show on this machine is skipped with a reason on standard error.
-//! Of Blockhouse's own crates only a guest's driver and the names of engines are used: the tests
-//! see what users see.
+//! wait has a limit; a test that this machine cannot run is skipped with a reason on standard
+//! error. Of Blockhouse's own crates only a guest's driver and the names of engines are used: the
+//! tests see what users see.
 #![forbid(unsafe_code)]
 
 mod binary;

@@ -9,15 +9,15 @@ use std::time::Duration;
 use crate::scratch::remove_state;
 use crate::{Image, eventually, need, run, tool};
 
-/// How long another process's test has the device at most.
+/// The longest time for which the test of another process has the device.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A loop device; detached on drop.
 pub struct LoopDevice(PathBuf);
 
 impl LoopDevice {
-    /// Makes a block device of an image; `options` are losetup's. `Err` says why there cannot be
-    /// one here.
+    /// Makes a block device of an image; `options` are losetup's. `Err` says why that is impossible
+    /// on this machine.
     pub fn over(image: &Image, options: &[&str]) -> Result<Self, String> {
         Self::over_file(image.path(), options)
     }
@@ -35,8 +35,8 @@ impl LoopDevice {
         Ok(Self(outcome.stdout.trim().into()))
     }
 
-    /// Detaches the device and attaches it to a file again, under the same name. Another process's
-    /// test may be given the free device first; it is waited for.
+    /// Detaches the device and attaches it to a file again, under the same name. If the test of
+    /// another process gets the free device first, this waits for it.
     #[track_caller]
     pub fn attach_again(&self, file: &Path) {
         run(tool("losetup").arg("--detach").arg(&self.0)).success();
@@ -44,11 +44,11 @@ impl LoopDevice {
         assert!(eventually(LIMIT, attach), "{} is in use", self.0.display());
     }
 
-    /// Makes the device longer by `bytes`, as a volume manager does: its `file` gets them, then the
-    /// kernel looks at the size again.
+    /// Makes the device longer by `bytes`, as a volume manager does: appends them to its `file`,
+    /// then the kernel reads the size again.
     ///
     /// # Panics
-    /// When the kernel does not take it.
+    /// When the kernel refuses.
     #[track_caller]
     pub fn lengthen(&self, file: &Path, bytes: &[u8]) {
         let mut file = OpenOptions::new().append(true).open(file).expect("the device's file");
@@ -64,7 +64,7 @@ impl LoopDevice {
 
 impl Drop for LoopDevice {
     fn drop(&mut self) {
-        // The next test's device has the same number.
+        // The device of the next test may have the same number, and must not find this state file.
         self.0.metadata().iter().for_each(|device| remove_state(device.rdev(), 0));
         let outcome = run(tool("losetup").arg("--detach").arg(&self.0));
         if !outcome.status.success() {

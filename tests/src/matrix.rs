@@ -1,6 +1,6 @@
-//! The combinations in which the same must hold.
+//! The combinations of engine and cache mode that tests are repeated with.
 
-/// The cache modes that differ in what the kernel is asked for.
+/// The cache modes that differ in the kind of I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cache {
     /// Direct I/O.

@@ -1,4 +1,4 @@
-//! Metrics of a running server, as anything that speaks HTTP gets them.
+//! Metrics of a running server, over HTTP.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -7,16 +7,16 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-/// More than an answer takes on a busy machine.
+/// The longest time until an answer, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// All metrics at a moment.
 pub struct Metrics(Value);
 
-/// Sends bytes to a socket and returns all that comes back.
+/// Sends bytes to a socket and returns everything that it receives.
 ///
 /// # Errors
-/// The kernel's.
+/// An error of the kernel.
 pub fn exchange(socket: &Path, bytes: &[u8]) -> std::io::Result<String> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(LIMIT))?;
@@ -26,10 +26,10 @@ pub fn exchange(socket: &Path, bytes: &[u8]) -> std::io::Result<String> {
     Ok(String::from_utf8_lossy(&answer).into_owned())
 }
 
-/// The body of what is at a path; `headers` end in CR and LF each.
+/// The body of the answer for a path; each of `headers` ends with CR and LF.
 ///
 /// # Panics
-/// When it is not answered with 200.
+/// When the status is not 200.
 #[track_caller]
 pub fn get(socket: &Path, path: &str, headers: &str) -> String {
     let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n");
@@ -42,16 +42,16 @@ pub fn get(socket: &Path, path: &str, headers: &str) -> String {
 }
 
 impl Metrics {
-    /// Reads them.
+    /// Reads all metrics.
     ///
     /// # Panics
-    /// When they are not answered.
+    /// When the server does not answer with them.
     #[track_caller]
     pub fn read(socket: &Path) -> Self {
         Self(serde_json::from_str(&get(socket, "/metrics.json", "")).expect("JSON"))
     }
 
-    /// The samples of a metric that have these values of labels, among others.
+    /// The samples of a metric that have these labels, and perhaps others.
     pub fn samples(&self, name: &str, labels: &[(&str, &str)]) -> Vec<&Value> {
         let has = |sample: &&Value| {
             labels.iter().all(|(label, value)| sample["labels"][label].as_str() == Some(value))
@@ -70,7 +70,7 @@ impl Metrics {
         })
     }
 
-    /// The sum of the values of these samples, or of their counts where they are histograms.
+    /// The sum of the values of these samples, or of their counts if they are histograms.
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> u64 {
         self.samples(name, labels).into_iter().map(number).sum()
     }

@@ -1,4 +1,4 @@
-//! Where clients find an export.
+//! The URIs of exports.
 
 use std::path::Path;
 

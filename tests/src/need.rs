@@ -1,4 +1,4 @@
-//! The needs of a test on the machine: `Err` says why one is not there, and the test is skipped.
+//! What a test needs of the machine: `Err` says what is missing, and the test is skipped.
 //!
 //! With `BLOCKHOUSE_TESTS_SKIP=never` in the environment a skip is a failure, for machines that are
 //! meant to have everything.
@@ -10,7 +10,7 @@ use std::process::Command;
 use crate::tool::find_program;
 use crate::{run, tool};
 
-/// Goes on with the value, or skips the test.
+/// Returns the value, or skips the test.
 #[macro_export]
 macro_rules! require {
     ($need:expr) => {
@@ -21,7 +21,7 @@ macro_rules! require {
     };
 }
 
-/// Says on standard error that the running test is skipped.
+/// Prints on standard error that the running test is skipped.
 ///
 /// # Panics
 /// When skipping is forbidden.
@@ -30,7 +30,7 @@ pub fn skip(reason: &str) {
     let test = thread.name().unwrap_or("a test");
     let never = std::env::var_os("BLOCKHOUSE_TESTS_SKIP").is_some_and(|value| value == "never");
     assert!(!never, "{test} must not be skipped here, but: {reason}");
-    // Not by eprintln!, which the test harness shows for failed tests only.
+    // Not with eprintln!, whose output the test harness shows only for failed tests.
     let _ = writeln!(std::io::stderr(), "skipped {test}: {reason}");
 }
 
@@ -44,7 +44,7 @@ pub fn tools(programs: &[&str]) -> Result<(), String> {
 /// A driver of QEMU's block layer, which may be a module in a package of its own.
 pub fn qemu_driver(name: &str) -> Result<(), String> {
     tools(&["qemu-img"])?;
-    // Which options are missing, only the driver knows.
+    // Only an existing driver reports which of its options are missing.
     let outcome = run(tool("qemu-img").args(["info", "--image-opts", &format!("driver={name}")]));
     if outcome.stderr.contains("Unknown driver") {
         Err(format!("QEMU has no driver {name}: install qemu-block-extra of its version"))
@@ -53,21 +53,21 @@ pub fn qemu_driver(name: &str) -> Result<(), String> {
     }
 }
 
-/// The program that checks Prometheus' files: on the search path, or where `cargo xtask test` has
-/// put it.
+/// The program that checks Prometheus' files: on the search path, or in the folder where `cargo
+/// xtask test` has put it.
 pub fn promtool() -> Result<PathBuf, String> {
     let unpacked = std::env::var_os("BLOCKHOUSE_PROMTOOL").map(PathBuf::from);
     let found = unpacked.or_else(|| find_program("promtool"));
     found.ok_or_else(|| "not installed: promtool".into())
 }
 
-/// The parser of AppArmor's profiles, with the folder of what they include: on the search path, or
-/// where `cargo xtask test` has put it.
+/// The parser of AppArmor's profiles, with the folder of the files that they include: on the search
+/// path, or in the folder where `cargo xtask test` has put it.
 pub fn apparmor_parser() -> Result<(PathBuf, PathBuf), String> {
     let unpacked = std::env::var_os("BLOCKHOUSE_APPARMOR_PARSER").map(PathBuf::from);
     let found = unpacked.or_else(|| find_program("apparmor_parser"));
     let parser = found.ok_or("not installed: apparmor_parser")?;
-    // Beside the program in an unpacked package, and in the host's root.
+    // The files are in the unpacked package of the program, or in the host's root.
     let folders = parser.ancestors().map(|above| above.join("etc/apparmor.d"));
     let folder = folders.into_iter().find(|folder| folder.join("abstractions/base").exists());
     let folder = folder.ok_or_else(|| format!("{}: no abstractions", parser.display()))?;
@@ -80,20 +80,20 @@ pub fn python_module(name: &str) -> Result<(), String> {
     if outcome.status.success() { Ok(()) } else { Err(format!("no Python module {name}")) }
 }
 
-/// The rights of root.
+/// Root.
 pub fn root() -> Result<(), String> {
     if rustix::process::geteuid().is_root() { Ok(()) } else { Err("needs root".into()) }
 }
 
-/// A strace that is allowed to trace.
+/// A strace that may trace.
 pub fn strace() -> Result<(), String> {
     tools(&["strace"])?;
     let outcome = run(tool("strace").args(["-D", "-f", "-o", "/dev/null", "true"]));
     if outcome.status.success() { Ok(()) } else { Err(format!("cannot trace: {}", outcome.stderr)) }
 }
 
-/// A wrapper that gives a command a small file system in memory at the folder `at`, seen by the
-/// command alone: `df` of it is `size` bytes, and it goes away with the command.
+/// A wrapper that mounts a small file system in memory, of `size` bytes, at the folder `at` for one
+/// command. Only the command sees it, and it is removed with the command.
 pub fn private_tmpfs(at: &Path, size: u64) -> Result<Vec<String>, String> {
     tools(&["unshare", "mount"])?;
     let wrapper = |command: &str| -> Vec<String> {
@@ -116,8 +116,8 @@ pub fn without_proc() -> Result<Vec<String>, String> {
     private_tmpfs(Path::new("/proc"), 4096)
 }
 
-/// A user who may do nothing: a wrapper that runs a command as nobody, and a copy of `binary` in
-/// `folder` that everybody may run.
+/// A user without rights: a wrapper that runs a command as nobody, and a copy of `binary` in
+/// `folder` that every user may run.
 pub fn nobody(folder: &Path, binary: &Path) -> Result<(Vec<String>, PathBuf), String> {
     root()?;
     tools(&["setpriv"])?;

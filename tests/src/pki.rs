@@ -1,23 +1,24 @@
-//! Certificates, lists of revoked ones and pre-shared keys, made by GnuTLS's tools.
+//! Certificates, revocation lists and pre-shared keys, made by GnuTLS's tools.
 //!
-//! A folder has the names that QEMU, nbdkit and libnbd share: one serves a server and a client.
+//! The files have the names that QEMU, nbdkit and libnbd share, so one folder is enough for a
+//! server and a client.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::{run, tool};
 
-/// An authority and what it has signed.
+/// A certificate authority and the certificates that it has signed.
 pub struct Pki {
     folder: PathBuf,
 }
 
-/// When a certificate is good.
+/// When a certificate is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Validity {
     /// Now.
     Now,
-    /// No more.
+    /// Not any more.
     Expired,
 }
 
@@ -42,7 +43,7 @@ impl Pki {
         self.server_of(Validity::Now);
     }
 
-    /// As [`server`](Self::server), good at this time.
+    /// As [`server`](Self::server), with this validity.
     pub fn server_of(&self, validity: Validity) {
         let names = "dns_name = \"localhost\"\nip_address = \"127.0.0.1\"\ntls_www_server\n";
         self.sign("server", "localhost", names, validity);
@@ -61,7 +62,7 @@ impl Pki {
         folder
     }
 
-    /// Revokes a client's certificate, by a new `ca-crl.pem`.
+    /// Revokes a client's certificate with a new `ca-crl.pem`.
     pub fn revoke(&self, client: &Path) {
         self.write("crl.tmpl", "crl_next_update = 9\ncrl_number = 1\n");
         let certificate = client.join("client-cert.pem");

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use rustix::process::Pid;
 
-/// That of all threads of a process.
+/// The processor time of all threads of a process.
 ///
 /// # Panics
 /// The process does not run, or the kernel counts no time.

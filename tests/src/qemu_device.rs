@@ -1,5 +1,5 @@
-//! A machine of QEMU with a disk of vhost-user-blk, and no guest: the test does by QEMU's qtest
-//! protocol what a guest's driver does, so requests may be anywhere in the machine's memory.
+//! A QEMU machine with a vhost-user-blk disk, and no guest: the test acts as the guest's driver
+//! over QEMU's qtest protocol, so requests may be anywhere in the machine's memory.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -11,11 +11,12 @@ use crate::qmp::{Qmp, accept_from};
 use crate::{Scratch, eventually, tool};
 
 const LONG: Duration = Duration::from_secs(60);
-/// The place of the disk on the bus.
+/// The slot of the disk on the PCI bus.
 const SLOT: u32 = 3;
-/// The place that the test gives to the device's registers: below 4 GiB, where memory ends early.
+/// The address that the test gives to the device's registers: below 4 GiB, in the gap after the
+/// machine's low memory.
 const REGISTERS: u64 = 0xe000_0000;
-/// `struct virtio_pci_common_cfg`, which QEMU has first.
+/// Fields of `struct virtio_pci_common_cfg`, which is at the start of QEMU's registers.
 const FEATURE_SELECT: u64 = REGISTERS + 8;
 const FEATURES: u64 = REGISTERS + 0xc;
 const STATUS: u64 = REGISTERS + 0x14;
@@ -23,13 +24,13 @@ const QUEUE_SELECT: u64 = REGISTERS + 0x16;
 const QUEUE_SIZE: u64 = REGISTERS + 0x18;
 const QUEUE_ENABLE: u64 = REGISTERS + 0x1c;
 const QUEUE_RINGS: u64 = REGISTERS + 0x20;
-/// Where drivers notify queue 0; the next ones follow, 4 bytes each.
+/// The address that notifies queue 0; those of the next queues follow, 4 bytes each.
 const NOTIFY: u64 = REGISTERS + 0x3000;
 /// VIRTIO_BLK_F_MQ, and VIRTIO_F_VERSION_1 of the second half.
 const WANTED_FEATURES: [u32; 2] = [1 << 12, 1];
 /// Descriptors of a queue, three for each request.
 const DESCRIPTORS: u16 = 64;
-/// Where ACPI's interface for memory begins.
+/// The first I/O port of ACPI's memory hotplug.
 const MEMORY_PORT: u32 = 0xa00;
 
 /// VIRTIO_BLK_T_IN
@@ -37,7 +38,7 @@ pub const READ: u32 = 0;
 /// VIRTIO_BLK_T_OUT
 pub const WRITE: u32 = 1;
 
-/// See the module's page. Ends on drop.
+/// A QEMU machine as the module describes; killed on drop.
 pub struct QemuMachine {
     process: Child,
     qtest: BufReader<UnixStream>,
@@ -66,8 +67,8 @@ pub struct QemuRequest {
 }
 
 impl QemuMachine {
-    /// Starts a machine with this memory, a backend called `ram` of `-object`, and the disk that a
-    /// server has at `disk`.
+    /// Starts a machine. `memory` is the value of `-object` for a backend called `ram`, `disk` the
+    /// socket of the disk's server.
     ///
     /// # Panics
     /// When QEMU does not start.
@@ -100,10 +101,10 @@ impl QemuMachine {
         machine
     }
 
-    /// The device begins anew, with queues whose rings are at these addresses.
+    /// Resets the device, and sets up queues whose rings are at these addresses.
     ///
     /// # Panics
-    /// When it does not take them.
+    /// When the device refuses them.
     #[track_caller]
     pub fn set_queues(&mut self, rings: &[u64]) -> Vec<QemuQueue> {
         self.ask(&format!("writeb {STATUS:#x} 0"));
@@ -134,8 +135,8 @@ impl QemuMachine {
         rings.iter().enumerate().map(queue).collect()
     }
 
-    /// Sends requests, and does not wait for them: no more than the queue has room for since the
-    /// last [`finish`](Self::finish).
+    /// Sends requests without waiting for them. Between two calls of [`finish`](Self::finish) there
+    /// may be no more requests than the queue holds.
     pub fn send(&mut self, queue: &mut QemuQueue, requests: &[QemuRequest]) {
         for (slot, request) in requests.iter().enumerate() {
             let first = u16::try_from(3 * slot).expect("few requests");
@@ -164,10 +165,10 @@ impl QemuMachine {
         self.ask(&format!("writew {notify:#x} {}", queue.index));
     }
 
-    /// Waits until the device has carried out all that was sent.
+    /// Waits until the device has completed all requests.
     ///
     /// # Panics
-    /// When it does not, or a request has failed.
+    /// When it does not complete them, or a request has failed.
     #[track_caller]
     pub fn finish(&mut self, queue: &QemuQueue, requests: &[QemuRequest]) {
         let used = queue.rings + 0x2002;
@@ -179,7 +180,7 @@ impl QemuMachine {
         }
     }
 
-    /// Ejects the memory of a slot, as a guest does that is asked for it.
+    /// Ejects the memory of a slot, as a guest does on request.
     pub fn eject_memory(&mut self, slot: u32) {
         self.ask(&format!("outl {MEMORY_PORT:#x} {slot}"));
         self.ask(&format!("outb {:#x} 8", MEMORY_PORT + 0x14));
@@ -213,7 +214,7 @@ impl QemuMachine {
 
 /// Firmware that stops the processor, so that nothing but the test uses the machine.
 fn firmware(scratch: &Scratch) -> PathBuf {
-    // cli; hlt; and again after an interrupt that cannot be disabled.
+    // cli; hlt; and a jump back, because a non-maskable interrupt ends hlt.
     const HALT: [u8; 4] = [0xfa, 0xf4, 0xeb, 0xfd];
     let mut bytes = vec![0; 64 << 10];
     let start = bytes.len() - 16;
@@ -231,7 +232,7 @@ impl QemuRequest {
 
 impl Drop for QemuMachine {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // The process may have ended by itself.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

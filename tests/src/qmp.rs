@@ -1,4 +1,4 @@
-//! A client of QMP: JSON, a message a line on the way back.
+//! A QMP client. QMP messages are JSON; those of the server are one a line.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::eventually;
 
-/// Longer than anything takes on a busy machine.
+/// The longest time until an answer, on a busy machine.
 const LONG: Duration = Duration::from_secs(60);
 
 /// Accepts the connection that a program of QEMU makes to `listener`.
@@ -19,7 +19,7 @@ const LONG: Duration = Duration::from_secs(60);
 /// client twice, or is destroyed by it, where that connects before the monitor is complete.
 ///
 /// # Panics
-/// When the program ends instead, or makes none in time.
+/// When the program ends instead, or does not connect in time.
 #[track_caller]
 pub fn accept_from(listener: &UnixListener, process: &mut Child) -> UnixStream {
     listener.set_nonblocking(true).expect("a socket");
@@ -41,12 +41,12 @@ pub struct Qmp {
     stream: BufReader<UnixStream>,
     /// The greeting.
     pub greeting: Value,
-    /// Events that were told since this was emptied.
+    /// Events that were received since this was emptied.
     pub events: Vec<Value>,
 }
 
 impl Qmp {
-    /// Connects to a server, and negotiates no capabilities yet.
+    /// Connects to a server without negotiating capabilities.
     ///
     /// # Panics
     /// When no server listens there.
@@ -55,10 +55,10 @@ impl Qmp {
         Self::greet_over(UnixStream::connect(socket).expect("the server listens"))
     }
 
-    /// Over a connection that a server has made.
+    /// A client over a connection that a server has made; negotiates capabilities.
     ///
     /// # Panics
-    /// When it does not greet.
+    /// When the server does not greet.
     #[track_caller]
     pub fn over(stream: UnixStream) -> Self {
         let mut qmp = Self::greet_over(stream);
@@ -79,7 +79,7 @@ impl Qmp {
         Some(qmp)
     }
 
-    /// Connects to a server.
+    /// Connects to a server and negotiates capabilities.
     ///
     /// # Panics
     /// When no server listens there.
@@ -90,7 +90,7 @@ impl Qmp {
         qmp
     }
 
-    /// As [`connect`](Self::connect); `None` if the server has as many clients as it takes.
+    /// As [`connect`](Self::connect); `None` if the server has its maximum number of clients.
     ///
     /// # Panics
     /// As there.
@@ -105,7 +105,7 @@ impl Qmp {
     /// Sends bytes.
     ///
     /// # Errors
-    /// The kernel's.
+    /// An error of the kernel.
     pub fn send(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         self.stream.get_mut().write_all(bytes)
     }
@@ -121,11 +121,11 @@ impl Qmp {
 
     /// Ends the connection, also for other threads.
     pub fn hang_up(self) {
-        // The server may have ended it.
+        // The server may have ended the connection.
         let _ = self.stream.get_ref().shutdown(std::net::Shutdown::Both);
     }
 
-    /// How long sending may take.
+    /// Sets a limit for the time of sending.
     ///
     /// # Panics
     /// Never: it is a socket.
@@ -136,7 +136,7 @@ impl Qmp {
     /// The next message; `None` when the server has closed the connection.
     ///
     /// # Panics
-    /// When it is no JSON.
+    /// When the message is not JSON.
     pub fn receive(&mut self) -> Option<Value> {
         let mut line = String::new();
         match self.stream.read_line(&mut line) {
@@ -145,7 +145,7 @@ impl Qmp {
         }
     }
 
-    /// The answer to a message. Events before it are kept.
+    /// Sends a message and returns the answer. Events before the answer are kept.
     ///
     /// # Panics
     /// When no answer comes.
@@ -172,7 +172,7 @@ impl Qmp {
         answer.get("return").unwrap_or_else(|| panic!("{command}: {answer}")).clone()
     }
 
-    /// The words of the error of a command.
+    /// The text of the error of a command.
     ///
     /// # Panics
     /// When it is not refused.
@@ -184,8 +184,8 @@ impl Qmp {
         desc.unwrap_or_else(|| panic!("{command}: {answer}")).to_owned()
     }
 
-    /// Waits for the event that a job has this status, or for one of this name about it. All events
-    /// until then.
+    /// Waits until an event says that the job has the status `last`, or an event of the name `last`
+    /// is about the job. Returns all events until then.
     ///
     /// # Panics
     /// When the server ends.

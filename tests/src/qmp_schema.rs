@@ -1,24 +1,25 @@
-//! The answer of `query-qmp-schema`: random arguments of commands, and whether a result fits.
+//! The schema in the answer of `query-qmp-schema`: makes random arguments of commands, and checks
+//! results.
 
 use std::collections::BTreeMap;
 
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
 
-/// How deep random values are nested, at most.
+/// The maximum depth of random values.
 const MAX_DEPTH: usize = 8;
 
-/// Makes a value for a member of a name, where that means something.
+/// Makes a meaningful value for a member by its name; `None` if it knows none.
 pub type MakeMember<'a> = &'a dyn Fn(&str, &mut Rng) -> Option<Value>;
 
 /// The entities of a schema, by name.
 pub struct QmpSchema(BTreeMap<String, Value>);
 
 impl QmpSchema {
-    /// Of the answer.
+    /// Parses the answer.
     ///
     /// # Panics
-    /// When it is no list of entities.
+    /// When it is not a list of entities.
     pub fn new(answer: &Value) -> Self {
         let entities = answer.as_array().expect("a list").iter();
         Self(entities.map(|entity| (text(entity, "name").to_owned(), entity.clone())).collect())
@@ -30,7 +31,7 @@ impl QmpSchema {
         entities.map(|(name, _)| name.as_str()).collect()
     }
 
-    /// Random arguments of a command that fit.
+    /// Random arguments of a command that fit the schema.
     ///
     /// # Panics
     /// When there is no such command.
@@ -38,7 +39,7 @@ impl QmpSchema {
         self.random(text(&self.0[command], "arg-type"), random, make, 0)
     }
 
-    /// Why the result of a command does not fit; `None` if it does.
+    /// Why the result of a command does not fit the schema; `None` if it does.
     ///
     /// # Panics
     /// When there is no such command.
@@ -70,7 +71,7 @@ impl QmpSchema {
         }
     }
 
-    /// Adds the members of a type to an object, with those of the variant that it turns out to be.
+    /// Adds random members of a type to an object, and those of its variant.
     fn add_members(
         &self,
         entity: &Value,
@@ -132,7 +133,8 @@ impl QmpSchema {
         (!fits).then(|| wrong(kind, value))
     }
 
-    /// Why members of an object do not fit, with those of its variant. Takes them out of `rest`.
+    /// Why members of an object, or those of its variant, do not fit. Removes the checked members
+    /// from `rest`.
     fn misfit_of_members(
         &self,
         entity: &Value,

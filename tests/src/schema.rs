@@ -1,5 +1,5 @@
-//! As much of JSON Schema as the one of the control socket uses: whether a value fits, and random
-//! values that do.
+//! The subset of JSON Schema that the schema of the control socket uses: checks values, and makes
+//! random values that fit.
 
 use fastrand::Rng;
 use serde_json::{Map, Value, json};
@@ -41,7 +41,7 @@ impl<'a> Schema<'a> {
         all.map(|at| self.to(at)).collect()
     }
 
-    /// The types that it allows; none where it does not say.
+    /// The types that the schema allows; empty if it does not restrict them.
     fn types(self) -> Vec<&'a str> {
         match self.at.get("type") {
             Some(Value::String(one)) => vec![one],
@@ -97,7 +97,7 @@ impl<'a> Schema<'a> {
         self.properties().find_map(|(name, schema)| schema.misfit(object.get(name)?))
     }
 
-    /// A random value that fits; where `make` has one for the property of a name, that.
+    /// A random value that fits. `make` may return a value for a property by its name.
     pub fn random(
         self,
         random: &mut Rng,

@@ -1,4 +1,4 @@
-//! Folders and images that go away with their test.
+//! Folders and images that are removed at the end of their test.
 
 use std::fs::{File, Permissions};
 use std::io::Write;
@@ -18,12 +18,12 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Images on a disk.
+    /// A folder with images on a disk.
     pub fn new() -> Self {
         Self::in_folder(&temporary_folder())
     }
 
-    /// Images in memory (tmpfs), for what is about amounts and not about disks.
+    /// A folder with images in memory (tmpfs), for tests of amounts that do not need a disk.
     pub fn in_memory() -> Self {
         Self::in_folder(Path::new("/dev/shm"))
     }
@@ -49,7 +49,7 @@ impl Scratch {
         self.sockets.path().join(name)
     }
 
-    /// The folder of the sockets, which has a short path that everybody may enter.
+    /// The folder of the sockets, which has a short path and which every user may enter.
     pub fn short(&self) -> &Path {
         self.sockets.path()
     }
@@ -69,7 +69,7 @@ impl Scratch {
     }
 }
 
-/// Removes the state files of its images, which servers leave that were killed.
+/// Removes the state files of its images, which killed servers leave.
 impl Drop for Scratch {
     fn drop(&mut self) {
         let images = std::fs::read_dir(self.images.path()).into_iter().flatten().flatten();
@@ -79,8 +79,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Removes the state file of an image, which a server leaves that was killed: of a file by its
-/// device and inode, of a block device by its number and 0.
+/// Removes the state file of an image, which a killed server leaves. It is named by a file's device
+/// and inode, or by a block device's number and 0.
 pub(crate) fn remove_state(device: u64, inode: u64) {
     let user = rustix::process::geteuid().as_raw();
     let own = std::env::var_os("XDG_RUNTIME_DIR").unwrap_or("/run".into());
@@ -101,16 +101,16 @@ impl Default for Scratch {
     }
 }
 
-/// The file of an image, seen past the server.
+/// The file of an image, which tests access directly, not through a server.
 pub struct Image(PathBuf);
 
 impl Image {
-    /// Where it is.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.0
     }
 
-    /// Where it is, for command lines and messages.
+    /// The path of the file, for command lines and messages.
     pub fn str(&self) -> &str {
         self.0.to_str().expect("scratch folders have plain names")
     }
@@ -128,13 +128,13 @@ impl Image {
         bytes
     }
 
-    /// The state that must stay the same when nothing is changed: length, times of change, content.
+    /// What must stay the same if the image is not changed: length, modification time, content.
     pub fn state(&self) -> (u64, i64, i64, Vec<u8>) {
         let data = std::fs::metadata(&self.0).expect("the image is there");
         (data.len(), data.mtime(), data.mtime_nsec(), self.content())
     }
 
-    /// The bytes that it takes on the host.
+    /// The bytes that are allocated for it on the host.
     pub fn allocated(&self) -> u64 {
         std::fs::metadata(&self.0).expect("the image is there").blocks() * 512
     }

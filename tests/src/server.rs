@@ -16,13 +16,14 @@ use crate::control::Control;
 use crate::nbd::{Address, Client, Framing};
 use crate::{Cache, Engine, Scratch, blockhouse, nbd_uri, wait_for_exit};
 
-/// A debug build under strace on a busy machine needs a while.
+/// The longest time until a server is ready: a debug build under strace on a busy machine is slow.
 const START_LIMIT: Duration = Duration::from_secs(20);
-/// More than the server gives clients for their last replies.
+/// The longest time until a server ends: longer than it waits for clients to read their last
+/// replies.
 const STOP_LIMIT: Duration = Duration::from_secs(40);
-/// A good client is served within this time, whatever others do.
+/// A correct client is served within this time, whatever others do.
 const SERVE_LIMIT: Duration = Duration::from_secs(5);
-/// Bytes: more than a server with a few clients has any reason to hold.
+/// The limit for the memory of a server with a few clients, in bytes.
 const MEMORY_LIMIT: u64 = 256 << 20;
 
 /// A command line of `blockhouse serve`.
@@ -46,12 +47,12 @@ impl Serve {
         Self::bare(scratch, image).export(&nbd_uri("", &socket))
     }
 
-    /// Serves what its options say.
+    /// Serves the disks that its options name.
     pub fn without_image(scratch: &Scratch) -> Self {
         Self { images: Vec::new(), ..Self::bare(scratch, Path::new("")) }
     }
 
-    /// Serves `image` without saying where.
+    /// Serves `image` without an export.
     pub fn bare(scratch: &Scratch, image: &Path) -> Self {
         Self {
             binary: blockhouse().into(),
@@ -67,7 +68,7 @@ impl Serve {
         }
     }
 
-    /// Serves at a URI, too.
+    /// Adds an export at a URI.
     pub fn export(mut self, uri: &str) -> Self {
         self.exports += 1;
         self.option("--nbd", uri)
@@ -79,7 +80,7 @@ impl Serve {
         self
     }
 
-    /// Says how many ready lines there are, where it is not one for each image at each URI.
+    /// Sets the number of ready lines, if it is not one for each image at each URI.
     pub fn ready_lines(mut self, count: usize) -> Self {
         self.ready_lines = Some(count);
         self
@@ -106,7 +107,8 @@ impl Serve {
         self.option("--cache", cache.as_str())
     }
 
-    /// Puts a command before the command line, one that in the end executes it in its own process.
+    /// Puts a wrapper command before the command line. The wrapper must finally exec the command
+    /// line in its own process.
     pub fn under<S: AsRef<OsStr>>(mut self, wrapper: impl IntoIterator<Item = S>) -> Self {
         let words = wrapper.into_iter().map(|word| word.as_ref().to_owned());
         self.wrapper = words.chain(self.wrapper).collect();
@@ -154,7 +156,7 @@ impl Serve {
         (server, Control::connect(&socket))
     }
 
-    /// As [`start`](Self::start), of a server that has to wait for something first.
+    /// As [`start`](Self::start), with a limit for a server that has to wait for something first.
     #[track_caller]
     pub fn start_within(self, limit: Duration) -> Server {
         let exports = self.ready_lines.unwrap_or(self.exports.max(1) * self.images.len());
@@ -193,7 +195,7 @@ impl Serve {
     }
 }
 
-/// A command line that was not accepted.
+/// How a command line failed.
 #[derive(Debug)]
 pub struct Refusal {
     code: Option<i32>,
@@ -202,7 +204,8 @@ pub struct Refusal {
 }
 
 impl Refusal {
-    /// Asserts that the operation failed (exit code 1) with one line that has all these words.
+    /// Asserts exit code 1, for a failed operation, and one line on standard error that has all
+    /// these words.
     #[track_caller]
     pub fn failed(&self, words: &[&str]) {
         assert_eq!(self.code, Some(1), "exit code; stderr: {}", self.stderr);
@@ -210,14 +213,14 @@ impl Refusal {
         self.says(words);
     }
 
-    /// Asserts that the command line was used wrongly (exit code 2), with all these words.
+    /// Asserts exit code 2, for wrong usage, and all these words on standard error.
     #[track_caller]
     pub fn wrong_usage(&self, words: &[&str]) {
         assert_eq!(self.code, Some(2), "exit code; stderr: {}", self.stderr);
         self.says(words);
     }
 
-    /// Asserts that a signal has ended it.
+    /// Asserts that this signal has ended the process.
     #[track_caller]
     pub fn killed_by(&self, signal: i32) {
         assert_eq!(self.signal, Some(signal), "exit code {:?}; stderr: {}", self.code, self.stderr);
@@ -282,7 +285,7 @@ impl Server {
         &self.uris
     }
 
-    /// Where the first export is.
+    /// The address of the first export.
     pub fn address(&self) -> Address {
         address(self.uri())
     }
@@ -297,7 +300,7 @@ impl Server {
         std::fs::read_to_string(&self.log).expect("the log is there")
     }
 
-    /// The memory that it has in use, in bytes.
+    /// Its resident memory, in bytes.
     pub fn resident_memory(&self) -> u64 {
         let path = format!("/proc/{}/status", self.child.id());
         let status = std::fs::read_to_string(path).expect("the server runs");
@@ -306,7 +309,8 @@ impl Server {
         kilobytes.and_then(|number| number.parse::<u64>().ok()).expect("a size in kB") * 1024
     }
 
-    /// Asserts that a good client is served, within seconds, and that the server has not grown.
+    /// Asserts that a correct client is served within seconds, and that the server's memory is
+    /// within its limit.
     #[track_caller]
     pub fn assert_serves(&self) {
         let start = Instant::now();
@@ -319,7 +323,7 @@ impl Server {
         assert!(memory < MEMORY_LIMIT, "{memory} bytes in use");
     }
 
-    /// Limits it to this number of descriptors that it may still open.
+    /// Limits the number of descriptors that it may still open.
     pub fn limit_descriptors(&self, free: usize) {
         let folder = format!("/proc/{}/fd", self.child.id());
         let is_free = |number: &u64| !Path::new(&folder).join(number.to_string()).is_symlink();
@@ -327,8 +331,8 @@ impl Server {
         self.limit(Resource::Nofile, first_refused);
     }
 
-    /// The addresses that it has mapped, in bytes: the least of some readings, because the C
-    /// library maps more for a moment when a thread first allocates.
+    /// Its mapped address space, in bytes: the minimum of some readings, because the C library maps
+    /// more for a moment when a thread first allocates.
     pub fn mapped_memory(&self) -> u64 {
         let path = format!("/proc/{}/statm", self.child.id());
         let read = |_| {
@@ -343,7 +347,7 @@ impl Server {
     /// Sets a limit of the running server; `None`: unlimited.
     ///
     /// # Panics
-    /// When this user may not.
+    /// When this user may not change the limit.
     pub fn limit(&self, resource: Resource, current: Option<u64>) {
         let own = getrlimit(resource);
         let limit = Rlimit { current, maximum: own.maximum };
@@ -362,7 +366,7 @@ impl Server {
         status.unwrap_or_else(|| panic!("the server still runs after {limit:?}"))
     }
 
-    /// Whether it has not ended.
+    /// Whether it still runs.
     pub fn is_running(&mut self) -> bool {
         self.child.try_wait().expect("a child can be asked").is_none()
     }
@@ -380,22 +384,22 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // Its folder may be gone already, and to panic again would end all tests.
+            // The log's folder may be removed already, and another panic would abort all tests.
             let log = std::fs::read_to_string(&self.log).unwrap_or_default();
             eprintln!("the server's standard error: {log}");
         }
-        // Both fail only when it has ended, as it should have.
+        // Both fail only if the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The lines of a pipe, for another thread to wait for; it never fills up.
+/// Reads the lines of a pipe in another thread, so that the pipe never fills up.
 fn lines(stdout: ChildStdout) -> Receiver<String> {
     let (sender, receiver) = channel();
     std::thread::spawn(move || {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-            // The receiver may be gone.
+            // The receiver may have been dropped.
             let _ = sender.send(line);
         }
     });

@@ -1,5 +1,5 @@
-//! Four disks in one group of limits, two over NBD and two over vhost-user-blk, all under load:
-//! what each of them got.
+//! Four disks in one limit group, two over NBD and two over vhost-user-blk, all under load:
+//! measures the share of each disk.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -24,10 +24,10 @@ pub struct FourDisks {
     devices: [PathBuf; 2],
 }
 
-/// The work of the disks.
+/// The requests that the disks completed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Done {
-    /// Reads of 4 KiB that each disk's client got answered.
+    /// Reads of 4 KiB that were answered, for each disk.
     pub reads: [u64; 4],
     /// For how long they were counted.
     pub time: Duration,
@@ -39,7 +39,7 @@ impl Done {
         self.reads.iter().sum()
     }
 
-    /// Jain's index of fairness: 1 for equal shares, 1/4 where one disk has everything.
+    /// Jain's index of fairness: 1 for equal shares, 1/4 if one disk has everything.
     pub fn jain(&self) -> f64 {
         let squares: f64 = self.reads.iter().map(|&reads| (reads as f64).powi(2)).sum();
         (self.sum() as f64).powi(2) / (4.0 * squares)
@@ -47,7 +47,7 @@ impl Done {
 }
 
 impl FourDisks {
-    /// Serves them with this many workers and this `--limit`, or none.
+    /// Serves the disks with this many workers and this `--limit`, or without a limit.
     pub fn serve(scratch: &Scratch, workers: u16, limit: Option<&str>) -> Self {
         let images = NAMES.map(|name| scratch.image(name, 4 << 20));
         let sockets = NAMES.map(|name| scratch.socket(&format!("{name}.vu")));
@@ -72,8 +72,8 @@ impl FourDisks {
         self.server.pid()
     }
 
-    /// Reads from all disks, this many requests at a time from each, until `is_done`, which is
-    /// asked again and again.
+    /// Reads from all disks, with `depth` requests in flight for each, until `is_done` returns
+    /// true; it is called repeatedly.
     pub fn read(&self, depth: usize, is_done: impl Fn(&Done) -> bool) -> Done {
         let (counts, is_stopped) = ([const { AtomicU64::new(0) }; 4], AtomicBool::new(false));
         let address = &self.address;
@@ -85,7 +85,7 @@ impl FourDisks {
             for (device, count) in self.devices.iter().zip(&counts[2..]) {
                 scope.spawn(move || read_device(device, depth, count, is_stopped));
             }
-            // From when all of them are at it.
+            // Counting begins when all disks have answered a read.
             while counts.iter().any(|count| count.load(Relaxed) == 0) {
                 thread::sleep(Duration::from_millis(1));
             }

@@ -11,12 +11,12 @@ use crate::{LoopDevice, Scratch, need, run, tool};
 pub enum FileSystem {
     /// In memory.
     Tmpfs,
-    /// On a loop device, which takes root.
+    /// On a loop device, which needs root.
     Ext4,
 }
 
-/// A small file system, mounted where only a process of its own sees it; everybody else reaches it
-/// through that process. Gone on drop.
+/// A small file system, mounted in the mount namespace of a separate process; others access it
+/// through that process's root in /proc. Removed on drop.
 pub struct SmallHost {
     holder: Child,
     folder: PathBuf,
@@ -24,7 +24,7 @@ pub struct SmallHost {
 }
 
 impl SmallHost {
-    /// A file system of `size` bytes. `Err` says why there cannot be one here.
+    /// A file system of `size` bytes. `Err` says why that is impossible on this machine.
     pub fn new(scratch: &Scratch, kind: FileSystem, size: u64) -> Result<Self, String> {
         need::tools(&["unshare", "mount", "sleep"])?;
         let at = scratch.path("small");
@@ -57,10 +57,10 @@ impl SmallHost {
         }
     }
 
-    /// Gives a file system in memory another size.
+    /// Changes the size of a file system in memory.
     ///
     /// # Panics
-    /// When the kernel does not take it.
+    /// When the kernel refuses.
     #[track_caller]
     pub fn resize(&self, size: u64) {
         let (process, size) = (self.holder.id().to_string(), format!("remount,size={size}"));
@@ -75,7 +75,7 @@ impl SmallHost {
         self.folder.join(name)
     }
 
-    /// Takes all of its room for a new file of this name, whose path is returned.
+    /// Fills all free space with a new file of this name; returns its path.
     pub fn fill_up(&self, name: &str) -> PathBuf {
         let ballast = self.path(name);
         let mut file = std::fs::File::create(&ballast).expect("a file");
@@ -85,10 +85,10 @@ impl SmallHost {
         ballast
     }
 
-    /// Gives back the room that [`SmallHost::fill_up`] took under this name.
+    /// Frees the space that [`SmallHost::fill_up`] took for the file of this name.
     ///
-    /// The file is cut before it is removed: a program that another test starts at this moment has
-    /// a copy of this process's descriptors until it runs, and an open file keeps its room.
+    /// The file is truncated before it is removed: a child of another test has copies of this
+    /// process's descriptors until it calls exec, and an open file keeps its space.
     ///
     /// # Panics
     /// When there is no such file.
@@ -103,8 +103,8 @@ impl SmallHost {
 
 impl Drop for SmallHost {
     fn drop(&mut self) {
-        // The mount goes with the last process that sees it, and before its device. Both fail only
-        // when the process has ended by itself.
+        // The mount is removed with the last process that sees it, and before its device. Both
+        // calls fail only if the process has ended by itself.
         let _ = self.holder.kill();
         let _ = self.holder.wait();
     }

@@ -1,5 +1,5 @@
-//! A client of TLS 1.2 by a pre-shared key (RFC 5246, RFC 4279, RFC 5288), which sends any records:
-//! libraries keep the rules.
+//! A client of TLS 1.2 with a pre-shared key (RFC 5246, RFC 4279, RFC 5288) that can send any
+//! records, which libraries do not allow.
 
 use std::io::{self, Read, Write};
 
@@ -11,10 +11,10 @@ use openssl::symm::{Cipher, encrypt_aead};
 const HANDSHAKE: u8 = 22;
 const CHANGE_CIPHER_SPEC: u8 = 20;
 const SERVER_HELLO_DONE: u8 = 14;
-/// TLS_PSK_WITH_AES_128_GCM_SHA256, and that renegotiation is understood.
+/// TLS_PSK_WITH_AES_128_GCM_SHA256 and TLS_EMPTY_RENEGOTIATION_INFO_SCSV.
 const SUITES: [u8; 4] = [0x00, 0xa8, 0x00, 0xff];
 
-/// A client whose handshake is done. What the server sends from then on is not decrypted.
+/// A client after the handshake. It does not decrypt what the server sends.
 pub struct Tls12<S> {
     stream: S,
     key: Vec<u8>,
@@ -24,10 +24,10 @@ pub struct Tls12<S> {
 }
 
 impl<S: Read + Write> Tls12<S> {
-    /// Does the handshake over a connection on which the server waits for one.
+    /// Performs the handshake over a connection on which the server waits for it.
     ///
     /// # Errors
-    /// The connection's; `InvalidData` where the server sends something else than is expected.
+    /// An error of the connection; `InvalidData` if the server sends an unexpected record.
     pub fn connect(mut stream: S, identity: &str, psk: &[u8]) -> io::Result<Self> {
         let random = [7; 32];
         let mut said = hello(&random);
@@ -49,16 +49,16 @@ impl<S: Read + Write> Tls12<S> {
         let digest = hash(MessageDigest::sha256(), &said)?;
         let finished = expand(&master, b"client finished", &digest, 12)?;
         client.send(HANDSHAKE, &[&[20, 0, 0, 12], &finished[..]].concat())?;
-        // The server's change of ciphers, and its Finished.
+        // The server's ChangeCipherSpec and Finished.
         read_record(&mut client.stream)?;
         read_record(&mut client.stream)?;
         Ok(client)
     }
 
-    /// Asks the server to negotiate anew.
+    /// Asks the server for a renegotiation.
     ///
     /// # Errors
-    /// The connection's.
+    /// An error of the connection.
     pub fn ask_to_renegotiate(&mut self) -> io::Result<()> {
         self.send(HANDSHAKE, &hello(&[9; 32]))
     }
@@ -66,7 +66,7 @@ impl<S: Read + Write> Tls12<S> {
     /// Sends application data.
     ///
     /// # Errors
-    /// The connection's.
+    /// An error of the connection.
     pub fn send_data(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.send(23, bytes)
     }
@@ -103,8 +103,8 @@ fn send(stream: &mut impl Write, kind: u8, bytes: &[u8]) -> io::Result<()> {
     stream.write_all(&[&[kind, 3, 3], &length[..], bytes].concat())
 }
 
-/// The server's messages up to ServerHelloDone, which are appended to what was said; its random
-/// bytes.
+/// Reads the server's messages up to ServerHelloDone, and appends them to `said`; returns the
+/// server's random bytes.
 fn read_flight(stream: &mut impl Read, said: &mut Vec<u8>) -> io::Result<[u8; 32]> {
     let start = said.len();
     loop {
@@ -116,7 +116,7 @@ fn read_flight(stream: &mut impl Read, said: &mut Vec<u8>) -> io::Result<[u8; 32
         // ServerHelloDone is empty, and ends its record.
         if said.ends_with(&[SERVER_HELLO_DONE, 0, 0, 0]) {
             let mut random = [0; 32];
-            // After the header and the version of ServerHello.
+            // The random bytes follow the header and the version of ServerHello.
             random.copy_from_slice(&said[start + 6..start + 38]);
             return Ok(random);
         }

@@ -13,7 +13,7 @@ use crate::wait_for_exit;
 
 const USUAL_LIMIT: Duration = Duration::from_secs(60);
 
-/// How a program ended and what it said.
+/// The exit status and the output of a program.
 #[derive(Debug)]
 pub struct Outcome {
     /// Its exit status.
@@ -33,7 +33,7 @@ impl Outcome {
         self
     }
 
-    /// Asserts another exit status than 0, and that `word` is in what was said.
+    /// Asserts another exit status than 0, and that `word` is in the output.
     #[track_caller]
     pub fn failure(self, word: &str) -> Self {
         assert!(!self.status.success(), "{}", self.describe("must fail"));
@@ -49,7 +49,7 @@ impl Outcome {
     }
 }
 
-/// A command for `program`, which is looked for where administrators' tools are, too.
+/// A command for `program`, which is also searched for in the folders of administrators' tools.
 pub fn tool(program: &str) -> Command {
     Command::new(find_program(program).unwrap_or_else(|| program.into()))
 }
@@ -71,18 +71,18 @@ pub fn run(command: &mut Command) -> Outcome {
     run_within(USUAL_LIMIT, command)
 }
 
-/// Runs a command to its end. Without a standard input of its own it gets an empty one.
+/// Runs a command to its end, with an empty standard input.
 ///
 /// # Panics
-/// When it cannot be started or takes longer than `limit`; it is killed then.
+/// When it cannot be started or takes longer than `limit`; then it is killed.
 #[track_caller]
 pub fn run_within(limit: Duration, command: &mut Command) -> Outcome {
     let line = line(command);
-    // Files instead of pipes: they need not be emptied while the program runs.
+    // Files instead of pipes, which would have to be read while the program runs.
     let [mut stdout, mut stderr] = [(); 2].map(|()| tempfile::tempfile().expect("a scratch file"));
     let copy = |file: &File| Stdio::from(file.try_clone().expect("a second descriptor"));
     command.stdout(copy(&stdout)).stderr(copy(&stderr)).stdin(Stdio::null());
-    // A group of its own, so that the program's own children can be ended with it.
+    // A separate process group, so that the program's children can be killed with it.
     let mut child = command.process_group(0).spawn().unwrap_or_else(|error| {
         panic!("cannot start {line}: {error}");
     });

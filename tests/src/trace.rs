@@ -1,10 +1,10 @@
-//! System calls of a server, seen by strace.
+//! System calls of a server, from strace.
 
 use std::path::{Path, PathBuf};
 
 use crate::Scratch;
 
-/// The system calls on one file, written down by strace while they happen.
+/// The log of strace, which traces system calls while they happen.
 pub struct Trace {
     log: PathBuf,
     /// The words before the server's command line.
@@ -44,8 +44,8 @@ impl Trace {
         Self { log, wrapper }
     }
 
-    /// All calls so far. One that the server has acted upon is among them: it goes on only when
-    /// strace has written the line.
+    /// All calls so far. A call whose effects are visible is among them, because the server
+    /// continues only after strace has written the line.
     ///
     /// # Panics
     /// When a line is not understood.
@@ -56,7 +56,7 @@ impl Trace {
         for line in log.lines() {
             let (thread, text) = line.split_once(char::is_whitespace).expect("a thread's id");
             let text = text.trim_start();
-            // Exit codes and the like.
+            // Lines about exits and signals.
             if text.starts_with("+++") || text.starts_with("---") {
                 continue;
             }

@@ -1,4 +1,4 @@
-//! Commands as documentation has them, typed into a shell in a folder of images.
+//! Runs commands from the documentation in a shell, in a folder of images.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -8,7 +8,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{Outcome, Scratch, blockhouse, eventually, run_within, wait_for_exit};
 
-/// Longer than anything takes on a busy machine.
+/// The longest time of a command on a busy machine.
 const LONG: Duration = Duration::from_secs(120);
 
 /// The lines of a page's blocks of shell commands that start with `word`.
@@ -28,7 +28,7 @@ impl Default for Folder {
 }
 
 impl Folder {
-    /// An empty one.
+    /// An empty folder.
     pub fn new() -> Self {
         let scratch = Scratch::new();
         let programs = scratch.short().join("programs");
@@ -37,7 +37,7 @@ impl Folder {
         Self(scratch)
     }
 
-    /// A file in it.
+    /// The path of a file in it.
     pub fn path(&self, name: &str) -> PathBuf {
         self.0.path(name)
     }
@@ -45,7 +45,7 @@ impl Folder {
     /// Runs a command, which must succeed.
     ///
     /// # Panics
-    /// When it does not.
+    /// When it fails.
     #[track_caller]
     pub fn run(&self, line: &str) -> Outcome {
         run_within(LONG, &mut self.shell(line)).success()
@@ -53,7 +53,7 @@ impl Folder {
 
     /// A command as a shell runs it.
     pub fn shell(&self, line: &str) -> Command {
-        // Another server may have the port, and measurements need not take two minutes.
+        // Another server may use the port, and measurements need not take two minutes.
         let line = line.replace("127.0.0.1:10809", "127.0.0.1:0");
         let line = line.replace("bench all", "bench fua --seconds 2");
         let before = std::env::var("PATH").unwrap_or_default();
@@ -65,14 +65,14 @@ impl Folder {
     }
 }
 
-/// A server that a line starts; killed when the test panics.
+/// A server that a command line starts; killed when the test panics.
 pub struct Serving(Child);
 
 impl Serving {
     /// Starts it and waits until it is ready.
     ///
     /// # Panics
-    /// When it does not get ready.
+    /// When the server does not get ready.
     #[track_caller]
     pub fn start(folder: &Folder, line: &str) -> Self {
         let output = folder.path("ready.txt");
@@ -85,7 +85,7 @@ impl Serving {
         serving
     }
 
-    /// Ctrl-C; it must end with success.
+    /// Sends SIGINT; the server must exit with status 0.
     pub fn stop(mut self) {
         kill_process(Pid::from_child(&self.0), Signal::INT).expect("it runs");
         let status = wait_for_exit(&mut self.0, LONG).expect("it ends");

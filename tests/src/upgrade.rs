@@ -1,4 +1,4 @@
-//! A server that is upgraded while clients verify what it holds, for tests and for `upgrade_gaps`.
+//! Upgrades a server while clients verify its content, for tests and for `upgrade_gaps`.
 
 mod fill;
 mod guest;
@@ -19,41 +19,41 @@ use crate::{Outcome, Scratch, blockhouse, eventually, run_within};
 /// Requests that a verifier has in flight.
 const DEPTH: usize = 64;
 const BLOCK: u64 = 4096;
-/// Blocks that each of those requests has for itself.
+/// The number of blocks that only one of those requests uses.
 const BLOCKS: u64 = 16;
 /// Bytes of the disk that a verifier needs.
 pub const REGION: u64 = DEPTH as u64 * BLOCKS * BLOCK;
 
-/// More than an upgrade takes, whatever goes wrong.
+/// The longest time of an upgrade, also of one that fails.
 const UPGRADE_LIMIT: Duration = Duration::from_secs(60);
 
 /// The load of verifiers.
 #[derive(Debug, Default)]
 pub struct Load {
     stop: AtomicBool,
-    /// The longest time between two replies to a verifier, in microseconds, since it was last
-    /// asked for.
+    /// The longest time between two replies to a verifier since the last `take_silence`, in
+    /// microseconds.
     silence: AtomicU64,
 }
 
 impl Load {
-    /// Has all verifiers end.
+    /// Tells all verifiers to end.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// Has all verifiers end when the guard is dropped, so that a test that fails ends: it waits
+    /// Tells all verifiers to end when the guard is dropped. So a test that fails can end: it waits
     /// for its threads first.
     pub fn stop_at_the_end(&self) -> impl Drop + '_ {
         StopAtTheEnd(self)
     }
 
-    /// Whether they are to end.
+    /// Whether the verifiers are to end.
     pub fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// The longest time between two replies to one of them, since this was last called.
+    /// The longest time between two replies to a verifier since the last call.
     pub fn take_silence(&self) -> Duration {
         Duration::from_micros(self.silence.swap(0, Ordering::Relaxed))
     }
@@ -77,7 +77,7 @@ pub struct Seen {
 }
 
 impl Seen {
-    /// A reply came so long after the one before.
+    /// Records a reply, which came `gap` after the one before.
     fn reply(&mut self, gap: Duration, load: &Load) {
         self.replies += 1;
         self.longest_gap = self.longest_gap.max(gap);
@@ -85,10 +85,10 @@ impl Seen {
     }
 }
 
-/// One of the requests in flight: what its blocks hold, and what it does.
+/// One of the requests in flight, and the content of its blocks.
 struct Slot {
     start: u64,
-    /// By block, the generation that was written last; 0 for none.
+    /// For each block, the generation that was written last; 0: none.
     generations: [u64; BLOCKS as usize],
     block: usize,
     is_read: bool,
@@ -138,7 +138,7 @@ fn slots(start: u64) -> Vec<Slot> {
 }
 
 impl Slot {
-    /// Chooses the next request: whether it reads. A write is of the next generation.
+    /// Chooses the next request; returns whether it is a read. A write gets the next generation.
     fn choose(&mut self, random: &mut Rng, generation: &mut u64) -> bool {
         self.block = random.usize(..BLOCKS as usize);
         self.is_read = random.bool();
@@ -149,7 +149,7 @@ impl Slot {
         self.is_read
     }
 
-    /// Checks what a read has found.
+    /// Checks the data of a read.
     fn check(&self, data: &[u8]) {
         if !self.is_read {
             return;
@@ -180,19 +180,19 @@ impl Slot {
     }
 }
 
-/// Runs `blockhouse upgrade` at this control socket, with more words.
+/// Runs `blockhouse upgrade` at this control socket, with more arguments.
 pub fn upgrade(control: &Path, words: &[&str]) -> Outcome {
     let mut command = Command::new(blockhouse());
     command.arg("upgrade").arg("--control").arg(control).args(words);
     run_within(UPGRADE_LIMIT, &mut command)
 }
 
-/// Upgrades a server under load, and tells the gap in milliseconds. Where the host is so busy that
-/// requests, or the other process, take longer than the server waits, it goes on; then the upgrade
-/// is tried again, as a user would.
+/// Upgrades a server under load; returns the gap in milliseconds. On a busy host, requests or the
+/// new process may take longer than the server waits. Then the server continues, and the upgrade is
+/// tried again, as a user would.
 ///
 /// # Panics
-/// When it fails for another reason, or always.
+/// When it fails for another reason, or at every try.
 pub fn upgrade_under_load(control: &Path) -> f64 {
     const TRIES: usize = 10;
     let mut outcomes = (0..TRIES).map(|_| upgrade(control, &[]));
@@ -237,14 +237,14 @@ impl Servers<'_> {
         ids.filter(serves).filter_map(Pid::from_raw).collect()
     }
 
-    /// Waits until this many run.
+    /// Waits until this many servers run.
     #[track_caller]
     pub fn wait_for(&self, count: usize) {
         let is_so = eventually(Duration::from_secs(20), || self.running().len() == count);
         assert!(is_so, "{count} servers are expected, there are {:?}", self.running());
     }
 
-    /// Ends all by SIGTERM, and waits.
+    /// Stops all servers by SIGTERM, and waits for their end.
     #[track_caller]
     pub fn stop(&self) {
         for id in self.running() {
@@ -257,7 +257,7 @@ impl Servers<'_> {
 impl Drop for Servers<'_> {
     fn drop(&mut self) {
         for id in self.running() {
-            // It may have ended meanwhile.
+            // The process may have ended meanwhile.
             let _ = kill_process(id, Signal::KILL);
         }
     }

@@ -1,10 +1,10 @@
-//! The packages that a change reaches: those whose code differs from the last commit that passed
-//! every step, and those that depend on them. Comments of a Rust file are not code, and the
-//! integration tests of a package reach nothing else.
+//! The packages that a change affects: those whose code differs from the last commit that passed
+//! every step, and those that depend on them. Comments of a Rust file are not code, and no package
+//! depends on the integration tests of another.
 //!
 //! `.ci/proven` names that commit; `cargo xtask ci --all` writes it. If git cannot compare with it,
-//! or a file outside of all packages differs that decides how they are built, everything counts as
-//! changed: a step is left out only if it is known to show the same as before.
+//! or if a file outside of all packages differs that affects their build, everything counts as
+//! changed: a step is left out only if its result is known to be the same.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -18,9 +18,9 @@ use lab_tools::process::stdout_of;
 use lab_tools::workspace::Workspace;
 
 const PROVEN: &str = ".ci/proven";
-/// The name under which the files of `fuzz/` count: its package is no member of the workspace.
+/// The name for the files of `fuzz/`, whose package is not a member of the workspace.
 const FUZZ: &str = "blockhouse-fuzz";
-/// Files and folders without influence on what any package does.
+/// Files and folders that do not affect the behaviour of any package.
 const WITHOUT_CODE: &[&str] =
     &["docs/", "contrib/", "README.md", "ARCHITECTURE.md", "CHANGELOG.md"];
 const ALSO_WITHOUT_CODE: &[&str] =
@@ -28,7 +28,7 @@ const ALSO_WITHOUT_CODE: &[&str] =
 
 /// The difference to the last commit that passed every step.
 pub enum Changes {
-    /// No comparison is possible, or none is wanted; the reason.
+    /// No comparison is possible, or none is wanted. The text is the reason.
     Everything(String),
     /// The packages that differ from `commit`, with all that depend on them.
     Packages { commit: String, names: BTreeSet<String> },
@@ -63,7 +63,7 @@ impl Changes {
         Ok(Self::Packages { commit, names })
     }
 
-    /// Returns whether a step that shows what `packages` do has to run.
+    /// Returns whether a step that tests `packages` has to run.
     pub fn reach(&self, packages: &[&str]) -> bool {
         match self {
             Self::Everything(_) => true,
@@ -95,13 +95,13 @@ fn is_without_code(path: &str) -> bool {
     is_test || path.ends_with("/README.md") || all.any(|start| path.starts_with(start))
 }
 
-/// Whether a Rust file has the code that it had at `commit`.
+/// Whether a Rust file has the same code as at `commit`.
 fn is_same_code(workspace: &Workspace, commit: &str, path: &str) -> bool {
     if !path.ends_with(".rs") {
         return false;
     }
     let mut show = Command::new("git");
-    // A new file was not there, which is no error.
+    // A new file does not exist in `commit`, which is not an error.
     show.arg("show").arg(format!("{commit}:{path}")).current_dir(workspace.root());
     let before = show.output().ok().filter(|output| output.status.success());
     let before = before.and_then(|output| String::from_utf8(output.stdout).ok());
@@ -111,7 +111,7 @@ fn is_same_code(workspace: &Workspace, commit: &str, path: &str) -> bool {
     })
 }
 
-/// The tokens of a Rust file but its comments; `None` if it is none.
+/// The tokens of a Rust file without its comments; `None` if the text cannot be parsed.
 fn code_of(text: &str) -> Option<String> {
     Some(without_comments(text.parse().ok()?).to_string())
 }
@@ -144,7 +144,7 @@ fn package_of(path: &str, root: &Path, packages: &[Value]) -> Option<String> {
     of_file.max().map(|(_, name)| name)
 }
 
-/// Adds each package that uses one of `names`, in all but its own tests.
+/// Adds each package that uses one of `names` in other code than its own tests.
 fn add_dependents(names: &mut BTreeSet<String>, packages: &[Value]) {
     loop {
         let before = names.len();

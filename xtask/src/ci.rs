@@ -1,9 +1,8 @@
-//! `cargo xtask ci`: everything that must be clean before a change lands, the quick checks first.
+//! `cargo xtask ci`: all checks that must pass before a change is merged, the quick ones first.
 //!
-//! Stops at the first failure. Each step ends with a line saying how long it took. Steps that take
-//! long are left out, or cut down, where nothing that they show has changed since the last commit
-//! that passed all of them (`changes`); the first line says which, and `--all` runs them all the
-//! same.
+//! Stops at the first failure. Each step ends with a line saying how long it took. Long steps are
+//! left out, or shortened, if nothing that they test has changed since the last commit that passed
+//! all of them (`changes`). The first line says which; `--all` runs all steps in full.
 
 use std::time::Instant;
 
@@ -14,16 +13,16 @@ use crate::{deny, fuzz, lab, test, tidy};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
-/// For each target: enough to notice what is broken now, not to find what is hidden.
+/// Seconds for each target: enough to notice a broken target, not to find rare bugs.
 const FUZZ_SECONDS: u64 = 8;
-/// For servers that are killed: a part of all combinations, another one each time.
+/// Seconds for killed servers: enough for some of all combinations, others each time.
 const KILL_SECONDS: &str = "20";
 
-/// Servers that are killed.
+/// The packages that the kill step tests.
 const KILL: &[&str] = &["blockhouse-daemon", "lab-kill"];
 /// The packages in `crates/` that fuzz targets use, and the targets.
 const FUZZ: &[&str] = &["blockhouse-daemon", "blockhouse-fuzz"];
-/// The scenarios of `cargo xtask vm`, and whose promises each shows.
+/// The scenarios of `cargo xtask vm`, and the package that each tests.
 const SCENARIOS: &[(&str, &str)] = &[
     ("fua", "blockhouse-disk"),
     ("first-writes", "blockhouse-disk"),
@@ -62,7 +61,7 @@ const STEPS: &[Step] = &[
             return Ok(());
         }
         lab::run("lab-kill", &["--seconds", KILL_SECONDS])?;
-        // Made wrong on purpose, it must fail.
+        // A server that is wrong on purpose must fail.
         lab::run("lab-kill", &["load", "--without-state", "--seconds", "3"])
     }),
     ("vm", |_, changes| {
@@ -78,7 +77,7 @@ const STEPS: &[Step] = &[
     }),
 ];
 
-/// Runs all steps; with `all` also what no change has reached, and notes the commit then.
+/// Runs all steps; with `all` also those that no change affects, and then records the commit.
 pub fn run(workspace: &Workspace, all: bool) -> Result<()> {
     let started = Instant::now();
     let changes = if all {
@@ -99,7 +98,7 @@ pub fn run(workspace: &Workspace, all: bool) -> Result<()> {
     if all { changes::note_proven(workspace) } else { Ok(()) }
 }
 
-/// The scenarios that `changes` reach, or those that they do not.
+/// The scenarios that `changes` affect, or those that they do not.
 fn scenarios(changes: &Changes, reached: bool) -> impl Iterator<Item = &'static str> {
     let of_these = SCENARIOS
         .iter()
@@ -107,7 +106,7 @@ fn scenarios(changes: &Changes, reached: bool) -> impl Iterator<Item = &'static 
     of_these.map(|(name, _)| *name)
 }
 
-/// The line that says what is not run, and why.
+/// The line that says which steps are not run, and why.
 fn left_out(changes: &Changes) -> String {
     let commit = match changes {
         Changes::Everything(reason) => return format!("every step in full: {reason}"),

@@ -1,7 +1,7 @@
-//! `cargo xtask deny`: what our dependencies may be, by `deny.toml` and cargo-deny.
+//! `cargo xtask deny`: checks our dependencies by the rules of `deny.toml`, with cargo-deny.
 //!
-//! cargo-deny is installed into `target/tools` where it is missing. Advisories need their database
-//! from the network; where it cannot be reached they are skipped, with a message.
+//! cargo-deny is installed into `target/tools` if it is missing. The check of advisories needs a
+//! database from the network; if that cannot be reached, the check is skipped with a message.
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::path::Path;
@@ -51,13 +51,13 @@ fn deny(tool: &Path, workspace: &Workspace) -> Command {
 /// Whether a TCP connection to `host` opens within [`TIMEOUT`]; the error says why not.
 fn reach(host: &'static str) -> Result<(), String> {
     let (sender, receiver) = mpsc::channel();
-    // Resolving a name has no time limit of its own, so it gets a thread that we do not wait for.
+    // Name resolution has no timeout, so it runs in a thread that we do not wait for.
     std::thread::spawn(move || {
         let attempt = host.to_socket_addrs().and_then(|mut addresses| {
             let address = addresses.next().ok_or(std::io::ErrorKind::AddrNotAvailable)?;
             TcpStream::connect_timeout(&address, TIMEOUT)
         });
-        // The receiver is gone after its timeout.
+        // The receiver is dropped after its timeout.
         let _ = sender.send(attempt.map(drop));
     });
     match receiver.recv_timeout(TIMEOUT) {

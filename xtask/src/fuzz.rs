@@ -1,10 +1,10 @@
 //! `cargo xtask fuzz`: libFuzzer on the stable toolchain, with nothing else installed.
 //!
-//! The targets are the binaries of the package in `fuzz/`. LLVM's coverage passes are switched on
-//! by compiler flags that every toolchain has; the library comes with its crate. Seeds are
-//! committed in `fuzz/corpus/TARGET`; what a run finds goes to `target/fuzz/corpus/TARGET`, and
-//! only `--keep` takes it over. Debug assertions and overflow checks are on. A failure leaves its
-//! input in `fuzz/artifacts/TARGET` and prints the line that replays it.
+//! The targets are the binaries of the package in `fuzz/`. LLVM's coverage passes are enabled by
+//! compiler flags that every toolchain has; libFuzzer comes with its crate. Seeds are committed in
+//! `fuzz/corpus/TARGET`; inputs that a run finds go to `target/fuzz/corpus/TARGET`, and only
+//! `--keep` adds them to the seeds. Debug assertions and overflow checks are on. A failure leaves
+//! its input in `fuzz/artifacts/TARGET` and prints the line that replays it.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -18,8 +18,8 @@ use lab_tools::process::{self, cargo, executables, stdout_of};
 use lab_tools::workers;
 use lab_tools::workspace::Workspace;
 
-/// Coverage as libFuzzer wants it: counters and a table of places for each edge, and calls that
-/// tell the operands of comparisons.
+/// Coverage as libFuzzer needs it: counters and a PC table for each edge, and calls that report the
+/// operands of comparisons.
 const COVERAGE: &[&str] = &[
     "-Cpasses=sancov-module",
     "-Cllvm-args=-sanitizer-coverage-level=4",
@@ -30,8 +30,8 @@ const COVERAGE: &[&str] = &[
     "--cfg=fuzzing",
 ];
 
-/// Makes glibc keep memory that a case frees for the next one: else the kernel clears pages for
-/// each.
+/// Makes glibc keep freed memory for the next input; otherwise the kernel clears new pages for each
+/// input.
 const KEEP_MEMORY: [(&str, &str); 3] = [
     ("MALLOC_MMAP_THRESHOLD_", "67108864"),
     ("MALLOC_TRIM_THRESHOLD_", "268435456"),
@@ -88,15 +88,15 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     })
 }
 
-/// Checks how the package in `fuzz/`, which is no member of the workspace, is formatted.
+/// Checks the format of the package in `fuzz/`, which is not a member of the workspace.
 pub fn check_format(workspace: &Workspace) -> Result<()> {
     let mut format = cargo(["fmt", "--check", "--manifest-path"]);
     format.arg(workspace.root().join("fuzz/Cargo.toml"));
     process::run(format)
 }
 
-/// Checks the targets' code with clippy, all warnings denied. It is compiled as the workspace is,
-/// so that what that uses, too, is not checked again.
+/// Checks the targets' code with clippy, all warnings denied. It is compiled like the workspace, so
+/// that common dependencies are not checked again.
 pub fn lint(workspace: &Workspace) -> Result<()> {
     apt::require(apt::FOR_FUZZING)?;
     let mut clippy = cargo(["clippy", "--all-targets", "--manifest-path"]);
@@ -105,8 +105,8 @@ pub fn lint(workspace: &Workspace) -> Result<()> {
     process::run(clippy)
 }
 
-/// A build of the package in `fuzz/`, with coverage. It names the host as the target,
-/// because only then are the flags kept away from build scripts and procedural macros.
+/// A build of the package in `fuzz/`, with coverage. It names the host as the target, because only
+/// then do the flags not affect build scripts and procedural macros.
 fn instrumented_build(workspace: &Workspace) -> Result<Command> {
     let mut rustc = Command::new("rustc");
     rustc.arg("-vV");
@@ -184,7 +184,7 @@ fn fuzz(target: &Target, options: &Options) -> Result<()> {
     }
 }
 
-/// Takes over what reaches code that the committed corpus does not.
+/// Adds the inputs to the committed corpus that reach code that it does not reach.
 fn keep(target: &Target) -> Result<()> {
     let mut merge = Command::new(&target.binary);
     merge.arg("-merge=1").args([&target.seeds, &target.found]);
@@ -192,7 +192,7 @@ fn keep(target: &Target) -> Result<()> {
     process::run(merge)
 }
 
-/// Runs and coverage, from what libFuzzer says at its end.
+/// The number of runs and the coverage, from libFuzzer's last lines.
 fn summary(log: &str) -> String {
     let runs = log.lines().find_map(|line| line.strip_prefix("stat::number_of_executed_units:"));
     let done = log.lines().rfind(|line| line.contains("DONE") && line.contains("cov:"));

@@ -1,5 +1,5 @@
-//! `cargo xtask compare`, `cargo xtask vm` and `cargo xtask kill`: programs of their own, built
-//! only when they are asked for.
+//! `cargo xtask compare`, `cargo xtask vm` and `cargo xtask kill`: separate programs, built only
+//! when they are run.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -15,7 +15,8 @@ pub struct Args {
     args: Vec<String>,
 }
 
-/// Becomes the program of `package`, so that a signal to this process is one to it.
+/// Replaces this process by the program of `package` (exec), so that the program gets this
+/// process's signals.
 pub fn exec(package: &str, args: &Args) -> Result<()> {
     let mut command = program(package);
     command.args(&args.args);
@@ -30,7 +31,8 @@ pub fn run(package: &str, args: &[&str]) -> Result<()> {
     process::run(command)
 }
 
-/// Relative paths in its arguments are those of the current folder.
+/// The command that runs the program of `package`. Relative paths in its arguments are relative to
+/// the current folder.
 fn program(package: &str) -> Command {
     cargo(["run", "--quiet", "--package", package, "--"])
 }

@@ -1,9 +1,8 @@
 //! `cargo xtask loom`: the model-checked protocols of the crates core and engine.
 //!
 //! The models are unit tests with `loom` in their path, compiled with `--cfg loom`. They have a
-//! target folder of their own, because the flag would otherwise rebuild everything twice a run.
-//! Finding no model in one of the crates is a failure: a renamed module must not switch the check
-//! off.
+//! separate target folder, because the flag would otherwise rebuild everything twice a run. If a
+//! crate has no model, that is a failure: renaming a module must not disable the check.
 
 use std::process::Command;
 

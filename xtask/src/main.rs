@@ -1,7 +1,7 @@
 //! Tasks that anyone can run: `cargo xtask --help` lists them.
 //!
-//! A task prints what it does, leaves nothing behind outside `target/`, and exits 0 when it is done
-//! and 1 with one line on standard error when it is not.
+//! A task prints what it does and leaves no files outside `target/`. It exits with 0 on success,
+//! else with 1 and one line on standard error.
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
 

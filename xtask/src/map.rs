@@ -1,8 +1,8 @@
 //! `cargo xtask map [WORD]`: which file is about what, as the files themselves say.
 //!
-//! A line is the path of a Rust file with the first line of its head, or of a README.md with its
-//! title. A word selects the lines that have it, in any case; several words select the lines that
-//! have all of them.
+//! A line is the path of a Rust file with the first line of its module comment, or of a README.md
+//! with its title. A word selects the lines that have it, in any case; several words select the
+//! lines that have all of them.
 
 use anyhow::{Result, bail};
 

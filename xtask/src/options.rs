@@ -1,9 +1,8 @@
 //! `cargo xtask options`: makes the option reference, the schema of the control socket, man pages
 //! and completions.
 //!
-//! The binary makes them from the definitions that it parses by. They are in `target/generated` and
-//! in packages (`cargo xtask dist`), not in the repository, so nothing has to be kept equal to
-//! them.
+//! The binary makes them from the definitions with which it parses. They are in `target/generated`
+//! and in packages (`cargo xtask dist`), not in the repository, so they cannot become outdated.
 
 use std::process::Command;
 

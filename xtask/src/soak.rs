@@ -1,8 +1,8 @@
-//! `cargo xtask soak`: the crash tests, and hostile guests and clients beside their neighbours,
-//! again and again, by other seeds each time, for as long as one likes.
+//! `cargo xtask soak`: repeats the crash tests, and the tests with hostile guests and clients
+//! beside their neighbours, with other seeds each time, for a given time.
 //!
 //! They are compiled as for `cargo test`: optimised, with debug assertions. The first failure ends
-//! it, with the line that replays it.
+//! the task, with the line that replays the failure.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -17,18 +17,18 @@ use lab_tools::build::{Profile, build_binary};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
-/// Crates whose tests crash simulated disks, and what the names of these tests have in common; of
-/// jobs, all tests, because those that crash nothing have errors, delays and guests that race.
+/// Crates whose tests crash simulated disks, and the common part of these tests' names. For jobs,
+/// all tests, because those without crashes have errors, delays and racing guests.
 const CRASHED: &[(&str, &str)] =
     &[("disk", "crash_at_every"), ("format", "crash_at_every"), ("jobs", "")];
 
-/// Hostile parties and their neighbours, against the binary itself: a package and its tests.
+/// The package and the tests of hostile parties and their neighbours, which use the binary itself.
 const PARTIES: (&str, &str) = ("blockhouse-tests", "hostile_parties::");
 
 /// Seconds for which the parties of each engine misbehave in a round.
 const PARTY_SECONDS: u64 = 20;
 
-/// Seeds of each test at a time: some 200,000 crashes, well under a minute of two processors.
+/// Seeds for each run of a test: some 200,000 crashes, well under a minute on two processors.
 const SEEDS_A_TIME: u64 = 500;
 
 /// How long.
@@ -105,7 +105,7 @@ fn parse_seeds(text: &str) -> Result<Range<u64>> {
     })
 }
 
-/// Runs these seeds, some of each test at a time.
+/// Runs these seeds, some at a time for each test.
 fn run_seeds(workspace: &Workspace, tests: &[CrashTests<'_>], seeds: Range<u64>) -> Result<()> {
     let (mut first, mut crashes) = (seeds.start, 0);
     let began = Instant::now();
@@ -132,7 +132,7 @@ fn build(workspace: &Workspace, package: &str) -> Result<PathBuf> {
     Ok(built.with_context(|| format!("cargo built no integration tests of {package}"))?.1)
 }
 
-/// Hostile parties for some seconds.
+/// Runs hostile parties for some seconds.
 fn misbehave(workspace: &Workspace, parties: &Path, binary: &Path) -> Result<()> {
     let mut command = Command::new(parties);
     command.args(["--nocapture", PARTIES.1]).current_dir(workspace.root());
@@ -143,7 +143,7 @@ fn misbehave(workspace: &Workspace, parties: &Path, binary: &Path) -> Result<()>
 }
 
 impl CrashTests<'_> {
-    /// One round; how many crashes the tests have seen.
+    /// Runs one round; returns the number of crashes in the tests.
     fn run(&self, workspace: &Workspace, seeds: &str) -> Result<u64> {
         let mut command = Command::new(&self.binary);
         command.args(["--nocapture", self.filter]).current_dir(workspace.root());

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: everything that shows that Blockhouse works, from a bare checkout.
+//! `cargo xtask test`: runs all tests of Blockhouse, from a bare checkout.
 //!
 //! The black-box tests find the binary under test in the environment variable `BLOCKHOUSE_BIN`.
 
@@ -18,12 +18,11 @@ use crate::{loom, test_programs};
 /// Variables, and their values.
 type Environment = Vec<(&'static str, OsString)>;
 
-/// Runs all tests, or what `args` (for `cargo test`) select of them; without any, the loom models
-/// too.
+/// Runs all tests and the loom models, or only the tests that `args` (for `cargo test`) select.
 pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
     apt::require(apt::FOR_TESTS)?;
     if let Err(error) = apt::require(apt::FOR_CEPH) {
-        // The tests that need it are skipped, and say so.
+        // The tests that need it are skipped with a message.
         println!("xtask: no cluster of Ceph: {error:#}");
     }
     let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
@@ -44,7 +43,8 @@ fn cargo_test(workspace: &Workspace, args: &[String], environment: Environment) 
         tests.arg("--workspace");
     }
     tests.args(args).current_dir(workspace.root()).envs(environment);
-    // Black-box tests wait for other processes for more than half of their time.
+    // More threads than processors: black-box tests wait for other processes for more than half of
+    // their time.
     test_programs::set_threads(&mut tests, 4);
     tests
 }
@@ -55,7 +55,7 @@ fn environment(workspace: &Workspace) -> Result<Environment> {
     let tools = workspace.root().join("target/tools");
     match apt::unpack("prometheus", "usr/bin/promtool", &tools) {
         Ok(promtool) => environment.push(("BLOCKHOUSE_PROMTOOL", promtool.into())),
-        // The tests that need it are skipped, and say so.
+        // The tests that need it are skipped with a message.
         Err(error) => println!("xtask: no promtool: {error:#}"),
     }
     match apt::unpack_apparmor(&tools) {

@@ -1,8 +1,9 @@
-//! The test programs of the workspace, built by one cargo command and run side by side.
+//! The test programs of the workspace, built by one cargo command and run in parallel.
 //!
 //! The black-box tests wait for other processes for half of their time, and the simulator's
-//! explorations compute: with one thread, they take the time that the others leave. Each program
-//! writes to a log of its own in `target/test-logs`; the log of a program that fails is printed.
+//! explorations compute: with one thread, they use the processor time that the others do not need.
+//! Each program writes to its own log in `target/test-logs`; the log of a program that fails is
+//! printed.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -27,14 +28,14 @@ struct Program {
     package: String,
     target: String,
     file: PathBuf,
-    /// The package's, in which its tests run.
+    /// The folder of the package, in which its tests run.
     folder: PathBuf,
 }
 
 /// Builds and runs all test programs with the additional `environment`.
 ///
 /// # Errors
-/// A program failed. Those that ran beside it are awaited, and no other is started.
+/// A program failed. Programs that run at that time are waited for, and no other is started.
 pub fn run(workspace: &Workspace, environment: &[(&'static str, OsString)]) -> Result<()> {
     let mut build = cargo(["test", "--workspace", "--no-run"]);
     build.current_dir(workspace.root());
@@ -51,8 +52,8 @@ pub fn run(workspace: &Workspace, environment: &[(&'static str, OsString)]) -> R
     workers::side_by_side(&programs, |program| program.run(&logs, environment))
 }
 
-/// Has `tests` run this many tests at once for each pair of processors, unless the user says how
-/// many.
+/// Makes `tests` run `for_two` tests at once for each pair of processors, unless the user sets a
+/// number.
 pub fn set_threads(tests: &mut Command, for_two: usize) {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if std::env::var_os("RUST_TEST_THREADS").is_none() {
@@ -62,7 +63,7 @@ pub fn set_threads(tests: &mut Command, for_two: usize) {
 }
 
 impl Program {
-    /// The program that cargo's message is about, if it is about one.
+    /// The test program that a message of cargo describes, if it describes one.
     fn of(artifact: &Value, workspace: &Workspace) -> Option<Self> {
         let file = PathBuf::from(artifact["executable"].as_str()?);
         let is_test = artifact["profile"]["test"].as_bool()?;

@@ -1,4 +1,5 @@
-//! Programs from crates.io that tasks use: from the search path, from `target/tools`, or built now.
+//! Programs from crates.io that tasks use: they are found on the search path or in `target/tools`,
+//! or built now.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -27,7 +28,7 @@ pub(crate) fn installed(workspace: &Workspace, name: &str, version: &str) -> Res
     let started = Instant::now();
     println!("xtask: installing {name} {version} into {}", tools.display());
     let build = tools.join("build");
-    // An unoptimized build is done soon, and what it has to do is little.
+    // An unoptimized build is fast, and the program has little to do.
     let mut install = cargo(["install", name, "--version", version, "--locked", "--quiet"]);
     install.args(["--debug", "--no-default-features", "--root"]).arg(&tools);
     install.arg("--target-dir").arg(&build).env("CARGO_PROFILE_DEV_DEBUG", "0");

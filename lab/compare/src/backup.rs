@@ -1,10 +1,11 @@
-//! `cargo xtask compare --backup`: what recording changes in a bitmap, and a backup that goes on,
-//! leave of a guest's rate.
+//! `cargo xtask compare --backup`: a guest's rate of writes while a bitmap records its changes, and
+//! while a backup runs.
 //!
-//! A client writes blocks of 4 KiB at random places, at depth 64. In each round the ways take turns
-//! on the same image: the disk alone, with a bitmap, and beside a checkpoint that a client reads at
-//! one block a second. Each begins with a run that is not counted, so that all extents are warm;
-//! the checkpoint is taken after that. Ratios are to the disk alone, of the same round.
+//! A client writes blocks of 4 KiB at random places, at depth 64. In each round three ways take
+//! turns on the same image: the disk alone, with a bitmap, and with a checkpoint of which a client
+//! reads one block a second. Each turn begins with a run that is not counted, so that all extents
+//! are warm; the checkpoint is taken after that run. Ratios are to the disk alone, of the same
+//! round.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -29,9 +30,9 @@ use crate::storage::{self, Storage};
 
 /// The name of the checkpoint, and of the bitmap.
 const NAME: &str = "measured";
-/// How often a block of the checkpoint is read.
+/// Time between two reads of the checkpoint.
 const READ_PAUSE: Duration = Duration::from_secs(1);
-/// Bytes that are read.
+/// Bytes of such a read.
 const BLOCK: u64 = 4096;
 
 /// The work beside the guest.
@@ -155,7 +156,7 @@ impl Config {
             ctl(&["bitmap", "remove", disk, NAME])?;
         }
         server.stop()?;
-        // The side file of a raw image would go on recording nothing.
+        // The bitmaps of a raw image are in this side file; the next turn begins without it.
         let mut side_file = storage.path().as_os_str().to_owned();
         side_file.push(".bitmaps");
         let _ = std::fs::remove_file(PathBuf::from(side_file));

@@ -1,6 +1,6 @@
 //! The host's page cache in a measurement.
 
-/// How a server treats the host's page cache; only like is compared with like.
+/// How a server treats the host's page cache. Only servers that treat it alike are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caching {
     /// Reads come from the device.

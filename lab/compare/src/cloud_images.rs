@@ -20,23 +20,23 @@ use crate::servers::Kind;
 use lab_tools::process::{run as run_program, stdout_of};
 use lab_tools::workspace::Workspace;
 
-/// How an image is made of a raw disk.
+/// How an image is made from a raw disk.
 #[derive(Clone, Copy)]
 struct Shape {
     name: &'static str,
     format: &'static str,
     /// Arguments of `qemu-img convert`.
     arguments: &'static [&'static str],
-    /// The change to it then.
+    /// The change to the image after that.
     wrapping: Wrapping,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Wrapping {
     Nothing,
-    /// It is a member of a tar file.
+    /// The image is a member of a tar file.
     Archive,
-    /// Its partition table is for sectors of 4096 bytes.
+    /// The disk's partition table is for sectors of 4096 bytes.
     LargeSectors,
 }
 
@@ -134,7 +134,7 @@ impl Shape {
         let mut tar = Command::new("tar");
         run_program(quiet(tar.arg("-cf").arg(&archive).arg("-C").arg(folder).arg("image")))?;
         std::fs::rename(&archive, &image).context("cannot rename an archive")?;
-        // Behind the header of a tar file's first member.
+        // The image follows the header of the tar file's first member.
         Ok(format!(
             r#"json:{{"driver":"{}","file":{{"driver":"raw","offset":512,"size":{length},"file":{{"driver":"file","filename":"{}"}}}}}}"#,
             self.format,
@@ -186,8 +186,8 @@ fn compare(target: &str, [theirs, ours]: &[PathBuf; 2]) -> Result<()> {
     stdout_of(content).map(drop)
 }
 
-/// A disk of `size` bytes as a fresh installation has it: a partition table, a third with data in
-/// pieces, which compresses to a half, and holes.
+/// A disk of `size` bytes like that of a fresh installation: a partition table, scattered data in a
+/// third of the disk, which compresses to a half, and holes.
 fn make_disk(path: &Path, size: u64, wrapping: Wrapping) -> Result<()> {
     const PIECE: u64 = 4 << 20;
     let failed = || format!("cannot write {}", path.display());

@@ -140,7 +140,7 @@ impl Options {
         self.mebibytes().checked_mul(1 << 20).context("--size is beyond 64 bits")
     }
 
-    /// Refuses files for the report of the comparison `option`, which is only printed.
+    /// Refuses the options that write a report to a file: the comparison `option` only prints.
     pub fn refuse_files(&self, option: &str) -> Result<()> {
         ensure!(
             self.markdown.is_none() && self.json.is_none(),
@@ -149,7 +149,7 @@ impl Options {
         Ok(())
     }
 
-    /// Writes the files of a report that were asked for.
+    /// Writes the report to the files that the options name.
     pub fn write_files(
         &self,
         markdown: impl FnOnce() -> Result<String>,
@@ -171,7 +171,7 @@ pub struct Config {
     pub servers: Vec<Kind>,
     pub rounds: usize,
     pub duration: Duration,
-    /// Whether the servers of a row live for all its rounds.
+    /// Whether the servers of a row run for all its rounds.
     pub alternate: bool,
     pub programs: Programs,
     pub folder: TempDir,
@@ -183,7 +183,7 @@ pub struct Config {
 }
 
 impl Config {
-    /// Resolves `options`: `all` are the servers where none are named.
+    /// Resolves `options`. `all` are the servers that are used if `options` name none.
     pub fn new(
         workspace: &Workspace,
         options: &Options,
@@ -256,7 +256,7 @@ impl Config {
         Ok(config)
     }
 
-    /// As [`new`](Self::new), of servers of qcow2 images.
+    /// As [`new`](Self::new), for a comparison of servers of qcow2 images.
     pub fn of_qcow2(workspace: &Workspace, options: &Options, all: &[Kind]) -> Result<Self> {
         let config = Self::new(workspace, options, Vec::new(), all)?;
         for kind in &config.servers {
@@ -273,8 +273,8 @@ pub fn write(file: &PathBuf, text: &str) -> Result<()> {
     std::fs::write(file, text).with_context(|| format!("cannot write {}", file.display()))
 }
 
-/// The rows that have one of the `wanted` names, or contain one that no row has; all where none is
-/// wanted.
+/// The rows whose name is one of `wanted`, or contains one of `wanted` that is no row's full name.
+/// All rows if `wanted` is empty.
 pub fn chosen<R: Copy>(
     rows: &[R],
     name: fn(&R) -> &'static str,

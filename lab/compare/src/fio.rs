@@ -1,5 +1,5 @@
-//! fio with its NBD engine as the client. It is widely known; on few processors it is the limit
-//! itself.
+//! fio with its NBD engine as the client. fio is widely known; on few processors fio is the limit,
+//! not the server.
 
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -46,7 +46,7 @@ pub fn run(
     };
     let server_cpu = server.cpu()?.saturating_sub(before);
     let text = std::fs::read_to_string(&report).context("fio left no report")?;
-    // The plain words of fio stand before its report.
+    // Before the report, fio writes its messages as plain text.
     let (said, json) = text.split_at(text.find('{').unwrap_or(text.len()));
     ensure!(status.success(), "fio failed with {status}: {}", said.trim());
     let report = serde_json::from_str(json).context("cannot read fio's report")?;
@@ -61,7 +61,7 @@ fn command(row: &Row, server: &Server, duration: Duration, report: &Path) -> Res
         _ => bail!("{}: fio does not do this here", row.name),
     };
     let mut fio = Command::new("fio");
-    // With --thread it is one process, which ends whole when it is killed.
+    // With --thread fio is one process: killing it ends all of it.
     fio.args(["--name=compare", "--ioengine=nbd", "--thread", "--time_based", "--norandommap"]);
     fio.arg(format!("--uri={}", uri(server.socket())));
     fio.arg(format!("--rw={pattern}"));

@@ -1,11 +1,12 @@
 //! `cargo xtask compare --forks`: for how long a guest gets no answer while its disk is forked.
 //!
 //! A guest writes blocks of 4 KiB at random places of the part of the disk that was written just
-//! before, 64 at a time, without a rest. A round is a new image and a hundred forks of it, one
-//! every 50 ms: its disk goes on in a new overlay each time. The figures are the longest times
-//! without an answer in the 50 ms from the beginning of each fork, and in as many stretches before
-//! the first one. Then that part of the disk has to hold what was answered. Ours makes and opens
-//! its overlay in that time; QEMU's is made before, and only added and switched to.
+//! before, 64 at a time, without a pause. A round is a new image and a hundred forks of it, one
+//! every 50 ms; each fork lets the disk continue in a new overlay. The figures are the longest
+//! times without a reply: in the 50 ms from the beginning of each fork, and in as many stretches of
+//! 50 ms before the first fork. At the end, that part of the disk has to hold the writes that were
+//! answered. Our server makes and opens the overlay during the fork; QEMU's overlay is made before,
+//! and the fork only adds it and switches to it.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -30,11 +31,11 @@ use crate::storage::{self, Storage};
 /// Bytes of the disk.
 const DISK: u64 = 64 << 30;
 const DEPTH: u16 = 64;
-/// The name of the control socket, or of QEMU's monitor.
+/// The name of the control socket, or of the socket of QEMU's monitor.
 const DOOR: &str = "door";
 /// Forks of a round. A chain has 200 files at most.
 const FORKS: usize = 100;
-/// From the beginning of a fork to the next one.
+/// From the beginning of a fork to the beginning of the next one.
 const STRETCH: Duration = Duration::from_millis(50);
 /// Bytes of the clusters of the image.
 const CLUSTER: u64 = 64 << 10;
@@ -43,7 +44,7 @@ const CLUSTER: u64 = 64 << 10;
 const SERVERS: &[Kind] =
     &[Kind::Blockhouse, Kind::BlockhouseWriteback, Kind::QsdNative, Kind::QsdCached];
 
-/// Of each stretch: the longest time without an answer, and how many writes were answered.
+/// For each stretch: the longest time without a reply, and the number of writes that were answered.
 #[derive(Default)]
 struct Stretches {
     alone: Vec<(Duration, u64)>,
@@ -147,7 +148,7 @@ impl Config {
     }
 }
 
-/// Watches the guest for one stretch, at whose beginning `act` is called.
+/// Watches the guest for one stretch; calls `act` at the beginning of the stretch.
 fn stretch(progress: &Progress, act: impl FnOnce() -> Result<()>) -> Result<(Duration, u64)> {
     let (before, began) = (progress.answered(), Instant::now());
     progress.take_gap();
@@ -164,7 +165,7 @@ struct Images<'a> {
 }
 
 impl Images<'_> {
-    /// The image of this number: 0 is the one that was served first.
+    /// The path of image `number`: 0 is the one that is served first.
     fn path(&self, number: usize) -> PathBuf {
         match number {
             0 => self.storage.path().to_owned(),

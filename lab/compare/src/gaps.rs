@@ -1,10 +1,10 @@
 //! `cargo xtask compare --gaps`: what busy-polling brings, and what it costs, where a client pauses
 //! between an answer and its next request.
 //!
-//! One read of 4 KiB at a time of an image on tmpfs, from Blockhouse as it is, from Blockhouse that
-//! never polls, and from qemu-nbd. The client pauses for a fixed time, computing or asleep; client
-//! and server are free to move between processors, or kept on one each. Ratios are to the server
-//! that never polls.
+//! The client reads 4 KiB at a time of an image on tmpfs, from Blockhouse with its defaults, from
+//! Blockhouse that never polls, and from qemu-nbd. The client pauses for a fixed time, computing or
+//! asleep; client and server are free to move between processors, or kept on one each. Ratios are
+//! to the server that never polls.
 
 use std::num::NonZeroU64;
 use std::path::Path;
@@ -29,12 +29,12 @@ use crate::storage::{self, Storage};
 const BLOCK: u32 = 4096;
 /// Microseconds between an answer and the next request.
 const GAPS: [u64; 5] = [10, 20, 30, 50, 100];
-/// At the start of a turn, not counted.
+/// The time at the start of a turn that is not counted.
 const WARM_UP: Duration = Duration::from_millis(50);
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 1_000_000_000;
 
-/// The server that answers.
+/// The server that is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contender {
     Polling,
@@ -61,7 +61,7 @@ enum Pause {
     Asleep,
 }
 
-/// One way of the client.
+/// A behaviour of the client.
 #[derive(Clone, Copy)]
 struct Way {
     pause: Pause,
@@ -72,9 +72,9 @@ struct Way {
 /// The turns of one contender.
 #[derive(Default)]
 struct Column {
-    /// Thousand requests a second.
+    /// Thousands of requests a second.
     rates: Vec<f64>,
-    /// Microseconds: the median of a request, and the server's processor time for one.
+    /// The median latency, and the server's processor time for a request, in microseconds.
     latencies: Vec<f64>,
     cpu: Vec<f64>,
     /// The server's share of one processor.
@@ -91,7 +91,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     let config = Config::new(workspace, options, Vec::new(), &[Kind::Blockhouse])?;
     let size = options.bytes()?;
     let storage = Storage::create(storage::Kind::Tmpfs, size, Path::new("/"), &config.interrupt)?;
-    // Else sleeping takes 50 microseconds more than was asked for.
+    // With the default timer slack, a sleep may take 50 microseconds longer than asked for.
     set_current_timer_slack(NonZeroU64::new(1)).context("cannot sleep for short times")?;
     let (mebibytes, rounds, seconds) = (size >> 20, config.rounds, config.duration.as_secs_f64());
     let (machine, kernel) = (processor()?, kernel());
@@ -168,7 +168,7 @@ impl Place {
         server.stop()
     }
 
-    /// Asks for one block after the other.
+    /// Reads one block after the other.
     fn ask(&self, server: &Server, way: Way, column: &mut Column) -> Result<()> {
         let job = Job {
             operation: Operation::Read,

@@ -1,8 +1,8 @@
-//! The guest of a mirror or a fork: an NBD client that writes blocks at random places all the time,
-//! and knows what the disk holds.
+//! The guest during a mirror or a fork: an NBD client that writes blocks at random places without a
+//! pause, and knows what the disk must hold.
 //!
-//! No two writes of a block are in flight together, and each has a number, which is in its data. So
-//! a block that is read later shows whether it is the one that was answered last.
+//! No two writes of a block are in flight together, and the data of each write has its number. So a
+//! later read of the block shows whether it holds the write that was answered last.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -17,10 +17,10 @@ use crate::light::{Offsets, Operation, Order};
 
 /// Bytes of a write.
 const BLOCK: u64 = 4096;
-/// Bytes of one read when everything is read.
+/// Bytes of one read when the whole disk is read.
 const PART: u64 = 1 << 20;
 
-/// The view of a guest that writes, for others.
+/// The progress of a guest that writes, for other threads.
 #[derive(Default)]
 pub struct Progress {
     answered: AtomicU64,
@@ -35,12 +35,12 @@ impl Progress {
         self.answered.load(Relaxed)
     }
 
-    /// The longest time without an answer since this was asked before.
+    /// The longest time without a reply since the last call.
     pub fn take_gap(&self) -> Duration {
         Duration::from_nanos(self.gap.swap(0, Relaxed))
     }
 
-    /// Has the guest stop.
+    /// Tells the guest to stop.
     pub fn stop(&self) {
         self.is_over.store(true, Relaxed);
     }
@@ -50,19 +50,19 @@ impl Progress {
 pub struct Content {
     /// The write that was sent last; 0: none.
     sent: Vec<u64>,
-    /// The one that was answered.
+    /// The write that was answered last; 0: none.
     answered: Vec<u64>,
     last: u64,
 }
 
 impl Content {
-    /// Of `size` bytes that were never written.
+    /// The content of `size` bytes that were never written.
     pub fn new(size: u64) -> Self {
         let blocks = vec![0; (size / BLOCK) as usize];
         Self { sent: blocks.clone(), answered: blocks, last: 0 }
     }
 
-    /// The next write, of a block that none is in flight to.
+    /// The offset and the number of the next write, to a block without a write in flight.
     fn next(&mut self, offsets: &mut Offsets) -> (u64, u64) {
         loop {
             let offset = offsets.next();
@@ -75,10 +75,10 @@ impl Content {
         }
     }
 
-    /// Writes all of it once, in order.
+    /// Writes the whole disk once, in order.
     ///
     /// # Errors
-    /// The server's.
+    /// An error of the server.
     pub fn fill(&mut self, socket: &Path, export: &str) -> Result<()> {
         let (stream, export) = handshake::open(socket, export)?;
         let mut client = Client::new(stream, Framing::Simple, export);
@@ -96,10 +96,10 @@ impl Content {
         Ok(())
     }
 
-    /// Reads it whole, and demands what was answered last.
+    /// Reads the whole disk. Each block must hold the write that was answered last.
     ///
     /// # Errors
-    /// Says which block is wrong.
+    /// The error names the block that is wrong.
     pub fn verify(&self, socket: &Path, export: &str) -> Result<()> {
         let (stream, export) = handshake::open(socket, export)?;
         ensure!(export.size / BLOCK >= self.answered.len() as u64, "the disk is shorter");
@@ -119,8 +119,8 @@ impl Content {
     }
 }
 
-/// Writes until `progress` says that it is over, this many blocks at a time; then all writes have
-/// been answered.
+/// Writes with `depth` blocks in flight until `progress` says stop. On return all writes have been
+/// answered.
 ///
 /// # Errors
 /// Any wrong or missing answer, and an interrupt.

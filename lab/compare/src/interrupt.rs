@@ -1,4 +1,5 @@
-//! Ctrl-C and SIGTERM: a comparison ends in order, so that its servers, devices and files go too.
+//! Ctrl-C and SIGTERM: a comparison ends in order, so that its servers, devices and files are
+//! removed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,14 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// Remembers that a signal asked for the end; the default handles no signal.
+/// Records that a signal asked the program to end. [`Default`] installs no signal handler.
 #[derive(Default)]
 pub struct Interrupt {
     asked: Arc<AtomicBool>,
 }
 
 impl Interrupt {
-    /// Takes over the signals of this process.
+    /// Installs the signal handlers of this process.
     pub fn install() -> Result<Self> {
         let asked = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM, SIGHUP] {

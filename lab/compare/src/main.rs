@@ -1,15 +1,15 @@
-//! `cargo xtask compare`: Blockhouse side by side with its peers, on this machine, by anyone.
+//! `cargo xtask compare`: measures Blockhouse and its peers on this machine.
 //!
-//! In each round every server is started, loaded and stopped in turn (A B C A B C ...), so that
-//! what drifts in the machine drifts for all; or all of a row are started once and loaded in turn.
-//! Figures are medians over the rounds with their spread; ratios are taken within a round. All
-//! servers get the same image in the same place, prefilled, and a server counts against us only
-//! where it treats the page cache as we do.
+//! In each round every server is started, loaded and stopped in turn (A B C A B C ...), so that a
+//! drift of the machine's speed affects all; or all servers of a row are started once and loaded in
+//! turn. Figures are medians over the rounds with their spread; ratios are taken within a round.
+//! All servers get the same prefilled image in the same place, and ours is compared only with
+//! servers that treat the page cache as it does.
 //!
-//! - [`raw`], [`rows`]: raw images, and the loads
-//! - [`qcow2`]: what is special to images that map: other loads, and tools
-//! - [`backup`]: what bitmaps and backups leave of a rate
-//! - [`mirror`]: what mirrors leave of a rate, and how long their switch is
+//! - [`raw`], [`rows`]: the comparison of raw images, and the loads
+//! - [`qcow2`]: the comparison of qcow2 images: other loads, and tools
+//! - [`backup`]: the rate with bitmaps and backups
+//! - [`mirror`]: the rate during a mirror, and the duration of its switch
 //! - [`forks`]: for how long a guest waits while its disk is forked
 //! - [`growth`]: figures while something grows
 //! - [`vmstate`]: saving and loading a machine's state
@@ -17,8 +17,8 @@
 //! - [`cloud_images`]: images of clouds' shapes, converted
 //! - [`remote`]: storage on another server
 //! - [`start`]: the time until a server is ready, with its sandbox and without
-//! - [`plain_server`]: a server in C that has only what it must, as a limit
-//! - [`servers`], [`storage`]: what is loaded, and what is below it
+//! - [`plain_server`]: a minimal server in C, as a limit
+//! - [`servers`], [`storage`]: the servers, and where their images are
 //! - [`light`], [`fio`], [`vhost_user`], [`guest`]: the clients
 //! - [`report`]: rates, ratios and their output
 #![forbid(unsafe_code)]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Times from handing a request over to its answer.
+/// Times from the submission of a request to its reply.
 #[derive(Clone, Copy, Debug)]
 pub struct Latency {
     /// Half are faster.

@@ -1,13 +1,13 @@
-//! `cargo xtask compare --mirror`: what a mirror leaves of a guest's rate, and for how long the
-//! guest waits when it completes.
+//! `cargo xtask compare --mirror`: a guest's rate of writes during a mirror, and for how long the
+//! guest gets no reply when the mirror completes.
 //!
-//! A guest writes blocks of 4 KiB at random places, this many at a time, without a rest. In each
-//! turn it has the disk to itself, then beside the mirror while that copies, then beside the mirror
-//! that is ready and keeps up, then while it completes, and then goes on with the target. Ratios
-//! are to the disk alone in the same turn. Then the whole disk is read from where it is now, and
-//! has to hold what was answered; and it is mirrored back, with no guest (from a target that was
-//! given, copied back with no server), so that each turn begins with the same image. Turns of all
-//! ways alternate.
+//! A guest writes blocks of 4 KiB at random places, without a pause, with as many in flight as the
+//! row says. In each turn the guest writes without a mirror, then while the mirror copies, then
+//! while the mirror is ready and keeps up, then while it completes, and then to the target. Ratios
+//! are to the time without a mirror in the same turn. Then the whole disk is read from the target,
+//! and has to hold the writes that were answered. A mirror without a guest brings the disk back
+//! (from a `--mirror-target`, a copy without a server), so that each turn begins with the same
+//! image. Turns of all ways alternate.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -31,7 +31,8 @@ use crate::storage::{self, Storage};
 /// The longest time until a mirror is ready, or complete.
 const LIMIT: Duration = Duration::from_secs(600);
 const PAUSE: Duration = Duration::from_millis(5);
-/// For so long the guest goes on around the switch, so that its gap is seen.
+/// The guest writes for this time before and after the switch, so that the gap at the switch is
+/// seen.
 const AROUND_SWITCH: Duration = Duration::from_millis(200);
 const JOB: &str = "measured";
 
@@ -47,9 +48,9 @@ struct Row {
 enum To {
     /// A file beside the image.
     File,
-    /// The same file, of another server of ours.
+    /// The same file, as the export of another server of ours.
     Nbd,
-    /// The targets that are given.
+    /// The targets of `--mirror-target`.
     Given,
 }
 
@@ -62,7 +63,7 @@ const ROWS: &[Row] = &[
     Row { name: "given-d64", depth: 64, to: To::Given },
 ];
 
-/// The ways that take turns: a row, and where to if that is given.
+/// One of the ways that take turns: a row, and the target if that is a `--mirror-target`.
 struct Way {
     row: Row,
     given: Option<String>,
@@ -74,7 +75,7 @@ struct Way {
 struct Stretch {
     /// Thousands of writes a second.
     rate: f64,
-    /// Microseconds of processor time of the server for each.
+    /// The server's processor time for each write, in microseconds.
     cpu: f64,
     /// The longest time without an answer, in milliseconds.
     gap: f64,
@@ -88,11 +89,11 @@ struct Turn {
     ready: Stretch,
     switch: Stretch,
     moved: Stretch,
-    /// Seconds until it was ready.
+    /// Seconds until the mirror was ready.
     time: f64,
-    /// For how long the server says that it held writes off, in milliseconds.
+    /// For how long the server says that it paused writes, in milliseconds.
     pause: f64,
-    /// Bytes that were copied until it was complete, as a part of the disk.
+    /// Bytes that were copied until the mirror was complete, divided by those of the disk.
     copied: f64,
 }
 
@@ -153,7 +154,7 @@ fn ways(rows: &[Row], given: &[String]) -> Vec<Way> {
     rows.iter().flat_map(of_row).collect()
 }
 
-/// One of the stretches of a turn.
+/// Selects a stretch of a turn.
 type StretchOf = fn(&Turn) -> Stretch;
 
 impl Way {
@@ -199,7 +200,7 @@ fn print(way: &Way) {
 }
 
 impl Place<'_> {
-    /// One turn, after which the disk is where it was.
+    /// One turn. At its end the disk is in the source again.
     fn take_turn(&mut self, way: &Way) -> Result<Turn> {
         for storage in [&self.source, &self.target] {
             storage.prepare_cache(Caching::Direct)?;
@@ -252,8 +253,8 @@ impl Place<'_> {
         Ok(turn)
     }
 
-    /// Brings the disk back by a command: one without a write cache, as in Ceph, does not move to
-    /// one that has it.
+    /// Copies the disk back with `convert`: a mirror refuses to move a disk without a write cache,
+    /// as in Ceph, to a target that has one.
     fn copy_back(&self, given: &str) -> Result<()> {
         remove_record(&self.source);
         let mut command = Command::new(&self.config.programs.blockhouse);
@@ -263,7 +264,7 @@ impl Place<'_> {
         Ok(())
     }
 
-    /// Another server, of the target.
+    /// Another server, which exports the target.
     fn serve_target(&self, folder: &Path) -> Result<Server> {
         let Config { programs, interrupt, .. } = &*self.config;
         let socket = socket_in(folder, "target")?;
@@ -363,7 +364,7 @@ impl Place<'_> {
     }
 }
 
-/// The record that another image has become the disk of this one.
+/// Removes the record that the disk of this image has moved to another image.
 fn remove_record(storage: &Storage) {
     let mut record = storage.path().as_os_str().to_owned();
     record.push(".moved");
@@ -377,8 +378,8 @@ fn start_mirror(control: &mut Control, target: (&str, &str), mode: &str) -> Resu
     call(control, "job.start", &start).map(drop)
 }
 
-/// Completes the mirror: for how long the server says that writes were held off, and how many bytes
-/// were copied.
+/// Completes the mirror. Returns for how long the server says that it paused writes, and how many
+/// bytes were copied.
 fn complete(control: &mut Control) -> Result<(Duration, f64)> {
     let done = call(control, "job.complete", &json!({ "job": JOB }))?;
     let pause = done["pause-us"].as_u64().context("a pause")?;

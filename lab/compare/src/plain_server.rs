@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 
 const SOURCE: &str = include_str!("plain_server.c");
 
-/// Compiles it into `folder`.
+/// Compiles the server into `folder`.
 pub fn build(folder: &Path) -> Result<PathBuf> {
     let program = folder.join("plain_server");
     let mut compiler = Command::new("cc");

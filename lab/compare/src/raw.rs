@@ -65,8 +65,8 @@ impl Config {
             servers.iter_mut().filter(|(kind, _)| kinds.contains(kind)).collect();
         for round in 0..self.rounds {
             for turn in 0..taking_part.len() {
-                // Each is the first as often as the last: what one leaves in the caches is not
-                // always to the same one's good.
+                // Every second round has the reverse order: otherwise what a server leaves in the
+                // caches would always help the same next server.
                 let index = if round % 2 == 0 { turn } else { taking_part.len() - 1 - turn };
                 let (kind, rounds) = &mut taking_part[index];
                 let measured = match running.get(index) {

@@ -3,8 +3,8 @@
 //!
 //! Both serve the same image over NBD, one after the other in each round: an export of an NBD
 //! server at a Unix socket, or an image in Ceph. Client, server and storage share this machine, so
-//! a rate is what they reach together, and the server's processor time for a request is what tells
-//! the servers apart.
+//! the rate depends on all three. The server's processor time for a request shows how the servers
+//! differ.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -26,9 +26,9 @@ use crate::rows::{Client, LIGHT, Row};
 use crate::servers::{EXPORT, Kind, Server, socket_in, uri};
 use crate::storage::{self, Storage};
 
-/// The light client asks for simple replies, as the kernel's does. fio is a client of libnbd's and
-/// asks for structured ones, as QEMU does: by those QEMU's server tells what of a range is a hole,
-/// and so looks for holes at each read.
+/// The light client asks for simple replies, as the kernel's client does. fio uses libnbd and asks
+/// for structured replies, as QEMU does. In structured replies QEMU's server reports holes, and so
+/// it looks for holes at each read.
 const READ: Row = Row { name: "randread-4k-d64", ..LIGHT };
 const WRITE: Row = Row { name: "randwrite-4k-d64", operation: Operation::Write, ..LIGHT };
 const ROWS: &[Row] = &[
@@ -47,10 +47,10 @@ const ROWS: &[Row] = &[
 /// Where the image is.
 struct Place {
     description: String,
-    /// As our command line has it.
+    /// The location as our command line takes it.
     location: String,
     content: Content,
-    // Dropped in this order: the server lets go of its image.
+    // Dropped in this order: the server closes its image before the image is removed.
     server: Option<Server>,
     _image: Option<Storage>,
 }
@@ -156,8 +156,7 @@ fn name(kind: Kind) -> &'static str {
     if kind == Kind::QsdNative { "qemu-storage-daemon" } else { kind.name() }
 }
 
-/// An export of a server that only answers: what is measured is the server between it and the
-/// client.
+/// An export of a server without storage: only the server between it and the client is measured.
 fn without_storage(config: &Config, size: u64) -> Result<Place> {
     let socket = socket_in(config.folder.path(), "storage")?;
     let mut command = Command::new(&config.programs.own);
@@ -177,7 +176,7 @@ fn on_tmpfs(config: &Config, size: u64) -> Result<Place> {
     Ok(Place { _image: Some(image), ..place })
 }
 
-/// An image that is there, which gets the content that is asked for.
+/// An existing image, which gets the content that reads are checked for.
 fn at(location: &str, config: &Config) -> Result<Place> {
     let blockhouse = || Command::new(&config.programs.blockhouse);
     let mut info = blockhouse();
@@ -208,7 +207,8 @@ impl Place {
         Ok(Self { description, location, content, server: Some(server), _image: None })
     }
 
-    /// Its image for qemu-storage-daemon: past librbd's cache, as ours.
+    /// The image as a block device of qemu-storage-daemon, which bypasses librbd's cache as ours
+    /// does.
     fn block_device(&self) -> Result<Value> {
         let (path, query) = self.location.split_once('?').unwrap_or((&self.location, ""));
         let mut parameters: Map<String, Value> = query
@@ -245,7 +245,7 @@ impl Config {
         let mut columns: Vec<_> =
             self.servers.iter().map(|&kind| Column { kind, turns: Vec::new() }).collect();
         for round in 0..self.rounds {
-            // Each is the first as often as the last.
+            // The order is reversed in each round, so that no server is always the first.
             if round > 0 {
                 columns.reverse();
             }

@@ -9,7 +9,8 @@ use crate::storage::Storage;
 pub struct RowResult {
     /// The load.
     pub row: Row,
-    /// A server and one measurement per round; none if it does not know the client.
+    /// A server and one measurement per round; no measurements if the server does not support the
+    /// client.
     pub servers: Vec<(Kind, Vec<Measurement>)>,
 }
 

@@ -1,4 +1,4 @@
-//! The rows of the comparison: which client does what.
+//! The rows of the comparison: a client and its load.
 
 use std::time::Duration;
 
@@ -92,7 +92,8 @@ impl Client {
 }
 
 impl Row {
-    /// The light client's load in this row: without end, and trusting what it reads.
+    /// The light client's load in this row, without a limit on requests, and without checks of what
+    /// it reads.
     pub fn load(&self, generation: u64) -> Load {
         Load {
             operation: self.operation,

@@ -1,8 +1,8 @@
 //! The servers that are compared: how each is started on an image, measured and ended.
 //!
-//! A server lives for one measurement, or for a row's. It listens on a Unix socket in a private
-//! folder, in a process group of its own (so that Ctrl-C reaches only us), and is ended by its pid
-//! when it is dropped.
+//! A server runs for one measurement, or for all measurements of a row. It listens on a Unix socket
+//! in a private folder, in a process group of its own (so that Ctrl-C reaches only us), and is
+//! ended by its pid when it is dropped.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -42,7 +42,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Its name on the command lines of ours and of QEMU.
+    /// Its name on our command lines and on QEMU's.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -131,7 +131,7 @@ impl Kind {
         }
     }
 
-    /// Whether it is the build of ours that is compared with the others.
+    /// Whether it is the build of ours that is compared with the other servers.
     pub fn is_ours(self) -> bool {
         matches!(self, Self::Blockhouse | Self::BlockhouseWriteback)
     }
@@ -153,7 +153,7 @@ impl Kind {
         }
     }
 
-    /// Whether it speaks enough of the protocol for this client.
+    /// Whether it supports enough of the protocol for this client.
     pub fn takes(self, client: Client) -> bool {
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback | Self::Baseline => true,
@@ -234,7 +234,7 @@ impl Kind {
                 command
                     .arg("--blockdev")
                     .arg(format!("driver={driver},node-name=file,filename={image},{aio}"));
-                // QEMU's raw driver would only be in the way.
+                // QEMU's raw driver would only add cost.
                 let node = match format {
                     Format::Raw => "file",
                     Format::Qcow2 => "image",
@@ -289,21 +289,21 @@ fn key_value(key: &str, value: &Path) -> OsString {
     pair
 }
 
-/// The programs that are started, besides the peers of the search path.
+/// The programs that are started, besides the peers that are found in PATH.
 pub struct Programs {
     /// Our binary.
     pub blockhouse: PathBuf,
-    /// Another build of it; empty where none is compared.
+    /// Another build of it; empty if none is compared.
     pub baseline: PathBuf,
     /// Further arguments of our binary's `serve`.
     pub serve_args: Vec<String>,
     /// Further arguments of qemu-storage-daemon.
     pub peer_args: Vec<String>,
-    /// The arguments of the other build's.
+    /// The arguments of the other build's `serve`.
     pub baseline_args: Vec<String>,
     /// This program.
     pub own: PathBuf,
-    /// The plain server; empty where none is compared.
+    /// The plain server; empty if it is not compared.
     pub plain_server: PathBuf,
 }
 
@@ -312,7 +312,7 @@ pub struct Programs {
 pub struct Start {
     /// The server.
     pub kind: Kind,
-    /// As what it is asked.
+    /// The export that clients use.
     pub export: Export,
     /// Queues of a device.
     pub queues: u16,
@@ -372,10 +372,10 @@ impl Server {
         self.ready
     }
 
-    /// Waits until it listens at `socket`, be it another one than requests come to.
+    /// Waits until it listens at `socket`, which may be another socket than that of the export.
     pub fn wait_until_it_listens(&mut self, socket: &Path, interrupt: &Interrupt) -> Result<()> {
         let started = Instant::now();
-        // The connection that succeeds is closed at once: servers must bear that.
+        // The connection that succeeds is closed at once, which servers must tolerate.
         while UnixStream::connect(socket).is_err() {
             interrupt.check()?;
             if let Some(status) = self.child.try_wait()? {
@@ -404,7 +404,7 @@ impl Server {
     /// Ends it as its users would.
     ///
     /// # Errors
-    /// It had ended before, or does not end, or not with success.
+    /// The server had ended before, does not end, or fails.
     pub fn stop(mut self) -> Result<()> {
         if let Some(status) = self.child.try_wait()? {
             bail!("{} ended in the middle with {status}", self.what);
@@ -423,7 +423,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // An error means that it has ended, which is what we want.
+        // An error means that the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -433,7 +433,7 @@ fn pid(child: &Child) -> Result<rustix::process::Pid> {
     rustix::process::Pid::from_raw(child.id().cast_signed()).context("a child without a pid")
 }
 
-/// Where a server of this name listens that has its socket in `folder`.
+/// The socket in `folder` of the server `name`.
 pub fn socket_in(folder: &Path, name: &str) -> Result<PathBuf> {
     let socket = folder.join(format!("{name}.sock"));
     remove_leftover(&socket)?;

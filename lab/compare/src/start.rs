@@ -1,8 +1,8 @@
 //! `cargo xtask compare --start`: the time from the start of a server until it is ready, with its
 //! sandbox and without.
 //!
-//! In each round every way takes its turns, one start each: what drifts in the machine drifts for
-//! all. The time ends when the line "ready" is read. Ratios are to the first way, of the same turn.
+//! In each round all ways take turns, one start a turn: a drift of the machine's speed affects all.
+//! The time ends when the line "ready" is read. Ratios are to the first way, of the same turn.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -73,7 +73,8 @@ fn ways<'a>(config: &'a Config, folder: &Path) -> Vec<Way<'a>> {
     ways
 }
 
-/// Starts a server, and stops it when it is ready. The time until then, in milliseconds.
+/// Starts a server, and stops it when it is ready. Returns the time until it was ready, in
+/// milliseconds.
 fn time_of_start(way: &Way<'_>, folder: &Path, image: &Path) -> Result<f64> {
     let socket = folder.join("nbd");
     let mut command = Command::new(way.program);
@@ -94,7 +95,7 @@ fn time_of_start(way: &Way<'_>, folder: &Path, image: &Path) -> Result<f64> {
     Ok(elapsed.as_secs_f64() * 1e3)
 }
 
-/// A server that goes with this.
+/// A server that is killed when this is dropped.
 struct Started(Child);
 
 impl Drop for Started {

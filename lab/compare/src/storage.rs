@@ -1,6 +1,6 @@
-//! The places that the image lives on: tmpfs, a loop device over tmpfs, a file on disk.
+//! Where an image is: on tmpfs, on a loop device over tmpfs, or in a file on disk.
 //!
-//! An image is written whole before anything is measured, so no server meets a hole. Dropping a
+//! An image is written whole before anything is measured, so that it has no holes. Dropping a
 //! storage removes its device and its file.
 
 use std::fs::{File, OpenOptions};
@@ -40,7 +40,7 @@ pub struct Storage {
     size: u64,
     description: String,
     kind: Kind,
-    // Dropped in this order: a device lets go of its file before the file goes.
+    // Dropped in this order: a device is detached before its file is removed.
     _device: Option<LoopDevice>,
     _folder: TempDir,
 }
@@ -51,7 +51,7 @@ impl Storage {
         Self::with(kind, size, disk, |file| fill(file, size, interrupt))
     }
 
-    /// Makes room for an image of up to `size` bytes, a multiple of 1 MiB: holes.
+    /// Makes a file or device of `size` bytes, a multiple of 1 MiB, that consists of holes.
     pub fn bare(kind: Kind, size: u64, disk: &Path) -> Result<Self> {
         Self::with(kind, size, disk, |file| holes(file, size))
     }
@@ -91,13 +91,13 @@ impl Storage {
         if !self.is_device() {
             return holes(&self.path, self.size);
         }
-        // Forced, because there is an image on it, and it would warn of that each time.
+        // Without --force, blkdiscard warns each time that the device holds an image.
         let mut blkdiscard = Command::new("blkdiscard");
         blkdiscard.arg("--force").arg(&self.path).stderr(Stdio::null());
         run(blkdiscard)
     }
 
-    /// Why this kind of place cannot be had here, if so.
+    /// Why this kind of place is not available on this machine; `None` if it is.
     pub fn unavailable(kind: Kind) -> Option<&'static str> {
         match kind {
             Kind::Tmpfs | Kind::Loop if !Path::new(MEMORY).is_dir() => Some("there is no /dev/shm"),
@@ -129,7 +129,8 @@ impl Storage {
         self.kind == Kind::Loop
     }
 
-    /// Whether servers of these ways of caching do the same work here: on tmpfs all is memory.
+    /// Whether servers with these ways of caching do the same work here: on tmpfs all of them
+    /// access memory.
     pub fn comparable(&self, one: Caching, other: Caching) -> bool {
         let any = self.kind == Kind::Tmpfs && one != Caching::Null && other != Caching::Null;
         any || one == other
@@ -156,8 +157,8 @@ impl Storage {
     }
 }
 
-/// Bytes that may be taken from `parent`. What is kept in memory may take half of the memory that
-/// is available: a tmpfs promises more than the machine can bear, and others live on it, too.
+/// Bytes that an image in `parent` may use. An image in memory may use half of the available
+/// memory: the size of a tmpfs may exceed it, and other programs need memory, too.
 fn room(kind: Kind, parent: &Path) -> Result<u64> {
     let system = statvfs(parent).with_context(|| format!("cannot look at {}", parent.display()))?;
     let free = system.f_bavail.saturating_mul(system.f_frsize);
@@ -213,7 +214,7 @@ fn file_system(path: &Path) -> Result<String> {
     for mount in mounts.lines() {
         let mut fields = mount.split(' ').skip(1);
         let (Some(point), Some(kind)) = (fields.next(), fields.next()) else { continue };
-        // Of equal mount points the later one covers the earlier.
+        // Of equal mount points, the later one hides the earlier.
         if path.starts_with(point) && best.is_none_or(|(length, _)| point.len() >= length) {
             best = Some((point.len(), kind));
         }
@@ -224,7 +225,7 @@ fn file_system(path: &Path) -> Result<String> {
 /// A loop device, detached when dropped.
 struct LoopDevice {
     path: PathBuf,
-    // The kernel empties a device's page cache when its last user closes it.
+    // Kept open, because the kernel drops a device's page cache when its last user closes it.
     open: Option<File>,
 }
 

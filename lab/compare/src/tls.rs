@@ -1,12 +1,12 @@
 //! `cargo xtask compare --tls`: an image that nbdcopy reads over TLS, by pre-shared keys at a Unix
 //! socket, from Blockhouse and from qemu-nbd.
 //!
-//! nbdcopy decrypts with GnuTLS on one thread for each connection. Where that thread is busy all
-//! the time, the client is the limit and not the server: so its processor time is printed beside
-//! the server's.
+//! nbdcopy decrypts with GnuTLS on one thread for each connection. If that thread is always busy,
+//! the client is the limit and not the server. So the client's processor time is printed beside the
+//! server's.
 //!
-//! qemu-nbd takes ChaCha20 where keys are shared before, and AES only if its options ask for it. It
-//! is measured both ways, and ratios are to the one that has our cipher.
+//! With pre-shared keys, qemu-nbd uses ChaCha20, and AES only if its options ask for it. It is
+//! measured both ways, and ratios are to qemu-nbd with our cipher.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -47,14 +47,14 @@ const LOADS: &[Load] = &[
     Load { name: "tls-read-4k-d64", request: 4096, depth: 64, connections: 1 },
 ];
 
-/// Whom it asks.
+/// The server that nbdcopy reads from.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contender {
     Blockhouse,
     Baseline,
-    /// With the cipher that it takes by itself.
+    /// With its default cipher.
     QemuNbdAsItIs,
-    /// With the cipher that ours takes, AES-128-GCM.
+    /// With our cipher, AES-128-GCM.
     QemuNbd,
 }
 
@@ -69,7 +69,7 @@ impl Contender {
     }
 }
 
-/// The turns of one of them at one load.
+/// The turns of one server at one load.
 struct Column {
     contender: Contender,
     /// MiB a second.
@@ -84,7 +84,7 @@ struct Column {
 struct Place {
     config: Config,
     storage: Storage,
-    /// With `keys.psk`, as QEMU wants it.
+    /// The folder of `keys.psk`, the name that QEMU demands.
     keys: PathBuf,
 }
 
@@ -172,7 +172,7 @@ impl Place {
         Ok(columns)
     }
 
-    /// One copy by a server that is started for it.
+    /// One copy from a server that is started for it.
     fn turn(&self, load: Load, column: &mut Column) -> Result<()> {
         let (folder, interrupt) = (self.config.folder.path(), &self.config.interrupt);
         interrupt.check()?;

@@ -1,10 +1,10 @@
-//! The vhost-user client: what a guest's driver would do, at less cost than any server that it
-//! loads.
+//! The vhost-user client: it does what a guest's driver does, and costs less than any server that
+//! it loads.
 //!
-//! One thread drives all queues. Requests are posted and taken in batches; payloads are touched
-//! only to stamp and to check them. When nothing is done it looks for a while, as a guest whose
-//! processor waits in its hypervisor does, and then sleeps until it is notified. After a run of
-//! writes it reads some of them back.
+//! One thread drives all queues. Requests are submitted, and their completions taken, in batches;
+//! payloads are accessed only to stamp and to check them. Without a completion the client polls for
+//! a while, as a guest does whose hypervisor polls before it halts the processor, and then sleeps
+//! until it is notified. After a run of writes it reads some of the blocks back.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -23,11 +23,11 @@ use super::light::{Load, Offsets, Operation};
 use crate::measurement::{Latency, Measurement};
 use lab_nbd::pattern::{self, SECTOR};
 
-/// No server takes longer for anything.
+/// The longest time until a server answers.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// One reply in this many is checked.
 const SAMPLE_EVERY: u64 = 64;
-/// The number of last writes that are read back.
+/// How many of the last writes are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 60_000_000_000;
@@ -55,7 +55,7 @@ struct Queue {
     free: Vec<usize>,
 }
 
-/// One run over its queues.
+/// One run with its queues.
 struct Run<'a> {
     load: Load,
     poll_time: Duration,
@@ -70,7 +70,8 @@ struct Run<'a> {
     sample: Vec<u8>,
 }
 
-/// Runs `load` against the device behind `socket`, looking for replies for so long before sleeping.
+/// Runs `load` against the device behind `socket`. The client polls for `poll_time` before it
+/// sleeps.
 ///
 /// # Errors
 /// Any wrong or missing answer of the server, and an interrupt.
@@ -143,7 +144,7 @@ impl<'a> Run<'a> {
         Ok(run)
     }
 
-    /// The memory of a slot, with all in it that never changes.
+    /// The memory of a slot, with the parts of a request that never change.
     fn slot(&self, queue: u16, slot: u16, depth: u16, room: usize) -> Result<Slot> {
         let block = self.load.block;
         let place = usize::from(queue) * usize::from(depth) + usize::from(slot);
@@ -213,7 +214,7 @@ impl<'a> Run<'a> {
         self.driver.queues[index].publish();
     }
 
-    /// Takes what is done, waiting for at least one; returns how many.
+    /// Waits for at least one completion and takes all; returns their number.
     fn take_some(&mut self) -> Result<u64> {
         let started = Instant::now();
         loop {
@@ -233,8 +234,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Sleeps until a queue is notified. With several, a moment at most: each has its own
-    /// descriptor.
+    /// Sleeps until a queue is notified. With several queues, sleeps 1 ms at most: each queue has
+    /// an eventfd of its own, and only the first one is waited for.
     fn sleep(&self) -> Result<()> {
         match &self.driver.queues[..] {
             [queue] => ensure!(queue.sleep(TIMEOUT), "no answer within {TIMEOUT:?}"),
@@ -293,7 +294,7 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    /// Reads the last writes and demands that they are there.
+    /// Reads the blocks of the last writes, which must hold their data.
     fn read_back(&mut self, interrupt: &Interrupt) -> Result<()> {
         let generation = self.load.generation;
         self.load.operation = Operation::Read;
@@ -312,14 +313,15 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Writes what says to which offset a block belongs.
+/// Writes into each sector of a block the offset that it belongs to.
 fn stamp(data: &VolatileSlice, offset: u64) {
     for start in (0..data.len()).step_by(SECTOR) {
         data.store_u64(start, offset + start as u64);
     }
 }
 
-/// Connects. A server may still be busy with the connection that found out that it listens.
+/// Connects. Tries again while the server is busy with the connection that tested whether it
+/// listens.
 fn connect(socket: &Path, options: Options) -> Result<TestDriver> {
     let started = Instant::now();
     loop {

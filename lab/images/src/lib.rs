@@ -1,5 +1,5 @@
-//! The layouts of qcow2 images that tests and proofs have in common: every option of `qemu-img
-//! create` that changes what is on disk, over nothing, a raw file, or a chain.
+//! The layouts of qcow2 images that tests and labs share: every option of `qemu-img create` that
+//! changes what is on disk, without a backing file, over a raw file, or over a chain.
 #![forbid(unsafe_code)]
 
 /// The backing file of an image.

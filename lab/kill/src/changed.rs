@@ -14,22 +14,22 @@ use crate::nbd_client;
 use crate::server::Serve;
 use crate::template::{self, IMAGE, Template, qemu_io, quiet};
 
-/// An image of version 2 shows only by its time of modification that it was changed. So much later
-/// than the server's last write it must be.
+/// Only the modification time of a version 2 image shows that the image was changed. QEMU's change
+/// must be this much later than the server's last write.
 const LATER: Duration = Duration::from_secs(3);
-/// Cache modes in which no write is durable by itself: the redo log has what was changed.
+/// Cache modes in which no write is durable by itself, so that the redo log has records.
 const CACHES: &[&str] = &["none", "writeback", "unsafe"];
 /// How many clusters each kind of request changes before the kill.
 const CLUSTERS: u64 = 4;
-/// The words of the server.
+/// What the server logs when it refuses the redo log.
 const REFUSED: &str = "the redo log is refused";
-/// A server writes its log beside its work.
+/// The longest time until a line is in the server's log, which the server writes asynchronously.
 const LOG_LIMIT: Duration = Duration::from_secs(5);
 /// Bytes of one read.
 const PART: u64 = 1 << 20;
 
-/// Whether each change makes records in the redo log: not where the data file is the raw disk,
-/// because then all clusters have entries that stay.
+/// Whether changes make records in the redo log. With a raw data file they do not: all clusters
+/// have L2 entries, which do not change.
 pub fn has_log(image: &Image) -> bool {
     image.layout().is_some_and(|layout| !layout.has("data_file_raw"))
 }
@@ -90,7 +90,7 @@ fn die_and_change(folders: &Folders, serve: &Serve, image: Image, random: &mut R
     server.stop()?;
     quiet(folders.images(), "qemu-img", &["check", "-q", "-f", "qcow2", IMAGE]).map(drop).or_else(
         |error| {
-            // 3: leaks, of what the refused log knew.
+            // Exit status 3: leaked clusters, whose entries were only in the refused log.
             let text = error.to_string();
             if text.contains("exit status: 3") { Ok(()) } else { Err(error) }
         },
@@ -117,12 +117,12 @@ fn change_entries(client: &mut Client, image: Image) -> Result<()> {
     };
     request(0, command::WRITE_ZEROES)?;
     request(1, command::TRIM)?;
-    // New clusters, and last: where clusters come free there may be a writeback, after which the
+    // The writes to new clusters come last: freed clusters may cause a writeback, after which the
     // log is empty.
     request(3, command::WRITE)
 }
 
-/// QEMU changes the image; what it did.
+/// Lets QEMU change the image; returns the change.
 fn change_by_qemu(folders: &Folders, image: Image, random: &mut Rng) -> Result<String> {
     let size = image.size();
     let start = random.u64(..size / 512 - 64) * 512;
@@ -143,7 +143,7 @@ fn change_by_qemu(folders: &Folders, image: Image, random: &mut Rng) -> Result<S
         1 if is_version_3 => io(format!("discard {start} 32K")),
         2 if !has_data_file && !has_narrow_refcounts => img(&["snapshot", "-c", "later", IMAGE]),
         3 => img(&["resize", "-q", "-f", "qcow2", IMAGE, "+64K"]),
-        // Nothing is changed but a bit that says so.
+        // Changes nothing but a header bit.
         4 if is_version_3 => img(&["check", "-q", "-r", "leaks", "-f", "qcow2", IMAGE]),
         _ => io(format!("write -P {} {start} 512", random.u8(1..))),
     }

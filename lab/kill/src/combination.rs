@@ -1,4 +1,4 @@
-//! The varied parts: the image's layout, the cache mode and the engine, and their names.
+//! What varies from run to run: the image's layout, the cache mode and the engine, and their names.
 
 use std::fmt;
 
@@ -19,7 +19,8 @@ pub enum Image {
     },
 }
 
-/// Layouts that are also tried with a snapshot inside (external data files cannot have any).
+/// Layouts that are also tried with an internal snapshot. Images with an external data file cannot
+/// have snapshots.
 const WITH_SNAPSHOT: &[&str] = &[
     "compat=0.10",
     "cluster_size=512",
@@ -36,7 +37,7 @@ pub const CACHES: &[&str] = &["none", "writeback", "directsync", "writethrough",
 pub const ENGINES: &[&str] = &["io_uring", "linux-aio", "threads"];
 
 impl Image {
-    /// All of them.
+    /// All images.
     pub fn all() -> Vec<Self> {
         let qcow2 = |has_snapshot| move |&layout| Self::Qcow2 { layout, has_snapshot };
         let with_snapshot = |layout: &&Layout| WITH_SNAPSHOT.contains(&layout.options);
@@ -63,19 +64,20 @@ impl Image {
         }
     }
 
-    /// Bytes of a cluster, or what a file system has instead.
+    /// Bytes of a cluster; of a raw file, bytes of a usual file system block.
     pub fn cluster_size(&self) -> u64 {
         self.layout().map_or(4096, |layout| layout.cluster_size())
     }
 
-    /// Bytes of the disk: some clusters, and no multiple of them.
+    /// Bytes of the disk: some clusters and a part of one.
     pub fn size(&self) -> u64 {
         (32 * self.cluster_size()).clamp(2 << 20, 16 << 20) + 7 * 512
     }
 
-    /// Discards zero whole multiples of this many bytes. A raw file promises nothing. Nor does an
-    /// image over a backing file that has version 2, and so no way to say zero, or an external
-    /// data file, where only what has data is discarded.
+    /// A discard zeroes the aligned blocks of this many bytes that it covers; `None` if no discard
+    /// is sure to zero anything. That is so for a raw file, and for an image over a backing file
+    /// that has version 2, which has no zero clusters, or an external data file, where only
+    /// allocated clusters are discarded.
     pub fn discard_unit(&self) -> Option<u64> {
         let layout = self.layout()?;
         let zeroes = layout.version() >= 3 && layout.option("data_file").is_none();
@@ -104,7 +106,7 @@ impl fmt::Display for Image {
     }
 }
 
-/// An image and the options of its server that every image is tried with.
+/// An image with the cache mode and the engine of its server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Combination {
     /// The image.
@@ -121,7 +123,7 @@ impl fmt::Display for Combination {
     }
 }
 
-/// Which combinations are wanted: IMAGE/CACHE/ENGINE, where an empty part means any.
+/// Selects combinations: IMAGE/CACHE/ENGINE, where an empty part means any.
 #[derive(Clone, Debug, Default)]
 pub struct Only {
     image: String,
@@ -152,7 +154,7 @@ impl Only {
         Ok(self)
     }
 
-    /// Whether an image is wanted: its name, or its format.
+    /// Whether an image is selected, by its name or its format.
     pub fn has_image(&self, image: &Image) -> bool {
         self.image.is_empty() || self.image == image.format() || self.image == image.to_string()
     }
@@ -165,7 +167,7 @@ impl Only {
     }
 }
 
-/// All combinations that are wanted.
+/// All combinations that are selected.
 pub fn combinations(only: &Only) -> Vec<Combination> {
     let mut all = Vec::new();
     for image in Image::all() {

@@ -1,5 +1,4 @@
-//! Where a run keeps its image, state, sockets and log, and what is left of them when it finds
-//! something.
+//! The folders of a run's image, state, sockets and log, which are kept if the run finds an error.
 
 use std::path::{Path, PathBuf};
 
@@ -29,28 +28,28 @@ pub struct Setting {
 pub enum State {
     /// In a folder of the run.
     On,
-    /// Not.
+    /// They keep none.
     Off,
     /// The binary has no such option.
     Absent,
 }
 
-/// Something that must not be.
+/// A wrong behaviour of a server.
 pub struct Finding {
-    /// The finding, with the last words of the servers.
+    /// The error, with the last lines of the servers' log.
     pub what: String,
     /// The folders with image, state and log.
     pub kept: Vec<PathBuf>,
 }
 
-/// The folders of a run, gone with it.
+/// The folders of a run, removed when this is dropped.
 pub struct Folders {
     images: TempDir,
     memory: TempDir,
 }
 
 impl Folders {
-    /// New ones; the image in memory or on a disk.
+    /// New folders, with the image in memory or on a disk.
     pub fn new(setting: &Setting, is_on_disk: bool) -> Result<Self> {
         let memory = Path::new("/dev/shm");
         let images = if is_on_disk { &setting.disk } else { memory };
@@ -63,7 +62,7 @@ impl Folders {
         self.images.path()
     }
 
-    /// A file in memory.
+    /// The path of a file in memory.
     pub fn in_memory(&self, name: &str) -> PathBuf {
         self.memory.path().join(name)
     }
@@ -77,7 +76,7 @@ impl Folders {
         }
     }
 
-    /// Options of a server with state and a control socket, the others by chance.
+    /// Options of a server with state and a control socket; the other options are random.
     pub fn random_options(&self, setting: &Setting, random: &mut Rng) -> Vec<String> {
         let mut options = self.state_options(setting);
         let mut option = |name: &str, value: &str| options.extend([name.into(), value.into()]);

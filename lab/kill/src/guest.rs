@@ -1,7 +1,7 @@
 //! A guest on a vhost-user-blk device whose requests in flight outlive the server.
 //!
-//! Its rings and its in-flight memory stay when the server is killed; the next server gets them and
-//! answers what the last one did not. So a guest never loses a request.
+//! Its rings and its in-flight memory stay when the server is killed. The next server gets both and
+//! completes the requests that the last server did not. So a guest never loses a request.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ const OUT: u32 = 1;
 const FLUSH: u32 = 4;
 const DISCARD: u32 = 11;
 const WRITE_ZEROES: u32 = 13;
-/// Space may be given back (`VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP`).
+/// A zero write may deallocate the space (`VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP`).
 const UNMAP: u32 = 1;
 
 const SECTOR: u64 = 512;
@@ -33,7 +33,7 @@ const ENTRIES: u16 = 64;
 const HEAD: usize = 4096;
 const SLOT: usize = HEAD + MAX_DATA as usize;
 const STATUS: usize = 512;
-/// The longest time in which a server that was started again must answer the requests in flight.
+/// The time in which a restarted server must complete the requests in flight.
 const RESUME_LIMIT: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -43,7 +43,7 @@ enum InFlight {
     Flush,
 }
 
-/// The guest, with what is in flight in each slot of each queue.
+/// The guest, with the requests in flight in each slot of each queue.
 pub struct Guest {
     driver: TestDriver,
     slots: Vec<Vec<Option<InFlight>>>,
@@ -65,10 +65,10 @@ impl Guest {
         Ok(Self { driver, slots: (0..QUEUES).map(|_| slots()).collect() })
     }
 
-    /// Connects to the next server, which must answer what the last one did not.
+    /// Connects to the next server, which must complete the requests that the last server did not.
     ///
     /// # Errors
-    /// It does not, or a request fails.
+    /// The server does not complete a request, or a request fails.
     pub fn reconnect(&mut self, socket: &Path, load: &Load) -> Result<()> {
         self.driver.reconnect(socket).context("the next server does not take over")?;
         let end = Instant::now() + RESUME_LIMIT;
@@ -83,12 +83,12 @@ impl Guest {
         Ok(())
     }
 
-    /// Connects to a server that is killed meanwhile, which may have answered some requests.
+    /// Connects to a server that is killed meanwhile, and that may complete some requests before.
     ///
     /// # Errors
     /// A request failed, or a read showed wrong bytes.
     pub fn reconnect_in_vain(&mut self, socket: &Path, load: &Load, random: Rng) -> Result<()> {
-        // It fails where the server is gone already.
+        // It fails if the server has ended already.
         let _ = self.driver.reconnect(socket);
         self.run(load, 0, random)
     }
@@ -114,7 +114,8 @@ impl Guest {
         let depth = depth.min(usize::from(SLOTS));
         let mut drained_by = None;
         loop {
-            // Asked before what is answered is taken: nothing comes after that.
+            // The phase is read before completions are taken: if the server is gone by then, all
+            // its completions are there.
             let phase = load.phase();
             if phase < Phase::Draining {
                 for queue in 0..self.slots.len() {
@@ -206,7 +207,7 @@ impl Guest {
         self.driver.memory.write(place + HEAD, data);
         let (length, flags) = if wanted > 0 { (wanted, WRITE) } else { (data.len(), 0) };
         let mut chain = vec![DescriptorSpec::at(place, 16, 0)];
-        // In two buffers, cut anywhere.
+        // The data is in two buffers, cut at a random byte.
         let cut = if random.bool() { random.usize(..length.max(1)) } else { 0 };
         for part in [0..cut, cut..length] {
             if !part.is_empty() {
@@ -221,7 +222,7 @@ impl Guest {
         queue.add_available(head);
     }
 
-    /// Takes what was answered; how many requests that were.
+    /// Takes the requests that were completed; returns their number.
     fn take(&mut self, load: &Load) -> Result<usize> {
         let mut taken = 0;
         for queue in 0..self.slots.len() {
@@ -260,7 +261,7 @@ impl Guest {
     /// Reads the whole disk and compares it with the model.
     ///
     /// # Errors
-    /// It is not what it must be.
+    /// The disk does not have the expected content.
     pub fn read_back(&mut self, load: &Load, random: &mut Rng) -> Result<()> {
         for start in (0..load.size()).step_by(MAX_DATA as usize) {
             let length = MAX_DATA.min(load.size() - start) as usize;

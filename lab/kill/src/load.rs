@@ -1,5 +1,4 @@
-//! Which requests a disk gets: of all kinds and sizes, aligned to anything, many on the same
-//! clusters.
+//! The requests that a disk gets: of all kinds, sizes and alignments, many to the same clusters.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering::SeqCst};
@@ -16,29 +15,29 @@ pub const MAX_DATA: u64 = 128 << 10;
 /// Bytes of one zero write or discard, at most.
 const MAX_RANGE: u64 = 3 << 20;
 const SECTOR: u64 = 512;
-/// How often another range is chosen where one is in use.
+/// How often another range is tried if one overlaps a request in flight.
 const TRIES: usize = 8;
 
-/// How much is asked to be durable.
+/// Which requests ask for durability.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flushes {
-    /// Nothing.
+    /// None.
     Never,
     /// Some flushes, and some requests with FUA.
     Sometimes,
 }
 
-/// The server's state for the clients.
+/// The state of the server, for its clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Phase {
-    /// It runs.
+    /// The server runs.
     Running,
-    /// Clients send nothing more, and wait for what is in flight.
+    /// Clients send no more requests, and wait for those in flight.
     Draining,
-    /// It ends: connections may end from here on.
+    /// The server ends: from now on, connections may end.
     Ending,
-    /// Its process is gone.
+    /// The server's process has ended.
     Gone,
 }
 
@@ -53,7 +52,7 @@ pub struct Planned {
     pub token: Token,
     /// Whether it carries FUA.
     pub is_durable: bool,
-    /// A random number for what the protocol has in addition.
+    /// A random number, which selects what else the protocol allows in the request.
     pub variant: u8,
 }
 
@@ -79,7 +78,7 @@ pub struct Load {
 }
 
 impl Load {
-    /// For a disk of `image` that the model describes.
+    /// The load of a disk of `image`, whose content is `model`.
     pub fn new(image: &Image, model: Model, flushes: Flushes) -> Self {
         Self {
             size: model.size(),
@@ -111,18 +110,18 @@ impl Load {
         phases[usize::from(self.phase.load(SeqCst))]
     }
 
-    /// Tells all clients.
+    /// Sets the server's state for all clients.
     pub fn set_phase(&self, phase: Phase) {
         self.phase.store(phase as u8, SeqCst);
     }
 
-    /// An error of a connection: expected once the server ends.
+    /// Accepts the error of a connection if the server ends or has ended; otherwise returns it.
     pub fn check(&self, error: impl Into<anyhow::Error>) -> Result<()> {
         if self.phase() >= Phase::Ending { Ok(()) } else { Err(error.into()) }
     }
 
-    /// A request of any kind at a place where no other is in flight; `None` where none was found.
-    /// It begins and ends at sectors unless `any_byte`.
+    /// A request of any kind, with a range that no conflicting request in flight overlaps; `None`
+    /// if no such range was found. Unless `any_byte`, the range consists of whole sectors.
     pub fn plan(&self, random: &mut Rng, any_byte: bool) -> Option<Planned> {
         let action = match random.u8(..32) {
             0..=7 => Action::Read,
@@ -157,7 +156,7 @@ impl Load {
             7 if 16 * cluster <= self.size => 4 * cluster,
             _ => cluster,
         };
-        // Half of all requests meet in an eighth of the disk.
+        // Half of all requests are in the first eighth of the disk.
         let reach = if random.bool() { self.size / 8 } else { self.size };
         let start = random.u64(..reach.div_ceil(unit)) * unit;
         let length = (random.u64(1..=3) * unit).min(max);

@@ -1,10 +1,10 @@
-//! `cargo xtask kill`: what a server has answered is there after it is killed.
+//! `cargo xtask kill`: tests that changes which a server has acknowledged survive its death.
 //!
 //! Each run makes an image, puts a server's disk under load over NBD, vhost-user-blk or both, kills
 //! the server at a random moment, starts it again with the same options, and reads everything back.
-//! A model of the disk knows what was answered. Nothing is flushed in most runs, so only what
-//! outlives the process can tell the next server. Others kill servers whose disk is being mirrored
-//! to another image, or whose bitmaps are in a side file.
+//! A model of the disk knows which changes were acknowledged. Most runs flush nothing, so the next
+//! server learns of some changes only from the state that outlives the process. Other runs kill
+//! servers whose disk is being mirrored to another image, or whose bitmaps are in a side file.
 //!
 //! A run that finds a loss prints the line that replays it, and keeps image, state and log.
 #![forbid(unsafe_code)]
@@ -44,11 +44,11 @@ use parking_lot::Mutex;
 use report::{Counts, Report};
 use template::Template;
 
-/// Runs of mirrors, where nothing else is said: two of each kind of target.
+/// Default number of runs with mirrors: two of each kind of target.
 const MIRRORS: usize = 10;
-/// Runs of volumes with a side file, where nothing else is said: two of each kind of volume.
+/// Default number of runs of volumes with a side file: two of each kind of volume.
 const SIDE_FILES: usize = 4;
-/// This many of either come first.
+/// This many runs of either kind come first.
 const FIRST_RUNS: usize = 2;
 /// The folders of this many findings are kept.
 const MAX_KEPT: u32 = 20;
@@ -102,7 +102,7 @@ enum Scenario {
     SideFile,
 }
 
-/// One thing to do.
+/// One run.
 #[derive(Clone, Copy, Debug)]
 enum Task {
     Load(Combination),
@@ -122,7 +122,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The runs that are still to be done, and what was found.
+/// The tasks, and what they found.
 struct Runs<'a> {
     cli: &'a Cli,
     setting: Setting,
@@ -177,11 +177,11 @@ fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
     let has = |scenario| cli.scenarios.is_empty() || is_named(scenario);
     let mut random = Rng::with_seed(seed);
     let mut tasks = Vec::new();
-    // It has an image of its own.
+    // The reconnect scenario has its own image, so `--only` without its name leaves it out.
     if has(Scenario::Reconnect) && (cli.only.is_none() || !cli.scenarios.is_empty()) {
         tasks.extend([true, false].map(|is_held| Task::Reconnect { is_held }));
     }
-    // Their needs of the next server are in its state.
+    // Mirrors and side files rely on the state that the next server finds.
     let is_possible = cli.only.is_none() && !cli.without_state;
     let mut later = Vec::new();
     for (scenario, task, count) in [
@@ -211,7 +211,7 @@ fn tasks(cli: &Cli, seed: u64) -> Vec<(Task, u64)> {
     }
     tasks.extend(loads);
     tasks.append(&mut later);
-    // The first of each kind has the given seed, so that a run can be done again alone.
+    // The first task of each kind has the given seed, so that one run can be repeated alone.
     let (mut loads, mut changes, mut mirrors, mut volumes) = (seed.., seed.., seed.., seed..);
     let seed_of = |task: &Task| match task {
         Task::Load(_) => loads.next().unwrap_or(seed),
@@ -266,7 +266,7 @@ impl Runs<'_> {
         Ok(finding)
     }
 
-    /// Adds what a run of several rows has counted.
+    /// Adds the counts of a run that has several rows.
     fn add(
         &self,
         image: &str,
@@ -296,7 +296,7 @@ impl Runs<'_> {
         Ok(())
     }
 
-    /// The line that does a run again. Only the moment of the kills differs.
+    /// The command line that repeats a run. Only the moments of the kills differ.
     fn replay(&self, task: Task, seed: u64) -> String {
         let kills = self.setting.kills;
         let (scenario, only) = match task {

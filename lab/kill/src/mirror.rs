@@ -1,13 +1,13 @@
 //! Mirrors whose server is killed: while they copy, when they are ready, while they complete, and
-//! after that. Then what is beside the images says which of them is the disk, and that one holds
-//! all that was answered.
+//! after that. Then the record beside the source and the mark of the target say which image is the
+//! disk, and that image holds all acknowledged changes.
 //!
-//! The words are read as docs/jobs.md tells people to: without a record beside the source, that is
-//! the disk. With one, the target is the disk if it opens, and the source if the target says that
-//! it is not complete.
+//! Record and mark are interpreted as docs/jobs.md says: without a record beside the source, the
+//! source is the disk. With a record, the target is the disk if it opens; the source is the disk if
+//! the target is marked as incomplete.
 //!
-//! A run goes on with whichever image was the disk, again and again. Where the target is on another
-//! server, that is killed too in half of the cases, after the first one.
+//! A run repeats this with the image that is the disk now. If the target is on another server, that
+//! server is killed too in half of the cases, after the first server.
 
 mod steer;
 mod target;
@@ -31,11 +31,11 @@ use crate::run::{outcome_of, when_unlocked};
 use crate::server::{Serve, Server};
 use crate::template::{content_of, quiet};
 
-/// Bytes of the disk: the first pass takes a while.
+/// Bytes of the disk: enough that the first pass takes a while.
 const SIZE: u64 = (16 << 20) + 7 * 512;
 /// Bytes of one read.
 const PART: u64 = 1 << 20;
-/// The server's words for a target that is not complete, and for a source that has a record.
+/// The server's error texts for a target that is not complete, and for a source that has a record.
 const INCOMPLETE: &str = "a mirror that was not completed";
 const MOVED: &str = "was moved to";
 
@@ -59,7 +59,8 @@ struct Run<'a> {
     counts: Vec<Counts>,
 }
 
-/// Has the servers of one disk killed by a seed, which says what kind of target its mirrors have.
+/// Kills the servers of one disk. The seed determines the kind of target of its mirrors, among
+/// others.
 pub fn run(setting: &Setting, seed: u64) -> Result<(Vec<Counts>, Option<Finding>)> {
     let mut random = Rng::with_seed(seed);
     let folders = Folders::new(setting, false)?;
@@ -68,7 +69,8 @@ pub fn run(setting: &Setting, seed: u64) -> Result<(Vec<Counts>, Option<Finding>
     let size = SIZE.to_string();
     quiet(folders.images(), "qemu-img", &["create", "-q", "-f", format, "disk0", &size])?;
     let options = folders.random_options(setting, &mut random);
-    // A target may be of another format, whose discards zero other parts.
+    // No discard is sure to zero: the target may have another format, whose discards zero other
+    // parts.
     let model = Model::new(vec![0; SIZE as usize], None);
     let load = Load::new(&Image::Raw, model, Flushes::Sometimes);
     let image = folders.images().join("disk0");
@@ -107,7 +109,7 @@ impl Run<'_> {
             let requests = self.load.model().requests();
             self.counts.push(Counts::of_kill(rows, requests, &self.counts));
         }
-        // Other programs read the same.
+        // Other programs read the same content.
         let server = self.start()?;
         self.read_back(&server)?;
         server.stop()?;
@@ -123,7 +125,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// One mirror, whose server is killed; which image is the disk then.
+    /// Runs one mirror, whose server is killed; returns which image is the disk then.
     fn mirror(&mut self, moment: Moment) -> Result<Disk> {
         self.load.model().next_server();
         self.load.set_phase(Phase::Running);
@@ -158,7 +160,8 @@ impl Run<'_> {
         nbd_client::read_back_from(server, self.folders, &self.load, &mut self.random)
     }
 
-    /// Begins a mirror under load, and kills the server at some moment. What it said before.
+    /// Begins a mirror under load, and kills the server at some moment. Returns what the server
+    /// said about the mirror before.
     fn kill_under_load(&mut self, server: Server, target: &Target, moment: Moment) -> Result<Told> {
         let Self { load, random, folders, image, .. } = self;
         let (load, record) = (&*load, record_of(image));
@@ -187,7 +190,7 @@ impl Run<'_> {
         })
     }
 
-    /// Which image is the disk, by what is beside them. It holds what was answered.
+    /// Determines which image is the disk. That image must hold all acknowledged changes.
     fn find_disk(&mut self, target: &mut Target, told: Told) -> Result<Disk> {
         let has_record = record_of(&self.image).exists();
         let source = self.serve(&self.image, self.format).start();
@@ -199,7 +202,8 @@ impl Run<'_> {
         }
         let is_remote = !matches!(target.kind, Kind::File { .. });
         let (location, format) = (PathBuf::from(target.location()), target.kind.format());
-        // Of an export, what its own server makes of the image, if that does not refuse it already.
+        // An export is raw whatever its server's image is. That server may already refuse the
+        // image.
         let serve = self.serve(&location, if is_remote { "raw" } else { format });
         let served = target.start().and_then(|()| serve.start());
         let disk = match (served, has_record) {
@@ -228,7 +232,7 @@ impl Run<'_> {
         }
     }
 
-    /// The served image holds zeros alone, as a target does before it gets its mark.
+    /// Checks that the served image holds only zeros, as a target does before it gets its mark.
     fn check_untouched(&mut self) -> Result<()> {
         let mut client = nbd_client::connect(&self.folders.in_memory("nbd"), &mut self.random);
         for start in (0..SIZE).step_by(PART as usize) {
@@ -240,7 +244,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Removes the other image, and what says which one is the disk.
+    /// Removes the other image, and the record that says which one is the disk.
     fn go_on_with(&mut self, disk: Disk, target: Target) -> Result<()> {
         let record = record_of(&self.image);
         if record.exists() {

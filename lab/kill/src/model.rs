@@ -1,9 +1,9 @@
-//! The permitted content of a disk, byte by byte, given its server's answers.
+//! The permitted content of a disk, byte by byte, given the replies of its server.
 //!
-//! A change that was answered has happened. One whose connection ended before its answer may have
-//! happened or not, in each byte. A discard without a defined result leaves the old byte or zero. A
-//! read that shows which of them it is settles the question: every later read must show the same.
-//! Changes and reads in flight never overlap, so the order of answers decides nothing.
+//! A change that was answered has happened. If the connection ended before the answer, each byte of
+//! the change may or may not be written. A discard without a defined result leaves the old byte or
+//! zero. Once a read has returned one of the permitted bytes, every later read must return the
+//! same. Changes and reads in flight never overlap, so the order of replies does not matter.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -20,7 +20,7 @@ pub enum Content {
     Data,
 }
 
-/// The work of a request on its range.
+/// What a request does to its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Nothing.
@@ -29,7 +29,7 @@ pub enum Action {
     Write(Content),
     /// Makes zeros.
     WriteZeroes,
-    /// Gives the space back.
+    /// Discards the range.
     Discard,
 }
 
@@ -38,13 +38,13 @@ pub enum Action {
 pub struct Token(u64);
 
 impl Token {
-    /// Its number, of which data is made.
+    /// Its number, from which the data of a write is made.
     pub fn number(self) -> u64 {
         self.0
     }
 }
 
-/// A byte range that may hold something else than the base.
+/// A byte range that may hold other bytes than the base.
 #[derive(Clone, Debug)]
 struct Alternative {
     range: Range<u64>,
@@ -52,7 +52,7 @@ struct Alternative {
     number: u64,
 }
 
-/// One request, for the report of a loss.
+/// A request that was begun, for the report of a loss.
 struct Record {
     action: Action,
     range: Range<u64>,
@@ -65,7 +65,8 @@ pub struct Model {
     base: Vec<u8>,
     alternatives: Vec<Alternative>,
     in_flight: BTreeMap<u64, (Action, Range<u64>)>,
-    /// A discard zeroes whole multiples of this; `None` where none does.
+    /// A discard zeroes the aligned blocks of this many bytes that it covers; `None` if no discard
+    /// is sure to zero anything.
     discard_unit: Option<u64>,
     records: Vec<Record>,
     server: u32,
@@ -104,8 +105,9 @@ fn overlap(one: &Range<u64>, other: &Range<u64>) -> Range<u64> {
 }
 
 impl Model {
-    /// A disk with this content. Its discards zero whole multiples of `discard_unit` bytes, the
-    /// disk's end counting as a multiple, and elsewhere leave the old bytes or zeros.
+    /// A disk with this content. A discard zeroes the aligned blocks of `discard_unit` bytes that
+    /// it covers, of which the last may be cut by the end of the disk; elsewhere it leaves the old
+    /// bytes or zeros.
     pub fn new(content: Vec<u8>, discard_unit: Option<u64>) -> Self {
         Self {
             base: content,
@@ -122,7 +124,7 @@ impl Model {
         self.base.len() as u64
     }
 
-    /// How many requests were begun so far.
+    /// The number of requests that were begun so far.
     pub fn requests(&self) -> u64 {
         self.records.len() as u64
     }
@@ -133,12 +135,12 @@ impl Model {
         records.filter(|record| record.action != Action::Read).map(|record| record.range.clone())
     }
 
-    /// Another server serves the disk from here on.
+    /// Records that another server serves the disk from now on.
     pub fn next_server(&mut self) {
         self.server += 1;
     }
 
-    /// Begins a request; `None` while another one in flight overlaps it, unless both are reads.
+    /// Begins a request; `None` if a request in flight overlaps it, unless both are reads.
     pub fn begin(&mut self, action: Action, range: Range<u64>) -> Option<Token> {
         let is_in_the_way = |(other, taken): &(Action, Range<u64>)| {
             let both_read = action == Action::Read && *other == Action::Read;
@@ -160,7 +162,7 @@ impl Model {
         self.in_flight.remove(&token.0).expect("requests end once")
     }
 
-    /// A change was answered with success.
+    /// Records that a request was answered with success.
     pub fn answered(&mut self, token: Token) {
         let (action, range) = self.take(token, "answered");
         match action {
@@ -171,21 +173,21 @@ impl Model {
         }
     }
 
-    /// A read was answered with these bytes.
+    /// Records that a read was answered with `bytes`.
     ///
     /// # Errors
-    /// The bytes cannot be.
+    /// The disk cannot hold these bytes.
     pub fn has_read(&mut self, token: Token, bytes: &[u8]) -> Result<()> {
         let (_, range) = self.take(token, "answered");
         self.verify(range.start, bytes)
     }
 
-    /// The request was refused before it did anything.
+    /// Records that the request was refused and changed nothing.
     pub fn refused(&mut self, token: Token) {
         self.take(token, "refused");
     }
 
-    /// The connection ended before the request was answered: it has happened or not.
+    /// Records that the connection ended before the reply: the request may have been executed.
     pub fn lost(&mut self, token: Token) {
         let (action, range) = self.take(token, "never answered");
         let content = match action {
@@ -214,14 +216,14 @@ impl Model {
         }
     }
 
-    /// The range certainly holds this.
+    /// Records that the range holds exactly this content.
     fn set(&mut self, range: Range<u64>, content: Content, number: u64) {
         let bytes = &mut self.base[range.start as usize..range.end as usize];
         write_content(bytes, range.start, content, number);
         self.settle(&range);
     }
 
-    /// Forgets what else a range may hold.
+    /// Removes the alternative contents of a range.
     fn settle(&mut self, range: &Range<u64>) {
         let mut kept = Vec::with_capacity(self.alternatives.len());
         for alternative in self.alternatives.drain(..) {
@@ -239,10 +241,11 @@ impl Model {
         self.alternatives = kept;
     }
 
-    /// Compares what was read from `offset` on; from then on the disk holds exactly that there.
+    /// Compares the bytes that were read at `offset` with the permitted ones. From now on only
+    /// these bytes are permitted there.
     ///
     /// # Errors
-    /// A byte is neither what was answered last nor what was in flight after it.
+    /// A byte is neither of the last acknowledged change nor of an unacknowledged one after it.
     pub fn verify(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         let range = offset..offset + bytes.len() as u64;
         let place = range.start as usize..range.end as usize;
@@ -282,7 +285,8 @@ impl Model {
         );
     }
 
-    /// The fault at a byte: which change the bytes found are of, and which was answered last.
+    /// Describes a wrong byte: which change wrote the bytes that were found, and which change was
+    /// acknowledged last.
     fn describe(&self, at: u64, found: &[u8]) -> String {
         let found = &found[..found.len().min(16)];
         let mut expected = vec![0; found.len()];

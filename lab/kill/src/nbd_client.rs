@@ -13,9 +13,9 @@ use crate::load::{Load, Phase, Planned};
 use crate::model::Action;
 use crate::server::Server;
 
-/// Bytes of one read when everything is read back.
+/// Bytes of one read when the whole disk is read back.
 const PART: u64 = 1 << 20;
-/// How long a connection is tried for.
+/// For how long a client tries to connect.
 const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
 /// Connects, and agrees on some framing.
@@ -27,11 +27,11 @@ pub fn connect(socket: &Path, random: &mut Rng) -> Client {
     Client::open_with(&Address::Unix(socket.to_owned()), framing)
 }
 
-/// Connects while the server is being started: a client that finds a listening socket waits in its
-/// backlog.
+/// Connects while the server is being started. If the socket listens already, the client waits in
+/// its backlog.
 ///
 /// # Errors
-/// There is no server after a long time.
+/// There is no server after `CONNECT_LIMIT`.
 pub fn connect_early(socket: &Path) -> Result<Client<std::os::unix::net::UnixStream>> {
     let end = Instant::now() + CONNECT_LIMIT;
     loop {
@@ -46,7 +46,7 @@ pub fn connect_early(socket: &Path) -> Result<Client<std::os::unix::net::UnixStr
 /// Reads the whole disk and compares it with the model.
 ///
 /// # Errors
-/// It is not what it must be.
+/// The disk does not have the expected content.
 pub fn read_back(client: &mut Client, load: &Load) -> Result<()> {
     ensure!(client.size() == load.size(), "the disk has {} bytes", client.size());
     for start in (0..load.size()).step_by(PART as usize) {
@@ -78,7 +78,7 @@ pub fn read_back_from(
 /// The request in flight on a connection.
 enum InFlight {
     Range(Planned),
-    /// Nothing that changes the disk.
+    /// A request that changes nothing.
     Other,
 }
 
@@ -112,7 +112,7 @@ fn exchange(
             let sent = client.send_with(request, &data);
             in_flight.insert(client.last_cookie(), what);
             if let Err(error) = sent {
-                // Replies that were sent before may still be there.
+                // Replies that the server sent before may still arrive.
                 load.check(error).context("sending a request")?;
                 is_sending = false;
             }
@@ -130,7 +130,7 @@ fn exchange(
         };
         let request = in_flight.remove(&cookie).context("a reply to no request")?;
         let InFlight::Range(planned) = request else {
-            // A server that ends may refuse it.
+            // A server that is ending may refuse the request.
             ensure!(reply.error == 0 || load.phase() != Phase::Running, "error {}", reply.error);
             continue;
         };
@@ -138,7 +138,7 @@ fn exchange(
     }
 }
 
-/// A request was answered.
+/// Records the reply to a request in the model.
 fn end(load: &Load, planned: Planned, error: u32, data: &[u8]) -> Result<()> {
     let Planned { action, range, token, .. } = planned;
     let mut model = load.model();
@@ -152,7 +152,7 @@ fn end(load: &Load, planned: Planned, error: u32, data: &[u8]) -> Result<()> {
             model.refused(token);
             Ok(())
         }
-        // Told before anything is done.
+        // The server refuses a request with this error before it executes any of it.
         (errno::ESHUTDOWN, _) if load.phase() != Phase::Running => {
             model.refused(token);
             Ok(())

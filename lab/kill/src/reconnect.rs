@@ -1,6 +1,6 @@
-//! NBD clients that reconnect: QEMU's with `reconnect-delay`, and one made with libnbd. While both
-//! write, their server is killed and started again; neither may see an error, or anything but what
-//! it wrote.
+//! NBD clients that reconnect: QEMU's with `reconnect-delay`, and a client that uses libnbd. While
+//! both write, their server is killed and started again. Neither client may see an error or wrong
+//! data.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -22,9 +22,9 @@ use crate::template::quiet;
 const SIZE: u64 = 32 << 20;
 const HALF: u64 = SIZE / 2;
 const BLOCK: u64 = 4096;
-/// Kills where the listening socket stays open, and clients are let in at once.
+/// Number of kills if the listening socket stays open, so that clients can connect at once.
 const KILLS: u32 = 10;
-/// Kills where it does not: QEMU tries again after a second.
+/// Number of kills if it does not: QEMU tries again only after a second.
 const KILLS_WITHOUT_SOCKET: u32 = 2;
 /// Writes that QEMU has in flight together.
 const TOGETHER: u64 = 8;
@@ -33,11 +33,11 @@ const END_LIMIT: Duration = Duration::from_secs(60);
 const PAUSE: Duration = Duration::from_millis(5);
 /// Seconds for which QEMU waits for the next server.
 const RECONNECT_DELAY: u32 = 30;
-/// The client with libnbd.
+/// The script of the libnbd client.
 const LIBNBD_CLIENT: &str = include_str!("libnbd_client.py");
 
-/// Runs both clients through some kills. The listening socket is held from one server to the next,
-/// or is each server's own. Returns how many kills that were.
+/// Kills the server some times while both clients run. Either the listening socket is kept from one
+/// server to the next, or each server makes its own. Returns the number of kills.
 pub fn run(setting: &Setting, is_held: bool, seed: u64) -> Result<(u32, Option<Finding>)> {
     let mut random = Rng::with_seed(seed);
     let folders = Folders::new(setting, false)?;
@@ -69,7 +69,7 @@ fn run_clients(
     let mut server = serve.start()?;
     let mut qemu = Client::qemu(folders, socket)?;
     let mut libnbd = Client::libnbd(folders, socket, random.u32(..))?;
-    // QEMU does not try again before it was connected once.
+    // QEMU reconnects only after it was connected once.
     qemu.say("read 0 512")?;
     for client in [&qemu, &libnbd] {
         client.wait_connected()?;
@@ -103,7 +103,7 @@ fn write_with_qemu(qemu: &mut Client, is_over: &AtomicBool, mut random: Rng) -> 
     while !is_over.load(SeqCst) {
         for _ in 0..TOGETHER {
             let (block, pattern) = (random.u64(..HALF / BLOCK), random.u8(1..));
-            // Two writes of one block together would leave either.
+            // After two concurrent writes of one block, the block may hold the data of either.
             if expected.insert(block, pattern).is_none() {
                 qemu.say(&format!("aio_write -q -P {pattern} {} {BLOCK}", block * BLOCK))?;
             } else {
@@ -155,7 +155,7 @@ impl Client {
         writeln!(input, "{line}").with_context(|| format!("the client has ended: {}", self.said()))
     }
 
-    /// Waits until it says something.
+    /// Waits until its output shows that it is connected.
     fn wait_connected(&self) -> Result<()> {
         let end = Instant::now() + END_LIMIT;
         while !(self.said().contains("connected") || self.said().contains("512")) {
@@ -174,7 +174,7 @@ impl Client {
     /// Closes its input, and waits for its end.
     ///
     /// # Errors
-    /// It hangs, or has seen an error or wrong data.
+    /// The client hangs, or has seen an error or wrong data.
     fn finish(&mut self) -> Result<()> {
         drop(self.child.stdin.take());
         let end = Instant::now() + END_LIMIT;

@@ -5,18 +5,19 @@ use std::collections::BTreeMap;
 /// The counts of a run.
 #[derive(Clone, Debug)]
 pub struct Counts {
-    /// In which rows of the table it counts: the kind of row and its name.
+    /// The rows of the table that the run counts in: the kind of row and its name.
     pub rows: Vec<(&'static str, String)>,
     /// Servers that were killed.
     pub kills: u32,
-    /// Servers that said that they replayed a redo log.
+    /// Servers whose log says that they replayed a redo log.
     pub replays: u32,
     /// Requests that were sent.
     pub requests: u64,
 }
 
 impl Counts {
-    /// Of one kill in a run whose requests are `requests` so far; `earlier` are its other kills.
+    /// The counts of one kill. `requests` is the number of requests of the run so far, `earlier`
+    /// the counts of its kills before.
     pub fn of_kill(
         rows: impl Into<Vec<(&'static str, String)>>,
         requests: u64,
@@ -26,7 +27,7 @@ impl Counts {
         Self { rows: rows.into(), kills: 1, requests: requests - before, replays: 0 }
     }
 
-    /// Of a scenario other than the load.
+    /// The counts of a scenario other than the load.
     pub fn of_scenario(image: String, scenario: &str, kills: u32) -> Self {
         let rows = vec![("image", image), ("scenario", scenario.into())];
         Self { rows, kills, replays: 0, requests: 0 }

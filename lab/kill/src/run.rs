@@ -1,5 +1,5 @@
-//! One run: an image is served by several servers, one after the other, of which most are killed
-//! under load.
+//! One run: several servers serve an image, one after the other; most of them are killed under
+//! load.
 
 use std::path::Path;
 use std::process::Command;
@@ -36,10 +36,10 @@ pub enum Export {
     Both,
 }
 
-/// The words of a server that has replayed a redo log.
+/// What a server logs after it has replayed a redo log.
 const REPLAYED: &str = "changes are in the image now";
 
-/// How a server's time ends.
+/// How a server ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
     /// SIGKILL under load.
@@ -48,7 +48,7 @@ enum End {
     Stop,
     /// In order, under load.
     StopUnderLoad,
-    /// In order, but killed before it is done.
+    /// In order, but it is killed before it has ended.
     KillWhileStopping,
 }
 
@@ -124,7 +124,8 @@ fn serve(
     option("--register-memory", ["on", "off"][random.usize(..2)]);
     let socket = |name, is_there: bool| is_there.then(|| folders.in_memory(name));
     let nbd = socket("nbd", export != Export::VhostUser);
-    // Held by the one who starts the servers, so that clients can always connect.
+    // The program that starts the servers holds the listening socket, so that clients can always
+    // connect.
     let is_held = random.bool() && export == Export::Nbd;
     let held = nbd.as_ref().filter(|_| is_held);
     let listener = held.map(std::os::unix::net::UnixListener::bind).transpose()?;
@@ -161,7 +162,8 @@ impl Run<'_> {
         self.load.model().verify(0, &content).context("read by qemu-img at the end")
     }
 
-    /// Starts a server, perhaps after some that are killed before they are of use.
+    /// Starts a server, at random after some that are killed before they are ready or while they
+    /// resume requests.
     fn start(&mut self) -> Result<Server> {
         self.load.model().next_server();
         self.load.set_phase(Phase::Running);
@@ -211,13 +213,13 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Counts what servers say.
+    /// Counts the server if its log says that it replayed a redo log.
     fn note(&mut self, server: &Server) {
         self.counts.replays += u32::from(server.said().contains(REPLAYED));
     }
 
-    /// Connects all clients, has the guest's requests in flight done again, and reads everything
-    /// back.
+    /// Connects all clients, lets the server execute the guest's requests in flight again, and
+    /// reads the whole disk back.
     fn connect(&mut self, server: &Server) -> Result<Vec<lab_nbd::Client>> {
         if let Some(socket) = &self.serve.vhost_user {
             match &mut self.guest {
@@ -279,13 +281,13 @@ impl Run<'_> {
             };
             load.set_phase(Phase::Gone);
             outcomes.extend(workers.into_iter().map(outcome_of));
-            // A connection that ended by itself has its reason in the server.
+            // If the server failed, its error is the reason of the clients' errors.
             ended?;
             outcomes.into_iter().collect()
         })
     }
 
-    /// Our own check and QEMU's: leaks at most.
+    /// Runs our check and QEMU's: both may find leaks, and no errors.
     fn check(&self) -> Result<()> {
         if self.combination.image.layout().is_none() {
             return Ok(());
@@ -296,7 +298,7 @@ impl Run<'_> {
         let mut theirs = Command::new("qemu-img");
         theirs.args(["check", "-f", "qcow2"]).arg(image);
         for mut command in [ours, theirs] {
-            // QEMU finds a data file from its working folder.
+            // QEMU resolves the path of a data file relative to its working folder.
             command.current_dir(self.folder);
             let (code, said) = when_unlocked(&mut command)?;
             ensure!(matches!(code, Some(0 | 3)), "{}: exit code {code:?}: {said}", line(&command));

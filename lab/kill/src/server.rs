@@ -13,13 +13,13 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::folders::{Folders, Setting};
 
-/// A debug build on a busy machine needs a while.
+/// Long, because a debug build on a busy machine starts slowly.
 const START_LIMIT: Duration = Duration::from_secs(30);
 /// Longer than an orderly end takes.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_micros(500);
 
-/// The parameters that a server is started with, again and again.
+/// The parameters that servers are started with, one after the other.
 pub struct Serve {
     /// The binary.
     pub binary: PathBuf,
@@ -27,14 +27,14 @@ pub struct Serve {
     pub image: PathBuf,
     /// All options but the sockets.
     pub options: Vec<String>,
-    /// Where NBD clients are served.
+    /// The socket for NBD clients.
     pub nbd: Option<PathBuf>,
-    /// The listening socket for them, which is passed on as by systemd; without it the server
-    /// makes its own.
+    /// The listening socket for NBD clients, which is passed to the server as systemd does; if
+    /// `None`, the server makes its own.
     pub listener: Option<UnixListener>,
-    /// Where the guest is served.
+    /// The socket for the guest.
     pub vhost_user: Option<PathBuf>,
-    /// Where standard error goes, one server after the other.
+    /// The file that all servers append their standard error to.
     pub log: PathBuf,
 }
 
@@ -87,7 +87,7 @@ impl Serve {
         let (sender, lines) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                // The receiver goes away with the server.
+                // The receiver is dropped with the server.
                 let _ = sender.send(line);
             }
         });
@@ -128,14 +128,14 @@ impl Server {
         Ok(())
     }
 
-    /// The words of this one on standard error.
+    /// What this server wrote to standard error.
     pub fn said(&self) -> String {
         let bytes = std::fs::read(&self.log).unwrap_or_default();
         let own = bytes.get(self.log_start as usize..).unwrap_or_default();
         String::from_utf8_lossy(own).trim_end().to_owned()
     }
 
-    /// Whether it says this on standard error in time.
+    /// Whether the server writes this to standard error within `limit`.
     pub fn says(&self, words: &str, limit: Duration) -> bool {
         let end = Instant::now() + limit;
         while !self.said().contains(words) {
@@ -150,7 +150,7 @@ impl Server {
     /// Kills it.
     ///
     /// # Errors
-    /// It had ended by itself.
+    /// The server had ended by itself.
     pub fn kill(mut self) -> Result<()> {
         let ended = self.child.try_wait()?;
         self.child.kill()?;
@@ -169,7 +169,7 @@ impl Server {
     /// Stops it in order.
     ///
     /// # Errors
-    /// It does not end, or not well.
+    /// The server does not end, or fails.
     pub fn stop(mut self) -> Result<()> {
         self.ask_to_stop()?;
         let status = self.wait(STOP_LIMIT)?;

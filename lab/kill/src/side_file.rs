@@ -1,8 +1,8 @@
 //! A raw volume with its bitmaps in a side file (`--bitmaps`), whose servers are killed: while
-//! guests write, and while a backup is begun, is read or ends. An increment by the bitmap has what
-//! was answered until then, and the next server finds the bitmap as it was.
+//! guests write, and while a backup is begun, is read or ends. An incremental backup by the bitmap
+//! has all changes that were acknowledged before, and the next server finds the bitmap as it was.
 //!
-//! How much more than what was asked for a bitmap says to have changed is reported.
+//! The report says how many bytes a bitmap marks as changed beyond those that clients changed.
 
 mod volume;
 
@@ -30,7 +30,8 @@ use crate::template::{content_of, quiet};
 
 /// Bytes of the disk.
 const SIZE: u64 = (16 << 20) + 7 * 512;
-/// The most that a bitmap says too much, for the report, and how that is called.
+/// Limits for the bytes that a bitmap marks beyond those that clients changed, and their names in
+/// the report.
 const EXCESSES: [(u64, &str); 4] =
     [(0, "nothing"), (1 << 20, "1 MiB"), (4 << 20, "4 MiB"), (SIZE, "the disk")];
 
@@ -41,9 +42,9 @@ enum Moment {
     Writing,
     /// While a backup begins.
     Beginning,
-    /// While it is read.
+    /// While the backup is read.
     Reading,
-    /// While it ends.
+    /// While the backup ends.
     Ending,
 }
 
@@ -75,14 +76,14 @@ struct Run<'a> {
     load: Load,
     options: Vec<String>,
     granularity: u64,
-    /// How many increments there are.
+    /// The number of incremental backups so far.
     increments: u32,
-    /// The request that was the first after the bitmap had begun.
+    /// The number of the first request after the bitmap began.
     first: u64,
     counts: Vec<Counts>,
 }
 
-/// Has the servers of a volume killed by a seed, which says what kind of volume it is.
+/// Kills the servers of a volume. The seed determines the kind of volume, among others.
 pub fn run(setting: &Setting, seed: u64) -> Result<(Vec<Counts>, Option<Finding>)> {
     let mut random = Rng::with_seed(seed);
     let folders = Folders::new(setting, random.u8(..3) == 0)?;
@@ -117,7 +118,7 @@ impl Run<'_> {
     fn run_increments(&mut self) -> Result<()> {
         let size = SIZE.to_string();
         quiet(self.folders.images(), "qemu-img", &["create", "-q", "-f", "raw", &copy(0), &size])?;
-        // A server makes it, but a command comes first.
+        // A server would make this folder, but a command needs it before.
         std::fs::DirBuilder::new().mode(0o700).create(self.folders.in_memory("state"))?;
         self.bitmap("add", 0)?;
         for kill in 0..self.setting.kills {
@@ -125,7 +126,7 @@ impl Run<'_> {
             let found =
                 self.kill(moment).with_context(|| format!("killed while {}", moment.name()));
             let excess = found?;
-            // Now and then a bitmap is of several servers that died.
+            // Sometimes a bitmap records across the kills of several servers.
             if self.random.u8(..3) > 0 || kill + 1 == self.setting.kills {
                 self.increment()
                     .with_context(|| format!("after a kill while {}", moment.name()))?;
@@ -160,8 +161,8 @@ impl Run<'_> {
         nbd_client::read_back_from(server, self.folders, &self.load, &mut self.random)
     }
 
-    /// Kills a server. How much more than what it was asked for the bitmap says to have changed, as
-    /// the next server finds it.
+    /// Kills a server. Returns how many bytes the bitmap marks beyond those that clients changed,
+    /// as the next server finds it.
     fn kill(&mut self, moment: Moment) -> Result<u64> {
         self.load.model().next_server();
         self.load.set_phase(Phase::Running);
@@ -206,7 +207,7 @@ impl Run<'_> {
         })
     }
 
-    /// How much more than what was asked for the bitmap says to have changed. It lacks nothing.
+    /// How many bytes the bitmap marks beyond those that clients changed.
     fn excess(&self) -> Result<u64> {
         let mut control = Control::connect(&self.folders.in_memory("control"))?;
         let listed = call(&mut control, "bitmap.list", &json!({ "disk": "disk" }))?;
@@ -229,7 +230,8 @@ impl Run<'_> {
         Ok(count.saturating_sub(bits * self.granularity))
     }
 
-    /// Makes an increment without a server; it is what the disk was. The next bitmap begins.
+    /// Makes an incremental backup without a server, which must have the content of the disk. Then
+    /// the next bitmap begins.
     fn increment(&mut self) -> Result<()> {
         let (since, next) = (self.increments, self.increments + 1);
         let (base, copy) = (copy(since), copy(next));
@@ -275,13 +277,13 @@ impl Run<'_> {
     }
 }
 
-/// The copy of a moment. That of the first one is a raw file of zeros.
+/// The name of a copy. The first one is a raw file of zeros.
 fn copy(number: u32) -> String {
     format!("copy{number}.{}", if number == 0 { "img" } else { "qcow2" })
 }
 
-/// Begins a backup of what has changed since the bitmap `since`, and goes on with it until the
-/// moment of a kill. It is served at a socket, with its scratch file in a folder.
+/// Begins a backup of the changes since the bitmap `since`, and continues it until the moment of
+/// the kill. The backup is served at `socket`, with its scratch file in a folder.
 fn begin_backup(
     control: &mut Control,
     moment: Moment,
@@ -291,7 +293,7 @@ fn begin_backup(
     if moment == Moment::Writing {
         return Ok(());
     }
-    // A server that was killed has left it.
+    // A server that was killed leaves its socket.
     let _ = std::fs::remove_file(socket);
     let export = format!("nbd+unix:///?socket={}", socket.display());
     let begin = json!({

@@ -1,4 +1,4 @@
-//! The images that runs begin with: each layout is made once, and copied for each run.
+//! The images that runs begin with: an image of each layout is made once, and copied for each run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,21 +11,22 @@ use tempfile::TempDir;
 
 use crate::combination::Image;
 
-/// The name of the image in its folder: `disk.data`, the data file of some, is called after it.
+/// The name of the image in its folder. The data file of some images, `disk.data`, has a name like
+/// it.
 pub const IMAGE: &str = "disk.image";
-/// How many clusters are compressed.
+/// The number of compressed clusters.
 const COMPRESSED: usize = 6;
-/// How many ordinary writes an image begins with.
+/// The number of ordinary writes before the run.
 const WRITES: usize = 12;
 
-/// A folder with an image and what belongs to it, and what its disk holds.
+/// A folder with an image, its backing and data files, and the content of its disk.
 pub struct Template {
     folder: TempDir,
     content: Vec<u8>,
 }
 
 impl Template {
-    /// Makes the image by QEMU's tools. It is the same for the same image.
+    /// Makes the image with QEMU's tools. The same `image` always gets the same content.
     pub fn make(image: &Image) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("kill-").tempdir_in("/dev/shm")?;
         let mut random = Rng::with_seed(1);
@@ -46,7 +47,7 @@ impl Template {
         &self.content
     }
 
-    /// Copies it to the folder `to`; the path of the image.
+    /// Copies the files to the folder `to`; returns the path of the image.
     pub fn copy(&self, to: &Path) -> Result<PathBuf> {
         let mut copy = Command::new("cp");
         copy.args(["-r", "--sparse=auto"]).arg(self.folder.path().join(".")).arg(to);
@@ -69,7 +70,7 @@ pub fn content_of(folder: &Path, format: &str, name: &str) -> Result<Vec<u8>> {
     Ok(content)
 }
 
-/// Runs a program in `folder`; its output, or an error with it.
+/// Runs a program in `folder`; returns its output, or an error with the output.
 pub fn quiet(folder: &Path, program: &str, words: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
     command.args(words).current_dir(folder);
@@ -90,7 +91,8 @@ fn make_raw(path: &Path, size: u64, written: u64, random: &mut Rng) -> Result<()
     Ok(())
 }
 
-/// The last quarter of the disk gets nothing, so that all images have new clusters.
+/// The end of the part of the disk that is written. The last quarter gets no data, so that all
+/// images have unallocated clusters.
 fn reach(size: u64) -> u64 {
     size * 3 / 4
 }
@@ -99,7 +101,8 @@ fn make_qcow2(image: &Image, folder: &Path, random: &mut Rng) -> Result<()> {
     let Image::Qcow2 { layout, has_snapshot } = image else { return Ok(()) };
     let (size, cluster) = (image.size(), image.cluster_size());
     let size_word = size.to_string();
-    // Names without a folder are found beside the image, so a copy has its own data file.
+    // A name without a folder is relative to the image's folder, so each copy has its own data
+    // file.
     let mut options = layout.options.replace("PATH/", "");
     if layout.backing != Backing::Nothing {
         make_raw(&folder.join("raw"), size * 2 / 3 / 512 * 512, size / 2, random)?;
@@ -118,7 +121,7 @@ fn make_qcow2(image: &Image, folder: &Path, random: &mut Rng) -> Result<()> {
     }
     quiet(folder, "qemu-img", &["create", "-q", "-f", "qcow2", "-o", &options, IMAGE, &size_word])?;
     if layout.compressed {
-        // Whole clusters that have no place yet.
+        // Whole clusters that are not allocated yet, as compressed writes demand.
         let clusters = reach(size) / cluster;
         let commands: Vec<String> = (0..COMPRESSED as u64)
             .map(|number| {

@@ -1,5 +1,5 @@
-//! A client for what honest clients do not do: it sends any requests, and takes the replies apart.
-//! It panics where the server breaks the protocol.
+//! A client that can send what honest clients do not: it sends any request, valid or not, and
+//! decodes the replies. It panics if the server breaks the protocol.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -11,7 +11,7 @@ use crate::protocol::{Framing, command, flag};
 use crate::socket::is_closed;
 use crate::wire;
 
-/// A request as it goes out, sensible or not.
+/// A request as it is sent, valid or not.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Request {
     /// One of [`command`].
@@ -20,23 +20,23 @@ pub struct Request {
     pub flags: u16,
     /// Where.
     pub offset: u64,
-    /// How many bytes it claims to be about.
+    /// The length that the header claims.
     pub length: u64,
 }
 
-/// A piece of a block status: length, and 1 for a hole + 2 for zeros.
+/// An extent of a block status: its length, and flags: 1 for a hole, 2 for zeros.
 pub type Extent = (u64, u64);
 
-/// A whole reply, all chunks of it.
+/// A whole reply, with all its chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reply {
     /// 0 for success.
     pub error: u32,
     /// The bytes that were read.
     pub data: Vec<u8>,
-    /// The extents of blocks.
+    /// The extents of a block status.
     pub extents: Vec<Extent>,
-    /// How many chunks it had; none in a simple reply.
+    /// The number of its chunks; 0 for a simple reply.
     pub chunks: usize,
 }
 
@@ -44,7 +44,7 @@ pub struct Reply {
 struct ReadRequest {
     offset: u64,
     length: usize,
-    /// Bytes that replies held, so far.
+    /// Bytes that reply chunks have held so far.
     received: usize,
 }
 
@@ -57,12 +57,12 @@ pub struct Client<S = Socket> {
     cookie: u64,
     /// The reads in flight, by cookie.
     reads: HashMap<u64, ReadRequest>,
-    /// Replies of which chunks have come, by cookie.
+    /// Replies of which some chunks have arrived, by cookie.
     partial: HashMap<u64, Reply>,
 }
 
 impl<S: Read + Write> Client<S> {
-    /// After a handshake that agreed on `framing` and opened `export`.
+    /// A client after a handshake that negotiated `framing` and opened `export`.
     pub fn new(socket: S, framing: Framing, export: Export) -> Self {
         Self { socket, framing, export, cookie: 0, reads: HashMap::new(), partial: HashMap::new() }
     }
@@ -77,7 +77,7 @@ impl<S: Read + Write> Client<S> {
         self.export.flags
     }
 
-    /// How requests and replies look.
+    /// The framing of requests and replies.
     pub fn framing(&self) -> Framing {
         self.framing
     }
@@ -87,8 +87,8 @@ impl<S: Read + Write> Client<S> {
         self.send_with(request, &[])
     }
 
-    /// Sends a request, whatever it says about its length, and `payload` after it. Returns its
-    /// cookie.
+    /// Sends a request and then `payload`, which may differ from the length in the request. Returns
+    /// its cookie.
     pub fn send_with(&mut self, request: Request, payload: &[u8]) -> io::Result<u64> {
         let write = self.framing == Framing::Extended && request.command == command::WRITE;
         let flags = if write { request.flags | flag::PAYLOAD_LEN } else { request.flags };
@@ -102,7 +102,7 @@ impl<S: Read + Write> Client<S> {
     /// expected.
     ///
     /// # Panics
-    /// When compact headers have no room for its length.
+    /// When the length does not fit into a compact header.
     pub fn encode(&mut self, request: Request) -> Vec<u8> {
         self.cookie += 1;
         let Request { command, flags, offset, length } = request;
@@ -122,8 +122,8 @@ impl<S: Read + Write> Client<S> {
         self.cookie
     }
 
-    /// Receives until one reply is whole, to whichever request: the cookie of that request, and the
-    /// reply.
+    /// Receives until one reply, to any request, is complete. Returns the cookie of that request
+    /// and the reply.
     ///
     /// # Errors
     /// When the connection ends.
@@ -240,7 +240,7 @@ impl<S: Read + Write> Client<S> {
         reply
     }
 
-    /// Reads; the bytes or the error.
+    /// Reads; returns the bytes or the error.
     #[track_caller]
     pub fn read(&mut self, offset: u64, length: u64) -> Result<Vec<u8>, u32> {
         let request = Request { command: command::READ, flags: 0, offset, length };
@@ -248,29 +248,29 @@ impl<S: Read + Write> Client<S> {
         if reply.error == 0 { Ok(reply.data) } else { Err(reply.error) }
     }
 
-    /// Writes with flags; 0 or the error.
+    /// Writes with flags; returns 0 or the error.
     #[track_caller]
     pub fn write(&mut self, offset: u64, bytes: &[u8], flags: u16) -> u32 {
         let length = bytes.len() as u64;
         self.call(Request { command: command::WRITE, flags, offset, length }, bytes).error
     }
 
-    /// Sends a request that has an offset, a length and flags; 0 or the error.
+    /// Sends a request that has an offset, a length and flags; returns 0 or the error.
     #[track_caller]
     pub fn simple(&mut self, command: u16, offset: u64, length: u64, flags: u16) -> u32 {
         self.call(Request { command, flags, offset, length }, &[]).error
     }
 
-    /// Flushes; 0 or the error.
+    /// Flushes; returns 0 or the error.
     #[track_caller]
     pub fn flush(&mut self) -> u32 {
         self.simple(command::FLUSH, 0, 0, 0)
     }
 
-    /// Says goodbye and waits until the server has closed the connection.
+    /// Sends `NBD_CMD_DISC` and waits until the server has closed the connection.
     ///
     /// # Panics
-    /// When the server says something instead.
+    /// When the server sends something instead.
     #[track_caller]
     pub fn disconnect(mut self) {
         let goodbye = Request { command: command::DISC, ..Request::default() };
@@ -278,7 +278,7 @@ impl<S: Read + Write> Client<S> {
         assert!(self.is_closed(), "the server says something after the goodbye");
     }
 
-    /// Waits for the end of the connection; whether it came before anything else.
+    /// Waits for the end of the connection; returns whether no other byte came before it.
     pub fn is_closed(&mut self) -> bool {
         is_closed(&mut self.socket)
     }

@@ -1,4 +1,4 @@
-//! A connection in the handshake, for tests: it sends any bytes, and panics where the server breaks
+//! A connection in the handshake, for tests: it sends any bytes, and panics if the server breaks
 //! the protocol.
 
 use std::io::{Read, Write};
@@ -73,7 +73,8 @@ impl<S: Read + Write> Greeted<S> {
         handshake::read_option_reply(&mut self.0, number).expect("a reply to the option")
     }
 
-    /// Agrees on a framing, asks for block status if the framing can carry it, and opens an export.
+    /// Negotiates a framing, asks for block status if the framing can carry it, and opens an
+    /// export.
     ///
     /// # Panics
     /// When the server has no such export.

@@ -19,7 +19,7 @@ const FIXED_NEWSTYLE: u16 = 1;
 const CLIENT_FIXED_NEWSTYLE: u32 = 1;
 const REPLY_ERROR: u32 = 1 << 31;
 const INFO_EXPORT: u16 = 0;
-/// A longer reply to an option is garbage.
+/// The longest reply to an option; a longer one is an error.
 const MAX_REPLY: u32 = 16 << 20;
 /// A server that is silent for this long has hung.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
@@ -34,7 +34,7 @@ pub struct Export {
 }
 
 impl Export {
-    /// From the data of a reply to GO or INFO; `None` where that tells something else.
+    /// Parses the data of a reply to GO or INFO; `None` if it is not `NBD_INFO_EXPORT`.
     pub fn parse(data: &[u8]) -> Option<Self> {
         let (kind, rest) = data.split_first_chunk()?;
         let (size, rest) = rest.split_first_chunk()?;
@@ -102,7 +102,7 @@ pub fn read_option_reply<S: Read>(stream: &mut S, number: u32) -> Result<OptionR
     Ok(OptionReply { kind, data })
 }
 
-/// The data of INFO and GO that asks for nothing special.
+/// The data of INFO and GO without information requests.
 pub fn go_data(name: &str) -> Vec<u8> {
     [&(name.len() as u32).to_be_bytes(), name.as_bytes(), &[0, 0]].concat()
 }
@@ -113,8 +113,8 @@ pub fn allocation_query(name: &str) -> Vec<u8> {
     [string(name), 1u32.to_be_bytes().to_vec(), string("base:allocation")].concat()
 }
 
-/// Connects to the export `name` behind `socket`, for simple replies: the fewer bytes a reply has,
-/// the less the client costs.
+/// Connects to the export `name` behind `socket`, with simple replies: they have the fewest bytes,
+/// so the client costs least.
 pub fn open(socket: &Path, name: &str) -> Result<(UnixStream, Export)> {
     let mut stream = UnixStream::connect(socket)
         .with_context(|| format!("cannot connect to {}", socket.display()))?;

@@ -1,11 +1,10 @@
-//! One NBD client for tests, proofs and measurements, and image content that identifies itself.
+//! An NBD client for tests, labs and measurements, and image content that identifies itself.
 //!
-//! It shares no code with the server under test: the bytes are written from the specification
-//! alone.
+//! It shares no code with the server under test: its messages follow the specification alone.
 //!
-//! - [`Greeted`], [`Client`]: a client that sends any request, right or wrong
-//! - [`handshake`], [`wire`]: the bytes, for clients that are made for one thing
-//! - [`pattern`]: what an image holds
+//! - [`Greeted`], [`Client`]: a client that sends any request, valid or not
+//! - [`handshake`], [`wire`]: the messages, for special clients
+//! - [`pattern`]: the content of an image
 //! - [`VolatileServer`]: a server that loses what was not flushed, for tests of NBD clients
 #![forbid(unsafe_code)]
 

@@ -1,10 +1,10 @@
-//! The content of the image, by which any sector read back tells whether it is the right one.
+//! The content of the image: any sector that is read back shows whether it is the right one.
 //!
-//! A sector begins with its own byte offset and the generation of its writer (little-endian
-//! words); the rest depends on the place within the sector. So a whole block of writes is kept up
-//! to date by stamping two words a sector, which costs the light client next to nothing.
+//! A sector begins with its own byte offset and the generation of its writer (little-endian words);
+//! the rest depends on the place within the sector. So the data of a write is made current by
+//! changing two words a sector, which costs the light client little.
 
-/// Bytes in the unit that identifies itself.
+/// Bytes in a sector, the unit that identifies itself.
 pub const SECTOR: usize = 512;
 const WORD: usize = 8;
 const STAMP: usize = 2 * WORD;
@@ -28,17 +28,17 @@ pub fn move_to(block: &mut [u8], offset: u64) {
     }
 }
 
-/// Makes the filled `block` one of another `generation`.
+/// Turns the filled `block` into one of another `generation`.
 pub fn stamp(block: &mut [u8], generation: u64) {
     for sector in block.chunks_exact_mut(SECTOR) {
         sector[WORD..STAMP].copy_from_slice(&generation.to_le_bytes());
     }
 }
 
-/// Checks a block that was read at `offset`, and its generation where one is expected.
+/// Checks a block that was read at `offset`, and its generation if one is given.
 ///
 /// # Errors
-/// Says which sector is wrong, and how.
+/// The error says which sector is wrong, and how.
 pub fn verify(block: &[u8], offset: u64, generation: Option<u64>) -> Result<(), String> {
     for (index, sector) in block.chunks_exact(SECTOR).enumerate() {
         let expected = offset + (index * SECTOR) as u64;

@@ -77,7 +77,7 @@ pub mod errno {
     pub const ESHUTDOWN: u32 = 108;
 }
 
-/// How requests and replies look.
+/// The framing of requests and replies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Framing {
     /// Simple replies.
@@ -89,6 +89,6 @@ pub enum Framing {
 }
 
 impl Framing {
-    /// All of them.
+    /// All framings.
     pub const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
 }

@@ -1,4 +1,4 @@
-//! Connections whose every byte is ours to say.
+//! Connections on which the caller chooses every byte.
 
 use std::io::{ErrorKind, Read};
 use std::net::SocketAddr;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use socket2::{Domain, SockAddr, Socket, Type};
 
-/// A server that says nothing for so long has forgotten us.
+/// A server that is silent for this long has hung.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Where a server listens.
@@ -35,17 +35,17 @@ pub fn connect(address: &Address) -> Socket {
     socket
 }
 
-/// Closes without a farewell: over TCP the server gets a reset.
+/// Closes without `NBD_CMD_DISC`; over TCP the server gets a reset.
 pub fn reset(socket: Socket) {
-    // Unix sockets know no lingering; their peers see an error where bytes were left unread.
+    // Unix sockets have no SO_LINGER; their peers see an error if bytes were left unread.
     let _ = socket.set_linger(Some(Duration::ZERO));
     drop(socket);
 }
 
-/// Waits for the end of the connection; whether it came before anything else.
+/// Waits for the end of the connection; returns whether no other byte came before it.
 ///
 /// # Panics
-/// When nothing at all comes for a long time.
+/// When nothing comes before the timeout.
 pub fn is_closed<S: Read>(socket: &mut S) -> bool {
     match socket.read(&mut [0]) {
         Ok(count) => count == 0,

@@ -1,8 +1,8 @@
 //! A server whose write cache is volatile, for tests of clients.
 //!
 //! Guarantees:
-//! - Loss of power breaks all connections. What neither a flush nor FUA covered is gone afterwards.
-//! - An export without `SEND_FLUSH` has no cache: what is answered is stable.
+//! - Loss of power breaks all connections. Writes that neither a flush nor FUA covered are lost.
+//! - An export without `SEND_FLUSH` has no cache: answered writes are stable.
 //! - A held request is received, counted, and neither executed nor answered.
 //!
 //! It trusts its client.
@@ -21,7 +21,7 @@ use crate::handshake::{self, Export};
 use crate::protocol::{command, errno, flag, transmission};
 use crate::wire::{self, REQUEST};
 
-/// A server of one export, whose name does not matter, on a Unix socket. It ends with this.
+/// A server of one export, for any export name, on a Unix socket. It ends when this is dropped.
 pub struct VolatileServer {
     path: PathBuf,
     shared: Arc<Shared>,
@@ -38,11 +38,11 @@ struct State {
     content: Vec<u8>,
     /// The bytes that a loss of power leaves.
     stable: Vec<u8>,
-    /// How often power was lost; connections of earlier times are over.
+    /// How often power was lost; connections from before the last loss are closed.
     losses: u64,
     is_ending: bool,
     clients: Vec<UnixStream>,
-    /// The command that is held.
+    /// The command whose requests are held.
     held: Option<u16>,
     received: HashMap<u16, usize>,
 }
@@ -79,8 +79,8 @@ impl VolatileServer {
         server
     }
 
-    /// Power is lost, and is there again: connections break, the cache is empty, clients may
-    /// connect.
+    /// Simulates a loss of power and its return: connections break, the cache is empty, clients may
+    /// connect again.
     pub fn lose_power(&mut self) {
         self.end();
         let mut state = self.shared.state();
@@ -90,8 +90,8 @@ impl VolatileServer {
         self.listen();
     }
 
-    /// Receives requests of this command, one of [`command`], from now on, and does nothing else
-    /// with them. Until power is lost.
+    /// Holds requests of this command, one of [`command`], until power is lost: the server receives
+    /// and counts them, and does nothing else.
     pub fn hold(&self, command: u16) {
         self.shared.state().held = Some(command);
     }
@@ -122,16 +122,16 @@ impl VolatileServer {
         state.is_ending = true;
         state.losses += 1;
         for client in state.clients.drain(..) {
-            // The client may have gone.
+            // The client may have disconnected.
             let _ = client.shutdown(Shutdown::Both);
         }
         drop(state);
-        // Has the thread look.
+        // Wakes the thread, which sees that the server ends.
         drop(UnixStream::connect(&self.path));
         if let Some(listening) = self.listening.take() {
             listening.join().expect("the server does not panic");
         }
-        // The server alone removes it.
+        // No one else removes the socket.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -156,7 +156,7 @@ impl Shared {
             let client = client.expect("a client");
             state.clients.push(client.try_clone().expect("a descriptor"));
             let (shared, losses) = (Arc::clone(self), state.losses);
-            // A client that leaves in the middle is its own business.
+            // A client may disconnect at any time.
             std::thread::spawn(move || shared.serve(client, losses).ok());
         }
     }
@@ -164,8 +164,8 @@ impl Shared {
     fn serve(&self, mut client: UnixStream, losses: u64) -> Result<()> {
         handshake::accept(&mut client, self.export)?;
         while let Some(request) = Request::receive(&mut client)? {
-            // The answer is sent under the lock: when power is lost, it has left the server or
-            // never will.
+            // The reply is sent under the lock: at a loss of power it was either sent or never will
+            // be.
             let mut state = self.state();
             ensure!(state.losses == losses, "power was lost");
             *state.received.entry(request.command).or_default() += 1;
@@ -179,7 +179,7 @@ impl Shared {
 }
 
 impl State {
-    /// The answer.
+    /// Executes a request and returns the reply.
     fn execute(&mut self, export: Export, request: Request) -> Vec<u8> {
         let Request { flags, command, cookie, offset, length, data } = request;
         let range = offset..offset + length;
@@ -203,7 +203,7 @@ impl State {
 }
 
 impl Request {
-    /// `None`: the client leaves.
+    /// Receives a request; `None` if the client disconnects.
     fn receive(client: &mut UnixStream) -> Result<Option<Self>> {
         let mut header = [0; REQUEST];
         client.read_exact(&mut header)?;

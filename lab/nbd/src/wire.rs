@@ -35,7 +35,7 @@ pub enum Operation {
     DurableWrite,
 }
 
-/// A request for one slot, ready to be sent again and again.
+/// A request for one slot, which can be sent repeatedly.
 pub struct Frame {
     bytes: Vec<u8>,
 }
@@ -56,18 +56,18 @@ impl Frame {
         Self { bytes }
     }
 
-    /// Points the request, and the data of a write, to byte `offset` of the export.
+    /// Sets the offset of the request, and of the data of a write.
     pub fn set_offset(&mut self, offset: u64) {
         self.bytes[OFFSET_FIELD].copy_from_slice(&offset.to_be_bytes());
         pattern::move_to(&mut self.bytes[REQUEST..], offset);
     }
 
-    /// Makes the data of a write that of another generation.
+    /// Sets the generation of the data of a write.
     pub fn set_generation(&mut self, generation: u64) {
         pattern::stamp(&mut self.bytes[REQUEST..], generation);
     }
 
-    /// Where the request points.
+    /// The offset of the request.
     pub fn offset(&self) -> u64 {
         u64::from_be_bytes(field(&self.bytes, OFFSET_FIELD.start))
     }
@@ -88,7 +88,7 @@ pub fn header(command: u16, flags: u16, cookie: u64, offset: u64, length: u32) -
     header_with(REQUEST_MAGIC, command, flags, cookie, offset, &length.to_be_bytes())
 }
 
-/// The header of a request with extended headers.
+/// The extended header of a request.
 pub fn extended_header(command: u16, flags: u16, cookie: u64, offset: u64, length: u64) -> Vec<u8> {
     header_with(EXTENDED_REQUEST_MAGIC, command, flags, cookie, offset, &length.to_be_bytes())
 }
@@ -114,7 +114,7 @@ fn header_with(
 /// The slot that a reply header is for.
 ///
 /// # Errors
-/// The bytes are no header, or the header has an error of the server.
+/// The bytes are no header, or the header has an error code.
 pub fn parse_reply(header: &[u8; REPLY]) -> Result<u64> {
     let magic = u32::from_be_bytes(field(header, 0));
     let error = u32::from_be_bytes(field(header, 4));
@@ -123,7 +123,7 @@ pub fn parse_reply(header: &[u8; REPLY]) -> Result<u64> {
     Ok(u64::from_be_bytes(field(header, 8)))
 }
 
-/// A reply that tells success to the request with `cookie`.
+/// The header of a successful reply to the request with `cookie`.
 pub fn reply(cookie: u64) -> [u8; REPLY] {
     let mut header = [0; REPLY];
     header[..4].copy_from_slice(&SIMPLE_REPLY.to_be_bytes());
@@ -131,7 +131,7 @@ pub fn reply(cookie: u64) -> [u8; REPLY] {
     header
 }
 
-/// The operation, cookie and length in bytes that a request header tells; none for a farewell.
+/// The operation, cookie and length in bytes of a request header; `None` for `NBD_CMD_DISC`.
 pub fn parse_request(header: &[u8; REQUEST]) -> Result<Option<(Operation, u64, u32)>> {
     let magic = u32::from_be_bytes(field(header, 0));
     ensure!(magic == REQUEST_MAGIC, "request magic {magic:#x}: the stream is out of step");

@@ -1,7 +1,7 @@
 //! The Debian packages that the tests and the comparison need, and their installation.
 //!
-//! A package counts as present when what we use of it works, so hand-built tools are as good.
-//! Nothing is installed unless the user is root; other users get the exact command to run.
+//! A package counts as present if the parts of it that we use work, so hand-built tools count, too.
+//! Packages are installed only if the user is root; other users get the exact command to run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use anyhow::{Result, bail};
 use crate::backports::{self, Backports};
 use crate::process::{apt_get, find_program, run, succeeds};
 
-/// How the presence of a package shows.
+/// How to find out whether a package is present.
 enum Probe {
     /// All these programs are on the search path.
     Programs(&'static [&'static str]),
@@ -20,11 +20,11 @@ enum Probe {
     PythonModule(&'static str),
     /// pkg-config knows this library, with its headers.
     Library(&'static str),
-    /// Perl has this module. Its smallest package has not all that belong to it.
+    /// Perl has this module. Debian's `perl-base` lacks some modules of Perl.
     PerlModule(&'static str),
 }
 
-/// A package and how to see that it is there.
+/// A package and how to find out whether it is present.
 pub struct Package {
     name: &'static str,
     probe: Probe,
@@ -78,7 +78,7 @@ pub const FOR_TESTS: &[Package] = &[
     Package { name: "fish", probe: Probe::Programs(&["fish"]) },
 ];
 
-/// The needs of tests of images in Ceph beside it: a cluster on this machine.
+/// What the tests of images in Ceph need in addition: a cluster on this machine.
 /// [`crate::qemu_driver`] has QEMU's client.
 pub const FOR_CEPH: &[Package] = &[
     Package { name: "ceph-mon", probe: Probe::Programs(&["ceph-mon", "monmaptool"]) },
@@ -86,7 +86,8 @@ pub const FOR_CEPH: &[Package] = &[
     Package { name: "ceph-common", probe: Probe::Programs(&["ceph", "rbd", "ceph-authtool"]) },
 ];
 
-/// The needs of `cargo xtask compare --remote`: both servers have another one as their storage.
+/// The needs of `cargo xtask compare --remote`: the storage of the compared servers is another
+/// server.
 pub const FOR_REMOTE: &[Package] = &[QEMU_UTILS, FIO];
 
 /// The needs of the static binary of `cargo xtask dist`: OpenSSL is built from source for it.
@@ -96,7 +97,7 @@ pub const FOR_STATIC_BINARY: &[Package] = &[
     Package { name: "gcc", probe: Probe::Programs(&["cc"]) },
 ];
 
-/// The needs of `cargo xtask dist --test`: the other side of TLS.
+/// The needs of `cargo xtask dist --test`: the peers of TLS connections.
 pub const FOR_TLS_TESTS: &[Package] =
     &[QEMU_UTILS, LIBNBD, PYTHON_LIBNBD, NBDKIT, FIO, GNUTLS, OPENSSL];
 
@@ -109,10 +110,10 @@ pub const FOR_TLS: &[Package] = &[QEMU_UTILS, LIBNBD];
 /// The needs of `cargo xtask compare --vmstate`.
 pub const FOR_STATES: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM];
 
-/// The needs of `cargo xtask vm` on the host; the guest's content it fetches itself.
+/// The needs of `cargo xtask vm` on the host; it fetches the guest's content itself.
 pub const FOR_GUESTS: &[Package] = &[QEMU_UTILS, QEMU_SYSTEM, STRACE];
 
-/// The needs of `cargo xtask vm services` beside that.
+/// What `cargo xtask vm services` needs in addition.
 pub const FOR_SYSTEMS: &[Package] =
     &[Package { name: "mmdebstrap", probe: Probe::Programs(&["mmdebstrap"]) }];
 
@@ -122,9 +123,9 @@ pub const FOR_KILLS: &[Package] = &[QEMU_UTILS, PYTHON_LIBNBD];
 /// The needs of `cargo xtask fuzz`: libFuzzer is compiled from C++.
 pub const FOR_FUZZING: &[Package] = &[Package { name: "g++", probe: Probe::Programs(&["c++"]) }];
 
-/// A program out of a package that is not to be installed as a whole, because that would start a
-/// service. It is unpacked into `folder`, unless it is there already or on the search path. `path`
-/// is where the package has it.
+/// Finds a program of a package that must not be installed, because that would start a service. The
+/// program is unpacked into `folder`, unless it is there already or on the search path. `path` is
+/// its path in the package.
 ///
 /// # Errors
 /// When there is no such package, or it has no such program.
@@ -142,7 +143,8 @@ pub fn unpack(package: &str, path: &str, folder: &Path) -> Result<PathBuf> {
     if program.exists() { Ok(program) } else { bail!("the Debian package {package} has no {path}") }
 }
 
-/// AppArmor's parser, as [`unpack`]. Debian 12 has it in another folder than later releases.
+/// Unpacks AppArmor's parser with [`unpack`]. Debian 12 has it in another folder than later
+/// releases.
 ///
 /// # Errors
 /// As [`unpack`].
@@ -160,7 +162,7 @@ pub(crate) fn extract(mut download: Command, folder: &Path) -> Result<()> {
     extract_all(folder, folder)
 }
 
-/// Extracts the packages in `archives` into `folder`, and removes them.
+/// Extracts the packages in `archives` into `folder`, and removes their files.
 ///
 /// # Errors
 /// One of them cannot be read or extracted.
@@ -178,8 +180,8 @@ pub fn extract_all(archives: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that all `packages` are there: installs the missing ones if we are root, else fails
-/// with the command that would.
+/// Makes sure that all `packages` are present: installs the missing ones if we are root, else fails
+/// with the command that would install them.
 pub fn require(packages: &[Package]) -> Result<()> {
     let missing = missing(packages);
     if missing.is_empty() {
@@ -196,9 +198,9 @@ pub fn require(packages: &[Package]) -> Result<()> {
         bail!("missing: {names}; install with: {by_hand}");
     }
     run(apt_get(&["update"]))?;
-    // Packages of one source must be of one version: to install one may remove another that came
-    // from elsewhere, which is then missing. So QEMU's are taken from one place, and looked for
-    // twice.
+    // All packages of one source package must have one version, so installing one may remove
+    // another that has a different origin. So QEMU's packages come from one origin, and missing
+    // ones are searched for twice.
     for _ in 0..2 {
         let missing = self::missing(packages);
         if missing.is_empty() {

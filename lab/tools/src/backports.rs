@@ -1,8 +1,8 @@
 //! Packages of Debian's backports, beside those of the system's own sources, which stay as they
 //! are.
 //!
-//! All of QEMU's packages must have one version: where `qemu-utils` came from backports, the
-//! system's sources offer an emulator that could be installed only in place of it.
+//! All of QEMU's packages must have one version: if `qemu-utils` came from backports, installing
+//! the emulator from the system's sources would remove it.
 
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -19,7 +19,7 @@ const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 /// The first release of Debian that has QEMU 10, the oldest one that the tests are written for.
 const RELEASE_WITH_QEMU: u32 = 13;
 
-/// Lists of packages that have those of Debian's backports, too.
+/// Package lists that include Debian's backports.
 pub struct Backports {
     /// The name for `apt-get install --target-release`.
     suite: String,
@@ -27,10 +27,10 @@ pub struct Backports {
 }
 
 impl Backports {
-    /// Keeps the lists in the target folder, which has no other writer, and fetches them.
+    /// Fetches the lists and keeps them in the target folder, which nothing else writes to.
     ///
     /// # Errors
-    /// The system is no Debian, or the lists are not to be had.
+    /// The system is not Debian, or the lists cannot be fetched.
     pub fn fetch() -> Result<Self> {
         let folder = Workspace::find()?.target().join("tools/apt");
         let codename = os_release("VERSION_CODENAME").context("backports are for Debian")?;
@@ -44,7 +44,7 @@ impl Backports {
         Ok(backports)
     }
 
-    /// `apt-get install` of packages, where the versions of backports are preferred.
+    /// `apt-get install`, which prefers the versions of backports.
     pub fn install(&self) -> Command {
         self.apt_get(&["install", "--target-release", &self.suite])
     }

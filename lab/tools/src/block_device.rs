@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Whether a durable write to a file in `folder` may need a flush: the kernel does not say that its
-/// device has FUA, nor that it has no volatile cache (Documentation/ABI/stable/sysfs-block).
+/// Whether a durable write to a file in `folder` may need a flush. It needs none if the kernel
+/// reports that the device has FUA or no volatile cache (Documentation/ABI/stable/sysfs-block).
 ///
 /// # Errors
 /// `folder` cannot be looked up.

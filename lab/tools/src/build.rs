@@ -10,11 +10,11 @@ use crate::workspace::Workspace;
 /// How the binary is compiled.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
-    /// Quickly, with debug assertions.
+    /// Fast to build, with debug assertions.
     Dev,
-    /// Optimized, and built soon.
+    /// Optimized, and faster to build than `Dist`.
     Release,
-    /// As packages have it.
+    /// As in packages.
     Dist,
 }
 

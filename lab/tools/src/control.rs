@@ -1,5 +1,5 @@
-//! A client of a server's control socket, which may be gone at any moment: JSON-RPC, a message a
-//! line.
+//! A client of a server's control socket: JSON-RPC, one message a line. The server may end at any
+//! moment.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -9,10 +9,10 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-/// Longer than anything takes on a busy machine.
+/// The longest time until an answer, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The outcome of a method: its result, or the reason why it is refused.
+/// The answer to a method: its result, or the error text.
 pub type Answer = Result<Value, String>;
 
 /// A connection.
@@ -30,7 +30,7 @@ impl Control {
         Ok(Self { stream: BufReader::new(stream), next_id: 1 })
     }
 
-    /// Asks for a method without waiting for its answer; the request's number.
+    /// Sends a request without waiting for its answer; returns the request's number.
     pub fn send(&mut self, method: &str, params: &Value) -> Result<u64> {
         let id = self.next_id;
         self.next_id += 1;
@@ -40,7 +40,7 @@ impl Control {
         Ok(id)
     }
 
-    /// Waits for the answer to a request; `None` where the server ended before it came.
+    /// Waits for the answer to a request; `None` if the server ended before it answered.
     pub fn answer_to(&mut self, id: u64) -> Result<Option<Answer>> {
         loop {
             let mut line = String::new();
@@ -61,7 +61,7 @@ impl Control {
         }
     }
 
-    /// Has a method carried out by a server that goes on.
+    /// Calls a method and waits for the answer; the server must not end before.
     pub fn call(&mut self, method: &str, params: &Value) -> Result<Answer> {
         let id = self.send(method, params)?;
         self.answer_to(id)?.with_context(|| format!("the server ended before it answered {method}"))

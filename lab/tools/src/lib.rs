@@ -1,14 +1,14 @@
-//! The shared parts of this workspace's programs: they are started by cargo, and start others.
+//! The shared parts of this workspace's programs that cargo starts and that start others.
 //!
-//! - [`process`]: other programs
+//! - [`process`]: starting other programs
 //! - [`workspace`]: where the workspace and its build products are
 //! - [`build`]: the binary under test
 //! - [`apt`]: packages of the system
 //! - `backports`: newer packages than the system's own
-//! - [`qemu_driver`]: a driver of QEMU's that is a module
+//! - [`qemu_driver`]: a QEMU driver that is a module
 //! - [`block_device`]: the disk below a folder
 //! - [`control`], [`monitor`]: a server's control socket, and QEMU's
-//! - [`workers`]: work side by side
+//! - [`workers`]: parallel work
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "a task talks to the person who started it")]
 

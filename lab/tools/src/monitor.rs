@@ -27,12 +27,12 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// Gives a command and returns what it returns; an error is what QEMU says against it.
+    /// Runs a command and returns its result; an error has QEMU's error text.
     pub fn command(&mut self, name: &str, arguments: &Value) -> Result<Value> {
         let line = json!({ "execute": name, "arguments": arguments }).to_string() + "\n";
         self.stream.get_mut().write_all(line.as_bytes()).context("QEMU's monitor is gone")?;
         loop {
-            // Between question and answer QEMU tells what else happens.
+            // QEMU may send events before the answer.
             let mut message = self.message()?;
             if let Some(returned) = message.get_mut("return") {
                 return Ok(returned.take());

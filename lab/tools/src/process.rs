@@ -19,7 +19,7 @@ pub(crate) fn apt_get(args: &[&str]) -> Command {
     let mut command = Command::new("apt-get");
     command.args(["--quiet=2", "--option", "Dpkg::Use-Pty=0"]).args(args);
     command.env("DEBIAN_FRONTEND", "noninteractive").stdin(Stdio::null());
-    // The list of unpacked packages is of no use; errors come on standard error.
+    // Standard output only lists unpacked packages; errors go to standard error.
     command.stdout(Stdio::null());
     command
 }
@@ -68,7 +68,7 @@ pub fn succeeds(mut command: Command) -> bool {
     quiet.status().is_ok_and(|status| status.success())
 }
 
-/// The file that `program` would start from the search path.
+/// The file that the name `program` stands for on the search path.
 pub fn find_program(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     // Administrators' tools are often missing from an ordinary user's search path.

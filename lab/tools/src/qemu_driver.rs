@@ -1,10 +1,10 @@
 //! A driver of QEMU's block layer that Debian has as a loadable module, in its package
 //! `qemu-block-extra`.
 //!
-//! QEMU loads only modules of its own build, so the package must have exactly QEMU's version. Where
-//! that came from Debian's backports, apt of a plain Debian would offer another one. So the package
-//! is fetched by version, unpacked into a folder, and QEMU gets that folder by its environment.
-//! Nothing is installed, and QEMU stays as it is.
+//! QEMU loads only modules of its own build, so the package must have exactly QEMU's version. If
+//! QEMU came from Debian's backports, apt would offer the module package of another version. So the
+//! package is fetched by version, unpacked into a folder, and QEMU finds that folder by an
+//! environment variable. Nothing is installed, and QEMU stays as it is.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -18,12 +18,12 @@ use crate::process::{apt_get, stdout_of};
 /// The environment variable by which QEMU's programs find modules in one more folder.
 pub const MODULE_FOLDER: &str = "QEMU_MODULE_DIR";
 
-/// Finds the driver `driver`, or fetches it into `folder`: what [`MODULE_FOLDER`] has to be for
-/// QEMU's programs, or `None` where they have the driver already.
+/// Finds the driver `driver`, or fetches it into `folder`. Returns the value of [`MODULE_FOLDER`]
+/// for QEMU's programs, or `None` if they have the driver already.
 ///
 /// # Errors
-/// The driver is not to be had here: no Debian, no network, or QEMU is of a version that Debian has
-/// no longer.
+/// The driver cannot be fetched: the system is not Debian, there is no network, or Debian no longer
+/// has QEMU's version.
 pub fn find(driver: &str, folder: &Path) -> Result<Option<PathBuf>> {
     if has(driver, None)? {
         return Ok(None);
@@ -31,7 +31,8 @@ pub fn find(driver: &str, folder: &Path) -> Result<Option<PathBuf>> {
     let mut query = Command::new("dpkg-query");
     query.args(["--show", "--showformat=${Version}", "qemu-utils"]);
     let version = stdout_of(query).context("cannot tell which package QEMU is from")?;
-    // Another version's modules stay away from this one.
+    // The folder has the version in its name, because QEMU cannot load the modules of another
+    // version.
     let unpacked = folder.join(format!("qemu-block-extra-{}", version.replace([':', '/'], "_")));
     if let Some(modules) = modules(driver, &unpacked)? {
         return Ok(Some(modules));
@@ -49,7 +50,7 @@ pub fn find(driver: &str, folder: &Path) -> Result<Option<PathBuf>> {
 /// Whether QEMU has the driver, with the modules of a folder.
 fn has(driver: &str, modules: Option<&Path>) -> Result<bool> {
     let mut info = Command::new("qemu-img");
-    // Which options are missing, only the driver knows.
+    // Only an existing driver reports which of its options are missing.
     info.args(["info", "--image-opts", &format!("driver={driver}")]).stdin(Stdio::null());
     modules.map(|folder| info.env(MODULE_FOLDER, folder));
     let output = info.output().context("cannot start qemu-img")?;
@@ -59,7 +60,7 @@ fn has(driver: &str, modules: Option<&Path>) -> Result<bool> {
 /// The folder below `unpacked` that has the module, if QEMU can load it.
 fn modules(driver: &str, unpacked: &Path) -> Result<Option<PathBuf>> {
     let name = format!("block-{driver}.so");
-    // Below it is a folder for each architecture.
+    // `usr/lib` has a folder for each architecture.
     let Ok(libraries) = unpacked.join("usr/lib").read_dir() else { return Ok(None) };
     for library in libraries {
         let modules = library?.path().join("qemu");

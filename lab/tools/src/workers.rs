@@ -1,4 +1,4 @@
-//! Independent pieces of work side by side.
+//! Independent pieces of work, in parallel.
 
 use std::sync::Mutex;
 use std::thread;
@@ -6,7 +6,7 @@ use std::thread;
 use anyhow::Result;
 
 /// Calls `work` for each of `items`, in as many threads as there are processors. After the first
-/// error no call begins; returns when all calls have ended, with an error if one failed.
+/// error no more calls begin. Returns when all calls have ended, with an error if one failed.
 pub fn side_by_side<T: Sync>(items: &[T], work: impl Fn(&T) -> Result<()> + Sync) -> Result<()> {
     let waiting = Mutex::new(items.iter());
     let next = || waiting.lock().expect("no thread panics that holds it").next();

@@ -1,4 +1,4 @@
-//! Where the workspace and its build products are, as cargo tells it.
+//! Where the workspace and its build products are, from `cargo metadata`.
 
 use std::path::{Path, PathBuf};
 
@@ -53,7 +53,7 @@ pub fn metadata(manifest: Option<&Path>) -> Result<Value> {
     serde_json::from_str(&stdout_of(command)?).context("cannot read the output of cargo metadata")
 }
 
-/// The packages in an answer of [`metadata`].
+/// The packages in the output of [`metadata`].
 pub fn packages(metadata: &Value) -> &[Value] {
     metadata["packages"].as_array().map_or(&[], Vec::as_slice)
 }

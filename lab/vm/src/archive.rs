@@ -1,9 +1,8 @@
-//! An initramfs in the making: an uncompressed cpio archive ("newc") that the kernel unpacks at
-//! boot.
+//! Builds an initramfs: an uncompressed cpio archive ("newc") that the kernel unpacks at boot.
 //!
-//! The kernel takes several archives one behind the other, each padded to four bytes; so what never
-//! changes is made once and what belongs to one run is put behind it. Format: the kernel's
-//! Documentation/driver-api/early-userspace/buffer-format.rst.
+//! The kernel takes several archives one after the other, each padded to four bytes; so an archive
+//! of what never changes is made once, and an archive for one run is appended to it. Format: the
+//! kernel's Documentation/driver-api/early-userspace/buffer-format.rst.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -18,7 +17,7 @@ const FOLDER: u32 = 0o040_755;
 const EXECUTABLE: u32 = 0o100_755;
 const LINK: u32 = 0o120_777;
 
-/// An archive that grows.
+/// An archive that entries are added to.
 #[derive(Default)]
 pub struct Archive {
     bytes: Vec<u8>,

@@ -1,7 +1,8 @@
-//! The guest before any scenario: kernel, modules, tools, ours, and the first script.
+//! The parts of a guest that all scenarios share: kernel, modules, tools, our binaries, and the
+//! first script.
 //!
-//! Kernel and tools are made once and kept in the cache; our own binaries are packed for every run,
-//! because they are what changes.
+//! Kernel and tools are packed once and kept in the cache; our own binaries are packed for every
+//! run, because they change.
 
 use std::path::{Path, PathBuf};
 
@@ -21,10 +22,10 @@ const VERSION: &str = "6";
 /// The modules of the newer kernel.
 const MODULES_FILE: &str = "modules.cpio";
 
-/// Runs first in the guest: makes the usual places, runs the job, and tells its exit status to QEMU
-/// by the debug exit device. A status greater than 100 becomes 100. A job that leaves /next behind
-/// has prepared a system at /mnt that is started instead, and tells the status itself
-/// (`in_guest::debian`).
+/// Runs first in the guest: mounts the usual file systems, runs the job, and reports its exit
+/// status to QEMU by the debug exit device. A status greater than 100 becomes 100. If a job leaves
+/// the file /next, the script starts the system that the job has prepared at /mnt, which reports
+/// the status itself (`in_guest::debian`).
 const INIT: &str = r#"#!/bin/sh
 export PATH=/bin DM_DISABLE_UDEV=1 RUST_BACKTRACE=0
 mount -t proc proc /proc
@@ -41,9 +42,9 @@ if [ $status = 0 ] && [ -e /next ]; then exec switch_root /mnt /sbin/init </dev/
 if [ $status -gt 100 ]; then status=100; fi
 printf "\\$(printf %o $((status + 1)))" | dd of=/dev/port bs=1 seek=244 2>/dev/null
 "#;
-/// The port in [`INIT`].
+/// The port of the debug exit device in [`INIT`].
 pub const EXIT_PORT: &str = "0xf4";
-/// The words of [`INIT`] before it runs the job.
+/// What [`INIT`] prints before it runs the job.
 pub const IS_UP: &str = "guest is up";
 
 /// Which tools a guest has.
@@ -58,10 +59,10 @@ pub enum Tools {
 /// Which kernel a guest has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelChoice {
-    /// The kernel of the release that the tools are of.
+    /// The kernel of the same Debian release as the tools.
     Usual,
-    /// The newest one of the next release: what the scenarios show with the usual one holds, and
-    /// interfaces that are newer are there.
+    /// The newest kernel of the next release, for newer interfaces, and to repeat scenarios that
+    /// pass with the usual kernel.
     Newer,
 }
 
@@ -70,7 +71,7 @@ pub struct Base {
     cache: PathBuf,
     packages: Packages,
     blockhouse: PathBuf,
-    /// Archives, one behind the other.
+    /// Archives, one after the other.
     archives: Vec<u8>,
     fio: PathBuf,
 }
@@ -91,7 +92,8 @@ impl Base {
         &self.blockhouse
     }
 
-    /// The binary under test as packages have it, in an archive: others are built quickly.
+    /// An archive with the binary under test as packages have it; the usual binary has debug
+    /// assertions.
     pub fn optimized(&self, workspace: &Workspace) -> Result<Vec<u8>> {
         let binary = build_binary(workspace, Profile::Dist)?;
         let scratch = scratch(&self.cache)?;
@@ -110,7 +112,7 @@ impl Base {
         &self.packages
     }
 
-    /// The kernel, as QEMU starts it.
+    /// The kernel file that QEMU starts.
     pub fn kernel(&self, choice: KernelChoice) -> PathBuf {
         self.folder_of(choice).join("vmlinux")
     }
@@ -122,8 +124,8 @@ impl Base {
         }
     }
 
-    /// The kernels that there are. Where the newer one cannot be fetched, that is said; machines
-    /// that are meant to have everything fail then.
+    /// The kernels that are available. If the newer one cannot be fetched, this is printed, or is
+    /// an error on machines that are meant to have everything.
     pub fn kernels(&self) -> Result<Vec<KernelChoice>> {
         let folder = self.folder_of(KernelChoice::Newer);
         match Kernel::fetch_newer(&folder) {
@@ -139,7 +141,7 @@ impl Base {
         Ok(vec![KernelChoice::Usual, KernelChoice::Newer])
     }
 
-    /// Makes what guests with the newer kernel need, where it is not in the cache yet.
+    /// Makes what guests with the newer kernel need, unless it is in the cache.
     fn prepare_newer(&self, folder: &Path, kernel: &Kernel) -> Result<()> {
         let stamp = folder.join("base");
         let wanted = format!("{VERSION} {}", kernel.version());
@@ -155,14 +157,14 @@ impl Base {
         std::fs::write(&stamp, wanted).context("cannot write to the cache")
     }
 
-    /// A folder for what a run leaves, on a disk that has room.
+    /// A folder for the files of a run, on a disk with enough space.
     pub fn cache(&self) -> &Path {
         &self.cache
     }
 
     /// An initramfs that runs the shell script `job` on this kernel.
     pub fn initramfs(&self, choice: KernelChoice, tools: Tools, job: &str) -> Result<Vec<u8>> {
-        // Files of a later archive take the place of those of an earlier one.
+        // Files of a later archive replace those of an earlier one.
         let modules = match choice {
             KernelChoice::Usual => Vec::new(),
             KernelChoice::Newer => read(&self.folder_of(choice).join(MODULES_FILE))?,
@@ -203,7 +205,7 @@ impl Base {
         read(&file)
     }
 
-    /// The binary under test, and this program, which is the other side inside the guest.
+    /// An archive with the binary under test and this program, which runs the jobs in the guest.
     fn ours(&self) -> Result<Vec<u8>> {
         let scratch = scratch(&self.cache)?;
         let own = std::env::current_exe().context("cannot find this program")?;

@@ -1,8 +1,8 @@
 //! A Debian system with systemd, for guests that install our package.
 //!
-//! Guarantee: it is what mmdebstrap makes of a release's packages, nothing of this project is in
-//! it, and no guest changes it: each unpacks it anew. It is made once and kept in the cache;
-//! removing it there fetches the newest packages.
+//! Guarantee: the system is what mmdebstrap makes of a release's packages, with nothing of this
+//! project, and no guest changes it: each guest unpacks it anew. The system is made once and kept
+//! in the cache; removing it there makes a new one of the newest packages.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,16 +12,16 @@ use anyhow::{Context, Result};
 use lab_tools::apt;
 use lab_tools::process::{cargo, run};
 
-/// The release whose service manager keeps descriptors of services (systemd 254 and later).
+/// A release whose service manager keeps the file descriptors of services (systemd 254 and later).
 const SUITE: &str = "trixie";
 const MIRROR: &str = "http://deb.debian.org/debian";
-/// The packages in it beside those that every system has.
+/// The packages in addition to those of a minimal system.
 const PACKAGES: &str = "systemd-sysv,apparmor,qemu-utils,libnbd-bin";
 
-/// The archive of the system's files, made first where it is not in `cache` yet.
+/// The archive of the system's files, which is made first unless it is in `cache`.
 ///
 /// # Errors
-/// The tools that are missing on this host.
+/// The error names the tools that are missing on this host.
 pub fn system(cache: &Path) -> Result<PathBuf> {
     let archive = cache.join("debian.tar");
     let stamp = cache.join("debian");

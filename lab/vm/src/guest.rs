@@ -1,4 +1,4 @@
-//! A guest on a disk that our server on the host offers: what the host sees and does meanwhile.
+//! A guest on a disk that our server on the host exports: the host's part.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -21,35 +21,35 @@ use super::strace::Strace;
 use lab_tools::process::run as run_tool;
 use tempfile::TempDir;
 
-/// Room for the guest's file system.
+/// Bytes of the disk of the guest's file system.
 const DISK: u64 = 320 << 20;
 /// The disk's size after it has grown.
 const GROWN: u64 = DISK + (16 << 20);
-/// Bytes in what `st_blocks` counts.
+/// The unit of `st_blocks`, in bytes.
 const BLOCK: u64 = 512;
 /// MiB of the guest's memory.
 const MEMORY: u32 = 1024;
-/// The longest time until QEMU finds a server that was started again.
+/// The longest time until QEMU connects to a restarted server.
 const RECONNECT: Duration = Duration::from_secs(60);
 const RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// A guest, its disks, and how it gets them.
+/// A guest, its disks, and how they are exported.
 struct GuestScenario<'a> {
     base: &'a Base,
     disks: Disks,
-    /// A raw image that is copied, trimmed and made longer under the guest.
+    /// A raw image that is copied, trimmed and made longer while the guest uses it.
     plain: ServedImage,
     /// A qcow2 image whose server is killed and upgraded.
     killed: ServedImage,
     changes: Changes,
-    /// Where servers keep what outlives them: in memory.
+    /// The folder in memory of the servers' state files.
     state: TempDir,
     export: Export,
     file_system: FileSystem,
 }
 
-/// An image of the host with a server of its own. The guest finds the disk by its serial number,
-/// which over vhost-user is the server's to tell: the name of the image.
+/// An image on the host with its own server. The guest finds the disk by its serial number: over
+/// vhost-user the server reports it, the name of the image.
 struct ServedImage {
     name: &'static str,
     format: &'static str,
@@ -67,9 +67,9 @@ impl ServedImage {
 /// How often a server is killed, and upgraded.
 #[derive(Clone, Copy, Debug)]
 pub struct Changes {
-    /// Killed, and started again.
+    /// How often it is killed and started again.
     pub kills: u64,
-    /// Upgraded.
+    /// How often it is upgraded.
     pub upgrades: u64,
 }
 
@@ -81,7 +81,7 @@ enum Change {
 }
 
 impl Changes {
-    /// All of them: kills and upgrades in turn, as far as there are both.
+    /// All changes: kills and upgrades alternate while there are both.
     fn all(self) -> Vec<Change> {
         let turns = 0..self.kills.max(self.upgrades);
         let both = turns.flat_map(|turn| {
@@ -93,8 +93,8 @@ impl Changes {
     }
 }
 
-/// Runs the whole scenario: the first boot, in which a server is killed and upgraded several times,
-/// and a second one that finds everything as it was.
+/// Runs the whole scenario: the first boot, during which a server is killed and upgraded several
+/// times, and a second boot that must find everything as it was.
 pub fn run(base: &Base, export: Export, file_system: FileSystem, changes: Changes) -> Result<()> {
     let disks = Disks::new(base)?;
     let plain = ServedImage::new(&disks, "plain", "raw");
@@ -111,7 +111,8 @@ pub fn run(base: &Base, export: Export, file_system: FileSystem, changes: Change
 }
 
 impl GuestScenario<'_> {
-    /// A file system, frozen, trimmed, and in use while the server is killed and upgraded.
+    /// The first boot: a file system is frozen, trimmed, and in use while the server is killed and
+    /// upgraded.
     fn first_boot(&self) -> Result<()> {
         let start = |image| self.serve(image, Command::new(self.base.blockhouse()), &[]);
         let plain = start(&self.plain)?;
@@ -167,7 +168,7 @@ impl GuestScenario<'_> {
         Ok(())
     }
 
-    /// The image whose server was killed has leaks at most.
+    /// Checks that the image whose server was killed has at most leaks.
     fn check_killed(&self) -> Result<()> {
         let check = Command::new("qemu-img").args(["check", "-q"]).arg(&self.killed.path).status();
         let code = check.context("cannot start qemu-img")?.code();
@@ -175,8 +176,9 @@ impl GuestScenario<'_> {
         Ok(())
     }
 
-    /// The same disk after a reboot. Then it grows under the guest, which switches the write cache
-    /// off and on; what the server makes durable meanwhile is counted.
+    /// The second boot, with the same disk. Then the disk grows while the guest uses it, and the
+    /// guest switches the write cache off and on; the server's durable operations during that time
+    /// are counted.
     fn second_boot(&self) -> Result<()> {
         let strace = Strace::new(self.disks.path("calls"));
         let traced = ["--engine", "threads"];
@@ -200,7 +202,8 @@ impl GuestScenario<'_> {
                 grow().context("cannot make the image longer")?;
                 server.look_at_length()?;
             }
-            // The protocol tells a client the size when it connects, and QEMU wants to be asked.
+            // A client learns the size only when it connects, and QEMU must be told to resize its
+            // drive.
             Export::Nbd => {
                 server.kill()?;
                 grow().context("cannot make the image longer")?;
@@ -216,7 +219,7 @@ impl GuestScenario<'_> {
         self.check_durability(&strace)
     }
 
-    /// Whether the server was as durable as the guest was told.
+    /// Checks that the server made durable what the guest's cache setting demands.
     fn check_durability(&self, strace: &Strace) -> Result<()> {
         let starts = [0, 1, 2].map(|part| cache::place(DISK, part));
         let mut is_good = true;
@@ -225,8 +228,8 @@ impl GuestScenario<'_> {
                 "{WRITES} direct writes, {kind}: {} plain, {} with RWF_DSYNC, {} flushes",
                 calls.plain, calls.durable, calls.flushes
             ));
-            // Behind a part with a volatile cache there may be one flush: when it is switched off,
-            // and the guest's own at the end.
+            // After a part with a volatile cache there may be one flush: when the cache is switched
+            // off, or the guest's own flush at the end.
             is_good &= calls.plain + calls.durable == WRITES
                 && match *kind {
                     "write through" => calls.durable + calls.flushes >= WRITES,
@@ -248,7 +251,7 @@ impl GuestScenario<'_> {
         Server::start(program, self.export, &image.socket)
     }
 
-    /// A machine with both disks. What QEMU calls the first one, [`resize`] relies on.
+    /// A machine with both disks. [`resize`] relies on QEMU's name of the first one.
     fn machine(&self) -> Result<Machine<'_>> {
         let mut machine = Machine::new(self.base, MEMORY)?;
         machine.tools(Tools::WithFio);
@@ -276,13 +279,14 @@ impl GuestScenario<'_> {
         Ok(machine)
     }
 
-    /// The copy that was made while the file system was frozen.
+    /// The path of the copy that was made while the file system was frozen.
     fn frozen(&self) -> PathBuf {
         self.disks.path("frozen")
     }
 }
 
-/// Tells QEMU that its first drive has grown, as soon as it has seen so itself.
+/// Tells QEMU to resize its first drive, as soon as QEMU has connected to the server with the new
+/// size.
 fn resize(running: &Running) -> Result<()> {
     let mut monitor = running.monitor()?;
     let end = Instant::now() + RECONNECT;
@@ -297,7 +301,7 @@ fn resize(running: &Running) -> Result<()> {
     }
 }
 
-/// Bytes that the host has set aside for a file.
+/// Bytes that the host has allocated for a file.
 fn allocated(path: &Path) -> Result<u64> {
     let status = path.metadata().with_context(|| format!("cannot see {}", path.display()))?;
     Ok(status.blocks() * BLOCK)

@@ -1,5 +1,5 @@
 //! The guest's kernel in the form that starts fastest: the bare ELF file, and only the modules that
-//! are used, without what only debuggers read.
+//! are used, without debug information.
 //!
 //! QEMU starts an ELF kernel that has a PVH entry point directly, so nothing is decompressed under
 //! emulation. A module that keeps its type information and signature loads several times slower.
@@ -15,7 +15,7 @@ use super::archive::Archive;
 use super::packages::{Kernel, Packages};
 use lab_tools::process::{line, run};
 
-/// Where the guest finds the modules, and beside each the list of what to load before it.
+/// The guest's folder of the modules. Beside each module is the list of modules to load before it.
 pub const MODULES: &str = "lib/modules";
 
 /// The modules that the scenarios load.
@@ -42,7 +42,7 @@ const USED: &[&str] = &[
     "crc32c_generic",
 ];
 
-/// Modules that newer kernels have in themselves.
+/// Modules that newer kernels have built in.
 const MERGED: &[&str] = &["crc32c_generic"];
 
 /// Unpacks the kernel's image into the ELF file `to`.
@@ -52,7 +52,7 @@ pub fn unpack_image(kernel: &Kernel, to: &Path) -> Result<()> {
         std::fs::read(&image).with_context(|| format!("cannot read {}", image.display()))?;
     let payload = payload(&bytes).with_context(|| format!("{} is cut short", image.display()))?;
     let mut elf = Vec::new();
-    // Behind the one frame the build has put the length of what was compressed.
+    // The frame is followed by the uncompressed length, which the kernel's build has added.
     let mut frame = zstd::Decoder::new(payload)?.single_frame();
     frame.read_to_end(&mut elf).with_context(|| format!("{} is not zstd", image.display()))?;
     ensure!(elf.starts_with(b"\x7fELF"), "{} holds no ELF file", image.display());
@@ -80,7 +80,7 @@ fn decompress(packages: &Packages, compressed: &[u8]) -> Result<Vec<u8>> {
     let mut child = command.spawn().with_context(|| format!("cannot start {}", line(&command)))?;
     let mut input = child.stdin.take().context("xz has no standard input")?;
     let output = std::thread::scope(|scope| {
-        // If it stops reading then its exit status tells why.
+        // If the program stops reading, its exit status tells why.
         scope.spawn(move || drop(input.write_all(compressed)));
         child.wait_with_output()
     })?;
@@ -99,7 +99,7 @@ pub fn add_modules(
     let list = folder.join("modules.dep");
     let lists = match std::fs::read_to_string(&list) {
         Ok(text) => dependencies(&text),
-        // A package that was never installed has no such list yet.
+        // The list is made at installation, so an unpacked package has none.
         Err(_) => dependencies(&run_depmod(packages, kernel)?),
     };
     let builtin = std::fs::read_to_string(folder.join("modules.builtin"))?;
@@ -112,7 +112,7 @@ pub fn add_modules(
             archive.file(&format!("{MODULES}/{name}.order"), b"");
             continue;
         };
-        // Listed are the nearest first.
+        // The list has the direct dependencies first.
         let order: Vec<String> =
             needs.iter().rev().chain([path]).map(|path| module_name(path)).collect();
         for path in needs.iter().chain([path]) {
@@ -133,7 +133,7 @@ fn module_name(path: &str) -> String {
     file.split('.').next().unwrap_or(file).replace('-', "_")
 }
 
-/// Each line is a module's path, a colon, and the paths that it needs.
+/// Each line is a module's path, a colon, and the paths of the modules that it needs.
 fn dependencies(text: &str) -> BTreeMap<String, Vec<String>> {
     let entry = |line: &str| {
         let (path, needs) = line.split_once(':')?;

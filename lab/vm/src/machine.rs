@@ -1,11 +1,9 @@
-//! A virtual machine that runs one job: started by QEMU's software emulation, ended by its own
-//! exit.
+//! A virtual machine that runs one job: QEMU emulates it in software, and it ends by its own exit.
 //!
 //! The job's output comes back as text, its exit status as a number. A guest that dies, hangs or
-//! exits in another way is an error that shows what its kernel said last; only one whose kernel
-//! dies before the job begins is started again, because emulated processors trip now and then over
-//! code that the kernel changes on its way up. Counts taken in such a guest mean
-//! something, times do not.
+//! exits in another way is an error that shows the last lines of its kernel. Only a guest whose
+//! kernel dies before the job begins is started again, because emulated processors sometimes fail
+//! on code that the kernel patches at boot. Counts from such a guest are meaningful, times are not.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -23,12 +21,12 @@ use super::base::{Base, EXIT_PORT, IS_UP, KernelChoice, Tools};
 
 /// The emulator.
 pub const QEMU: &str = "qemu-system-x86_64";
-/// Many times what a job takes on a busy host: beyond it hangs.
+/// Many times what a job takes on a busy host: after this time it counts as hung.
 pub const TIMEOUT: Duration = Duration::from_secs(600);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// How often a guest is started whose kernel does not come up.
+/// How often a guest is started if its kernel does not boot.
 const STARTS: usize = 3;
-/// Quick to boot, dead at the first oops, and silent: what makes each word worth its place is in
+/// Boots fast, panics at the first oops, and prints little; see
 /// Documentation/admin-guide/kernel-parameters.rst.
 const KERNEL_LINE: &str = "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable \
     no_timer_check nokaslr audit=0 cryptomgr.notests rcupdate.rcu_expedited=1";
@@ -106,25 +104,25 @@ impl<'a> Machine<'a> {
         Ok(Self { base, folder, memory, kernel, tools, archive, words, disks: 0 })
     }
 
-    /// Has another kernel than the usual one, one of [`Base::kernels`].
+    /// Chooses a kernel, one of [`Base::kernels`].
     pub fn kernel(&mut self, kernel: KernelChoice) -> &mut Self {
         self.kernel = kernel;
         self
     }
 
-    /// Packs other tools than the usual ones.
+    /// Chooses the tools in the guest.
     pub fn tools(&mut self, tools: Tools) -> &mut Self {
         self.tools = tools;
         self
     }
 
-    /// Has the files of an archive in place of those of the same names.
+    /// Adds an archive, whose files replace those of the same names.
     pub fn archive(&mut self, archive: &'a [u8]) -> &mut Self {
         self.archive = archive;
         self
     }
 
-    /// Adds words to QEMU's command line.
+    /// Adds an option to QEMU's command line.
     pub fn option(&mut self, name: &str, value: &str) -> &mut Self {
         self.words.extend([name.to_owned(), value.to_owned()]);
         self
@@ -137,7 +135,7 @@ impl<'a> Machine<'a> {
         self.drive(bus, serial, &drive)
     }
 
-    /// Attaches a drive that is given in QEMU's words, except for its name.
+    /// Attaches a drive. `drive` is the value of QEMU's `-drive` without `id` and `if`.
     pub fn drive(&mut self, bus: Bus, serial: &str, drive: &str) -> &mut Self {
         let id = format!("disk{}", self.disks);
         self.disks += 1;
@@ -160,10 +158,10 @@ impl<'a> Machine<'a> {
         self.start(job, limit)?.finish()
     }
 
-    /// Starts the shell script `job`, which has `limit` to end; returns when it begins.
+    /// Starts the shell script `job`, which must end within `limit`; returns when the job begins.
     ///
     /// # Errors
-    /// The guest does not come up, however often it is started.
+    /// The guest does not boot in several starts.
     pub fn start(self, job: &str, limit: Duration) -> Result<Running> {
         let initramfs = self.folder.path().join("initramfs");
         let archives = self.base.initramfs(self.kernel, self.tools, job)?;
@@ -207,7 +205,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Starts QEMU; what the guest says comes line by line.
+/// Starts QEMU; the receiver gets the guest's output line by line.
 fn spawn(command: &mut Command) -> Result<(Child, Receiver<String>)> {
     let mut child = command.spawn().with_context(|| format!("cannot start {QEMU}"))?;
     let stdout = child.stdout.take().context("the guest has no output")?;
@@ -235,7 +233,7 @@ impl Running {
         Monitor::connect(&monitor(&self.folder))
     }
 
-    /// Says a line to the job.
+    /// Sends a line to the job.
     pub fn send_line(&mut self, line: &str) -> Result<()> {
         let input = self.child.stdin.as_mut().context("the guest has no input")?;
         writeln!(input, "{line}").context("the guest does not listen")
@@ -250,7 +248,7 @@ impl Running {
     /// Waits until the job prints `line`, and returns all lines before it.
     ///
     /// # Errors
-    /// The guest ends, or its time is up, before.
+    /// The guest ends, or its time is up, before the line.
     pub fn wait_for(&mut self, line: &str) -> Result<String> {
         let start = self.output.len();
         loop {
@@ -264,7 +262,7 @@ impl Running {
     }
 
     fn end_child(&mut self) {
-        // Both fail only when it has ended, as it should have.
+        // Both fail only if the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -293,7 +291,8 @@ impl Running {
         while let Ok(line) = self.lines.recv() {
             self.take(&line);
         }
-        // The guest writes its status plus one to the port, and QEMU makes an odd number of it.
+        // The guest writes its status plus one to the port, and QEMU exits with twice that plus
+        // one.
         match status.code() {
             Some(code) if code >= 3 && code % 2 == 1 => Ok(Outcome {
                 status: ((code - 1) / 2 - 1) as u8,
@@ -316,7 +315,7 @@ impl Running {
         }
     }
 
-    /// The ends of what job, kernel and emulator said.
+    /// The last lines of the output of job, kernel and emulator.
     fn last_words(&self) -> String {
         let read = |name: &str| {
             let bytes = std::fs::read(self.folder.path().join(name)).unwrap_or_default();

@@ -1,10 +1,9 @@
-//! `cargo xtask vm`: what is promised about durability, shown on a real kernel.
+//! `cargo xtask vm`: tests the guarantees of durability on a real kernel.
 //!
-//! A virtual machine runs Debian's kernel with our binary beside a few tools, on disks that have
-//! what the build machine's disk has not: FUA, a write cache, a log of all that they were asked
-//! for. Each scenario prints what it found and fails when that breaks a promise, or when a server
-//! that is made wrong on purpose does not. Needs QEMU, Debian's package tools and, the first time,
-//! Debian's mirror.
+//! A virtual machine runs Debian's kernel with our binary and a few tools, on disks that have what
+//! the build machine's disk may lack: FUA, a write cache, a log of all requests. Each scenario
+//! prints its findings. It fails if they break a guarantee, or if a server that is wrong on purpose
+//! breaks none. Needs QEMU, Debian's package tools and, the first time, Debian's mirror.
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, reason = "it talks to the person who started it")]
 
@@ -122,7 +121,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the chosen scenarios; skipped, with the reason, where the machine cannot run them.
+/// Runs the chosen scenarios. If the machine cannot run them, prints the reason and skips them.
 fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
     let cache = workspace.target().join("vm");
     let packages = match get_ready(&cache) {
@@ -151,7 +150,7 @@ fn run(workspace: &Workspace, cli: &Cli) -> Result<()> {
 /// an emulated machine keeps one busy. The output of each is printed when it ends.
 fn run_side_by_side(base: &Base, scenarios: &[Scenario], cli: &Cli) -> Result<()> {
     let started = Instant::now();
-    // The processes find the newer kernel ready, too.
+    // Prepares the newer kernel before the processes need it.
     base.kernels()?;
     workers::side_by_side(scenarios, |scenario| run_process(*scenario, cli))?;
     println!("vm: all ok after {:.1} s", started.elapsed().as_secs_f64());
@@ -164,7 +163,7 @@ fn run_process(scenario: Scenario, cli: &Cli) -> Result<()> {
     process.arg(name.get_name());
     process.args(["--kills", &cli.kills.to_string(), "--upgrades", &cli.upgrades.to_string()]);
     process.args(cli.optimized.then_some("--optimized"));
-    // Its errors are seen at once, between the output of others.
+    // Standard error is inherited, so that errors are seen at once.
     let output = process.stdin(Stdio::null()).stderr(Stdio::inherit()).output()?;
     print!("{}", String::from_utf8_lossy(&output.stdout));
     ensure!(output.status.success(), "scenario {scenario:?} failed");

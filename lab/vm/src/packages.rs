@@ -1,9 +1,9 @@
 //! The packages of the guest: from Debian, fetched by a private apt and unpacked into a cache.
 //!
 //! Nothing is installed, and the host's own apt configuration is neither read nor changed: the
-//! kernel comes from backports whatever the host runs. A cache that was filled for the same list of
-//! packages is used as it is, without asking the network; removing it fetches the newest ones. A
-//! second kernel, of the next release's backports, is fetched when a scenario needs it.
+//! kernel comes from backports whatever the host runs. A cache of the same list of packages is used
+//! without network access; removing the cache fetches the newest packages. A second kernel, of the
+//! next release's backports, is fetched when a scenario needs it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,12 +17,13 @@ use lab_tools::process::{run, stdout_of};
 const KERNEL: &str = "linux-image-amd64";
 const SUITE: &str = "bookworm";
 const KERNEL_SUITE: &str = "bookworm-backports";
-/// The release after that, and where its newest kernel is.
+/// The suite with the newest kernel of the next release.
 const NEWER_SUITE: &str = "trixie-backports";
-/// Its files, by what the packages' names begin with: the image, the modules, and lists of what is
-/// built in. The package that [`KERNEL`] names there is empty.
+/// The prefixes of the names of its packages: the image, the modules, and lists of what is built
+/// in. The package that [`KERNEL`] depends on is empty there.
 const NEWER_PARTS: [&str; 3] = ["linux-binary", "linux-modules", "linux-base"];
-/// Signs all; part of every Debian, and a package of that name elsewhere.
+/// The keys of the packages' signatures. The file is part of every Debian, and in a package of that
+/// name elsewhere.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// Tools of the guest; apt knows what they need.
@@ -33,7 +34,7 @@ const TOOLS: &[&str] =
 #[derive(Clone, Debug)]
 pub struct Kernel {
     root: PathBuf,
-    /// As its folder of modules is called.
+    /// The version, which is the name of its folder of modules.
     version: String,
 }
 
@@ -51,7 +52,7 @@ impl Kernel {
         Ok(Self { root, version })
     }
 
-    /// The newer kernel in `cache`, fetched first where it is not there yet.
+    /// The newer kernel, which is fetched unless it is in `cache`.
     pub fn fetch_newer(cache: &Path) -> Result<Self> {
         let root = cache.join("root");
         let stamp = cache.join("packages");
@@ -61,7 +62,7 @@ impl Kernel {
             apt.download_newer_kernel()?;
             extract_all(&apt.archives(), &root)?;
             std::fs::remove_dir_all(cache.join("apt")).context("cannot remove the packages")?;
-            // As in the older release, and as depmod expects it.
+            // The link exists in the older release, and depmod expects it.
             std::os::unix::fs::symlink("usr/lib", root.join("lib"))?;
             std::fs::write(&stamp, NEWER_PARTS.join("\n"))?;
         }
@@ -83,7 +84,7 @@ impl Kernel {
         self.root.join("lib/modules").join(&self.version)
     }
 
-    /// Its compressed image: releases have it in different places.
+    /// Its compressed image, whose path depends on the release.
     pub fn image(&self) -> PathBuf {
         let older = self.root.join("boot").join(format!("vmlinuz-{}", self.version));
         if older.exists() { older } else { self.modules().join("vmlinuz") }
@@ -97,7 +98,7 @@ pub struct Packages {
 }
 
 impl Packages {
-    /// The packages that are missing on this host to fetch them, if any.
+    /// Why this host cannot fetch packages; `None` if it can.
     pub fn unavailable() -> Option<String> {
         let programs = ["apt-get", "apt-cache", "dpkg-deb"];
         if let Some(program) =
@@ -109,7 +110,7 @@ impl Packages {
             .then(|| format!("{KEYRING} is missing; install debian-archive-keyring"))
     }
 
-    /// The packages in `cache`, fetched first where they are not there yet.
+    /// The packages, which are fetched unless they are in `cache`.
     pub fn fetch(cache: &Path) -> Result<Self> {
         let root = cache.join("root");
         let stamp = cache.join("packages");
@@ -137,7 +138,7 @@ impl Packages {
         &self.kernel
     }
 
-    /// A file by its path in the guest's world, without the leading slash.
+    /// A file by its path in the guest, without the leading slash.
     pub fn file(&self, path: &str) -> PathBuf {
         self.root.join(path)
     }
@@ -152,7 +153,7 @@ impl Packages {
     /// The loader of these packages' programs, with their libraries.
     pub fn loader(&self) -> Command {
         let mut command = Command::new(self.file("lib64/ld-linux-x86-64.so.2"));
-        // The last holds what only Ceph's other libraries should find.
+        // The last folder has private libraries of Ceph.
         let folders =
             ["lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/ceph"];
         let folders = folders.map(|folder| self.file(folder).display().to_string());
@@ -160,7 +161,7 @@ impl Packages {
         command
     }
 
-    /// A command that runs one of these programs here.
+    /// A command that runs one of these programs on this host.
     pub fn command(&self, program: &str) -> Result<Command> {
         let mut command = self.loader();
         command.arg(self.program(program)?);
@@ -168,15 +169,15 @@ impl Packages {
     }
 }
 
-/// apt with a world of its own.
+/// apt with its own configuration and lists.
 struct Apt {
     folder: PathBuf,
     configuration: PathBuf,
 }
 
 impl Apt {
-    /// A world for packages of these suites below `cache`, beside an empty folder to unpack them
-    /// in.
+    /// Makes the configuration for packages of these suites in `cache`, and an empty folder to
+    /// unpack them in.
     fn prepare(cache: &Path, suites: &[&str]) -> Result<Self> {
         for folder in [
             "root",
@@ -230,7 +231,8 @@ impl Apt {
         let mut download = self.command("apt-get", &["download"]);
         download.arg(format!("{kernel}/{KERNEL_SUITE}")).current_dir(self.archives());
         run(download)?;
-        // Installed is nothing; so what the tools need comes too, but nothing that they recommend.
+        // apt knows no installed package, so it also fetches all dependencies of the tools, but no
+        // recommended packages.
         let install = ["install", "--yes", "--download-only", "--no-install-recommends"];
         let mut tools = self.command("apt-get", &install);
         tools.args(TOOLS);

@@ -1,4 +1,4 @@
-//! The scenarios that need no more of the host than machines: which disks, which job.
+//! The scenarios for which the host only runs machines: their disks and their jobs.
 
 use std::fs::File;
 use std::thread;
@@ -13,20 +13,20 @@ use super::guest::Changes;
 use super::in_guest::disk::Kind;
 use super::machine::{Bus, Machine, Outcome, TIMEOUT};
 
-/// The same for jobs that start programs over and over, which takes most of their time.
+/// The limit for jobs that start many programs, which takes most of their time.
 const PROGRAMS_TIMEOUT: Duration = Duration::from_secs(3 * TIMEOUT.as_secs());
-/// The same for a whole system that starts, and what is done in it.
+/// The limit for a whole system that boots, and the work in it.
 const SYSTEM_TIMEOUT: Duration = PROGRAMS_TIMEOUT;
-/// Room for that system; it takes none before it is written to.
+/// Bytes of the disk of that system, a sparse file.
 const SYSTEM_DISK: u64 = 2 << 30;
 const SECTOR: u64 = 512;
-/// Room for a file system of either kind.
+/// Bytes of a disk for a file system of either kind.
 const DISK: u64 = 320 << 20;
-/// Bytes of a volume that increments are made of, and how many.
+/// Bytes of the volume that incremental backups are made of, and their number.
 const VOLUME: u64 = 32 << 20;
 const INCREMENTS: u32 = 20;
-/// The disks of each of the guests that count side by side: those that take longest are in
-/// different ones.
+/// The disks of each of the guests that count in parallel: the slowest disks are in different
+/// guests.
 const SHARES: [[Kind; 3]; 2] =
     [[Kind::Nvme, Kind::ScsiDebug, Kind::NullBlk], [Kind::Virtio, Kind::Scsi, Kind::NullBlkFua]];
 
@@ -63,19 +63,19 @@ fn count(base: &Base, disks: &Disks, share: &[Kind]) -> Result<Outcome> {
     machine.run(&job, TIMEOUT)
 }
 
-/// First durable writes to prepared space, on both kernels: one with the kernel's call for that,
-/// one without.
+/// First durable writes to prepared space, on a kernel with `FALLOC_FL_WRITE_ZEROES` and on one
+/// without.
 pub fn first_writes(base: &Base) -> Result<()> {
     on_each_kernel(base, Tools::Usual, "first-writes", PROGRAMS_TIMEOUT)
 }
 
-/// The kernel's NBD client on our server, and what reaches the disk below.
+/// The kernel's NBD client on our server, and the requests to the disk below.
 pub fn nbd(base: &Base) -> Result<()> {
     with_disk(base, 1024, DISK, "nbd disk", TIMEOUT)
 }
 
-/// The kernel's ublk driver on our server, which is killed and upgraded as `changes` say, and what
-/// reaches the disk below.
+/// The kernel's ublk driver on our server, which is killed and upgraded as `changes` say, and the
+/// requests to the disk below.
 pub fn ublk(base: &Base, changes: Changes) -> Result<()> {
     let Changes { kills, upgrades } = changes;
     for format in ["raw", "qcow2"] {
@@ -114,8 +114,7 @@ pub fn ublk_nvme(base: &Base) -> Result<()> {
     on_each_kernel(base, Tools::WithFio, "ublk-nvme", TIMEOUT)
 }
 
-/// Devices of the kernel's ublk driver in the hands of users who do what they should not, on both
-/// kernels.
+/// Devices of the kernel's ublk driver with users who misuse them, on both kernels.
 pub fn ublk_hostile(base: &Base) -> Result<()> {
     on_each_kernel(base, Tools::Usual, "ublk-hostile", PROGRAMS_TIMEOUT)
 }
@@ -134,13 +133,13 @@ pub fn io_poll(base: &Base) -> Result<()> {
     passed(machine.run("lab-vm in-guest io-poll nvme virtio", TIMEOUT)?)
 }
 
-/// Increments of a device of the device mapper, by bitmaps in a side file.
+/// Incremental backups of a device of the device mapper, by bitmaps in a side file.
 pub fn volume(base: &Base) -> Result<()> {
-    // An increment may have the whole volume, and all of them stay in the guest's memory.
+    // An incremental backup may have the whole volume, and all of them are in the guest's memory.
     with_disk(base, 2048, VOLUME, &format!("volume disk {INCREMENTS}"), PROGRAMS_TIMEOUT)
 }
 
-/// A server whose image lies on a thin pool that fills up behind the page cache.
+/// A server whose image is on a thin pool that runs full while the page cache accepts writes.
 pub fn lost_writes(base: &Base) -> Result<()> {
     with_disk(base, 1024, DISK, "lost-writes disk", TIMEOUT)
 }
@@ -160,7 +159,7 @@ pub fn services(base: &Base) -> Result<()> {
     let disks = Disks::new(base)?;
     let package = debian::package(base.blockhouse(), &disks.path("packages"))?;
     let size = package.metadata()?.len();
-    // A disk has whole sectors.
+    // A disk consists of whole sectors.
     File::options().write(true).open(&package)?.set_len(size.next_multiple_of(SECTOR))?;
     let mut machine = Machine::new(base, 1536)?;
     let system = format!("format=raw,readonly=on,file={}", system.display());
@@ -191,7 +190,7 @@ fn with_disk(base: &Base, memory: u32, size: u64, job: &str, timeout: Duration) 
     passed(machine.run(&format!("lab-vm in-guest {job}"), timeout)?)
 }
 
-/// Prints what the job said; anything but an exit status of 0 is an error.
+/// Prints the output of the job; any exit status but 0 is an error.
 fn passed(outcome: Outcome) -> Result<()> {
     print!("{}", outcome.success()?);
     Ok(())

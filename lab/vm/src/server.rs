@@ -19,21 +19,21 @@ pub struct Server {
 
 /// A process that serves.
 enum Process {
-    /// It was started here.
+    /// A child of this process.
     Child(Child),
-    /// Another server started it, and it went on: a descriptor of it (`pidfd_open(2)`).
+    /// A server that another server started in an upgrade; its pidfd (`pidfd_open(2)`).
     Other(OwnedFd),
 }
 
-/// The longest time until a server ends that was asked to.
+/// The longest time until a server ends after it was asked to.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
-/// How a server offers its image.
+/// How a server exports its image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Export {
-    /// To NBD clients, under no name.
+    /// To NBD clients, with an empty export name.
     Nbd,
-    /// As a device whose queues the server reads itself.
+    /// As a vhost-user-blk device, whose queues the server reads itself.
     VhostUser,
 }
 
@@ -48,10 +48,10 @@ impl Export {
 }
 
 impl Server {
-    /// Starts `program serve`, with all its other words in place, and waits until it says that it
-    /// is ready at `socket`.
+    /// Starts `serve`, a command line that lacks only the option of the export, and waits until the
+    /// server says that it is ready at `socket`.
     pub fn start(mut serve: Command, export: Export, socket: &Path) -> Result<Self> {
-        // One that was killed leaves its socket behind.
+        // A server that was killed leaves its socket.
         let _ = std::fs::remove_file(socket);
         serve.args(export.words(socket));
         Self::spawn(serve, socket)
@@ -79,7 +79,7 @@ impl Server {
         &self.socket
     }
 
-    /// How long its threads have run on processors so far, in nanoseconds.
+    /// The processor time of its threads so far, in nanoseconds.
     pub fn processor_time(&self) -> Result<u64> {
         let Process::Child(child) = &self.process else { bail!("the server was upgraded") };
         let tasks = format!("/proc/{}/task", child.id());
@@ -93,12 +93,12 @@ impl Server {
         Ok(time)
     }
 
-    /// Tells it that its image may have another length.
+    /// Tells the server that the length of its image may have changed.
     pub fn look_at_length(&self) -> Result<()> {
         self.signal(Signal::HUP)
     }
 
-    /// Has another process go on with what it serves, by `blockhouse upgrade` of this program. For
+    /// Upgrades the server to another process with `blockhouse upgrade` of `program`. Returns for
     /// how long requests waited, in milliseconds.
     pub fn upgrade(&mut self, program: &Path) -> Result<f64> {
         let mut upgrade = Command::new(program);
@@ -116,7 +116,7 @@ impl Server {
         Ok(gap)
     }
 
-    /// Kills it at once, as a crash would.
+    /// Kills the server with SIGKILL, like a crash.
     pub fn kill(mut self) -> Result<()> {
         self.signal(Signal::KILL)?;
         match &mut self.process {
@@ -126,13 +126,13 @@ impl Server {
         Ok(())
     }
 
-    /// Stops it in order; it must end well.
+    /// Stops the server in order; it must exit with status 0.
     pub fn stop(mut self) -> Result<()> {
         self.signal(Signal::TERM)?;
         self.wait()
     }
 
-    /// Waits for its end, which must be a good one as far as that can be seen: of a child.
+    /// Waits for its end. The exit status, which is known only of a child, must be 0.
     fn wait(&mut self) -> Result<()> {
         match &mut self.process {
             Process::Child(child) => {
@@ -153,7 +153,7 @@ impl Server {
     }
 }
 
-/// Waits until a process that is no child has ended.
+/// Waits until a process that is not a child has ended.
 fn wait_for_end(process: &OwnedFd) -> Result<()> {
     let has_ended = wait_readable(process, Instant::now() + END_LIMIT)?;
     ensure!(has_ended, "the server has not ended in {END_LIMIT:?}");
@@ -172,7 +172,7 @@ pub fn control(socket: &Path) -> PathBuf {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // All of them fail only when it has ended, as it should have.
+        // All of these fail only if the process has ended already.
         let _ = self.signal(Signal::KILL);
         if let Process::Child(child) = &mut self.process {
             let _ = child.wait();

@@ -1,13 +1,13 @@
 //! The durable operations of a server on the host, counted by strace.
 //!
-//! The engine of the traced server must be `threads`: what io_uring does is no system call.
+//! The engine of the traced server must be `threads`: io_uring's operations are not system calls.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
-/// The calls that write or make durable.
+/// The system calls that write or make durable.
 const CALLS: &str = "trace=pwritev2,pwritev,pwrite64,fdatasync,fsync";
 
 /// The system calls of a server, logged before each returns.
@@ -18,7 +18,7 @@ pub struct Strace {
 /// The calls in a part of the disk, and the flushes after its writes until the next part's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SyscallCounts {
-    /// Writes that were not made durable by themselves.
+    /// Writes without durability.
     pub plain: u64,
     /// Durable writes.
     pub durable: u64,
@@ -27,12 +27,12 @@ pub struct SyscallCounts {
 }
 
 impl Strace {
-    /// Writes to `log`.
+    /// A trace that is written to `log`.
     pub fn new(log: PathBuf) -> Self {
         Self { log }
     }
 
-    /// A command that starts `program` and traces it. The process that is started is the program.
+    /// A command that starts `program` and traces it. The child process is the program, not strace.
     pub fn command(&self, program: &Path) -> Command {
         let mut command = Command::new("strace");
         command.args(["-D", "-f", "-qq", "-s", "0", "-e", "signal=none", "-e", CALLS, "-o"]);
@@ -40,7 +40,8 @@ impl Strace {
         command
     }
 
-    /// The calls in each of these parts, which begin at these offsets; the last has no end.
+    /// The calls in each part of the disk. The parts begin at these offsets; the last one has no
+    /// end.
     pub fn calls(&self, parts: &[u64]) -> Result<Vec<SyscallCounts>> {
         let log = std::fs::read_to_string(&self.log)
             .with_context(|| format!("cannot read {}", self.log.display()))?;
@@ -75,8 +76,8 @@ fn sort(log: &str, parts: &[u64]) -> Result<Vec<SyscallCounts>> {
     Ok(calls)
 }
 
-/// The name and arguments of the call that begins in this line, behind the thread's number. The
-/// second line of one that others interrupt repeats neither.
+/// The name and arguments of the call that begins in this line, after the thread's number. If lines
+/// of other threads interrupt a call, its second line repeats neither.
 fn beginning(line: &str) -> Option<(&str, &str)> {
     let text = line.split_once(char::is_whitespace)?.1.trim_start();
     let (name, rest) = text.split_once('(').filter(|(name, _)| !name.contains(' '))?;

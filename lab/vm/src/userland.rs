@@ -1,4 +1,4 @@
-//! The programs in the guest beside the kernel: tools from the packages, and our own binaries.
+//! The programs in the guest: tools from the packages, and our own binaries.
 //!
 //! Both kinds are linked dynamically, and against different C libraries: the packages' and this
 //! host's. So each kind brings its own loader and libraries, and ours start through wrappers.
@@ -67,13 +67,14 @@ pub fn add_fio(packages: &Packages, archive: &mut Archive) -> Result<()> {
     add_libraries(archive, LIBRARIES, needed(packages.loader(), &program)?)
 }
 
-/// How a binary of this host finds its libraries, and with it what it starts.
+/// How a binary of this host, and the programs that it starts, find their libraries.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Starts {
-    /// It starts tools of the packages, so only its own loader gets the path.
+    /// It starts tools of the packages, so only its own loader gets the path of this host's
+    /// libraries.
     Tools,
-    /// It starts itself, by `/proc/self/exe`, which must not be the loader: the file names its
-    /// loader, and the libraries are in the environment.
+    /// It starts itself by `/proc/self/exe`, which must not be the loader: so the file names its
+    /// loader, and an environment variable names the libraries.
     Itself,
 }
 
@@ -103,8 +104,8 @@ pub fn add_binary(
     Ok(())
 }
 
-/// Has a program name this loader in place of the host's: elf(5), `PT_INTERP`, whose text ends with
-/// a zero.
+/// Changes the loader that a program names, `PT_INTERP` of elf(5), a text that ends with a zero
+/// byte.
 fn name_loader(program: &mut [u8], loader: &str) -> Result<()> {
     let known = format!("/{LOADER}\0");
     let place = program.windows(known.len()).position(|bytes| bytes == known.as_bytes());
@@ -131,7 +132,7 @@ fn needed(mut loader: Command, program: &Path) -> Result<Vec<PathBuf>> {
     loader.arg("--list").arg(program);
     let mut libraries = Vec::new();
     for line in stdout_of(loader)?.lines() {
-        // "name => path (address)"; what has no arrow is the loader and the kernel's own part.
+        // "name => path (address)"; lines without an arrow are the loader and the vDSO.
         let Some((name, path)) = line.split_once(" => ") else { continue };
         match path.split_whitespace().next() {
             Some(path) if path.starts_with('/') => libraries.push(path.into()),
@@ -144,7 +145,7 @@ fn needed(mut loader: Command, program: &Path) -> Result<Vec<PathBuf>> {
 fn add_libraries(archive: &mut Archive, folder: &str, mut files: Vec<PathBuf>) -> Result<()> {
     files.sort();
     files.dedup();
-    // The loader stands among the libraries of programs that name it.
+    // The loader is among the libraries of programs that name it.
     for file in files.iter().filter(|file| !file.ends_with("ld-linux-x86-64.so.2")) {
         let name = file.file_name().and_then(|name| name.to_str()).context("a nameless library")?;
         archive.copy(&format!("{folder}/{name}"), file)?;

@@ -1,5 +1,5 @@
-//! `hostile guest SOCKET SEED SECONDS` and `hostile client SOCKET NAME SEED SECONDS`: a party that
-//! breaks rules at random, for as long as it was told (see `blockhouse_tests::hostile`).
+//! `hostile guest SOCKET SEED SECONDS` and `hostile client SOCKET NAME SEED SECONDS`: a guest or a
+//! client that breaks rules at random for this time (see `blockhouse_tests::hostile`).
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};

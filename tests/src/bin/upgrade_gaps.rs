@@ -1,6 +1,6 @@
 //! `upgrade_gaps raw|qcow2|fill COUNT`: upgrades a server this many times while a guest and NBD
 //! clients verify what it holds at depth 64, and prints the pauses. With `fill` a client writes to
-//! new clusters of a qcow2 image, and as many snapshots and forks follow.
+//! new clusters of a qcow2 image, and the same number of snapshots and forks follow the upgrades.
 //!
 //! The image is in the target folder. That of `qcow2` has the metadata of 64 GiB.
 #![forbid(unsafe_code)]
@@ -17,9 +17,9 @@ use blockhouse_tests::upgrade::{
 use blockhouse_tests::{Scratch, Serve, image_tool, seeded};
 use serde_json::json;
 
-/// NBD clients that verify at the same time, beside a guest.
+/// NBD clients that verify at the same time as a guest.
 const CLIENTS: u64 = 1;
-/// Before each pause.
+/// The time before each action that causes a pause.
 const PAUSE: Duration = Duration::from_millis(100);
 
 fn main() {
@@ -124,7 +124,7 @@ fn measure_filled(count: usize) {
     drop(server);
 }
 
-/// Upgrades a server; the milliseconds that it tells.
+/// Upgrades a server; returns the pause in milliseconds that it reports.
 fn upgrade(control: &Path, servers: &Servers<'_>) -> f64 {
     let gap = upgrade_under_load(control);
     servers.wait_for(1);
@@ -133,14 +133,15 @@ fn upgrade(control: &Path, servers: &Servers<'_>) -> f64 {
 
 /// Pauses, in milliseconds.
 struct Pauses {
-    /// As the server tells them.
+    /// As the server reports them.
     told: Vec<f64>,
     /// The longest time without a reply to a client or guest around each.
     silences: Vec<f64>,
 }
 
 impl Pauses {
-    /// Those of this many actions, each of which gets its number and returns what the server tells.
+    /// The pauses of `count` actions. Each action gets its number and returns the pause that the
+    /// server reports.
     fn of(count: usize, load: &Load, mut action: impl FnMut(usize) -> f64) -> Self {
         let pauses = (0..count).map(|number| {
             std::thread::sleep(PAUSE);
@@ -158,7 +159,7 @@ impl Pauses {
     }
 }
 
-/// Median, 90th of a hundred, and the largest; then all in their order.
+/// Median, 90th percentile and maximum; then all values in their order.
 fn spread(values: Vec<f64>) -> String {
     let mut sorted = values.clone();
     sorted.sort_by(f64::total_cmp);

@@ -1,5 +1,5 @@
-//! `without_syscalls NAME,NAME COMMAND ARGUMENT...`: executes a command that the kernel refuses
-//! some system calls, as the seccomp profiles of container engines and old kernels do.
+//! `without_syscalls NAME,NAME COMMAND ARGUMENT...`: executes a command for which some system calls
+//! fail, as under the seccomp profiles of container engines and on old kernels.
 #![forbid(unsafe_code)]
 
 use std::os::unix::process::CommandExt;
@@ -27,12 +27,12 @@ fn execute() -> Result<()> {
     Err(Command::new(program).args(arguments).exec().into())
 }
 
-/// Has the kernel refuse a system call to this process and what it executes.
+/// Makes the kernel refuse a system call to this process and to the program that it executes.
 fn refuse(name: &str) -> Result<()> {
     let (call, rules, errno) = match name {
         "io_uring_setup" => (libc::SYS_io_uring_setup, Vec::new(), libc::EPERM),
         "io_setup" => (libc::SYS_io_setup, Vec::new(), libc::EPERM),
-        // As a kernel without Landlock.
+        // As on a kernel without Landlock.
         "landlock" => (libc::SYS_landlock_create_ruleset, Vec::new(), libc::ENOSYS),
         "durable-pwritev2" => {
             let dsync = SeccompCmpOp::MaskedEq(libc::RWF_DSYNC as u64);

@@ -1,5 +1,4 @@
-//! A page of a server in a real browser, driven by the DevTools protocol: it goes on while it is
-//! looked at.
+//! A page of a server in a real browser, driven by the DevTools protocol; the page keeps updating.
 //!
 //! The protocol goes over two pipes (`--remote-debugging-pipe`): messages are JSON, each ended by a
 //! zero byte.
@@ -14,7 +13,7 @@ use serde_json::{Value, json};
 use super::{EXAMINE, Theme};
 use crate::{Scratch, need};
 
-/// Chromium answers within this on a busy machine.
+/// The longest time until Chromium answers, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// A page that is open.
@@ -34,10 +33,10 @@ impl LivePage {
     /// When Chromium does not carry out a command.
     pub fn open(scratch: &Scratch, url: &str) -> Result<Self, String> {
         need::tools(&["chromium"])?;
-        // The descriptors of the protocol are 3, for what the browser reads, and 4.
+        // The browser reads commands from descriptor 3 and writes messages to descriptor 4.
         let mut shell = Command::new("sh");
         shell.args(["-c", "exec chromium \"$@\" 3<&0 4>&1 </dev/null >/dev/null", "chromium"]);
-        // It has no sandbox for root, and opens nothing but our page.
+        // Chromium has no sandbox for root; it opens only our page.
         shell.args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]);
         shell.args(["--disable-dev-shm-usage", "--no-first-run", "--disable-extensions"]);
         shell.arg(format!("--user-data-dir={}", scratch.path("profile").display()));
@@ -72,7 +71,7 @@ impl LivePage {
             page.call(domain, json!({}));
         }
         page.call("Page.navigate", json!({ "url": url }));
-        // The answer comes before the document.
+        // The answer comes before the document is loaded.
         page.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'");
         Ok(page)
     }
@@ -103,7 +102,7 @@ impl LivePage {
         assert!(crate::eventually(LIMIT, is_true), "not so in the page: {expression}");
     }
 
-    /// The findings of the page's own browser: the contrast and size of its texts, its width, its
+    /// What the browser finds about the page: the contrast and size of its texts, its width, its
     /// plots.
     pub fn examine(&mut self) -> Value {
         self.evaluate(&format!("(() => {{ {EXAMINE} return examine(); }})()"))
@@ -141,7 +140,7 @@ impl LivePage {
 
     /// The messages in the console, and exceptions that nothing caught, since the last call.
     pub fn complaints(&mut self) -> Vec<String> {
-        // Messages that have come by then are there.
+        // After this answer, all earlier messages have arrived.
         self.evaluate("0");
         std::mem::take(&mut self.complaints)
     }
@@ -174,7 +173,7 @@ impl LivePage {
 
 impl Drop for LivePage {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The browser may have ended already.
         let _ = self.browser.kill();
         let _ = self.browser.wait();
     }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 pub use self::live::LivePage;
 
-/// The preference of the reader.
+/// The colour scheme that the reader prefers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Theme {
     /// Dark text on a light ground.
@@ -37,8 +37,8 @@ pub fn pictures() -> Option<PathBuf> {
     std::env::var_os("BLOCKHOUSE_PICTURES").map(PathBuf::from)
 }
 
-/// A function that asks each text for its contrast with what it stands on (WCAG 2, section 1.4.3)
-/// and its size, and returns the worst of all, how wide the page is, and what is beyond the screen.
+/// A function that finds each text's contrast with its background (WCAG 2, section 1.4.3) and its
+/// size. It returns the worst values, the width of the page, and what is beyond the screen.
 const EXAMINE: &str = r#"
 const channels = colour => colour.match(/[\d.]+/g).map(Number);
 const luminance = ([r, g, b]) => [r, g, b].map(c => c / 255)
@@ -88,10 +88,10 @@ function examine() {
 "#;
 
 impl Picture {
-    /// The measures of a PNG.
+    /// Decodes a PNG.
     ///
     /// # Panics
-    /// When it is no whole PNG in colours.
+    /// When it is not a complete PNG in colours.
     pub fn of(png: &[u8]) -> Self {
         let mut decoder = png::Decoder::new(std::io::Cursor::new(png));
         decoder.set_transformations(png::Transformations::normalize_to_color8());

@@ -1,5 +1,5 @@
-//! An NBD client that says anything: garbage for a handshake, requests that make no sense, payloads
-//! that never come, replies that are never read.
+//! An NBD client that breaks the protocol: garbage instead of a handshake, invalid requests,
+//! payloads that never come, replies that it never reads.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use socket2::Socket;
 
 use crate::nbd::{Address, Client, Framing, Greeted, Request, command, connect};
 
-/// Connections kept open without a word.
+/// The number of connections that are kept open and silent.
 const SILENT: usize = 8;
 
-/// Connects, misbehaves and connects again until `until`. `name` is an export that is there.
+/// Connects, misbehaves and connects again until `until`. `name` is an existing export.
 pub fn client(address: &Address, name: &str, random: &mut Rng, until: Instant) {
     let mut silent: Vec<Socket> = Vec::new();
     while Instant::now() < until {
@@ -34,10 +34,10 @@ fn bytes(random: &mut Rng, most: usize) -> Vec<u8> {
     bytes
 }
 
-/// Reads what comes for a moment.
+/// Reads for a short time what comes.
 fn drain(socket: &mut Socket, random: &mut Rng) {
     let limit = Duration::from_millis(random.u64(1..5));
-    // A socket that is over answers anything.
+    // Fails if the connection has ended.
     let _ = socket.set_read_timeout(Some(limit));
     let mut buffer = [0; 65536];
     for _ in 0..random.u8(1..8) {
@@ -75,7 +75,7 @@ fn open(address: &Address, name: &str, random: &mut Rng) -> Client {
     Greeted::new(address).go(name, Framing::ALL[random.usize(..3)])
 }
 
-/// Asks for much and reads none of it.
+/// Requests much data and reads none of it.
 fn never_read(address: &Address, name: &str, random: &mut Rng) -> Socket {
     let mut client = open(address, name, random);
     let _ = client.socket.set_write_timeout(Some(Duration::from_millis(20)));

@@ -1,6 +1,6 @@
-//! A guest that shares memory and then does anything with it: chains that make no sense, rings that
-//! change while they are read, memory that shrinks, in-flight tracking that was tampered with,
-//! messages with numbers by chance.
+//! A guest that shares memory and misuses it: invalid descriptor chains, rings that change while
+//! they are read, memory that shrinks, in-flight tracking that was tampered with, messages with
+//! random numbers.
 
 use std::io;
 use std::os::fd::AsRawFd;
@@ -18,7 +18,7 @@ use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
 use vhost::{VhostBackend, VhostUserDirtyLogRegion, VringConfigData};
 
-/// Bytes of a header or a data buffer's slot in the memory for requests.
+/// Bytes of the slot of a header or a data buffer in the memory for requests.
 const SLOT: usize = 4096;
 const SLOTS: usize = 256;
 
@@ -71,12 +71,12 @@ fn act(driver: &mut TestDriver, options: Options, random: &mut Rng) -> io::Resul
     Ok(())
 }
 
-/// A place in the memory for requests.
+/// The offset of a random slot in the memory for requests.
 fn place(driver: &TestDriver, random: &mut Rng) -> usize {
     driver.requests() + random.usize(..SLOTS - 1) * SLOT
 }
 
-/// A request that is nearly right.
+/// Posts a request that is nearly valid.
 fn post(driver: &mut TestDriver, options: Options, random: &mut Rng) {
     let header = place(driver, random);
     let kind = match random.u8(..8) {
@@ -106,7 +106,7 @@ fn post(driver: &mut TestDriver, options: Options, random: &mut Rng) {
     let fits = u16::try_from(chain.len()).is_ok_and(|length| length < entries);
     let head = random.u16(..entries);
     if random.bool() || !fits {
-        // An indirect table, whose length may be a lie.
+        // An indirect table, whose length may be wrong.
         let table =
             blockhouse_engine::VolatileSlice::new(Arc::clone(&driver.memory), table_place, SLOT);
         write_chain(&table.expect("inside the memory"), 0, &chain);
@@ -127,7 +127,8 @@ fn post(driver: &mut TestDriver, options: Options, random: &mut Rng) {
     queue.publish();
 }
 
-/// A data buffer, the right way round mostly; one in some is as long as can be, or elsewhere.
+/// A data buffer. Its direction is mostly right; some buffers have the maximum length or an address
+/// outside the slots.
 fn data(driver: &TestDriver, kind: u32, random: &mut Rng) -> DescriptorSpec {
     let flags = match (kind, random.u8(..12)) {
         (_, 0) => random.u16(..),
@@ -201,7 +202,7 @@ fn shrink(driver: &mut TestDriver, random: &mut Rng) -> io::Result<()> {
     file.set_len(length)
 }
 
-/// Has requests tracked in memory that says anything.
+/// Lets the server track requests in memory with random content.
 fn tamper(driver: &mut TestDriver, options: Options, random: &mut Rng) -> io::Result<()> {
     let failed = |error: vhost::Error| io::Error::other(error);
     let wanted = VhostUserInflight::new(0, 0, options.queues, options.entries);
@@ -226,7 +227,7 @@ fn tamper(driver: &mut TestDriver, options: Options, random: &mut Rng) -> io::Re
     Ok(())
 }
 
-/// Sends a message with numbers by chance.
+/// Sends a message with random numbers.
 fn say_anything(driver: &mut TestDriver, options: Options, random: &mut Rng) -> io::Result<()> {
     let failed = |error: vhost::Error| io::Error::other(error);
     let index = random.usize(..usize::from(options.queues) + 1);

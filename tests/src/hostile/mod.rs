@@ -1,8 +1,8 @@
 //! Parties that break rules at random: a guest with its front-end, and an NBD client.
 //!
-//! Each runs until its time is over, from a seed, and expects nothing of the server but that others
-//! are served meanwhile: refusals and ended connections are what it asks for. They run in processes
-//! of their own (`hostile`), because what they do to shared memory may end them, too.
+//! Each runs from a seed until its time is over. The server may refuse its requests and end its
+//! connections, but must serve others meanwhile. They run in separate processes (`hostile`),
+//! because what they do to shared memory may kill them, too.
 
 mod client;
 mod guest;

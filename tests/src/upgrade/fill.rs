@@ -9,12 +9,12 @@ use crate::nbd::{Client, Request, command, pattern};
 const DEPTH: usize = 16;
 /// Bytes of a write: a cluster.
 const BLOCK: u64 = 64 << 10;
-/// One of so many blocks is read when all are written.
+/// One in this many blocks is read after all writes.
 const READ_INTERVAL: usize = 61;
 const GENERATION: u64 = 1;
 
-/// Writes blocks of 64 KiB at depth 16 from the disk's beginning on, each where nothing was written
-/// before, until told to stop; then some of them are read, and must hold what was written.
+/// Writes blocks of 64 KiB at depth 16, from the disk's beginning on, to unwritten space, until
+/// told to stop. Then some of them are read, and must hold what was written.
 ///
 /// # Panics
 /// At the first error, end of file, or wrong byte.

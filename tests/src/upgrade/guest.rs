@@ -16,7 +16,7 @@ const QUEUES: usize = 2;
 const CHAIN: u16 = 3;
 const STATUS: usize = 16;
 const UNTOUCHED: u8 = 0xee;
-/// After how many requests the front-end sends a message, too.
+/// The front-end sends a message after this many requests.
 const MESSAGE_INTERVAL: u64 = 100;
 const WAIT: Duration = Duration::from_millis(1);
 
@@ -29,12 +29,11 @@ struct Guest {
 }
 
 /// Writes and reads blocks at depth 64 in two queues, from byte `start` of the disk, until told to
-/// stop; with in-flight tracking or without. Every block that is read must hold what was written
-/// last.
+/// stop; `is_tracked` enables in-flight tracking. Every block that is read must hold what was
+/// written last.
 ///
 /// # Panics
-/// At the first error, wrong byte, or end of the connection, and where a request stays without an
-/// answer.
+/// At the first error, wrong byte or end of the connection, and when a request does not complete.
 pub fn verify_guest(socket: &Path, start: u64, is_tracked: bool, random: Rng, load: &Load) -> Seen {
     let memory = DEPTH * 2 * BLOCK as usize;
     let options = Options { queues: QUEUES as u16, entries: 128, memory, ..Options::default() };
@@ -76,7 +75,7 @@ pub fn verify_guest(socket: &Path, start: u64, is_tracked: bool, random: Rng, lo
 }
 
 impl Guest {
-    /// Where a slot's page of header and status is; its data follows.
+    /// The offset of a slot's page with header and status; its data follows.
     fn place(&self, slot: usize) -> usize {
         self.driver.requests() + slot * 2 * BLOCK as usize
     }
@@ -119,8 +118,8 @@ impl Guest {
         self.slots[slot].check(&data);
     }
 
-    /// Waits for a notification of the first queue, for a moment at most: the second one may have
-    /// one, too.
+    /// Waits for a notification of the first queue, for a short time only, because only the second
+    /// queue may have one.
     fn sleep(&self) {
         let armed = self.driver.queues.iter().map(|queue| queue.arm());
         if !armed.fold(false, |any, has_used| any | has_used) {

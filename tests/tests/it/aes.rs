@@ -1,5 +1,5 @@
-//! qcow2 images that are encrypted as QEMU did before LUKS: those of qemu-img are read and written,
-//! and QEMU reads ours.
+//! qcow2 images with QEMU's AES encryption from before LUKS: Blockhouse reads and writes those of
+//! qemu-img, and QEMU reads ours.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// With a key of 16 bytes or fewer or more: QEMU fills it up, or cuts it off.
+    /// Makes a key file. QEMU pads or cuts a key that does not have 16 bytes.
     fn with_key(key: &str) -> Self {
         let (scratch, mut random) = (Scratch::new(), seeded());
         let path = scratch.path("key");
@@ -40,7 +40,7 @@ impl Fixture {
         command(&["check", str(image)]).success();
     }
 
-    /// Makes the same changes of the raw disk and of an image that is served.
+    /// Makes the same changes to the raw disk and to a served image.
     fn change(&self, image: &Path, steps: &[&str]) {
         let with_steps = |target: &str| {
             let mut qemu_io = tool("qemu-io");

@@ -1,4 +1,5 @@
-//! The names in images of strangers, which lead all over the host.
+//! Names of backing and data files in images from strangers, which may refer to any file of the
+//! host.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -34,18 +35,18 @@ impl Host {
         self.scratch.path("own/disk.qcow2")
     }
 
-    /// Makes an image that names this as its backing file.
+    /// Makes an image with `name` as its backing file.
     fn backed_by(&self, name: &str) -> PathBuf {
         let image = self.image();
         let _ = fs::remove_file(&image);
-        // QEMU's own tool asks for no proof that the file is there.
+        // With -u, qemu-img does not check that the file exists.
         let words =
             ["create", "-q", "-f", "qcow2", "-u", "-b", name, "-F", "raw", str(&image), "1M"];
         qemu_img(&words).success();
         image
     }
 
-    /// Makes an image that names this as its data file.
+    /// Makes an image with `name` as its data file.
     fn with_data_in(&self, name: &str) -> PathBuf {
         let image = self.image();
         let _ = fs::remove_file(&image);
@@ -54,7 +55,7 @@ impl Host {
         let options = format!("data_file={}", str(&data));
         command(&["create", "-o", &format!("data_file={first}"), str(&image), "1M"]).success();
         let _ = (fs::remove_file(&data), options);
-        // The same image with another name of the same length.
+        // Replaces the name in the image by another of the same length.
         let mut bytes = fs::read(&image).unwrap();
         let at = bytes.windows(first.len()).rposition(|part| part == first.as_bytes());
         let at = at.expect("the name is in the header");
@@ -64,7 +65,7 @@ impl Host {
     }
 }
 
-/// Every command that opens what an image names, each as its words.
+/// Every command that opens the files that an image names, as its arguments.
 fn commands(image: &str, target: &str) -> Vec<Vec<String>> {
     let words = [
         format!("map {image}"),
@@ -78,7 +79,7 @@ fn commands(image: &str, target: &str) -> Vec<Vec<String>> {
     words.iter().map(|words| words.split(' ').map(str::to_owned).collect()).collect()
 }
 
-/// The commands that open a data file only.
+/// The commands that open only the data file.
 fn commands_of_data(image: &str) -> Vec<Vec<String>> {
     let words = [
         format!("snapshot list {image}"),
@@ -92,7 +93,7 @@ fn run(words: &[String]) -> Outcome {
     command(&words.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// All commands refuse the image, in one line that names the option, and `serve` does.
+/// Asserts that all commands, and `serve`, refuse the image with one line that names the option.
 #[track_caller]
 fn assert_refused(host: &Host, words: Vec<Vec<String>>, image: &Path, name: &str) {
     for words in words {
@@ -104,7 +105,7 @@ fn assert_refused(host: &Host, words: Vec<Vec<String>>, image: &Path, name: &str
     Serve::new(&host.scratch, image).refused().failed(&[REASON, name]);
 }
 
-/// Names that lead to what a tenant has no business with.
+/// Names that lead to files that a tenant must not access.
 fn hostile_names(host: &Host) -> Vec<String> {
     let own = |name: &str| host.scratch.path("own").join(name);
     symlink("/etc/shadow", own("shadow")).unwrap();
@@ -189,7 +190,7 @@ fn the_option_allows_a_folder_or_a_file_and_nothing_else() {
         command(&["map", "--allow-path", str(&allowed), str(&image)]).failure(REASON);
     }
     command(&["map", "--allow-path", "/gone", str(&image)]).failure("/gone");
-    // Not by a backing file whose own folder is another one.
+    // The backing file may be in another folder, but that does not allow the names in it.
     fs::remove_file(host.scratch.path("own/disk.qcow2")).unwrap();
     let middle = other.join("middle.qcow2");
     qemu_img(&[
@@ -214,7 +215,7 @@ fn the_option_allows_a_folder_or_a_file_and_nothing_else() {
     assert!(outcome.stderr.contains("middle.qcow2: names '/etc/shadow'"), "{}", outcome.stderr);
 }
 
-/// For a program that calls qemu-img and knows no such option.
+/// For programs that call qemu-img and cannot pass the option.
 #[test]
 fn the_environment_allows_what_the_option_does() {
     require!(need::tools(&["qemu-img"]));
@@ -248,7 +249,7 @@ fn whoever_makes_an_image_that_needs_the_option_is_told() {
     command(&["map", image]).failure(REASON);
     let folder = host.scratch.path("other");
     command(&["map", "--allow-path", str(&folder), image]).success();
-    // The same by rebase, from one that lies beside it.
+    // The same with rebase, of an image whose backing file is beside it.
     fs::remove_file(image).unwrap();
     let told = command(&["create", "-b", "base.raw", "-F", "raw", image]).success();
     assert_eq!(told.stderr, "");
@@ -256,8 +257,8 @@ fn whoever_makes_an_image_that_needs_the_option_is_told() {
     assert!(told.stderr.contains(REASON), "{}", told.stderr);
     let told = command(&["rebase", "-u", "-b", "base.raw", "-F", "raw", image]).success();
     assert_eq!(told.stderr, "");
-    // A data file elsewhere that the user named, made and converted to, needs no option while only
-    // that user can write to the image.
+    // A data file elsewhere that the user named in create or convert needs no option, as long as
+    // only that user can write to the image.
     for (verb, target) in [("create", "new.qcow2"), ("convert", "copy.qcow2")] {
         let data = format!("data_file=../other/{verb}.data");
         let target = host.scratch.path("own").join(target);
@@ -294,7 +295,7 @@ fn no_file_is_written_to_because_an_image_says_so() {
     for victim in &victims {
         let name = victim.strip_prefix(scratch.path("")).unwrap();
         for raw in ["", ",data_file_raw=on"] {
-            // It empties the file, which is put back.
+            // The command empties the file, whose content is restored.
             let options = format!("data_file={}{raw}", str(name));
             let make = ["create", "-q", "-f", "qcow2", "-o", &options, str(&image), "1M"];
             let made = run_in(&scratch, &make);
@@ -308,7 +309,7 @@ fn no_file_is_written_to_because_an_image_says_so() {
             ] {
                 command(&words).failure(REASON);
             }
-            // A neighbour's disk can be read, and a hidden file cannot.
+            // A neighbour's disk can be read; a hidden file cannot.
             let is_hidden = str(name).starts_with('.');
             let read = command(&["map", str(&image)]);
             assert_eq!(read.status.success(), !is_hidden, "{}", read.describe("map"));
@@ -321,14 +322,14 @@ fn no_file_is_written_to_because_an_image_says_so() {
             let refused = Serve::new(&scratch, &image).flag("--read-only").flag("--no-references");
             refused.refused().failed(&["no name in it is followed", "--no-references"]);
             assert!(fs::read(victim).unwrap().iter().all(|byte| *byte == b'v'), "{name:?}");
-            // The caller may name it.
+            // The caller may allow the file by an option.
             Serve::new(&scratch, &image).option("--allow-path", victim).start().stop();
             fs::remove_file(&image).unwrap();
         }
     }
 }
 
-/// QEMU's tool in the folder, where it looks for data files.
+/// Runs qemu-img in the folder, where it looks for data files.
 fn run_in(scratch: &Scratch, words: &[&str]) -> Outcome {
     blockhouse_tests::run(
         blockhouse_tests::tool("qemu-img").current_dir(scratch.path("")).args(words),
@@ -351,7 +352,7 @@ fn a_data_file_that_the_user_named_is_written_to_whatever_it_is_called() {
     let copy = scratch.path("copy.qcow2");
     command(&["convert", "-o", "data_file=copied", str(&source), str(&copy)]).success();
     Serve::new(&scratch, &copy).start().stop();
-    // Neither a new name in the image nor a copy of it has another file written to.
+    // Neither a changed name in the image nor a copy of the image makes us write to another file.
     let bytes = fs::read(&copy).unwrap();
     let at = bytes.windows(6).rposition(|part| part == b"copied").unwrap();
     let named = [&bytes[..at], b"source", &bytes[at + 6..]].concat();

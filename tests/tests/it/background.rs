@@ -1,5 +1,5 @@
-//! `serve --fork`: a server in the background. Each command below is read to the end of its output:
-//! it would have none while a server had it, too.
+//! `serve --fork`: a server in the background. The test reads the output of each command to its
+//! end, which would not come if the server kept the pipe open.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,17 +10,17 @@ use rustix::process::{Pid, Signal, kill_process};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// A server that some command has left behind.
+/// A server that a command has started in the background.
 struct Behind(Pid);
 
 impl Behind {
-    /// The one that has written this file.
+    /// The server that has written this pid file.
     fn of(pid_file: &Path) -> Self {
         let text = std::fs::read_to_string(pid_file).expect("a pid file");
         Self(text.trim().parse().ok().and_then(Pid::from_raw).expect("a process"))
     }
 
-    /// Whether it runs. One that has ended stays until its status is asked for.
+    /// Whether it runs. A process that has ended stays as a zombie until its status is read.
     fn is_there(&self) -> bool {
         let status = std::fs::read_to_string(format!("/proc/{}/stat", self.0.as_raw_nonzero()));
         status.is_ok_and(|status| !status.contains(") Z "))
@@ -30,7 +30,7 @@ impl Behind {
         kill_process(self.0, signal).expect("it is there");
     }
 
-    /// Ends in order.
+    /// Ends the server in order.
     fn end(self) {
         self.signal(Signal::TERM);
         assert!(eventually(LONG, || !self.is_there()), "it goes on");
@@ -39,7 +39,7 @@ impl Behind {
 
 impl Drop for Behind {
     fn drop(&mut self) {
-        // Its number is not given to another process so soon.
+        // Its pid is not reused so soon.
         let _ = kill_process(self.0, Signal::KILL);
     }
 }
@@ -57,7 +57,7 @@ fn a_server_goes_on_when_the_command_has_ended() {
     assert_eq!(started.stdout, format!("ready {uri}\n"));
     let size = || run(tool("nbdinfo").args(["--size", &uri])).success().stdout;
     assert_eq!(size(), "1048576\n");
-    // It prints something that is never read.
+    // The server prints something that is never read.
     server.signal(Signal::HUP);
     assert_eq!(size(), "1048576\n");
     server.end();

@@ -1,6 +1,6 @@
-//! Chains of increments of a disk that a guest and fio write to all the time, whose server is
-//! killed between backups and during them: each point that is restored is what another program read
-//! of that moment, and increments have little more than what has changed.
+//! Chains of incremental backups of a disk that a guest and fio write to all the time, and whose
+//! server is killed between and during backups: each restored point equals what another program
+//! read of that moment, and an incremental backup has little more than the changes.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -21,9 +21,9 @@ use serde_json::json;
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 128 * MIB;
-/// Parts of the disk that are written in a round, each as a whole.
+/// Bytes of a zone: a part of the disk that is written as a whole in a round.
 const ZONE: u64 = 4 * MIB;
-/// The bytes that a bit of a bitmap stands for.
+/// The granularity of the bitmaps, in bytes.
 const GRANULE: usize = 64 << 10;
 const INCREMENTS: usize = 20;
 const LONG: Duration = Duration::from_secs(120);
@@ -63,7 +63,7 @@ impl Bench {
         Control::connect(&self.scratch.socket("control"))
     }
 
-    /// fio, over NBD, which writes each block of a zone.
+    /// Starts fio over NBD, which writes each block of a zone.
     fn fio(&self, zone: u64) -> Child {
         let uri = self.server.as_ref().expect("it runs").uri();
         let words = format!(
@@ -83,7 +83,7 @@ impl Bench {
         assert!(wait_for_exit(&mut fio, LONG).is_some_and(|status| status.success()), "fio");
     }
 
-    /// Two zones that are not one.
+    /// Two different zones.
     fn zones(&mut self) -> [u64; 2] {
         let half = SIZE / ZONE / 2;
         [self.random.u64(..half), half + self.random.u64(..half)]
@@ -100,14 +100,14 @@ impl Bench {
         self.scratch.path(&format!("point{number}.qcow2"))
     }
 
-    /// Removes a bitmap that the backup of a killed server has begun.
+    /// Removes a bitmap that a backup began whose server was killed.
     fn forget(&self, bitmap: &str) {
         self.control().get("bitmap.remove", json!({ "disk": DISK, "name": bitmap }));
     }
 }
 
-/// Writes to each granule of a zone, over vhost-user, and goes on until `stop`, or until the server
-/// is gone.
+/// Writes to each granule of a zone, over vhost-user, repeatedly until `stop` or until the server
+/// ends.
 fn write_as_guest(socket: &Path, (zone, salt): (u64, u64), passes: &AtomicU64, stop: &AtomicBool) {
     let mut guest = Guest::connect(socket, Options::default());
     let in_granule = GRANULE as u64 / 4096;
@@ -128,20 +128,20 @@ fn write_as_guest(socket: &Path, (zone, salt): (u64, u64), passes: &AtomicU64, s
     }
 }
 
-/// Granules that differ.
+/// The number of granules that differ.
 fn changed(before: &[u8], after: &[u8]) -> usize {
     before.chunks(GRANULE).zip(after.chunks(GRANULE)).filter(|(a, b)| a != b).count()
 }
 
-/// Bytes of data that an image has itself.
+/// Bytes of data in an image without its backing files.
 fn own_data(image: &Path) -> u64 {
     let map = json(&qemu_img(&["map", "--output=json", str(image)]).success());
     let own = map.as_array().expect("a list").iter().filter(|one| one["depth"] == 0);
     own.filter(|one| one["data"] == true).map(|one| one["length"].as_u64().expect("a number")).sum()
 }
 
-/// One backup, with the server killed while it is copied, or before, where that is asked for. What
-/// another program has read of the moment.
+/// Makes one backup; if `kills_during`, the server is killed before or during the copy at first.
+/// Returns what another program has read of that moment.
 fn back_up(bench: &mut Bench, number: usize, kills_during: bool) -> Vec<u8> {
     let (bitmap, before) = (format!("b{number}"), format!("b{}", number.max(1) - 1));
     let since = (number > 0).then_some(&*before);
@@ -159,7 +159,7 @@ fn back_up(bench: &mut Bench, number: usize, kills_during: bool) -> Vec<u8> {
         let lost = bench.scratch.path("lost.qcow2");
         let mut copying = backup(&uri, &lost).stderr(Stdio::null()).spawn().expect("it starts");
         bench.kill();
-        // It may have been ready before.
+        // The backup may have been complete before the kill.
         assert!(wait_for_exit(&mut copying, LONG).is_some(), "it waits for a server that is gone");
         for left in [lost, bench.scratch.path("lost.qcow2.part")] {
             let _ = std::fs::remove_file(left);
@@ -204,7 +204,7 @@ fn twenty_increments_restore_each_point_whatever_was_killed() {
         let mut beside = bench.fio(second);
         copies.push(back_up(&mut bench, number, number % 4 == 3));
         assert!(wait_for_exit(&mut beside, LONG).is_some(), "fio waits");
-        // Fio's writes that a kill has cut off are made whole in the end.
+        // fio runs again, because the kill has interrupted its writes.
         bench.run_fio(second);
     }
     bench.server.take().expect("it runs").stop();

@@ -1,5 +1,5 @@
-//! Backups as files: those that are cut go on, and `restore` makes disks of them again, without
-//! touching what is there.
+//! Backups as files: interrupted ones are resumed, and `restore` makes disks of backups without
+//! changing existing files.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -16,7 +16,7 @@ use rustix::fs::{Mode, OFlags};
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(120);
 
-/// A disk with a bitmap, its whole backup, and what the disk holds after changes that the bitmap
+/// A disk with a bitmap, its full backup, and the content of the disk after changes that the bitmap
 /// has.
 struct Bench {
     scratch: Scratch,
@@ -53,7 +53,7 @@ impl Bench {
         server.stop();
     }
 
-    /// The words of a backup, whole or of what has changed.
+    /// The arguments of a backup, full or incremental.
     fn backup(&self, target: &Path, is_increment: bool) -> Vec<String> {
         let mut words = vec!["backup", str(&self.disk), str(target)];
         if is_increment {
@@ -62,7 +62,7 @@ impl Bench {
         words.into_iter().map(str::to_owned).collect()
     }
 
-    /// The bytes that QEMU reads.
+    /// The content of an image, as QEMU reads it.
     fn read(&self, image: &Path) -> Vec<u8> {
         let raw = self.scratch.path("read.img");
         qemu_img(&["check", str(image)]).success();
@@ -89,7 +89,7 @@ fn a_backup_that_was_cut_goes_on() {
         let target = bench.scratch.path(if is_increment { "day.qcow2" } else { "all.qcow2" });
         let words = bench.backup(&target, is_increment);
         run(&words, &["--resume"]).failure("no backup to resume");
-        // The end of the disk's data cannot be read.
+        // Cuts the file, so that the end of the disk's data cannot be read.
         let whole = std::fs::read(&bench.disk).expect("it is there");
         std::fs::write(&bench.disk, &whole[..whole.len() - (3 << 20)]).expect("shorter");
         run(&words, &[]).failure(hint);
@@ -97,7 +97,7 @@ fn a_backup_that_was_cut_goes_on() {
         run(&words, &["--resume"]).failure(hint);
         run(&words, &[]).failure("is left of an earlier command");
         std::fs::write(&bench.disk, &whole).expect("as it was");
-        // It goes on with a later moment.
+        // The resumed backup has a later moment of the disk.
         bench.write(6..7);
         run(&words, &["--resume", "--verify"]).success();
         assert!(!part(&target).exists());
@@ -159,7 +159,7 @@ fn a_backup_that_is_killed_again_and_again_goes_on() {
             std::thread::sleep(Duration::from_millis(bench.random.u64(1..120)));
             backup.kill().expect("it can be killed");
             assert!(wait_for_exit(&mut backup, LONG).is_some(), "it goes on after a kill");
-            // One that was killed while it was made is no image yet.
+            // If the kill came while the target was created, it is not an image yet.
             if part(&target).exists() && !is_image(&part(&target)) {
                 std::fs::remove_file(part(&target)).expect("it is there");
             }
@@ -193,13 +193,13 @@ fn a_chain_is_restored_and_what_exists_is_left_alone() {
     assert!(bench.read(&qcow2) == bench.bytes);
     let info = qemu_img(&["info", str(&qcow2)]).success();
     assert!(!info.stdout.contains("backing file"), "it stands alone: {}", info.stdout);
-    // An existing file stays, until it is meant.
+    // An existing file is left alone unless an option says otherwise.
     std::fs::write(&raw, b"precious").expect("it can be written");
     command(&["restore", str(&day), str(&raw)]).failure("exists and is left alone");
     assert_eq!(std::fs::read(&raw).expect("it is there"), b"precious");
     command(&["restore", "--force", str(&day), str(&raw)]).success();
     assert!(std::fs::read(&raw).expect("a copy") == bench.bytes);
-    // Not without its base.
+    // A restore fails without the base.
     std::fs::rename(&bench.base, bench.scratch.path("elsewhere.qcow2")).expect("the same folder");
     let lost = bench.scratch.path("lost.img");
     command(&["restore", str(&day), str(&lost)]).failure("base.qcow2");

@@ -1,5 +1,6 @@
-//! Backups of disks that clients write to: each is the disk as it was at one moment, chains of
-//! increments restore each of them, and what goes wrong with a backup is not the client's.
+//! Backups of disks that clients write to: each backup is the disk as it was at one moment, chains
+//! of incremental backups restore each of these moments, and errors of a backup do not affect the
+//! client.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,7 +23,7 @@ const BLOCK: u64 = 4096;
 const FAILED: i64 = -32000;
 const LONG: Duration = Duration::from_secs(120);
 
-/// A served disk, and a client that knows what it holds.
+/// A served disk, and a client that knows its content.
 struct Bench {
     scratch: Scratch,
     /// Its name as a disk.
@@ -33,7 +34,7 @@ struct Bench {
     random: Rng,
 }
 
-/// A client that writes blocks, and what the disk holds.
+/// A client that writes blocks, and the content of the disk.
 struct Writer {
     client: Client,
     random: Rng,
@@ -86,7 +87,7 @@ impl Bench {
     fn over(name: &'static str, random: Rng) -> Self {
         let scratch = Scratch::new();
         let image = new_image(&scratch, name, "16M");
-        // A raw image gets a place for bitmaps with the first.
+        // A raw image gets its side file for bitmaps with the first bitmap.
         command(&["bitmap", "add", str(&image), "first"]).success();
         command(&["bitmap", "remove", str(&image), "first"]).success();
         let mut bench = Self { scratch, name, image, server: None, writer: None, random };
@@ -102,8 +103,7 @@ impl Bench {
         self.writer = Some(Writer::new(&address, self.random.fork(), bytes));
     }
 
-    /// Kills the server, and starts another one: the client has had an answer to all that it has
-    /// written.
+    /// Kills the server, and starts another one. All writes of the client were answered before.
     fn kill(&mut self) {
         let mut server = self.server.take().expect("it runs");
         server.signal(Signal::KILL);
@@ -128,12 +128,12 @@ impl Bench {
         Control::connect(&self.scratch.socket("control"))
     }
 
-    /// Where backups are served.
+    /// The URI at which backups are served.
     fn export(&self) -> String {
         nbd_uri("", self.scratch.socket("backup"))
     }
 
-    /// Freezes the disk; what it holds, and where that is served.
+    /// Begins a backup; returns the content of the disk, and the URI of the backup.
     fn begin(&mut self, bitmap: &str, since: Option<&str>) -> (Vec<u8>, String) {
         let moment = self.writer().moment();
         let export = self.export();
@@ -145,7 +145,7 @@ impl Bench {
         (moment, uri.expect("an export").to_owned())
     }
 
-    /// Runs `act` while the client writes, which goes on for a while.
+    /// Runs `act` while the client writes, which continues for a while.
     fn beside<T>(&mut self, act: impl FnOnce() -> T) -> T {
         let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
         let writer = self.writer.as_mut().expect("a client");
@@ -198,7 +198,7 @@ fn restore_each_increment(mut bench: Bench) {
         let (bitmap, since) = (format!("b{index}"), format!("b{}", index.max(1) - 1));
         let since = (index > 0).then_some(&*since);
         if index == 3 {
-            // A backup that a kill ends. Its bitmap stays, and goes.
+            // A backup that a kill ends. Its bitmap remains, and is removed.
             bench.begin("lost", since);
             bench.write(20);
             bench.kill();
@@ -234,7 +234,7 @@ fn increments_of_scattered_blocks_have_little_more_than_these() {
         let mut bench = Bench::over(name, seeded());
         let (mut has, mut needs) = (0, 0);
         for index in 0..3_u64 {
-            // One of 16 blocks, and each of them another one.
+            // One in 16 blocks, each with other data.
             let mut blocks: Vec<_> = (0..SIZE / BLOCK).collect();
             bench.random.shuffle(&mut blocks);
             let blocks = &blocks[..blocks.len() / 16];
@@ -264,7 +264,7 @@ fn increments_of_scattered_blocks_have_little_more_than_these() {
     }
 }
 
-/// The extents of a context, as nbdinfo tells them: offset, length and type.
+/// The extents of a metadata context, from nbdinfo: offset, length and type.
 fn map(context: &str, uri: &str) -> Vec<(u64, u64, u64)> {
     let told = run(tool("nbdinfo").args(["--json", &format!("--map={context}"), uri])).success();
     let told = json(&told);
@@ -289,7 +289,7 @@ fn other_programs_pull_a_moment_and_what_has_changed() {
     assert!(holes.contains(&(0, MIB, 3)), "{holes:?}");
     bench.ctl(&["backup", "end", "b"]).success();
     assert!(!bench.scratch.socket("backup").exists());
-    // Nothing but this since then.
+    // Only this block changes after the backup.
     let (_, _) = bench.begin("b", None);
     bench.ctl(&["backup", "end", "b"]).success();
     put(&mut bench, 5 * MIB);
@@ -395,7 +395,7 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
     let mut control = bench.control();
     let raw = bench.scratch.image("raw.img", MIB);
     control.get("disk.open", json!({ "path": raw.path() }));
-    // Where its bitmaps would be is something else.
+    // A folder has the name of the side file.
     let side_file = raw.path().with_extension("img.bitmaps");
     std::fs::create_dir(&side_file).expect("a folder");
     let export = bench.export();
@@ -419,7 +419,7 @@ fn a_backup_begins_with_all_disks_or_leaves_nothing() {
         ),
     ] {
         if extra["export"].is_string() {
-            // Its own socket has the disk's name already.
+            // The name is already in use at the disk's own socket.
             let own = json!({ "disk": "disk.qcow2", "export": nbd_uri("disk.qcow2", bench.scratch.socket("nbd")) });
             control.get("export.add", own);
         }
@@ -480,7 +480,7 @@ fn the_page_is_right() {
     serving.stop();
 }
 
-/// A disk that has no bitmap yet comes in full beside the increments of the others.
+/// A disk without a bitmap is backed up in full, while the others are backed up incrementally.
 #[test]
 fn a_new_disk_comes_in_full_beside_increments() {
     let scratch = Scratch::new();
@@ -500,7 +500,7 @@ fn a_new_disk_comes_in_full_beside_increments() {
         control.get("disk.open", json!({ "name": name, "path": image }));
     }
     let begin = |disks: &[&str], since: &str| json!({ "disks": disks, "export": export, "since": since, "bitmap": "day2", "backup": "two" });
-    // No disk has it: a name that was mistyped.
+    // No disk has this bitmap: a mistyped name.
     for disks in [&["b.qcow2"][..], &["a.qcow2", "b.qcow2"]] {
         control.refused("backup.begin", begin(disks, "dya1"), FAILED, &["has no bitmap"]);
     }

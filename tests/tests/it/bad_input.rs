@@ -1,5 +1,5 @@
-//! The inputs that a server refuses to start with: one line that names the file and helps, exit
-//! code 1 (2 for a wrong command line), and nothing is changed.
+//! Inputs with which a server refuses to start: it prints one helpful line that names the file,
+//! exits with code 1 (2 for a wrong command line), and changes nothing.
 
 use std::fs::Permissions;
 use std::io::Read;
@@ -86,7 +86,8 @@ fn an_image_that_looks_like_qcow2() {
     serve().refused().failed(&["disk.img", "--format qcow2"]);
     serve().flag("--read-only").refused().failed(&["disk.img", "--format qcow2"]);
     assert_eq!(image.state(), before);
-    // A user who says raw gets raw: a guest may keep a qcow2 image on its raw disk.
+    // With `--format raw` the content does not matter: a guest may store a qcow2 image on its raw
+    // disk.
     let server = serve().option("--format", "raw").start();
     let mut client = Client::open(&server.address());
     assert_eq!(client.read(0, 4), Ok(b"QFI\xfb".to_vec()));
@@ -108,7 +109,7 @@ fn a_file_without_permission() {
     };
     serve().refused().failed(&["disk.img", "Permission denied", "--read-only"]);
     serve().flag("--read-only").refused().failed(&["disk.img", "Permission denied"]);
-    // Readable, but not for writing.
+    // Readable, but not writable.
     std::fs::set_permissions(&moved, Permissions::from_mode(0o444)).expect("it is ours");
     serve().refused().failed(&["disk.img", "Permission denied", "--read-only"]);
     let server = serve().flag("--read-only").start();
@@ -153,8 +154,8 @@ fn a_socket_that_somebody_listens_on() {
     assert!(scratch.socket("nbd").exists(), "the other one's socket is gone");
 }
 
-/// It accepts nothing and its queue is full: a connection to it would wait, the new server must
-/// not.
+/// The server accepts no connection and its backlog is full: a connection to it would wait, but the
+/// new server must not wait.
 #[test]
 fn a_socket_whose_server_hangs() {
     let scratch = Scratch::new();
@@ -167,7 +168,7 @@ fn a_socket_whose_server_hangs() {
         .map(|_| {
             let client = socket().expect("a socket");
             client.set_nonblocking(true).expect("a mode");
-            // Clients that find no room are refused; enough have found some then.
+            // A client that finds the backlog full is refused; enough of them fill it.
             let _ = client.connect(&address);
             client
         })

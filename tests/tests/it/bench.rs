@@ -1,4 +1,4 @@
-//! `blockhouse bench`: it keeps what it announces, and leaves nothing behind.
+//! `blockhouse bench`: it takes the time that it announces, and leaves no files.
 
 use std::io::{PipeReader, PipeWriter, Write};
 use std::path::Path;
@@ -24,7 +24,7 @@ fn names_in(folder: &Path) -> Vec<String> {
     entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// Measures everything, and gives the results.
+/// Measures everything, and returns the results.
 fn measure_all(scratch: &Scratch, seconds: u64) -> Value {
     let folder = scratch.path("here");
     std::fs::create_dir(&folder).expect("a folder");
@@ -36,8 +36,7 @@ fn measure_all(scratch: &Scratch, seconds: u64) -> Value {
     let elapsed = begin.elapsed();
     let outcome = outcome.success();
     assert!(outcome.stderr.contains(&format!("{seconds} s at most")), "{}", outcome.stderr);
-    // One round of the last case is finished and the files are removed, beside whatever else runs
-    // on the machine.
+    // The last round is finished and the files are removed, which takes longer on a busy machine.
     let most = Duration::from_secs(seconds + 40);
     assert!(elapsed < most, "announced {seconds} s, took {elapsed:?}");
     assert_eq!(names_in(&folder), [""; 0], "nothing is left");
@@ -89,7 +88,7 @@ fn validate(scratch: &Scratch) -> String {
     run(&mut python).success().stdout
 }
 
-/// The page of results as people see it, on a phone, in both themes.
+/// Checks the page of results as it looks on a phone, in both themes.
 fn look_at_the_page(scratch: &Scratch) {
     let page = scratch.path("results.html");
     let text = std::fs::read_to_string(&page).expect("the page");
@@ -123,7 +122,8 @@ fn look_at_the_page(scratch: &Scratch) {
     }
 }
 
-/// Mostly ground, of the theme's brightness, and a good deal that stands out from it.
+/// Checks that most pixels are background of the theme's brightness, and enough pixels stand out
+/// from it.
 fn check_picture(picture: &Picture, theme: Theme) {
     let brightness = |pixel: &[u8; 3]| pixel.iter().map(|&one| u32::from(one)).sum::<u32>() / 3;
     let count = |test: &dyn Fn(u32) -> bool| {
@@ -162,7 +162,7 @@ fn all_questions_are_answered_in_the_announced_time_in_memory() {
     assert_eq!(validate(&scratch), "", "results.schema.json");
 }
 
-/// A measurement that has begun to write.
+/// Starts a measurement and waits until it has made files.
 fn begin(arguments: &[&str], folder: &Path) -> Child {
     let mut command = bench(arguments, folder);
     let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
@@ -195,12 +195,12 @@ fn a_second_interrupt_waits_for_nothing_and_leaves_nothing() {
     let scratch = Scratch::new();
     let folder = scratch.path("here");
     std::fs::create_dir(&folder).expect("a folder");
-    // Its words about its plan find no room, and it waits for some.
+    // The pipe for its messages is full, so the program waits to write them.
     let (_reader, full) = full_pipe();
     let mut child = bench(&["fua"], &folder).stderr(full).spawn().expect("it starts");
     let has_begun = eventually(Duration::from_secs(20), || !names_in(&folder).is_empty());
     let id = Pid::from_raw(child.id() as i32).expect("a process id is not 0");
-    // Two that come at once count as one.
+    // Two signals at once count as one, so they are sent repeatedly.
     let is_over = || {
         kill_process(id, Signal::INT).expect("it runs, or waits to be asked how it ended");
         wait_for_exit(&mut child, Duration::from_millis(100)).is_some()
@@ -212,7 +212,7 @@ fn a_second_interrupt_waits_for_nothing_and_leaves_nothing() {
     assert_eq!(names_in(&folder), [""; 0]);
 }
 
-/// A pipe that takes nothing more until it is read.
+/// A pipe that is full until it is read.
 fn full_pipe() -> (PipeReader, PipeWriter) {
     let (reader, mut writer) = std::io::pipe().expect("a pipe");
     fcntl_setfl(&writer, OFlags::NONBLOCK).expect("it is open");

@@ -1,4 +1,4 @@
-//! Persistent dirty bitmaps, beside QEMU's tools on the same images.
+//! Persistent dirty bitmaps, compared with QEMU's tools on the same images.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ pub fn info(image: &str) -> Value {
     listed
 }
 
-/// Both find no error and no leak.
+/// Checks that both programs find no errors and no leaks.
 pub fn check(image: &str) {
     command(&["check", "-f", "qcow2", image]).success();
     qemu_img(&["check", "-f", "qcow2", image]).success();
@@ -80,7 +80,7 @@ fn a_bitmap_of_either_program_goes_on_in_the_other() {
     }
 }
 
-/// The backing file's name lies where the extension has to be.
+/// The backing file's name is where the header extension has to be.
 #[test]
 fn an_overlay_with_a_crowded_header_gets_a_bitmap() {
     require!(need::tools(&["qemu-img"]));
@@ -127,7 +127,7 @@ fn bitmaps_are_merged_as_qemu_does() {
     }
 }
 
-/// Merges `from` into `into`, by both programs, each in an image of its own.
+/// Merges `from` into `into` with both programs, each in its own copy of the image.
 fn merge_both(image: &Path, source: Option<&Path>) {
     let theirs = image.with_extension("theirs");
     std::fs::copy(image, &theirs).expect("a copy");
@@ -198,7 +198,7 @@ fn an_inconsistent_bitmap_can_only_be_removed() {
     check(image);
 }
 
-/// As a writer that died: sets the flag of the only bitmap.
+/// Sets the in-use flag of the only bitmap, like a writer that died.
 fn mark_in_use(image: &Path) {
     let mut bytes = std::fs::read(image).expect("it is there");
     let name = bytes.windows(4).rposition(|window| window == b"lost").expect("in the directory");

@@ -18,7 +18,7 @@ fn a_device_is_written_read_zeroed_and_discarded(engine: Engine) {
     let bytes = random_bytes(&mut seeded(), 4 << 20);
     assert_eq!(client.write(0, &bytes, 0), 0);
     assert_eq!(client.write(5 << 20, &bytes[..4096], flag::FUA), 0);
-    // Neither offset nor length fit the device's blocks.
+    // Neither offset nor length is a multiple of the device's block size.
     assert_eq!(client.write((6 << 20) + 123, &bytes[..777], flag::FUA), 0);
     assert_eq!(client.simple(command::WRITE_ZEROES, 1 << 20, 1 << 20, 0), 0);
     assert_eq!(client.simple(command::WRITE_ZEROES, 100, 1000, flag::FUA), 0);
@@ -92,7 +92,8 @@ fn blocks_of_4096_bytes_are_announced_and_smaller_requests_are_served() {
     server.stop();
 }
 
-/// Through the page cache any range can be written, but zeroed and discarded only in whole sectors.
+/// Through the page cache the kernel writes any range of a device, but zeroes and discards only
+/// whole sectors.
 #[test]
 fn zeros_and_discards_of_parts_of_sectors_are_carried_out_in_every_cache_mode() {
     for (sectors, cache) in
@@ -116,7 +117,7 @@ fn zeros_and_discards_of_parts_of_sectors_are_carried_out_in_every_cache_mode() 
             assert_eq!(client.simple(command::WRITE_ZEROES, offset, length, flags), 0);
             expected[offset as usize..][..length as usize].fill(0);
         }
-        // A discarded range reads as anything; what is around it stays.
+        // A discarded range may read as anything; the bytes around it stay.
         for (offset, length) in [(200_192, 512), (204_900, 8192), (220_000, 65_536)] {
             assert_eq!(client.simple(command::TRIM, offset, length, 0), 0);
             let now = client.read(offset, length).expect("it is read");
@@ -129,8 +130,8 @@ fn zeros_and_discards_of_parts_of_sectors_are_carried_out_in_every_cache_mode() 
     }
 }
 
-/// `RWF_DSYNC` on a device would cost a FUA write and a flush where a thread waits for it: a write
-/// and a sync, which several writes can share, cost less.
+/// A synchronous `RWF_DSYNC` write to a device costs a FUA write and a flush. A write and a sync
+/// cost less, because several writes can share the sync.
 #[test]
 fn a_durable_write_to_a_device_by_threads_is_a_write_and_a_sync() {
     require!(need::strace());
@@ -151,7 +152,7 @@ fn a_durable_write_to_a_device_by_threads_is_a_write_and_a_sync() {
     server.stop();
 }
 
-/// The device's own errors: what is below it has no room, which a device knows only as EIO.
+/// Errors of the device: the file system below it is full, which a device reports only as EIO.
 #[test]
 fn an_error_of_the_device_reaches_the_client() {
     let small = Scratch::in_memory();
@@ -189,7 +190,7 @@ struct Unmount<'a>(&'a std::path::Path);
 
 impl Drop for Unmount<'_> {
     fn drop(&mut self) {
-        // Lazily: the loop device may not have let go yet.
+        // Lazily, because the loop device may still use it.
         run(tool("umount").arg("-l").arg(self.0)).success();
     }
 }

@@ -1,4 +1,4 @@
-//! The block sizes that guests and clients see: those of the image, and those that are asked for.
+//! The block sizes that guests and clients see: those of the image, and those of options.
 
 use std::path::Path;
 
@@ -9,12 +9,12 @@ use blockhouse_tests::{Scratch, Serve, need, require, run, tool};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
 
-/// The GUID of the metadata of a VHDX that has the size of a sector, as it is stored.
+/// The GUID, as stored, of the VHDX metadata item with the sector size.
 const SECTOR_SIZE: [u8; 16] = [
     0x1d, 0xbf, 0x41, 0x81, 0x6f, 0xa9, 0x09, 0x47, 0xba, 0x47, 0xf2, 0x33, 0xa8, 0xfa, 0xab, 0x5f,
 ];
 
-/// An image by qemu-img whose disk has sectors of 4096 bytes.
+/// An image made by qemu-img and changed, whose disk has sectors of 4096 bytes.
 fn vhdx(scratch: &Scratch) -> std::path::PathBuf {
     let path = scratch.path("disk.vhdx");
     qemu_img(&["create", "-q", "-f", "vhdx", str(&path), "64M"]).success();
@@ -29,7 +29,7 @@ fn vhdx(scratch: &Scratch) -> std::path::PathBuf {
     path
 }
 
-/// The fields of the configuration space: sector, physical block and unit of discards, in bytes.
+/// Fields of the configuration space: sector, physical block and discard alignment, in bytes.
 fn seen_by_guest(socket: &Path) -> [u64; 3] {
     let mut guest = Guest::connect(socket, Options::default());
     let config = guest.driver.config(0, 60).expect("the configuration");

@@ -1,4 +1,4 @@
-//! Clients: where they may connect, and their view of each other.
+//! Clients: where they can connect, and whether they see each other's writes.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -135,7 +135,7 @@ fn several_images_are_served_under_the_names_of_their_files() {
     assert_eq!((one.size(), two.size()), (4096, 8192));
     assert_eq!(one.write(0, &[3; 512], 0), 0);
     assert_eq!(two.read(0, 8192), Ok(vec![2; 8192]), "the other image changed");
-    // Clients without a name get the first.
+    // Clients that ask for no name get the first export.
     let mut default = greeted().go("", Framing::Simple);
     assert_eq!(default.read(0, 512), Ok(vec![3; 512]));
     for client in [one, two, default] {
@@ -144,7 +144,7 @@ fn several_images_are_served_under_the_names_of_their_files() {
     server.stop();
 }
 
-/// The names that LIST tells at a socket.
+/// The names in the reply to LIST at a socket.
 fn listed(address: &Address) -> Vec<String> {
     let replies = Greeted::new(address).option(option::LIST, &[]);
     let servers = replies.iter().filter(|answer| answer.kind == reply::SERVER);
@@ -241,7 +241,7 @@ fn a_client_is_not_told_where_the_image_lies() {
     let image = scratch.image("disk.img", MIB);
     let server = Serve::new(&scratch, image.path()).start();
     let folder = image.path().parent().expect("a folder").to_str().expect("a plain name");
-    // The description of an export goes over the socket whether a client asks for it or not.
+    // The description of an export must not name the folder, whether a client asks for it or not.
     let asked = [&0u32.to_be_bytes()[..], &[0, 3, 0, 1, 0, 2, 0, 3]].concat();
     let mut greeted = Greeted::new(&server.address());
     let mut told = greeted.option(option::INFO, &asked);
@@ -289,7 +289,7 @@ fn tcp_on_localhost_is_not_open_to_other_addresses() {
     let server = Serve::bare(&scratch, image.path()).export("nbd://localhost:0/").start();
     let port = server.uri().trim_end_matches('/').rsplit(':').next().expect("a port");
     let port: u16 = port.parse().expect("a port");
-    // The whole of 127/8 is this machine; a socket bound to all addresses would answer.
+    // All of 127/8 is this machine, so a socket bound to all addresses would answer.
     let other = SocketAddr::from((Ipv4Addr::new(127, 1, 2, 3), port));
     assert!(TcpStream::connect(other).is_err(), "it listens on all addresses");
     server.stop();
@@ -315,7 +315,7 @@ fn an_unknown_export_is_refused_by_name() {
     let server = Serve::bare(&scratch, image.path()).export(&uri).start();
     run(&mut nbdinfo(&unix_uri(&scratch, "nbd", "elsewhere"))).failure("export");
     run(&mut nbdinfo(server.uri())).success();
-    // The connection outlives a refusal: another name can be tried.
+    // After a refusal the client can try another name on the same connection.
     let mut greeted = Greeted::new(&server.address());
     let name = |name: &str| blockhouse_tests::nbd::go_data(name);
     assert_eq!(greeted.outcome(option::INFO, &name("elsewhere")), reply::ERR_UNKNOWN);
@@ -334,7 +334,7 @@ fn the_name_of_an_export_that_is_not_there_is_in_the_log_on_one_short_line() {
         Serve::bare(&scratch, image.path()).export(&unix_uri(&scratch, "nbd", "here")).start();
     let name = format!("wrong\n\u{1b}[31mERROR{}", "x".repeat(3000));
     let mut greeted = Greeted::new(&server.address());
-    // One client has one line, however much it asks.
+    // One client causes one line in the log, however often it asks.
     for _ in 0..50 {
         let data = blockhouse_tests::nbd::go_data(&name);
         assert_eq!(greeted.outcome(option::GO, &data), reply::ERR_UNKNOWN);
@@ -442,7 +442,7 @@ fn fifty_clients_work_at_once(engine: Engine) {
     }
 }
 
-/// `nbdcopy` with several connections relies on CAN_MULTI_CONN being meant.
+/// `nbdcopy` with several connections relies on `CAN_MULTI_CONN`.
 fn connections_see_each_others_writes(engine: Engine) {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", MIB);
@@ -475,10 +475,10 @@ fn a_socket_from_systemd_is_served() {
     let image = scratch.image("disk.img", MIB);
     let socket = scratch.socket("activation");
     let listener = UnixListener::bind(&socket).expect("the test's own socket");
-    // A client may come before the server does.
+    // A client may connect before the server starts.
     let early = Address::Unix(socket.clone());
     let early = std::thread::spawn(move || Client::open(&early).read(0, 16));
-    // The way of systemd: the socket is descriptor 3, and LISTEN_PID is the process's own id.
+    // As systemd does: the socket is descriptor 3, and LISTEN_PID is the process's own id.
     let script = r#"exec 3<&0 0</dev/null; LISTEN_FDS=1 LISTEN_PID=$$ exec "$@""#;
     let serve = Serve::bare(&scratch, image.path()).under(["sh", "-c", script, "sh"]);
     let server = serve.stdin(std::os::fd::OwnedFd::from(listener)).start();
@@ -506,7 +506,8 @@ fn sockets_from_systemd_serve_what_the_uris_with_their_addresses_name() {
         serve.stdin(std::os::fd::OwnedFd::from(listener))
     };
     let again = || std::fs::remove_file(&sockets[0]).expect("the socket's file is there");
-    // Both were served at a socket that the command line seemed to give to one, and "two" nowhere.
+    // Otherwise both disks would be served at a socket that seems to be for one of them, and "two"
+    // would not be served.
     serve(&[("one", "first"), ("two", "second")]).refused().wrong_usage(&[
         "socket=",
         "/two",

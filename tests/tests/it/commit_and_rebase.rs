@@ -1,4 +1,4 @@
-//! `blockhouse commit` and `blockhouse rebase` beside QEMU's tools.
+//! `blockhouse commit` and `blockhouse rebase`, compared with QEMU's tools.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ fn info(image: &Path) -> Value {
     serde_json::from_str(&outcome.stdout).expect("JSON")
 }
 
-/// All of a disk, as QEMU reads it.
+/// The content of a disk, as QEMU reads it.
 fn content(scratch: &Scratch, image: &Path) -> Vec<u8> {
     let flat = scratch.path("flat.raw");
     qemu_img(&["convert", "-f", "qcow2", "-O", "raw", str(image), str(&flat)]).success();
@@ -34,7 +34,7 @@ const OVERLAYS: [&str; 5] = [
     "cluster_size=2M,lazy_refcounts=on,refcount_bits=64",
 ];
 
-/// An overlay over a base with this option list; the base is raw without one.
+/// An overlay over a base with the options `base`; if `None`, the base is raw.
 fn overlay(scratch: &Scratch, base: Option<&str>, options: &str, size: &str) -> (PathBuf, PathBuf) {
     let (base_path, image) = (scratch.path("base"), scratch.path("over.qcow2"));
     for old in [&base_path, &image] {
@@ -62,7 +62,7 @@ fn a_commit_moves_everything_and_leaves_an_empty_overlay() {
     let scratch = Scratch::in_memory();
     for options in OVERLAYS {
         for base in [None, Some("compat=0.10")] {
-            // Longer than the base, and shorter.
+            // The overlay is longer than the base, or shorter.
             for size in ["14M", "10M"] {
                 let what = format!("{options} over {base:?}, {size}");
                 let (base_path, image) = overlay(&scratch, base, options, size);
@@ -220,7 +220,7 @@ fn a_raw_backing_file_that_looks_like_qcow2_is_noticed() {
     assert!(!new.exists());
     command(&["rebase", "-b", "base", "-F", "raw", str(&image)]).failure("looks like qcow2");
     assert_eq!(info(&image)["backing-filename-format"], "qcow2");
-    // Meant so, it is obeyed, and told each time.
+    // With an explicit format the command obeys, and each command warns.
     let outcome = command(&["rebase", "-u", "-b", "base", "-F", "raw", str(&image)]).success();
     assert!(outcome.stderr.contains("looks like qcow2"), "{}", outcome.describe("a warning"));
     let outcome = command(&["map", str(&image)]).success();
@@ -285,7 +285,7 @@ fn a_commit_into_a_deeper_base_leaves_the_disk_as_it_is() {
         let mut whole = content(&scratch, base);
         whole.truncate(before.len());
         assert_same(&whole, &before, base_size);
-        // Nothing above is needed.
+        // The base alone now has all data.
         command(&["rebase", "-b", "base.qcow2", "-F", "qcow2", str(top)]).success();
         assert_same(&content(&scratch, top), &before, base_size);
     }

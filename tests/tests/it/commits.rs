@@ -1,5 +1,6 @@
-//! Commits of disks that clients write to: the clients notice nothing, the backing file is equal to
-//! the byte when it is complete, and whatever is killed or fails, what is served again is the disk.
+//! Commits of disks that clients write to: the clients notice nothing, the backing file equals the
+//! disk byte for byte when the commit completes, and after any kill or failure the next server
+//! serves the right content.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -14,7 +15,7 @@ use crate::jobs::{
     BLOCK, FAILED, Foreign, SIZE, Writer, beside, bytes_of, ctl, job, serve, wait_for,
 };
 
-/// An overlay over a base, made by QEMU, and what its blocks hold.
+/// An overlay over a base, made by QEMU, and the content of its blocks.
 pub(crate) struct Chain {
     pub(crate) overlay: PathBuf,
     pub(crate) base: PathBuf,
@@ -23,7 +24,7 @@ pub(crate) struct Chain {
 }
 
 impl Chain {
-    /// The base has `size` bytes, and a snapshot where it can have one.
+    /// Makes a chain whose base has `size` bytes, and a snapshot if its format has snapshots.
     pub(crate) fn new(scratch: &Scratch, base: &str, size: u64, options: &str) -> Self {
         let (path, overlay) = (scratch.path(base), scratch.path("over.qcow2"));
         let format = if base.ends_with("img") { "raw" } else { "qcow2" };
@@ -51,14 +52,14 @@ impl Chain {
         qemu_img(&["create", "-f", "qcow2", "-o", &options, str(path), &size]).success();
     }
 
-    /// A client of a server of the overlay, which has some clusters then.
+    /// A client of a server of the overlay, after it has written some clusters.
     fn writer(&self, server: &Server, random: Rng) -> Writer {
         let mut writer = Writer::on(&server.address(), self.blocks.clone(), random);
         (0..self.blocks.len()).step_by(7).for_each(|index| writer.write(index));
         writer
     }
 
-    /// Whether the base alone holds this, and is in order.
+    /// Checks that the base alone holds these bytes and has no errors.
     fn check_base(&self, scratch: &Scratch, bytes: &[u8]) {
         let expected = scratch.image_of("expected", bytes);
         let words = ["compare", "-f", self.format, "-F", "raw", str(&self.base), expected.str()];
@@ -93,7 +94,7 @@ fn a_client_goes_on_with_the_base_that_is_equal_to_the_byte() {
         chain.make_overlay(&other, "compat=1.1");
         beside(&mut writer, || {
             ctl(&scratch, &["commit", "over.qcow2", "--mode", mode, "--job", "c"]).success();
-            // No other program may use the base, nor other images over it.
+            // No other program may use the base, nor another image over it.
             command(&["serve", str(&other), "--nbd", "nbd://127.0.0.1:0"]).failure("locked");
             command(&["convert", str(&chain.base), str(&scratch.path("c"))]).failure("locked");
             wait_for(&mut control, "c", "ready");
@@ -136,7 +137,7 @@ fn a_commit_that_is_cancelled_leaves_the_disk_and_can_be_made_again() {
         upgrade().failure("open for writing since a commit");
     });
     writer.check();
-    // After a restart the old command line is right.
+    // After a restart the old command line serves the disk.
     let blocks = writer.blocks();
     drop((writer, control));
     server.stop();
@@ -207,7 +208,7 @@ fn a_commit_into_a_full_host_fails_and_the_client_goes_on() {
     std::fs::create_dir(&folder).expect("a folder");
     let wrapper = require!(need::private_tmpfs(&folder, SIZE / 8));
     let (base, overlay) = (folder.join("base.img"), scratch.path("over.qcow2"));
-    // The folder is empty before the server's own file system is there.
+    // The base is made in the server's own file system, which is mounted over the empty folder.
     let made = format!("&& truncate -s {SIZE} '{}' && exec", base.display());
     let wrapper: Vec<String> = wrapper.iter().map(|word| word.replace("&& exec", &made)).collect();
     let (options, size) =
@@ -291,13 +292,13 @@ fn what_cannot_be_committed_is_refused_with_a_reason() {
     refused(json!({ "kind": "commit", "disk": "none" }), &["no disk is called"]);
     refused(json!({ "kind": "commit", "disk": "alone.qcow2" }), &["has no backing file"]);
     refused(json!({ "kind": "commit", "disk": "short.qcow2" }), &["more than the disk"]);
-    // Another disk of this server is over the same base.
+    // Another disk of this server has the same base.
     refused(
         json!({ "kind": "commit", "disk": "over.qcow2" }),
         &["layer of other disks", "short.qcow2"],
     );
     control.get("disk.close", json!({ "disk": "short.qcow2" }));
-    // Refused as it was, the base is still protected.
+    // After the refusal the base is still locked.
     let outcome = blockhouse_tests::tool("qemu-io")
         .args(["-f", "qcow2", "-c", "write 0 512", str(&chain.base)])
         .output()

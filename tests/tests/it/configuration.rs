@@ -1,4 +1,4 @@
-//! `serve --config`: many disks, and a reload that touches nothing but what has changed.
+//! `serve --config`: many disks, and a reload that affects only what has changed.
 
 use std::path::Path;
 
@@ -16,7 +16,8 @@ use std::time::Duration;
 
 const MIB: u64 = 1 << 20;
 
-/// A table of a disk that is served under its name at one socket for all.
+/// A disk's table in the configuration: the disk is served under its name at a socket that all
+/// disks share.
 fn disk(scratch: &Scratch, name: &str, more: &str) -> String {
     let (path, socket) = (scratch.path(name), scratch.socket("nbd"));
     format!(
@@ -58,7 +59,7 @@ fn a_reload_adds_and_removes_without_touching_the_rest() {
     let mut control = Control::connect(&scratch.socket("control"));
     let (mut stays, mut leaves) = (open(&scratch, "a.img"), open(&scratch, "b.qcow2"));
     assert_eq!(leaves.write(0, &[7; 512], 0), 0);
-    // A disk that a request opened is no business of the file.
+    // The configuration file does not affect a disk that a request opened.
     let extra = scratch.image("extra", MIB);
     control.get("disk.open", json!({ "path": extra.path() }));
     write(&config, &[table.clone(), c, a.clone()]);
@@ -69,8 +70,8 @@ fn a_reload_adds_and_removes_without_touching_the_rest() {
     assert!(leaves.receive().is_err(), "its disk is closed");
     assert_eq!(stays.write(512, &[8; 512], 0), 0);
     open(&scratch, "c.img").disconnect();
-    // By a signal: other options close and open again; what is wrong is logged, and changes
-    // nothing.
+    // A reload by SIGHUP: a disk with changed options is closed and opened again; an error is
+    // logged and changes nothing.
     write(&config, &[table.clone(), disk(&scratch, "a.img", "read-only = true")]);
     server.signal(Signal::HUP);
     assert!(eventually(Duration::from_secs(30), || server.log().matches("reloaded").count() == 2));
@@ -100,20 +101,20 @@ fn a_reload_changes_limits_and_moves_exports() {
     assert_eq!(limits(&mut control, 1), json!({ "group": "slow", "iops": 100 }));
     let mut client = open(&scratch, "b.img");
     assert_eq!(client.write(0, &[7; 512], 0), 0);
-    // Other limits of the group and of a disk, while the clients go on.
+    // Changes the limits of the group and of a disk while the clients continue.
     let own = disk(&scratch, "a.img", "limits = { bps = \"1M\" }");
     write(&config, &[table.clone(), own.clone(), b.clone(), group(200)]);
     let done = control.get("server.reload", json!({}));
     assert_eq!(done["limited"], json!(["a.img", "b.img"]), "{done}");
     assert_eq!(limits(&mut control, 0), json!({ "bps": MIB }));
     assert_eq!(limits(&mut control, 1), json!({ "group": "slow", "iops": 200 }));
-    // A change by a request stays, as long as the file does not say something else.
+    // A change by a request stays until the file changes.
     control.get("limit.set", json!({ "disk": "b.img" }));
     let done = control.get("server.reload", json!({}));
     assert_eq!((&done["limited"], &done["failed"]), (&json!([]), &json!([])));
     assert_eq!(limits(&mut control, 1), json!({}));
     assert_eq!(client.read(0, 512), Ok(vec![7; 512]));
-    // One disk has the name of the other's export.
+    // One disk gets the export name of the other.
     let (a, b) = (own.replace("/a.img?", "/c?"), b.replace("/b.img?", "/a.img?"));
     write(&config, &[table, a, b, group(200)]);
     let done = control.get("server.reload", json!({}));

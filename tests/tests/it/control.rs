@@ -1,6 +1,6 @@
-//! Disks and exports that come and go while a server runs, by `blockhouse ctl` and by JSON-RPC:
-//! what else is served notices nothing, what fails leaves all as it was, and what is listed is what
-//! there is.
+//! Disks and exports that are added and removed while a server runs, by `blockhouse ctl` and by
+//! JSON-RPC: other disks are not affected, a failed request changes nothing, and the lists are
+//! true.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -37,7 +37,7 @@ fn names(list: &Value, key: &str) -> Vec<String> {
     list.map(|one| one[key].as_str().expect("a name").to_owned()).collect()
 }
 
-/// Writes and reads back until `stop`, as a guest that must notice nothing. How often.
+/// Writes and reads back until `stop`, like a guest that must notice nothing. Returns how often.
 fn go_on(address: &Address, stop: &AtomicBool) -> u64 {
     let mut client = Client::open(address);
     let mut count = 0_u64;
@@ -79,7 +79,7 @@ fn disks_and_exports_come_and_go_beside_one_that_notices_nothing() {
             guest.write(0, 2, round);
             control.get("disk.close", json!({ "disk": "second.qcow2", "force": true }));
             assert!(!vu.exists() && !guest.is_connected());
-            // The image is closed, and the written bytes are there.
+            // The image is closed, and holds the written bytes.
             qemu_img(&["check", str(&path)]).success();
         }
         stop.store(true, Ordering::SeqCst);
@@ -106,7 +106,7 @@ fn an_export_of_another_disk_keeps_a_socket_open() {
     control.get("export.remove", json!({ "export": export }));
     assert!(!socket.exists());
     assert_eq!(second.bytes(0, 512), [7; 512]);
-    // Port 0 is a port of the kernel's choice, which the answer names.
+    // With port 0 the kernel chooses a port, which the answer names.
     let added = json!({ "disk": "second", "export": "nbd://127.0.0.1:0/x" });
     let added = control.get("export.add", added)["export"].as_str().map(str::to_owned);
     let added = added.expect("a URI");
@@ -134,7 +134,7 @@ fn what_fails_leaves_all_as_it_was() {
     control.refused("disk.open", open(json!({ "name": "first" })), FAILED, &["already"]);
     control.refused("disk.open", json!({ "path": "second" }), INVALID_PARAMS, &["whole path"]);
     control.refused("disk.open", open(json!({ "cache": "x" })), INVALID_PARAMS, &["no cache mode"]);
-    // The first of its exports can be had, the second cannot.
+    // The first of its exports is possible, the second is not.
     let exports = json!({ "exports": [nbd_uri("a", &free), str(&taken)] });
     control.refused("disk.open", open(exports), FAILED, &["running server listens there"]);
     assert!(!free.exists() && taken.exists());
@@ -154,7 +154,7 @@ fn what_fails_leaves_all_as_it_was() {
     control.refused("disk.resize", shrink, FAILED, &["while it is served at", "exports"]);
     let nothing = json!({ "disk": "first", "name": "s" });
     control.refused("snapshot.create", nothing, FAILED, &["raw image has no snapshots"]);
-    // Others write to the file system meanwhile.
+    // Other programs write to the file system, so its free space is not compared.
     let without_room = |mut disks: Value| {
         disks[0]["room-left"].take();
         disks
@@ -162,7 +162,7 @@ fn what_fails_leaves_all_as_it_was() {
     let after = control.get("disk.list", json!({}));
     assert_eq!(without_room(after), without_room(before));
     server.assert_serves();
-    // A disk that was opened and closed again is free.
+    // A disk that was opened and closed again can be opened.
     control.get("disk.open", open(json!({ "exports": [nbd_uri("a", &free)] })));
     server.stop();
     assert!(!free.exists() && !taken.exists());
@@ -253,7 +253,7 @@ fn messages_are_those_of_json_rpc() {
         let answer = control.receive().expect("an answer");
         assert_eq!((&answer["id"], answer["error"]["code"].as_i64()), (&id, Some(code)), "{line}");
     }
-    // Without an id there is no answer: the next one is that to the next request.
+    // A request without an id gets no answer: the next answer is for the next request.
     control.send(br#"{"jsonrpc":"2.0","method":"disk.list"}"#).expect("it listens");
     assert_eq!(control.get("server.version", json!({})), version);
     server.stop();
@@ -357,7 +357,7 @@ fn clients_that_do_not_listen_keep_nobody_waiting() {
     let mut deaf = Control::connect(&scratch.socket("control"));
     deaf.get("event.subscribe", json!({}));
     let second = scratch.image("second", MIB);
-    // More events than the socket and the queue take.
+    // More events than fit into the socket and the queue.
     for _ in 0..1000 {
         control.get("disk.open", json!({ "path": second.path() }));
         control.get("disk.close", json!({ "disk": "second" }));

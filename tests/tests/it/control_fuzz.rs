@@ -1,7 +1,6 @@
-//! Random requests at the control socket, beside clients that verify what they read: by a fuzzer
-//! that knows the schema, and one that does not. No client sees an error, nothing leaks, and what
-//! is listed is what there is. With `BLOCKHOUSE_CONTROL_SECONDS` it goes on for as long as one
-//! likes.
+//! Random requests at the control socket, while clients verify what they read: from a fuzzer that
+//! knows the schema, and from one that does not. No client sees an error, nothing leaks, and the
+//! lists are true. `BLOCKHOUSE_CONTROL_SECONDS` sets the duration.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
@@ -19,7 +18,7 @@ use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
 
-/// The names in random requests: images and sockets that are theirs alone.
+/// The names in random requests: images and sockets that nothing else uses.
 struct World {
     images: Vec<PathBuf>,
     exports: Vec<String>,
@@ -40,7 +39,7 @@ impl World {
         Self { images, exports }
     }
 
-    /// A value for a parameter that means something here, mostly.
+    /// A value for a parameter, by its name; mostly a meaningful one.
     fn value(&self, name: &str, random: &mut Rng) -> Option<Value> {
         if random.u8(..8) == 0 {
             return None;
@@ -49,7 +48,7 @@ impl World {
         let file = || image.file_name().expect("a name").to_string_lossy().into_owned();
         Some(match name {
             "disk" => json!(file()),
-            // Its own: names are those of files.
+            // The default: the name of the file.
             "name" if random.bool() => Value::Null,
             "name" | "new-name" => json!(["s", "t", "u"][random.usize(..3)]),
             "path" => json!(image),
@@ -77,13 +76,13 @@ pub(crate) fn verify(address: &Address, region: u64, stop: &AtomicBool) -> u64 {
     count
 }
 
-/// How many descriptors a server has.
+/// The number of open descriptors of a server.
 pub(crate) fn descriptors(server: &Server) -> usize {
     let folder = format!("/proc/{}/fd", server.pid().as_raw_nonzero());
     std::fs::read_dir(folder).expect("the server runs").count()
 }
 
-/// Requests that fit the schema.
+/// Sends a request that fits the schema.
 fn knows_the_schema(control: &mut Control, schema: &Value, world: &World, random: &mut Rng) {
     let methods = schema["methods"].as_object().expect("methods");
     let methods: Vec<_> = methods.keys().filter(|name| *name != "server.upgrade").collect();
@@ -100,7 +99,7 @@ fn knows_the_schema(control: &mut Control, schema: &Value, world: &World, random
     }
 }
 
-/// A line that is damaged: bytes of a request changed, cut or doubled; or noise.
+/// A damaged line: a request with bytes changed, cut or doubled; or noise.
 fn damaged(world: &World, random: &mut Rng) -> Vec<u8> {
     let image = &world.images[random.usize(..world.images.len())];
     let request = json!({
@@ -123,7 +122,7 @@ fn damaged(world: &World, random: &mut Rng) -> Vec<u8> {
     line
 }
 
-/// The lists are true: sockets that listen, and no others.
+/// Checks that the lists are true: the listed sockets listen, and no others do.
 fn check(control: &mut Control, world: &World) {
     let exports = control.get("export.list", json!({}));
     let disks = control.get("disk.list", json!({}));
@@ -176,7 +175,7 @@ fn random_requests_disturb_nobody_and_leave_nothing_behind() {
                         } else {
                             let line = damaged(world, &mut random);
                             control.send(&line).expect("it listens");
-                            // A right request has an answer; one that has lost its id, none.
+                            // A valid request gets an answer; one that has lost its id gets none.
                             control.get("server.version", json!({}));
                         }
                     }
@@ -206,7 +205,8 @@ fn random_requests_disturb_nobody_and_leave_nothing_behind() {
     server.stop();
 }
 
-/// Closes all disks but the one that is served: a job or a backup of one would keep it open.
+/// Closes all disks but the one that is served, after ending the jobs and backups that keep disks
+/// open.
 fn close_all(control: &mut Control) {
     let jobs = |control: &mut Control| -> Vec<Value> {
         let jobs = control.get("job.list", json!({}));
@@ -215,7 +215,7 @@ fn close_all(control: &mut Control) {
         jobs.filter(|job| ended.iter().all(|ended| job["status"] != *ended)).cloned().collect()
     };
     for job in jobs(control) {
-        // It may end by itself in between.
+        // The job may end by itself meanwhile.
         let _ = control.call("job.cancel", json!({ "job": job["job"] }));
     }
     let mut left = Vec::new();

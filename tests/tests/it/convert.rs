@@ -1,5 +1,5 @@
-//! `convert` and `compare` beside qemu-img: what one makes the other finds equal and without
-//! errors, and no image is lost when something goes wrong.
+//! `convert` and `compare` beside qemu-img: each program finds the images of the other equal and
+//! without errors, and no image is lost when something fails.
 
 use std::fs::{File, Permissions};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -15,10 +15,11 @@ use fastrand::Rng;
 use serde_json::Value;
 
 const MIB: u64 = 1 << 20;
-/// Not a multiple of most cluster sizes, nor of a block.
+/// Bytes of the disk: not a multiple of most cluster sizes, nor of a block.
 const SIZE: u64 = 5 * MIB + 3 * 512;
 
-/// Stretches of noise, of one byte and of written zeros, with holes between them.
+/// An image with ranges of random bytes, of one repeated byte and of written zeros, and with holes
+/// between them.
 fn source(scratch: &Scratch, random: &mut Rng) -> PathBuf {
     let image = scratch.image("source.raw", SIZE);
     let file = File::options().write(true).open(image.path()).expect("the image opens");
@@ -241,7 +242,7 @@ fn what_exists_is_left_alone_and_replaced_only_when_all_is_well() {
     let convert = ["convert", "--format", "raw", str(&raw), target.str()];
     command(&convert).failure("--force");
     assert_eq!(target.content(), [0x70; 777]);
-    // The source turns out to be unreadable when the target is there already.
+    // The source cannot be opened, and the target exists already.
     let missing = ["convert", "--force", "--format", "raw", "missing.raw", target.str()];
     command(&missing).failure("missing.raw");
     assert_eq!(target.content(), [0x70; 777]);
@@ -297,7 +298,7 @@ fn a_full_disk_is_told_and_the_copy_is_gone_on_with_when_there_is_room() {
     let folder = scratch.path("small");
     std::fs::create_dir(&folder).expect("a folder");
     let wrapper = require!(need::private_tmpfs(&folder, 6 * MIB));
-    // All in one, since the file system goes away with the command.
+    // One script does everything, because the file system is removed with the command.
     let script = r#"
         "$1" convert "$2" "$3" 2> error; code=$?
         test $code = 1 || { echo "exit status $code"; exit 90; }
@@ -345,7 +346,7 @@ fn a_copy_that_was_killed_is_gone_on_with() {
     assert!(!target.exists());
     command(&["convert", "--resume", "-c", raw.str(), str(&target)]).success();
     expect_equal(raw.path(), &target, "gone on with");
-    // Leaks at most.
+    // The check may find leaks, and nothing else.
     assert!([0, 3].contains(&command(&["check", str(&target)]).status.code().expect("a code")));
 }
 
@@ -405,13 +406,13 @@ fn a_snapshot_is_copied_as_qemu_img_copies_it() {
         command(&["snapshot", "create", str(&image), "early"]).success();
         qemu_io("qcow2", &image, &["write -P 3 0 3M"]);
         if options != "compat=0.10" {
-            // A disk of another size than the one that is copied.
+            // Changes the size of the disk after the snapshot.
             qemu_img(&["resize", "-f", "qcow2", str(&image), "6M"]).success();
             qemu_io("qcow2", &image, &["write -P 4 4M 2M"]);
         }
         qemu_img(&["snapshot", "-c", "late", str(&image)]).success();
         qemu_io("qcow2", &image, &["write -P 5 1M 100k"]);
-        // By the name, and by the id.
+        // By name and by id.
         for (name, of_qemu) in [("early", "early"), ("late", "late"), ("2", "late")] {
             let what = format!("{options}: {name}");
             let [theirs, raw, packed] =
@@ -425,7 +426,7 @@ fn a_snapshot_is_copied_as_qemu_img_copies_it() {
             let size = if name == "early" || options == "compat=0.10" { 4 << 20 } else { 6 << 20 };
             assert_eq!(found.len(), size, "{what}");
             assert!(found == expected[..size], "{what}");
-            // QEMU's copy is as long as the disk is now.
+            // QEMU's copy of a snapshot has the current size of the disk.
             assert!(expected[size..].iter().all(|&byte| byte == 0), "{what}");
             expect_equal(&theirs, &packed, &what);
             qemu_img(&["check", str(&packed)]).success();

@@ -1,5 +1,5 @@
-//! Images with an external data file, beside QEMU's tools: what one writes the other reads, finds
-//! without errors and maps to the same places; and what is refused.
+//! Images with an external data file, beside QEMU's tools: each program reads what the other
+//! writes, finds no errors and maps it to the same offsets; and what is refused.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -10,7 +10,8 @@ use blockhouse_tests::image_tool::{json, qemu_io_in};
 use blockhouse_tests::{Outcome, Scratch, blockhouse, need, require, run, tool};
 use serde_json::Value;
 
-/// QEMU looks for a data file in its working folder, we do in the image's: so all run there.
+/// Runs our binary in the image's folder: QEMU resolves a data file relative to its working folder,
+/// Blockhouse relative to the image.
 fn command(folder: &Path, words: &[&str]) -> Outcome {
     run(Command::new(blockhouse()).current_dir(folder).args(words))
 }
@@ -28,7 +29,7 @@ const SIZE: u64 = (3 << 20) + 512 * 5;
 /// Where the source has data.
 const WRITTEN: [(u64, u64); 3] = [(70_000, 200_000), (1 << 20, 2 << 20), (SIZE - 512, SIZE)];
 
-/// A raw disk with data here and there, and one end in a sector of its own.
+/// A raw disk with some data, also in its last sector.
 fn source(folder: &Path) -> Vec<u8> {
     let mut content = vec![0; SIZE as usize];
     for ((start, end), value) in WRITTEN.into_iter().zip(1..) {
@@ -41,7 +42,7 @@ fn source(folder: &Path) -> Vec<u8> {
 const OPTIONS: [&str; 4] = ["", ",cluster_size=512", ",lazy_refcounts=on", ",extended_l2=on"];
 const RAW: [&str; 2] = ["", ",data_file_raw=on"];
 
-/// Where each part of the disk with data lies, byte by byte merged.
+/// The offsets and host offsets of data in a map, with adjacent parts merged.
 fn places(map: &Value) -> Vec<(u64, u64)> {
     let mut places: Vec<(u64, u64)> = Vec::new();
     for part in map.as_array().expect("a list") {
@@ -91,7 +92,7 @@ fn what_we_write_to_a_data_file_qemu_reads_and_the_reverse() {
             both_find_it_good(folder, &what);
             let data = fs::read(folder.join("disk.data")).expect("the data file");
             if !raw.is_empty() {
-                // QEMU's ends with a cluster.
+                // QEMU's data file ends with a whole cluster.
                 let data =
                     data.get(..content.len()).filter(|_| writer == "qemu-img").unwrap_or(&data);
                 assert!(data == content, "{what}: the data file is not the raw disk");
@@ -151,7 +152,7 @@ fn qemu_goes_on_where_we_stopped_and_the_reverse() {
             let data = fs::read(folder.join("disk.data")).expect("the data file");
             assert!(data == content, "the data file is not the raw disk");
         }
-        // Bytes that were cut off do not come back.
+        // Bytes that a shrink has cut off do not reappear.
         command(folder, &["resize", "disk.qcow2", "4M"]).success();
         content.resize(longer, 0);
         fs::write(folder.join("source.raw"), &content).expect("a file");
@@ -185,7 +186,7 @@ fn a_data_file_gets_another_name_and_both_programs_find_it() {
         let option = format!("data_file={name}");
         command(&folder, &["amend", "-o", &option, "disk.qcow2"]).failure(said);
     }
-    // A file that does not carry the name of the image, either, is written to.
+    // A data file whose name has nothing in common with the image's is written to, too.
     command(&folder, &["amend", "-o", "data_file=second.raw", "disk.qcow2"]).success();
     fs::rename(folder.join("first.raw"), folder.join("second.raw")).expect("it is there");
     qemu_io(&folder, "disk.qcow2", &["read -P 7 0 64k", "write -P 8 64k 64k"]);
@@ -219,7 +220,7 @@ fn what_cannot_be_a_data_file_is_refused() {
     fs::write(folder.join("full.raw"), vec![7; 1 << 20]).expect("a file");
     let words = [&compressed[..4], &["full.raw", "c.qcow2"]].concat();
     command(folder, &words).failure("compressed");
-    // The image's own tables are no place for data.
+    // The image itself cannot be its data file.
     fs::remove_file(folder.join("disk.data")).expect("it was there");
     command(folder, &["map", "disk.qcow2"]).failure("disk.data");
     fs::hard_link(&path, folder.join("disk.data")).expect("a link");
@@ -232,7 +233,7 @@ fn what_others_write_to_a_raw_data_file_is_read_also_where_the_disk_became_longe
     let scratch = Scratch::new();
     let path = scratch.path("disk.qcow2");
     let folder = path.parent().expect("a folder");
-    // The file is longer than the disk for a while, and has something there.
+    // The data file is longer than the disk, and has data after the disk's end.
     let options = "data_file=disk.data,data_file_raw=on";
     command(folder, &["create", "-o", options, "disk.qcow2", "1M"]).success();
     command(folder, &["resize", "--shrink", "disk.qcow2", "66048"]).success();
@@ -278,8 +279,8 @@ fn the_space_of_a_data_file_is_taken_at_once() {
     }
 }
 
-/// An overlay whose data is in `disk.data`, over an image whose data is in `base.data`; both by
-/// QEMU.
+/// Makes an overlay whose data is in `disk.data`, over an image whose data is in `base.data`; QEMU
+/// makes both.
 fn overlay(folder: &Path, options: &str) {
     let create = |image: &str, options: &str| {
         qemu_img(folder, &["create", "-f", "qcow2", "-o", options, image, "3M"]).success();
@@ -367,7 +368,7 @@ fn leaks_beside_a_data_file_are_repaired() {
     source(folder);
     let options = "data_file=disk.data,lazy_refcounts=on";
     command(folder, &["convert", "-o", options, "source.raw", "disk.qcow2"]).success();
-    // A refcount of one for a cluster behind the last table.
+    // Sets a refcount of 1 for a cluster after the last table.
     let mut image = fs::read(&path).expect("the image");
     let table = u64::from_be_bytes(image[48..56].try_into().expect("8 bytes")) as usize;
     let block = u64::from_be_bytes(image[table..table + 8].try_into().expect("8 bytes")) as usize;

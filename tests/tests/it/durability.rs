@@ -1,5 +1,5 @@
-//! The cost and the worth of durability, seen from outside by strace: FUA is part of the
-//! write, a flush with nothing to flush is free, and a failure is not forgotten.
+//! Durability as strace sees it: FUA is part of the write, a flush without unflushed writes makes
+//! no system call, and a failure is remembered.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use blockhouse_tests::{
 use lab_tools::block_device::has_flushes_to_share;
 
 const BLOCK: &[u8] = &[0x5a; 4096];
-/// Everything that changes a file or makes it durable.
+/// The system calls that change a file or make it durable.
 const CHANGES: &str = "pwritev2,pwritev,pwrite64,writev,write,fdatasync,fsync,sync,syncfs,\
                        sync_file_range,fallocate,ftruncate";
 
@@ -23,7 +23,7 @@ fn is_sync(call: &Call) -> bool {
     call.name.contains("sync")
 }
 
-/// A server on worker threads, whose image is on a disk and overwritten by now, and its trace.
+/// A traced server with the engine `threads`, whose image is on a disk and was written before.
 fn traced(scratch: &Scratch, cache: Cache, options: &[&str]) -> (Server, Trace) {
     let image = scratch.image_of("disk.img", &vec![1; 1 << 20]);
     let trace = Trace::of(scratch, image.path(), CHANGES, options);
@@ -58,7 +58,7 @@ fn a_flush_after_nothing_but_fua_writes_makes_no_system_call() {
     let scratch = Scratch::new();
     let (server, trace) = traced(&scratch, Cache::None, &[]);
     let mut client = Client::open(&server.address());
-    // The first one is of what another process may have written.
+    // The first flush syncs what another process may have written.
     assert_eq!(client.flush(), 0);
     for block in 0..4 {
         assert_eq!(client.write(block * 4096, BLOCK, flag::FUA), 0);
@@ -69,8 +69,8 @@ fn a_flush_after_nothing_but_fua_writes_makes_no_system_call() {
     server.stop();
 }
 
-/// A client that comes back after its server was killed asks the next one to flush what the first
-/// one answered.
+/// After its server was killed, a client may ask the next server to flush writes that the first one
+/// answered.
 #[test]
 fn a_flush_before_the_first_write_is_one_fdatasync_and_the_next_is_nothing() {
     require!(need::strace());
@@ -127,7 +127,7 @@ fn a_flush_covers_the_writes_of_other_connections() {
 fn flushes_at_the_same_time_share_one_fdatasync() {
     require!(need::strace());
     let scratch = Scratch::new();
-    // The first one takes long enough for all others to come.
+    // The first sync takes long enough that all other flushes arrive meanwhile.
     let slow = ["-e", "inject=fdatasync:delay_enter=300000"];
     let (server, trace) = traced(&scratch, Cache::None, &slow);
     let mut clients: Vec<_> = (0..16).map(|_| Client::open(&server.address())).collect();
@@ -150,7 +150,7 @@ fn flushes_at_the_same_time_share_one_fdatasync() {
 fn durable_writes_without_a_thread_for_each_share_flushes() {
     require!(need::strace());
     let scratch = Scratch::new();
-    // The first write of each thread takes long enough for all others to come.
+    // The first write of each thread takes long enough that all other writes arrive meanwhile.
     let slow = ["-e", "inject=pwritev2:delay_enter=300000:when=1"];
     let (server, trace) = traced(&scratch, Cache::None, &slow);
     let mut client = Client::open(&server.address());
@@ -297,7 +297,7 @@ fn a_stop_flushes_what_nobody_flushed() {
 fn a_failed_flush_is_not_forgotten() {
     require!(need::strace());
     let scratch = Scratch::new();
-    // Each thread's first one fails; later ones would succeed if they were made.
+    // The first sync of each thread fails; later ones would succeed.
     let fail = ["-e", "inject=fdatasync:error=EIO:when=1"];
     let (mut server, _trace) = traced(&scratch, Cache::Writeback, &fail);
     let mut client = Client::open(&server.address());
@@ -314,7 +314,7 @@ fn a_failed_flush_is_not_forgotten() {
     assert!(log.contains("disk.img") && log.contains("flush"), "{log}");
 }
 
-/// Ends a server whose flush has failed, in order.
+/// Ends a server in order whose flush has failed; it exits with status 1.
 fn stop_failed(mut server: Server) {
     server.signal(rustix::process::Signal::TERM);
     let status = server.wait(std::time::Duration::from_secs(20));
@@ -345,7 +345,7 @@ fn a_failed_flush_outlives_a_killed_server_and_is_over_after_an_orderly_end() {
         assert_eq!(client.write(0, BLOCK, 0), 0);
         assert_eq!(client.flush(), errno::EIO);
         assert_eq!(client.write(0, BLOCK, flag::FUA), errno::EIO);
-        // Killed once more, then stopped.
+        // The server is killed once more, then stopped.
         drop(server);
     }
     stop_failed(serve());
@@ -387,8 +387,8 @@ fn a_failing_write_fails_alone_and_with_its_errno() {
     }
 }
 
-/// A write that the host could not make stable may have taken older bytes of the same pages with
-/// it, and reports that only once.
+/// If the host fails to make a write stable, older data of the same pages may be lost, too. The
+/// host reports that only once.
 #[test]
 fn a_durable_write_that_fails_is_a_failed_flush() {
     require!(need::strace());
@@ -414,7 +414,7 @@ fn a_failing_read_fails_alone() {
     let scratch = Scratch::new();
     let image = scratch.image_of("disk.img", &vec![1; 1 << 20]);
     let calls = ["preadv2", "preadv", "pread64"];
-    // The server looks at the image's start when it opens it: only what comes later may fail.
+    // The server reads the image's start when it opens the image; only later reads may fail.
     let inject: Vec<_> = calls.map(|call| format!("inject={call}:error=EIO:when=1+")).into();
     let options: Vec<_> = inject.iter().flat_map(|text| ["-e", text]).collect();
     let trace = Trace::of(&scratch, image.path(), &calls.join(","), &options);

@@ -1,5 +1,5 @@
-//! `--engine auto` on hosts that forbid some engines, as containers do: the next best one is taken,
-//! the reason is said once, and everything works.
+//! `--engine auto` on hosts that forbid some engines, as containers do: the server takes the next
+//! best engine, logs the reason once, and works.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ fn assert_works(server: &Server) {
     client.disconnect();
 }
 
-/// The lines of the log that speak of the choice of an engine.
+/// The lines of the log about the choice of an engine.
 fn about_engines(server: &Server) -> Vec<String> {
     server.log().lines().filter(|line| line.contains("engine")).map(str::to_owned).collect()
 }
@@ -48,7 +48,7 @@ fn without_io_uring_auto_is_linux_aio_and_says_why_once() {
     let serve = Serve::new(&scratch, image(&scratch).path()).option("--workers", "2");
     let server = serve.under([WITHOUT, "io_uring_setup"]).start();
     assert_works(&server);
-    // The log is read by another thread.
+    // Another thread writes the log, so the line may come late.
     eventually(Duration::from_secs(10), || !about_engines(&server).is_empty());
     let lines = about_engines(&server);
     let [line] = &lines[..] else { panic!("one line is expected: {lines:?}") };
@@ -64,7 +64,7 @@ fn without_io_uring_and_linux_aio_auto_is_threads_and_says_why_once() {
     let serve = Serve::new(&scratch, image(&scratch).path()).option("--workers", "2");
     let server = serve.under([WITHOUT, "io_uring_setup,io_setup"]).start();
     assert_works(&server);
-    // The log is read by another thread.
+    // Another thread writes the log, so the line may come late.
     eventually(Duration::from_secs(10), || !about_engines(&server).is_empty());
     let lines = about_engines(&server);
     let [line] = &lines[..] else { panic!("one line is expected: {lines:?}") };
@@ -114,7 +114,7 @@ fn info_tells_which_engine_would_be_used_and_why() {
     assert_eq!(answer["blockhouse"]["engine"], "threads");
 }
 
-/// The choice is made on every start, so it must cost nothing that anybody notices.
+/// The choice is made at every start, so it must be fast.
 #[test]
 fn the_fallback_is_quick() {
     let scratch = Scratch::new();
@@ -130,7 +130,7 @@ fn the_fallback_is_quick() {
         });
         times.min().expect("five times")
     };
-    // The wrapper is the same in both, and forbids what is not used in the first.
+    // Both starts use the wrapper; in the first it forbids a call that the server does not need.
     let (best, fallback) = (start("durable-pwritev2"), start("io_uring_setup,io_setup"));
     let cost = fallback.saturating_sub(best);
     assert!(cost < Duration::from_millis(50), "{fallback:?} instead of {best:?}");

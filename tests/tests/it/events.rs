@@ -1,5 +1,5 @@
-//! The events for subscribers of the control socket when a disk fails: one on a server of nbdkit,
-//! which fails the operations that a file names.
+//! The events for subscribers of the control socket when a disk fails. The disk is an export of
+//! nbdkit, in which the existence of a file makes an operation fail.
 
 use std::fs;
 use std::process::{Child, Stdio};
@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 const MIB: u64 = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
-/// A server of nbdkit whose operations fail while a file of their name is there.
+/// An nbdkit server whose operations fail while a file with the operation's name exists.
 struct Failing<'a> {
     scratch: &'a Scratch,
     nbdkit: Child,
@@ -40,7 +40,7 @@ impl<'a> Failing<'a> {
         nbdkit.args(["-f", "-U", str(&socket), "eval", "get_size=echo 1048576"]);
         nbdkit.args(["can_write=exit 0", "can_flush=exit 0"]);
         nbdkit.arg(fails("pread", "EIO", "head -c $3 /dev/zero"));
-        // Written blocks are read before, or nbdkit itself fails.
+        // The script must read the data of a write, or nbdkit itself fails.
         nbdkit.arg(
             fails("pwrite", "ENOSPC", "exit 0").replace("pwrite=", "pwrite=cat > /dev/null; "),
         );
@@ -59,7 +59,7 @@ impl<'a> Failing<'a> {
         fs::remove_file(self.scratch.path(operation)).expect("it was there");
     }
 
-    /// A server of its disk, and a subscriber.
+    /// Starts a server of its disk; returns it and a subscriber.
     fn serve(&self) -> (Server, Control) {
         let control = self.scratch.socket("control");
         let uri = nbd_uri("", self.scratch.socket("failing"));
@@ -74,7 +74,7 @@ impl<'a> Failing<'a> {
 
 impl Drop for Failing<'_> {
     fn drop(&mut self) {
-        // Both fail only when it has ended by itself.
+        // Both fail only if the process has ended by itself.
         let _ = self.nbdkit.kill();
         let _ = self.nbdkit.wait();
     }
@@ -84,7 +84,7 @@ fn open(server: &Server) -> Client {
     Greeted::new(&server.address()).go("disk", Framing::Simple)
 }
 
-/// All events up to the one of this name, which all fit the schema.
+/// All events up to the one of this name; all must fit the schema.
 fn events_until(control: &mut Control, name: &str) -> Vec<Value> {
     let schema = control_schema();
     let mut events = Vec::new();

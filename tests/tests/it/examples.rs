@@ -6,7 +6,7 @@ use blockhouse_tests::{Outcome, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use std::time::Duration;
 
-/// The things that the examples of a command take for granted.
+/// The commands that make the images that examples rely on.
 const IMAGES: &[&str] = &[
     "blockhouse create disk.img 64M",
     "blockhouse create disk.qcow2 64M",
@@ -33,7 +33,7 @@ fn end_successor(upgrade: &Outcome) {
     assert!(eventually(Duration::from_secs(60), has_ended), "it does not stop");
 }
 
-/// Types a line in a folder of its own.
+/// Runs a line in a new folder.
 fn type_alone(line: &str) {
     let folder = Folder::new();
     IMAGES.iter().for_each(|line| _ = folder.run(line));
@@ -62,7 +62,7 @@ fn type_alone(line: &str) {
     let outcome = folder.run(line);
     if line.starts_with("blockhouse upgrade") {
         end_successor(&outcome);
-        // It has left everything to the other process.
+        // It has handed over everything to the other process.
         drop(server);
     } else {
         server.into_iter().for_each(Serving::stop);
@@ -75,9 +75,10 @@ fn each_example_works_as_typed() {
     for (path, text) in sections() {
         let examples = commands(text, "blockhouse ");
         assert!(!examples.is_empty(), "blockhouse {path}: no example");
-        // They need a machine: vmstate.rs has one; the kernel's ublk driver: lab/vm has it; a job,
-        // or another host: jobs.rs and commits.rs; a backup: backups.rs; or go on until
-        // Ctrl-C; or say nothing when they are ready: storage_daemon.rs.
+        // These examples are tested elsewhere or not here: they need a machine (vmstate.rs), the
+        // kernel's ublk driver (lab/vm), a job or another host (jobs.rs and commits.rs) or a backup
+        // (backups.rs); or they run until Ctrl-C; or they print nothing when they are ready
+        // (storage_daemon.rs).
         let is_elsewhere = ["attach", "detach", "qemu-storage-daemon"].contains(&path)
             || path.starts_with("vmstate")
             || path.starts_with("ctl job ")
@@ -93,7 +94,7 @@ fn each_example_works_as_typed() {
             .contains(&path);
         let typed = examples.into_iter().filter(|line| !is_elsewhere && !line.contains(" --ublk"));
         if path.is_empty() {
-            // One after the other, from nothing.
+            // The examples of `blockhouse` itself run one after the other in an empty folder.
             let folder = Folder::new();
             for line in typed {
                 match line {

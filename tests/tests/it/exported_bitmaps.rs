@@ -1,5 +1,5 @@
-//! Bitmaps as NBD clients see them, beside QEMU's server; and changed by the control socket while a
-//! disk is served.
+//! Bitmaps as NBD clients see them, compared with QEMU's server; and bitmaps that the control
+//! socket changes while a disk is served.
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, new_image, qemu_img, str};
@@ -12,7 +12,7 @@ use crate::bitmaps::{check, dirty};
 const FAILED: i64 = -32000;
 const DEPTH: &str = "qemu:allocation-depth";
 
-/// The page, up to backups of one moment.
+/// docs/backup.md up to the section "A moment".
 fn page() -> &'static str {
     let page = include_str!("../../../docs/backup.md");
     page.split("## A moment").next().unwrap_or_default()
@@ -25,13 +25,13 @@ fn change(image: &str, format: &str, changes: &[&str]) {
     run(qemu_io.arg(image)).success();
 }
 
-/// The map by nbdinfo of a bitmap or another context of an export.
+/// nbdinfo's map of a bitmap or another metadata context of an export.
 fn map(context: &str, server: &[&str]) -> Value {
     let context = format!("--map={context}");
     json(&run(tool("nbdinfo").args(["--json", &context, "--"]).args(server)).success())
 }
 
-/// Both servers say the same of a closed image, served for reading only and for writing.
+/// Checks that both servers report the same bitmaps of an image, served read-only and for writing.
 fn compare_servers(scratch: &Scratch, image: &str, names: &[&str]) {
     let contexts: Vec<_> = names.iter().map(|name| format!("qemu:dirty-bitmap:{name}")).collect();
     for access in ["--read-only", "--discard=unmap"] {
@@ -157,7 +157,7 @@ fn a_client_is_told_of_changes_that_were_answered_before_it_asked() {
         let dirty = told.as_array().expect("a list").iter().filter(|extent| extent["type"] == 1);
         assert_eq!(dirty.count(), number + 1, "{told}");
     }
-    // As QEMU's client shows it.
+    // The bitmap as QEMU's client shows it.
     let options = format!(
         "driver=nbd,server.type=unix,server.path={},x-dirty-bitmap=qemu:dirty-bitmap:live",
         socket.display()

@@ -1,4 +1,5 @@
-//! A host that makes no more threads for a while: requests and commands go on without.
+//! A host on which no more threads can be created for a while: requests and commands work without
+//! them.
 
 use std::os::unix::fs::PermissionsExt;
 use std::process::Child;
@@ -11,13 +12,13 @@ const MIB: u64 = 1 << 20;
 /// Commands of NBD.
 const TRIM: u16 = 4;
 const WRITE_ZEROES: u16 = 6;
-/// A user without other processes.
+/// The id of a user without other processes.
 const USER: &str = "64991";
 
-/// How many tasks the user may have.
+/// The maximum number of tasks of the user.
 const MAX_TASKS: usize = 24;
 
-/// Processes of the user that sleep, until they are dropped.
+/// Processes of the user that sleep; killed on drop.
 struct Sleepers(Vec<Child>);
 
 impl Sleepers {
@@ -80,7 +81,8 @@ fn a_lack_of_processes_fails_no_conversion() {
     let scratch = Scratch::new();
     let content = blockhouse_tests::random_bytes(&mut blockhouse_tests::seeded(), 3 << 20);
     let image = scratch.image_of("disk.img", &content);
-    // Of another user, because root has no such limit, who may open root's files nevertheless.
+    // The command runs as another user, because root has no such limit; capabilities let it open
+    // root's files.
     let rights = "+dac_override,+dac_read_search";
     for (processes, format) in [("1", "raw"), ("2", "raw"), ("2", "qcow2")] {
         let target = scratch.path(&format!("{processes}.{format}"));

@@ -1,5 +1,5 @@
-//! The attempts of newcomers: words, names and folders that are wrong get a line that says what to
-//! do, and work that is cut short leaves nothing that looks finished.
+//! What newcomers try: wrong arguments, names and folders get a line that says what to do, and
+//! interrupted work leaves no file that looks complete.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -39,7 +39,7 @@ fn the_version_names_the_commit_where_the_sources_are_in_git() {
     let said = command(&["--version"]).success().stdout;
     let (version, rest) = said.trim().split_once(" (").unwrap_or((said.trim(), ""));
     assert!(version.starts_with("blockhouse ") && version.contains('.'), "{said}");
-    // Of a package's sources there is no commit.
+    // A build from a package's sources has no commit.
     if let Some((commit, date)) = rest.split_once(", ") {
         assert!(commit.bytes().all(|digit| digit.is_ascii_hexdigit()), "{said}");
         assert!(date.ends_with(')') && date.split('-').count() == 3, "{said}");
@@ -62,7 +62,7 @@ fn a_message_says_what_to_do() {
         path
     };
     let mut damaged = bytes.clone();
-    // Where the L1 table is.
+    // The header field with the offset of the L1 table.
     damaged[40..48].copy_from_slice(&(1u64 << 40).to_be_bytes());
     let l1 = at("l1.qcow2");
     fs::write(&l1, damaged).unwrap();
@@ -126,7 +126,7 @@ fn a_control_socket_says_why_it_cannot_be_reached_and_which_disks_there_are() {
         let mut other = tool("setpriv");
         other.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(blockhouse());
         let outcome = run(other.args(["ctl", str(&socket), "disks"]));
-        // Or the user may not even enter the folder of the program.
+        // The other user may not be allowed to enter the folder of the program.
         let is_told = outcome.stderr.contains("run this as user 0");
         assert!(is_told || !outcome.stderr.contains("cannot reach"), "{}", outcome.stderr);
     }

@@ -1,5 +1,6 @@
-//! Images of other programs, all kinds that qemu-img makes: served, converted, compared, mapped and
-//! checked here, they are what qemu-img says they are. None of them is ever written.
+//! Images in other programs' formats, of all kinds that qemu-img makes: serving, converting,
+//! comparing, mapping and checking them gives the same results as qemu-img. The images are never
+//! written.
 
 use std::path::{Path, PathBuf};
 
@@ -39,7 +40,7 @@ const KINDS: &[Kind] = &[
     Kind { format: "vhdx", suffix: "vhdx", options: "subformat=fixed,block_size=2M,log_size=2M" },
 ];
 
-/// No multiple of any block.
+/// Bytes of the disk, not a multiple of any block size.
 const SIZE: usize = (9 << 20) + 512 * 7;
 
 /// A disk with data of all lengths, and holes.
@@ -47,9 +48,10 @@ fn disk(scratch: &Scratch, random: &mut Rng) -> Image {
     scratch.image_of("disk.raw", &random_disk(random, SIZE, 24, 1_200_000))
 }
 
-/// An image of the kind with that disk; and what qemu-img reads from it, which may be longer.
+/// An image of the kind with that disk, and a raw copy of what qemu-img reads from it, which may be
+/// longer.
 fn image(scratch: &Scratch, kind: &Kind, disk: &Image) -> (PathBuf, PathBuf) {
-    // The name tells the kind, because messages have it.
+    // The name has the options, because messages have the name.
     let name = kind.options.replace(['=', ','], "-");
     let image = scratch.path(&format!("{name}.{}", kind.suffix));
     let mut words = vec!["convert", "-f", "raw", "-O", kind.format];
@@ -63,7 +65,8 @@ fn image(scratch: &Scratch, kind: &Kind, disk: &Image) -> (PathBuf, PathBuf) {
     (image, theirs)
 }
 
-/// Does this with an image of each kind, its disk as qemu-img reads it, and numbers at random.
+/// Calls `act` with an image of each kind, its disk as qemu-img reads it, and a random number
+/// generator.
 fn with_each_kind(act: impl Fn(&Scratch, &Kind, &Path, &Path, &mut Rng)) {
     let mut random = seeded();
     for kind in KINDS {
@@ -111,7 +114,7 @@ fn they_are_served_for_reading_on_every_engine() {
             let copy = scratch.path("copy.raw");
             run(tool("nbdcopy").args([server.uri(), str(&copy)])).success();
             assert_same(&copy, theirs);
-            // Odd ranges, which the host can only read as part of whole blocks.
+            // Unaligned ranges, which the host can read only as parts of whole blocks.
             let content = std::fs::read(theirs).expect("a disk");
             for _ in 0..20 {
                 let start = random.usize(..content.len());
@@ -143,7 +146,7 @@ fn info_and_check_say_what_qemu_img_says() {
         assert!(matches!(checked.status.code(), Some(0 | 63)), "{}", checked.describe("sound"));
         let repair = command(&["check", "--repair", "all", str(image)]);
         if kind.format == "vhdx" {
-            // Its log would be replayed.
+            // A repair of VHDX may replay its log.
             repair.success();
             return;
         }
@@ -157,7 +160,7 @@ fn maps_name_the_same_data() {
     require!(need::tools(&["qemu-img"]));
     with_each_kind(|_, kind, image, _, _| {
         if kind.format == "vhdx" {
-            // QEMU's driver does not tell what the table of blocks says.
+            // QEMU's driver does not report allocation from the block allocation table.
             return;
         }
         let ours = json(&command(&["map", "--json", str(image)]).success());
@@ -167,7 +170,7 @@ fn maps_name_the_same_data() {
     });
 }
 
-/// The ranges with data, with their offsets in the file, put together where they follow each other.
+/// The ranges with data and their offsets in the file, with adjacent ranges merged.
 fn data_of(map: &Value) -> Vec<(u64, u64, Option<u64>)> {
     let number = |entry: &Value, key: &str| entry[key].as_u64();
     let mut found: Vec<(u64, u64, Option<u64>)> = Vec::new();
@@ -225,7 +228,7 @@ fn none_is_written_to_and_none_is_guessed() {
         assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("wrong usage"));
         assert!(outcome.stderr.contains("never written to"), "{}", outcome.stderr);
         assert!(std::fs::read(image).expect("an image") == before, "it was changed");
-        // A raw disk with the suffix, and an image without it.
+        // A raw disk with the format's suffix, and an image without the suffix.
         let raw = scratch.path(&format!("raw.{}", kind.suffix));
         std::fs::copy(theirs, &raw).expect("a copy");
         let refused = command(&["info", str(&raw)]).failure("--format raw");

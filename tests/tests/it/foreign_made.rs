@@ -1,5 +1,5 @@
-//! Images of other programs that `create` and `convert` make: QEMU's tools find the same disk in
-//! them, and check them where they can.
+//! Images in other programs' formats that `create` and `convert` make: QEMU's tools read the same
+//! disk from them, and check them if they know how.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,13 +7,13 @@ use std::process::Command;
 use blockhouse_tests::image_tool::{command, json, new_image, qemu_img, qemu_io, str};
 use blockhouse_tests::{Outcome, Scratch, blockhouse, need, random_disk, require, run, seeded};
 
-/// A kind of image that is made.
+/// A kind of image that we make.
 struct Kind {
     format: &'static str,
     /// Its files have this suffix.
     suffix: &'static str,
     options: &'static str,
-    /// Whether `qemu-img check` knows the format.
+    /// Whether `qemu-img check` supports the format.
     is_checked: bool,
     /// Whether qemu-io writes to it.
     is_written: bool,
@@ -35,7 +35,7 @@ const KINDS: &[Kind] = &[
     kind("vhdx", "vhdx", "subformat=fixed,block_size=2M"),
 ];
 
-/// No multiple of any block or grain.
+/// Bytes of the disk, not a multiple of any block or grain.
 const SIZE: usize = (41 << 20) + 512 * 7;
 
 /// A disk with data of all lengths, and holes; the last sector has data.
@@ -44,7 +44,7 @@ fn disk(scratch: &Scratch) -> PathBuf {
     scratch.image_of("disk.raw", &content).path().to_owned()
 }
 
-/// The image has this disk, for both programs, and no error.
+/// Checks that both programs read this disk from the image, and find no error.
 fn expect_disk(kind: &Kind, image: &Path, disk: &Path) {
     let what = format!("{} {}", kind.format, kind.options);
     let equal = ["compare", "-f", kind.format, "-F", "raw", str(image), str(disk)];
@@ -77,7 +77,7 @@ fn a_disk_is_copied_into_every_kind() {
         expect_disk(kind, &image, &disk);
         let back = scratch.path("back.qcow2");
         qemu_img(&["convert", "-f", kind.format, "-O", "qcow2", str(&image), str(&back)]).success();
-        // QEMU finds no VHD in a fixed one by itself.
+        // QEMU does not detect a fixed VHD by itself, so the format is given.
         let info = ["info", "--output=json", "-f", kind.format, str(&image)];
         let info = json(&qemu_img(&info).success());
         assert_eq!((&info["format"], &info["virtual-size"]), (&kind.format.into(), &SIZE.into()));
@@ -89,7 +89,7 @@ fn a_part_of_a_disk_is_copied_into_every_format() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();
     let disk = disk(&scratch);
-    // A part that begins and ends within a sector is filled up with zeros.
+    // A part of the disk that does not end at a sector is padded with zeros.
     let content = std::fs::read(&disk).expect("the disk");
     let mut part = content[999 * 7..999 * 20_007].to_vec();
     part.resize(part.len().next_multiple_of(512), 0);
@@ -147,7 +147,7 @@ fn a_stream_is_in_the_order_of_the_disk_and_ends_with_its_footer() {
         at = (at + 12 + size).next_multiple_of(512);
     }
     assert!(grains > 10 && at == bytes.len(), "{grains} grains, {at} of {}", bytes.len());
-    // Disks in an appliance are read from where they are in it.
+    // Disks in an appliance are read at their offset in the file.
     let both = [vec![9; 1536], bytes.clone(), vec![0; 1024]].concat();
     let ova = scratch.image_of("both.ova", &both);
     let name = format!(
@@ -184,7 +184,7 @@ fn what_such_an_image_cannot_be_is_refused_before_anything_is_made() {
         assert!(outcome.stderr.contains(said), "{}", outcome.describe(said));
         assert!(!new.exists() && !scratch.path("new.vmdk.part").exists(), "{words:?}");
     }
-    // An image that is there is left alone, and replaced where that is said.
+    // An existing image is left alone, unless an option says to replace it.
     command(&["convert", disk.str(), name]).success();
     let first = std::fs::read(&new).expect("an image");
     assert!(!command(&["convert", disk.str(), name]).status.success());
@@ -221,7 +221,7 @@ fn a_vmdk_copy_with_a_parent_has_the_grains_that_differ() {
     let disk = disk(&scratch);
     let base = scratch.path("base.vmdk");
     command(&["convert", str(&disk), str(&base)]).success();
-    // Data over zeros and over data, zeros over data, in parts of grains.
+    // Data over zeros and over data, and zeros over data, in ranges smaller than a grain.
     qemu_io("raw", &disk, &["write -P 5 1000k 200k", "write -P 6 9M 512", "write -z 20M 3500k"]);
     let top = scratch.path("top.vmdk");
     let copy = ["convert", "-B", "base.vmdk", "-F", "vmdk", "-O", "vmdk", str(&disk)];

@@ -1,5 +1,5 @@
-//! Servers of the real world as storage: what they grant is used, what they lack is done without,
-//! and no command waits for what they never answer.
+//! Other programs' NBD servers as storage: Blockhouse uses the features that they have, does
+//! without those that they lack, and no command waits for requests that they never answer.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use blockhouse_tests::{Scratch, Serve, eventually, nbd_uri, need, require, run, 
 use crate::jobs::Foreign;
 
 const SIZE: usize = 8 << 20;
-/// Less than the time after which a handshake is taken for one without an answer.
+/// Shorter than the timeout of a handshake.
 const QUICK: Duration = Duration::from_secs(20);
 
 /// Whether a server's disk can be written to.
@@ -22,7 +22,7 @@ enum Kind {
     ReadOnly,
 }
 
-/// A server's program and words; `@S` stands for its socket, `@F` for the file of its disk.
+/// A server's command line; `@S` stands for its socket, `@F` for the file of its disk.
 type Row = (Kind, &'static str);
 
 const SERVERS: [Row; 21] = [
@@ -45,7 +45,7 @@ const SERVERS: [Row; 21] = [
     (Kind::ReadWrite, "nbdkit -f -U @S --filter=exportname file @F default-export=disk"),
     (Kind::ReadOnly, "nbdkit -f -r -U @S --filter=retry file @F"),
     (Kind::ReadWrite, "nbdkit -f -U @S --no-sr --filter=noparallel file @F serialize=connections"),
-    // It announces zero writes here, and refuses them.
+    // With these options nbdkit announces zero writes and refuses them.
     (Kind::ReadOnly, "nbdkit -f -r -U @S --oldstyle file @F"),
     (Kind::ReadWrite, "python3 @P plain @S @F"),
     (Kind::ReadWrite, "python3 @P polite-silent @S @F"),
@@ -80,13 +80,13 @@ impl Rig {
         nbd_uri("", self.socket())
     }
 
-    /// Over a file with the content.
+    /// Starts a server of a new file with the content.
     fn start(&self, words: &str) -> Foreign {
         fs::write(self.scratch.path("disk.img"), &self.content).unwrap();
         self.start_again(words)
     }
 
-    /// Over the file as it is.
+    /// Starts a server of the file as it is.
     fn start_again(&self, words: &str) -> Foreign {
         let _ = fs::remove_file(self.socket());
         let word = |word: &str| match word {
@@ -104,7 +104,8 @@ impl Rig {
     fn quick(&self, server: &str, words: &[&str]) {
         let begin = Instant::now();
         let mut outcome = command(words);
-        // A server of one connection may not have noticed yet that the command before has gone.
+        // A server for a single connection may not have noticed yet that the previous command has
+        // disconnected.
         while server.ends_with("limit=1")
             && outcome.stderr.contains("closed the connection")
             && begin.elapsed() < QUICK
@@ -136,7 +137,7 @@ fn servers_of_every_kind_are_read_written_and_compared() {
         rig.quick(words, &["dd", &format!("if={uri}"), &format!("of={part}"), "bs=1M", "count=2"]);
         rig.quick(words, &["restore", &uri, restored]);
         rig.quick(words, &["map", &uri]);
-        // As the base of an overlay that has something of its own.
+        // The export as the base of an overlay with data.
         let overlay = rig.path("overlay.qcow2");
         let _ = fs::remove_file(&overlay);
         qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", &model, &overlay]).success();
@@ -184,7 +185,7 @@ fn what_a_server_does_not_have_or_forbids_is_told_in_a_line() {
     }
 }
 
-/// A guest's requests reach the server as they are, and go on when the server comes back.
+/// A guest's requests reach the server unchanged, and continue after the server returns.
 #[test]
 fn durable_writes_discards_and_zeros_reach_a_server_that_comes_back() {
     require!(need::tools(&["nbdkit", "nbdinfo"]));
@@ -207,7 +208,7 @@ fn durable_writes_discards_and_zeros_reach_a_server_that_comes_back() {
         for start in [plain, durable] {
             content[start as usize..][..4096].fill(byte);
         }
-        // nbdkit's files make a discarded range a hole.
+        // nbdkit's file plugin makes a discarded range a hole.
         content[discarded as usize..][..128 << 10].fill(0);
     };
     change(&mut client, 4 << 20, 1);

@@ -1,4 +1,4 @@
-//! The main job as users do it: an image is served, and the tools they have work on it.
+//! The main use: an image is served, and users' tools work with the export.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -71,7 +71,7 @@ fn nbdinfo_lists_the_export_under_its_name() {
     server.stop();
 }
 
-/// One half of a session with a disk of 16 MiB: its changes, or a look at what they left, after the
+/// One half of a session with a disk of 16 MiB: its changes, or the check of their result after the
 /// server was killed.
 const LIBNBD: &str = r#"
 import nbd, sys
@@ -124,14 +124,14 @@ fn libnbd_asks_for_everything_before_a_kill_and_after() {
     }
 }
 
-/// An export as a file, by nbdfuse. It goes when this is dropped.
+/// An export as a file, by nbdfuse; unmounted on drop.
 struct Mounted {
     process: Child,
     folder: PathBuf,
 }
 
 impl Mounted {
-    /// `None` where this machine lets nothing be mounted.
+    /// `None` if this machine does not allow the mount.
     fn new(scratch: &Scratch, uri: &str) -> Option<Self> {
         let folder = scratch.path("mounted");
         std::fs::create_dir(&folder).expect("a folder");
@@ -154,8 +154,8 @@ impl Mounted {
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // nbdfuse ends with its mount; nothing is mounted where it has ended. A process that
-        // another test starts has a copy of the open file until it runs its program.
+        // nbdfuse ends with its mount; if it has ended, nothing is mounted. A lazy unmount, because
+        // a child of another test has copies of open files until it calls exec.
         run(tool("umount").arg("-l").arg(&self.folder));
         if wait_for_exit(&mut self.process, Duration::from_secs(30)).is_none() {
             let _ = self.process.kill();
@@ -231,9 +231,9 @@ fn nbdcopy_comes_back_equal(engine: Engine, cache: Cache) {
     assert_same(source.path(), &scratch.path("disk.img"));
 }
 
-/// Lengths of any kind at sectors in one run; in the other, blocks of an odd length side by side,
-/// so that neighbours in flight share sectors. Odd offsets and mixed lengths at once would make fio
-/// itself write a block twice at the same time, and then no answer is wrong.
+/// One run has mixed lengths at sector boundaries; the other has adjacent blocks of an odd length,
+/// so that neighbours in flight share sectors. With odd offsets and mixed lengths together, fio
+/// itself would write a block twice at the same time, and then any content is right.
 fn fio_verifies_its_random_writes(engine: Engine, cache: Cache) {
     require!(need::tools(&["fio"]));
     let scratch = Scratch::new();
@@ -357,7 +357,7 @@ fn qemu_img_compare_finds_a_difference_of_one_byte() {
     server.stop();
 }
 
-/// Data in the second of four mebibytes, holes elsewhere.
+/// An image with data in the second of its four MiB, and holes elsewhere.
 fn image_with_holes(scratch: &Scratch) -> Image {
     let image = scratch.image("disk.img", 4 * MIB);
     let path = format!("of={}", image.str());
@@ -421,7 +421,7 @@ fn discarded_and_zeroed_space_goes_back_to_the_host() {
     qemu_io(server.uri(), &["write -z -u 4M 2M", "flush"]);
     let after_zeroes = image.allocated();
     assert!(after_zeroes <= full - 6 * MIB, "{after_zeroes} of {full}");
-    // Without permission to unmap, the zeros keep their space.
+    // Without the permission to unmap, zeros keep their space allocated.
     qemu_io(server.uri(), &["write -z 6M 1M", "flush", "read -P 0 0 7M", "read -P 1 7M 1M"]);
     assert!(image.allocated() >= 2 * MIB, "{}", image.allocated());
     server.stop();

@@ -1,5 +1,5 @@
-//! Forks of disks that clients write to: the clients notice nothing, each child is what its disk
-//! was at the moment, and whatever is killed, what is served again is the disk.
+//! Forks of disks that clients write to: the clients notice nothing, each child has the content of
+//! its disk at the fork, and after any kill the next server serves the right content.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +24,7 @@ pub(crate) fn image(scratch: &Scratch, name: &str) -> PathBuf {
     new_image(scratch, name, &SIZE.to_string())
 }
 
-/// Whether the disk of an image is this, as QEMU reads it, and QEMU finds the image in order.
+/// Checks that QEMU reads these blocks from an image, and finds no errors in it.
 pub(crate) fn check_file(scratch: &Scratch, path: &Path, blocks: &[u64]) {
     let expected = scratch.image_of("expected", &bytes_of(blocks));
     let words = ["compare", "-f", "qcow2", "-F", "raw", str(path), expected.str()];
@@ -32,7 +32,7 @@ pub(crate) fn check_file(scratch: &Scratch, path: &Path, blocks: &[u64]) {
     qemu_img(&["check", "-f", "qcow2", str(path)]).success();
 }
 
-/// The description of a chain by QEMU: the paths from the top, with their formats.
+/// QEMU's description of a chain: the paths from the top down, with their formats.
 fn chain(path: &Path) -> Vec<(String, String)> {
     let info = qemu_img(&["info", "--backing-chain", "--output=json", str(path)]).success();
     let info: Value = serde_json::from_str(&info.stdout).expect("JSON");
@@ -47,7 +47,7 @@ pub(crate) fn path_of(control: &mut Control, disk: &str) -> String {
     found.expect("it is open")["path"].as_str().expect("text").to_owned()
 }
 
-/// A server of the disk of an image, whose client has written to half of it.
+/// A server of an image, with a client that has written to half of the disk.
 pub(crate) fn written(scratch: &Scratch, image: &Path, random: Rng) -> (Server, Control, Writer) {
     let (server, control) = serve(scratch, image);
     let writer = Writer::new(&server.address(), random);
@@ -70,9 +70,9 @@ fn a_disk_goes_on_in_an_overlay_and_children_are_what_it_was() {
         let said = ctl(&scratch, &words).success().stdout;
         assert!(said.contains("writes were held off for"), "{said}");
         assert_eq!(path_of(&mut control, name), str(&over));
-        // QEMU has the child that is a file while the disk goes on.
+        // QEMU reads the child that is a file while the disk is in use.
         beside(&mut writer, || check_file(&scratch, &file, &before));
-        // The other one is a disk of this server, which has its own changes.
+        // The other child is a disk of this server, and gets its own changes.
         let uri = nbd_uri("kid", scratch.socket("kid"));
         ctl(&scratch, &["export", "kid", &uri]).success();
         let address = Address::Unix(scratch.socket("kid"));
@@ -82,7 +82,8 @@ fn a_disk_goes_on_in_an_overlay_and_children_are_what_it_was() {
         other.check();
         writer.check();
         assert_eq!(other.client.flush(), 0);
-        // A second fork, from which on the first overlay is a layer, too; its name is chosen.
+        // After a second fork the first overlay is a layer, too; the server chooses the name of the
+        // new overlay.
         ctl(&scratch, &["fork", name]).success();
         let second = PathBuf::from(path_of(&mut control, name));
         assert_eq!(second, scratch.path("over.1.qcow2"));
@@ -97,7 +98,7 @@ fn a_disk_goes_on_in_an_overlay_and_children_are_what_it_was() {
         let format = if name == "disk.img" { "raw" } else { "qcow2" };
         let formats: Vec<_> = chain(&second).into_iter().map(|(_, format)| format).collect();
         assert_eq!(formats, ["qcow2", "qcow2", format]);
-        // The old command line does not serve what is no longer the disk.
+        // The old command line refuses an image that is no longer the disk.
         command(&["serve", str(&path)]).failure("goes on in");
         command(&["serve", str(&over)]).failure("over.1.qcow2");
         let server = Serve::new(&scratch, &second).start();
@@ -106,12 +107,13 @@ fn a_disk_goes_on_in_an_overlay_and_children_are_what_it_was() {
     }
 }
 
-/// Whether a disk is what one was whose client had this history at a moment.
+/// Checks that `found` is the content at one moment of a disk whose client made the writes of
+/// `history`.
 pub(crate) fn check_moment(found: &[u8], history: &[(usize, u64)]) {
     let number = |block: &[u8]| u64::from_be_bytes(block[..8].try_into().expect("8 bytes"));
     let numbers: Vec<_> = found.chunks(BLOCK as usize).map(number).collect();
     let last = *numbers.iter().max().expect("blocks");
-    // One client writes one block after the other.
+    // The client writes one block after the other, so the highest number shows the moment.
     let mut expected = vec![0; numbers.len()];
     let until = history.iter().take_while(|(_, number)| *number <= last);
     until.for_each(|(index, number)| expected[*index] = *number);
@@ -184,8 +186,8 @@ fn several_disks_are_forked_at_one_moment() {
     }
 }
 
-/// Has a client write the same number to the first block of one disk, then to that of the other,
-/// and so on while `act` runs.
+/// Writes the same number to the first block of one disk, then of the other, and so on with the
+/// next numbers, while `act` runs.
 pub(crate) fn while_written_in_turns(address: &Address, disks: &[String], act: impl FnOnce()) {
     let mut clients = disks
         .iter()
@@ -210,8 +212,8 @@ pub(crate) fn while_written_in_turns(address: &Address, disks: &[String], act: i
     });
 }
 
-/// Whether two disks that were [written in turns](while_written_in_turns) were forked at one
-/// moment: the second never has what the first has not.
+/// Checks that two disks that were [written in turns](while_written_in_turns) were forked at one
+/// moment: the second disk is never ahead of the first.
 pub(crate) fn check_one_moment(forked: &[Vec<u8>; 2]) {
     let [a, b] =
         forked.each_ref().map(|disk| u64::from_be_bytes(disk[..8].try_into().expect("8 bytes")));
@@ -234,7 +236,7 @@ fn after_a_kill_what_is_served_again_is_the_disk() {
         control.send(call.to_string().as_bytes()).expect("the server listens");
         let began = std::time::Instant::now();
         let until = Duration::from_micros(random.u64(..60_000));
-        // No flush: what is answered outlives the process all the same.
+        // Without flushes: answered writes survive the kill of the process in any case.
         while began.elapsed() < until {
             writer.write(random.usize(..(SIZE / BLOCK) as usize));
         }
@@ -282,7 +284,7 @@ fn a_server_is_upgraded_after_a_fork() {
     writer.check();
     let mut control = Control::connect(&socket);
     assert_eq!(path_of(&mut control, "disk.qcow2"), str(&scratch.path("disk.2.qcow2")));
-    // It can be forked again.
+    // The disk can be forked again.
     ctl(&scratch, &["fork", "disk.qcow2"]).success();
     beside(&mut writer, || ());
     writer.check();

@@ -1,9 +1,9 @@
-//! Servers that are killed (SIGKILL) while a disk is forked, rolled back or merged into its layer,
-//! or that into the next one, under writes that nothing flushes: what is served again is one whole
-//! disk, the one that the records name, its children are moments of it, and no bitmap lacks a
-//! change.
+//! Servers that are killed (SIGKILL) while a disk is forked, rolled back or committed into its
+//! layer, or while that layer is merged into the next one, under writes that nothing flushes: the
+//! next server serves a complete disk, the one that the records name; its children have the content
+//! of one moment; and no bitmap lacks a change.
 //!
-//! `BLOCKHOUSE_FORK_KILLS` says how often.
+//! `BLOCKHOUSE_FORK_KILLS` sets the number of kills.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -29,7 +29,7 @@ enum Act {
     Fork,
     Rollback,
     Commit,
-    /// Of the image below the disk's, whose file is removed.
+    /// The image below the top is merged into the next one, and its file is removed.
     Merge,
 }
 
@@ -38,7 +38,7 @@ struct Layered {
     over: PathBuf,
     /// The disk's content at the fork.
     before: Vec<u64>,
-    /// Whether a commit has begun to bring it into what is below.
+    /// Whether a commit has begun to copy it into the image below.
     is_committed: bool,
 }
 
@@ -50,7 +50,7 @@ struct Life {
     /// The disk's content when the bitmap was added.
     checkpoint: Option<Vec<u64>>,
     forks: usize,
-    /// How often a kill found the act done.
+    /// How often the act was complete before the kill.
     done: usize,
 }
 
@@ -64,8 +64,8 @@ fn is_recorded(path: &Path) -> bool {
     with_suffix(path, ".moved").exists()
 }
 
-/// Whether `found` is the content `before` with some of these writes: the last ones if `are_last`,
-/// else the first.
+/// Whether `found` is the content `before` after some of these writes: the last ones if `are_last`,
+/// else the first ones.
 fn is_between(found: &[u64], before: &[u64], writes: &[(usize, u64)], are_last: bool) -> bool {
     let mut expected = before.to_vec();
     let mut wrong = found.iter().zip(before).filter(|(found, one)| found != one).count();
@@ -92,7 +92,8 @@ fn is_between(found: &[u64], before: &[u64], writes: &[(usize, u64)], are_last: 
     wrong == 0
 }
 
-/// Leaks at most: a kill in a transaction of bitmaps leaves its new clusters.
+/// Checks an image, which may have leaks: a kill in a transaction of bitmaps leaks its new
+/// clusters.
 fn check(image: &Path) {
     let checked = qemu_img(&["check", "-f", "qcow2", str(image)]);
     assert!(matches!(checked.status.code(), Some(0 | 3)), "{}", checked.describe("leaks at most"));
@@ -116,7 +117,7 @@ impl Life {
         below.map_or(&self.base, |index| &self.overlays[index].over)
     }
 
-    /// The image below that.
+    /// The second image below the top.
     fn lowest(&self) -> &Path {
         let below = self.overlays.len().checked_sub(3);
         below.map_or(&self.base, |index| &self.overlays[index].over)
@@ -174,7 +175,7 @@ impl Life {
         self.scratch.path(&format!("child{}.qcow2", self.forks))
     }
 
-    /// Kills a server while it does something, and finds out what is the disk.
+    /// Kills a server during `act`, and finds out which image is the disk.
     fn kill(&mut self, act: Act, random: &mut Rng) {
         let mut server = self.serve().start();
         let mut control = Control::connect(&self.scratch.socket("control"));
@@ -217,9 +218,10 @@ impl Life {
         };
         let is_done = is_over == (act == Act::Fork);
         self.done += usize::from(is_done);
-        // The other one is refused, as long as it is there.
+        // The other image is refused, if it exists.
         let other = if is_over { &lower } else { &top };
-        // A commit forgets the one record before it writes the other: then both read the same.
+        // A commit removes one record before it writes the other: without a record, both images
+        // have the same content.
         if is_recorded(other) {
             command(&["serve", str(other), "--nbd", "nbd://127.0.0.1:0"]).failure(".moved");
         } else {
@@ -244,7 +246,7 @@ impl Life {
         }
         if act == Act::Fork {
             if is_over {
-                // Without a child the moment has not come.
+                // Without a child, the fork did not reach its moment.
                 let mut at_fork = self.blocks.clone();
                 if self.child().exists() {
                     at_fork = self.read(&self.child());
@@ -262,13 +264,14 @@ impl Life {
             Some(checkpoint) if has_bitmap => self.check_bitmap(checkpoint),
             _ => {
                 self.checkpoint = None;
-                // Of a raw image a commit has changed.
+                // The side file of a raw image that the commit has changed.
                 let _ = std::fs::remove_file(with_suffix(&self.base, ".bitmaps"));
             }
         }
     }
 
-    /// The disk is the same, over its layer, or over the image that has what the layer had.
+    /// Checks that the disk has the same content, over its layer or over the image that the layer
+    /// was merged into.
     fn settle_merge(&mut self) {
         let info = qemu_img(&["info", "--output=json", "-f", "qcow2", str(self.top())]);
         let named = json_of(&info.success())["full-backing-filename"].clone();
@@ -280,7 +283,7 @@ impl Life {
         if is_done {
             self.overlays.remove(index);
             for gone in [middle.clone(), with_suffix(&middle, ".moved")] {
-                // It need not be there.
+                // The file may not exist.
                 let _ = std::fs::remove_file(gone);
             }
         } else {
@@ -297,13 +300,13 @@ impl Life {
         }
     }
 
-    /// Files of a fork that are no longer needed.
+    /// Removes the files of a fork that are no longer needed.
     fn remove_files(&self, is_undone: bool, over: &Path) {
         let child = self.child();
         let overlay = is_undone.then(|| over.to_owned());
         let all = [with_suffix(&child, ".part"), with_suffix(over, ".part"), child];
         for path in all.into_iter().chain(overlay) {
-            // It need not be there.
+            // The file may not exist.
             let _ = std::fs::remove_file(path);
         }
     }

@@ -1,5 +1,5 @@
-//! Bitmaps over forks: an increment is what it would be without them, beside a disk that gets the
-//! same changes and is not forked.
+//! Bitmaps of forked disks: they are compared with those of a disk that gets the same changes and
+//! is not forked.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ use crate::fork::{image, path_of};
 use crate::jobs::{SIZE, ctl, serve};
 use crate::raw_bitmaps::dirty_extents;
 
-/// Name and granularity.
+/// Names and granularities of the bitmaps.
 const BITMAPS: [(&str, &str); 3] = [("fine", "512"), ("usual", "64K"), ("coarse", "2M")];
 
 /// The changed ranges of an image that is not served.
@@ -51,7 +51,7 @@ impl Twins {
         }
     }
 
-    /// Changes both while `act` runs, and some more.
+    /// Changes both disks while `act` runs, and a few times more.
     fn beside(&mut self, act: impl FnOnce()) {
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -99,7 +99,7 @@ fn an_increment_after_forks_is_that_of_a_disk_that_was_not_forked() {
                 ctl(&scratch, &["fork", name]).success();
             }
         });
-        // One bitmap begins anew, between forks.
+        // One bitmap is cleared between forks.
         disks.iter().for_each(|disk| bitmap(&scratch, &["clear", disk, "usual"]));
         twins.beside(|| {
             ctl(&scratch, &["fork", name]).success();
@@ -182,7 +182,7 @@ fn an_external_snapshot_of_an_image_has_its_bitmaps_go_on() {
     }
 }
 
-/// A raw layer has the file of its bitmaps: what a commit brings into it is recorded there.
+/// The bitmaps of a raw layer, in its side file, record the data that a commit copies into it.
 #[test]
 fn the_bitmaps_of_a_layer_have_what_a_commit_brings_into_it() {
     require!(need::tools(&["nbdinfo"]));

@@ -1,6 +1,6 @@
-//! Servers whose disks share layers since a fork, handed over to another process under load: each
-//! disk goes on with its bytes, a layer is open once there as well, and its lock stays as long as
-//! any disk stands on it.
+//! Servers whose disks share layers after a fork are upgraded to another process under load: each
+//! disk keeps its content, the new process opens a layer once, too, and the layer stays locked as
+//! long as any disk uses it.
 
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -17,10 +17,10 @@ use serde_json::json;
 use crate::fork::{check_file, image, path_of, written};
 use crate::jobs::{Writer, beside, bytes_of, ctl, serve};
 
-/// The byte that readers of an image hold that allow no writer (QEMU, `block/file-posix.c`).
+/// The lock byte of readers of an image that allow no writer (QEMU, `block/file-posix.c`).
 const NO_WRITERS: u64 = 201;
 
-/// Descriptors of a file that is open once: its own, one for the last block, and one to be flushed.
+/// Descriptors of a file that is open once: its own, one for the last block, and one for flushes.
 const OPEN_FILES: usize = 3;
 
 /// How often a process has a file open.
@@ -41,7 +41,7 @@ fn process(servers: &Servers<'_>) -> Pid {
     servers.running()[0]
 }
 
-/// Has a disk served at a socket of its name.
+/// Exports a disk at a socket with the disk's name.
 fn export(scratch: &Scratch, disk: &str) -> Address {
     let socket = scratch.socket(disk);
     let uri = nbd_uri(disk, &socket);
@@ -79,7 +79,7 @@ fn disks_that_share_layers_go_on_in_another_process() {
             kids.iter_mut().for_each(Writer::check);
         }
         assert!(opened(process(&servers), &path) <= OPEN_FILES, "the lowest layer is open once");
-        // What a disk gives back is not what the others need.
+        // A discard of one disk does not affect the others.
         let mut control = Control::connect(&socket);
         for number in 0..2 {
             let blocks = kids.remove(0).blocks();
@@ -87,7 +87,7 @@ fn disks_that_share_layers_go_on_in_another_process() {
             assert!(is_locked(&path), "others stand on it");
             check_file(&scratch, &now_at(&kid(number)), &blocks);
         }
-        // They can be forked again, and handed over again.
+        // The disks can be forked and upgraded again.
         ctl(&scratch, &["fork", name]).success();
         beside(&mut writer, || upgrade_under_load(&socket));
         writer.check();
@@ -104,7 +104,7 @@ fn disks_that_share_layers_go_on_in_another_process() {
     }
 }
 
-/// The last of the overlays in which the disk of an image went on.
+/// The image that is the disk now: the last overlay over `image`.
 fn now_at(image: &Path) -> PathBuf {
     let next = image.with_extension("1.qcow2");
     if next.exists() { next } else { image.to_owned() }

@@ -1,5 +1,5 @@
-//! A host that runs out of space, memory or descriptors: the client learns it by its errno or
-//! waits, loses nothing else, and goes on when there is more again.
+//! A host that runs out of space, memory or descriptors: the client gets the errno or waits, loses
+//! nothing else, and continues when there is more again.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -42,10 +42,10 @@ fn without_room_writes_fail_with_enospc_and_reads_go_on(engine: Engine) {
     for number in 0..written {
         assert_eq!(client.read(number * MIB, MIB), Ok(piece(number)), "MiB {number}");
     }
-    // Overwriting needs no room.
+    // Overwriting needs no space.
     assert_eq!(client.write(0, &piece(99), 0), 0);
     assert_eq!(client.flush(), 0);
-    // Room is made by a discard.
+    // A discard frees space.
     assert_eq!(client.simple(command::TRIM, 0, 4 * MIB, 0), 0);
     for number in 30..33 {
         assert_eq!(client.write(number * MIB, &piece(number), flag::FUA), 0, "MiB {number}");
@@ -53,7 +53,7 @@ fn without_room_writes_fail_with_enospc_and_reads_go_on(engine: Engine) {
     }
     assert_eq!(client.read(4 * MIB, MIB), Ok(piece(4)), "what was there is there");
     client.disconnect();
-    // Seen from inside of the server's own mounts.
+    // The file is visible only in the server's mount namespace.
     let seen = PathBuf::from(format!("/proc/{}/root", server.pid().as_raw_nonzero()));
     let seen = seen.join(folder.strip_prefix("/").expect("an absolute path")).join("disk.img");
     assert_eq!(std::fs::metadata(seen).expect("the image").len(), SIZE);
@@ -87,7 +87,7 @@ fn without_descriptors_clients_wait_and_the_log_stays_short(engine: Engine) {
     let server = Serve::new(&scratch, image.path()).engine(engine).start();
     server.limit_descriptors(1);
     let mut first = Client::open(&server.address());
-    // The next client could not be accepted, but no client comes.
+    // The server could not accept another client, but logs nothing before one comes.
     std::thread::sleep(Duration::from_millis(350));
     assert_eq!(server.log(), "");
     let mut second = connect(&server.address());
@@ -135,7 +135,7 @@ fn a_file_that_may_not_grow_further_is_full() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 4 * MIB);
     require!(need::tools(&["prlimit"]));
-    // Writes beyond a limit of the process (EFBIG) are a lack of room, too.
+    // A write beyond a file size limit (EFBIG) is reported as ENOSPC, too.
     let serve = Serve::new(&scratch, image.path()).engine(Engine::Threads);
     let server = serve.under(["prlimit", "--fsize=1048576", "--"]).start();
     let mut client = Client::open(&server.address());

@@ -1,5 +1,5 @@
-//! A host without room under a qcow2 image: the client learns it by its errno and loses nothing
-//! else; what it discards makes room for other writes, as does room that is made on the host.
+//! A qcow2 image on a host without free space: the client gets ENOSPC and loses nothing else. Its
+//! discards make space for other writes, and so does space that is freed on the host.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,11 +18,12 @@ use serde_json::json;
 const MIB: u64 = 1 << 20;
 /// The space of the file system.
 const ROOM: u64 = 16 * MIB;
-/// The part of it that others have at first.
+/// The part of it that another file takes at first.
 const BALLAST: u64 = 4 * MIB;
 const SIZE: u64 = 64 << 30;
 
-/// Pieces of a MiB, `stride` bytes from each other, and which of them were written.
+/// A client that writes pieces of 1 MiB, `stride` bytes apart, and the numbers of those that were
+/// written.
 struct Pieces {
     client: Client,
     stride: u64,
@@ -35,7 +36,7 @@ fn content(number: u64) -> Vec<u8> {
 }
 
 impl Pieces {
-    /// Writes one more piece; the error.
+    /// Writes one more piece; returns the error.
     fn write(&mut self, flags: u16) -> u32 {
         let number = self.next;
         self.next += 1;
@@ -46,7 +47,7 @@ impl Pieces {
         error
     }
 
-    /// Writes pieces until there is no room; how many there was room for.
+    /// Writes pieces until ENOSPC; returns how many were written.
     fn fill(&mut self) -> u64 {
         for count in 0..=ROOM / MIB {
             match self.write(0) {
@@ -81,7 +82,8 @@ fn create(image: &Path, options: &str) {
     run(&mut create).success();
 }
 
-/// On a host file system of this `kind`, with pieces in one L2 table or each in its own.
+/// Fills and frees a host file system of this `kind`, with all pieces in one L2 table or each in
+/// its own.
 fn room_comes_and_goes(engine: Engine, kind: FileSystem, options: &str, stride: u64) {
     require!(need::tools(&["qemu-img"]));
     let scratch = Scratch::in_memory();
@@ -93,7 +95,7 @@ fn room_comes_and_goes(engine: Engine, kind: FileSystem, options: &str, stride: 
     let server = serve.cache(Cache::Writeback).start();
     let client = Client::open(&server.address());
     let mut pieces = Pieces { client, stride, next: 0, written: Vec::new() };
-    // Nothing was flushed before: not a single table is on the disk.
+    // Nothing was flushed before, so no table is on the disk.
     assert!(pieces.fill() >= 4, "{:?}", pieces.written);
     assert_eq!(pieces.write(flag::FUA), errno::ENOSPC);
     pieces.verify();
@@ -107,7 +109,7 @@ fn room_comes_and_goes(engine: Engine, kind: FileSystem, options: &str, stride: 
         assert_eq!(pieces.write(flags), 0, "there is room again");
     }
     pieces.fill();
-    // Once more, with tables that are not on the disk yet.
+    // Once more, with new tables that are not on the disk yet.
     pieces.discard_first(3);
     assert_eq!(pieces.client.flush(), 0);
     assert_eq!(pieces.write(flag::FUA), 0);
@@ -160,7 +162,7 @@ on_every_engine! {
     on_ext4_with_a_table_for_each_piece
 }
 
-/// A removal of a bitmap may be a way to get space.
+/// A user may remove a bitmap to free space.
 #[test]
 fn bitmaps_are_removed_where_there_is_no_room() {
     require!(need::tools(&["qemu-img"]));
@@ -189,7 +191,7 @@ fn bitmaps_are_removed_where_there_is_no_room() {
         command_line(&["bitmap", "remove", str(&image), gone]).success();
         run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
         assert_eq!(dirty(gone), None);
-        // It is gone, and its space is taken.
+        // Fills the space that the removal has freed.
         host.fill_up(gone);
     }
     assert_eq!(dirty("third"), before[2]);
@@ -198,8 +200,8 @@ fn bitmaps_are_removed_where_there_is_no_room() {
     assert!(!left.stdout.contains("bitmaps"), "{}", left.stdout);
 }
 
-/// A client's writes that have their place succeed, also where the bitmaps are lost; and every
-/// program can see that.
+/// Writes to allocated clusters succeed even if bitmaps are lost, and every program can see which
+/// are lost.
 #[test]
 fn a_client_does_not_pay_for_a_bitmap_without_room() {
     require!(need::tools(&["qemu-img"]));
@@ -222,11 +224,11 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
         let new = json!({ "disk": "disk.qcow2", "name": name, "granularity": granularity });
         control.get("bitmap.add", new);
     }
-    // The coarse one has its place from here on.
+    // From here on, the coarse bitmap has its space.
     assert_eq!(client.write(0, &[2; 4096], 0), 0);
     control.get("event.subscribe", json!({ "events": ["bitmap.lost"] }));
     host.fill_up("ballast");
-    // Not even the table of the fine one has its place.
+    // Not even the table of the fine bitmap has space.
     run(tool("fallocate").arg("--dig-holes").arg(&image)).success();
     host.fill_up("more");
     for at in 0..8 {
@@ -261,13 +263,12 @@ fn a_client_does_not_pay_for_a_bitmap_without_room() {
     assert_eq!(increment("none", &image), Some(1), "no such bitmap");
     assert_eq!(increment("fine", &host.path("none.qcow2")), Some(1), "no such image");
     assert_eq!(increment("coarse", &image), Some(0));
-    // It is lost after a kill, too, and can be removed.
+    // After a kill the bitmap is still lost, and can be removed.
     command_line(&["bitmap", "remove", str(&image), "fine"]).success();
     run(tool("qemu-img").args(["check", "-f", "qcow2"]).arg(&image)).success();
 }
 
-/// The rest of a killed server's work (refcounts, a bitmap that was in use) needs no room on a full
-/// host.
+/// Recovery after a kill (refcounts, a bitmap that was in use) needs no space on a full host.
 #[test]
 fn a_server_begins_on_a_full_host_whose_last_one_was_killed() {
     require!(need::tools(&["qemu-img"]));
@@ -307,7 +308,7 @@ fn a_server_begins_on_a_full_host_whose_last_one_was_killed() {
     }
 }
 
-/// Bytes that a write has left in the file that failed with ENOSPC are never read as data.
+/// Bytes that a write left in the file before it failed with ENOSPC are never read as data.
 #[test]
 fn bytes_of_a_failed_write_are_not_read() {
     let scratch = Scratch::in_memory();
@@ -329,7 +330,7 @@ fn bytes_of_a_failed_write_are_not_read() {
         let length = file.metadata().expect("a file").len();
         file.set_len(length - 600 * 1024).expect("shorter");
         drop(file);
-        // A part of it is in the file.
+        // A part of the write reaches the file.
         assert_eq!(client.write(20 * MIB, &vec![0xaa; 1 << 20], 0), errno::ENOSPC);
         host.give_back("ballast");
         if let Some(method) = change {

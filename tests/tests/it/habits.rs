@@ -1,4 +1,4 @@
-//! The habits of `qemu-img`'s and `qemu-nbd`'s users work, or are answered by the right spelling.
+//! The usual options of `qemu-img` and `qemu-nbd` work, or the error names the right spelling.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use blockhouse_tests::{
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-/// The result of a command as JSON, as qemu-img's users ask for it.
+/// The result of a command with `--output=json`, as users of qemu-img ask for it.
 fn output_json(words: &[&str]) -> Value {
     json(&command(&[words, &["--output=json"]].concat()).success())
 }
@@ -100,8 +100,8 @@ fn snapshots_are_managed_with_the_flags_of_qemu_img() {
     }
     let ours = command(&["snapshot", "-U", "-l", image]).success().stdout;
     let theirs = run(tool("qemu-img").args(["snapshot", "-l", image]).env("TZ", "UTC")).success();
-    // The machine's instructions are not counted; QEMU's older versions tell 0 then. Newer ones
-    // have other gaps between the columns, and hours of four digits.
+    // Without an instruction count, older versions of QEMU print 0. Newer ones have other gaps
+    // between the columns, and hours of four digits.
     let cut = |text: &str| -> Vec<String> {
         let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
         let words = |line: &str| words(line).replace('_', " ").replace(" 0000:", " 00:");
@@ -129,7 +129,7 @@ fn a_copy_goes_into_a_target_that_is_there() {
     let convert =
         ["convert", "-n", "-m", "8", "-W", "-t", "none", "-T", "writeback", "-O", "qcow2"];
     command(&[&convert[..], &[source.str(), str(&target)]].concat()).success();
-    // The rest of a larger target stays as it is.
+    // The part of a larger target after the source's end stays unchanged.
     let rest = ["read -P 9 3M 1M"];
     qemu_io("qcow2", &target, &rest);
     command(&["resize", "-q", "--shrink", str(&target), "3M"]).success();
@@ -167,14 +167,14 @@ fn a_copy_becomes_an_overlay() {
     }
     command(&["commit", "-d", "-b", base.str(), str(&over)]).success();
     qemu_img(&["compare", source.str(), base.str()]).success();
-    // Its content is still in it.
+    // The overlay still has its content.
     let map = json(&command(&["map", "--json", str(&over)]).success());
     assert!(map.as_array().expect("extents").iter().any(|extent| extent["depth"] == 0), "{map}");
     let other = command(&["commit", "-b", source.str(), str(&over)]).failure("base.img");
     assert_eq!(other.status.code(), Some(1));
 }
 
-/// The percentages of lines that are printed one over the other.
+/// The percentages in progress lines, which overwrite each other.
 fn percentages(text: &str) -> Vec<f64> {
     let lines = text.trim_end_matches('\n').split('\r').filter(|line| !line.is_empty());
     let number = |line: &str| {
@@ -233,7 +233,7 @@ fn sigusr1_asks_how_far_a_command_is() {
     let scratch = Scratch::new();
     let source = scratch.image_of("source.img", &random_bytes(&mut seeded(), 32 << 20));
     let target = scratch.path("target.qcow2");
-    // Where this test is held up until the copy is complete, it tries again.
+    // If the copy completes before the test acts, the test tries again.
     for _ in 0..50 {
         let mut convert = Command::new(blockhouse());
         convert.args(["convert", "--force", source.str(), str(&target)]);

@@ -1,6 +1,6 @@
-//! A server that was taken over, and hands over: the process that is to take over from it is
-//! confined before it reads a byte, and nothing in an offer has it open a path, connect, or end
-//! otherwise than with a line that says why.
+//! Upgrades of a server that an attacker controls: the new process is confined before it reads a
+//! byte of the offer, and no offer makes it open a path, connect, or end without a line that says
+//! why.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -17,17 +17,17 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg}
 use serde_json::{Value, json};
 
 const LIMIT: Duration = Duration::from_secs(20);
-/// The version of the format that servers speak.
+/// The version of the hand-over format.
 const VERSION: u32 = 5;
 
-/// The process that is to take over, and our end of its standard input.
+/// The new process of an upgrade, and our end of its standard input.
 struct Successor {
     process: Child,
     socket: UnixStream,
 }
 
 impl Successor {
-    /// With this image and these options.
+    /// Starts a process with this image and these options.
     fn start(image: &Path, options: &[&str], probe: &str) -> Self {
         let (socket, theirs) = UnixStream::pair().expect("a socket pair");
         socket.set_read_timeout(Some(LIMIT)).expect("a limit");
@@ -38,7 +38,7 @@ impl Successor {
         Self { process: command.spawn().expect("the binary"), socket }
     }
 
-    /// Whether all of its threads are confined, before anything was sent.
+    /// Whether all its threads are confined, before anything is sent.
     fn is_confined(&self) -> bool {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.process.id()));
         let mut tasks = tasks.expect("it runs").flatten();
@@ -56,7 +56,7 @@ impl Successor {
         header.extend((descriptors.len() as u32).to_le_bytes());
         header.extend((json.len() as u64).to_le_bytes());
         header.extend((bytes.len() as u64).to_le_bytes());
-        // It may have ended.
+        // The process may have ended.
         let _ = (&self.socket).write_all(&header);
         for batch in descriptors.chunks(128) {
             send_with(&self.socket, batch);
@@ -75,7 +75,7 @@ impl Successor {
         Some(serde_json::from_slice(&json).expect("JSON"))
     }
 
-    /// Waits for the end. All that it has written to its log.
+    /// Waits for its end; returns its log.
     fn end(mut self) -> String {
         drop(self.socket);
         let mut log = String::new();
@@ -160,7 +160,7 @@ fn has_landlock() -> bool {
     security.is_empty() || security.contains("landlock")
 }
 
-/// Locations of disks and of all that is behind them: none is opened, and no server is connected
+/// No location of a disk or of its backing files in an offer is opened, and no server is connected
 /// to.
 #[test]
 fn a_location_in_an_offer_is_a_name() {
@@ -183,7 +183,7 @@ fn a_location_in_an_offer_is_a_name() {
         secret.display().to_string(),
         "/dev/mem".to_owned(),
     ] {
-        // Also where the server may connect later, for its users.
+        // Also if the server may connect later, on requests of its users.
         for options in [&[][..], &["--control", image_tool::str(&control), "--allow-remote"]] {
             let successor = Successor::start(&image, options, "");
             successor.send(&offer(&[disk(&name, &json!([]))]), &[], b"");
@@ -196,7 +196,7 @@ fn a_location_in_an_offer_is_a_name() {
             successor.end();
         }
     }
-    // A backing file, by an image that is handed over.
+    // The name of a backing file, in an image that is handed over.
     for name in
         [format!("nbd://127.0.0.1:{port}/x"), format!("rbd:pool/x?conf={}", secret.display())]
     {
@@ -231,7 +231,7 @@ fn a_location_in_an_offer_is_a_name() {
     assert!(tcp.accept().is_err() && listener.accept().is_err(), "it has connected");
 }
 
-/// The counts of a disk: none.
+/// Empty counters of a disk.
 fn counts() -> Value {
     json!({
         "requests": [], "stages": [], "clients": [], "totals": [0, 0, 0, 0], "cache": [0, 0],
@@ -239,7 +239,7 @@ fn counts() -> Value {
     })
 }
 
-/// Frames and offers that make no sense, descriptors of the wrong kind, and too many of them.
+/// Invalid frames and offers, descriptors of the wrong kind, and too many descriptors.
 #[test]
 fn offers_that_make_no_sense_are_refused_in_one_line() {
     let scratch = Scratch::new();
@@ -271,14 +271,14 @@ fn offers_that_make_no_sense_are_refused_in_one_line() {
         assert!(refused.as_str().is_some_and(|why| !why.contains('\n')), "{message}: {refused}");
         successor.end();
     }
-    // A pipe in the place of an image.
+    // A pipe instead of an image.
     let successor = Successor::start(&image, &[], "");
     successor.send(&offer(&[disk("/x", &file("/x"))]), &[pipe.as_fd(); 3], b"");
     assert_eq!(successor.receive(), Some(json!("ready")));
     successor.send(&yours(1), &[], b"");
     assert!(successor.receive().expect("an answer")["refused"]["why"].is_string());
     successor.end();
-    // Bytes that are no frame.
+    // Bytes that are not a frame.
     for bytes in [&[0xff; 64][..], b"BHANDOVR\x05\0\0\0\xff\xff\xff\xff", b"BHAND"] {
         let successor = Successor::start(&image, &[], "");
         (&successor.socket).write_all(bytes).expect("room");

@@ -1,6 +1,6 @@
-//! `serve --on-full hold`: writes wait for room, on the device under a qcow2 image and on the host
-//! of a raw one, while everything else goes on; and they go on when it is there, or fail when their
-//! time is over or the server ends.
+//! `serve --on-full hold`: writes wait for space, on the device under a qcow2 image or on the host
+//! of a raw one, while everything else continues. They continue when there is space, or fail after
+//! a timeout or when the server ends.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,9 +22,9 @@ use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
-/// Bytes of a device at first.
+/// Bytes of a new device.
 const ROOM: u64 = 8 * MIB;
-/// A byte of what was there before.
+/// The byte that the device was filled with before.
 const STALE: u8 = 0xaa;
 
 /// A qcow2 image on a device, and a server that holds its writes.
@@ -54,18 +54,18 @@ impl Held {
         Ok(Self { scratch, file, device, server, control })
     }
 
-    /// Makes the device longer, by bytes of its former user.
+    /// Makes the device longer; the new part has stale bytes.
     fn lengthen(&self, bytes: u64) {
         self.device.lengthen(self.file.path(), &vec![STALE; bytes as usize]);
     }
 
-    /// How many requests are held.
+    /// The number of held requests.
     fn held(&mut self) -> u64 {
         held(&mut self.control)
     }
 
-    /// Writes MiBs, each to a place of its own, until one is held; its number. It is sent, and not
-    /// answered.
+    /// Writes pieces of 1 MiB, each to another offset, until a write is held, which is not answered
+    /// yet. Returns its number.
     fn fill(&mut self, client: &mut Client, flags: u16) -> u64 {
         for number in 0.. {
             assert!(number <= ROOM / MIB, "more was taken than there is room for");
@@ -79,7 +79,7 @@ impl Held {
         unreachable!("there is an end")
     }
 
-    /// Ends the server, and has the image checked.
+    /// Ends the server, and checks the image.
     fn stop(self) {
         self.server.stop();
         qemu_img(&["check", "-f", "qcow2", str(self.device.path())]).success();
@@ -98,14 +98,15 @@ fn held(control: &mut Control) -> u64 {
     disk(control)["held"].as_u64().unwrap_or(0)
 }
 
-/// How many requests have come to their end.
+/// The number of requests that have completed.
 fn completed(control: &mut Control) -> u64 {
     let stats = control.get("disk.stats", json!({}))[0].take();
     let count = |key: &str| stats[key].as_u64().expect("a count");
     count("writes") + count("reads") - count("in-flight")
 }
 
-/// Waits until a request is held, or answered: more than `before` are completed then.
+/// Waits until a request is held, or until more than `before` requests are completed; returns
+/// whether one is held.
 #[track_caller]
 fn is_held(control: &mut Control, before: u64) -> bool {
     let mut is_held = false;
@@ -122,7 +123,7 @@ fn send(client: &mut Client, command: u16, flags: u16, offset: u64, bytes: &[u8]
     client.send_with(Request { command, flags, offset, length }, bytes).expect("it is taken");
 }
 
-/// The events of holding: the event's name and, of its end, how many requests failed.
+/// The next event about held requests: its name and, when the hold ends, how many requests failed.
 fn next_crossing(events: &mut Control) -> (String, Option<u64>) {
     let event = events.event();
     let name = event["event"].as_str().expect("a name").to_owned();
@@ -146,7 +147,7 @@ fn writes_wait_for_a_device_that_becomes_longer_and_nothing_else_does() {
     let number = held.fill(&mut client, 0);
     assert!(number >= 4, "{number}");
     assert_eq!(next_crossing(&mut events), ("disk.held".into(), None));
-    // The same client goes on, too.
+    // The same client can continue with other requests.
     send(&mut client, command::WRITE, flag::FUA, 0, &piece(99));
     assert_eq!(client.receive().expect("an answer").1.error, 0, "it has its place");
     let mut other = Client::open(&held.server.address());
@@ -161,13 +162,13 @@ fn writes_wait_for_a_device_that_becomes_longer_and_nothing_else_does() {
     let listed = command_line(&ctl).success().stdout;
     assert!(listed.contains("disk: 2 requests wait for room"), "{listed}");
 
-    // By itself, within a second or little more.
+    // The writes continue by themselves, within little more than a second.
     held.lengthen(16 * MIB);
     assert_eq!(client.receive().expect("an answer").1.error, 0);
     assert_eq!(other.receive().expect("an answer").1.error, 0);
     assert_eq!(next_crossing(&mut events), ("disk.released".into(), Some(0)));
     assert_eq!(other.read(number * MIB, MIB), Ok(piece(number)));
-    // The device's clusters had another user before.
+    // The device had stale bytes in these clusters.
     let cluster = other.read(40 << 30, CLUSTER).expect("it can be read");
     assert!(cluster[..512] == [7; 512] && cluster[512..].iter().all(|&byte| byte == 0));
     for at in 0..32 {
@@ -236,7 +237,7 @@ fn a_device_that_is_made_longer_again_and_again_shows_no_error() {
         counts
     });
     assert!(counts.iter().all(|&count| count > 100) && written.load(Ordering::SeqCst) == 240);
-    // Each crossing has its end, and none has failed.
+    // Each hold has its end, and no request has failed.
     for _ in 0..2 {
         assert_eq!(next_crossing(&mut events).0, "disk.held");
         assert_eq!(next_crossing(&mut events), ("disk.released".into(), Some(0)));
@@ -258,7 +259,7 @@ fn at_its_limit_a_held_write_fails() {
     let start = Instant::now();
     assert_eq!(client.write(30 << 30, &piece(0), 0), errno::ENOSPC);
     assert!(start.elapsed() >= Duration::from_secs(2), "{:?}", start.elapsed());
-    // Nothing is lost by it.
+    // The failed write lost nothing else.
     assert_eq!(client.flush(), 0);
     held.lengthen(4 * MIB);
     assert_eq!(client.write(30 << 30, &piece(3), flag::FUA), 0);
@@ -273,7 +274,7 @@ fn a_server_ends_beside_a_held_write() {
     held.fill(&mut client, 0);
     held.server.signal(Signal::TERM);
     assert_eq!(client.receive().expect("an answer").1.error, errno::ENOSPC);
-    // The server, which ends, does not wait for a goodbye.
+    // The server, which is ending, does not wait for the client's NBD_CMD_DISC.
     drop(client);
     let status = held.server.wait(Duration::from_secs(20));
     assert_eq!(status.code(), Some(0), "{}", held.server.log());
@@ -332,8 +333,8 @@ fn a_guest_of_vhost_user_waits_for_room() {
     server.stop();
 }
 
-/// Writes blocks, each in a cluster of its own, until a write is held: which block, whose content
-/// is one more.
+/// Writes blocks, each in its own cluster, until a write is held. Returns the block of that write;
+/// its content is the block number plus 1.
 fn fill(guest: &mut Guest, control: &mut Control) -> u64 {
     let mut block = 0;
     loop {
@@ -348,14 +349,14 @@ fn fill(guest: &mut Guest, control: &mut Control) -> u64 {
     }
 }
 
-/// A guest's device of a disk that is full, with a write that waits.
+/// A guest on a device that is full, with a held write.
 struct HeldGuest {
     scratch: Scratch,
     file: Image,
     device: LoopDevice,
     server: Server,
     guest: Guest,
-    /// The block of the held write, whose content is one more.
+    /// The block of the held write; its content is this number plus 1.
     block: u64,
 }
 
@@ -387,7 +388,7 @@ fn a_guest_that_is_stopped_waits_for_no_room() {
     let start = Instant::now();
     held.guest.driver.stop_queue(0).expect("it stops");
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
-    // It was answered, and what comes later is held again.
+    // The held write was answered, and later writes are held again.
     held.guest.driver.start_queue(0).expect("it starts");
     assert_eq!(held.guest.outcome(0, LONG), Some((0, 1)), "the write that was held has failed");
     let mut control = Control::connect(&held.scratch.socket("control"));
@@ -448,7 +449,7 @@ fn a_kill_beside_a_held_write_loses_nothing_that_was_answered() {
     for written in 0..number {
         assert_eq!(client.read(written * MIB, MIB), Ok(piece(written)), "{written}");
     }
-    // A write without an answer is there in part, or not.
+    // A write without an answer may be on the disk completely, in part, or not at all.
     let bytes = client.read(number * MIB, MIB).expect("it can be read");
     let is_either = |byte: &u8| *byte == 0 || *byte == number as u8 + 1;
     assert!(bytes.iter().all(is_either));

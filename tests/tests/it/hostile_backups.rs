@@ -1,5 +1,5 @@
-//! Backups that are asked for at the same time, that find what a killed server left, and whose
-//! clients receive nothing.
+//! Backups that are requested at the same time, that find files of a killed server, and whose
+//! clients do not receive replies.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -62,7 +62,7 @@ fn two_backups_never_have_one_name() {
         let params = begin(&scratch, "a.img", "one", &json!({ "backup": name }));
         control.refused("backup.begin", params, FAILED, &["1 to 255 bytes"]);
     }
-    // A name that would have been given to another one.
+    // A name that the server would have given to another backup.
     for name in ["backup40", "backup41"] {
         let disk = if name == "backup40" { "a.img" } else { "b.img" };
         control.get("backup.begin", begin(&scratch, disk, name, &json!({ "backup": name })));
@@ -89,13 +89,13 @@ fn a_killed_servers_scratch_files_are_in_nobodys_way() {
     server.stop();
 }
 
-/// A client that asks for much, and receives none of it.
+/// A client that requests much data, and receives none of it.
 fn stalled(socket: &Path, name: &str) -> UnixStream {
     let mut stream = UnixStream::connect(socket).expect("a server");
     stream.set_read_timeout(Some(Duration::from_secs(120))).expect("a time");
     let mut greeting = [0; 18];
     stream.read_exact(&mut greeting).expect("a greeting");
-    // No zeros after the handshake, and NBD_OPT_EXPORT_NAME.
+    // Client flags (fixed newstyle, no zeroes), then NBD_OPT_EXPORT_NAME.
     stream.write_all(&3_u32.to_be_bytes()).expect("flags");
     stream.write_all(b"IHAVEOPT").expect("an option");
     stream.write_all(&1_u32.to_be_bytes()).expect("an option");

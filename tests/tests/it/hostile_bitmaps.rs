@@ -1,5 +1,5 @@
-//! Bitmaps of damaged images, and more of them, or larger ones, than there can be: guests' data
-//! stays what it is, and what is refused leaves an image that all programs open.
+//! Bitmaps of damaged images, too many bitmaps and too large ones: guests' data is not changed, and
+//! after a refusal all programs can open the image.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::bitmaps::{check, dirty, info};
 
-/// How many bitmaps can be enabled.
+/// The maximum number of enabled bitmaps.
 const MAX_ENABLED: usize = 64;
 const CLUSTER: u64 = 4096;
 
@@ -18,7 +18,7 @@ fn be(bytes: &[u8], at: usize, length: usize) -> u64 {
     bytes[at..at + length].iter().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// Has the table of the only bitmap say that its first bits are at `offset`.
+/// Sets the first entry of the only bitmap's table to `offset`.
 fn point_bits_to(image: &Path, name: &str, offset: u64) {
     let mut bytes = std::fs::read(image).expect("it is there");
     let name = bytes.windows(name.len()).rposition(|window| window == name.as_bytes());
@@ -39,7 +39,7 @@ fn bits_that_have_no_cluster_of_their_own_overwrite_nothing() {
         let options = format!("cluster_size={CLUSTER}");
         command(&["create", "-o", &options, image, "64M"]).success();
         command(&["bitmap", "add", image, "changes"]).success();
-        // So that it has bits, and space that is free again.
+        // A write sets bits in the bitmap, and the image gets free space.
         let server = Serve::new(&scratch, &path).start();
         let mut client = Client::open(&server.address());
         assert_eq!(client.write(0, &[1; 1 << 20], 0), 0);
@@ -48,7 +48,7 @@ fn bits_that_have_no_cluster_of_their_own_overwrite_nothing() {
         let end = std::fs::metadata(&path).expect("a file").len();
         let free = end.next_multiple_of(CLUSTER);
         if case == "free" {
-            // A file that is longer than what is in use.
+            // Makes the file longer than its used part.
             let file = std::fs::OpenOptions::new().write(true).open(&path).expect("a file");
             file.set_len(end + (1 << 20)).expect("room");
         }
@@ -87,7 +87,7 @@ fn a_disk_does_not_outgrow_its_bitmaps() {
     let refused = command(&["resize", image, "5T"]).failure("'fine' would take more than 512 MiB");
     assert_eq!(refused.stderr.trim_end().lines().count(), 1, "{}", refused.stderr);
     assert_eq!(info(image)[0]["name"], "fine");
-    // As the hint says.
+    // Follows the hint of the error.
     command(&["bitmap", "add", "-g", "64K", image, "coarse"]).success();
     command(&["bitmap", "merge", image, "coarse", "fine"]).success();
     command(&["bitmap", "remove", image, "fine"]).success();
@@ -121,7 +121,7 @@ fn no_more_bitmaps_are_enabled_than_changes_are_recorded_in() {
     command(&["check", str(&path)]).success();
 }
 
-/// Has the first entry of the first L2 table point past the end of the file.
+/// Makes the first entry of the first L2 table point past the end of the file.
 fn lose_first_cluster(image: &Path) {
     let mut bytes = std::fs::read(image).expect("it is there");
     let l1 = be(&bytes, 40, 8) as usize;
@@ -144,7 +144,7 @@ fn a_repair_that_changes_what_is_read_is_in_the_bitmaps() {
         if has_bits {
             run(tool("qemu-io").args(["-f", "qcow2", "-c", "write -P 7 1M 64K", image])).success();
         }
-        // A repair of refcounts alone leaves it as it is.
+        // A repair of refcounts only does not change the bitmap.
         let before = dirty(image, "changes");
         let mut bytes = std::fs::read(&path).expect("it is there");
         let refcounts = be(&bytes, be(&bytes, 48, 8) as usize, 8) as usize;

@@ -1,5 +1,5 @@
-//! Clients that break the handshake, by mistake or on purpose: they get an answer by the protocol
-//! or are dropped, and the same server goes on serving everybody else in bounded memory.
+//! Clients that break the handshake, by mistake or on purpose: they get a reply of the protocol or
+//! are disconnected, and the server continues to serve all others in bounded memory.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -19,7 +19,7 @@ fn greeted(server: &Server) -> Greeted {
     Greeted::new(&server.address())
 }
 
-/// Waits until the server closes the connection, whatever it says before.
+/// Waits until the server closes the connection, whatever it sends before.
 #[track_caller]
 fn assert_dropped(mut greeted: Greeted) {
     let mut sink = [0; 4096];
@@ -68,7 +68,8 @@ fn an_option_of_4_gib_ends_the_connection_or_waits_for_it_in_little_memory() {
     for number in [option::GO, option::LIST, option::SET_META_CONTEXT, option::EXPORT_NAME, 99] {
         let mut client = greeted(&server);
         client.send_head(number, u32::MAX).expect("the head is taken");
-        // Enough of it to see what the server does with the rest; it may hang up any time.
+        // Sends enough data to see that the server does not store it; the server may close the
+        // connection at any time.
         let piece = vec![0; 1 << 20];
         for _ in 0..64 {
             if client.0.write_all(&piece).is_err() {
@@ -192,9 +193,9 @@ fn noise_instead_of_a_handshake_is_dropped() {
         let mut client = Greeted(connect(&server.address()));
         let length = random.usize(4..5000);
         let mut noise = random_bytes(&mut random, length);
-        // Client flags that were not offered, or else a wrong magic number.
+        // Makes the client flags, or the magic number, invalid.
         noise[0] |= 0x80;
-        // The server may have hung up before the end.
+        // The server may close the connection before all is sent.
         let _ = client.0.write_all(&noise);
         assert_dropped(client);
     }
@@ -228,7 +229,7 @@ fn a_client_that_lists_without_reading_is_no_burden() {
     client.0.set_write_timeout(Some(Duration::from_millis(300))).expect("a deadline");
     let list = [&b"IHAVEOPT"[..], &option::LIST.to_be_bytes(), &[0; 4]].concat().repeat(1000);
     for _ in 0..1000 {
-        // Either the server stops to take more, or it ends the connection.
+        // The server either stops reading, or closes the connection.
         if client.0.write_all(&list).is_err() {
             break;
         }
@@ -239,7 +240,7 @@ fn a_client_that_lists_without_reading_is_no_burden() {
     server.stop();
 }
 
-/// Two hundred in every stage there is, while one works.
+/// Two hundred connections in every stage of the handshake, while one client works.
 #[test]
 fn two_hundred_half_open_connections_do_not_stop_others() {
     let scratch = Scratch::new();
@@ -288,6 +289,6 @@ fn a_flood_of_bad_handshakes_is_a_few_lines_and_a_count() {
         }
     });
     assert_eq!(counts.sum::<u64>(), CLIENTS, "{log}");
-    // Ten in ten seconds, and what a slow machine adds.
+    // Ten lines in ten seconds, and more on a slow machine.
     assert!(log.lines().count() < 60, "{log}");
 }

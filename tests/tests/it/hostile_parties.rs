@@ -1,8 +1,8 @@
-//! A hostile guest and a hostile client beside neighbours that keep the rules: the neighbours read
-//! what they wrote, at once, whatever the others do, and the server ends in order.
+//! A hostile guest and a hostile client beside neighbours that follow the protocol: the neighbours
+//! read what they wrote, without delay, whatever the others do, and the server ends in order.
 //!
-//! In every test run for a moment, by another seed each time; `cargo xtask soak` goes on for as
-//! long as one likes (`BLOCKHOUSE_HOSTILE_SECONDS`).
+//! In each test run this takes a short time, with another seed; `cargo xtask soak` sets a longer
+//! time (`BLOCKHOUSE_HOSTILE_SECONDS`).
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -17,12 +17,12 @@ use fastrand::Rng;
 
 const SIZE: u64 = 16 << 20;
 const BLOCK: u64 = 4096;
-/// No request of a neighbour takes longer, on a busy machine with a debug build.
+/// The longest time of a neighbour's request, on a busy machine with a debug build.
 const AT_MOST: Duration = Duration::from_secs(5);
-/// The cost of all the misbehaviour, beyond what the server's own limits add up to.
+/// The limit for the server's memory: more than the sum of its own limits.
 const MEMORY: u64 = 1 << 30;
 
-/// A server of one image that hostile parties have and one that its neighbours have.
+/// A server of two images, one for hostile parties and one for their neighbours.
 struct Sides {
     server: Server,
     hostile_socket: String,
@@ -62,8 +62,7 @@ fn party(words: &[&str], seed: u64, seconds: f64) -> Child {
     command.stderr(Stdio::null()).spawn().expect("the party starts")
 }
 
-/// Has hostile parties misbehave until the time is over: each begins again when it has killed
-/// itself.
+/// Runs hostile parties until the time is over; starts a new one when a party has killed itself.
 fn misbehave(words: &[&str], random: &mut Rng, until: Instant) {
     while Instant::now() < until {
         let left = until.saturating_duration_since(Instant::now());
@@ -75,7 +74,7 @@ fn misbehave(words: &[&str], random: &mut Rng, until: Instant) {
     }
 }
 
-/// The slowest request and how many there were.
+/// The number of requests, and the time of the slowest one.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     requests: u64,
@@ -89,9 +88,9 @@ impl Seen {
     }
 }
 
-/// Writes and reads blocks one by one over NBD, with connections of its own, and compares.
+/// Writes and reads blocks one by one over NBD, with its own connections, and compares.
 fn neighbour_over_nbd(address: &Address, random: &mut Rng, stop: &AtomicBool) -> Seen {
-    // The lower half is this neighbour's.
+    // This neighbour uses the lower half of the disk.
     let mut model = vec![0; (SIZE / 2 / BLOCK) as usize];
     let mut seen = Seen::default();
     while !stop.load(Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! `serve --qmp`: sessions of the hostile.
+//! `serve --qmp`: sessions of hostile clients.
 
 use std::time::Duration;
 
@@ -14,18 +14,18 @@ fn hostile_clients_take_bounded_memory_and_time() {
     let (server, mut honest) = serve(&scratch);
     let socket = scratch.socket("qmp");
     let before = server.resident_memory();
-    // One string, one list, one nest without an end; a client that reads nothing of what it asks
-    // for.
+    // An endless string, list and nesting; and a client that does not read the answers to its
+    // commands.
     let piece = |text: &[u8]| text.repeat((1 << 20) / text.len());
     for (begin, text) in
         [(&b"'"[..], &b"x"[..]), (b"[", b"1,"), (b"", b"["), (b"", b"\xff"), (b"", b"{'a':")]
     {
         let mut qmp = Qmp::greet(&socket);
         let _ = qmp.send(begin);
-        // It is disconnected, or all of it is refused.
+        // The client may be disconnected; otherwise all its messages are refused.
         let mut reader = qmp.try_clone();
         let reading = std::thread::spawn(move || while reader.receive().is_some() {});
-        // Each of these bytes is answered.
+        // Each of these bytes causes an answer, except in a string.
         let is_answered = text != b"x";
         let pieces =
             if is_answered { piece(text)[..128 << 10].to_vec() } else { piece(text).repeat(8) };
@@ -38,7 +38,8 @@ fn hostile_clients_take_bounded_memory_and_time() {
     slow.set_write_timeout(Duration::from_secs(1));
     let _ = (0..100).try_for_each(|_| slow.send(&request));
     assert_eq!(honest.get("query-block", json!({})), json!([]));
-    // All places but one are taken, then none is left; when they go, there are again.
+    // Takes all connections that the server allows; after they are closed, a client can connect
+    // again.
     let many: Vec<_> =
         (0..300).filter_map(|_| std::os::unix::net::UnixStream::connect(&socket).ok()).collect();
     assert_eq!(honest.get("query-block", json!({})), json!([]));

@@ -1,5 +1,5 @@
-//! Clients that break the transmission phase: what can be answered is answered with its errno and
-//! the connection lives, everything else ends that connection, and no other.
+//! Clients that break the transmission phase: a request that can be answered gets an errno and the
+//! connection continues; anything else ends that connection, and no other.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use blockhouse_tests::{
 };
 
 const SIZE: u64 = 64 << 20;
-/// The largest payload that is announced.
+/// The maximum payload, which the server announces.
 const MAX_LENGTH: u64 = 32 << 20;
 
 fn serve(scratch: &Scratch) -> (Server, Image) {
@@ -25,7 +25,7 @@ fn serve_on(scratch: &Scratch, engine: Engine) -> (Server, Image) {
     (Serve::new(scratch, image.path()).engine(engine).start(), image)
 }
 
-/// Has more replies coming than it will ever take.
+/// A client that requests much data and never reads the replies.
 fn deaf(server: &Server) -> Client {
     let mut client = Client::open(&server.address());
     for _ in 0..100 {
@@ -38,13 +38,14 @@ fn deaf(server: &Server) -> Client {
 fn silent_clients_and_such_that_stop_reading_keep_nobody_out() {
     let scratch = Scratch::new();
     let (server, _image) = serve(&scratch);
-    // All connections that a server has by default.
+    // Uses all connections that a server allows by default.
     let deaf: Vec<_> = (0..8).map(|_| deaf(&server)).collect();
     let silent: Vec<_> = (8..256).map(|_| Client::open(&server.address())).collect();
-    // The second one, which comes at once, takes another one's place.
+    // Each new client replaces the client that was idle for longest, also the second one, which
+    // connects at once.
     let mut clients = [0; 2].map(|_| Client::open(&server.address()));
     for client in &mut clients {
-        // More than one request at a time, beside those that hold all the memory they can get.
+        // Several requests at a time, while the deaf clients hold all the memory that they can get.
         for number in 0..32 {
             client.send_with(write(number << 16, 1 << 16), &[5; 1 << 16]).expect("they are taken");
         }
@@ -66,11 +67,11 @@ fn those_who_hold_many_connections_make_room_for_those_who_hold_few() {
     let serve = Serve::bare(&scratch, image.path()).option("--limit", "clients=4");
     let server = serve.export(&uri("one")).export(&uri("two")).start();
     let [one, two] = ["one", "two"].map(|name| Address::Unix(scratch.socket(name)));
-    // All are in use, and idle for the moment.
+    // All connections were used, and are idle now.
     let connect = || {
         let mut client = Client::open(&one);
         assert_eq!(client.read(0, 1), Ok(vec![0]));
-        // The kernel's ticks tell who has been idle for longest.
+        // Idle times are compared in the kernel's ticks, so they must differ by more than one.
         std::thread::sleep(Duration::from_millis(20));
         client
     };
@@ -78,7 +79,7 @@ fn those_who_hold_many_connections_make_room_for_those_who_hold_few() {
     let mut other = Client::open(&two);
     assert_eq!(other.read(0, 1), Ok(vec![0]), "a client of another socket");
     assert!(guests[0].is_closed(), "the longest idle one made room");
-    // Another process, at the same socket.
+    // Another process connects to the same socket.
     run(tool("nbdinfo").args(["--size", &uri("one")])).success();
     assert!(guests[1].is_closed());
     for guest in &mut guests[2..] {
@@ -148,7 +149,7 @@ fn a_silent_tcp_client_is_asked_within_minutes_whether_it_is_there() {
             is_server.then(|| words[5].to_owned())
         })
     };
-    // Before it is idle, its timer is one for sending again.
+    // Before the connection is idle, its timer is the retransmission timer.
     let is_short = || {
         let timer = timer().expect("the server's end of the connection");
         let ticks = timer.strip_prefix("02:").map(|ticks| u64::from_str_radix(ticks, 16));
@@ -192,7 +193,7 @@ fn flags_that_were_not_offered_are_invalid_and_the_connection_lives() {
             assert_eq!(client.simple(command::TRIM, 0, 512, flags), errno::EINVAL, "{flags:#x}");
             assert_eq!(client.simple(command::FLUSH, 0, 0, flags), errno::EINVAL, "{flags:#x}");
         }
-        // Offered, but only for other requests.
+        // These flags are offered, but only for other requests.
         assert_eq!(client.write(0, &[1; 512], flag::NO_HOLE), errno::EINVAL);
         assert_eq!(client.write(0, &[1; 512], flag::FAST_ZERO), errno::EINVAL);
         assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
@@ -214,7 +215,7 @@ fn unknown_requests_are_invalid_and_the_connection_lives() {
         assert_eq!(client.read(0, 512), Ok(vec![0; 512]));
         client.disconnect();
     }
-    // No context was selected.
+    // Block status without a selected metadata context.
     let mut client = Client::open(&server.address());
     assert_eq!(client.simple(command::BLOCK_STATUS, 0, 512, 0), errno::EINVAL);
     client.disconnect();
@@ -301,7 +302,7 @@ fn a_write_longer_than_announced_ends_that_connection_only() {
     for length in [MAX_LENGTH + 1, u64::from(u32::MAX)] {
         let mut client = Client::open(&server.address());
         client.send(write(0, length)).expect("the head is taken");
-        // The server owes no answer, but it must not wait for the rest in memory.
+        // The server need not answer, but must not buffer the payload in memory.
         let piece = vec![1; 1 << 20];
         client.socket.set_write_timeout(Some(Duration::from_secs(2))).expect("a deadline");
         for _ in 0..40 {
@@ -321,7 +322,7 @@ fn requests_for_nothing_are_answered() {
     let (server, _image) = serve(&scratch);
     for framing in Framing::ALL {
         let mut client = Client::open_with(&server.address(), framing);
-        // The protocol leaves open whether they fail; an answer there must be.
+        // The protocol does not say whether these fail, but they must be answered.
         let _ = client.read(0, 0);
         let _ = client.write(0, &[], 0);
         for request in [command::TRIM, command::CACHE, command::WRITE_ZEROES] {
@@ -352,7 +353,7 @@ fn sixty_four_requests_and_a_reset(engine: Engine) {
             };
             sent.expect("64 requests are taken");
         }
-        // Every other time in the middle of a request.
+        // Every other pair of rounds ends in the middle of a request.
         if round % 4 < 2 {
             client.socket.write_all(&[0x25, 0x60]).expect("two bytes are taken");
         }
@@ -371,7 +372,7 @@ fn a_write_whose_payload_never_comes_changes_nothing() {
         client.send_with(write(1 << 20, MAX_LENGTH), &[7; 3000]).expect("the head is taken");
     }
     server.assert_serves();
-    // Half of them leave, half are still there when the server stops.
+    // Half of the clients disconnect, half are still connected when the server stops.
     clients.truncate(20);
     server.assert_serves();
     let start = Instant::now();
@@ -413,7 +414,7 @@ fn more_in_flight_than_the_server_admits_is_answered_in_the_end(engine: Engine) 
     let mut client = Client::open(&server.address());
     let count = 2000u64;
     let mut other_end = client.socket.try_clone().expect("a second descriptor");
-    // The reader works beside the sender, so that back-pressure is no deadlock.
+    // Replies are read while requests are sent, so that back-pressure causes no deadlock.
     let sender = std::thread::spawn(move || {
         for cookie in 1..=count {
             let mut request = vec![0x25, 0x60, 0x95, 0x13, 0, 0, 0, 0];

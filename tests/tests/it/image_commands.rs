@@ -1,5 +1,4 @@
-//! `create`, `info` and `resize`, the commands beside the server; and standard output that fails,
-//! for all commands that print.
+//! `create`, `info` and `resize`; and failing standard output, for all commands that print.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -14,7 +13,7 @@ use blockhouse_tests::{
 };
 use serde_json::Value;
 
-/// Failed with one line that has all these words.
+/// Asserts a failure with one line that has all these words.
 #[track_caller]
 fn assert_failed(outcome: &Outcome, words: &[&str]) {
     let said = outcome.describe("one line is expected");
@@ -55,7 +54,7 @@ fn a_new_image_is_its_owners_alone() {
     }
 }
 
-/// Its callers leave images to programs of other users.
+/// Callers of qemu-img give images to programs of other users.
 #[test]
 fn under_qemu_imgs_name_a_new_image_has_the_mode_of_qemu_imgs() {
     require!(need::tools(&["qemu-img"]));
@@ -186,7 +185,7 @@ fn an_image_of_another_format_is_called_by_its_name() {
     for words in [&["info", str(&qcow2)][..], &["resize", str(&qcow2), "8M"]] {
         assert_failed(&command(words), &["--format qcow2"]);
     }
-    // Formats that are known by their end.
+    // Formats that are recognized by their last sector.
     for (name, end) in [("a.dmg", &b"koly"[..]), ("a.vhd", b"conectix"), ("a.img", b"koly")] {
         let mut content = vec![0; 8192];
         content[8192 - 512..][..end.len()].copy_from_slice(end);
@@ -337,7 +336,7 @@ fn a_device_cannot_be_resized() {
     assert_failed(&outcome, &[str(device.path())]);
 }
 
-/// Commands that print, each as text and where it can as JSON, with the status for an output that
+/// Commands that print, each as text and, if possible, as JSON, with the exit status if the output
 /// fails.
 fn printing(image: &str) -> Vec<(Vec<&str>, i32)> {
     let mut lines = Vec::new();
@@ -346,7 +345,7 @@ fn printing(image: &str) -> Vec<(Vec<&str>, i32)> {
         (vec!["map", image], 1),
         (vec!["check", image], 1),
         (vec!["snapshot", "list", image], 1),
-        // 1 says that the images are different.
+        // The status is 2, because 1 means that the images differ.
         (vec!["compare", image, image], 2),
     ] {
         lines.push(([&words[..], &["--json"]].concat(), status));

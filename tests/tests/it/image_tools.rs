@@ -130,7 +130,8 @@ fn filled_by_qemu(scratch: &Scratch, options: &str) -> PathBuf {
     image
 }
 
-/// In whole clusters of the largest size: what QEMU leaves of a cluster may or may not be a hole.
+/// Fills whole clusters of the largest size: the unwritten rest of a cluster may or may not be a
+/// hole in QEMU's files.
 fn fill(image: &Path, options: &str) {
     let steps = ["write -P 1 0 2M", "write -z 2M 2M", "write -P 2 8M 2M", "write -P 2 6M 2M"];
     let compressed = takes_compressed(options).then_some("write -c -P 3 12M 2M");
@@ -139,8 +140,8 @@ fn fill(image: &Path, options: &str) {
     }
 }
 
-/// Compressed clusters share host clusters, so they need refcounts above 1; and QEMU writes them
-/// only where nothing is allocated.
+/// Whether an image can have compressed clusters. They share host clusters, so they need refcounts
+/// above 1; and QEMU writes them only to unallocated clusters.
 fn takes_compressed(options: &str) -> bool {
     !options.contains("refcount_bits=1,") && !options.contains("preallocation=metadata")
 }
@@ -176,7 +177,7 @@ fn check_counts_as_qemu_img_does() {
     }
 }
 
-/// Overwrites two bytes of an image of 64 KiB clusters: a refcount in the first refcount block.
+/// Overwrites a 16-bit refcount in the first refcount block of an image with 64 KiB clusters.
 fn set_refcount(image: &Path, cluster: u64, count: u16) {
     let file = File::options().read(true).write(true).open(image).expect("the image opens");
     let mut pointer = [0; 8];
@@ -199,7 +200,7 @@ fn check_tells_leaks_and_corruption_by_its_exit_status() {
     assert_eq!(outcome.status.code(), Some(3), "{}", outcome.describe("a leak"));
     assert!(outcome.stdout.contains("1 leaked clusters"), "{}", outcome.describe("a leak"));
 
-    // The cluster of the L1 table or of the first L2 table: in use, not counted.
+    // The cluster of the L1 table or of the first L2 table gets refcount 0.
     set_refcount(&image, 3, 0);
     let outcome = command(&["check", "--json", str(&image)]);
     assert_eq!(outcome.status.code(), Some(2), "{}", outcome.describe("a corruption"));
@@ -229,8 +230,8 @@ fn an_image_without_errors_is_said_to_be_one() {
     assert!(text.contains("No errors were found"), "{text}");
 }
 
-/// All that qemu-img says of an image, and we say, too; of the file under it, what does not depend
-/// on the file system.
+/// Asserts that we report everything that qemu-img does about an image; about its file, everything
+/// that does not depend on the file system.
 #[track_caller]
 fn assert_same_info(image: &Path, what: &str) -> Value {
     let theirs = qemu_img(&["info", "--output=json", "-f", "qcow2", str(image)]);
@@ -238,7 +239,7 @@ fn assert_same_info(image: &Path, what: &str) -> Value {
     let (mut theirs, mut ours) = (json(&theirs.success()), json(&ours.success()));
     let their_files = theirs.as_object_mut().expect("an object").remove("children");
     let our_files = ours.as_object_mut().expect("an object").remove("children");
-    // Before version 8 it tells nothing of them.
+    // QEMU before version 8 reports no children.
     if let Some(theirs) = their_files.filter(|_| !what.contains("data_file")) {
         let ours = our_files.expect("it is a file");
         assert_eq!(ours[0]["name"], theirs[0]["name"], "{what}");
@@ -306,7 +307,7 @@ fn assert_same_map(image: &Path, format: &str, what: &str) -> Value {
     let (mut theirs, ours) = (json(&theirs.success()), json(&ours.success()));
     for (theirs, ours) in theirs.as_array_mut().into_iter().flatten().zip(ours.as_array().unwrap())
     {
-        // QEMU before 8.2 does not tell it.
+        // QEMU before 8.2 does not report this key.
         if theirs["compressed"].is_null() {
             theirs["compressed"] = ours["compressed"].clone();
         }
@@ -359,7 +360,7 @@ fn maps_of_chains_are_those_of_qemu_img() {
     let file = File::options().write(true).open(base.path()).expect("the image opens");
     file.write_all_at(&[1; 1 << 18], 1 << 18).expect("the image is written");
     file.sync_all().expect("the image is flushed");
-    // Each is longer than what is behind it, so that maps go past its end.
+    // Each image is longer than its backing file, so that maps extend past the backing file's end.
     let layers = [
         ("first.qcow2", "base.raw", "raw", "cluster_size=4k", "4M"),
         ("second.qcow2", "first.qcow2", "qcow2", "extended_l2=on", "6M"),
@@ -399,7 +400,8 @@ fn info_of_clusters_smaller_than_the_hosts_blocks() {
     let scratch = Scratch::new();
     let image = scratch.path("disk.qcow2");
     command(&["create", "-o", "cluster_size=512", str(&image), "1M"]).success();
-    // A device is as long as its file, in whole sectors.
+    // The length of a loop device is that of its file in whole sectors, so the file gets a longer,
+    // even size.
     let file = File::options().write(true).open(&image).expect("the image opens");
     file.set_len(1 << 20).expect("the image gets longer");
     let image = scratch.image_of("copy.qcow2", &std::fs::read(&image).expect("the image"));

@@ -1,4 +1,4 @@
-//! Inactive nodes: two daemons hand an image to each other, here and beside QEMU's own program.
+//! Inactive nodes: two daemons, ours or QEMU's, hand an image to each other.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -65,7 +65,7 @@ fn nodes_become_active_and_inactive_with_the_words_of_qemu() {
         "{'execute':'block-export-del','arguments':{'id':'w'}}".to_owned(),
         set("'active':false"),
         nodes.clone(),
-        // It needs an active node.
+        // An export without `allow-inactive` needs an active node.
         export("x", "d", ""),
         nodes.clone(),
         set("'node-name':'r','active':true"),
@@ -91,7 +91,7 @@ fn nodes_become_active_and_inactive_with_the_words_of_qemu() {
     assert_eq!(own, theirs);
 }
 
-/// A daemon with an image, and an export of it that may be inactive.
+/// A daemon with an image, and an export of it that allows an inactive node.
 struct Side {
     daemon: Daemon,
     qmp: Qmp,
@@ -137,14 +137,14 @@ fn an_image_goes_from_one_daemon_to_another_and_back() {
         let mut at_one = Client::at(&one.nbd, "d");
         assert_eq!(at_one.write(0, &[1; 512], 0), 0);
         let mut two = Side::start(&scratch, program(is_ours[1]), "two", "off", &image);
-        // A client connects before the image comes, and has read what was there.
+        // A client connects before the image is handed over, and has read the old data.
         let mut at_two = Client::at(&two.nbd, "d");
         assert_eq!(at_two.flags() & READ_ONLY_FLAG, 0, "{name}");
         assert!(at_two.read(0, 1 << 16).is_ok(), "{name}");
         assert_eq!(at_two.write(0, &[9; 512], 0), EPERM, "{name}");
         let taken = two.qmp.refused("blockdev-set-active", json!({ "active": true }));
         assert!(taken.contains("lock"), "{name}: {taken}");
-        // New clusters, of which the other's metadata tells nothing yet.
+        // Writes new clusters, which the other daemon's metadata does not have yet.
         assert_eq!(at_one.write(1 << 19, &[2; 512], 0), 0);
         one.set(false);
         assert_eq!(at_one.read(1 << 19, 512), Ok(vec![2; 512]), "{name}");
@@ -201,22 +201,23 @@ fn an_inactive_disk_is_neither_changed_nor_handed_to_a_job() {
     let why = side.qmp.refused("blockdev-reopen", json!({ "options": [file] }));
     assert!(why.contains("blockdev-set-active"), "{why}");
     assert!(std::fs::read(&image).expect("an image") == before, "it was changed");
-    // A bitmap in memory lacks what another program changes meanwhile: all of it counts as changed.
+    // A transient bitmap misses changes that another program makes meanwhile, so the whole disk
+    // counts as changed.
     side.set(true);
     side.qmp.get("block-dirty-bitmap-add", json!({ "node": "d", "name": "b" }));
     side.set(false);
     side.set(true);
     let nodes = side.qmp.get("query-named-block-nodes", json!({ "flat": true }));
     assert_eq!(nodes[0]["dirty-bitmaps"][0]["count"], 1 << 20);
-    // An overlay of the active disk is locked as that is.
+    // An overlay of the active disk is locked, too.
     let snapshot = json!({ "node-name": "d", "snapshot-file": overlay, "snapshot-node-name": "o" });
     side.qmp.get("blockdev-snapshot-sync", snapshot);
     run(tool("qemu-io").args(["-f", "qcow2", "-c", "write 0 512", str(&overlay)])).failure("lock");
     side.daemon.stop();
 }
 
-/// A daemon's answered writes are there when the same command line is started again, although the
-/// file is a raw node first.
+/// Acknowledged writes of a killed daemon are there when the same command line is started again,
+/// although it opens the file as a raw node first.
 #[test]
 fn a_daemon_that_was_killed_is_started_again_by_the_same_line() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -228,7 +229,7 @@ fn a_daemon_that_was_killed_is_started_again_by_the_same_line() {
     for at in places() {
         assert_eq!(client.write(at, &[7; 512], 0), 0);
     }
-    // It is killed.
+    // The daemon is killed.
     drop(side.daemon);
     for name in ["one-pid", "one-nbd", "one-qmp"] {
         let _ = std::fs::remove_file(scratch.path(name));
@@ -242,7 +243,7 @@ fn a_daemon_that_was_killed_is_started_again_by_the_same_line() {
     qemu_img(&["check", "-q", "-f", "qcow2", str(&image)]).success();
 }
 
-/// A disk does not become active on another file that has got its name.
+/// A disk does not become active if another file has its name now.
 #[test]
 fn another_image_under_the_name_of_an_inactive_one_is_refused() {
     require!(need::tools(&["qemu-img"]));
@@ -260,8 +261,8 @@ fn another_image_under_the_name_of_an_inactive_one_is_refused() {
     side.daemon.stop();
 }
 
-/// A backing node of an inactive disk stays inactive when the node above it goes: another daemon
-/// can have its image.
+/// A backing node of an inactive disk stays inactive when the node above it is removed: another
+/// daemon can use its image.
 #[test]
 fn the_nodes_below_an_inactive_one_stay_inactive() {
     require!(need::tools(&["qemu-img"]));

@@ -1,5 +1,5 @@
-//! `--io-poll on` where it cannot take effect: refused at the start, with the reason and what to
-//! do. What it does on a disk with queues to poll is shown in a guest (`cargo xtask vm io-poll`).
+//! `--io-poll on` where it cannot take effect is refused at the start, with the reason and what to
+//! do. Its effect on a disk with poll queues is tested in a guest (`cargo xtask vm io-poll`).
 
 use blockhouse_tests::{Engine, LoopDevice, Scratch, Serve, require};
 

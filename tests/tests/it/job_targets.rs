@@ -1,5 +1,5 @@
-//! Targets of mirrors that misbehave, or are not what they seem: the disk and its clients notice
-//! nothing.
+//! Mirror targets that misbehave or are not what they seem: the disk and its clients are not
+//! affected.
 
 use std::path::Path;
 use std::process::{Child, Stdio};
@@ -71,7 +71,7 @@ fn snapshots_wait_for_the_end_of_a_mirror_that_would_not_get_them() {
     server.stop();
 }
 
-/// A server of another project that can be made to stand still.
+/// A server of another project that can be paused.
 struct Standing {
     child: Child,
     uri: String,
@@ -90,7 +90,7 @@ impl Standing {
         Self { child, uri: nbd_uri("", &socket) }
     }
 
-    /// Holds all later requests off, once those in flight have ended.
+    /// Pauses the server: it completes the requests in flight, and holds all later ones.
     fn stand_still(control: &Path) {
         use std::io::{Read, Write};
         let mut stream = std::os::unix::net::UnixStream::connect(control).expect("it listens");
@@ -103,7 +103,7 @@ impl Standing {
 
 impl Drop for Standing {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -124,7 +124,7 @@ fn a_target_that_stands_still_keeps_neither_a_client_nor_the_disk() {
         let mut client = Client::open(&address);
         (client.write(4096, &[9; 4096], 0), client)
     });
-    // Whether it waits already makes no difference: it is let go in any case.
+    // The cancelled job must release the client's write, whether the write waits already or not.
     control.get("job.cancel", json!({ "job": "m" }));
     let (error, client) = writing.join().expect("the client is answered");
     assert_eq!(error, 0);

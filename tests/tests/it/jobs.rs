@@ -1,5 +1,6 @@
-//! Mirrors of disks that clients write to: the clients notice nothing, the target is equal to the
-//! byte when it is complete, and whatever is killed or fails, what can be opened is the disk.
+//! Mirrors of disks that clients write to: the clients notice nothing, the target equals the disk
+//! byte for byte when the mirror completes, and after any kill or failure only an image with the
+//! disk's content can be opened.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
@@ -18,7 +19,7 @@ use serde_json::{Value, json};
 const MIB: u64 = 1 << 20;
 pub(crate) const SIZE: u64 = 32 * MIB;
 pub(crate) const BLOCK: u64 = 4096;
-/// How many blocks of a new disk one request writes.
+/// The number of blocks that one request writes to a new disk.
 const AT_ONCE: usize = 256;
 pub(crate) const FAILED: i64 = -32000;
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -32,7 +33,7 @@ pub(crate) fn ctl(scratch: &Scratch, words: &[&str]) -> Outcome {
     command(&[&["ctl", str(&scratch.socket("control"))], words].concat())
 }
 
-/// A client that writes blocks all the time, and knows what the disk holds.
+/// A client that writes blocks all the time, and knows the disk's content.
 pub(crate) struct Writer {
     pub(crate) client: Client,
     random: Rng,
@@ -52,7 +53,7 @@ pub(crate) fn bytes_of(numbers: &[u64]) -> Vec<u8> {
 }
 
 impl Writer {
-    /// On a disk of zeros, half of which is written first.
+    /// A writer on a disk of zeros, of which it first writes half.
     pub(crate) fn new(address: &Address, random: Rng) -> Self {
         let mut writer = Self::on(address, vec![0; (SIZE / BLOCK) as usize], random);
         for first in (0..writer.blocks.len() / 2).step_by(AT_ONCE) {
@@ -61,12 +62,12 @@ impl Writer {
         writer
     }
 
-    /// On a disk that has these numbers in its blocks.
+    /// A writer on a disk that has these numbers in its blocks.
     pub(crate) fn on(address: &Address, blocks: Vec<u64>, random: Rng) -> Self {
         Self::on_export(address, "", blocks, random)
     }
 
-    /// The same, of the export of this name.
+    /// The same, on the export of this name.
     pub(crate) fn on_export(
         address: &Address,
         export: &str,
@@ -82,7 +83,7 @@ impl Writer {
         self.write_several(index, 1);
     }
 
-    /// Writes `count` blocks from this one on by one request.
+    /// Writes `count` blocks from `first` on with one request.
     fn write_several(&mut self, first: usize, count: usize) {
         let numbers: Vec<u64> = (self.next..).take(count).collect();
         let error = self.client.write(first as u64 * BLOCK, &bytes_of(&numbers), 0);
@@ -94,7 +95,7 @@ impl Writer {
         self.next += count as u64;
     }
 
-    /// Writes and reads until `stop` is set; counts.
+    /// Writes and reads until `stop` is set; `count` is the number of rounds.
     fn go_on(&mut self, stop: &AtomicBool, count: &AtomicU64) {
         while !stop.load(Ordering::SeqCst) {
             let index = self.random.usize(..self.blocks.len());
@@ -110,17 +111,17 @@ impl Writer {
         bytes_of(&self.blocks)
     }
 
-    /// Which number was written to which block, in this order.
+    /// All writes so far, in order: the block and the number.
     pub(crate) fn history(&self) -> Vec<(usize, u64)> {
         self.history.clone()
     }
 
-    /// The numbers in its blocks.
+    /// The numbers in the disk's blocks.
     pub(crate) fn blocks(&self) -> Vec<u64> {
         self.blocks.clone()
     }
 
-    /// Whether the disk holds what was written.
+    /// Checks that the disk holds what was written.
     pub(crate) fn check(&mut self) {
         let expected = self.bytes();
         for (at, expected) in expected.chunks(MIB as usize).enumerate() {
@@ -130,12 +131,12 @@ impl Writer {
     }
 }
 
-/// Runs `act` while a client writes, which goes on for a while afterwards.
+/// Runs `act` while a client writes; the client continues for a while afterwards.
 pub(crate) fn beside<T>(writer: &mut Writer, act: impl FnOnce() -> T) -> T {
     let (stop, count) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let writing = scope.spawn(|| writer.go_on(&stop, &count));
-        // The client is to end also where this fails: it is waited for.
+        // If `act` panics, the client must still end, because the scope waits for it.
         let outcome = catch_unwind(AssertUnwindSafe(act));
         let before = count.load(Ordering::SeqCst);
         let goes_on = || count.load(Ordering::SeqCst) > before + 20 || writing.is_finished();
@@ -171,12 +172,13 @@ impl Foreign {
         server
     }
 
-    /// Stops it where it stands, or has it go on.
+    /// Sends it a signal: SIGSTOP pauses it, SIGCONT lets it continue.
     pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.0), signal).expect("it runs");
     }
 
-    /// Stops it, and returns when all of its threads have stopped: the signal alone is on its way.
+    /// Sends SIGSTOP, and returns when all its threads have stopped, because signals are
+    /// asynchronous.
     #[track_caller]
     pub(crate) fn stop(&self) {
         self.signal(Signal::STOP);
@@ -186,8 +188,8 @@ impl Foreign {
     }
 }
 
-/// Whether a server listens at this socket, without connecting to it: its file is there a little
-/// earlier.
+/// Whether a server listens at this socket, without connecting to it. The socket's file exists a
+/// little earlier.
 pub(crate) fn listens(socket: &Path) -> bool {
     /// `__SO_ACCEPTCON` in `<linux/net.h>`, as proc_net(5) has it.
     const LISTENS: &str = "00010000";
@@ -200,7 +202,7 @@ pub(crate) fn listens(socket: &Path) -> bool {
 
 impl Drop for Foreign {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -226,7 +228,7 @@ fn a_client_goes_on_with_a_mirror_that_is_equal_to_the_byte() {
             ctl(&scratch, &["mirror", from, str(&target), "--mode", mode, "--job", "m"]).success();
             let close = json!({ "disk": from, "force": true });
             control.refused("disk.close", close, FAILED, &["the job \"m\""]);
-            // The target cannot be taken for a disk before it is complete, nor be used by others.
+            // Other programs cannot open the target before the mirror is complete.
             command(&["convert", str(&target), str(&scratch.path("c.img"))]).failure("locked");
             wait_for(&mut control, "m", "ready");
             let done = ctl(&scratch, &["job", "m", "complete"]).success();
@@ -240,7 +242,7 @@ fn a_client_goes_on_with_a_mirror_that_is_equal_to_the_byte() {
         writer.check();
         let expected = scratch.image_of("expected", &writer.bytes());
         drop(writer);
-        // The old image is free, but is no longer the disk.
+        // The old image is unlocked, but is no longer the disk.
         command(&["serve", str(&source)]).failure("was moved to");
         server.stop();
         let format = if to.ends_with("img") { "raw" } else { "qcow2" };
@@ -268,7 +270,7 @@ fn errors_of_the_target_end_the_job_and_not_the_client() {
             "job": "m", "mode": "write-blocking" });
         beside(&mut writer, || {
             let failed = match control.call("job.start", start) {
-                // It fails at once where nothing works.
+                // The job fails at once if the target does not work at all.
                 Err((_, why)) => why,
                 Ok(_) => wait_for(&mut control, "m", "failed")["error"].to_string(),
             };
@@ -279,7 +281,8 @@ fn errors_of_the_target_end_the_job_and_not_the_client() {
     }
 }
 
-/// The connection to the other server is on the loop of jobs, and the last flush goes by it.
+/// The connection to the other server belongs to the event loop of jobs, and the last flush needs
+/// it.
 #[test]
 fn a_server_whose_disk_has_moved_to_another_one_ends_in_order() {
     let scratch = Scratch::new();
@@ -319,7 +322,7 @@ fn a_slow_target_delays_its_job_and_a_cancelled_one_leaves_nothing() {
             ctl(&scratch, &[&["job", "m"], words].concat()).success();
         }
         wait_for(&mut control, "m", "cancelled");
-        // A file that a job has made goes with it.
+        // A file that a cancelled job has made is removed.
         let file = scratch.path("b.img");
         ctl(&scratch, &["mirror", "a.qcow2", str(&file), "--speed", "64K", "--job", "n"]).success();
         assert!(file.exists());
@@ -354,7 +357,7 @@ fn a_disk_moves_to_another_host_and_the_old_one_refuses_to_write() {
     writer.check();
     drop(writer);
     old.stop();
-    // Neither does it write after a restart.
+    // After a restart the old server cannot write to the old image, either.
     command(&["serve", str(&source)]).failure("was moved to");
     new.stop();
     qemu_img(&["check", str(&target)]).success();
@@ -384,7 +387,7 @@ fn after_a_kill_what_can_be_opened_is_the_disk() {
             let opened = command(&["compare", "--format", "raw", str(path), expected.str()]);
             opened.status.success()
         };
-        // The target has the mark, or everything.
+        // The target has either the mark or the complete disk.
         let bytes = std::fs::read(&target).expect("it was made");
         let is_marked = bytes.starts_with(b"blockhouse: mirror not complete\n");
         assert!(is_disk(&source), "nothing was written since the mirror");
@@ -397,8 +400,8 @@ fn after_a_kill_what_can_be_opened_is_the_disk() {
     }
 }
 
-/// The disk went to another image and is on its way back to the first, which has a record of its
-/// own by then: a kill leaves one answer to which of the two is the disk.
+/// The disk was mirrored to another image and is being mirrored back to the first, which has a
+/// record by then. After a kill it is still clear which of the two is the disk.
 #[test]
 fn a_kill_on_the_way_back_leaves_no_two_records() {
     const MARK: &[u8] = b"blockhouse: mirror not complete\n";
@@ -434,7 +437,7 @@ fn a_kill_on_the_way_back_leaves_no_two_records() {
         let is_marked = std::fs::read(&first).expect("it is there").starts_with(MARK);
         let [of_first, of_second] = records.each_ref().map(|record| record.exists());
         assert!(!(of_first && of_second), "each image names the other");
-        // As docs/jobs.md tells it, of the source b.img and the target a.img.
+        // As docs/jobs.md says, with b.img as the source and a.img as the target.
         let disk = match (of_second, is_marked) {
             (true, false) => &first,
             _ => &second,

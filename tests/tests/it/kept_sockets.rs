@@ -1,5 +1,5 @@
-//! Listening sockets in the service manager's descriptor store: clients wait for the next server,
-//! whatever ended the last one.
+//! Listening sockets in the service manager's file descriptor store: clients wait for the next
+//! server, however the last one ended.
 
 use std::collections::BTreeMap;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -23,8 +23,8 @@ use rustix::process::Signal;
 use serde_json::json;
 
 const LONG: Duration = Duration::from_secs(60);
-/// The way of a service manager: sockets are descriptors from 3 on, and LISTEN_PID is the process's
-/// own id. They come by standard input.
+/// Starts a server as a service manager does: sockets are descriptors from 3 on, and LISTEN_PID is
+/// the process's own id. The script receives the sockets over standard input.
 const PASS: &str = r#"
 import fcntl, os, socket, sys
 channel = socket.socket(fileno=0)
@@ -39,7 +39,7 @@ os.environ.update(LISTEN_FDS=str(len(passed)), LISTEN_PID=str(os.getpid()))
 os.execvp(sys.argv[1], sys.argv[1:])
 "#;
 
-/// A service manager, as far as it keeps descriptors.
+/// The part of a service manager that keeps descriptors.
 struct Manager {
     socket: UnixDatagram,
     path: PathBuf,
@@ -58,7 +58,7 @@ impl Manager {
         serve.environment("NOTIFY_SOCKET", &self.path).environment("FDSTORE", "64").start()
     }
 
-    /// Starts a server with all sockets that are kept.
+    /// Starts a server with all kept sockets.
     fn restarts(&self, serve: Serve) -> Server {
         let (own, passed) = UnixStream::pair().expect("two sockets");
         let descriptors: Vec<_> = self.kept.values().map(AsFd::as_fd).collect();
@@ -71,7 +71,7 @@ impl Manager {
         self.starts(serve.environment("LISTEN_FDNAMES", names.join(":")))
     }
 
-    /// Takes messages until one has these words, and does what they ask for.
+    /// Receives messages until one has these words, and stores or removes descriptors as they say.
     fn hear(&mut self, words: &str) {
         loop {
             let mut bytes = [0; 4096];
@@ -92,7 +92,7 @@ impl Manager {
                 assert_eq!(descriptors.len(), 1, "{text}");
                 self.kept.extend(name.map(str::to_owned).into_iter().zip(descriptors));
             } else if text.contains("FDSTOREREMOVE=1") {
-                // It may have been asked for before.
+                // The descriptor may have been removed before.
                 self.kept.remove(name.expect("a name"));
             }
             if text.contains(words) {
@@ -129,7 +129,7 @@ fn clients_that_come_between_two_servers_are_served_by_the_second() {
         server.signal(signal);
         server.wait(LONG);
         assert!(nbd.exists(), "it is listened at");
-        // Connected, and not refused, while nothing serves.
+        // The client connects, and is not refused, while no server runs.
         let address = Address::Unix(nbd.clone());
         let early = std::thread::spawn(move || Client::open(&address).read(0, 4096));
         server = manager.restarts(serve());
@@ -158,7 +158,7 @@ fn control_and_metrics_go_on_after_the_server_is_killed() {
     for signal in [Signal::KILL, Signal::TERM] {
         server.signal(signal);
         server.wait(LONG);
-        // Connected, and not refused, while nothing serves.
+        // The client connects, and is not refused, while no server runs.
         let mut early = Control::connect(&control);
         early.send(VERSION.as_bytes()).expect("the socket takes it");
         let mut asking = UnixStream::connect(&measured).expect("it is listened at");
@@ -176,8 +176,8 @@ fn control_and_metrics_go_on_after_the_server_is_killed() {
     server.stop();
 }
 
-/// The server that goes on makes a socket of its own for metrics, as soon as the one before is kept
-/// no more.
+/// After an upgrade the new server makes its own metrics socket, as soon as the store no longer has
+/// the old one.
 #[test]
 fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
     let scratch = Scratch::new();
@@ -192,7 +192,7 @@ fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
     let [of_metrics, of_control] = [&measured, &control].map(|path| manager.name_of(path));
     assert!(of_metrics.is_some() && of_control.is_some());
     upgrade(&control, &[]).success();
-    // Of the process that goes on; then it can have its own kept.
+    // The new process removes the old socket from the store, and then stores its own.
     manager.hear("FDSTOREREMOVE=1");
     while manager.name_of(&measured).is_none() {
         manager.hear("FDNAME=");
@@ -203,8 +203,8 @@ fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
     drop(server);
 }
 
-/// A socket that is no longer wanted leaves the store, with its file, and so is one whose path has
-/// another server's.
+/// A socket that is no longer used is removed from the store, with its file. So is one whose path
+/// has another server's socket.
 #[test]
 fn sockets_that_are_not_listened_at_any_more_are_given_up() {
     require!(need::tools(&["python3"]));

@@ -1,6 +1,6 @@
-//! The programs that a launcher starts for a server that may have been taken over: the one that
-//! runs, or one that the operator has named where the server cannot write, whatever path leads
-//! there, and never more where the kernel restricts no files.
+//! The programs that a launcher starts for a server that an attacker may control: the running
+//! program, or one that the operator has named and that the server cannot write to by any path; and
+//! no other one if the kernel cannot restrict files.
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,7 +14,7 @@ use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{Scratch, Serve, blockhouse, eventually, image_tool};
 use serde_json::{Value, json};
 
-/// Refuses system calls to what it executes.
+/// The wrapper that makes system calls fail for the command that it executes.
 const WITHOUT: &str = env!("CARGO_BIN_EXE_without_syscalls");
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -24,7 +24,7 @@ fn serve(scratch: &Scratch) -> Serve {
     Serve::new(scratch, &image).option("--control", scratch.socket("control"))
 }
 
-/// As a package manager does it: another file, under the same name.
+/// Replaces a program as a package manager does: by another file with the same name.
 fn replace(program: &Path) {
     let new = program.with_extension("new");
     std::fs::copy(blockhouse(), &new).expect("room");
@@ -39,7 +39,7 @@ fn a_program_that_was_replaced_is_started_where_the_operator_named_it() {
     let control = scratch.socket("control");
     let servers = Servers(&scratch);
     let server = serve(&scratch).binary(&program).start();
-    // The program that runs, as long as no other one is in its place.
+    // The upgrade starts the running program, as long as no other file has its name.
     upgrade(&control, &[]).success();
     servers.wait_for(1);
     replace(&program);
@@ -60,8 +60,8 @@ fn a_program_that_was_replaced_is_started_where_the_operator_named_it() {
     drop(server);
 }
 
-/// The folder of the images is mounted once more where the operator looks for programs, and a
-/// folder of programs where the images are.
+/// The folder of the images is also mounted at the folder of programs, or a folder of programs in
+/// that of the images.
 #[test]
 fn a_program_below_another_mount_of_the_images_is_not_started() {
     for (from, to) in
@@ -112,7 +112,7 @@ fn without_landlock_less_is_started() {
     let without = || serve(&scratch).under([WITHOUT, "landlock"]).flag("-v");
     let server = without().option("--upgrade-to", &program).start();
     assert!(!server.details().contains("landlock"), "{}", server.details());
-    // It is this user's, so the server could have written it.
+    // This user owns the program, so the server could have written it.
     upgrade(&control, &[]).failure("does not keep the server from writing");
     upgrade(&control, &["--binary", "/bin/sh"]).failure("--upgrade-to");
     upgrade(&control, &["--binary", image_tool::str(blockhouse())]).success();

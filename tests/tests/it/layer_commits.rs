@@ -1,6 +1,6 @@
-//! Commits of layers behind disks that clients write to, and files that a chain has left: the
-//! clients notice nothing, every image of the chain reads as before, and whatever is killed, what
-//! is served again is the disk.
+//! Commits of lower layers of disks that clients write to, and files that a chain no longer uses:
+//! the clients notice nothing, every image of the chain reads as before, and after any kill the
+//! next server serves the right content.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,13 +18,13 @@ use crate::fork::{image, written};
 use crate::jobs::{FAILED, Writer, beside, bytes_of, ctl, serve, wait_for};
 use crate::streams::assert_holds;
 
-/// A served disk over three layers, and what each of them is.
+/// A served disk over three layers, and their contents.
 struct Layered {
     scratch: Scratch,
     name: &'static str,
-    /// From the lowest one up; the last one is the disk's.
+    /// The images, from the lowest up; the last one is the disk's.
     images: Vec<PathBuf>,
-    /// The blocks of all but the last one.
+    /// The blocks of all images but the last one.
     contents: Vec<Vec<u64>>,
     writer: Writer,
     control: Control,
@@ -52,7 +52,7 @@ impl Layered {
         ctl(&self.scratch, &[&["commit", self.name, "--job", "c"], words].concat())
     }
 
-    /// The names of the files of the disk's chain, by QEMU.
+    /// The file names of the disk's chain, from QEMU.
     fn chain(&self) -> Vec<String> {
         let top = &self.images[3];
         let words = ["info", "-U", "--backing-chain", "--output=json", str(top)];
@@ -77,7 +77,7 @@ fn layers_behind_a_disk_become_one() {
     for name in ["disk.img", "disk.qcow2"] {
         let mut disk = Layered::new(name, random.fork());
         let [base, low, mid, _] = [0, 1, 2, 3].map(|index| disk.images[index].clone());
-        // The lowest two: the image above them is a layer, too.
+        // Commits the second lowest image into the lowest; the image above them is a layer, too.
         let words = ["commit", name, "--job", "c", "--top", str(&low), "--base", str(&base)];
         beside(&mut disk.writer, || {
             ctl(&disk.scratch, &words).success();
@@ -89,9 +89,10 @@ fn layers_behind_a_disk_become_one() {
             assert_holds(image, &disk.contents[blocks]);
         }
         disk.writer.check();
-        // The disk's own image is above the next ones, whose files go.
+        // Commits the layers directly below the disk's own image; their files are removed.
         let words = ["commit", name, "--job", "d", "--top", str(&mid), "--delete"];
-        // A file over the layer from before is in the way.
+        // The file of the earlier commit is still an overlay of this layer, so the commit is
+        // refused.
         ctl(&disk.scratch, &words).failure("low.qcow2");
         [low.clone(), record(&low)].iter().for_each(|file| fs::remove_file(file).expect("a file"));
         beside(&mut disk.writer, || {
@@ -102,7 +103,8 @@ fn layers_behind_a_disk_become_one() {
         assert!(!mid.exists() && !record(&mid).exists(), "the chain has left it");
         assert_holds(&base, &disk.contents[2]);
         disk.writer.check();
-        // The chain goes on as any: handed over, gone back to, and the base is a disk again.
+        // The chain works like any other: it is upgraded and rolled back, and the base is a disk
+        // again.
         let Layered { scratch, mut writer, control, server, contents, .. } = disk;
         let servers = Servers(&scratch);
         drop(control);
@@ -157,7 +159,7 @@ fn layers_that_others_stand_on_are_refused_by_name() {
     fs::remove_file(&child).expect("a child");
     beside(&mut disk.writer, || ());
     disk.writer.check();
-    // Nothing of all that has changed the chain.
+    // None of these refusals has changed the chain.
     assert_eq!(disk.chain(), ["over.qcow2", "mid.qcow2", "low.qcow2", "disk.qcow2"]);
     (0..3).for_each(|index| assert_holds(&disk.images[index], &disk.contents[index]));
 }
@@ -262,7 +264,7 @@ fn qemu_goes_on_with_what_was_committed_and_the_other_way_round() {
     }
     let (server, mut control) = serve(&scratch, &chain[3]);
     let mut writer = Writer::on(&server.address(), blocks, seeded());
-    // An empty middle, into an image that is not the last one.
+    // Commits an empty layer into an image that is not the lowest.
     let start = json!({
         "kind": "commit", "disk": "d.qcow2", "job": "c", "top": chain[2], "base": chain[1],
         "backing-file": "./b.qcow2",

@@ -1,5 +1,5 @@
-//! Long reads through the page cache are sent without a copy: they hold what the file holds,
-//! whatever the client does with them.
+//! Long reads through the page cache are sent without a copy: replies have the file's content,
+//! whatever the client does meanwhile.
 
 use std::path::Path;
 use std::time::Duration;
@@ -13,8 +13,8 @@ use fastrand::Rng;
 use rustix::fs::{Advice, fadvise};
 
 const SIZE: usize = 20 << 20;
-/// Reads that are sent before the first reply is received: more than there are pipes, and more
-/// bytes than the socket has room for.
+/// The number of reads that are sent before the first reply is received: more than the server has
+/// pipes, and more bytes than the socket buffers.
 const READS: usize = 60;
 
 fn serve(scratch: &Scratch, image: &Path, engine: Engine) -> Server {
@@ -23,21 +23,22 @@ fn serve(scratch: &Scratch, image: &Path, engine: Engine) -> Server {
     serve.option("--metrics", metrics).flag("--read-only").start()
 }
 
-/// How many reads the host was asked for.
+/// The number of reads that the server made from the host file.
 fn host_reads(scratch: &Scratch) -> u64 {
     let labels = [("stage", "host"), ("operation", "read")];
     let metrics = Metrics::read(&scratch.socket("metrics"));
     metrics.sum("blockhouse_stage_duration_seconds", &labels)
 }
 
-/// Whether the kernel says which pages are cached (Linux 6.5).
+/// Whether the kernel has cachestat (Linux 6.5).
 fn has_cachestat() -> bool {
     let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").expect("a kernel");
     let mut numbers = release.split('.').map_while(|part| part.parse::<u32>().ok());
     (numbers.next(), numbers.next()) >= (Some(6), Some(5))
 }
 
-/// Reads of many lengths and places: most are long enough to be sent so, some do not fit in a pipe.
+/// Reads with many lengths and offsets: most are long enough to be sent without a copy, some do not
+/// fit into a pipe.
 fn reads(random: &mut Rng) -> Vec<(usize, usize)> {
     let one = |random: &mut Rng| {
         let length = [4 << 10, 64 << 10, 256 << 10, random.usize(1..1_200_000)][random.usize(..4)];
@@ -106,7 +107,7 @@ fn a_cached_read_asks_the_host_for_nothing() {
         assert_same(&bytes, &content[offset..offset + (256 << 10)], "a read");
     }
     assert_eq!(host_reads(&scratch), before);
-    // One that is short is copied.
+    // A short read is copied.
     client.read(0, 4096).expect("a read");
     assert_eq!(host_reads(&scratch), before + 1);
     client.disconnect();

@@ -1,5 +1,5 @@
-//! libblkio as a front-end: what QEMU, nbdkit and others reach vhost-user-blk with. It has memory
-//! and a layout of rings of its own, and regions that are not of whole pages.
+//! libblkio as a front-end, which QEMU, nbdkit and others use for vhost-user-blk. It has its own
+//! memory and layout of rings, and regions that are not whole pages.
 
 use std::fs::{File, OpenOptions};
 use std::mem::MaybeUninit;
@@ -14,15 +14,15 @@ use blockhouse_tests::{Scratch, Serve, eventually};
 
 const SIZE: u64 = 8 << 20;
 const MEMORY: usize = 2 << 20;
-/// The length of one request; a slot of the front-end's memory has as much.
+/// The length of a request, and of a slot in the front-end's memory.
 const LENGTH: usize = 64 << 10;
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// One device with its queues and memory that both sides have.
+/// A device with its queues and shared memory.
 struct Disk {
     queues: Vec<Blkioq>,
     region: MemoryRegion,
-    /// The region's file: bytes are written and read without a pointer.
+    /// The region's file, by which the test accesses the memory without pointers.
     memory: File,
     device: Blkio,
 }
@@ -55,7 +55,7 @@ impl Disk {
         bytes == [byte; LENGTH]
     }
 
-    /// Waits until a queue has completed as many requests.
+    /// Waits until a queue has completed this many requests.
     fn complete(&mut self, queue: usize, count: usize) {
         let mut completions = [const { MaybeUninit::<Completion>::uninit() }; 16];
         let mut limit = LIMIT;
@@ -81,7 +81,7 @@ fn every_request_of_libblkio_is_served_in_several_queues() {
     assert_eq!(disk.device.get_u64("capacity").expect("a size"), SIZE);
     assert!(!disk.device.get_bool("read-only").expect("a property"));
 
-    // Eight in flight in each queue, by one buffer or several.
+    // Eight requests in flight in each queue, with one buffer or several.
     for queue in 0..4 {
         for number in 0..8 {
             let byte = (queue * 8 + number + 1) as u8;

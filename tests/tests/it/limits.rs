@@ -1,5 +1,5 @@
-//! `--limit` of rates: what is served within a time, to whom, what never waits, and ends that do
-//! not wait.
+//! Rate limits (`--limit`): how much is served in a time, how disks share it, which requests never
+//! wait, and that the end of a server does not wait.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use blockhouse_tests::{Scratch, Serve, Server};
 use rustix::process::Signal;
 use serde_json::json;
 
-/// So few that replies for all of them fit into a socket.
+/// Bytes of a read: so few that the replies to all reads fit into a socket's buffer.
 const BLOCK: u64 = 512;
 
 fn request(command: u16) -> Request {
@@ -20,8 +20,8 @@ fn request(command: u16) -> Request {
     Request { command, flags: 0, offset: 0, length }
 }
 
-/// A server whose disk may move a block in a hundred seconds, and a client that has 64 reads
-/// waiting.
+/// A server whose disk may transfer one block in a hundred seconds, and a client with 64 waiting
+/// reads.
 fn exhausted(serve: Serve) -> (Server, Client) {
     let server = serve.option("--limit", "bps=5").start();
     let mut client = Client::open(&server.address());
@@ -29,7 +29,7 @@ fn exhausted(serve: Serve) -> (Server, Client) {
     for _ in 0..64 {
         client.send(request(command::READ)).expect("the server takes requests");
     }
-    // A flush waits for no limit, and what answers it has read the reads that came before it.
+    // A flush is not limited. When it is answered, the server has received the reads before it.
     let flush = client.send(request(command::FLUSH)).expect("the server takes requests");
     let (cookie, reply) = client.receive().expect("an answer");
     assert_eq!((cookie, reply.error), (flush, 0), "the flush waits behind reads");
@@ -41,8 +41,8 @@ fn disks_of_a_group_share_a_limit_whatever_their_exports() {
     let scratch = Scratch::new();
     let disks = FourDisks::serve(&scratch, 2, Some("iops=400,group=all"));
     let done = disks.read(16, |done| done.sum() >= 1200);
-    // A machine that is busy makes it slower, never faster. A twentieth of a second's worth may
-    // have been saved.
+    // A busy machine makes reads slower, never faster. The budget of a twentieth of a second may
+    // have been saved before.
     let most = 400.0 * done.time.as_secs_f64() + 20.0;
     assert!(done.sum() as f64 <= most + 16.0, "{done:?}");
     assert!(done.jain() > 0.9, "{done:?}");
@@ -53,7 +53,7 @@ fn disks_of_a_group_share_a_limit_whatever_their_exports() {
 fn without_a_group_each_disk_has_its_limit() {
     let scratch = Scratch::new();
     let disks = FourDisks::serve(&scratch, 1, Some("iops=200,disk=a,disk=c.img"));
-    // The others are not limited.
+    // The other disks are not limited.
     let done = disks.read(8, |done| done.reads[0] >= 200 && done.reads[2] >= 200);
     for limited in [0, 2] {
         let most = 200.0 * done.time.as_secs_f64() + 20.0;
@@ -112,7 +112,7 @@ fn an_upgrade_does_not_wait_for_what_waits_and_the_limits_stay() {
         assert_eq!(reply.error, 0);
     }
     assert!(server.wait(Duration::from_secs(40)).success());
-    // The one that serves now has the same limits.
+    // The new process has the same limits.
     client.send(request(command::READ)).expect("the server takes requests");
     assert_eq!(client.receive().expect("the first is let go").1.error, 0);
     client.send(request(command::READ)).expect("the server takes requests");
@@ -129,7 +129,7 @@ fn who_waits_costs_no_processor_time() {
         let stat = std::fs::read_to_string(path).expect("the process runs");
         let fields: Vec<_> = stat.rsplit(')').next().expect("fields").split(' ').collect();
         let number = |index: usize| fields[index].parse::<u64>().expect("a number");
-        // The 14th and the 15th field of proc(5): hundredths of a second.
+        // utime and stime, fields 14 and 15 of proc(5), in hundredths of a second.
         number(12) + number(13)
     };
     let begin = Instant::now();
@@ -156,7 +156,7 @@ fn limits_are_changed_while_requests_wait() {
     for _ in 0..64 {
         assert_eq!(client.receive().expect("an answer").1.error, 0);
     }
-    // A new limit starts with nothing saved and nothing owed.
+    // A new limit starts without saved budget and without debt.
     ctl(&["limit", "disk.img", "iops-read=1,burst=1.5"]);
     let limits = control.get("limit.get", json!({ "disk": "disk.img" }));
     let expected = json!({ "iops-read": 1, "burst": 1.5, "burst-seconds": 1.0 });

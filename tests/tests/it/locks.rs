@@ -1,5 +1,5 @@
-//! The locks that keep programs away from an image: QEMU and Blockhouse by the same byte-range
-//! locks, servers and servers by them and by their sockets.
+//! The locks that keep programs away from an image: QEMU and Blockhouse use the same byte-range
+//! locks; servers exclude each other by these and by their sockets.
 
 use std::io::Write;
 use std::process::{Child, Command, Stdio};
@@ -172,8 +172,8 @@ fn an_image_in_use_cannot_be_resized() {
     assert_eq!(image.content().len() as u64, 2 * MIB);
 }
 
-/// An upgrade or a watchdog kills the server and starts it again: what the dead one held, be it by
-/// the kernel tidying up after it, must not be in the way.
+/// An upgrade or a watchdog may kill the server and start it again. The locks of the killed
+/// process, which the kernel may release late, must not prevent the start.
 fn a_killed_server_can_be_started_again_at_once(engine: Engine) {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", MIB);

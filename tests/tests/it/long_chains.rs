@@ -1,5 +1,5 @@
-//! Chains of many images: what QEMU has made is read as QEMU reads it, the first time and later,
-//! while the disk changes and while its image is copied into its backing file.
+//! Chains of many images that QEMU has made: Blockhouse reads the same as QEMU, at the first read
+//! and later, while the disk changes and while its image is committed into its backing file.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -24,7 +24,8 @@ const OPTIONS: [&str; 5] = [
     "compat=0.10,cluster_size=256k",
 ];
 
-/// The last image of a chain, whose images have some clusters each, and end at different places.
+/// Makes a chain of images that each have some clusters and different lengths; returns the last
+/// one.
 fn chain(scratch: &Scratch, random: &mut Rng) -> PathBuf {
     let base = scratch.image_of("base", &vec![0xba; SIZE as usize - 3 * 65536]);
     let mut below = base.path().to_owned();
@@ -33,7 +34,7 @@ fn chain(scratch: &Scratch, random: &mut Rng) -> PathBuf {
         let format = if number == 1 { "raw" } else { "qcow2" };
         let mut options = OPTIONS[number % OPTIONS.len()].to_owned();
         write!(options, ",backing_file={},backing_fmt={format}", str(&below)).expect("text");
-        // The last one is no longer than its backing file.
+        // The last image is not longer than its backing file.
         let size = if number + 2 >= IMAGES { SIZE } else { SIZE - random.u64(..200) * UNIT };
         let create = ["create", "-f", "qcow2", "-o", &options, str(&image), &size.to_string()];
         qemu_img(&create).success();
@@ -58,14 +59,14 @@ fn step(number: usize, size: u64, is_old: bool, random: &mut Rng) -> String {
     }
 }
 
-/// The bytes that QEMU reads.
+/// The content of an image, as QEMU reads it.
 fn expected(scratch: &Scratch, image: &Path) -> Vec<u8> {
     let flat = scratch.path("expected");
     qemu_img(&["convert", "-f", "qcow2", "-O", "raw", str(image), str(&flat)]).success();
     std::fs::read(flat).expect("a file")
 }
 
-/// The bytes that a client reads.
+/// The content of a served disk, as a client reads it.
 fn served(scratch: &Scratch, server: &Server) -> Vec<u8> {
     let copy = scratch.path("copy");
     run(tool("nbdcopy").args([server.uri(), str(&copy)])).success();
@@ -86,7 +87,7 @@ fn a_chain_of_64_overlays_reads_as_qemu_reads_it_the_first_time_and_later() {
     for time in ["first", "second"] {
         assert_same(&served(&scratch, &server), &content, time);
     }
-    // The disk changes above what is remembered of its chain.
+    // The disk changes after the server has cached the mapping of the chain.
     let mut changed = content;
     for byte in 200..220 {
         let (offset, length) = (random.u64(..SIZE / UNIT - 200) * UNIT, random.u64(1..200) * UNIT);

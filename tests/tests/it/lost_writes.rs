@@ -1,10 +1,10 @@
-//! A host that cannot write back what its page cache took: no flush and no durable write ever
-//! succeeds over an acknowledged write that was lost.
+//! A host that cannot write back dirty pages: no flush and no durable write succeeds after an
+//! acknowledged write was lost.
 //!
 //! The disk is a loop device over a sparse file on a small tmpfs, served through the page cache.
-//! The kernel takes every write to the device, finds out that the tmpfs is full when it writes
-//! back, drops the data, and reports that once. What has really arrived is read from the file on
-//! the tmpfs.
+//! The kernel accepts every write to the device, finds at writeback that the tmpfs is full, drops
+//! the data, and reports that once. The test reads the data that arrived from the file on the
+//! tmpfs.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,10 +20,10 @@ use fastrand::Rng;
 use rustix::fs::FallocateFlags;
 
 const PIECE: u64 = 64 << 10;
-/// Pieces of the disk, of which the host has room for about a third.
+/// Pieces of the disk; the host has space for about a third.
 const PIECES: u64 = 96;
 const ROOM: u64 = 32 * PIECE;
-/// The space that is reserved at first and freed in the middle, so that there is room again.
+/// The space that is reserved at first and freed during the test.
 const RESERVE: u64 = 8 * PIECE;
 
 /// A full host under a loop device.
@@ -45,7 +45,7 @@ impl FullHost {
         Ok(Self { backing, reserve: host.path("reserve"), device, _host: host })
     }
 
-    /// All holes again, and the reserve set aside.
+    /// Makes the file one hole again, and allocates the reserve.
     fn reset(&self) {
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.backing, punch, 0, PIECES * PIECE).expect("holes");
@@ -56,15 +56,14 @@ impl FullHost {
         std::fs::remove_file(&self.reserve).expect("the reserve");
     }
 
-    /// Has the kernel write back what is in the page cache, as it does by itself after some time.
-    /// An error that the kernel reports here it still reports to the server, which has an open file
-    /// of its own.
+    /// Starts the writeback that the kernel starts by itself after some time. An error that is
+    /// reported here is still reported to the server, which has its own open file.
     fn write_back(&self) {
         let device = File::open(self.device.path()).expect("the device");
         let _ = device.sync_data();
     }
 
-    /// The byte of a piece, if all its bytes say the same.
+    /// The byte that a piece consists of, if all its bytes are equal.
     fn stored(&self, piece: u64) -> Option<u8> {
         let mut bytes = vec![0; PIECE as usize];
         self.backing.read_exact_at(&mut bytes, piece * PIECE).expect("the file is that long");
@@ -72,12 +71,13 @@ impl FullHost {
     }
 }
 
-/// The client's knowledge.
+/// What the client knows about the disk.
 #[derive(Default)]
 struct Model {
-    /// The pieces that were written with success since the last failure there, and what they hold.
+    /// The pieces that were written with success since the last failed write there, and their
+    /// content.
     acknowledged: BTreeMap<u64, u8>,
-    /// The pieces that must be stable.
+    /// The pieces that must be stable, and their content.
     durable: BTreeMap<u64, u8>,
 }
 
@@ -110,7 +110,7 @@ impl Step {
 }
 
 impl Model {
-    /// Takes in the outcomes of steps that were in flight together, on different pieces.
+    /// Adds the outcomes of steps that were in flight together, on different pieces.
     fn take(&mut self, outcomes: &[(Step, bool)]) {
         let before = self.acknowledged.clone();
         for &(step, is_ok) in outcomes {
@@ -129,7 +129,7 @@ impl Model {
                 }
             }
         }
-        // A piece that was overwritten since may be there in its old or its new state.
+        // A piece that was overwritten since may have its old or its new content.
         for &(step, _) in outcomes {
             if let Step::Write { piece, .. } = step
                 && self.durable.get(&piece) != self.acknowledged.get(&piece)
@@ -140,8 +140,8 @@ impl Model {
     }
 }
 
-/// One server from its start until well after the host is full; the answer says whether a flush or
-/// a durable write failed.
+/// Runs one server from its start until well after the host is full; returns whether a flush or a
+/// durable write failed.
 fn run(host: &FullHost, scratch: &Scratch, engine: Engine, random: &mut Rng) -> bool {
     host.reset();
     let serve = Serve::new(scratch, host.device.path()).engine(engine).cache(Cache::Writeback);
@@ -179,7 +179,7 @@ fn run(host: &FullHost, scratch: &Scratch, engine: Engine, random: &mut Rng) -> 
         }
     }
     client.disconnect();
-    // It ends with a failed flush where data was lost, so its exit status says nothing here.
+    // If data was lost, the server ends with a failed flush, so its exit status is not checked.
     server.signal(rustix::process::Signal::TERM);
     drop(server);
     has_failed
@@ -209,7 +209,7 @@ fn a_loss_that_a_durable_write_reports_fails_the_flush_too(engine: Engine) {
     host.write_back();
     assert!((0..PIECES).any(|piece| host.stored(piece) != Some(1)), "there was room for all");
     host.make_room();
-    // The kernel's loop driver and its page cache of devices call it EIO, file systems ENOSPC.
+    // The loop driver and the page cache of devices report EIO, file systems ENOSPC.
     let reported = client.write(0, &vec![2; PIECE as usize], flag::FUA);
     assert!([errno::EIO, errno::ENOSPC].contains(&reported), "{reported}");
     assert_ne!(client.flush(), 0, "what was acknowledged is lost");
@@ -218,7 +218,7 @@ fn a_loss_that_a_durable_write_reports_fails_the_flush_too(engine: Engine) {
     client.disconnect();
 }
 
-/// Where nothing was lost, a host that is full for a while leaves nothing behind.
+/// If nothing was lost, a host that was full for a while has no later effect.
 fn a_full_host_that_lost_nothing_is_forgiven(engine: Engine) {
     let scratch = Scratch::in_memory();
     let host = require!(SmallHost::new(&scratch, FileSystem::Ext4, 4 << 20));

@@ -1,6 +1,6 @@
-//! LUKS containers that qemu-img and cryptsetup have made: converted, served and written, they hold
-//! what these programs put there and read back. What cannot be opened is one line, soon and in
-//! little memory.
+//! LUKS containers of qemu-img and cryptsetup: Blockhouse converts and serves their content, and
+//! these programs read what it writes. A container that cannot be opened gets one line, soon and
+//! with little memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,7 +13,7 @@ use blockhouse_tests::{
 pub(crate) const SIZE: usize = 4 << 20;
 const KEY: &[u8] = b"not a line\nbut a key\n";
 
-/// A key file, another one, and a disk.
+/// Two key files and a disk.
 pub(crate) struct Fixture {
     pub(crate) scratch: Scratch,
     pub(crate) key: PathBuf,
@@ -34,7 +34,7 @@ impl Fixture {
         self.scratch.path("other")
     }
 
-    /// A container that qemu-img made of the disk.
+    /// A container that qemu-img makes of the disk.
     pub(crate) fn of_qemu(&self, name: &str, options: &str) -> PathBuf {
         let (image, secret) = (self.scratch.path(name), secret(&self.key));
         let options = format!("key-secret=key,iter-time=10{options}");
@@ -43,11 +43,11 @@ impl Fixture {
         image
     }
 
-    /// A container that cryptsetup made of the disk, which it encrypted in place.
+    /// A container that cryptsetup makes of a copy of the disk, which it encrypts in place.
     fn of_cryptsetup(&self, name: &str, options: &[&str]) -> PathBuf {
         let image = self.scratch.path(name);
         std::fs::copy(self.disk.path(), &image).expect("a copy");
-        // Twice the header, which moves the data.
+        // Space for twice the header, because cryptsetup moves the data.
         let file = std::fs::File::options().write(true).open(&image).expect("it is there");
         file.set_len(SIZE as u64 + (32 << 20)).expect("a longer file");
         let mut reencrypt = tool("cryptsetup");
@@ -63,7 +63,7 @@ impl Fixture {
         command(&["convert", "-f", "luks", "--key-file", str(key), str(image), str(&raw)])
     }
 
-    /// Asserts that the first bytes of the disk in a container are those of the disk.
+    /// Asserts that the disk in a container begins with the content of the disk.
     #[track_caller]
     fn assert_holds_disk(&self, image: &Path) {
         self.convert(image, &self.key).success();
@@ -72,8 +72,8 @@ impl Fixture {
     }
 }
 
-/// Has qemu-img make an encrypted image. It measures how fast the machine derives keys, and fails
-/// where a busy machine keeps it from that: then it tries again.
+/// Makes an encrypted image with qemu-img. qemu-img measures how fast the machine derives keys,
+/// which may fail on a busy machine: then it is run again.
 #[track_caller]
 fn make_by_qemu(words: &[&str]) {
     const TRIES: usize = 30;
@@ -164,7 +164,7 @@ fn every_key_slot_opens_and_one_of_many_keys_is_enough() {
     };
     let (key, other) = (str(&fixture.key).to_owned(), fixture.other_key());
     open(&["--key-file", &key]).success();
-    // A line without its line feed is that key, too.
+    // The line without its line feed is the same key.
     let line = fixture.scratch.path("line");
     std::fs::write(&line, b"not the key\nsecond line").expect("written");
     open(&["--passphrase-file", str(&line)]).success();
@@ -195,7 +195,7 @@ fn what_is_written_through_a_server_is_what_qemu_reads() {
     server.stop();
     with_steps(&[fixture.disk.str()]);
     let node = format!("driver=luks,key-secret=key,file.filename={}", image.display());
-    // The discarded range keeps its data or not: it is written again in both.
+    // The discarded range may keep its data or not, so it is written again in both.
     let words = ["compare", "--object", &secret(&fixture.key), "--image-opts", &node];
     let other = format!("driver=raw,file.filename={}", fixture.disk.str());
     let compared = qemu_img(&[&words[..], &[&other]].concat());
@@ -216,7 +216,7 @@ fn without_its_key_a_container_is_only_looked_at() {
     fixture.convert(&image, &fixture.other_key()).failure("the key opens none of its 1 key slots");
     let refused = Serve::new(&fixture.scratch, &image).option("--key-file", fixture.other_key());
     refused.refused().failed(&["the key opens none"]);
-    // It is not taken for a raw disk, and no secret is shown.
+    // The container is not taken for a raw disk, and no secret is shown.
     let raw = fixture.scratch.path("container");
     std::fs::copy(&image, &raw).expect("a copy");
     let looked = command(&["info", str(&raw)]).success();
@@ -273,7 +273,7 @@ fn a_damaged_copy_of_a_header_is_replaced_by_the_other_one() {
     let fixture = Fixture::new();
     let pbkdf2 = ["--pbkdf", "pbkdf2", "--pbkdf-force-iterations", "1000"];
     let image = fixture.of_cryptsetup("good.img", &pbkdf2);
-    // JSON, checksum and magic of the first copy.
+    // Damages the JSON, the checksum or the magic of the header's first copy.
     for (name, at) in [("json.img", 4200), ("checksum.img", 450), ("magic.img", 0)] {
         fixture.assert_holds_disk(&changed(&image, name, at, b"????"));
     }
@@ -296,7 +296,7 @@ fn memory_beyond_the_limit_is_not_taken() {
     ] {
         let sealed = image.with_file_name("sealed.img");
         std::fs::copy(&image, &sealed).expect("a copy");
-        // Both copies of the JSON, with right checksums.
+        // Changes both copies of the JSON, and corrects their checksums.
         let program = "
 import sys, hashlib
 path, old, new = sys.argv[1:]
@@ -319,11 +319,11 @@ with open(path, 'r+b') as file:
     }
 }
 
-/// The encryption of a new qcow2 image of ours.
+/// Options for a new encrypted qcow2 image of ours.
 pub(crate) const ENCRYPTED: [&str; 3] =
     ["-o", "encrypt.format=luks,encrypt.iter-time=10", "--key-file"];
 
-/// An image of this format as a node of QEMU's, with its key.
+/// An image of this format as a QEMU block node, with its key.
 pub(crate) fn node(driver: &str, key: &str, image: &Path) -> String {
     format!("driver={driver},{key}=key,file.filename={}", image.display())
 }
@@ -372,7 +372,7 @@ fn qcow2_images_of_qemu_convert_equal() {
 fn qcow2_images_of_ours_open_in_qemu() {
     require!(need::tools(&["qemu-img"]));
     let fixture = Fixture::new();
-    // QEMU looks for another name in the folder where it runs.
+    // An absolute name, because QEMU resolves others relative to its working folder.
     let data_file = format!("data_file={}", str(&fixture.scratch.path("data.raw")));
     for (index, options) in
         ["cluster_size=64K", "cluster_size=4K", "extended_l2=on", "compat=0.10", &data_file]
@@ -391,7 +391,7 @@ fn qcow2_images_of_ours_open_in_qemu() {
     assert!(!image.exists());
 }
 
-/// An encrypted overlay over an encrypted image of the disk: both, the image first.
+/// An encrypted overlay over an encrypted image of the disk. Returns both, the image first.
 fn overlay_of(fixture: &Fixture) -> (PathBuf, PathBuf) {
     let (base, overlay) = (fixture.scratch.path("base.qcow2"), fixture.scratch.path("top.qcow2"));
     let key = str(&fixture.key);
@@ -463,7 +463,7 @@ fn new_containers_open_in_qemu_and_cryptsetup() {
     let qemu = ["--object", &object, "--object", &other, "-o", "key-secret=key,iter-time=10"];
     for (index, words) in [
         &["create", "--key-file", key, "-o", "iter-time=10"][..],
-        // As for qemu-img, where the first secret is not the one that counts.
+        // In qemu-img's form, where `key-secret` does not name the first secret.
         &[
             &["create", "-f", "luks", "--object", &other, "--object", &object, "-o"][..],
             &["key-secret=key,iter-time=10,cipher-alg=aes-256,hash-alg=sha256"],
@@ -481,7 +481,7 @@ fn new_containers_open_in_qemu_and_cryptsetup() {
             printed(&command(&["info", "--json", str(&image)]).success())["virtual-size"],
             SIZE
         );
-        // Bytes that QEMU writes there are read by ours.
+        // Blockhouse reads what QEMU writes to the container.
         let node = format!("driver=luks,key-secret=key,file.filename={}", image.display());
         let convert = ["convert", "-n", "-f", "raw", "--object", &object, "--target-image-opts"];
         qemu_img(&[&convert[..], &[fixture.disk.str(), &node]].concat()).success();
@@ -492,7 +492,7 @@ fn new_containers_open_in_qemu_and_cryptsetup() {
             assert!(!cryptsetup_opens(&image, &fixture.other_key()).status.success());
         }
     }
-    // A disk with zeros and data, into a container and out of it.
+    // Copies a disk with zeros and data into a container and out of it.
     let mut content = fixture.disk.content();
     content[1 << 20..3 << 20].fill(0);
     std::fs::write(fixture.disk.path(), &content).expect("written");

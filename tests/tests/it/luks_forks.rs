@@ -10,8 +10,8 @@ use serde_json::json;
 
 use crate::luks::{ENCRYPTED, Fixture, SIZE, node, secret};
 
-/// The key of an overlay is the one that opened its disk, whichever was named first, and is not
-/// read again: it may have come from a pipe, or be another one by now.
+/// An overlay gets the key that opened its disk, whichever was named first. The key file is not
+/// read again: it may have been a pipe, or have another content now.
 #[test]
 fn an_overlay_has_the_key_that_opened_its_disk() {
     require!(need::tools(&["qemu-img"]));
@@ -46,7 +46,7 @@ fn an_overlay_has_the_key_that_opened_its_disk() {
     }
 }
 
-/// The files of a fork are encrypted as the disk is: its key opens them, here and in QEMU.
+/// The files of a fork are encrypted like the disk: its key opens them, in Blockhouse and in QEMU.
 #[test]
 fn a_fork_of_an_encrypted_disk_is_encrypted() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -99,7 +99,7 @@ fn a_fork_of_an_encrypted_disk_is_encrypted() {
         server.stop();
         holds(8, &over);
         holds(9, &kid);
-        // Its own files may be no less.
+        // An overlay that the user makes must be encrypted, too.
         command(&["create", "-f", "qcow2", str(&next), &SIZE.to_string()]).success();
         let server = start(&over, "qcow2");
         let made = json!({ "disk": "disk", "overlay": next, "made": true });
@@ -109,7 +109,7 @@ fn a_fork_of_an_encrypted_disk_is_encrypted() {
         ctl(&["rollback", "disk"]);
         run(tool("qemu-io").args(["-f", "raw", "-c", "read -P 7 64k 64k", server.uri()])).success();
         server.stop();
-        // An image that is not open is forked in the same way.
+        // A fork of an image that is not open is encrypted, too.
         let snapshot = ["snapshot", "create", "-f", driver, "--key-file", str(&fixture.key)];
         command(&[&snapshot[..], &["--external", str(&over), str(&image)]].concat()).success();
         holds(7, &over);

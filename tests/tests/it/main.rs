@@ -1,4 +1,4 @@
-//! Black-box tests: the binary as its users and its enemies see it.
+//! Black-box tests: they use the binary as its users and attackers do.
 #![forbid(unsafe_code)]
 
 mod aes;

@@ -65,7 +65,8 @@ fn every_command_has_a_man_page_that_formatters_accept() {
     for section in options().split("\n## ").skip(1) {
         let name = section.lines().next().expect("a title").replace(' ', "-");
         let path = pages.join(format!("{name}.1"));
-        // Its other warnings are about breaks between paragraphs, and that there is no date.
+        // Only errors count: mandoc's warnings are about breaks between paragraphs and a missing
+        // date.
         let linted = run(tool("mandoc").args(["-Tlint", "-W", "error"]).arg(&path)).success();
         assert_eq!(linted.stdout, "", "{name}");
         let mut man = tool("man");
@@ -83,7 +84,7 @@ fn every_command_has_a_man_page_that_formatters_accept() {
     assert!(serve.contains("vhost") && !serve.contains("hand\\-over"), "hidden options are shown");
 }
 
-/// The words that bash offers for the last one.
+/// The completions that bash offers for the last word.
 fn bash_completes(script: &Path, words: &[&str]) -> Vec<String> {
     let list = words.iter().map(|word| format!("'{word}'")).collect::<Vec<_>>().join(" ");
     let last = words.len() - 1;
@@ -124,18 +125,18 @@ fn bash_completes_values_that_the_option_takes() {
         (&["serve", "--sandbox", ""], &["on", "off"]),
         (&["info", "-f", ""], &formats),
         (&["resize", "--preallocation", "f"], &["falloc", "full"]),
-        // No files where the value is no path.
+        // No file names are offered if the value is not a path.
         (&["serve", "--workers", ""], &[""]),
         (&["serve", "--create", ""], &[""]),
         (&["serve", "--nbd", ""], &[""]),
-        // Nor what this host happens to have.
+        // Neither are users or groups of this host.
         (&["serve", "--user", ""], &[""]),
         (&["serve", "--socket-group", ""], &[""]),
     ] {
         let words: Vec<_> = ["blockhouse"].iter().chain(words).copied().collect();
         assert_eq!(bash_completes(&script, &words), expected, "{words:?}");
     }
-    // Files where it is one.
+    // File names are offered if the value is a path.
     let here = bash_completes(&script, &["blockhouse", "serve", "--pid-file", "/etc/pass"]);
     assert!(here.contains(&"/etc/passwd".to_owned()), "{here:?}");
 }
@@ -164,8 +165,8 @@ fn zsh_completes_commands_and_options() {
     require!(need::tools(&["zsh"]));
     let scratch = Scratch::new();
     let folder = generated(&scratch).join("completions");
-    // The completion of zsh needs a terminal: a shell of its own, to which the line is typed. It
-    // takes keys as such from its prompt on.
+    // The completion of zsh needs a terminal, so the line is typed to another shell. That shell
+    // handles keys only after its prompt.
     let code = format!(
         "zmodload zsh/zpty; zpty shell zsh -f -i; \
          typed() {{ zpty -w shell \"$1\"; }}; \

@@ -1,11 +1,11 @@
-//! `measure` tells what `qemu-img measure` tells, and what it tells suffices.
+//! `measure` reports the same sizes as `qemu-img measure`, and they are sufficient.
 
 use std::path::Path;
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
 use blockhouse_tests::{Scratch, require};
 
-/// Both tools' answers to the same words.
+/// Asserts that both tools give the same answer; returns it.
 #[track_caller]
 fn same(words: &[&str]) -> serde_json::Value {
     let words = [&["measure", "--output=json"], words].concat();
@@ -15,8 +15,8 @@ fn same(words: &[&str]) -> serde_json::Value {
     ours
 }
 
-/// As [`same`], where parts of clusters were never written: they are zeros, which qemu-img does not
-/// look for.
+/// As [`same`], but our required size may be smaller: parts of clusters were never written, and
+/// qemu-img does not detect that they are zeros.
 #[track_caller]
 fn no_more(words: &[&str]) -> serde_json::Value {
     let words = [&["measure", "--output=json"], words].concat();

@@ -1,5 +1,5 @@
-//! `serve --metrics`: numbers equal those of fio, strace and the requests that were made; other
-//! tools read the text; and no client of it is trouble.
+//! `serve --metrics`: the numbers equal those of fio, of strace and of the requests that were made;
+//! other tools parse the text; and no metrics client disturbs the server.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -36,7 +36,7 @@ fn start(scratch: &Scratch) -> Server {
     serve(scratch, scratch.image("disk.img", 16 << 20).path()).start()
 }
 
-/// The report of a job of fio.
+/// Runs a fio job; returns its report.
 fn fio(scratch: &Scratch, server: &Server, options: &[&str]) -> Value {
     let mut fio = tool("fio");
     fio.args(["--name=load", "--thread", "--ioengine=nbd", "--size=16M", "--bs=4k"]);
@@ -70,8 +70,8 @@ fn fio_and_the_histograms_count_the_same_requests() {
     server.stop();
 }
 
-/// Each write takes 22 ms at the host at least, the middle of a bucket, so that what the machine is
-/// busy with is small against it.
+/// Each host write takes at least 22 ms, the middle of a bucket, so that delays of a busy machine
+/// are small compared with it.
 #[test]
 fn the_median_is_in_the_bucket_of_fio_s() {
     require!(need::tools(&["fio"]));
@@ -92,7 +92,7 @@ fn the_median_is_in_the_bucket_of_fio_s() {
     let theirs = theirs / 1e9;
     let write = ("operation", "write");
     for ours in [median(DURATIONS, &[write]), median(STAGES, &[write, ("stage", "host")])] {
-        // Ours is the upper bound of a bucket; fio's may be just over one.
+        // Our median is the upper bound of a bucket; fio's may be just above such a bound.
         assert!((theirs / 1.3..theirs * 1.3).contains(&ours), "{ours} s, and fio says {theirs} s");
     }
     server.stop();
@@ -163,7 +163,7 @@ fn clients_errors_and_questions_are_counted() {
     let metrics = Metrics::read(&socket);
     assert_eq!(metrics.sum("blockhouse_clients", &[("export", "nbd")]), 1);
     assert_eq!(metrics.sum(REQUESTS, &[("operation", "discard")]), 1);
-    // The export refuses what is past the end before the disk is asked.
+    // The export refuses requests past the end before they reach the disk.
     assert_eq!(metrics.sum("blockhouse_disk_requests_in_flight", &[]), 0);
     assert_eq!(metrics.sum("blockhouse_disk_size_bytes", &[]), 16 << 20);
     client.disconnect();
@@ -174,7 +174,7 @@ fn clients_errors_and_questions_are_counted() {
     server.stop();
 }
 
-/// A server that has done some of everything.
+/// A server that has executed some requests of each kind.
 fn used(scratch: &Scratch) -> Server {
     let server = start(scratch);
     let mut client = Client::open(&server.address());
@@ -187,7 +187,7 @@ fn used(scratch: &Scratch) -> Server {
     server
 }
 
-/// Runs a command that reads standard input, and must be content with it.
+/// Runs a command that reads standard input, and must succeed.
 fn feed(command: &mut Command, input: &str) {
     let command = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().expect("it starts");
@@ -259,7 +259,7 @@ fn strange_and_silent_clients_are_no_trouble() {
     }
     let head = exchange(&socket, b"HEAD /metrics HTTP/1.1\r\n\r\n").expect("an answer");
     assert!(head.starts_with("HTTP/1.1 200") && head.ends_with("\r\n\r\n"), "{head}");
-    // As many as are served at once, and none says anything.
+    // The maximum number of clients connect and send nothing.
     let silent: Vec<_> = (0..8).map(|_| UnixStream::connect(&socket).expect("accepted")).collect();
     let mut refused = UnixStream::connect(&socket).expect("the kernel accepts");
     assert_eq!(refused.read(&mut [0]).unwrap_or(0), 0, "it is disconnected");
@@ -297,7 +297,7 @@ fn they_are_served_again_after_an_upgrade() {
     upgrade(&control, &[]).success();
     server.wait(LIMIT);
     assert!(eventually(LIMIT, || is_served(&socket)));
-    // The last requests before may have been counted after they were answered.
+    // Requests may be counted only after they were answered, so the number may be larger.
     assert!(Metrics::read(&socket).sum(REQUESTS, &[]) >= before, "they go on");
 }
 
@@ -324,7 +324,8 @@ fn prometheus_understands_the_dashboard_s_questions() {
     let questions: Vec<_> =
         targets.map(|target| target["expr"].as_str().expect("a text")).collect();
     assert!(questions.len() >= panels.len() && panels.len() > 10);
-    // As rules, which promtool checks; Grafana puts in what begins with a dollar.
+    // Makes rules of the queries, which promtool can check. Names with a dollar are Grafana's
+    // variables.
     let rule = |(index, question): (usize, &&str)| {
         let question = question.replace("$__rate_interval", "5m").replace(['$'], "");
         let question = serde_json::to_string(&question).expect("a text");

@@ -1,4 +1,4 @@
-//! The page on the metrics address: what it is made of, the stream that feeds it, and who cannot
+//! The page on the metrics address: its files, the stream of its data, and which other sites cannot
 //! read it.
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,7 +11,7 @@ use blockhouse_tests::nbd::Client;
 use blockhouse_tests::{Scratch, Serve, Server, eventually};
 use serde_json::Value;
 
-/// As many streams as the server serves at once.
+/// The maximum number of streams that the server serves at once.
 const MAX_STREAMS: usize = 4;
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -22,7 +22,7 @@ fn start(scratch: &Scratch, name: &str) -> (Server, PathBuf) {
     (server.option("--metrics", format!("unix:{}", socket.display())).start(), socket)
 }
 
-/// A reader of the stream, past the head.
+/// A reader of the stream, after the HTTP header.
 struct Reader(BufReader<UnixStream>);
 
 impl Reader {
@@ -43,7 +43,7 @@ impl Reader {
         line.trim_end().to_owned()
     }
 
-    /// The next message: its kind, empty of figures, and what it says.
+    /// The next message: its event type, which is empty for figures, and its data.
     fn message(&mut self) -> (String, Value) {
         let mut kind = String::new();
         loop {
@@ -88,7 +88,7 @@ fn the_page_runs_its_own_files_alone_and_in_no_frame() {
         ] {
             assert!(head.contains(header), "{path}: {header} is not in {head}");
         }
-        // Nothing comes from elsewhere, and nothing would run that stands in the page itself.
+        // The page loads nothing from other sites, and has no inline scripts.
         assert!(!body.contains("http://") || body.contains("http://www.w3.org/2000/svg"), "{path}");
         assert!(!body.contains("https://") && !body.contains("innerHTML"), "{path}");
         assert!(!body.contains(" onclick=") && !body.contains("<style"), "{path}");
@@ -99,7 +99,7 @@ fn the_page_runs_its_own_files_alone_and_in_no_frame() {
 #[test]
 fn the_stream_has_figures_each_second_and_events_at_once() {
     let scratch = Scratch::new();
-    // Markup in a name is text of the JSON.
+    // Markup in a name is only text in the JSON.
     let name = "<script>alert(1)<!--.img";
     let (server, socket) = start(&scratch, name);
     let mut reader = Reader::open(&socket);
@@ -143,12 +143,12 @@ fn readers_of_the_stream_leave_places_for_scrapes() {
     readers.iter_mut().for_each(|reader| drop(reader.figures()));
     let refused = exchange(&socket, b"GET /events HTTP/1.1\r\n\r\n").expect("an answer");
     assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
-    // Scrapes are answered while all streams are taken.
+    // Scrapes are answered while the maximum number of streams is open.
     for _ in 0..100 {
         assert!(get(&socket, "/metrics", "").contains("blockhouse_build_info"));
     }
     drop(readers);
-    // A place is free when the server finds that its reader is gone.
+    // A new stream is possible when the server has noticed that a reader has disconnected.
     let began = Instant::now();
     loop {
         let answer = exchange_head(&socket);
@@ -173,7 +173,7 @@ fn clients_that_send_nothing_keep_out_no_scrape() {
         assert!(get(&socket, "/metrics", "").contains("blockhouse_build_info"));
         assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     }
-    // A client that has sent its request keeps its place.
+    // A client that has sent its request is not disconnected.
     stream.figures();
     server.stop();
 }
@@ -183,7 +183,7 @@ fn readers_that_take_nothing_keep_out_no_scrape() {
     const DISKS: usize = 200;
     let scratch = Scratch::new();
     let socket = scratch.socket("metrics");
-    // Long names make more figures than a socket holds for its reader.
+    // Long names make the figures larger than the socket's buffer.
     let image = |number: usize| scratch.image(&format!("{number:0200}.img"), 1 << 20);
     let serve = (1..DISKS).fold(Serve::new(&scratch, image(0).path()), |serve, number| {
         serve.also(image(number).path())
@@ -195,7 +195,7 @@ fn readers_that_take_nothing_keep_out_no_scrape() {
     let ask = |path| {
         let mut stream = UnixStream::connect(&socket).expect("it listens");
         let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n");
-        // One that finds no place is disconnected.
+        // A client beyond the maximum is disconnected.
         let _ = stream.write_all(request.as_bytes());
         stream
     };
@@ -211,13 +211,13 @@ fn readers_that_take_nothing_keep_out_no_scrape() {
     server.stop();
 }
 
-/// The first line of the answer to who asks for the stream.
+/// Asks for the stream; returns the first line of the answer.
 fn exchange_head(socket: &Path) -> String {
     let mut stream = UnixStream::connect(socket).expect("it listens");
     stream.set_read_timeout(Some(LIMIT)).expect("a limit");
     stream.write_all(b"GET /events HTTP/1.1\r\n\r\n").expect("a request");
     let mut line = String::new();
-    // A connection that finds no place is closed without an answer.
+    // A connection beyond the maximum is closed without an answer.
     let _ = BufReader::new(stream).read_line(&mut line);
     line
 }

@@ -1,4 +1,4 @@
-//! docs/operations.md: what it tells to type works, and the messages that it explains exist.
+//! docs/operations.md: its commands work, and the messages that it explains exist.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,14 +12,14 @@ use blockhouse_tests::{
 
 const PAGE: &str = include_str!("../../../docs/operations.md");
 
-/// The blocks of a language.
+/// The page's code blocks of a language.
 fn blocks(language: &str) -> Vec<&'static str> {
     let start = format!("```{language}\n");
     let blocks = PAGE.split(&start).skip(1);
     blocks.map(|rest| rest.split("```").next().unwrap_or_default()).collect()
 }
 
-/// All text of the production code, with strings that go on in the next line put together.
+/// The text of the production code, with multi-line strings joined.
 fn code(folder: &Path, text: &mut String) {
     for entry in std::fs::read_dir(folder).expect("a folder of sources") {
         let path: PathBuf = entry.expect("a file").path();
@@ -113,13 +113,13 @@ fn libvirt_accepts_its_elements() {
         let file = scratch.path(name);
         std::fs::write(&file, &domain).expect("room");
         run(tool("virt-xml-validate").arg(&file).arg("domain")).success();
-        // It says no, too.
+        // The validator also rejects a wrong file.
         std::fs::write(&file, domain.replace("<target", "<aim")).expect("room");
         run(tool("virt-xml-validate").arg(&file).arg("domain")).failure("fails to validate");
     }
 }
 
-/// The words of the server's command line in the pod, and of its security context.
+/// The arguments of the server in the pod, and the user of its security context.
 fn pod(scratch: &Scratch) -> (Vec<String>, u64) {
     let file = scratch.path("pod.yaml");
     std::fs::write(&file, blocks("yaml")[0]).expect("room");
@@ -137,14 +137,14 @@ fn the_server_of_the_pod_serves_with_its_rights() {
     require!(need::root());
     require!(need::tools(&["setpriv", "chown", "qemu-img"]));
     require!(need::python_module("yaml"));
-    // All in memory, where every user may pass: no folder above is changed.
+    // In memory, because every user may enter the folders above.
     let scratch = Scratch::in_memory();
     let (words, user) = pod(&scratch);
     assert_eq!(words[0], "serve");
     let image = new_image(&scratch, "disk.qcow2", "64M");
     let binary = scratch.path("blockhouse");
     std::fs::copy(blockhouse(), &binary).expect("room");
-    // The effect of fsGroup in Kubernetes: folders that the group may write.
+    // The effect of fsGroup in Kubernetes: a folder that the group may write to.
     let shared = scratch.path("memory");
     std::fs::create_dir(&shared).expect("a folder");
     run(tool("chown").arg(format!("0:{user}")).arg(&shared)).success();

@@ -1,5 +1,5 @@
-//! The units of contrib/systemd, and the Debian package: installed into a copy of this system,
-//! used, removed.
+//! The units of contrib/systemd, and the Debian package, which is installed into a copy of this
+//! system, used, and removed.
 
 use std::collections::BTreeSet;
 use std::fs::Permissions;
@@ -23,9 +23,9 @@ const SERVICE: &str = include_str!("../../../contrib/systemd/blockhouse@.service
 const DAEMON: &str = include_str!("../../../contrib/systemd/blockhouse.service");
 const SOCKET: &str = include_str!("../../../contrib/systemd/blockhouse@.socket");
 const USER: &str = include_str!("../../../contrib/systemd/blockhouse-user@.service");
-/// A package is made of a debug build of the binary, on a busy machine.
+/// The longest time to make a package of a debug build, on a busy machine.
 const LONG: Duration = Duration::from_secs(600);
-/// Of `systemd-analyze security`: from 0 (safe) to 10.
+/// The highest exposure level of `systemd-analyze security`, from 0 (safe) to 10.
 const MAX_EXPOSURE: f64 = 1.0;
 
 /// The units in a folder, with the binary under test in place of the installed one.
@@ -51,13 +51,13 @@ fn the_service_manager_accepts_the_units() {
         let mut verify = tool("systemd-analyze");
         verify.args(["verify", "--man=no"]).arg(folder.join(unit));
         let outcome = run(&mut verify).success();
-        // It also reports units of this system.
+        // The command also reports units of this system.
         let about_it = |line: &&str| line.contains("blockhouse");
         assert_eq!(outcome.stderr.lines().find(about_it), None, "{unit}");
     }
 }
 
-/// The units name a profile, and AppArmor's parser accepts it. `cargo xtask vm services` runs the
+/// AppArmor's parser accepts the profile that the units name. `cargo xtask vm services` runs the
 /// units under it.
 #[test]
 fn the_profile_of_the_units_is_accepted() {
@@ -92,7 +92,8 @@ fn each_instance_has_walls_of_its_own() {
     let folders = ["StateDirectory", "RuntimeDirectory"].map(|key| (key, setting(key)));
     for (key, folder) in folders {
         let daemon = DAEMON.lines().filter_map(|line| line.strip_prefix(&format!("{key}=")));
-        // The service manager gives a folder to its user with all that is in it.
+        // The service manager changes the owner of a service's folder and of everything in it, so
+        // no folder may be inside another service's.
         assert!(daemon.into_iter().all(|own| !folder.starts_with(&format!("{own}/"))), "{folder}");
     }
     assert!(!setting("ExecStart").contains("--control"), "{SERVICE}");
@@ -115,7 +116,7 @@ fn the_service_is_hardened() {
     }
 }
 
-/// The system calls of a group of systemd's.
+/// The system calls of one of systemd's groups.
 fn group(name: &str) -> BTreeSet<String> {
     let outcome = run(tool("systemd-analyze").args(["syscall-filter", "--no-pager", name]));
     let lines = outcome.success().stdout;
@@ -124,7 +125,7 @@ fn group(name: &str) -> BTreeSet<String> {
     names.flat_map(calls_of).collect()
 }
 
-/// The meaning of a word of a filter.
+/// The system calls that a word of a filter stands for.
 fn calls_of(word: &str) -> BTreeSet<String> {
     if word.starts_with('@') { group(word) } else { [word.to_owned()].into() }
 }
@@ -146,9 +147,9 @@ fn allowed(unit: &str) -> BTreeSet<String> {
     allowed
 }
 
-/// A server without capabilities, as the units start it, with its own sandbox, from its start over
-/// changes and an upgrade to its end, calls nothing that the units forbid: otherwise its sandbox
-/// would not be put on.
+/// A server without capabilities, as the units start it, and with its own sandbox, makes no system
+/// call that the units forbid, from its start over changes and an upgrade to its end. Otherwise it
+/// could not apply its sandbox.
 #[test]
 fn the_units_allow_what_a_server_and_its_sandbox_call() {
     require!(need::tools(&["systemd-analyze", "strace", "setpriv"]));
@@ -175,7 +176,7 @@ fn the_units_allow_what_a_server_and_its_sandbox_call() {
     assert_eq!((client.read(0, 4096), client.flush()), (Ok(vec![7; 4096]), 0));
     let process = process.and_then(Pid::from_raw).expect("the new server's id");
     kill_process(process, Signal::TERM).expect("it runs");
-    // Its tracer ends with the last process that it traces, and has written all by then.
+    // strace ends with the last process that it traces, and has written its log by then.
     servers.wait_for(0);
     drop(server);
     let called: BTreeSet<_> = trace.calls().into_iter().map(|call| call.name).collect();
@@ -193,14 +194,14 @@ fn setting(name: &str) -> &'static str {
     lines.filter(|(key, _)| *key == name).map(|(_, value)| value).next().expect("a setting")
 }
 
-/// The words of the service's `ExecStart=` for an image, with this folder as /run.
+/// The arguments of the service's `ExecStart=` for an image, with this folder as /run.
 fn exec_start(runtime: &str, instance: &str, image: &str) -> Vec<String> {
     let line = setting("ExecStart").replace("%t", runtime).replace("%i", instance);
     let line = line.replace("${IMAGE}", image).replace("$OPTIONS", "");
     line.split_whitespace().map(str::to_owned).collect()
 }
 
-/// A server behind a socket of systemd's tool for tests; killed when the test panics.
+/// A server behind a socket of systemd-socket-activate; killed when the test panics.
 struct Activated(Child);
 
 impl Activated {
@@ -213,7 +214,7 @@ impl Activated {
 
 impl Drop for Activated {
     fn drop(&mut self) {
-        // It has ended already unless the test panics.
+        // The process has ended already unless the test panics.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -236,7 +237,7 @@ fn the_command_of_the_service_serves_at_the_socket_of_the_service_manager() {
     activate.arg("--listen").arg(&socket).args(words).stderr(Stdio::null()).stdout(Stdio::null());
     let server = Activated(activate.spawn().expect("it starts"));
     assert!(eventually(LONG, || socket.exists()));
-    // Until now it is systemd that listens. The first client starts the server.
+    // Until now systemd's tool listens; the first client starts the server.
     assert!(!folder.join("state").exists());
     let uri = nbd_uri("", &socket);
     let info = run_within(LONG, tool("qemu-img").args(["info", "--output=json", &uri])).success();
@@ -245,15 +246,15 @@ fn the_command_of_the_service_serves_at_the_socket_of_the_service_manager() {
     server.stop();
 }
 
-/// A shell of a user who has nothing but a number, as an instance's has.
+/// A shell of a user who has only a user id, like that of an instance.
 fn as_user(user: u32) -> Vec<String> {
     let words = format!("setpriv --reuid={user} --regid={user} --clear-groups sh -c");
     words.split(' ').map(str::to_owned).collect()
 }
 
-/// One that takes over an instance can do what its user can. Of the folders and processes of
-/// another instance, as the units make them, that is nothing; what the units forbid beside, and the
-/// sandbox, come on top.
+/// An attacker who controls an instance can do what its user can, but that user cannot access
+/// folders and processes of another instance, as the units make them. Other restrictions of the
+/// units, and the sandbox, are not tested here.
 #[test]
 fn the_user_of_one_instance_reaches_nothing_of_another() {
     const USERS: [u32; 2] = [64_992, 64_993];
@@ -299,15 +300,15 @@ fn the_user_of_one_instance_reaches_nothing_of_another() {
     ];
     assert!(eventually(LONG, || socket.exists()));
     for attempt in attempts {
-        // What its own user may shows that the attempt is one.
+        // The attempt succeeds for the instance's own user, so it is valid.
         assert!(run_as(USERS[0], &attempt), "{attempt}");
         assert!(!run_as(USERS[1], &attempt), "{attempt}");
     }
     server.stop();
 }
 
-/// The steps of a shell in the copy of this system: one function for each, so that a failure names
-/// it.
+/// The script that runs in the copy of this system; each step is a function, so that a failure
+/// names it.
 const SCRIPT: &str = r#"
 set -e
 base=$1 deb=$2
@@ -364,8 +365,7 @@ for file in $(as_files); do
 done
 "#;
 
-/// Files of the sources that the package has below its folder of documentation: where they are
-/// there.
+/// The source files that the package has in its documentation folder, by their paths there.
 fn packed_documents(root: &Path) -> BTreeSet<PathBuf> {
     let description = std::fs::read_to_string(root.join("crates/cli/Cargo.toml")).expect("a file");
     let mut packed = BTreeSet::new();
@@ -375,7 +375,7 @@ fn packed_documents(root: &Path) -> BTreeSet<PathBuf> {
         let target = words.next().expect("a folder");
         let (folder, name) = source.rsplit_once('/').unwrap_or(("", source));
         let names: Vec<String> = match name.strip_prefix('*') {
-            // Of what the program makes.
+            // Files that the program generates.
             _ if source.starts_with("target/") => vec![name.into()],
             Some(suffix) => std::fs::read_dir(root.join(folder))
                 .expect("a folder")
@@ -396,7 +396,7 @@ fn packed_documents(root: &Path) -> BTreeSet<PathBuf> {
 
 #[test]
 fn the_package_has_what_its_pages_link_to() {
-    // For those who have the sources.
+    // Pages for readers who have the sources; the package need not have them.
     const SOURCES: [&str; 2] = ["ARCHITECTURE.md", "CONTRIBUTING.md"];
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
     let packed = packed_documents(root);

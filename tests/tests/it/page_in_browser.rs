@@ -1,5 +1,5 @@
-//! The page on the metrics address in a real browser: under load, with a job, while the server is
-//! gone and back.
+//! The page on the metrics address in a real browser: under load, with a job, and while the server
+//! is stopped and started again.
 //!
 //! With `BLOCKHOUSE_PICTURES=FOLDER` in the environment its pictures are written there.
 
@@ -31,7 +31,7 @@ fn serve(scratch: &Scratch, address: &str) -> Server {
         .start()
 }
 
-/// Where the server says that its page is.
+/// The URL of the page, from the server's log.
 fn url(server: &Server) -> String {
     let find = || {
         let log = server.log();
@@ -42,7 +42,7 @@ fn url(server: &Server) -> String {
     find().expect("it was there")
 }
 
-/// All widths and themes: nothing is cut, everything can be read.
+/// Checks the page in all widths and themes: nothing is cut off, and all texts are readable.
 fn look(page: &mut LivePage, name: &str) {
     let pictures = pictures();
     for width in WIDTHS {
@@ -66,7 +66,7 @@ fn look(page: &mut LivePage, name: &str) {
     }
 }
 
-/// Ends the guest, also where an assertion fails meanwhile.
+/// Ends the guest on drop, also if an assertion fails.
 struct Over<'a>(&'a AtomicBool);
 
 impl Drop for Over<'_> {
@@ -85,7 +85,7 @@ fn the_page_shows_load_jobs_and_a_server_that_goes_and_comes_back() {
     let mut page = require!(LivePage::open(&scratch, &url));
     page.resize(WIDTHS[1], Theme::Light);
     page.wait_for("document.getElementById('state').className === 'live'");
-    // A name is text.
+    // A name is shown as text, not as markup.
     let names = "[...document.querySelectorAll('#disks tbody button')].map(one => one.textContent)";
     page.wait_for(&format!("{names}.length === 2"));
     assert_eq!(page.evaluate(names), serde_json::json!([ODD_NAME, "disk.img"]));
@@ -109,7 +109,7 @@ fn the_page_shows_load_jobs_and_a_server_that_goes_and_comes_back() {
             "document.querySelector('#disks tr.busy th')?.textContent.startsWith('disk.img') === true",
         );
         page.wait_for("document.querySelector('#jobs td')?.textContent === 'm (mirror)'");
-        // By the keyboard alone.
+        // Uses only the keyboard.
         let is_there = "document.activeElement?.textContent === 'disk.img'";
         let is_reached = (0..10).any(|_| {
             page.press_tab();
@@ -120,7 +120,7 @@ fn the_page_shows_load_jobs_and_a_server_that_goes_and_comes_back() {
         page.wait_for("!document.getElementById('detail').hidden");
         page.wait_for("document.querySelectorAll('#requests tr').length >= 2");
         assert_eq!(page.evaluate(is_there), true, "the focus stays where it was");
-        // Some of the history.
+        // Waits until there is some history.
         std::thread::sleep(Duration::from_secs(5));
         look(&mut page, "load");
         drop(over);
@@ -135,14 +135,14 @@ fn the_page_shows_load_jobs_and_a_server_that_goes_and_comes_back() {
     let server = serve(&scratch, &host);
     page.wait_for("document.getElementById('state').className === 'live'");
     page.wait_for("document.getElementById('events').textContent.includes('connected again')");
-    // The browser itself says that no server listened.
+    // The browser's own messages about the missing server are the only ones allowed.
     for complaint in page.complaints() {
         assert!(complaint.contains("net::ERR_"), "{complaint}");
     }
     server.stop();
 }
 
-/// Writes wait for room on a full device, and fail when their time is over.
+/// Writes wait for space on a full device, and fail after a timeout.
 #[test]
 fn the_page_shows_what_waits_for_room_and_what_failed() {
     require!(need::root());
@@ -178,7 +178,7 @@ fn the_page_shows_what_waits_for_room_and_what_failed() {
     server.stop();
 }
 
-/// Another site's page, which asks for everything of the server in every way that scripts have.
+/// A page of another site, which tries to read the server's data in every way that scripts have.
 const OTHER_SITE: &str = r#"<!DOCTYPE html><meta charset="utf-8"><title>x</title><body><script>
 const read = [], refused = [];
 const note = (list, what) => list.push(what);
@@ -199,7 +199,7 @@ frame.onload = () => note(frame.contentDocument ? read : refused, 'frame');
 document.body.append(script, frame);
 </script>"#;
 
-/// A site at another name of this machine. Its thread ends with the process.
+/// A site at another address of this machine. Its thread ends with the process.
 fn other_site(server: &str) -> String {
     let listener = TcpListener::bind("127.0.0.2:0").expect("a port");
     let url = format!("http://{}/", listener.local_addr().expect("it is bound"));

@@ -12,7 +12,7 @@ use blockhouse_tests::{
 };
 use std::os::unix::process::ExitStatusExt;
 
-/// A line of a shell in the scratch folder, where `$blockhouse` is the binary.
+/// Runs a shell line in the scratch folder, where `$blockhouse` is the binary.
 fn shell(scratch: &Scratch, line: &str) -> Outcome {
     let mut shell = Command::new("sh");
     shell.args(["-c", line]).current_dir(scratch.path("")).env("blockhouse", blockhouse());
@@ -38,7 +38,7 @@ fn virtual_size(image: &Path) -> u64 {
 fn what_comes_through_a_pipe_becomes_an_image() {
     require!(need::tools(&["qemu-img"]));
     let scratch = Scratch::new();
-    // The last piece is no whole sector.
+    // The last piece is not a whole sector.
     let disk = sparse_disk(&scratch, "disk.img", (9 << 20) + 1001);
     let padded = disk.content().len().next_multiple_of(512);
     for (index, words) in [
@@ -84,12 +84,12 @@ fn what_comes_through_a_pipe_becomes_an_image() {
 #[test]
 fn a_stream_may_be_longer_than_anybody_said() {
     let scratch = Scratch::new();
-    // Beyond the first step by which a target grows.
+    // Longer than the first step in which a target grows.
     let line = "truncate -s 2500M long.img && $blockhouse convert long.img - | $blockhouse convert - long.qcow2";
     shell(&scratch, line).success();
     assert_eq!(virtual_size(&scratch.path("long.qcow2")), 2500 << 20);
     command(&["check", str(&scratch.path("long.qcow2"))]).success();
-    // One that is there keeps its size.
+    // An existing target keeps its size.
     shell(&scratch, "truncate -s 1M short.img").success();
     let outcome = shell(&scratch, "head -c 2M /dev/zero | $blockhouse convert -n - short.img");
     outcome.failure("1048576 bytes, and more than that came");
@@ -118,7 +118,7 @@ fn a_disk_goes_through_a_pipe_whole() {
     shell(&scratch, "$blockhouse convert disk.img disk.qcow2 - > out").success();
     let twice = [disk.content(), disk.content()].concat();
     assert!(std::fs::read(scratch.path("out")).expect("a file") == twice);
-    // A reader that goes ends it, as any other command in a pipe.
+    // When the reader ends, the command ends, like any command that writes to a pipe.
     let mut convert = Command::new(blockhouse());
     convert.args(["convert", str(&image), "-"]).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = convert.spawn().expect("it starts");
@@ -127,7 +127,7 @@ fn a_disk_goes_through_a_pipe_whole() {
     assert_eq!(status.signal(), Some(13), "{status}");
     let said = std::io::read_to_string(child.stderr.take().expect("a pipe")).expect("text");
     assert_eq!(said, "");
-    // And a place that is full is an error.
+    // A full device as the target is an error.
     let full = File::options().write(true).open("/dev/full").expect("it is there");
     let mut convert = Command::new(blockhouse());
     convert.args(["convert", str(&image), "-"]).stdout(full).stderr(Stdio::piped());
@@ -160,7 +160,7 @@ fn what_a_pipe_cannot_have_is_told() {
     for left in ["new.qcow2", "new.qcow2.part"] {
         assert!(!scratch.path(left).exists(), "{left}");
     }
-    // The bytes are meant.
+    // With `-f raw` the bytes of the image are copied.
     let line =
         "cat disk.qcow2 | $blockhouse convert -f raw - bytes.img && cmp disk.qcow2 bytes.img";
     shell(&scratch, line).success();
@@ -223,8 +223,8 @@ fn a_rate_is_not_exceeded() {
     let scratch = Scratch::new();
     let disk = scratch.image_of("disk.img", &random_bytes(&mut seeded(), 3 << 20));
     let [copy, over] = ["copy.qcow2", "over.qcow2"].map(|name| scratch.path(name));
-    // However slow the machine is, it is slower than without a limit: 2 MiB after the first
-    // second's take that long.
+    // The limit determines the time also on a slow machine: after the first second's budget, 2 MiB
+    // take at least this long.
     let limit = Duration::from_millis(500);
     for words in [
         &["convert", "-r", "1M", disk.str(), str(&copy)][..],
@@ -233,7 +233,7 @@ fn a_rate_is_not_exceeded() {
     ] {
         if words.contains(&"-n") {
             command(&["create", "-b", str(&copy), "-F", "qcow2", str(&over)]).success();
-            // Other bytes than those behind it.
+            // The new data differs from that of the backing file.
             std::fs::write(disk.path(), random_bytes(&mut seeded(), 3 << 20)).expect("written");
             let mut other = disk.content();
             other.reverse();
@@ -243,7 +243,7 @@ fn a_rate_is_not_exceeded() {
         command(words).success();
         assert!(start.elapsed() > limit, "{words:?} {:?}", start.elapsed());
     }
-    // No limit, and not that nothing is written.
+    // A limit of 0 means no limit.
     let target = scratch.path("unlimited.img");
     command(&["convert", "-r", "0", disk.str(), str(&target)]).success();
 }

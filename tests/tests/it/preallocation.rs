@@ -1,5 +1,5 @@
-//! `blockhouse create -o preallocation=...`: the space is taken, the image is as QEMU's, and one
-//! that does not fit leaves nothing behind.
+//! `blockhouse create -o preallocation=...`: the space is allocated, the image equals QEMU's, and
+//! an image that does not fit leaves no file.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn allocated(path: &Path) -> u64 {
     std::fs::metadata(path).expect("it is there").blocks() * 512
 }
 
-/// Creates an image; `None` where the file system sets no space aside.
+/// Creates an image; `None` if the file system cannot preallocate space.
 fn create(options: &str, format: &str, image: &Path) -> Option<Outcome> {
     let _ = std::fs::remove_file(image);
     let outcome = command(&["create", "-f", format, "-o", options, str(image), "8M"]);

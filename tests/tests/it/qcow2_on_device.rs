@@ -1,4 +1,4 @@
-//! qcow2 images on block devices that held something else: made, copied to, served, resized and
+//! qcow2 images on block devices with stale data: they are created, copied to, served, resized and
 //! checked.
 
 use std::path::Path;
@@ -8,7 +8,7 @@ use blockhouse_tests::nbd::{Client, command as request, errno, flag};
 use blockhouse_tests::{LoopDevice, Scratch, Serve, need, random_bytes, require, seeded};
 
 const MIB: u64 = 1 << 20;
-/// No multiple of a cluster.
+/// Bytes of the device, not a multiple of a cluster.
 const ROOM: u64 = 24 * MIB + 512;
 
 /// Fills a device with bytes that must never be read again.
@@ -46,7 +46,7 @@ fn images_are_made_on_devices_and_show_nothing_of_what_was_there() {
         qemu_io("qcow2", device.path(), &["read -P 0 0 5000", "read -P 0 5009 1M"]);
         check(device.path());
     }
-    // A disk that does not fit is refused with the device as it was.
+    // A disk that does not fit is refused, and the device is not changed.
     let before = file.content();
     let create = ["create", "-f", "qcow2", "-o", "preallocation=metadata", name, "64M"];
     command(&create).failure("and the image needs");
@@ -81,11 +81,11 @@ fn copies_go_to_devices() {
         with(more).success();
         same();
     }
-    // Into the image that is there.
+    // Converts into an existing image.
     command(&["create", "-f", "qcow2", name, "8M"]).success();
     with(&["-n"]).success();
     same();
-    // A device that is its own source stays as it is.
+    // A device that is its own source is not changed.
     let onto_itself = ["convert", "--force", "-f", "qcow2", "-O", "qcow2", name, name];
     command(&onto_itself).failure("locked");
     command(&["convert", "--force", "-f", "raw", "-O", "qcow2", file.str(), name])
@@ -109,7 +109,7 @@ fn a_served_image_on_a_device_ends_with_it() {
         (0..40).take_while(|at| client.write(at * 2 * MIB, &piece, 0) == 0).count() as u64;
     assert!((18..24).contains(&written), "{written}");
     assert_eq!(client.write(900 * MIB, &piece, 0), errno::ENOSPC);
-    // Space that is given back is used again, and reads as zeros around new data.
+    // Discarded space is used again, and reads as zeros around new data.
     assert_eq!(client.simple(request::TRIM, 0, 8 * MIB, 0), 0);
     assert_eq!(client.flush(), 0);
     assert_eq!(client.write(950 * MIB + 1000, &[4; 24], flag::FUA), 0);

@@ -1,5 +1,4 @@
-//! Commands and names of images that are qemu-img's: dd, amend, --image-opts, json:, info
-//! --backing-chain.
+//! Commands and image names of qemu-img: dd, amend, --image-opts, json:, info --backing-chain.
 
 use std::path::Path;
 
@@ -41,8 +40,8 @@ fn dd_copies_what_qemu_imgs_copies() {
             command(&[&head[..], &[&to], words].concat()).success();
             qemu_img(&[&head[..], &[&to_theirs], words].concat()).success();
             let [ours, theirs] = [&to, &to_theirs].map(|word| &word["of=".len()..]);
-            // Not strictly: that asks whether the whole disk lies in one piece in the file, and
-            // copies in parallel take clusters in any order.
+            // Without -s: a strict comparison also compares allocation, and parallel copies
+            // allocate clusters in any order.
             qemu_img(&["compare", "-f", format, "-F", format, ours, theirs]).success();
             let size = |image: &str| info(Path::new(image))["virtual-size"].clone();
             assert_eq!(size(ours), size(theirs), "{words:?}");
@@ -109,7 +108,7 @@ fn options_are_changed_in_place_as_qemu_img_changes_them() {
     assert!(command(&["amend", "-o", "help"]).success().stdout.contains("lazy_refcounts"));
 }
 
-/// The content of an image: the disk, and that of its snapshot.
+/// The content of an image: of its disk, and of its snapshot.
 fn contents(scratch: &Scratch, image: &Path, snapshot: Option<&str>) -> Vec<Vec<u8>> {
     let raw = scratch.path("contents.raw");
     let read = |words: &[&str]| {
@@ -155,7 +154,7 @@ fn images_become_ones_of_version_2_as_by_qemu_img() {
             qemu_img(&["check", str(image)]).success();
             command(&["check", str(image)]).success();
         }
-        // It goes on as any other, and back.
+        // The image can be used like any other, and be amended back.
         qemu_io("qcow2", &image, &["write -P 7 0 64k", "read -P 7 0 64k"]);
         command(&["amend", "-o", "compat=1.1", str(&image)]).success();
         qemu_img(&["check", str(&image)]).success();
@@ -245,7 +244,7 @@ fn a_chain_is_told_as_qemu_img_tells_it() {
     for (ours, theirs) in ours.iter().zip(&theirs) {
         for (key, value) in theirs.as_object().expect("an image") {
             match key.as_str() {
-                // Bitmaps of features that one of both programs counts otherwise are not in it.
+                // Only the type is compared, because the programs report different details.
                 "format-specific" => assert_eq!(ours[key]["type"], value["type"]),
                 "snapshots" => assert_eq!(ours[key][0]["name"], value[0]["name"]),
                 _ => assert_eq!(&ours[key], value, "{key}"),
@@ -254,7 +253,7 @@ fn a_chain_is_told_as_qemu_img_tells_it() {
     }
     let text = command(&["info", "--backing-chain", str(&top)]).success().stdout;
     assert_eq!(text.matches("\nfile format: ").count(), 3, "{text}");
-    // A file that the policy refuses is not looked at.
+    // A file that the policy refuses is not opened.
     let elsewhere = scratch.path("elsewhere");
     std::fs::create_dir(&elsewhere).expect("a folder");
     let outside = elsewhere.join("outside.qcow2");

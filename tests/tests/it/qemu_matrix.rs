@@ -1,7 +1,7 @@
-//! Every option of a qcow2 image, both ways: images that QEMU's tools made and wrote to are served
-//! and written to by `qemu-io` through NBD; images that `blockhouse create` made, and a server
-//! wrote to, are written to by `qemu-io` directly. After each `qemu-img check` finds neither errors
-//! nor leaks, and the disk equals a flat model.
+//! Every option of a qcow2 image, in both directions: images that QEMU's tools made and wrote to
+//! are served, and `qemu-io` writes to them through NBD; images that `blockhouse create` made and a
+//! server wrote to are written to by `qemu-io` directly. After each step `qemu-img check` finds
+//! neither errors nor leaks, and the disk equals a flat model.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,9 +12,9 @@ use blockhouse_tests::{
 use fastrand::Rng;
 use lab_images::{Backing, LAYOUTS, Layout};
 
-/// No multiple of the larger clusters.
+/// Bytes of the disk, not a multiple of the larger cluster sizes.
 const SIZE: u64 = (3 << 20) + 512 * 7;
-/// The backing file ends before the disk does.
+/// Bytes of the backing file, which is shorter than the disk.
 const BACKING_SIZE: u64 = 2 << 20;
 const REQUESTS: usize = 40;
 
@@ -33,7 +33,7 @@ fn text(path: &Path) -> &str {
     path.to_str().expect("a plain name")
 }
 
-/// An image, and what its disk has to be.
+/// An image, and the expected content of its disk.
 struct Case<'a> {
     scratch: &'a Scratch,
     name: String,
@@ -47,7 +47,7 @@ impl<'a> Case<'a> {
         let image = scratch.path("disk.qcow2");
         let mut model = vec![0; SIZE as usize];
         let (raw, middle) = (scratch.path("raw.img"), scratch.path("middle.qcow2"));
-        // QEMU finds other names from its working folder.
+        // An absolute path, because QEMU resolves others relative to its working folder.
         let folder = image.parent().expect("a folder");
         let options = layout.options.replace("PATH", text(folder));
         let mut all = options.clone();
@@ -75,7 +75,7 @@ impl<'a> Case<'a> {
         case
     }
 
-    /// Random writes, zero writes and discards for `qemu-io`; the model has them afterwards.
+    /// Random writes, zero writes and discards for `qemu-io`, which are also applied to the model.
     fn commands(&mut self, random: &mut Rng, count: usize) -> Vec<String> {
         (0..count)
             .map(|_| {
@@ -106,12 +106,12 @@ impl<'a> Case<'a> {
             .collect()
     }
 
-    /// Compressed clusters, as QEMU makes them, in a part of the disk.
+    /// Writes compressed clusters with QEMU to a part of the disk.
     fn pack(&mut self, random: &mut Rng) {
         let info = run(tool("qemu-img").args(["info", "--output=json"]).arg(&self.image)).success();
         let info: serde_json::Value = serde_json::from_str(&info.stdout).expect("JSON");
         let cluster = info["cluster-size"].as_u64().expect("a number");
-        // QEMU packs no cluster that has a place already.
+        // QEMU writes no compressed data to an allocated cluster.
         let mut clusters: Vec<u64> = (0..SIZE.div_ceil(cluster)).collect();
         random.shuffle(&mut clusters);
         let commands: Vec<_> = clusters
@@ -143,7 +143,7 @@ impl<'a> Case<'a> {
         server.stop();
     }
 
-    /// The image is sound and its disk is the model.
+    /// Checks that the image has no errors and its disk equals the model.
     fn verify(&self) {
         qemu_img(&["check", "-q", "-f", "qcow2", text(&self.image)]);
         self.compare(text(&self.image), "qcow2");
@@ -170,13 +170,13 @@ fn qemu_io(options: &[&str], image: &str, format: &str, commands: &[String]) {
     assert_eq!(failed, None, "{}", outcome.stderr);
 }
 
-/// A quarter of the matrix, with images of one maker, so that several run side by side.
+/// Tests a quarter of the matrix, with images of one maker, so that several tests run in parallel.
 fn go_through(maker: Maker, quarter: usize) {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let mut random = seeded();
     for layout in LAYOUTS.iter().skip(quarter).step_by(4) {
         eprintln!("{layout:?}, by {maker:?}");
-        // Space that is set aside and reads as zeros is nothing that tmpfs has.
+        // tmpfs has no unwritten extents.
         let is_reserved = layout.option("preallocation") == Some("falloc");
         let scratch = if is_reserved { Scratch::new() } else { Scratch::in_memory() };
         let mut case = Case::new(&scratch, maker, layout, &mut random);

@@ -1,4 +1,5 @@
-//! `serve --qmp`: the same session as with QEMU's own qemu-storage-daemon, answer by answer.
+//! `serve --qmp`: a session is compared with that of QEMU's own qemu-storage-daemon, answer by
+//! answer.
 
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -17,7 +18,7 @@ use self::Step::{Differs, Keys, Same};
 
 const MIB: u64 = 1 << 20;
 
-/// Waits for what must come.
+/// Waits until a condition holds, which must become true.
 pub(crate) fn wait_until(what: &str, condition: impl FnMut() -> bool) {
     assert!(eventually(Duration::from_secs(30), condition), "{what}");
 }
@@ -31,7 +32,7 @@ pub(crate) fn serve(scratch: &Scratch) -> (Server, Qmp) {
     (server, qmp)
 }
 
-/// QEMU's storage daemon. It ends with the test.
+/// QEMU's storage daemon; killed on drop.
 struct Peer(Child);
 
 impl Peer {
@@ -55,15 +56,15 @@ impl Drop for Peer {
 
 /// A message, and how its answers compare.
 enum Step {
-    /// They are the same, but for what is never the same.
+    /// The answers are the same, except for parts that always differ.
     Same(&'static str),
-    /// They have the same keys.
+    /// The answers have the same keys.
     Keys(&'static str),
-    /// Ours has these words, because of this.
+    /// Our answer differs: it has these words, for this reason.
     Differs(&'static str, &'static str, #[expect(dead_code, reason = "for readers")] &'static str),
 }
 
-/// DIR is the folder of the images.
+/// The messages of the session. DIR stands for the folder of the images.
 const SESSION: &[Step] = &[
     // Messages.
     Same("{'execute':'qmp_capabilities'}"),
@@ -159,7 +160,7 @@ const SESSION: &[Step] = &[
     Keys(
         "{'execute':'blockdev-snapshot-delete-internal-sync','arguments':{'device':'d','name':'s'}}",
     ),
-    // One whose name is the id of the other.
+    // A snapshot whose name is the id of another.
     Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'s'}}"),
     Same("{'execute':'blockdev-snapshot-internal-sync','arguments':{'device':'d','name':'1'}}"),
     Keys(
@@ -229,7 +230,7 @@ const SESSION: &[Step] = &[
     Same(
         "{'execute':'blockdev-snapshot-sync','arguments':{'node-name':'d','snapshot-file':'x','snapshot-node-name':'s','mode':'zz'}}",
     ),
-    // Copies that cannot be.
+    // Copies that are impossible.
     Same(
         "{'execute':'blockdev-mirror','arguments':{'job-id':'m','device':'zz','target':'o','sync':'full'}}",
     ),
@@ -310,7 +311,7 @@ const SESSION: &[Step] = &[
     Same("{'execute':'nbd-server-remove','arguments':{'name':'o'}}"),
     Same("{'execute':'block-export-del','arguments':{'id':'e','mode':'hard'}}"),
     Same("{'execute':'nbd-server-stop'}"),
-    // Jobs that there are not.
+    // Jobs that do not exist.
     Same("{'execute':'query-jobs'}"),
     Same("{'execute':'query-block-jobs'}"),
     Same("{'execute':'job-cancel','arguments':{'id':'zz'}}"),
@@ -336,7 +337,7 @@ const SESSION: &[Step] = &[
     Same("{'execute':'block_set_io_throttle','arguments':{}}"),
 ];
 
-/// Images for one of both servers.
+/// Makes the images of one of the servers.
 fn images(scratch: &Scratch, folder: &str) -> String {
     let folder = scratch.path(folder);
     std::fs::create_dir(&folder).expect("a folder");
@@ -345,7 +346,7 @@ fn images(scratch: &Scratch, folder: &str) -> String {
         qemu_img(&["create", "-q", "-f", "qcow2", &path(name), "1M"]).success();
     }
     qemu_io("qcow2", Path::new(&path("e")), &["write -P 7 0 1M"]);
-    // A base that a commit writes to has one overlay.
+    // A base that a commit writes to must have only one overlay.
     for (overlay, base) in [("o", "b"), ("p", "b"), ("c", "cb")] {
         if !Path::new(&path(base)).exists() {
             qemu_img(&["create", "-q", "-f", "qcow2", &path(base), "1M"]).success();
@@ -357,7 +358,7 @@ fn images(scratch: &Scratch, folder: &str) -> String {
     str(&folder).to_owned()
 }
 
-/// Takes out what is never the same.
+/// Removes parts that always differ.
 fn without_moments(mut value: Value) -> Value {
     match &mut value {
         Value::Object(object) => {
@@ -372,7 +373,7 @@ fn without_moments(mut value: Value) -> Value {
     value
 }
 
-/// The keys of a value, and those of what is in it.
+/// The keys of a value, recursively.
 fn keys(value: &Value) -> Value {
     match value {
         Value::Object(object) => {
@@ -383,7 +384,7 @@ fn keys(value: &Value) -> Value {
     }
 }
 
-/// Both servers, each with images of its own.
+/// Both servers, each with its own images.
 struct Both {
     scratch: Scratch,
     _server: Server,
@@ -408,7 +409,7 @@ impl Both {
         Ok(Self { scratch, _server: server, _peer: peer, ours, theirs, folders })
     }
 
-    /// With the nodes o, mid over it and top over that.
+    /// Starts both servers with the node o, mid over o, and top over mid.
     fn start_with_chain() -> Result<Self, String> {
         let mut both = Self::start()?;
         both.ask_same(&add("o"));
@@ -438,7 +439,7 @@ impl Both {
         })
     }
 
-    /// The answer of both to a message, which is the same.
+    /// The answer of both to a message, which must be the same.
     fn ask_same(&mut self, message: &str) -> Value {
         let [ours, theirs] = self.ask(message);
         assert_eq!(ours, theirs, "{message}");
@@ -465,8 +466,8 @@ impl Both {
             .map(|qmp| qmp.events_until(job, status).into_iter().map(without_moments).collect())
     }
 
-    /// Waits for the end of a job. Its events and statuses are the same at both, but for those
-    /// that QEMU tells only of a slow job.
+    /// Waits for the end of a job. Its events and statuses must be the same in both, except for
+    /// those that QEMU sends only for a slow job.
     fn same_statuses_until_end(&mut self, job: &str) {
         let [ours, theirs] = self.events_until(job, "null").map(|mut events| {
             events.retain(is_sure);
@@ -478,7 +479,7 @@ impl Both {
         assert_eq!(ours, theirs);
     }
 
-    /// The backing file of the node top, which is the same at both, as is its depth.
+    /// The backing file of the node top, which must be the same in both, and so must its depth.
     fn same_backing_of_top(&mut self) -> Value {
         let [ours, theirs] = self.ask("{'execute':'query-named-block-nodes'}").map(|answer| {
             let nodes = answer["return"].as_array().cloned().unwrap_or_default();
@@ -532,13 +533,13 @@ fn nodes_have_the_keys_of_qemu() {
     let find = |answer: &Value, name: &str| {
         let nodes = answer["return"].as_array().expect("a list").iter();
         let mut node = nodes.clone().find(|node| node["node-name"] == name).expect(name).clone();
-        // Moments, and the space that a file takes.
+        // Times and allocated sizes always differ.
         node["image"]["actual-size"].take();
         node["image"]["snapshots"].take();
         if let Some(image) = node["image"].get_mut("backing-image") {
             image["actual-size"].take();
         }
-        // The length of the file: metadata is elsewhere in it.
+        // The file's length differs, because metadata is at other offsets.
         if name == "pf" {
             node["image"]["virtual-size"].take();
         }
@@ -550,8 +551,8 @@ fn nodes_have_the_keys_of_qemu() {
         let [ours, theirs] = both.ask(&message);
         for name in ["p", "pf"] {
             let (mut ours, mut theirs) = (find(&ours, name), find(&theirs, name));
-            // QEMU puts the default of the header's cluster size and of backing files there, which
-            // are no nodes here.
+            // QEMU shows default values there, of the cluster size and of backing files, which are
+            // not nodes in our server.
             [&mut ours, &mut theirs].into_iter().for_each(|node| {
                 if let Some(image) =
                     node["image"].get_mut("backing-image").and_then(Value::as_object_mut)
@@ -563,7 +564,7 @@ fn nodes_have_the_keys_of_qemu() {
             assert_eq!(ours, theirs, "{name}, flat {flat}");
         }
     }
-    // A node that another one is on, and the order of nodes.
+    // A node that another node uses, and the order of nodes.
     both.ask_same("{'execute':'blockdev-add','arguments':{'driver':'file','node-name':'ef','filename':'DIR/e'}}");
     both.ask_same(
         "{'execute':'blockdev-add','arguments':{'driver':'qcow2','node-name':'e','file':'ef'}}",
@@ -604,7 +605,7 @@ fn a_stream_ends_at_a_base() {
         both.ask_same(&stream(base));
     }
     both.ask_same(&stream("'base-node':'o'"));
-    // QEMU counts what it looks at, and this program what it copies: nothing here.
+    // QEMU's progress counts bytes that it examines, ours bytes that it copies, which are 0 here.
     both.same_statuses_until_end("j");
     assert_eq!(both.same_backing_of_top(), "DIR/o");
 }
@@ -636,7 +637,7 @@ fn a_commit_of_an_image_behind_the_disk_completes_by_itself() {
 fn jobs_have_the_statuses_and_events_of_qemu() {
     let mut both = require!(Both::start());
     ["o", "p", "c"].iter().for_each(|node| _ = both.ask_same(&add(node)));
-    // One that is cancelled, after a while.
+    // A stream that is cancelled after a while.
     both.ask_same("{'execute':'block-stream','arguments':{'job-id':'k','device':'p','speed':1}}");
     both.ask_same("{'execute':'job-cancel','arguments':{'id':'k'}}");
     let [ours, theirs] = both.events_until("k", "null");
@@ -662,7 +663,7 @@ fn jobs_have_the_statuses_and_events_of_qemu() {
     both.ask_same("{'execute':'block-job-pause','arguments':{'device':'j'}}");
     both.ask_same("{'execute':'block-job-resume','arguments':{'device':'j'}}");
     both.ask_same("{'execute':'block-job-set-speed','arguments':{'device':'j','speed':0}}");
-    // QEMU's job is not paused where it is resumed before it has got to that.
+    // QEMU's job may be resumed before it has paused.
     let [ours, theirs] = both.events_until("j", "null").map(|mut events| {
         events.retain(is_sure);
         events
@@ -685,7 +686,7 @@ fn jobs_have_the_statuses_and_events_of_qemu() {
     assert_eq!(ours, theirs);
 }
 
-/// Whether QEMU tells an event however quick the job is.
+/// Whether QEMU sends an event also for a fast job.
 fn is_sure(event: &Value) -> bool {
     !["paused", "running", "standby"].iter().any(|status| event["data"]["status"] == *status)
 }
@@ -698,7 +699,7 @@ fn copies_have_the_statuses_and_events_of_qemu() {
     let told = |both: &mut Both, job: &str, last: &str| {
         let [ours, theirs] = both.events_until(job, last).map(|mut events| {
             events.retain(is_sure);
-            // The first sector, which is a mark until the end, is not counted here.
+            // Our server does not count the first sector, which has the mark until the end.
             for event in &mut events {
                 let data = event["data"].as_object_mut().expect("an object");
                 data.retain(|key, _| key != "len" && key != "offset");
@@ -708,7 +709,7 @@ fn copies_have_the_statuses_and_events_of_qemu() {
         assert_eq!(ours, theirs, "{ours:#?} {theirs:#?}");
     };
     told(&mut both, "b", "null");
-    // A mirror that ends as a copy, and one that ends in the other node.
+    // A mirror that ends as a copy, and one that switches to the other node.
     for (name, end, arguments) in
         [("m", "block-job-cancel", "'device':'m'"), ("n", "job-complete", "'id':'n'")]
     {

@@ -1,4 +1,4 @@
-//! QMP: what happens to several disks at one moment (overlays, bitmaps, backups), and disks that
+//! QMP: transactions on several disks at one moment (overlays, bitmaps, backups), and disks that
 //! are copied to other nodes.
 
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
 
-/// A server with a disk that is not looked at, and clients of two sockets.
+/// A server with a disk that the tests do not use, and clients of its two sockets.
 struct Rig {
     scratch: Scratch,
     _server: Server,
@@ -20,8 +20,8 @@ struct Rig {
 }
 
 impl Rig {
-    /// With qcow2 images of 1 MiB of these names, whose first 64 KiB hold 7, as disks that NBD
-    /// clients may write to.
+    /// Starts a server with qcow2 images of 1 MiB with these names, whose first 64 KiB hold 7, as
+    /// disks that NBD clients may write to.
     fn start(names: &[&str]) -> Result<Self, String> {
         need::tools(&["qemu-img", "qemu-io"])?;
         let scratch = Scratch::new();
@@ -58,7 +58,7 @@ impl Rig {
         qemu_img(&words).success();
     }
 
-    /// A node of the format of an image of its name.
+    /// The description of a format node over the image of its name.
     fn node(&self, name: &str) -> Value {
         let file = json!({ "driver": "file", "node-name": format!("{name}f"), "filename": self.path(name) });
         json!({ "driver": "qcow2", "node-name": name, "file": file })
@@ -86,7 +86,7 @@ impl Rig {
         self.qmp.refused("transaction", json!({ "actions": actions }))
     }
 
-    /// The names of nodes, with those of files.
+    /// The names of all nodes, also of file nodes.
     fn nodes(&mut self) -> Vec<String> {
         let nodes = self.qmp.get("query-named-block-nodes", json!({}));
         let nodes = nodes.as_array().expect("a list").iter();
@@ -98,7 +98,7 @@ impl Rig {
     }
 }
 
-/// The bitmaps of a node: names, and how many bytes each says.
+/// The bitmaps of a node: their names and numbers of dirty bytes.
 pub(crate) fn bitmaps(qmp: &mut Qmp, node: &str) -> Vec<(String, u64)> {
     let nodes = qmp.get("query-named-block-nodes", json!({}));
     let mut nodes = nodes.as_array().expect("a list").iter();
@@ -114,7 +114,7 @@ fn action(kind: &str, data: Value) -> Value {
     json!({ "type": kind, "data": data })
 }
 
-/// Bytes at some offsets of an image, as QEMU reads it.
+/// Checks bytes at some offsets of an image, as QEMU reads it.
 fn check_bytes(image: &Path, bytes: &[(u64, u8)]) {
     let steps = bytes.iter().map(|(offset, byte)| format!("read -P {byte} {offset} 512"));
     let steps: Vec<_> = steps.collect();
@@ -137,13 +137,13 @@ fn overlays_of_several_disks_are_put_on_at_one_moment_or_none_is() {
         let data = json!({ "node-name": node, "snapshot-file": file, "snapshot-node-name": name });
         action("blockdev-snapshot-sync", data)
     };
-    // One that cannot be made leaves all disks as they are.
+    // If one overlay cannot be made, no disk changes.
     let failing = [sync("a", rig.path("a1"), "a1"), sync("b", rig.path("taken"), "b1")];
     assert!(rig.refused(&failing).contains("exists already"));
     assert!(!rig.path("a1").exists() && rig.nodes().iter().all(|node| node != "a1"));
     let doomed = [sync("a", rig.path("a1"), "a1"), action("abort", json!({}))];
     assert_eq!(rig.refused(&doomed), "Transaction aborted using Abort action");
-    // One is made, the other one is a node already.
+    // The transaction makes one overlay; the other is a node already.
     rig.new_overlay("b1", "b");
     let mut overlay = rig.node("b1");
     overlay["backing"] = Value::Null;
@@ -166,7 +166,7 @@ fn overlays_of_several_disks_are_put_on_at_one_moment_or_none_is() {
     let why = rig.qmp.refused("blockdev-del", json!({ "node-name": "b" }));
     assert_eq!(why, "Node 'b' is busy: node is used as backing hd of 'b1'");
     assert_eq!(rig.qmp.refused("blockdev-del", json!({ "node-name": "a1" })), "Node a1 is in use");
-    // The overlay of a goes back into a.
+    // The overlay of a is committed into a.
     let commit = json!({ "job-id": "c", "device": "a1", "base-node": "a" });
     rig.qmp.get("block-commit", commit);
     rig.qmp.events_until("c", "ready");
@@ -174,7 +174,7 @@ fn overlays_of_several_disks_are_put_on_at_one_moment_or_none_is() {
     rig.qmp.events_until("c", "null");
     assert_eq!(clients[0].write(4096, &[3; 512], 0), 0);
     assert!(rig.nodes().iter().all(|node| node != "a1"));
-    // When the overlay of b goes, b is a disk of its own again.
+    // When the overlay of b is removed, b is a separate disk again.
     drop(clients);
     for export in ["a", "b"] {
         rig.qmp.get("block-export-del", json!({ "id": export, "mode": "hard" }));
@@ -195,7 +195,7 @@ fn an_overlay_with_data_is_refused() {
     rig.add("used");
     let snapshot = json!({ "node": "a", "overlay": "used" });
     assert!(rig.qmp.refused("blockdev-snapshot", snapshot).contains("was written to"));
-    // It is a disk as before, and so is the other one.
+    // Both disks work as before.
     rig.export("used", true);
     assert_eq!(rig.connect("used").read(65_536, 512), Ok(vec![9; 512]));
     assert_eq!(rig.connect("a").write(0, &[1; 512], 0), 0);
@@ -216,16 +216,16 @@ fn bitmaps_of_several_disks_change_together_or_not_at_all() {
         list.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect()
     };
     assert_eq!(rig.bitmaps("a"), expected(&[("one", 65_536)]));
-    // The second cannot be made: the image of b is full of names of it.
+    // The second action fails: b has a bitmap of this name already.
     assert_eq!(rig.refused(&[add("a", "two"), add("b", "one")]), "Bitmap already exists: one");
     let failing = [add("a", "two"), of("remove", "b", "none")];
     assert_eq!(rig.refused(&failing), "Dirty bitmap 'none' not found");
-    // A failure that is found out only when the change is made.
+    // A failure that is found only when the change is made.
     let long = "x".repeat(1024);
     assert!(rig.refused(&[of("clear", "a", "one"), add("b", &long)]).contains("1 to 1023 bytes"));
     assert_eq!(rig.bitmaps("a"), expected(&[("one", 65_536)]));
     assert_eq!(rig.bitmaps("b"), expected(&[("one", 0)]));
-    // Each action finds what those before it have made.
+    // Each action sees the results of those before it.
     let merge = json!({ "node": "a", "target": "sum", "bitmaps": ["one"] });
     rig.transact(&[
         add("a", "sum"),
@@ -278,7 +278,7 @@ fn backups_are_copies_of_disks_at_one_moment_and_bitmaps_say_what_follows() {
     let jobs = rig.qmp.get("query-jobs", json!({}));
     let mut jobs = jobs.as_array().expect("a list").iter();
     assert!(jobs.any(|job| job["id"] == "full-a" && job["type"] == "backup"));
-    // The guest goes on, and the target is busy.
+    // The guest continues to write, and the target is in use.
     assert_eq!(rig.connect("a").write(0, &[1; 512], 0), 0);
     assert_eq!(rig.connect("a").write(MIB / 2, &[1; 512], 0), 0);
     let export = json!({ "type": "nbd", "id": "x", "node-name": "full-a" });
@@ -294,7 +294,7 @@ fn backups_are_copies_of_disks_at_one_moment_and_bitmaps_say_what_follows() {
         rig.qmp.get("blockdev-del", json!({ "node-name": name }));
         check_bytes(&rig.path(name), &[(0, 7), (65_536, 0), (MIB / 2, 0)]);
     }
-    // An increment over it, which leaves the bitmap with what follows.
+    // An incremental backup over it; the bitmap then has only later changes.
     let increment = rig.path("inc");
     rig.new_overlay("inc", "full-a");
     rig.add("inc");
@@ -308,7 +308,7 @@ fn backups_are_copies_of_disks_at_one_moment_and_bitmaps_say_what_follows() {
     let own = map.as_array().expect("a list").iter().filter(|extent| extent["depth"] == 0);
     let own: u64 = own.filter_map(|extent| extent["length"].as_u64()).sum();
     assert_eq!(own, 131_072, "{map}");
-    // One that is cancelled leaves the bitmap with what it said.
+    // A cancelled backup leaves the bitmap as it was.
     assert_eq!(rig.connect("a").write(65_536, &[3; 512], 0), 0);
     rig.add("inc");
     let asked =
@@ -334,7 +334,7 @@ fn clients_read_disks_as_they_were_with_what_has_changed() {
     let why = rig.qmp.refused("block-export-add", export.clone());
     assert!(why.contains("stands on 'a'"), "{why}");
     assert!(rig.qmp.refused("blockdev-del", json!({ "node-name": "a" })).contains("in use"));
-    // As libvirt does it for a pull.
+    // As libvirt begins a pull backup.
     let bitmap = |name: &str, disabled: bool| {
         let data = json!({ "node": "a", "name": name, "persistent": true, "disabled": disabled });
         action("block-dirty-bitmap-add", data)
@@ -400,13 +400,13 @@ fn a_mirror_is_a_copy_or_the_image_in_which_its_disk_goes_on() {
         let byte = if name == "copy" { 1 } else { 2 };
         assert_eq!(client.write(0, &[byte; 512], 0), 0);
     }
-    // The copy is a disk of its own, and the disk goes on in the other one.
+    // The copy is a separate disk, and the disk continues in the other node.
     rig.qmp.get("blockdev-del", json!({ "node-name": "copy" }));
     check_bytes(&rig.path("copy"), &[(0, 7)]);
     assert_eq!(rig.qmp.get("query-block-exports", json!({}))[1]["node-name"], "next");
     assert_eq!(client.read(0, 512), Ok(vec![2; 512]));
     rig.qmp.get("blockdev-del", json!({ "node-name": "a" }));
-    // The name is free for another one.
+    // The name can be used for another node.
     rig.new_image("a2");
     let mut node = rig.node("a2");
     node["node-name"] = "a".into();
@@ -441,10 +441,10 @@ fn a_node_stands_on_another_one() {
     assert!(rig.qmp.refused("block-export-add", export).contains("use 'top'"));
     rig.qmp.get("block-export-del", json!({ "id": "top" }));
     rig.qmp.get("blockdev-del", json!({ "node-name": "top" }));
-    // It is a disk as before, which may be written to.
+    // The disk works as before and can be written to.
     rig.export("base", true);
     assert_eq!(rig.connect("base").write(0, &[1; 512], 0), 0);
-    // An image that names another one.
+    // An image whose header names another backing file.
     rig.new_image("other");
     rig.add("other");
     node["backing"] = "other".into();
@@ -479,14 +479,14 @@ fn images_are_made_and_nodes_reopened_as_tools_do_it() {
     assert_eq!(rig.connect("a").read(0, 512), Ok(vec![7; 512]));
     let info = json_of(&qemu_img(&["info", "-U", "--output=json", str(&path)]).success());
     assert_eq!(info["cluster-size"], 4096);
-    // One that fails.
+    // A creation that fails.
     let image = json!({ "driver": "qcow2", "file": "none", "size": MIB });
     rig.qmp.get("blockdev-create", json!({ "job-id": "c3", "options": image }));
     rig.qmp.events_until("c3", "concluded");
     let jobs = rig.qmp.get("query-jobs", json!({}));
     assert_eq!(jobs[0]["error"], "Cannot find device='none' nor node-name='none'");
     assert_eq!(rig.qmp.get("query-block-jobs", json!({})), json!([]));
-    // The disk refuses changes, and takes them again.
+    // The disk refuses writes, and then accepts them again.
     for (read_only, outcome) in [(true, 1), (false, 0)] {
         let options = json!({ "driver": "qcow2", "node-name": "made", "file": "madef", "read-only": read_only });
         rig.qmp.get("blockdev-reopen", json!({ "options": [options] }));
@@ -523,7 +523,7 @@ fn a_write_threshold_is_told_once_when_an_image_uses_more() {
         let node = nodes.find(|one| one["node-name"] == node).expect("it is there");
         node["write_threshold"].as_u64().expect("a number")
     };
-    // It has six clusters: its tables, and the one that holds 7.
+    // The image has six clusters: its metadata, and the data cluster with 7.
     let threshold = 8 << 16;
     rig.qmp.get("block-set-write-threshold", set("af", threshold));
     assert_eq!((told(&mut rig, "af"), told(&mut rig, "a")), (threshold, 0));

@@ -1,6 +1,6 @@
-//! What programs that drive QEMU send, typed at our qemu-storage-daemon: KubeVirt's overlay, which
-//! it makes with that program, the pull that libvirt makes for KubeVirt and virtnbdbackup, and the
-//! moves of Incus. The sequences are those of their public code.
+//! The QMP commands of programs that use QEMU, sent to our qemu-storage-daemon: the overlay that
+//! KubeVirt makes with that program, the pull backup that libvirt makes for KubeVirt and
+//! virtnbdbackup, and the disk moves of Incus. The sequences are from their public code.
 
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -22,7 +22,7 @@ const MIB: u64 = 1 << 20;
 const SIZE: u64 = 8 * MIB;
 const GRANULE: u64 = 64 << 10;
 
-/// The program under test by QEMU's name.
+/// The program under test, under QEMU's name.
 fn storage_daemon(scratch: &Scratch) -> Command {
     let program = scratch.path("qemu-storage-daemon");
     if !program.exists() {
@@ -31,7 +31,7 @@ fn storage_daemon(scratch: &Scratch) -> Command {
     Command::new(program)
 }
 
-/// A daemon with a monitor at a socket. It ends with the test.
+/// A daemon with a monitor at a socket; killed on drop.
 struct Daemon {
     scratch: Scratch,
     child: Child,
@@ -64,7 +64,7 @@ impl Daemon {
         self.scratch.path(name)
     }
 
-    /// Adds a node of a file, and one of a format on it, as libvirt names them.
+    /// Adds a file node, and a format node over it, with libvirt's names.
     fn add_both(&mut self, number: u32, file: &Path, backing: &Value) {
         let [storage, format] = nodes(number);
         self.add_storage(&storage, file);
@@ -85,7 +85,7 @@ impl Daemon {
         );
     }
 
-    /// Makes something, and waits until it is made.
+    /// Runs blockdev-create, and waits until it has completed.
     fn create(&mut self, options: Value) {
         self.qmp.get("blockdev-create", json!({ "job-id": "create", "options": options }));
         self.qmp.events_until("create", "concluded");
@@ -112,7 +112,7 @@ fn nodes(number: u32) -> [String; 2] {
     ["storage", "format"].map(|kind| format!("libvirt-{number}-{kind}"))
 }
 
-/// What an export says to have changed: offsets and lengths.
+/// The changed extents that an export reports: offsets and lengths.
 fn changed(socket: &Path, name: &str, bitmap: &str) -> Vec<(u64, u64)> {
     let image = format!(
         "driver=nbd,server.type=unix,server.path={},export={name},x-dirty-bitmap=qemu:dirty-bitmap:{bitmap}",
@@ -124,7 +124,7 @@ fn changed(socket: &Path, name: &str, bitmap: &str) -> Vec<(u64, u64)> {
     dirty.map(|one| (number(one, "start"), number(one, "length"))).collect()
 }
 
-/// The same changes leave the same bits as in QEMU's own daemon, in memory and in the image.
+/// The same changes set the same bits as in QEMU's own daemon, in memory and in the image.
 #[test]
 fn bitmaps_have_the_bits_of_qemu() {
     require!(need::tools(&["qemu-img", "qemu-io", "qemu-storage-daemon"]));
@@ -155,7 +155,7 @@ fn bitmaps_have_the_bits_of_qemu() {
     assert!(ours[0] != ours[1] && ours[1] != ours[2], "{ours:?}");
 }
 
-/// KubeVirt gives the program all lines at once, and looks only at its exit status.
+/// KubeVirt sends the program all lines at once, and checks only its exit status.
 #[test]
 fn kubevirt_makes_an_overlay_whose_data_is_its_raw_image() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -227,7 +227,7 @@ fn an_image_that_cannot_be_made_costs_no_file() {
     }
 }
 
-/// Two backups that a client pulls, the second one of what has changed since the first.
+/// Two backups that a client pulls, the second one of the changes since the first.
 #[test]
 fn libvirt_has_clients_pull_a_backup_and_an_increment() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -238,7 +238,7 @@ fn libvirt_has_clients_pull_a_backup_and_an_increment() {
     let mut daemon = Daemon::start(scratch);
     daemon.add_both(1, &disk, &Value::Null);
     let [_, source] = nodes(1);
-    // The guest, which goes on meanwhile.
+    // The guest, which continues meanwhile.
     let device = daemon.scratch.socket("guest");
     let addr = json!({ "type": "unix", "path": device });
     let export = json!({ "type": "vhost-user-blk", "id": "guest", "node-name": source,
@@ -300,7 +300,7 @@ fn libvirt_has_clients_pull_a_backup_and_an_increment() {
             daemon.qmp.get("blockdev-del", json!({ "node-name": node }));
         }
     }
-    // Checkpoints are in the image, and nothing else is.
+    // The image has the bitmaps of checkpoints, and nothing else.
     drop(guest);
     daemon.qmp.get("block-export-del", json!({ "id": "guest", "mode": "hard" }));
     for node in [&source, &nodes(1)[0]] {
@@ -313,8 +313,7 @@ fn libvirt_has_clients_pull_a_backup_and_an_increment() {
     qemu_io("qcow2", &disk, &["read -P 2 2M 4k", "read -P 3 3M 4k", "read -P 7 4M 64k"]);
 }
 
-/// A disk is copied to another place while its guest goes on in an overlay, which goes back into
-/// it.
+/// A disk is copied to another image while its guest writes to an overlay, which is then merged.
 #[test]
 fn incus_moves_a_disk_through_an_overlay() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -336,7 +335,7 @@ fn incus_moves_a_disk_through_an_overlay() {
     daemon.qmp.get("blockdev-add", node("qcow2", "root", &root));
     daemon.qmp.get("blockdev-add", node("qcow2", "snapshot", &overlay));
     daemon.qmp.get("blockdev-add", node("raw", "target", &target));
-    // Files by descriptors are a matter of QEMU's machines: its storage daemon has no such command
+    // Only QEMU's machines accept files by descriptors; its storage daemon has no such command,
     // either. Abstract sockets are refused by name.
     for command in ["add-fd", "getfd", "query-fdsets"] {
         let answer = daemon.qmp.ask(&json!({ "execute": command }).to_string());
@@ -349,7 +348,7 @@ fn incus_moves_a_disk_through_an_overlay() {
     daemon.serve(&socket);
     daemon.export("root", "root", json!({ "writable": true }));
     let mut guest = Client::at(&socket, "root");
-    // Bitmaps go on in the overlay, and come back with the disk.
+    // Bitmaps continue in the overlay, and return with the disk.
     for (name, persistent) in [("kept", true), ("brief", false)] {
         let bitmap = json!({ "node": "root", "name": name, "persistent": persistent });
         daemon.qmp.get("block-dirty-bitmap-add", bitmap);
@@ -368,7 +367,7 @@ fn incus_moves_a_disk_through_an_overlay() {
     assert_eq!(bitmaps(&mut daemon.qmp, "snapshot"), [brief, ("kept".to_owned(), GRANULE)]);
     let used = daemon.qmp.refused("blockdev-del", json!({ "node-name": "snapshot" }));
     assert!(used.contains("is in use"), "{used}");
-    // The target has what the root has, so only the overlay need be copied.
+    // The target has the content of the root, so only the overlay must be copied.
     let mirror = json!({ "device": "snapshot", "target": "target", "sync": "top",
         "job-id": "snapshot", "copy-mode": "write-blocking" });
     daemon.qmp.get("blockdev-mirror", mirror);

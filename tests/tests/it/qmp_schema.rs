@@ -1,4 +1,4 @@
-//! `query-qmp-schema`: each entity is a part of what QEMU's own storage daemon tells of it.
+//! `query-qmp-schema`: each entity is a subset of the one that QEMU's own storage daemon reports.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::{Command, Stdio};
@@ -10,7 +10,7 @@ use serde_json::Value;
 struct Schema(BTreeMap<String, Value>);
 
 impl Schema {
-    /// The answers of a program.
+    /// The schema of a program.
     fn of(mut program: Command) -> Self {
         let mut child = program
             .args(["--chardev", "stdio,id=c", "--monitor", "c"])
@@ -56,8 +56,8 @@ struct Comparison<'a> {
 }
 
 impl Comparison<'_> {
-    /// Refuses a type that is no part of QEMU's; `is_given`: what a client gives has all that QEMU
-    /// needs.
+    /// Asserts that a type is a subset of QEMU's. With `is_given`, for values from clients, it must
+    /// have every member that QEMU requires.
     fn compare(&mut self, ours: &str, theirs: &str, is_given: bool, path: &str) {
         if !self.seen.insert((ours.to_owned(), theirs.to_owned())) {
             return;
@@ -105,8 +105,8 @@ impl Comparison<'_> {
             let path = format!("{path}.{name}");
             let mut others = list_of(theirs, "members").iter();
             let other = others.find(|other| other["name"] == name).expect(&path);
-            // A member that is always given here may be optional for QEMU, and one from a client
-            // the other way round.
+            // In a result, a member that we always give may be optional in QEMU; in arguments, our
+            // optional member must be optional in QEMU.
             assert!(!is_given || is_needed(member) == is_needed(other), "{path}");
             assert!(is_given || !is_needed(other) || is_needed(member), "{path}");
             self.compare(text_of(member, "type"), text_of(other, "type"), is_given, &path);

@@ -1,5 +1,5 @@
-//! `serve --qmp`: beside the control socket, for clients that only read, at the end of the server
-//! and over an upgrade.
+//! `serve --qmp`: together with the control socket, for clients that only read, at the end of the
+//! server and over an upgrade.
 
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ fn what_qmp_adds_is_served_and_the_control_socket_knows_it() {
     qmp.get("nbd-server-stop", json!({}));
     assert!(!nbd.exists());
     qmp.get("blockdev-del", json!({ "node-name": "s" }));
-    // The file is a node by itself again.
+    // The file is a separate node again.
     let listed = qmp.get("query-named-block-nodes", json!({}));
     let names: Vec<_> =
         listed.as_array().expect("a list").iter().map(|node| &node["node-name"]).collect();

@@ -1,4 +1,4 @@
-//! Random requests of any alignment against a flat model in memory, many in flight side by side.
+//! Random requests of any alignment, many of them in flight, compared with a flat model in memory.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ const SIZE: usize = 1 << 20;
 const ROUNDS: usize = 60;
 const IN_FLIGHT: usize = 24;
 
-/// The content of the image: `None` where a discard left it open.
+/// The content of the image; `None` for bytes that a discard left undefined.
 struct Model(Vec<Option<u8>>);
 
 impl Model {
@@ -25,7 +25,7 @@ impl Model {
     }
 }
 
-/// A request and what it means for the model.
+/// A request and its effect on the model.
 enum Action {
     Read,
     Write(Vec<u8>),
@@ -34,14 +34,14 @@ enum Action {
     Nothing,
 }
 
-/// Splits the image at random places: the pieces do not overlap, but neighbours share sectors and
-/// pages, so that unaligned ones touch each other's blocks on the host while both are in flight.
+/// Splits the image at random offsets. The pieces do not overlap, but neighbours share sectors and
+/// pages, so that unaligned requests touch the same host blocks while both are in flight.
 fn pieces(random: &mut Rng) -> Vec<(usize, usize)> {
     let mut cuts: Vec<usize> = (0..2 * IN_FLIGHT)
         .map(|_| match random.u8(..4) {
             0 => random.usize(..SIZE),
             1 => random.usize(..SIZE) & !511,
-            // Crowded in a few pages.
+            // Many cuts within a few pages.
             _ => 300_000 + random.usize(..40_000),
         })
         .chain([0, SIZE])
@@ -68,7 +68,7 @@ fn choose(random: &mut Rng, length: usize) -> (u16, u16, Action) {
     }
 }
 
-/// Sends a batch of requests on several connections, then takes all replies.
+/// Sends a batch of requests on several connections, then receives all replies.
 fn round(clients: &mut [Client], random: &mut Rng, model: &mut Model) {
     let mut open = HashMap::new();
     for (offset, length) in pieces(random) {
@@ -103,7 +103,7 @@ fn round(clients: &mut [Client], random: &mut Rng, model: &mut Model) {
     }
 }
 
-/// The block status is true of its bytes, and covers the range without a gap.
+/// Checks that the block status agrees with the content, and covers the range without a gap.
 fn check_status(client: &mut Client, model: &Model) {
     let mut offset = 0;
     while offset < SIZE {

@@ -1,5 +1,5 @@
-//! Bitmaps of raw images, in the side file beside them: recorded while they are served, kept
-//! through kills and upgrades, and refused where the image was changed without them.
+//! Bitmaps of raw images, in a side file beside the image: they record while the image is served,
+//! survive kills and upgrades, and are refused if the image was changed without them.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,7 +42,7 @@ fn list(image: &Path) -> Value {
     json(&command(&["bitmap", "list", "--json", str(image)]).success())
 }
 
-/// The changes, as NBD clients are told.
+/// The dirty extents of a bitmap, as NBD clients see them.
 fn served_dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> {
     let serve = Serve::new(scratch, image).flag("--read-only").option("--bitmap", name);
     let server = serve.start();
@@ -52,8 +52,8 @@ fn served_dirty(scratch: &Scratch, image: &Path, name: &str) -> Vec<(u64, u64)> 
     dirty_extents(&told)
 }
 
-/// The same, as QEMU reads it from the side file. It looks for the data file in the folder that it
-/// runs in.
+/// The same, as QEMU reads it from the side file. QEMU looks for the data file in its working
+/// folder.
 fn qemu_dirty(image: &Path, name: &str) -> Vec<(u64, u64)> {
     let map = format!("--map=qemu:dirty-bitmap:{name}");
     let server = ["[", "qemu-nbd", "-r", "-f", "qcow2", "-B", name, "disk.img.bitmaps", "]"];
@@ -63,7 +63,7 @@ fn qemu_dirty(image: &Path, name: &str) -> Vec<(u64, u64)> {
     dirty_extents(&json(&run(&mut nbdinfo).success()))
 }
 
-/// Offset and length of what is dirty.
+/// Offset and length of the dirty extents.
 pub(crate) fn dirty_extents(told: &Value) -> Vec<(u64, u64)> {
     let number = |one: &Value, key| one[key].as_u64().expect("a number");
     let extents = told.as_array().expect("a list").iter().filter(|one| one["type"] == 1);
@@ -146,12 +146,12 @@ fn a_side_file_is_refused_where_the_image_was_changed_without_it() {
         let refused = command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
         assert!(refused.stderr.contains(*words), "{words}: {}", refused.stderr);
         command(&["bitmap", "add", str(&image), "new"]).failure("make a full backup");
-        // The guest goes on, without bitmaps.
+        // The guest continues, without bitmaps.
         let server = serve(&scratch, &image);
         write(&server, MIB);
         server.stop();
         command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
-        // As the hint says.
+        // Follows the hint of the error.
         std::fs::remove_file(side_file(&image)).expect("it is there");
         command(&["bitmap", "add", str(&image), "new"]).success();
         assert_eq!(list(&image)[0]["name"], "new");
@@ -170,7 +170,7 @@ fn a_killed_servers_side_file_is_refused_where_another_program_wrote_since() {
     server.signal(Signal::KILL);
     server.wait(LONG);
     assert_eq!(list(&image)[0]["name"], "changes");
-    // Later than a write of the server that was late could land.
+    // Later than a delayed write of the killed server could arrive.
     std::thread::sleep(Duration::from_secs(1));
     let mut bytes = std::fs::read(&image).expect("it is there");
     bytes[0] ^= 1;
@@ -223,7 +223,7 @@ fn refuse(image: &Path, options: &[&str]) {
     assert!(refused.stderr.contains("may lack changes"), "{}", refused.stderr);
 }
 
-/// A server that records changes is killed.
+/// Starts a server that records changes, and kills it.
 fn kill_one(scratch: &Scratch, image: &Path) {
     let mut server = serve(scratch, image);
     write(&server, MIB);
@@ -239,21 +239,21 @@ fn a_refused_side_file_stays_refused() {
     std::thread::sleep(Duration::from_secs(1));
     write_beside(&image);
     refuse(&image, &[]);
-    // Attempts that fail vouch for nothing.
+    // Failed commands do not make the bitmaps valid.
     let itself = side_file(&image);
     let resize = ["resize", "--format", "qcow2", str(&itself), "96M"];
     command(&resize).failure("name the raw image instead");
     let serve_itself = Serve::new(&scratch, &itself).option("--format", "qcow2");
     drop(serve_itself.refused());
     refuse(&image, &[]);
-    // Neither does a guest that goes on without bitmaps.
+    // Neither does a guest that continues without bitmaps.
     let server = serve(&scratch, &image);
     write(&server, 2 * MIB);
     server.stop();
     refuse(&image, &[]);
 }
 
-/// As after a restart of the host: the state file is gone, and with it all that tells.
+/// As after a reboot of the host: the state file is lost, and without it the changes are unknown.
 #[test]
 fn a_killed_servers_side_file_without_its_state_file_is_refused() {
     let scratch = Scratch::new();
@@ -281,7 +281,7 @@ fn a_side_file_of_another_user_is_refused() {
     std::os::unix::fs::chown(side_file(&image), Some(65_534), None).expect("root may");
     let refused = command(&["bitmap", "list", str(&image)]).failure("raw image has no bitmaps");
     assert!(refused.stderr.contains("owned by another user"), "{}", refused.stderr);
-    // A link is not taken for a side file.
+    // A symbolic link is not accepted as a side file.
     let kept = scratch.path("kept");
     std::fs::rename(side_file(&image), &kept).expect("the same folder");
     std::os::unix::fs::symlink(&kept, side_file(&image)).expect("a link");
@@ -309,8 +309,8 @@ fn covers(found: &[(u64, u64)], at: u64, length: u64) -> bool {
     found.iter().any(|(start, dirty)| *start <= at && start + dirty >= at + length)
 }
 
-/// A guest writes all the time: what it begins after the answer is in the bitmap, what it did long
-/// before is not.
+/// A guest writes all the time: the bitmap has the writes that begin after the answer, and not
+/// those from long before.
 #[test]
 fn a_raw_image_gets_its_first_bitmap_while_a_guest_writes() {
     require!(need::tools(&["nbdinfo"]));
@@ -358,13 +358,13 @@ fn a_raw_image_gets_its_first_bitmap_while_a_guest_writes() {
     }
 }
 
-/// Where a guest writes for the time of this number: a granule of its own, until they are used up.
+/// The offset of a guest's write number `number`: a new granule each, until all are used.
 fn place(number: u64) -> u64 {
     2 * MIB + number * 65_536 % (60 * MIB)
 }
 
-/// The bitmap lives through a kill and an upgrade of the server that has begun it, and the image
-/// stays locked.
+/// The bitmap survives a kill or an upgrade of the server that has begun it, and the image stays
+/// locked.
 #[test]
 fn a_bitmap_that_was_begun_beside_a_guest_outlives_the_server() {
     require!(need::tools(&["nbdinfo"]));
@@ -378,7 +378,7 @@ fn a_bitmap_that_was_begun_beside_a_guest_outlives_the_server() {
         command(&["bitmap", "list", str(&image)]).success();
         command(&["resize", str(&image), "96M"]).failure("the image is locked");
         if end == "kill" {
-            // Nothing was written since.
+            // Nothing was written since the bitmap began.
             server.signal(Signal::KILL);
             server.wait(LONG);
             server = serve(&scratch, &image);
@@ -447,7 +447,7 @@ fn a_served_image_that_cannot_have_a_side_file_goes_on_without() {
     };
     refuse(&link, &["named by its own path"]);
     refuse(&image, &["another file"]);
-    // An image with bitmaps is not taken for one that was made just now.
+    // An image with bitmaps is not taken for a new one.
     let server = serve(&scratch, &image);
     let other = scratch.path("other");
     std::fs::create_dir(&other).expect("a folder");
@@ -464,7 +464,7 @@ fn a_served_image_that_cannot_have_a_side_file_goes_on_without() {
     assert_eq!(list(&image)[0]["name"], "first");
 }
 
-/// The user has named the image, and the side file leads to nothing else.
+/// The user has named the image, and the side file refers to no other file.
 #[test]
 fn a_side_file_needs_no_permission_to_lead_to_its_image() {
     let scratch = Scratch::new();
@@ -510,7 +510,7 @@ fn a_first_bitmap_that_cannot_be_had_leaves_no_side_file() {
     assert!((0..3).all(|at| bytes[(at * MIB) as usize..][..131_072].iter().all(|&byte| byte == 7)));
 }
 
-/// The bitmaps that do not fit leave the raw image as it was.
+/// If there is no space for the bitmaps, the raw image is not changed.
 #[test]
 fn a_resize_that_finds_no_room_for_its_bitmaps_changes_nothing() {
     let scratch = Scratch::in_memory();
@@ -535,7 +535,7 @@ fn a_resize_that_finds_no_room_for_its_bitmaps_changes_nothing() {
     }
 }
 
-/// Long preparations are made while clients write.
+/// Clients can write during the long preparations.
 #[test]
 fn clients_go_on_while_a_raw_image_with_a_bitmap_becomes_much_longer() {
     let scratch = Scratch::new();
@@ -567,7 +567,7 @@ fn clients_go_on_while_a_raw_image_with_a_bitmap_becomes_much_longer() {
     assert_eq!(list[0]["name"], "changes", "{list}");
 }
 
-/// A kill leaves the old size or the new one, and all that was recorded.
+/// After a kill the image has the old or the new size, and the bitmap has all recorded changes.
 #[test]
 fn a_resize_that_a_kill_ends_leaves_the_bitmap_as_it_was() {
     require!(need::tools(&["nbdinfo"]));

@@ -1,5 +1,5 @@
-//! Images in Ceph, on a cluster of one machine: what commands read and write there, and what is
-//! served from there.
+//! Images in Ceph, on a cluster of one machine: commands read and write them, and servers export
+//! them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -20,8 +20,8 @@ use crate::jobs::{self, Writer};
 
 const MIB: usize = 1 << 20;
 
-/// The lock of a killed client is free when its watch has expired: 30 seconds, on a cluster that is
-/// not busy.
+/// The longest time until the lock of a killed client is free: when its watch has expired, after 30
+/// seconds on a cluster that is not busy.
 const LOCK_EXPIRES: Duration = Duration::from_secs(180);
 
 /// A name that no other test has.
@@ -88,7 +88,7 @@ fn a_served_image_is_durable_when_the_server_is_killed() {
     let theirs = ceph.qemu_location(&name);
     let steps = ["read -P 5 0 64k", "read -P 0 8M 1M", "read -P 9 9M 3M", "read -P 0 12M 52M"];
     qemu_io("raw", Path::new(&theirs), &steps);
-    // The next one waits until the cluster has noticed.
+    // The next server waits until the cluster has noticed.
     let server = Serve::new(&scratch, Path::new(&location)).start_within(LOCK_EXPIRES);
     qemu_io("raw", &uri, &["read -P 5 0 64k", "write -P 7 0 64k"]);
     server.stop();
@@ -109,7 +109,7 @@ fn a_second_writer_is_refused_with_the_name_of_the_first() {
     command(&["info", &location]).success();
     server.stop();
     serve(&other, &location).stop();
-    // An image without such a lock cannot be guarded.
+    // An image without the exclusive-lock feature is refused.
     ceph.rbd(&["feature", "disable", &name, "fast-diff", "object-map", "exclusive-lock"]).success();
     Serve::new(&other, image).refused().failed(&["rbd feature enable", "exclusive-lock"]);
 }
@@ -154,7 +154,7 @@ fn images_are_made_copied_and_resized_in_ceph() {
         (&info["format"], &info["virtual-size"]),
         (&"qcow2".into(), &(10 * 1024 * MIB).into())
     );
-    // It grows as clusters are written.
+    // The image in Ceph grows as clusters are written.
     let server = serve(&scratch, &at(&qcow2));
     let steps = ["write -P 3 0 70M", "write -f -P 4 5G 1M", "read -P 3 0 70M", "flush"];
     qemu_io("raw", Path::new(server.uri()), &steps);
@@ -180,13 +180,14 @@ fn images_are_made_copied_and_resized_in_ceph() {
     let overlay = scratch.path("overlay.qcow2");
     command(&["create", "-b", &at(&qcow2), "-F", "qcow2", str(&overlay)]).success();
     command(&["map", str(&overlay)]).failure("--allow-remote");
-    // A configuration is not the image's to choose.
+    // An image may not choose the configuration file.
     command(&["map", "--allow-remote", str(&overlay)]).failure("--allow-path 'rbd:");
     let allow = ["compare", "--allow-remote", "--allow-path", &at(&qcow2)];
     command(&[&allow[..], &[str(&overlay), &at(&copy)]].concat()).success();
 }
 
-/// Of an image whose snapshot 'two' has 4 KiB at 32 KiB that 'one' has not.
+/// Checks `map --since` on an image whose snapshot 'two' has 4 KiB at 32 KiB that 'one' does not
+/// have.
 fn changes_since_a_snapshot_are_told(ceph: &Ceph, name: &str) {
     let (location, two) = (ceph.location(name), ceph.location(&format!("{name}@two")));
     let told = |place: &str, since: &str, more: &[&str]| {
@@ -210,7 +211,7 @@ fn changes_since_a_snapshot_are_told(ceph: &Ceph, name: &str) {
     assert_eq!(told(&two, "one", &[]), [(32 << 10, 4 << 10, true)]);
     let text = command(&["map", &location, "--since", "two"]).success().stdout;
     assert!(text.contains("0x1400000       0x200           data"), "{text}");
-    // The answer of Ceph's own tool to the same question.
+    // Ceph's own tool reports the same extent.
     let theirs = ceph.rbd(&["diff", "--from-snap", "one", name]).success().stdout;
     assert!(theirs.contains("20971520"), "{theirs}");
     command(&["map", &location, "--since", "none"]).failure("has no snapshot 'none'");
@@ -252,7 +253,7 @@ fn snapshots_of_a_raw_image_are_those_of_ceph() {
     command(&["snapshot", "delete", &location, "zwei"]).failure("has no snapshot 'zwei'");
 }
 
-/// The answer to a write, over a connection of its own.
+/// Writes over a new connection; returns the error.
 fn write(server: &Server, offset: u64) -> u32 {
     let mut client = Client::open_with(&server.address(), Framing::Structured);
     let error = client.write(offset, &[5; 4096], 0);
@@ -260,7 +261,7 @@ fn write(server: &Server, offset: u64) -> u32 {
     error
 }
 
-/// A thread of its own writes the log, perhaps after the answer.
+/// Waits for words in the log, which a separate thread may write after the answer.
 fn assert_logs(server: &Server, words: &str) {
     let is_there = || server.log().contains(words);
     assert!(eventually(Duration::from_secs(60), is_there), "{words}: {}", server.log());
@@ -280,7 +281,7 @@ fn a_cluster_that_does_not_answer_fails_requests_and_is_used_again() {
     assert_eq!(write(&server, 4096), EIO);
     assert_logs(&server, "Connection timed out");
     ceph.restore();
-    // The client hears of it by itself.
+    // The RBD client notices by itself.
     let answers = || write(&server, 4096) == 0;
     assert!(eventually(Duration::from_secs(120), answers), "{}", server.log());
     ceph.stop_osd();
@@ -324,7 +325,7 @@ fn a_fenced_server_fails_every_write_until_it_is_started_again() {
     let client = status["watchers"][0]["address"].as_str().unwrap().to_owned();
     ceph.ceph(&["osd", "blocklist", "add", &client]).success();
     const ESHUTDOWN: u32 = 108;
-    // The OSD hears of it a moment later, from the monitor or from a client that knows.
+    // The OSD learns of the blocklist a little later, from the monitor or from a client.
     let is_refused = || {
         ceph.rbd(&["status", &name]).success();
         write(&server, 0) == ESHUTDOWN
@@ -355,8 +356,7 @@ fn a_guest_writes_what_clients_and_ceph_read() {
         assert_eq!(client.write(offset, &content(number + 1000), 0), 0);
         assert_eq!(guest.read(0, number), content(number + 1000));
     }
-    // Another client of Ceph changes the size, which the server carries out as the owner of the
-    // lock.
+    // Another client of Ceph requests a resize, which the server executes as the owner of the lock.
     ceph.rbd(&["resize", "--size", "32M", &name]).success();
     server.signal(Signal::HUP);
     let size = || run(tool("nbdinfo").args(["--size", server.uri()])).success().stdout;
@@ -381,7 +381,7 @@ fn a_disk_moves_to_ceph_and_back_while_its_client_writes() {
     command(&["create", str(&source), &jobs::SIZE.to_string()]).success();
     let control = scratch.socket("control");
     let server = Serve::new(&scratch, &source).option("--control", &control);
-    // Without a write cache, which the image in Ceph has not, either.
+    // Without a write cache, because the image in Ceph has none, either.
     let server = server.option("--cache", "writethrough").option("--sandbox", "off").start();
     let mut control = Control::connect(&control);
     let mut writer = Writer::new(&server.address(), seeded());
@@ -399,14 +399,14 @@ fn a_disk_moves_to_ceph_and_back_while_its_client_writes() {
             Serve::new(&Scratch::new(), image).refused().failed(&["locked", "client."]);
         }
     }
-    // The image in Ceph is free again, although the server goes on.
+    // The image in Ceph is unlocked, although the server still runs.
     let other = Scratch::new();
     serve(&other, &there).stop();
     server.stop();
 }
 
-/// The sandbox lets a server load no library. Threads of Ceph's library cannot be asked to drop
-/// what they began with.
+/// A server in the sandbox cannot load a library, so Ceph's is loaded before. Threads of that
+/// library keep the capabilities that they started with.
 #[test]
 fn a_server_of_an_image_in_ceph_keeps_few_capabilities() {
     let ceph = require!(ceph());
@@ -416,7 +416,7 @@ fn a_server_of_an_image_in_ceph_keeps_few_capabilities() {
     crate::sandbox::assert_few_capabilities(&server);
     server.assert_serves();
     server.stop();
-    // The base of a file.
+    // The image as the base of a file.
     let overlay = scratch.path("overlay.qcow2");
     let allowed = ["--allow-remote", "--allow-path", &location];
     let words = ["create", "-b", &location, "-F", "raw", str(&overlay), "8M"];

@@ -1,4 +1,4 @@
-//! Forks of disks in Ceph: clones of the cluster, made while clients write.
+//! Forks of disks in Ceph: RBD clones, made while clients write.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ fn location(name: &str) -> String {
     format!("rbd:rbd/{name}")
 }
 
-/// The names of the image's snapshots, also of those that clones keep.
+/// The list of the image's snapshots.
 fn snapshots(ceph: &Ceph, name: &str) -> String {
     ceph.rbd(&["snap", "ls", &format!("rbd/{name}")]).success().stdout
 }
@@ -61,7 +61,7 @@ fn a_disk_in_ceph_is_cloned_while_its_client_writes() {
         ctl(&scratch, &["fork", &name, "--child-file", &location(&later)]).success();
     });
     assert_eq!(snapshots(&ceph, &name), "", "clones need no snapshot of theirs");
-    // The child has its own changes.
+    // The child gets its own changes.
     ctl(&scratch, &["export", "kid", &nbd_uri("kid", scratch.socket("kid"))]).success();
     let mut other =
         Writer::on_export(&Address::Unix(scratch.socket("kid")), "kid", before.clone(), random);
@@ -75,7 +75,7 @@ fn a_disk_in_ceph_is_cloned_while_its_client_writes() {
     assert!(bytes_in(&ceph, &scratch, &kid) == changed);
     assert!(bytes_in(&ceph, &scratch, &file) == jobs::bytes_of(&before));
     check_moment(&bytes_in(&ceph, &scratch, &later), &history);
-    // The cluster keeps nothing once the clones are gone.
+    // After the clones are removed, the cluster has nothing of them.
     for name in [&kid, &file, &later, &name] {
         ceph.rbd(&["rm", "--no-progress", &format!("rbd/{name}")]).success();
     }

@@ -44,7 +44,7 @@ fn writes_are_refused_until_it_is_writable_again() {
         assert_eq!(client.write(0, &[7; 4096], 0), 0);
         set(&mut control, name, true);
         set(&mut control, name, true);
-        // Written bytes are in the image, for everybody who reads it.
+        // Written data is in the image for all readers.
         let copy = scratch.path("copy.raw");
         qemu_img(&["convert", "-U", "-O", "raw", str(&scratch.path(name)), str(&copy)]).success();
         assert_eq!(std::fs::read(&copy).expect("a copy")[..4096], [7; 4096]);
@@ -122,7 +122,7 @@ fn each_write_before_is_kept_and_each_after_is_refused() {
                             errno => {
                                 assert_eq!(errno, EPERM);
                                 refused += 1;
-                                // Nothing of it is there.
+                                // A refused write changes nothing.
                                 let before = match written {
                                     0 => vec![0; 4096],
                                     _ => written.to_be_bytes().repeat(512),
@@ -164,7 +164,8 @@ fn what_was_opened_for_reading_stays_so() {
     server.stop();
 }
 
-/// The disk moves to another image: it stays as it is, and is changed at its new place afterwards.
+/// The disk moves to another image: it stays read-only during the mirror, and can be made writable
+/// there afterwards.
 #[test]
 fn a_mirror_of_a_disk_that_is_read_only_stays_so() {
     let scratch = Scratch::new();
@@ -184,7 +185,7 @@ fn a_mirror_of_a_disk_that_is_read_only_stays_so() {
     assert_eq!((&copy[..4096], &copy[4096..8192]), (&[7; 4096][..], &[9; 4096][..]));
 }
 
-/// Another host has the disk: it is not made writable here again.
+/// Another host has the disk, so it cannot be made writable here again.
 #[test]
 fn a_disk_that_was_handed_over_stays_read_only() {
     let scratch = Scratch::new();
@@ -200,8 +201,8 @@ fn a_disk_that_was_handed_over_stays_read_only() {
     server.stop();
 }
 
-/// A front-end that comes again with what its driver negotiated before is served, whatever the disk
-/// has become.
+/// A front-end that reconnects with the features that its driver negotiated before is served, even
+/// if the disk's access has changed.
 #[test]
 fn a_driver_that_goes_on_keeps_its_features() {
     let scratch = Scratch::new();
@@ -216,10 +217,10 @@ fn a_driver_that_goes_on_keeps_its_features() {
         let again = frontend(&vu);
         let now = again.get_features().expect("features");
         assert_eq!(now & VIRTIO_BLK_RO != 0, later);
-        // A disk that cannot be changed offers no changes.
+        // A read-only disk does not offer discards and zero writes.
         assert_eq!(now & (VIRTIO_BLK_DISCARD | VIRTIO_BLK_WRITE_ZEROES) != 0, !later);
         again.set_features(offered).expect("they are sent");
-        // The answer shows that the connection goes on.
+        // The answer shows that the connection still works.
         again.get_features().expect("the features were taken");
     }
     server.stop();

@@ -1,5 +1,4 @@
-//! The pages that teach: their commands work as they are typed, one after the other in an empty
-//! folder.
+//! Tutorial pages: their commands work as typed, one after the other in an empty folder.
 
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::{need, require, run, tool};
@@ -29,7 +28,7 @@ fn type_all(page: &str, folder: &Folder, least: usize) {
     }
 }
 
-/// The cells of a row whose cells are commands.
+/// The commands in the cells of a table row.
 fn cells(row: &str) -> Vec<&str> {
     row.split('`').skip(1).step_by(2).collect()
 }

@@ -1,5 +1,5 @@
-//! `blockhouse serve --register-memory on`: its effect, with servers that are killed and started
-//! again; and a host that does not allow so much locked memory.
+//! `blockhouse serve --register-memory on`: its effect, also after a server was killed and started
+//! again; and a host that does not allow enough locked memory.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn connect(socket: &Path) -> Guest {
     Guest::connect(socket, Options { queues: 2, ..Options::default() })
 }
 
-/// How many slots of the server's rings have `length` bytes.
+/// The number of registered buffers of `length` bytes in the server's rings.
 fn slots_of(server: &Server, length: usize) -> usize {
     let process = Path::new("/proc").join(server.pid().as_raw_nonzero().to_string());
     count_registered_buffers(&process, length).expect("it runs")
@@ -70,10 +70,10 @@ fn a_host_that_allows_too_little_locked_memory_is_told_of_and_serves_without() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", SIZE);
     let socket = scratch.socket("vu");
-    // Enough for rings, which are locked memory as well, and too little for a guest.
+    // Enough for rings, which are locked memory, too, and too little for a guest's memory.
     let mut wrapper = vec!["prlimit", "--memlock=8388608:8388608"];
     if need::root().is_ok() {
-        // Root may lock as much as it likes, unless it may never have that right.
+        // Root has no limit, unless it lacks CAP_IPC_LOCK.
         wrapper.extend(["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"]);
     }
     let server = serve(&scratch, image.path(), &socket).under(wrapper).start();

@@ -1,5 +1,5 @@
-//! Images on other servers: exports of NBD as what commands read and write, as what is served, and
-//! as backing files.
+//! Images on other servers: commands read and write NBD exports, servers export them, and they are
+//! backing files.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -14,7 +14,7 @@ use serde_json::json as value;
 
 const SIZE: usize = 4 << 20;
 
-/// A base image that a server of our own has, and what it holds.
+/// A base image on a server of ours, and its content.
 struct Base {
     scratch: Scratch,
     content: Vec<u8>,
@@ -26,7 +26,7 @@ impl Base {
         let mut content = vec![0; SIZE];
         content[1 << 20..2 << 20].fill(1);
         content[3 << 20..(3 << 20) + 512].fill(2);
-        // With holes where it holds nothing.
+        // The file has holes for zeros.
         let file = fs::File::create(scratch.path("base.raw")).unwrap();
         file.set_len(SIZE as u64).unwrap();
         file.write_all_at(&content[1 << 20..2 << 20], 1 << 20).unwrap();
@@ -50,7 +50,7 @@ impl Base {
         Serve::bare(&self.scratch, &self.path("base.raw")).export(&self.uri()).start()
     }
 
-    /// Whether an image that qemu-img reads holds what the base held at first.
+    /// Checks that qemu-img reads the original content of the base from an image.
     fn assert_copy(&self, image: &Path, format: &str) {
         fs::write(self.path("model.raw"), &self.content).unwrap();
         let model = self.path("model.raw");
@@ -102,7 +102,7 @@ fn an_export_is_served_again() {
     let control = base.scratch.socket("control");
     let server = Serve::bare(&base.scratch, Path::new(&uri)).export(&again);
     let server = server.option("--control", &control).start();
-    // The disk is called as the export is, without the rest of the URI.
+    // The disk's name is that of the export, without the rest of the URI.
     let disks = Control::connect(&control).get("disk.list", value!({}));
     assert_eq!(disks[0]["disk"], "base", "{disks}");
     let steps = ["read -P 1 1M 1M", "write -f -P 5 64k 4k", "write -z 1M 512k", "flush"];

@@ -1,5 +1,5 @@
-//! Overlays of a base on another server, which are filled while they are used: each block is
-//! fetched once, an outage is waited for, and in the end the base is not needed.
+//! Overlays over a base on another server, which are filled while they are used: each block is
+//! fetched once, an outage only delays requests, and in the end the base is not needed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use serde_json::json;
 
 use crate::jobs::{BLOCK, Foreign, LONG, SIZE, Writer, bytes_of, content, ctl, wait_for};
 
-/// A base behind nbdkit, and an overlay over it.
+/// A base exported by nbdkit, and an overlay over it.
 struct Remote {
     scratch: Scratch,
     base: Option<Foreign>,
@@ -23,7 +23,7 @@ impl Remote {
         Self::with_patience(60)
     }
 
-    /// A base that is waited for as long as this.
+    /// A base whose outage is waited for this long.
     fn with_patience(seconds: u32) -> Self {
         let scratch = Scratch::new();
         let blocks: Vec<u64> = (0..SIZE / BLOCK).map(|block| block % 3 * (block + 1)).collect();
@@ -59,7 +59,7 @@ impl Remote {
 
     fn stop_base(&mut self) {
         self.base = None;
-        // A server that is killed leaves it.
+        // A server that was killed leaves its socket.
         let _ = fs::remove_file(self.socket());
     }
 
@@ -87,13 +87,14 @@ impl Remote {
         let mut all: Vec<_> = reads
             .filter_map(|line| Some((number(line, "offset=")?, number(line, "count=")?)))
             .collect();
-        // Opening looks at the first sector.
+        // Opening an image reads its first sector.
         all.retain(|(_, length)| *length > 512);
         all.sort_unstable();
         all
     }
 
-    /// No byte was fetched twice; all of them were, if so, but for some that were written before.
+    /// Asserts that no byte was fetched twice. With `all`, all bytes were fetched, except for some
+    /// that were written before.
     #[track_caller]
     fn assert_fetched_once(&self, all: bool) {
         let fetched = self.fetched();
@@ -117,7 +118,7 @@ fn each_block_is_fetched_once() {
     let remote = Remote::new();
     let (server, control) = remote.serve(&[]);
     let mut writer = remote.writer(&server);
-    // Clusters that are written in part are fetched for that.
+    // A partial write of a cluster fetches the cluster.
     (0..remote.blocks.len()).step_by(300).for_each(|index| writer.write(index));
     let others: Vec<_> = (0..2).map(|_| writer.blocks()).collect();
     let address = &server.address();
@@ -160,7 +161,7 @@ fn a_prefetched_disk_goes_on_without_its_base_and_starts_again() {
     let overlay = remote.overlay();
     let words = ["compare", "-f", "qcow2", "-F", "raw", str(&overlay), expected.str()];
     qemu_img(&words).success();
-    // The command line stays right.
+    // The same command line still works.
     let (server, mut control) = remote.serve(&[("--prefetch", "0")]);
     assert_eq!(control.get("job.list", json!({})), json!([]));
     drop(control);
@@ -178,7 +179,7 @@ fn an_outage_of_the_base_is_waited_for() {
     };
     read(&mut writer, 5000);
     remote.stop_base();
-    // A read of clusters that are there needs no base.
+    // A read of clusters that were fetched needs no base.
     read(&mut writer, 5000);
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| read(&mut writer, 7000));
@@ -217,7 +218,7 @@ fn what_a_client_announces_is_fetched() {
     let mut remote = Remote::new();
     let (server, _control) = remote.serve(&[]);
     let (mut writer, blocks) = (remote.writer(&server), remote.blocks.clone());
-    // More than one part, from the middle of a cluster to the middle of another one.
+    // More than one part of a fetch, from the middle of a cluster to the middle of another.
     let (first, count) = (17, 1000);
     let (from, length) = (first as u64 * BLOCK, count as u64 * BLOCK);
     assert_eq!(writer.client.simple(nbd::command::CACHE, from, length, 0), 0);
@@ -246,7 +247,8 @@ fn without_space_reads_go_on() {
     let size = SIZE.to_string();
     qemu_img(&["create", "-f", "qcow2", "-o", &options, str(&template), &size]).success();
     let overlay = folder.join("over.qcow2");
-    // The folder is empty before the server's own file system is there.
+    // The overlay is copied to the server's own file system, which is mounted over the empty
+    // folder.
     let copied = format!("&& cp '{}' '{}' && exec", template.display(), overlay.display());
     let wrapper: Vec<String> =
         wrapper.iter().map(|word| word.replace("&& exec", &copied)).collect();

@@ -1,5 +1,5 @@
-//! Images on a server that comes back without what it had answered: programs that rely on it get an
-//! error, or lose nothing.
+//! Images on a server that returns without writes that it had answered: programs that rely on it
+//! get an error, or lose nothing.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 const SIZE: usize = 8 << 20;
 const ALL: u16 = SEND_FLUSH | SEND_FUA | SEND_TRIM | SEND_WRITE_ZEROES;
-/// Longer than anything here takes, on however slow a machine.
+/// The longest time of an operation on a slow machine.
 const LONG: Duration = Duration::from_secs(60);
 
 /// A server with a volatile cache, and the name of its export.
@@ -34,7 +34,7 @@ fn a_client_s_flush_fails_where_its_writes_may_be_lost() {
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[1; 4096], 0), 0);
     assert_eq!(client.flush(), 0);
-    // Nothing is unflushed: nothing is lost.
+    // Everything was flushed, so nothing is lost.
     origin.lose_power();
     wait_for_reconnect(&server, 1);
     assert_eq!(client.read(0, 4096), Ok(vec![1; 4096]));
@@ -96,7 +96,7 @@ fn a_mirror_to_a_server_that_lost_its_cache_fails() {
     assert_eq!(client.write(0, &[8; 4096], 0), 0, "the disk is where it was");
     drop(client);
     server.stop();
-    // The target's content is no disk.
+    // The target is marked as incomplete.
     let bytes = origin.content();
     assert!(bytes.starts_with(b"blockhouse: mirror not complete\n"), "{:?}", &bytes[..64]);
 }

@@ -1,6 +1,6 @@
-//! Images on servers with TLS, of other projects and of our own: read, written, served again, as
-//! the target of a mirror and as a base; and each way in which a client and a server do not trust
-//! each other, with one line.
+//! Images on servers with TLS, of other projects and ours: they are read, written, exported again,
+//! and used as the target of a mirror and as a base. Each reason why client and server do not trust
+//! each other gets one line.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::tls::{Host, SIZE, TOOLS, assert_refused, by_certificate, by_key};
 const SERVERS: [&str; 2] = ["qemu-nbd", "nbdkit"];
 const TLS_1_2: &str = "NORMAL:-VERS-TLS-ALL:+VERS-TLS1.2";
 
-/// A server of another project over the image of a host, with TLS, at a Unix socket.
+/// Another project's server with TLS, which exports the image of a host at a Unix socket.
 struct Other<'a> {
     host: &'a Host,
     socket: PathBuf,
@@ -31,12 +31,13 @@ impl<'a> Other<'a> {
     }
 
     fn start(&self, program: &str, words: &[&str]) -> Foreign {
-        // A server that was killed leaves it.
+        // A server that was killed leaves its socket.
         let _ = fs::remove_file(&self.socket);
         Foreign::start(program, words, &self.socket)
     }
 
-    /// `credentials` is an object of QEMU's, without its type's prefix and its id.
+    /// Starts qemu-nbd. `credentials` is a QEMU object, without the prefix of its type and without
+    /// its id.
     fn qemu(&self, credentials: &str) -> Foreign {
         let object = format!("tls-creds-{credentials},id=tls,endpoint=server");
         let words = ["--object", &object, "--tls-creds=tls", "--format=raw", "--persistent"];
@@ -76,7 +77,7 @@ impl<'a> Other<'a> {
     }
 }
 
-/// Reads the host's image through this URI, and writes it anew.
+/// Reads the host's image through this URI, and writes new content.
 #[track_caller]
 fn read_and_write(host: &mut Host, uri: &str) {
     let copy = host.scratch.path("copy.img");
@@ -89,7 +90,7 @@ fn read_and_write(host: &mut Host, uri: &str) {
     fs::remove_file(copy).unwrap();
 }
 
-/// The refusal of this URI: one line, with these words.
+/// Asserts that this URI is refused with one line that has these words.
 #[track_caller]
 fn refused(uri: &str, words: &[&str]) -> Outcome {
     failed(command(&["info", uri]), words)
@@ -205,7 +206,7 @@ fn a_server_that_is_not_who_it_has_to_be_is_refused() {
     server.stop();
 }
 
-/// It cannot be an image, a target, a base, or the target of a mirror.
+/// Such a server cannot be an image, a target, a base, or the target of a mirror.
 #[test]
 fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
     require!(need::tools(&[&TOOLS[..], &SERVERS].concat()));
@@ -216,7 +217,8 @@ fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
     for priority in ["NORMAL", "NORMAL:-VERS-TLS1.2", TLS_1_2] {
         let more = format!("x509,verify-peer=no,dir={folder},priority={priority}");
         let server = other.qemu(&more);
-        // It shows its certificate, or closes the connection because there is no cipher for both.
+        // The server sends its certificate, or closes the connection because there is no common
+        // cipher.
         refused(&uri, &["the server has"]);
         drop(server);
     }
@@ -239,15 +241,15 @@ fn a_server_that_shows_a_certificate_instead_of_the_key_is_refused() {
     drop(server);
 }
 
-/// Where the URI names no authority. A distribution's OpenSSL finds one by the hash of its name,
-/// one that was built from source in the file that has all.
+/// The trusted authorities if the URI names none. A distribution's OpenSSL finds an authority by
+/// the hash of its name; an OpenSSL built from source finds it in the file with all authorities.
 #[test]
 fn authorities_of_the_environment_or_else_of_the_system_are_trusted() {
     require!(need::tools(&[&TOOLS[..], &["openssl"]].concat()));
     let folder = Path::new("/etc/ssl/certs");
     let in_own_folder = require!(need::private_tmpfs(folder, 1 << 20));
     let host = Host::new();
-    // The server checks no client, because this one shows nothing.
+    // The server does not check clients, because this client has no certificate.
     fs::remove_file(host.pki.folder().join("ca-cert.pem")).unwrap();
     let authority = host.client.join("ca-cert.pem");
     let server = host.x509("required");
@@ -300,7 +302,7 @@ fn a_client_whom_the_server_refuses_says_why() {
     server.stop();
 }
 
-/// A server at a Unix socket with TLS by keys, and how it is reached.
+/// A server at a Unix socket with TLS by pre-shared keys, and its URI.
 pub(crate) fn keeper(host: &Host, scratch: &Scratch, image: &Path) -> (Server, String) {
     let socket = scratch.socket("keeper");
     let server = Serve::bare(scratch, image)
@@ -330,7 +332,7 @@ fn a_disk_is_mirrored_to_a_server_with_tls() {
     wait_for(&mut control, "m", "ready");
     control.get("job.complete", json!({ "job": "m" }));
     wait_for(&mut control, "m", "completed");
-    // From now on the disk is there.
+    // From now on the disk is on the other server.
     qemu_io("raw", Path::new(server.uri()), &["write -P 9 1M 4k", "flush"]);
     server.stop();
     keeper.stop();
@@ -351,7 +353,7 @@ fn an_overlay_has_its_base_on_a_server_with_tls_that_comes_back() {
     let words = ["create", "-b", &backing, "-F", "raw", "--allow-remote", "--allow-path"];
     let folder = host.keys.parent().unwrap();
     command(&[&words[..], &[str(folder), str(&overlay)]].concat()).success();
-    // The maker of the image has not the right to use this host's keys.
+    // The image's creator may not use this host's keys.
     let outcome = command(&["map", "--allow-remote", str(&overlay)]).failure("--allow-path");
     assert!(outcome.stderr.contains("files of TLS"), "{}", outcome.stderr);
     let front = nbd_uri("", scratch.socket("front"));

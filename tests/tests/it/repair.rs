@@ -1,5 +1,5 @@
-//! `blockhouse check --repair` on images that were damaged byte by byte, beside `qemu-img check` on
-//! the same images: afterwards both find nothing, and the guest's data is still there.
+//! `blockhouse check --repair` on images in which single bytes were damaged. Afterwards our check
+//! and `qemu-img check` find nothing, and the guest's data is still there.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -16,13 +16,13 @@ use serde_json::Value;
 const CLUSTER: u64 = 64 << 10;
 const COPIED: u64 = 1 << 63;
 
-/// An image under the knife.
+/// An image that is damaged and repaired.
 struct Patient {
     path: PathBuf,
 }
 
 impl Patient {
-    /// With data in the clusters 0 to 15 and 32 to 47 of 64 KiB, in one L2 table.
+    /// An image with data in the clusters 0 to 15 and 32 to 47 of 64 KiB, in one L2 table.
     fn new(scratch: &Scratch, name: &str, options: &str) -> Self {
         let path = scratch.path(name);
         qemu_img(&["create", "-f", "qcow2", "-o", options, str(&path), "600M"]).success();
@@ -51,17 +51,17 @@ impl Patient {
         self.set(offset, &word.to_be_bytes());
     }
 
-    /// Where the `index`-th word of the active L1 table is.
+    /// The offset of the `index`-th entry of the active L1 table.
     fn l1(&self, index: u64) -> u64 {
         self.word(40) + index * 8
     }
 
-    /// Where the `index`-th word of the first L2 table is.
+    /// The offset of the `index`-th entry of the first L2 table.
     fn l2(&self, index: u64) -> u64 {
         (self.word(self.l1(0)) & !COPIED) + index * 8
     }
 
-    /// Where the 16-bit refcount of a cluster of the first refcount block is.
+    /// The offset of a cluster's 16-bit refcount in the first refcount block.
     fn refcount(&self, cluster: u64) -> u64 {
         self.word(self.word(48)) + cluster * 2
     }
@@ -78,7 +78,7 @@ impl Patient {
         command(&["check", "--json", "--repair", what, "-f", "qcow2", str(&self.path)])
     }
 
-    /// Repairs all, and lets QEMU find nothing and the data where it was.
+    /// Repairs everything; then QEMU's check must find nothing, and the data must be right.
     #[track_caller]
     fn recovers(&self, steps: &[&str]) -> Value {
         let outcome = self.repair("all").success();
@@ -89,7 +89,7 @@ impl Patient {
         json(&outcome)
     }
 
-    /// And it can be written again.
+    /// As `recovers`; then the image can be written, too.
     #[track_caller]
     fn must_recover(&self, steps: &[&str]) -> Value {
         let report = self.recovers(steps);
@@ -107,7 +107,7 @@ fn leaks_are_given_back() {
     let scratch = Scratch::new();
     let patient = Patient::new(&scratch, "leaks.qcow2", "compat=1.1");
     let before = qemu_img(&["check", "--output=json", "-f", "qcow2", str(&patient.path)]);
-    // Two discarded clusters whose counts stay, and one that counts too often.
+    // Two discarded clusters whose refcounts stay, and one whose refcount is too high.
     for index in [3, 4] {
         patient.set_word(patient.l2(index), 0);
     }
@@ -204,13 +204,13 @@ fn clusters_with_two_owners_are_copied_when_one_is_written() {
     let scratch = Scratch::new();
     let patient = Patient::new(&scratch, "shared.qcow2", "compat=1.1");
     patient.set_word(patient.l2(20), patient.word(patient.l2(0)));
-    // And a second part of the disk with the L2 table of the first.
+    // A second part of the disk uses the L2 table of the first.
     patient.set_word(patient.l1(1), patient.word(patient.l1(0)));
     patient.recovers(&["read -P 1 0 1M", "read -P 1 1280k 64k", "read -P 1 512M 1M"]);
     patient.qemu_io(&["write -P 7 1280k 64k", "read -P 1 0 1M", "read -P 7 1280k 64k"]);
     patient.qemu_io(&["write -P 8 512M 64k", "read -P 1 0 1M", "read -P 8 512M 64k"]);
-    // Clusters that are left to one owner are not marked so; that costs a copy, until the next
-    // repair.
+    // Clusters that have only one owner left lack the COPIED flag, which costs a copy, until the
+    // next repair.
     patient.recovers(&["read -P 1 0 1M", "read -P 7 1280k 64k", "read -P 8 512M 64k"]);
 }
 
@@ -299,7 +299,7 @@ fn a_cluster_with_more_users_than_can_be_counted_is_told_and_the_image_stays_mar
     qemu_img(&["check", str(&copy)]).success();
 }
 
-/// An image in a file of 4 TiB that holds next to nothing.
+/// An image in a sparse file of 4 TiB with little data.
 fn sparse(scratch: &Scratch, name: &str, options: &str) -> Patient {
     let patient = Patient::new(scratch, name, options);
     let file = OpenOptions::new().write(true).open(&patient.path).expect("an image");
@@ -315,7 +315,7 @@ fn the_length_of_a_file_costs_nothing() {
     let patient = sparse(&scratch, "long.qcow2", options);
     let path = str(&patient.path);
     command(&["check", path]).success();
-    // Not closed: refcounts are made anew when it is opened.
+    // Sets the dirty bit: refcounts are rebuilt when the image is opened.
     patient.set(79, &[1]);
     command(&["snapshot", "create", path, "one"]).success();
     command(&["snapshot", "delete", path, "one"]).success();
@@ -331,7 +331,7 @@ fn refcount_blocks_in_holes_cost_nothing() {
     let scratch = Scratch::new();
     let patient = sparse(&scratch, "blocks.qcow2", "compat=1.1,cluster_size=2M");
     let path = str(&patient.path);
-    // 262,143 blocks of 2 MiB, none of which is there.
+    // 262,143 refcount blocks of 2 MiB, none of which is in the file.
     let blocks = (1..262_144_u64).flat_map(|index| ((index + 1000) << 21).to_be_bytes());
     patient.set(patient.word(48) + 8, &blocks.collect::<Vec<_>>());
     command(&["snapshot", "create", path, "one"]).success();
@@ -341,7 +341,7 @@ fn refcount_blocks_in_holes_cost_nothing() {
     qemu_img(&["check", path]).success();
 }
 
-/// Fails with one line about a file that ends too soon.
+/// Asserts that a command fails with one line about a file that ends too soon.
 #[track_caller]
 fn must_tell_of_the_end(words: &[&str]) {
     let outcome = command(words);
@@ -383,7 +383,7 @@ fn what_a_cut_off_file_has_lost_is_no_zeros() {
     ]);
     let server = Serve::new(&scratch, &patient.path).flag("--read-only").start();
     let uri = server.uri().to_owned();
-    // The last cluster of what is left is not whole.
+    // The last cluster of the cut file is incomplete.
     let steps = [("read -P 1 0 1M", true), ("read 2496k 4k", false), ("read 2560k 4k", false)];
     for (step, is_there) in steps {
         let outcome = run(tool("qemu-io").args(["-r", "-f", "raw", "-c", step, &uri]));
@@ -394,14 +394,14 @@ fn what_a_cut_off_file_has_lost_is_no_zeros() {
     patient.must_recover(&["read -P 1 0 1M", "read -P 2 2M 448k", "read -P 0 2560k 512k"]);
 }
 
-/// The active disk has lost nothing, but what the server would write goes where the snapshot's data
-/// belongs.
+/// The active disk has lost nothing, but the server would write to clusters that belong to the
+/// snapshot.
 #[test]
 fn an_image_is_not_written_to_when_a_snapshot_of_it_is_cut_off() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
     let scratch = Scratch::new();
     let patient = Patient::new(&scratch, "snapshot.qcow2", "compat=1.1");
-    // Room for the snapshot's tables before the data that is lost.
+    // Makes space for the snapshot's metadata before the data that is lost.
     patient.qemu_io(&["write -P 5 8M 1M", "write -P 3 4M 64k", "discard 8M 1M"]);
     let lost = patient.cluster_of(64) * CLUSTER;
     qemu_img(&["snapshot", "-c", "kept", str(&patient.path)]).success();
@@ -414,7 +414,7 @@ fn an_image_is_not_written_to_when_a_snapshot_of_it_is_cut_off() {
     patient.qemu_io(&["read -P 1 0 1M"]);
 }
 
-/// A repair can still bring back what refcounts forgot, so an orderly end must leave it there.
+/// A repair can still recover data whose refcount is 0, so an orderly end must not cut it off.
 #[test]
 fn data_that_is_not_counted_is_not_cut_off_with_the_end_of_the_file() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
@@ -476,8 +476,8 @@ fn with_snapshots(scratch: &Scratch, name: &str) -> Patient {
     patient
 }
 
-/// Damages the snapshots, repairs the image, and expects exactly these to be left. What is lost is
-/// reported with these words.
+/// Damages the snapshots, repairs the image, and expects that exactly the snapshots `left` remain.
+/// The report of the loss has the words `told`.
 #[track_caller]
 fn must_keep(damage: impl FnOnce(&Patient, u64), left: &[&str], told: &[&str]) {
     let scratch = Scratch::new();
@@ -504,7 +504,8 @@ fn must_keep(damage: impl FnOnce(&Patient, u64), left: &[&str], told: &[&str]) {
 #[test]
 fn snapshots_behind_a_bad_table_offset_are_removed() {
     require!(need::tools(&["qemu-img", "qemu-io"]));
-    // No start of a cluster, which QEMU does not open at all; and far beyond the end of the file.
+    // A table offset that is not aligned to a cluster, which QEMU does not open at all; and one far
+    // beyond the end of the file.
     must_keep(|patient, table| patient.set_word(64, table + 512), &[], &["2 snapshots", "offset"]);
     must_keep(|patient, _| patient.set_word(64, 1 << 40), &[], &["2 snapshots", "ends before"]);
 }
@@ -518,7 +519,7 @@ fn a_snapshot_with_a_bad_l1_table_is_removed() {
     must_keep(|patient, table| patient.set_word(table, 1 << 40), &["two"], &told);
     must_keep(|patient, table| patient.set_word(table, 0), &["two"], &told);
     must_keep(|patient, table| patient.set(table + 8, &[0x40, 0, 0, 0]), &["two"], &told);
-    // A guest's data: it is not taken for a table, neither to be used nor to be repaired.
+    // The offset of a guest's data, which is neither used nor repaired as a table.
     let data = |patient: &Patient, table| {
         patient.set_word(table, patient.cluster_of(40) * CLUSTER);
     };

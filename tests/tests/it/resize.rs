@@ -1,4 +1,4 @@
-//! `blockhouse resize` beside QEMU's tools: what is left, what is freed, what is refused.
+//! `blockhouse resize`, checked with QEMU's tools: what remains, what is freed, what is refused.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ fn a_shorter_qcow2_image_keeps_what_is_before_its_end() {
         qemu_img(&["create", "-f", "qcow2", "-o", options, str(&image), "40M"]).success();
         qemu_io("qcow2", &image, &["write -P 1 0 12M", "write -P 2 30M 8M"]);
         let before = allocated(&image);
-        // In the middle of a cluster of any size.
+        // A size in the middle of a cluster, whatever the cluster size.
         let size = (8 << 20) + 512 * 3;
         command(&["resize", "--shrink", str(&image), &size.to_string()]).success();
         let outcome = qemu_img(&["check", "-f", "qcow2", str(&image)]);
@@ -35,7 +35,7 @@ fn a_shorter_qcow2_image_keeps_what_is_before_its_end() {
         let rest = size - 1024;
         qemu_io("qcow2", &image, &["read -P 1 0 8M", &format!("read -P 1 {rest} 1024")]);
         assert!(allocated(&image) + (10 << 20) < before, "{options}: {before}");
-        // The old bytes do not come back, whichever tool makes the disk longer.
+        // The old bytes do not reappear, whichever tool makes the disk longer.
         for tool in [["qemu-img", "qcow2"], ["blockhouse", "qcow2"]] {
             let copy = scratch.path("copy.qcow2");
             std::fs::copy(&image, &copy).expect("a copy");

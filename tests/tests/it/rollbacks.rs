@@ -1,5 +1,5 @@
-//! Rollbacks: a disk is what it was when it was forked, its overlay is gone, and what others stand
-//! on is left alone.
+//! Rollbacks: a disk has its content at the fork again, its overlay is removed, and images that
+//! others use are not changed.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::fork::{check_file, image, path_of, written};
 use crate::forks_bitmaps::dirty;
 use crate::jobs::{FAILED, SIZE, Writer, beside, ctl, serve};
 
-/// A disk that was forked, with a client: its server, and what it was at the fork.
+/// A forked disk with a server and a client, and the disk's content at the fork.
 struct Forked {
     scratch: Scratch,
     layer: PathBuf,
@@ -73,7 +73,8 @@ fn a_disk_is_what_it_was_and_can_be_forked_again() {
         writer.check();
         beside(&mut writer, || ());
         writer.check();
-        // It goes on as any disk: forked again, handed over, and back again, now with a client.
+        // The disk works like any other: it is forked again, upgraded, and rolled back again, now
+        // with a client.
         ctl(&scratch, &["fork", name, "--overlay", str(&over)]).success();
         let at_fork = writer.blocks();
         beside(&mut writer, || ());
@@ -121,7 +122,7 @@ fn a_layer_that_others_stand_on_is_left_alone_and_they_are_named() {
     for name in ["disk.img", "disk.qcow2"] {
         let mut forked = Forked::new(name);
         let scratch = &forked.scratch;
-        // A disk of this server over the same layer, which the control socket makes of a file.
+        // Another disk of this server over the same layer, opened over the control socket.
         let kid = scratch.path("kid.qcow2");
         let format = if name == "disk.img" { "raw" } else { "qcow2" };
         command(&["create", "-b", str(&forked.layer), "-F", format, str(&kid)]).success();
@@ -131,7 +132,7 @@ fn a_layer_that_others_stand_on_is_left_alone_and_they_are_named() {
         let commit = json!({ "kind": "commit", "disk": name, "job": "c" });
         forked.control.refused("job.start", commit, FAILED, &["\"kid\""]);
         forked.control.get("disk.close", json!({ "disk": "kid" }));
-        // Another program has it, by a file elsewhere.
+        // Another program uses the layer, by an overlay elsewhere.
         let elsewhere = Scratch::new();
         let other = elsewhere.path("other.qcow2");
         command(&["create", "-b", str(&forked.layer), "-F", format, str(&other)]).success();
@@ -173,7 +174,7 @@ fn what_is_no_fork_s_overlay_is_not_rolled_back() {
     command(&["serve", str(&over)]).failure("goes on in");
 }
 
-/// Where each step is killed the other tests of kills find out; here a server dies right after.
+/// Other tests kill servers at each step of a rollback; here the server is killed right after it.
 #[test]
 fn after_a_kill_the_layer_is_the_disk() {
     for name in ["disk.img", "disk.qcow2"] {
@@ -192,7 +193,8 @@ fn after_a_kill_the_layer_is_the_disk() {
     }
 }
 
-/// An increment on a backup of any moment, also of one after the fork, has all that differs.
+/// An incremental backup on a backup of any moment, also of one after the fork, has all
+/// differences.
 #[test]
 fn bitmaps_of_the_layer_say_what_the_overlay_had_changed() {
     require!(need::tools(&["nbdinfo"]));
@@ -219,13 +221,13 @@ fn bitmaps_of_the_layer_say_what_the_overlay_had_changed() {
     }
 }
 
-/// The record of a device is no part of a test's folder: the next device of its name is another
-/// one.
+/// Removes the record of a device, which is not in the test's folder, because the next device may
+/// have the same name.
 struct RemovedAtTheEnd(PathBuf);
 
 impl Drop for RemovedAtTheEnd {
     fn drop(&mut self) {
-        // It need not be there.
+        // The file may not exist.
         let _ = std::fs::remove_file(&self.0);
     }
 }
@@ -238,7 +240,7 @@ fn a_block_device_with_bitmaps_beside_it_is_forked() {
     let _record = RemovedAtTheEnd(PathBuf::from(format!("{}.moved", device.path().display())));
     let socket = scratch.socket("control");
     let serve = Serve::new(&scratch, device.path()).option("--name", "disk");
-    // The record is beside the device, in a folder that a sandbox leaves alone.
+    // The record is beside the device, in a folder that the sandbox does not allow.
     let serve = serve.option("--bitmaps", scratch.path("disk.bitmaps")).option("--sandbox", "off");
     let server = serve.option("--control", &socket).start();
     let mut control = Control::connect(&socket);
@@ -253,7 +255,7 @@ fn a_block_device_with_bitmaps_beside_it_is_forked() {
         control.get("bitmap.list", json!({ "disk": "disk" }))[0]["name"].clone()
     };
     assert_eq!(bitmaps(&mut control), "changes");
-    // The opening that reads the device has it to itself.
+    // Opening the device for the rollback needs exclusive access.
     ctl(&scratch, &["rollback", "disk", "--force"]).failure("in use");
     assert!(over.exists() && bitmaps(&mut control) == "changes");
     beside(&mut writer, || ());

@@ -1,4 +1,4 @@
-//! How much room the host has left for a disk, and the event before it runs out (`serve
+//! How much space the host has left for a disk, and the event before it runs out (`serve
 //! --threshold`).
 
 use std::path::Path;
@@ -34,7 +34,7 @@ fn write(client: &mut Client, number: u64) -> u32 {
     client.write(number * MIB, &vec![1; MIB as usize], 0)
 }
 
-/// The next event, whose name is this.
+/// The next event, which must have this name.
 #[track_caller]
 fn next(events: &mut Control, name: &str) -> Value {
     let event = events.event();
@@ -55,7 +55,7 @@ fn a_device_tells_before_it_is_full_once_for_each_crossing() {
     let (server, mut control, mut events) = serve(&scratch, device.path(), &options);
     let mut client = Client::open(&server.address());
     let mut number = 0;
-    // Until it tells: nothing was told before, and a little later there is no more room.
+    // Writes until the event must have come; no event came before, and soon there is no space.
     while left(&mut control).expect("a device tells") >= 8 * MIB {
         assert_eq!(write(&mut client, number), 0);
         number += 1;
@@ -67,9 +67,9 @@ fn a_device_tells_before_it_is_full_once_for_each_crossing() {
     let metrics = Metrics::read(&scratch.socket("metrics"));
     let gauge = metrics.sum("blockhouse_room_left_bytes", &[("disk", "disk")]);
     assert!(gauge > 0 && gauge < 8 * MIB, "{gauge}");
-    // Once, whatever is written then.
+    // The event comes once, whatever is written afterwards.
     assert_eq!(write(&mut client, number), 0);
-    // More room, and less again.
+    // More space, and then less again.
     device.lengthen(file.path(), &vec![0xaa; 16 * MIB as usize]);
     control.get("disk.refresh", json!({ "disk": "disk" }));
     assert!(left(&mut control).expect("a device tells") > 16 * MIB);
@@ -101,7 +101,7 @@ fn a_full_device_has_told_before_it_holds_writes() {
     ];
     let (server, _, mut events) = serve(&scratch, device.path(), &options);
     let mut client = Client::open(&server.address());
-    // As fast as it can.
+    // Writes without a pause.
     let refused = (0..16).map(|number| write(&mut client, number)).find(|&error| error != 0);
     assert_eq!(refused, Some(errno::ENOSPC));
     next(&mut events, "disk.threshold");
@@ -132,14 +132,14 @@ fn a_file_tells_of_its_file_system_and_what_has_all_its_space_of_nothing() {
         assert_eq!(write(&mut client, number), 0);
     }
     next(&mut events, "disk.threshold");
-    // Off: the same again tells nothing.
+    // With the threshold off, the same causes no event.
     control.get("disk.set", json!({ "disk": "disk", "threshold": "off" }));
     assert!(control.get("disk.list", json!({}))[0]["threshold"].is_null());
     let full = (10..20).map(|number| write(&mut client, number)).find(|&error| error != 0);
     assert_eq!(full, Some(errno::ENOSPC));
     next(&mut events, "disk.no-space");
     server.stop();
-    // A raw device has all its space.
+    // A raw device has all its space allocated.
     let file = scratch.image("backing", 8 * MIB);
     let device = require!(LoopDevice::over(&file, &[]));
     let (server, mut control, _) = serve(&scratch, device.path(), &[]);

@@ -1,4 +1,4 @@
-//! One disk by several names: a file, its loop devices, a partition of one, a mount.
+//! One disk under several names: a file, its loop devices, a partition of one, a mount.
 
 use std::fs::hard_link;
 use std::os::unix::fs::symlink;
@@ -29,7 +29,7 @@ fn a_target_that_is_its_own_source_by_another_name_is_refused() {
     let over = scratch.path("over.qcow2");
     let create = ["create", "-f", "qcow2", "-F", "raw", "-b", "disk.img"];
     run(tool("qemu-img").args(create).arg(&over)).success();
-    // Also where nothing is locked.
+    // Also without locks.
     for options in [&["-f", "raw"][..], &["-f", "raw", "-U"]] {
         convert(options, image.path(), one.path()).failure("disk.img");
         convert(options, one.path(), image.path()).failure("disk.img");
@@ -104,11 +104,11 @@ fn a_mounted_device_and_the_file_behind_it_are_no_targets() {
         served.failed(&[mounted]);
     }
     run(tool("fsck.ext4").args(["-fn"]).arg(device.path())).success();
-    // Once it is free, it is a target as any other.
+    // Once the device is free, it can be a target.
     convert(&["-f", "raw"], source.path(), device.path()).success();
 }
 
-/// Under the name qemu-img, which overwrites what is there.
+/// Under the name qemu-img, which overwrites existing files.
 #[test]
 fn an_image_is_not_made_over_its_own_backing_file() {
     let scratch = Scratch::new();

@@ -1,5 +1,5 @@
-//! The sandbox from inside: a build with debug assertions tries what an attacker would, on a loop
-//! of the server. All other tests show that a server does in it what users ask for.
+//! The sandbox from inside: a build with debug assertions tries what an attacker would, on an event
+//! loop of the server. All other tests show that a server in the sandbox does what users ask for.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -14,27 +14,27 @@ use blockhouse_tests::{
 use rustix::process::{Pid, Signal};
 use serde_json::json;
 
-/// Refuses system calls to what it executes.
+/// The wrapper that makes system calls fail for the command that it executes.
 const WITHOUT: &str = env!("CARGO_BIN_EXE_without_syscalls");
-/// SIGSYS, which has the same number on all processors that have a filter.
+/// SIGSYS, which has the same number on all architectures that have a filter.
 const SIGSYS: i32 = 31;
-/// The error of a request that cannot be carried out.
+/// The error code of a request that failed.
 const FAILED: i64 = -32000;
-/// EPERM: by the filter.
+/// EPERM, from the seccomp filter.
 const NOT_PERMITTED: &str = "Operation not permitted (os error 1)";
-/// EACCES: by the restrictions of a ring.
+/// EACCES, from the restrictions of an io_uring ring.
 const DENIED: &str = "Permission denied (os error 13)";
 
 fn image(scratch: &Scratch) -> PathBuf {
     image_tool::new_image(scratch, "disk.qcow2", "64M")
 }
 
-/// A server that tries these things before it is ready.
+/// A server that makes these attempts before it is ready.
 fn trying(scratch: &Scratch, image: &Path, words: &str) -> Serve {
     Serve::new(scratch, image).environment("BLOCKHOUSE_SANDBOX_PROBE", words)
 }
 
-/// The outcome of an attempt. `None` where the binary has no attempts.
+/// The outcome of an attempt; `None` if the binary makes no attempts.
 fn outcome<'a>(log: &'a str, word: &str) -> Option<&'a str> {
     let begin = format!("sandbox probe {word}: ");
     log.lines().find_map(|line| line.split_once(&begin)).map(|(_, outcome)| outcome)
@@ -49,7 +49,7 @@ fn has_attempts(server: &Server, word: &str) -> bool {
     has
 }
 
-/// Whether files are restricted on this kernel.
+/// Whether this kernel can restrict files.
 fn has_landlock(server: &Server) -> bool {
     let has = server.details().contains("landlock");
     if !has {
@@ -65,7 +65,7 @@ fn secret(other: &Scratch) -> PathBuf {
     secret
 }
 
-/// It may open files, because it compares its pid file at the end.
+/// This server may open files, because it compares its pid file at the end.
 #[test]
 fn a_server_that_opens_its_own_files_reaches_no_others() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
@@ -76,7 +76,7 @@ fn a_server_that_opens_its_own_files_reaches_no_others() {
         attempt("open", &secret),
         attempt("remove", &secret),
         attempt("create", &other.path("new")),
-        // Its image is open; its path is of no use.
+        // Its image is open, but cannot be opened by its path.
         attempt("open", &image),
         "open=/etc/passwd".into(),
     ];
@@ -126,14 +126,14 @@ fn requests_open_what_is_beside_the_disks_and_what_is_allowed() {
     let words = ["copy.img: the sandbox", "--sandbox-allow DIR"];
     client.refused("job.start", mirror, FAILED, &words);
     assert!(!other.path("copy.img").exists());
-    // No program is started that the operator has not named, whatever it is called.
+    // A program that the operator has not named is not started, whatever its name.
     let program = scratch.path("blockhouse-program");
     std::fs::write(&program, "#!/bin/sh\n").expect("a script");
     for binary in [image_tool::str(&program), "/bin/sh"] {
         upgrade(&control, &["--binary", binary]).failure("--upgrade-to");
     }
     server.stop();
-    // Nor one that the server could have made.
+    // Neither is a program that the server could have made.
     let server = serve().option("--upgrade-to", &program).start();
     for words in [&[][..], &["--binary", image_tool::str(&program)]] {
         upgrade(&control, words).failure("can write below");
@@ -185,7 +185,7 @@ fn what_is_not_needed_is_refused(engine: Engine) {
     server.stop();
 }
 
-/// Old kernels and some containers have none.
+/// Old kernels and some containers have no Landlock.
 #[test]
 fn without_landlock_a_server_that_opens_nothing_later_opens_nothing() {
     let scratch = Scratch::new();
@@ -203,15 +203,15 @@ fn without_landlock_a_server_that_opens_nothing_later_opens_nothing() {
     server.stop();
 }
 
-/// Threads of Ceph's library block all signals, so they cannot be asked to keep to the rules about
-/// files. They have inherited those about writing.
+/// Threads of Ceph's library block all signals, so the server cannot make them apply the rules for
+/// reading files. They have inherited the rules for writing.
 #[test]
 fn a_thread_that_cannot_be_asked_writes_below_the_folders_of_the_server_alone() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
     let (image, secret) = (image(&scratch), secret(&other));
     let refused =
         [format!("remove={}", secret.display()), format!("create={}", other.path("new").display())];
-    // Reading is what its user may.
+    // Such a thread may read what its user may.
     let done =
         [format!("open={}", secret.display()), format!("create={}", scratch.path("new").display())];
     let words = [&refused[..], &done].concat().join(" ");
@@ -240,8 +240,7 @@ fn a_thread_that_cannot_be_asked_writes_below_the_folders_of_the_server_alone() 
     server.stop();
 }
 
-/// A configuration may be read again, and names disks of the folders that it has named at the
-/// start.
+/// A configuration may be read again, and may name disks in the folders that it named at the start.
 #[test]
 fn a_configuration_reaches_its_folders_and_no_others() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
@@ -301,10 +300,10 @@ fn what_only_an_attacker_calls_ends_the_server() {
     probing.stop();
     for word in ["execute", "trace"] {
         trying(&scratch, &image, word).refused().killed_by(SIGSYS);
-        // Also where more is allowed.
+        // Also if the server is allowed more.
         trying(&scratch, &image, word).option("--control", &control).refused().killed_by(SIGSYS);
     }
-    // The image is as it was.
+    // The image is unchanged.
     let server = Serve::new(&scratch, &image).start();
     assert_eq!(Client::open(&server.address()).read(0, 512), Ok(vec![0; 512]));
     server.stop();
@@ -357,7 +356,7 @@ fn every_thread_is_in_it() {
     server.stop();
 }
 
-/// The user that no file belongs to, on each Linux.
+/// The user id of "nobody", who owns no file, on every Linux.
 const NOBODY: u32 = 65534;
 
 /// Whether NOBODY can execute the binary under test.
@@ -395,7 +394,7 @@ fn root_opens_and_another_user_serves() {
     }
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[8; 4096], 0), 0);
-    // Answered writes are there after a kill, for the next server that root starts.
+    // Acknowledged writes are there after a kill, for the next server that root starts.
     server.signal(Signal::KILL);
     drop(server);
     let server = serve().start();
@@ -413,9 +412,9 @@ fn root_opens_and_another_user_serves() {
     refusal.wrong_usage(&["--group needs --user"]);
 }
 
-/// Asserts that all threads of a process are NOBODY's, without any other right. The kernel's
-/// workers of io_uring are none of these: they run no code of the process, and do what a thread
-/// asks by that thread's rights.
+/// Asserts that all threads of a process run as NOBODY, without capabilities. The kernel's io_uring
+/// workers are exempt: they run no code of the process, and act with the rights of the thread that
+/// submits a request.
 #[track_caller]
 fn is_nobody(process: Pid) {
     let tasks = format!("/proc/{}/task", process.as_raw_nonzero());
@@ -463,7 +462,7 @@ fn a_server_of_root_keeps_few_capabilities() {
     server.stop();
 }
 
-/// No thread of a server has a capability of root that goes beyond files, memory and ports.
+/// Asserts that no thread of a server has a capability of root beyond files, memory and ports.
 #[track_caller]
 pub(crate) fn assert_few_capabilities(server: &Server) {
     // Of `<linux/capability.h>`: `NET_RAW`, `SYS_MODULE`, `SYS_PTRACE`, `SYS_ADMIN`, `SYSLOG`,
@@ -475,7 +474,7 @@ pub(crate) fn assert_few_capabilities(server: &Server) {
         let status = thread.expect("a thread").path().join("status");
         let Ok(status) = std::fs::read_to_string(status) else { continue };
         let line = |name| status.lines().find_map(|line| line.strip_prefix(name)).expect(name);
-        // A worker of io_uring has the rights of the thread that it works for in each request.
+        // In each request, an io_uring worker has the rights of the thread that submitted it.
         if line("Name:").contains("iou-wrk") {
             continue;
         }

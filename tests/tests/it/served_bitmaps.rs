@@ -1,5 +1,5 @@
-//! Bitmaps of images that change: served and killed, resized, put back to a snapshot; beside QEMU's
-//! tools.
+//! Bitmaps of images that change: while they are served, after kills, by a resize, by a return to a
+//! snapshot; compared with QEMU's tools.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ fn a_served_disk_records_changes_as_qemu_does() {
     }
 }
 
-/// The disk reads the same before and after: QEMU records none of it either.
+/// The disk reads the same before and after; QEMU does not record this, either.
 #[test]
 fn what_is_fetched_from_a_base_is_no_change() {
     require!(need::tools(&["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"]));
@@ -120,7 +120,7 @@ fn a_killed_server_leaves_all_changes_in_a_bitmap() {
     let server = Serve::new(&scratch, &path).start();
     assert!(server.log().contains("its last writer died"), "{}", server.log());
     server.stop();
-    // One extent for each change is said to have changed as a whole.
+    // The whole extent that contains a change is marked.
     assert_eq!(dirty(image, "changes"), [(8 << 20, 4 << 20), (100 << 20, 4 << 20)]);
     assert_eq!(flags(image), serde_json::json!(["auto"]));
     check(image);
@@ -138,7 +138,7 @@ fn a_bitmap_lacks_what_others_changed_after_a_kill() {
     change(server.uri(), "raw", &["write -f -P 3 0 64K"]);
     server.signal(Signal::KILL);
     server.wait(Duration::from_secs(60));
-    // QEMU keeps a bitmap that it takes for inconsistent, and records nothing in it.
+    // QEMU keeps an inconsistent bitmap, and records nothing in it.
     change(image, "qcow2", &["write -P 4 32M 64K"]);
     command(&["bitmap", "add", image, "new"]).success();
     let mut server = Serve::new(&scratch, &path).start();
@@ -184,8 +184,8 @@ fn sizes_and_snapshots_take_bitmaps_along() {
     checked(&[(0, 128 * MIB)]);
 }
 
-/// Changes that only the redo log of a killed server has are in the next increment, or there is no
-/// increment.
+/// Changes that only the redo log of a killed server has are in the next incremental backup, or the
+/// backup is refused.
 #[test]
 fn an_increment_after_a_kill_has_what_was_answered_or_is_refused() {
     const MIB: u64 = 1 << 20;

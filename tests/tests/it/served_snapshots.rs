@@ -1,5 +1,6 @@
-//! Snapshots of an image while it is served, asked for at the control socket: each holds one moment
-//! of every client, the guests' data stays right, and no nonsense on the socket harms anybody.
+//! Snapshots of a served image, requested at the control socket: each has the content of one moment
+//! for every client, the guests' data stays right, and invalid requests at the socket have no
+//! effect.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
@@ -19,19 +20,19 @@ use fastrand::Rng;
 use serde_json::{Value, json};
 
 const BLOCK: usize = 4096;
-/// Blocks that each client has for itself.
+/// The number of blocks that only one client uses.
 const BLOCKS: usize = 1024;
 const CLIENTS: usize = 3;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// One client's writes, one after the other: the n-th fills its blocks with n.
+/// The number of a client's writes, one after the other; the n-th fills its blocks with n.
 #[derive(Default)]
 struct Diary {
     begun: AtomicUsize,
     ended: AtomicUsize,
 }
 
-/// Where the `number`-th write of a client goes: first block and how many.
+/// The blocks of the `number`-th write of a client: the first one and their number.
 fn place(seed: u64, number: u64) -> (usize, usize) {
     let mut random = Rng::with_seed(seed ^ (number << 8));
     let first = random.usize(..BLOCKS);
@@ -58,15 +59,16 @@ fn write_until(stop: &AtomicBool, address: &Address, region: usize, seed: u64, d
     client.disconnect();
 }
 
-/// The writes that a client had done before a snapshot was asked for, and had begun when it was
-/// there.
+/// The number of writes that a client had completed before the snapshot was requested, and that it
+/// had begun when the snapshot was complete.
 #[derive(Clone, Copy)]
 struct Bounds {
     least: u64,
     most: u64,
 }
 
-/// The content of a region is that after one certain write, neither torn nor out of order.
+/// Checks that a region has the content after one of the client's writes, neither torn nor out of
+/// order.
 fn judge(content: &[u8], seed: u64, bounds: Bounds) {
     let number = |block: &[u8]| {
         assert!(block.chunks_exact(8).all(|word| *word == block[..8]), "a torn block");
@@ -94,7 +96,7 @@ fn snapshot(action: &str, socket: &Path, words: &[&str]) -> Outcome {
     command(&[&["snapshot", action, "--control", str(socket)], words].concat())
 }
 
-/// Random writes at depth 16 that fio checks afterwards, beside the other clients' regions.
+/// Random writes at depth 16 that fio verifies afterwards, after the other clients' regions.
 fn verified_load(scratch: &Scratch, uri: &str) -> Outcome {
     let (offset, uri) = (CLIENTS * BLOCKS * BLOCK, format!("--uri={uri}"));
     let mut fio = tool("fio");
@@ -103,7 +105,7 @@ fn verified_load(scratch: &Scratch, uri: &str) -> Outcome {
     run_within(LIMIT, fio.arg(format!("--offset={offset}")).current_dir(scratch.short()))
 }
 
-/// Takes a snapshot, and says between which writes of each client that was.
+/// Takes a snapshot; returns for each client between which writes it was taken.
 fn take(socket: &Path, image: &str, name: &str, diaries: &[Diary]) -> Vec<Bounds> {
     let count = |count: &AtomicUsize| count.load(Ordering::SeqCst) as u64;
     let least: Vec<u64> = diaries.iter().map(|diary| count(&diary.ended)).collect();
@@ -212,7 +214,7 @@ fn what_cannot_be_done_is_said_in_one_line() {
     qemu_img(&["check", image]).success();
 }
 
-/// An image with half a million mapped clusters, so that a snapshot of it has something to prepare.
+/// An image with half a million mapped clusters, so that a snapshot of it takes some preparation.
 fn mapped_image(scratch: &Scratch) -> PathBuf {
     let path = scratch.path("mapped.qcow2");
     let how = ["-q", "-f", "qcow2", "-o", "preallocation=metadata"];
@@ -236,7 +238,7 @@ fn a_client_that_leaves_cancels_its_snapshot_and_one_that_reads_on_gets_it() {
     let path = mapped_image(&scratch);
     let (server, socket) = serve(&scratch, &path);
     drop(ask_to(&socket, "create", "left"));
-    // Waits for the end of the other one, whatever became of it.
+    // The list waits for the end of the abandoned request, whatever its result.
     let listed = snapshot("list", &socket, &[str(&path), "--json"]).success().stdout;
     eprintln!("a client left: {}", listed.trim());
     ask_and_stay(&socket, "create", "patient");
@@ -257,7 +259,7 @@ fn a_client_that_leaves_cancels_its_snapshot_and_one_that_reads_on_gets_it() {
     assert!(!after.contains("deleted"), "{after}");
 }
 
-/// Asks for a change of the snapshots, says nothing more, and waits for the answer.
+/// Requests a change of the snapshots, shuts its sending side down, and waits for the answer.
 fn ask_and_stay(socket: &Path, action: &str, name: &str) {
     let patient = ask_to(socket, action, name);
     patient.shutdown(Shutdown::Write).expect("a socket");
@@ -276,7 +278,7 @@ fn a_server_that_ends_takes_and_deletes_a_snapshot_as_a_whole_or_not_at_all() {
         let asked = ask_to(&socket, action, name);
         server.stop();
         let mut answer = String::new();
-        // The connection may end without one.
+        // The connection may end without an answer.
         let _ = BufReader::new(&asked).read_line(&mut answer);
         let is_done = answer.contains("\"result\"");
         let is_refused = answer.contains("cancelled");
@@ -337,7 +339,7 @@ fn nonsense_on_the_socket_harms_nobody() {
         let why = hear(&stream)["error"]["message"].as_str().map(str::to_owned);
         assert!(why.is_some_and(|why| !why.is_empty()), "{}", String::from_utf8_lossy(line));
     }
-    // Pieces of a line are one line, and lines in one piece are several.
+    // A line may come in pieces, and one piece may have several lines.
     for byte in LIST {
         stream.write_all(&[*byte]).expect("it listens");
     }
@@ -350,15 +352,15 @@ fn nonsense_on_the_socket_harms_nobody() {
         assert!(line.contains("\"result\":[]"), "{line}");
     }
 
-    // A line without an end ends the connection, and is not collected.
+    // An endless line ends the connection, and is not buffered.
     let mut endless = connect(&socket);
     while endless.write_all(&[b'x'; 4096]).is_ok() {}
     let mut rest = Vec::new();
-    // The answer may be lost behind output that is never read.
+    // The answer may be lost because the server closes the connection with unread input.
     let _ = endless.read_to_end(&mut rest);
     assert!(rest.is_empty() || String::from_utf8_lossy(&rest).contains("65536 bytes"));
 
-    // Silent clients, and one that leaves in the middle of a line.
+    // Silent clients, and one that disconnects in the middle of a line.
     let mut leaving = connect(&socket);
     leaving.write_all(b"{\"exec").expect("it listens");
     drop(leaving);
@@ -370,7 +372,7 @@ fn nonsense_on_the_socket_harms_nobody() {
         snapshot("list", &socket, &[str(&path)]).status.success()
     });
     assert!(again, "there is room again");
-    // The open connection does not keep the server from ending.
+    // An open connection does not prevent the server's end.
     server.stop();
     drop(stream);
 }

@@ -1,5 +1,5 @@
-//! The words of a server for those who run it: the pid file, the service manager and its watchdog,
-//! warnings, hints.
+//! What a server tells those who run it: pid file, messages to the service manager and its
+//! watchdog, warnings, hints.
 
 use std::os::unix::net::UnixDatagram;
 use std::process::{Command, Stdio};
@@ -8,9 +8,9 @@ use std::time::Duration;
 use blockhouse_tests::upgrade::{Servers, upgrade};
 use blockhouse_tests::{Scratch, Serve, Server, eventually, need, require, run, tool};
 
-/// Longer than anything takes on a busy machine.
+/// The longest time of an operation on a busy machine.
 const LONG: Duration = Duration::from_secs(60);
-/// The watchdog's time: messages come four times as often.
+/// The watchdog's timeout: the server sends four messages in this time.
 const WATCHDOG: Duration = Duration::from_millis(400);
 
 /// The socket of a service manager.
@@ -119,19 +119,19 @@ fn the_watchdog_misses_a_loop_that_hangs() {
     for _ in 0..4 {
         manager.wait_for("WATCHDOG=1");
     }
-    // The second loop hangs: no system call of it goes on.
+    // Makes the second loop hang: strace delays all its system calls.
     let thread = threads(&server, "blockhouse-1");
     assert_eq!(thread.len(), 1, "the second loop's thread");
     let mut hang = tool("strace");
     hang.args(["-qq", "-o", "/dev/null", "-e", "inject=all:delay_enter=100s", "-p", &thread[0]]);
     let mut hang = hang.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("strace starts");
     let is_held = || {
-        // Messages from before it was held are read away.
+        // Discards messages from before the loop hung.
         while manager.next_within(Duration::from_millis(1)).is_some() {}
         manager.next_within(4 * WATCHDOG).is_none()
     };
     let held = eventually(LONG, is_held);
-    // strace lets go of it.
+    // Ends strace, so that the loop continues.
     hang.kill().expect("it runs");
     hang.wait().expect("it ends");
     assert!(held, "the service manager is told that all is well, and a loop hangs");

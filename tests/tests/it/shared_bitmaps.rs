@@ -1,5 +1,5 @@
-//! A history of bitmaps, step by step by QEMU's tools or by ours: whichever tool takes a step, the
-//! outcome is the same.
+//! A history of bitmaps, in which each step is taken by QEMU's tools or by ours: whichever tool
+//! takes a step, the result is the same.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use blockhouse_tests::{
 };
 use serde_json::Value;
 
-/// The steps of each: bit N is set where step N is ours.
+/// Which tool takes which step: bit N of `ours` is set if step N is ours.
 struct Turns<'a> {
     ours: u32,
     step: u32,
@@ -32,7 +32,7 @@ impl Turns<'_> {
         };
     }
 
-    /// A call that both refuse.
+    /// A command that both tools refuse.
     fn refused(&mut self, arguments: &[&str]) {
         let outcome = if self.is_ours() { command(arguments) } else { qemu_img(arguments) };
         outcome.failure("bitmap");
@@ -50,9 +50,9 @@ impl Turns<'_> {
     }
 }
 
-/// Bitmaps are begun, cleared, switched off and on between writes, copied with a disk, merged from
-/// its backing file and into it, and removed. What the bitmaps of the disk and of its backing file
-/// are at the end, and what those have recorded.
+/// Bitmaps are added, cleared, disabled and enabled between writes, copied with a disk, merged from
+/// its backing file and into it, and removed. Returns the bitmaps of the disk and of its backing
+/// file at the end, and what they have recorded.
 fn history(turns: &mut Turns<'_>) -> Vec<Value> {
     let names = ["base", "overlay", "copy", "raw"];
     let paths = names.map(|name| turns.scratch.path(&format!("{name}.qcow2")));
@@ -112,7 +112,7 @@ fn whoever_takes_a_step_the_bitmaps_are_the_same() {
     let scratch = Scratch::new();
     let by = |ours| history(&mut Turns { ours, step: 0, scratch: &scratch });
     let theirs = by(0);
-    // All ours, in turns, and without any order.
+    // All steps ours, alternating, and in irregular orders.
     for ours in [u32::MAX, 0x5555_5555, 0xaaaa_aaaa, 0x9a3c_61e5, 0x2cf0_d587] {
         assert_eq!(by(ours), theirs, "{ours:#x}");
     }

@@ -1,5 +1,5 @@
-//! Disks that are opened over the same images: the server opens each image once, and keeps it
-//! locked as long as one of the disks needs it, in whatever order the disks are closed.
+//! Disks over the same images: the server opens each image once, and keeps it locked as long as one
+//! of the disks needs it, in whatever order the disks are closed.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use crate::jobs::{LONG, ctl, serve, wait_for};
 const DISKS: usize = 5;
 const SIZE: &str = "8M";
 
-/// Overlays over an image that is over another one, made by QEMU: each has a cluster of its own.
+/// Overlays over an image with a backing file, made by QEMU; each overlay has its own cluster.
 struct Overlays {
     scratch: Scratch,
     low: PathBuf,
@@ -46,7 +46,8 @@ impl Overlays {
         Self { scratch, low, base, tops }
     }
 
-    /// A server of all of them, which has no more descriptors of the images behind than with one.
+    /// Starts a server of all overlays, which has no more descriptors of the backing images than
+    /// with one overlay.
     fn serve(&self) -> (Server, Control) {
         let (server, mut control) = serve(&self.scratch, &self.tops[0]);
         let before = self.opened(server.pid());
@@ -57,7 +58,7 @@ impl Overlays {
         (server, control)
     }
 
-    /// How many descriptors a process has of the images behind.
+    /// The number of descriptors of the backing images in a process.
     fn opened(&self, process: Pid) -> usize {
         let folder = format!("/proc/{}/fd", process.as_raw_nonzero());
         let all = std::fs::read_dir(folder).expect("a process").flatten();
@@ -71,7 +72,7 @@ impl Overlays {
         ctl(&self.scratch, &["export", &name(number), &uri]).success();
     }
 
-    /// Whether a disk has its own byte, and those of the images behind it.
+    /// Checks that a disk has its own byte, and those of its backing images.
     fn check(&self, server: &Server, number: usize) {
         let export = if number == 0 { String::new() } else { name(number) };
         let mut client = Greeted::new(&server.address()).go(&export, Framing::Simple);
@@ -85,7 +86,7 @@ impl Overlays {
         (0..DISKS).for_each(|number| self.check(server, number));
     }
 
-    /// Whether another program is kept from writing to both images.
+    /// Checks that no other program can write to the two backing images.
     fn check_locked(&self) {
         for (format, image) in [("raw", &self.low), ("qcow2", &self.base)] {
             let words = ["-f", format, "-c", "write 0 512", str(image)];
@@ -110,11 +111,11 @@ fn an_image_below_many_disks_is_open_once() {
     let (server, mut control) = overlays.serve();
     overlays.check_all(&server);
     let before = overlays.opened(server.pid());
-    // The disk that has opened them goes first.
+    // The disk that has opened the images is closed first.
     control.get("disk.close", json!({ "disk": name(0), "force": true }));
     (1..DISKS).for_each(|number| overlays.check(&server, number));
     overlays.check_locked();
-    // Another that comes later finds them.
+    // A disk that is opened later uses the open images.
     control.get("disk.close", json!({ "disk": name(1), "force": true }));
     overlays.open(&mut control, 1);
     overlays.check(&server, 1);
@@ -140,15 +141,15 @@ fn a_disk_that_leaves_an_image_or_writes_to_it_changes_none_of_the_others() {
     control.refused("job.start", refused, crate::jobs::FAILED, &["layer of other disks"]);
     overlays.check_all(&server);
     overlays.check_locked();
-    // Left alone, the image takes what the last disk over it has.
+    // With only one disk left over the image, the disk can be committed into it.
     for number in [0, 3, 4] {
         control.get("disk.close", json!({ "disk": name(number), "force": true }));
-        // Its file would be spoilt, and is in the way otherwise.
+        // The commit would corrupt these overlays, so it is refused while their files exist.
         std::fs::remove_file(&overlays.tops[number]).expect("a file");
     }
     ctl(&overlays.scratch, &["commit", &name(2), "--job", "c"]).success();
     wait_for(&mut control, "c", "ready");
-    // A disk that comes while the image is written to does not get it.
+    // A disk that is opened while the commit writes to the image cannot use it.
     let late = overlays.scratch.path("late.qcow2");
     let base = ["create", "-f", "qcow2", "-F", "qcow2", "-u", "-b", "base.qcow2"];
     qemu_img(&[&base[..], &[str(&late), SIZE]].concat()).success();

@@ -1,5 +1,5 @@
-//! How a server ends: what was acknowledged is in the file, and no client can keep it from ending.
-//! It takes no successor's sockets with it.
+//! How a server ends: acknowledged writes are in the file, and no client can prevent the end. The
+//! server does not remove sockets of its successor.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -16,8 +16,8 @@ use rustix::process::Signal;
 
 const BLOCK: usize = 6000;
 
-/// Writes numbered blocks, 16 at a time, until the server ends the connection, and counts those
-/// that are acknowledged. Returns their numbers.
+/// Writes numbered blocks, 16 at a time, until the server ends the connection, and counts the
+/// acknowledged ones. Returns their numbers.
 fn write_until_the_end(address: &Address, writer: usize, count: &AtomicUsize) -> Vec<u64> {
     let mut client = Client::open_with(address, Framing::ALL[writer % 3]);
     let mut acknowledged = Vec::new();
@@ -34,7 +34,7 @@ fn write_until_the_end(address: &Address, writer: usize, count: &AtomicUsize) ->
             next += 1;
         }
         match client.receive() {
-            // Cookies are counted from 1, as blocks are from 0.
+            // Cookies begin at 1, blocks at 0.
             Ok((cookie, reply)) if reply.error == 0 => {
                 acknowledged.push(cookie - 1);
                 count.store(acknowledged.len(), Relaxed);
@@ -45,7 +45,7 @@ fn write_until_the_end(address: &Address, writer: usize, count: &AtomicUsize) ->
     }
 }
 
-/// After 4096 blocks the writer begins again, far from what it has in flight.
+/// The offset of a block. After 4096 blocks the writer begins again, far from its writes in flight.
 fn offset(writer: usize, number: u64) -> u64 {
     (writer as u64 * 4096 + number % 4096) * BLOCK as u64
 }
@@ -84,7 +84,8 @@ fn sigterm_under_load_loses_nothing_that_was_acknowledged(engine: Engine, cache:
             let start = offset(writer, *number) as usize;
             let found = &content[start..start + BLOCK];
             let head = u64::from_be_bytes(*found.first_chunk().expect("eight bytes"));
-            // A later round may have overwritten it, acknowledged or not; never an earlier one.
+            // A later round may have overwritten the block, acknowledged or not; an earlier one
+            // cannot.
             assert!(head >= *number && head % 4096 == number % 4096, "writer {writer}: {number}");
             assert_eq!(found, block(writer, head), "writer {writer}: block {head} is torn");
         }
@@ -101,7 +102,7 @@ fn what_is_in_flight_is_finished_and_answered() {
     require!(need::strace());
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 1 << 20);
-    // Writes take long enough for the signal to come in between.
+    // Writes take long enough that the signal comes while they are in flight.
     let slow = ["-e", "inject=pwritev2:delay_enter=700000"];
     let trace = Trace::of(&scratch, image.path(), "pwritev2", &slow);
     let serve = Serve::new(&scratch, image.path()).engine(Engine::Threads);
@@ -159,7 +160,8 @@ fn nobody_new_is_let_in_while_the_server_ends() {
     assert_eq!(server.wait(Duration::from_secs(10)).code(), Some(0));
 }
 
-/// Its replies fill the socket, so the server has something left to do for it.
+/// A client that does not read: its replies fill the socket, so the server cannot complete its
+/// requests.
 fn client_that_takes_no_replies(address: &Address) -> Client {
     let mut client = Client::open(address);
     for _ in 0..16 {
@@ -190,7 +192,8 @@ fn signals_that_come_together_are_one_request_to_stop() {
     let image = scratch.image("disk.img", 64 << 20);
     let mut server = Serve::new(&scratch, image.path()).start();
     let stuck = client_that_takes_no_replies(&server.address());
-    // As `timeout` does: its child, then its process group. Apart, so that the kernel delivers all.
+    // As `timeout` does: it signals its child, then its process group. With pauses, so that the
+    // kernel delivers each signal.
     for signal in [Signal::TERM, Signal::TERM, Signal::INT] {
         server.signal(signal);
         std::thread::sleep(Duration::from_millis(20));
@@ -229,7 +232,7 @@ fn a_second_signal_quits_at_once() {
     let mut server = Serve::new(&scratch, image.path()).start();
     let _stuck = client_that_takes_no_replies(&server.address());
     server.signal(Signal::TERM);
-    // Within a second it would be the first one, repeated.
+    // Within a second, another signal counts as a repetition of the first one.
     let early = eventually(Duration::from_millis(1100), || !server.is_running());
     assert!(!early, "the first signal does not wait for the client");
     let start = Instant::now();
@@ -261,7 +264,7 @@ fn a_signal_that_means_nothing_here_is_no_end() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", 1 << 20);
     let mut server = Serve::new(&scratch, image.path()).start();
-    // A client that hangs up while it is written to must not end the server by SIGPIPE, either.
+    // A client that disconnects while the server sends must not end the server by SIGPIPE.
     let client = client_that_takes_no_replies(&server.address());
     client.socket.shutdown(std::net::Shutdown::Both).expect("it is open");
     drop(client);
@@ -304,7 +307,7 @@ fn a_log_that_is_not_read_holds_up_neither_clients_nor_the_end() {
     stderr.write_all(&vec![b'x'; capacity]).expect("it is as large as it says");
     let mut server = Serve::new(&scratch, image.path()).stderr(stderr).start();
     for _ in 0..50 {
-        // The server has something to log.
+        // Makes the server log a line.
         let mut client = Greeted::new(&server.address());
         assert_eq!(client.outcome(option::GO, &go_data("missing")), reply::ERR_UNKNOWN);
     }

@@ -1,5 +1,5 @@
-//! Servers of qcow2 images that are killed (SIGKILL) under load, again and again on the same image:
-//! nothing that was acknowledged as durable is lost, and the image has leaks at most.
+//! Servers of qcow2 images that are killed (SIGKILL) under load, repeatedly on the same image: no
+//! write that was acknowledged as durable is lost, and the image has at most leaks.
 
 use std::collections::HashMap;
 use std::process::{Child, Stdio};
@@ -15,11 +15,11 @@ use fastrand::Rng;
 use rustix::process::Signal;
 
 const MIB: u64 = 1 << 20;
-/// Written once by fio before each kill, and flushed: all of it has to be there.
+/// The part that fio writes and flushes before each kill: all its data must be there.
 const VERIFIED: u64 = 16 * MIB;
-/// Where fio is writing, flushing and trimming when the server is killed.
+/// The part in which fio writes, flushes and trims when the server is killed.
 const BUSY: std::ops::Range<u64> = VERIFIED..48 * MIB;
-/// Where durable writes are acknowledged one by one.
+/// The part of the durable writes, which are acknowledged one by one.
 const DURABLE: std::ops::Range<u64> = 48 * MIB..80 * MIB;
 const SIZE: u64 = 80 * MIB;
 
@@ -27,8 +27,7 @@ const WRITERS: u64 = 4;
 const BLOCK: u64 = 4096;
 const KILLS: u64 = 3;
 
-/// The content that blocks of the disk may have: the last acknowledged one, and those sent after
-/// it.
+/// The permitted writes in each block: the last acknowledged one, and those sent after it.
 #[derive(Default)]
 struct Promises(HashMap<u64, Promise>);
 
@@ -38,7 +37,7 @@ struct Promise {
     sent: Vec<u64>,
 }
 
-/// A block that only this write leaves behind; write 0 stands for no write.
+/// The content of a block after this write, unlike that of any other; write 0 stands for no write.
 fn block(offset: u64, write: u64) -> Vec<u8> {
     if write == 0 {
         return vec![0; BLOCK as usize];
@@ -46,7 +45,7 @@ fn block(offset: u64, write: u64) -> Vec<u8> {
     [offset.to_le_bytes(), write.to_le_bytes()].concat().repeat(BLOCK as usize / 16)
 }
 
-/// Writes durably until the server is gone.
+/// Writes durably until the server ends.
 fn write_durably(address: &Address, part: u64, first: u64, mut random: Rng) -> Promises {
     let mut client = Client::open(address);
     let mut promises = Promises::default();
@@ -65,7 +64,7 @@ fn write_durably(address: &Address, part: u64, first: u64, mut random: Rng) -> P
 }
 
 impl Promises {
-    /// A newer value replaces an older one, where it was acknowledged.
+    /// Adds newer permitted writes: an acknowledged one replaces the older ones.
     fn learn(&mut self, newer: Self) {
         for (offset, promise) in newer.0 {
             let known = self.0.entry(offset).or_default();
@@ -103,7 +102,7 @@ fn fio(scratch: &Scratch, server: &Server, words: &[&str]) -> std::process::Comm
     fio
 }
 
-/// The words for fio that write or verify the first part of the disk by one seed.
+/// The arguments for fio to write or verify the first part of the disk with a seed.
 fn verified(seed: u64) -> Vec<String> {
     let words = format!(
         "--bsrange=4k-64k --bs_unaligned=0 --iodepth=16 --size={VERIFIED} --verify=crc32c \
@@ -112,7 +111,7 @@ fn verified(seed: u64) -> Vec<String> {
     words.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Load that has no end of its own.
+/// Starts a load that runs until it is ended.
 fn load(scratch: &Scratch, server: &Server, seed: u64) -> Child {
     let offset = format!("--offset={}", BUSY.start);
     let size = format!("--size={}", BUSY.end - BUSY.start);
@@ -124,7 +123,7 @@ fn load(scratch: &Scratch, server: &Server, seed: u64) -> Child {
     fio.spawn().expect("fio starts")
 }
 
-/// Kills the server while everybody writes; what the durable writers were told.
+/// Kills the server while all clients write; returns what the durable writers know.
 fn kill_under_load(
     scratch: &Scratch,
     mut server: Server,
@@ -147,7 +146,7 @@ fn kill_under_load(
     for writer in writers {
         promises.learn(writer.join().expect("no durable write failed"));
     }
-    // It notices by itself that no server answers.
+    // fio ends by itself when no server answers.
     if wait_for_exit(&mut busy, limit).is_none() {
         let _ = busy.kill();
         let _ = busy.wait();
@@ -155,7 +154,7 @@ fn kill_under_load(
     promises
 }
 
-/// Our own check and QEMU's: leaks at most.
+/// Our own check and QEMU's may find leaks, and nothing else.
 fn check(image: &str) {
     let ours = run(tool(blockhouse().to_str().expect("a plain path")).args(["check", image]));
     assert!(matches!(ours.status.code(), Some(0 | 3)), "{}", ours.describe("leaks at most"));
@@ -211,7 +210,7 @@ fn refcounts_that_were_late_are_made_anew() {
     let server = serve();
     promises.check(&mut Client::open(&server.address()));
     server.stop();
-    // Made anew, refcounts have no leaks either.
+    // Rebuilt refcounts have no leaks.
     for mut check in [tool(blockhouse().to_str().expect("a plain path")), tool("qemu-img")] {
         run(check.args(["check", &image])).success();
     }

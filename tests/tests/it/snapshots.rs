@@ -1,4 +1,4 @@
-//! `snapshot` and `serve --snapshot`, beside qemu-img on the same images.
+//! `snapshot` and `serve --snapshot`, compared with qemu-img on the same images.
 
 use blockhouse_tests::{
     Scratch, Serve,

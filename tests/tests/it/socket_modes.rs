@@ -1,6 +1,6 @@
-//! `--socket-mode` and `--socket-group`: who may connect to the Unix sockets of guests, at each
-//! moment; the sockets of control and metrics have options of their own, and a control socket
-//! answers what it is for.
+//! `--socket-mode` and `--socket-group`: who may connect to the guests' Unix sockets, at each
+//! moment; the sockets of control and metrics have their own options, and a control socket answers
+//! only the methods that its options allow.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use blockhouse_tests::{
 use serde_json::json;
 
 const MIB: u64 = 1 << 20;
-/// A group that each Linux has, and that is not root's.
+/// A group that every Linux has, other than root's.
 const GROUP: &str = "daemon";
 const GROUP_ID: u32 = 1;
 
 const NAMES: [&str; 6] = ["nbd", "vu", "control", "metrics", "more", "more.vu"];
 
-/// A server with a socket of each kind; two are added while it runs. `private`: the options of
-/// control and metrics.
+/// A server with a socket of each kind; two are added while it runs. `private` are the options of
+/// the control and metrics sockets.
 fn serve(
     scratch: &Scratch,
     options: &[&str],
@@ -60,7 +60,7 @@ fn with_umask(umask: &str) -> Vec<String> {
 #[test]
 fn all_sockets_have_the_mode_that_is_asked_for() {
     let scratch = Scratch::new();
-    // Neither a narrow umask nor a wide one changes it.
+    // The umask does not change the mode.
     for umask in ["077", "000"] {
         let options = ["--socket-mode", "0660"];
         let (server, sockets) = serve(&scratch, &options, "", &with_umask(umask));
@@ -95,7 +95,7 @@ fn no_socket_is_open_to_others_before_it_is_as_asked() {
         let before = &calls[bind - 1];
         assert_eq!(before.name, "fchmod", "{calls:?}");
         assert!(before.arguments.contains("0600"), "{before:?}");
-        // One thread binds at a time here, so what follows is about the same socket.
+        // Only one thread binds at a time here, so the next calls are about the same socket.
         let [changed, listens] = &calls[bind + 1..bind + 3] else { panic!("{calls:?}") };
         assert!(changed.name.ends_with("chmod") || changed.name == "fchmodat", "{changed:?}");
         assert!(changed.arguments.contains("0666"), "{changed:?}");
@@ -173,7 +173,7 @@ fn a_control_socket_answers_what_it_is_for() {
             client.refused(method, params, -32601, &["does not answer"]);
             assert!(!methods.contains(&json!(method)), "{methods:?}");
         }
-        // Commands are no way around it.
+        // The command uses the same socket and is restricted, too.
         let may_snapshot = options.contains("snapshot");
         let words = ["snapshot", "create", "--control", str(&socket), str(&image), "one"];
         assert_eq!(command(&words).status.success(), may_snapshot, "{options}");

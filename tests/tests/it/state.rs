@@ -1,5 +1,5 @@
-//! Servers that are killed, and what the next program finds: every answered change of a qcow2
-//! image, or a word about what is missing.
+//! Servers that are killed, and what the next program finds: every acknowledged change of a qcow2
+//! image, or a message about missing changes.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -14,10 +14,10 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
-/// An offset in a cluster that is not written otherwise.
+/// An offset in a cluster that no other write touches.
 const ZEROED: u64 = 8 * MIB;
 
-/// An image that a server was killed on, and what it was told is done.
+/// An image whose server is killed, and its state folder.
 struct Victim {
     scratch: Scratch,
     image: PathBuf,
@@ -40,7 +40,7 @@ impl Victim {
         Serve::new(&self.scratch, &self.image).option("--state", self.state.path().join("state"))
     }
 
-    /// Answered changes that no flush covers, and the server's death.
+    /// Makes changes that are acknowledged and not flushed, and kills the server.
     fn kill(&self, mut server: Server) {
         let mut client = Client::open(&server.address());
         assert_eq!(client.write(ZEROED, &[9; 65536], 0), 0);
@@ -50,7 +50,7 @@ impl Victim {
         server.wait(Duration::from_secs(20));
     }
 
-    /// Answered changes that no flush covers.
+    /// Makes changes that are acknowledged and not flushed.
     fn change(&self, address: &Address) {
         let mut client = Client::open(address);
         for block in 0..16 {
@@ -59,7 +59,7 @@ impl Victim {
         assert_eq!(client.simple(nbd_command::WRITE_ZEROES, ZEROED, 65536, 0), 0);
     }
 
-    /// Whether everything that was answered is there.
+    /// Whether all acknowledged changes are there.
     fn is_whole(server: &Server) -> bool {
         let mut client = Client::open(&server.address());
         let is_there = |block: u64, client: &mut Client| {
@@ -80,7 +80,7 @@ fn names(folder: &Path) -> Vec<String> {
     entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// Waits until the server's log, which a thread of its own writes, has these words.
+/// Waits until the server's log, which a separate thread writes, has these words.
 fn wait_for_log(server: &Server, words: &[&str]) {
     let has_all = || words.iter().all(|word| server.log().contains(word));
     assert!(
@@ -108,7 +108,7 @@ fn what_a_killed_server_answered_is_there_when_it_starts_again() {
         let [file] = &victim.files()[..] else { panic!("one state file: {:?}", victim.files()) };
         let image = fs::metadata(&victim.image).expect("the image");
         assert_eq!(*file, format!("{:x}-{:x}", image.dev(), image.ino()));
-        // Twice: the second server dies before it has changed anything.
+        // Twice: the second server is killed before it has changed anything.
         for _ in 0..2 {
             let mut server = victim.serve().start();
             assert!(Victim::is_whole(&server), "{options}: {}", server.log());
@@ -149,7 +149,7 @@ fn a_log_of_an_image_that_another_program_has_changed_is_refused() {
     for (options, pause) in [("cluster_size=65536", 0), ("compat=0.10", 4)] {
         let victim = Victim::new(options);
         victim.kill(victim.serve().start());
-        // An image of version 2 says nothing: its time of modification does.
+        // Only the modification time of a version 2 image shows the change.
         std::thread::sleep(Duration::from_secs(pause));
         qemu_io("qcow2", &victim.image, &["write -P 7 20M 64k"]);
         let server = victim.serve().start();
@@ -165,7 +165,7 @@ fn a_log_of_an_image_that_another_program_has_changed_is_refused() {
     }
 }
 
-/// An older copy has the session bit, too, where it was made while the server ran.
+/// An older copy that was made while the server ran has the session mark, too.
 #[test]
 fn a_log_is_not_replayed_on_an_older_copy_of_its_image() {
     for (options, is_made_while_served) in [("compat=0.10", false), ("compat=1.1", true)] {
@@ -191,7 +191,8 @@ fn a_log_is_not_replayed_on_an_older_copy_of_its_image() {
     }
 }
 
-/// A write may hang in the kernel, and the clock of a file system on another host may be ahead.
+/// The modification time may be a little later: a write may be delayed in the kernel, and the clock
+/// of a file system on another host may be ahead.
 #[test]
 fn an_image_that_says_whose_it_is_may_be_modified_a_little_later() {
     let victim = Victim::new("cluster_size=65536");
@@ -232,7 +233,7 @@ fn a_directory_that_cannot_be_used_is_refused() {
     refused(Path::new("/proc/state"), &["/proc/state", "--state off"]);
     refused(&scratch.path("state"), &["tmpfs", "--state off"]);
     fs::set_permissions(memory.path(), Permissions::from_mode(0o700)).expect("it is ours");
-    // Another file with a state file's name is set aside.
+    // A directory with a state file's name is moved aside.
     let about = fs::metadata(image.path()).expect("the image");
     let name = format!("{:x}-{:x}", about.dev(), about.ino());
     fs::create_dir(memory.path().join(&name)).expect("a directory");
@@ -268,13 +269,13 @@ fn commands_leave_an_image_alone_whose_state_may_be_elsewhere() {
     victim.kill(victim.serve().start());
     let said = command(&["resize", image, "160M", "--state", "off"]).success().stderr;
     assert!(said.contains("may be missing"), "that was wanted: {said}");
-    // Its log fits no more.
+    // The redo log no longer fits the image.
     let server = victim.serve().start();
     wait_for_log(&server, &["the redo log is refused"]);
     server.stop();
 }
 
-/// After a restart of the host there is no state file, and scripts go on.
+/// After a reboot of the host there is no state file, and commands in scripts must still work.
 #[test]
 fn commands_change_an_image_whose_server_died_before_the_host_restarted() {
     let victim = Victim::new("cluster_size=65536");
@@ -291,7 +292,7 @@ fn commands_change_an_image_whose_server_died_before_the_host_restarted() {
     assert_eq!(command(&["check", image]).success().stderr, "");
 }
 
-/// A server that keeps its state where the commands look.
+/// Kills a server that keeps its state in the default folder, which commands use.
 fn killed_with_usual_state() -> Victim {
     let victim = Victim::new("cluster_size=65536");
     victim.kill(Serve::new(&victim.scratch, &victim.image).start());
@@ -409,8 +410,8 @@ fn an_image_over_one_that_lacks_answered_changes_is_not_opened_for_writing() {
     server.stop();
 }
 
-/// The byte of the header with the lowest incompatible bits (docs/interop/qcow2.txt of QEMU), and
-/// the bit of an image that was found to contradict itself.
+/// The header byte with the lowest incompatible feature bits (docs/interop/qcow2.txt of QEMU), and
+/// the corrupt bit.
 const INCOMPATIBLE_BYTE: u64 = 79;
 const CORRUPT_BIT: u8 = 2;
 
@@ -496,8 +497,8 @@ fn an_upgraded_server_keeps_state_as_the_first_one_did() {
     assert_eq!(victim.files(), [""; 0]);
 }
 
-/// Any user may take the name in `/dev/shm`. A server that only warned would serve without what
-/// survives its death.
+/// Any user may create the folder in `/dev/shm`. A server that only warned would run without a
+/// state file.
 #[test]
 fn the_usual_state_directory_must_not_be_of_another_user() {
     require!(need::root());

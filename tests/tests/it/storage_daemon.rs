@@ -1,4 +1,5 @@
-//! The program under the name qemu-storage-daemon: QEMU's command line, beside QEMU's own program.
+//! The program under the name qemu-storage-daemon: QEMU's command line, compared with QEMU's own
+//! program.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -25,7 +26,7 @@ fn wait_until(what: &str, condition: impl FnMut() -> bool) {
     assert!(eventually(Duration::from_secs(30), condition), "{what}");
 }
 
-/// The program under test by QEMU's name.
+/// The program under test, under QEMU's name.
 pub(crate) fn ours(scratch: &Scratch) -> Command {
     let folder = scratch.path("bin");
     let program = folder.join(NAME);
@@ -36,11 +37,11 @@ pub(crate) fn ours(scratch: &Scratch) -> Command {
     Command::new(program)
 }
 
-/// A daemon, which ends with the test.
+/// A daemon; killed on drop.
 pub(crate) struct Daemon(Child);
 
 impl Daemon {
-    /// Starts one, and waits until it has done what the words say.
+    /// Starts a daemon, and waits until it has executed its command line.
     pub(crate) fn start(mut command: Command, words: &[String], pid: &Path) -> Self {
         command.args(words).arg("--pidfile").arg(pid).stdin(Stdio::null());
         let daemon = Self(command.spawn().expect("it is there"));
@@ -62,7 +63,7 @@ impl Drop for Daemon {
     }
 }
 
-/// Words of a command line, in which DIR is a folder.
+/// The arguments of a command line, with DIR replaced by a folder.
 pub(crate) fn words(line: &[&str], folder: &Path) -> Vec<String> {
     line.iter().map(|word| word.replace("DIR", str(folder))).collect()
 }
@@ -76,11 +77,11 @@ pub(crate) fn folder(scratch: &Scratch, name: &str) -> PathBuf {
     folder
 }
 
-/// The output of a program that ends by itself, and its exit status.
+/// The exit status and the error line of a program that ends by itself.
 fn told(mut command: Command, words: &[String]) -> (Option<i32>, String) {
     let output = command.args(words).stdin(Stdio::null()).output().expect("it is there");
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    // The line of the error alone.
+    // Only the line with the error.
     let line = said.lines().last().unwrap_or_default().to_owned();
     (output.status.code(), line)
 }
@@ -122,7 +123,7 @@ fn wrong_options_are_refused_with_the_words_of_qemu() {
         assert_eq!(own, theirs, "{line:?}");
         assert_eq!(own.0, Some(1));
     }
-    // An option that is not possible here has an error of its own.
+    // Options that we do not support have our own errors.
     for (line, said) in [
         (&["--chardev", "pty,id=c"][..], "'pty' are not possible"),
         (
@@ -204,7 +205,7 @@ pub(crate) fn at_stdio(mut command: Command, words: &[String], lines: &[&str]) -
     drop(input);
     let text = String::from_utf8(output.stdout).expect("text");
     let answers = text.lines().map(|line| serde_json::from_str::<Value>(line).expect("JSON"));
-    // Values that tell versions and moments.
+    // Removes values of versions and times.
     answers
         .filter(|answer| answer["QMP"].is_null())
         .map(|mut answer| {
@@ -278,7 +279,7 @@ fn a_monitor_may_be_a_socket_that_a_client_listens_at() {
     let mut daemon = Daemon::start(ours(&scratch), &words(&line, Path::new("")), &pid);
     let (client, _) = listener.accept().expect("it connects");
     let mut client = Qmp::over(client);
-    // The other monitor has the same nodes, and events.
+    // The other monitor has the same nodes, and gets the events, too.
     let mut other = Qmp::connect(&listening);
     let node = json!({ "driver": "file", "node-name": "f", "filename": scratch.path("r") });
     client.get("blockdev-add", node);
@@ -344,7 +345,7 @@ fn images_name_others_and_have_keys_by_objects() {
     assert_eq!(connect("o").read(0, 512), Ok(vec![5; 512]));
     assert_eq!(connect("alone").read(0, 512), Ok(vec![0; 512]));
     assert_eq!(connect("l").size(), MIB);
-    // An export of another server.
+    // A node that is an export of another server.
     let more = scratch.socket("more");
     let line = [
         "--blockdev",
@@ -393,7 +394,7 @@ fn clients_of_the_nbd_server_need_the_tls_of_its_object() {
     daemon.stop();
 }
 
-/// Words of a server with TLS by this object, and the socket's place.
+/// The arguments of a server with TLS by this object, and the path of its socket.
 fn with_tls(scratch: &Scratch, object: &str) -> (Vec<String>, PathBuf) {
     let nbd = scratch.socket(object.split(',').next().expect("a kind"));
     let line = [
@@ -445,7 +446,7 @@ fn exports_of_other_servers_are_nodes_with_the_tls_of_client_objects() {
     let daemon = Daemon::start(ours(&scratch), &words(&line, &folder), &scratch.path("pid"));
     assert_eq!(Client::at(&nbd, "n").read(0, 512), Ok(vec![7; 512]));
     let mut qmp = Qmp::connect(&qmp);
-    // An object that a node uses may go, as in QEMU.
+    // An object that a node uses can be deleted, as in QEMU.
     qmp.get("object-del", json!({ "id": "t" }));
     assert_eq!(Client::at(&nbd, "n").read(0, 512), Ok(vec![7; 512]));
     qmp.get("object-add", json!({ "qom-type": "tls-creds-x509", "id": "x", "dir": client }));
@@ -491,7 +492,7 @@ fn exports_of_other_servers_are_nodes_with_the_tls_of_client_objects() {
     }
 }
 
-/// Whether the server greets a client before `time` is over. The client stays.
+/// Whether the server greets a client before `time` is over. The client stays connected.
 fn is_greeted(client: &mut UnixStream, time: Duration) -> bool {
     client.set_read_timeout(Some(time)).expect("a socket");
     let mut magic = [0; 8];

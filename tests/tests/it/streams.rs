@@ -1,5 +1,5 @@
 //! Streams of disks that clients write to: the clients notice nothing, the overlay needs no base in
-//! the end, and whatever is killed, what is served again is the disk.
+//! the end, and after any kill the next server serves the right content.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ use crate::commits::Chain;
 use crate::fork::{image, written};
 use crate::jobs::{BLOCK, FAILED, LONG, SIZE, Writer, beside, bytes_of, ctl, serve, wait_for};
 
-/// A client of a server of the overlay, which has some clusters then and leaves most to its base.
+/// A client of a server of the overlay, after it has written some clusters; most are in the base.
 fn writer_of(chain: &Chain, server: &Server, random: Rng) -> Writer {
     let mut writer = Writer::on(&server.address(), chain.blocks.clone(), random);
     (0..chain.blocks.len()).step_by(100).for_each(|index| writer.write(index));
@@ -42,7 +42,7 @@ fn a_client_goes_on_with_an_overlay_that_needs_no_base() {
             ctl(&scratch, &["job", "s", "complete"]).success();
             wait_for(&mut control, "s", "completed");
         });
-        // The base is free, and is no longer read.
+        // The base is unlocked, and is no longer read.
         let bytes = vec![0xee; size as usize];
         std::fs::write(&chain.base, bytes).expect("the base");
         writer.check();
@@ -56,7 +56,7 @@ fn a_client_goes_on_with_an_overlay_that_needs_no_base() {
     }
 }
 
-/// Whether an image needs no other one, is in order, and holds the bytes of a raw one.
+/// Asserts that an image has no backing file, has no errors, and has the content of a raw image.
 #[track_caller]
 fn assert_stands_alone(image: &Path, raw: &Path) {
     let info = qemu_img(&["info", "--output=json", "-f", "qcow2", str(image)]);
@@ -74,7 +74,7 @@ fn after_a_kill_or_a_cancel_another_stream_goes_on() {
         let chain = Chain::new(&scratch, base, SIZE, "compat=1.1");
         let (server, mut control) = serve(&scratch, &chain.overlay);
         let mut writer = writer_of(&chain, &server, random.fork());
-        // The last ones would take for ever.
+        // Slow in the last rounds, so that the job cannot complete before the kill.
         let speed = if round < 2 { 64 << 20 } else { 64 << 10 };
         let start = json!({ "kind": "stream", "disk": "over.qcow2", "job": "s", "speed": speed });
         control.get("job.start", start);
@@ -96,7 +96,7 @@ fn after_a_kill_or_a_cancel_another_stream_goes_on() {
         let start = json!({ "kind": "stream", "disk": "over.qcow2", "job": "t" });
         match control.call("job.start", start) {
             Ok(_) => _ = wait_for(&mut control, "t", "completed"),
-            // The killed one was complete.
+            // The job was complete before the kill.
             Err((_, why)) => assert!(why.contains("has no backing file"), "{why}"),
         }
         writer.check();
@@ -147,7 +147,8 @@ fn a_stream_without_space_fails_and_the_client_goes_on() {
     let blocks: Vec<u64> = (1..=SIZE / BLOCK).collect();
     let bytes = bytes_of(&blocks);
     fs::write(&base, bytes).expect("a base");
-    // The folder is empty before the server's own file system is there.
+    // The overlay is copied to the server's own file system, which is mounted over the empty
+    // folder.
     let template = scratch.path("over.qcow2");
     let options = format!("backing_file={},backing_fmt=raw", base.display());
     qemu_img(&["create", "-f", "qcow2", "-o", &options, str(&template), &SIZE.to_string()])
@@ -167,7 +168,7 @@ fn a_stream_without_space_fails_and_the_client_goes_on() {
     ctl(&scratch, &["stream", "over.qcow2", "--job", "s"]).success();
     let failed = wait_for(&mut control, "s", "failed")["error"].to_string();
     assert!(failed.contains("No space left"), "{failed}");
-    // Clusters of the image are overwritten where they are.
+    // Clusters that the image has can still be overwritten.
     (0..16).for_each(|index| writer.write(index));
     writer.check();
     drop((writer, control));
@@ -228,7 +229,7 @@ fn what_is_between_an_overlay_and_its_base_is_left_out() {
             fs::remove_file(scratch.path(gone)).expect("nothing needs it");
         }
         writer.check();
-        // The chain goes on as any: handed over, committed into the base.
+        // The chain works like any other: it is upgraded, and committed into the base.
         let servers = Servers(&scratch);
         drop(control);
         beside(&mut writer, || upgrade_under_load(&scratch.socket("control")));
@@ -243,7 +244,7 @@ fn what_is_between_an_overlay_and_its_base_is_left_out() {
     }
 }
 
-/// Whether an image is these blocks, as QEMU reads it.
+/// Asserts that QEMU reads these blocks from an image.
 #[track_caller]
 pub(crate) fn assert_holds(image: &Path, blocks: &[u64]) {
     let expected = image.with_extension("expected");

@@ -1,4 +1,4 @@
-//! TLS with clients of other projects: who is served, who is refused, and what the log says of it.
+//! TLS with clients of other projects: who is served, who is refused, and what the log says.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -22,7 +22,8 @@ pub(crate) const SIZE: usize = 4 << 20;
 const ERR_TLS_REQD: u32 = 0x8000_0005;
 pub(crate) const TOOLS: [&str; 5] = ["certtool", "psktool", "nbdinfo", "nbdcopy", "qemu-img"];
 
-/// A host with an image, an authority with a server and a client, and keys.
+/// A host with an image, certificates of a server and a client from one authority, and pre-shared
+/// keys.
 pub(crate) struct Host {
     pub(crate) scratch: Scratch,
     pub(crate) pki: Pki,
@@ -64,7 +65,7 @@ fn port(server: &Server) -> u16 {
     authority.rsplit(':').next().and_then(|port| port.parse().ok()).expect("a port")
 }
 
-/// The URI by which libnbd's programs show the certificate of this folder.
+/// The URI with which libnbd's programs use the client certificate of this folder.
 pub(crate) fn by_certificate(server: &Server, folder: &Path) -> String {
     format!("nbds://localhost:{}/disk?tls-certificates={}", port(server), str(folder))
 }
@@ -83,7 +84,7 @@ fn nbdinfo(uri: &str) -> Outcome {
     run(tool("nbdinfo").args(["--size", uri]))
 }
 
-/// The client fails, and the server says why in one line with these words.
+/// Asserts that the client fails, and that the server logs one line with these words.
 #[track_caller]
 pub(crate) fn assert_refused(server: &Server, outcome: &Outcome, words: &[&str]) {
     assert!(!outcome.status.success(), "{}", outcome.describe("must fail"));
@@ -105,7 +106,7 @@ fn libnbd_and_qemu_read_and_write_by_certificates() {
     let copy = host.scratch.path("copy.img");
     run(tool("nbdcopy").args([&uri, str(&copy)])).success();
     assert!(fs::read(&copy).unwrap() == host.content, "nbdcopy read other bytes");
-    // The other way, with other content: many requests in flight, of 256 KiB.
+    // In the other direction, with other content: many requests of 256 KiB in flight.
     let content = random_bytes(&mut seeded(), SIZE);
     let new = host.scratch.image_of("new.img", &content);
     run(tool("nbdcopy").args([new.str(), &uri])).success();
@@ -165,7 +166,7 @@ fn a_certificate_that_is_missing_wrong_expired_or_revoked_is_refused() {
     require!(need::tools(&TOOLS));
     let host = Host::new();
     let server = host.x509("required");
-    // Of another authority, which the client trusts as its server's.
+    // A client certificate of another authority; the client trusts the server's authority.
     let other = Pki::new(&host.scratch.path("other"));
     let stranger = other.client("mallory", Validity::Now);
     fs::copy(host.client.join("ca-cert.pem"), stranger.join("ca-cert.pem")).unwrap();
@@ -179,7 +180,7 @@ fn a_certificate_that_is_missing_wrong_expired_or_revoked_is_refused() {
     fs::copy(host.client.join("ca-cert.pem"), nameless.join("ca-cert.pem")).unwrap();
     let words = ["refused by TLS", "no certificate"];
     assert_refused(&server, &nbdinfo(&by_certificate(&server, &nameless)), &words);
-    // Revoked while the server runs, which reads it at SIGHUP.
+    // The certificate is revoked while the server runs; SIGHUP makes the server read the list.
     let uri = by_certificate(&server, &host.client);
     nbdinfo(&uri).success();
     host.pki.revoke(&host.client);
@@ -313,7 +314,7 @@ fn an_nbds_socket_requires_tls_beside_a_plain_one() {
     let query = format!("socket={}&tls-psk-file={}", str(&closed), str(&host.keys));
     nbdinfo(&format!("nbds+unix://alice@/?{query}")).success();
     server.stop();
-    // The address of the socket is another one than was written.
+    // With port 0 the address of the socket differs from that in the URI.
     let serve = host.serve().option("--tls-psk", &host.keys).option("--tls", "optional");
     let server = serve.export("nbds://localhost:0/disk").start();
     assert!(server.uri().starts_with("nbds:"), "{}", server.uri());
@@ -328,7 +329,7 @@ fn bytes_in_plain_behind_starttls_end_the_connection() {
     let host = Host::new();
     let server = host.x509("optional");
     let mut client = Greeted::new(&server.address());
-    // One segment: STARTTLS, and an option that an attacker between the two adds.
+    // In one segment: STARTTLS, and an option that an attacker in the middle adds.
     let option = |number: u32, data: &[u8]| {
         let mut bytes = b"IHAVEOPT".to_vec();
         bytes.extend(number.to_be_bytes());
@@ -341,7 +342,7 @@ fn bytes_in_plain_behind_starttls_end_the_connection() {
     client.0.read_to_end(&mut rest).expect("the connection ends");
     assert_eq!(rest.len(), 20, "the reply to STARTTLS and nothing more: {rest:?}");
     wait_until(|| server.log().contains("in plain after STARTTLS"), "a line in the log");
-    // Options from before TLS are forgotten: a second STRUCTURED_REPLY is the first one then.
+    // Options from before TLS are forgotten: a second STRUCTURED_REPLY counts as the first.
     let python = "import nbd, sys\n\
         h = nbd.NBD()\n\
         h.set_tls(nbd.TLS_REQUIRE)\n\
@@ -374,7 +375,7 @@ fn hostile_handshakes_hold_their_seats_only_and_only_for_a_while() {
         let _ = client.0.write_all(bytes);
         client
     };
-    // Garbage ends it at once.
+    // Garbage ends the connection at once.
     for length in [5, 100, 5000] {
         let mut garbage = random_bytes(&mut random, length);
         garbage[0] |= 0x80;
@@ -382,10 +383,11 @@ fn hostile_handshakes_hold_their_seats_only_and_only_for_a_while() {
         let _ = client.0.read_to_end(&mut Vec::new());
     }
     wait_until(|| server.log().contains("refused by TLS"), "a line in the log");
-    // Half of a client's hello, and then silence: a record of 512 bytes, of which six come.
+    // The beginning of a ClientHello, and then silence: six bytes, which announce a record of 512
+    // bytes.
     let start = Instant::now();
     let mut silent: Vec<_> = (0..35).map(|_| begin(&[22, 3, 1, 2, 0, 1])).collect();
-    // Others are served meanwhile.
+    // Other clients are served meanwhile.
     nbdinfo(&by_certificate(&server, &host.client)).success();
     for client in &mut silent {
         let _ = client.0.read_to_end(&mut Vec::new());
@@ -395,13 +397,13 @@ fn hostile_handshakes_hold_their_seats_only_and_only_for_a_while() {
     server.stop();
 }
 
-/// fio does its own reading and verifying, many requests at a time.
+/// fio writes and verifies, with many requests in flight.
 #[test]
 fn fio_writes_and_verifies_by_tls() {
     require!(need::tools(&[&TOOLS[..], &["fio"]].concat()));
     let host = Host::new();
-    // libnbd takes no files from fio's URI. It finds those of an ordinary user in its home, which
-    // others may enter.
+    // libnbd takes no certificate files from fio's URI. It finds those of an ordinary user in the
+    // home folder, which others must be allowed to enter.
     let home = tempfile::tempdir().unwrap();
     let folder = home.path().join(".config/pki/libnbd");
     fs::create_dir_all(&folder).unwrap();
@@ -414,7 +416,7 @@ fn fio_writes_and_verifies_by_tls() {
         fs::set_permissions(folder, fs::Permissions::from_mode(0o777)).unwrap();
     }
     let server = host.x509("required");
-    // So few, because a request waits for three programs to get their turn.
+    // Few bytes, because each request waits until three programs have been scheduled.
     for (size, depth, whole) in [("4k", "64", "512k"), ("256k", "4", "2M")] {
         let mut fio = tool("fio");
         if rustix::process::geteuid().is_root() {
@@ -454,7 +456,7 @@ fn clients_of_tls_1_2_are_served_and_those_of_tls_1_1_are_not() {
     server.stop();
 }
 
-/// A client of TLS 1.2 by the key of a user, where the server waits for options.
+/// A TLS 1.2 client with a user's key, in the phase in which the server waits for options.
 pub(crate) fn by_hand(
     server: &Server,
     host: &Host,
@@ -476,7 +478,7 @@ fn a_client_that_renegotiates_without_end_is_disconnected() {
     let host = Host::new();
     let server = host.psk();
     let list = [&b"IHAVEOPT"[..], &option::LIST.to_be_bytes(), &[0; 4]].concat();
-    // Some attempts are refused, and the connection goes on.
+    // Some attempts at renegotiation are refused, and the connection continues.
     let mut client = by_hand(&server, &host, "alice");
     for _ in 0..10 {
         client.ask_to_renegotiate().unwrap();
@@ -485,7 +487,7 @@ fn a_client_that_renegotiates_without_end_is_disconnected() {
     let mut answers = std::iter::from_fn(|| client.next_record());
     assert_eq!(answers.by_ref().take(10).collect::<Vec<_>>(), [21; 10], "alerts");
     assert_eq!(answers.next(), Some(23), "the list");
-    // Refusals without end cost no memory without end.
+    // After too many attempts the connection ends, so that they do not use unlimited memory.
     let mut client = by_hand(&server, &host, "bob");
     let is_over = (0..100_000).any(|_| client.ask_to_renegotiate().is_err());
     assert!(is_over, "it goes on for ever");
@@ -526,7 +528,7 @@ fn thousands_of_half_open_clients_keep_nobody_out() {
     server.stop();
 }
 
-/// Connected before their certificate or key was revoked, at the reload, and others not.
+/// Clients whose certificate or key is revoked are disconnected at the reload, and others are not.
 #[test]
 fn a_revoked_client_is_disconnected_at_the_reload() {
     require!(need::tools(&TOOLS));
@@ -570,7 +572,7 @@ fn a_revoked_client_is_disconnected_at_the_reload() {
     };
     let server = host.x509("required");
     let bob = host.pki.client("bob", Validity::Now);
-    // An empty list first, and the one with alice in it when she is to go.
+    // First a list without alice, and later the list that revokes her certificate.
     let list = host.pki.folder().join("ca-crl.pem");
     host.pki.revoke(&host.client);
     let later = host.scratch.path("later.pem");
@@ -631,7 +633,7 @@ fn an_upgrade_disconnects_clients_with_tls_only_where_it_is_asked_to() {
     for words in ["1 clients use TLS", "--disconnect-tls", "serves now", "has ended"] {
         assert!(told.contains(words), "{words}: {told}");
     }
-    // A plain client is handed over, and the new server has TLS.
+    // A client without TLS is handed over, and the new server has TLS.
     let _plain = Greeted::new(&server.address()).go("", Framing::Structured);
     wait_until(
         || upgrade(&control, &[]).status.success(),

@@ -1,4 +1,4 @@
-//! `blockhouse top`: in a terminal, that of tmux, and without one.
+//! `blockhouse top`: in a terminal, which tmux provides, and without one.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use blockhouse_tests::{
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A server of two disks with metrics, and the socket of those.
+/// A server of two disks with metrics, and the socket of the metrics.
 fn start(scratch: &Scratch) -> (Server, PathBuf) {
     let socket = scratch.socket("metrics");
     let (one, two) = (scratch.image("one.img", 1 << 20), scratch.image("two.img", 1 << 20));
@@ -47,13 +47,13 @@ fn what_is_no_server_with_metrics_is_one_line() {
     top(&[], &scratch.socket("none")).failure("--metrics or --control");
     let image = scratch.image("disk.img", 1 << 20);
     let server = Serve::new(&scratch, image.path()).start();
-    // An NBD server speaks first, and not HTTP.
+    // An NBD server sends first, and does not use HTTP.
     let outcome = top(&[], &scratch.socket("nbd")).failure("cannot read metrics");
     assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
     server.stop();
 }
 
-/// A terminal of its own.
+/// A terminal, provided by tmux.
 struct Tmux<'a> {
     socket: PathBuf,
     scratch: &'a Scratch,
@@ -95,7 +95,7 @@ impl<'a> Tmux<'a> {
 
 impl Drop for Tmux<'_> {
     fn drop(&mut self) {
-        // It has ended already where the test went well.
+        // tmux has ended already if the test passed.
         let _ = self.run(&["kill-server"]);
     }
 }
@@ -161,7 +161,7 @@ fn in_small_terminals_columns_go_and_names_and_digits_stay() {
     let mut client = Client::open(&server.address());
     let is_busy = || {
         assert_eq!(client.write(1 << 20, &[1; 64 << 10], 0), 0);
-        // A rate, not that of the first moment.
+        // Waits for a rate other than that of the first moment.
         rows(&tmux.screen())
             .is_some_and(|[_, root]| root.iter().any(|word| word.ends_with('M')) && root[4] != "0")
     };
@@ -171,8 +171,8 @@ fn in_small_terminals_columns_go_and_names_and_digits_stay() {
     let wide = rows(&tmux.screen()).expect("two disks");
     for columns in [120, 80, 60] {
         tmux.resize(columns);
-        // The terminal cuts what it shows already, until it is drawn anew: each figure is one of
-        // the wide screen then.
+        // After a resize the terminal cuts the old text until `top` draws again: then each figure
+        // is one of the wide screen.
         let is_whole = |(row, wide): (&Vec<String>, &Vec<String>)| {
             row.len() > 4 && row.iter().all(|word| wide.contains(word))
         };

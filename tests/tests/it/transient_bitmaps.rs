@@ -1,5 +1,5 @@
-//! Bitmaps in memory: of a disk of any format, which say what bitmaps of images say, end with the
-//! disk, and leave nothing in the image.
+//! Transient bitmaps, of a disk of any format: they record like persistent ones, end with the disk,
+//! and leave nothing in the image.
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
@@ -44,7 +44,7 @@ impl Rig {
         assert_eq!(Client::open(&self.server.address()).write(at, &[7; 512], 0), 0);
     }
 
-    /// Names, how many bytes each says, and whether it is in the image.
+    /// The bitmaps: name, number of dirty bytes, and whether it is persistent.
     fn list(&mut self) -> Vec<(String, u64, bool)> {
         let bitmaps = self.control.get("bitmap.list", json!({ "disk": self.disk }));
         let told = bitmaps.as_array().expect("a list").iter().map(|one| {
@@ -77,7 +77,7 @@ fn they_record_changes_and_end_with_the_process() {
     rig.call("bitmap.remove", "one", json!({}));
     rig.write(3 * MIB);
     assert_eq!(rig.list(), told(&[("two", GRANULE, false)]));
-    // A raw disk has a place for those of images only when it gets one.
+    // A raw disk gets a side file only with its first persistent bitmap.
     let side_file = rig.scratch.path("disk.img.bitmaps");
     assert!(!side_file.exists());
     let Rig { scratch, server, .. } = rig;
@@ -109,7 +109,7 @@ fn they_stand_beside_those_of_the_image_and_have_other_names() {
     rig.call("bitmap.clear", "brief", json!({}));
     rig.call("bitmap.merge", "brief", json!({ "source": "stored" }));
     assert_eq!(rig.list()[1], ("brief".into(), GRANULE, false));
-    // Several changes are made at one moment, or none is.
+    // Several changes are made at one moment, or none of them.
     let disk = rig.disk.clone();
     let of = |name: &str| json!({ "disk": disk, "name": name });
     let mut add = of("third");

@@ -1,5 +1,5 @@
-//! `--ublk`, `attach` and `detach` where they cannot be had: refused at the start, with what to do.
-//! Their work on a kernel with the driver is shown in a guest (`cargo xtask vm ublk`).
+//! `--ublk`, `attach` and `detach` on a kernel without the driver: they are refused at the start,
+//! with what to do. On a kernel with the driver they are tested in a guest (`cargo xtask vm ublk`).
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use blockhouse_tests::{Engine, Scratch, Serve};
 
 const NO_DRIVER: [&str; 3] = ["/dev/ublk-control", "modprobe ublk_drv", "--nbd"];
 
-/// Whether this machine's kernel has the driver: then nothing here is refused for the lack of it.
+/// Whether this machine's kernel has the driver: then these tests are skipped.
 fn has_driver() -> bool {
     let has = Path::new("/dev/ublk-control").exists();
     if has {
@@ -40,7 +40,7 @@ fn refused_for_the_driver(words: &[&str], expected: &[&str]) {
 
 #[test]
 fn without_any_driver_attach_names_both() {
-    // It has parameters, so that it is there also where it is part of the kernel.
+    // The nbd module has parameters, so its folder exists even if it is built in.
     if has_driver() || Path::new("/sys/module/nbd").exists() {
         return;
     }
@@ -49,7 +49,7 @@ fn without_any_driver_attach_names_both() {
     let path = image.path().to_str().expect("a path of text");
     refused_for_the_driver(&["attach", path], &[&NO_DRIVER[..], &["modprobe nbd"]].concat());
     refused_for_the_driver(&["detach", "/dev/nbd0"], &["modprobe nbd"]);
-    // No server was started.
+    // No server was started, so the image is unlocked.
     command(&["resize", path, "2M"]).success();
 }
 

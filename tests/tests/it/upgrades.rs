@@ -1,5 +1,5 @@
 //! Servers that hand over to another process under load: no client sees an end of file or a wrong
-//! byte, no other program gets the image's lock, and a death at any step leaves one owner or none.
+//! byte, no other program gets the image's lock, and a kill at any step leaves at most one owner.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -17,10 +17,11 @@ use rustix::process::Signal;
 
 pub const FORMATS: [&str; 2] = ["raw", "qcow2"];
 const SIZE: u64 = 64 << 20;
-/// The bytes on which QEMU's writers hold locks: they write and resize, and let no other do so.
+/// The lock bytes that QEMU's writers hold: for writing and resizing, and against other writers and
+/// resizers.
 const LOCKED_BYTES: [u64; 4] = [101, 103, 201, 203];
 
-/// A server with a control socket and an image of this format, and where its image is.
+/// A server with a control socket and an image of this format, and the path of the image.
 fn serve(scratch: &Scratch, format: &str) -> (Serve, std::path::PathBuf) {
     let image = scratch.path(&format!("disk.{format}"));
     let size = SIZE.to_string();
@@ -30,7 +31,7 @@ fn serve(scratch: &Scratch, format: &str) -> (Serve, std::path::PathBuf) {
     (serve.option("--control", scratch.socket("control")), image)
 }
 
-/// Watches the image's locks without a pause: how often they were looked at, all of them held.
+/// Checks continuously that all of the image's locks are held; returns the number of checks.
 pub fn watch_locks(image: &Path, load: &Load) -> u64 {
     let file = std::fs::File::open(image).expect("the image is there");
     let mut looks = 0;
@@ -44,7 +45,8 @@ pub fn watch_locks(image: &Path, load: &Load) -> u64 {
     looks
 }
 
-/// QEMU does not get the lock. To read a raw image beside a writer it needs none.
+/// Asserts that QEMU does not get the lock. QEMU needs no lock to read a raw image, so there it
+/// opens for writing.
 pub fn refuses_qemu(image: &Path, format: &str) {
     let mut qemu_io = tool("qemu-io");
     qemu_io.args((format == "qcow2").then_some("-r"));
@@ -137,7 +139,7 @@ fn a_disk_that_is_being_filled_is_flushed_before_the_pause_whose_parts_are_told(
     image_tool::qemu_img(&["check", image_tool::str(&image)]).success();
 }
 
-/// The rest of the two processes when one dies at a step.
+/// Which of the two processes remains when one is killed at a step.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Remains {
     Source,
@@ -145,7 +147,7 @@ pub enum Remains {
     None,
 }
 
-/// The steps, and what a death at each leaves.
+/// The steps, and what a kill at each leaves.
 pub const STEPS: [(&str, Remains); 9] = [
     ("source-offered", Remains::None),
     ("source-settled", Remains::None),
@@ -174,7 +176,7 @@ fn dies_at(step: &str, format: &str, remains: Remains) {
     let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", step).start();
     let mut client = Client::open(&server.address());
     let text = |round: u8| vec![round; 100_000];
-    // No flush covers it: what was answered is there all the same.
+    // The write is not flushed, but acknowledged, so it must survive.
     assert_eq!(client.write(12345, &text(1), 0), 0);
     let outcome = upgrade(&scratch.socket("control"), &[]);
     match remains {
@@ -188,7 +190,7 @@ fn dies_at(step: &str, format: &str, remains: Remains) {
     if remains == Remains::None {
         assert!(client.is_closed(), "{step}: the connection is served by no process");
         drop(server);
-        // As the service manager does it.
+        // Starts a server again, as the service manager does.
         let socket = scratch.socket("nbd");
         let again = Serve::bare(&scratch, &image)
             .option("--format", format)
@@ -217,7 +219,8 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     let scratch = Scratch::new();
     let servers = Servers(&scratch);
     let (line, _) = serve(&scratch, "qcow2");
-    // Where the server cannot write: a program that it could have changed is not started.
+    // In a folder where the server cannot write: a program that it could have changed is not
+    // started.
     let elsewhere = Scratch::new();
     let silent = elsewhere.path("blockhouse-silent");
     std::fs::write(&silent, "#!/bin/sh\nexec sleep 100\n").expect("a script");
@@ -250,8 +253,7 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
     server.stop();
 }
 
-/// Each of several upgrades at once is carried out or told that it was not, and no replaced server
-/// stays for them.
+/// Each of several concurrent upgrades succeeds or gets an error, and no replaced server remains.
 #[test]
 fn upgrades_at_once_leave_one_server_and_an_answer_for_each() {
     let scratch = Scratch::new();
@@ -269,13 +271,14 @@ fn upgrades_at_once_leave_one_server_and_an_answer_for_each() {
             outcomes.into_iter().partition(|outcome| outcome.status.success());
         assert!(!done.is_empty(), "none of them upgraded");
         for outcome in refused {
-            // Either the answer, or that the connection ended with the old server.
+            // The line has either the server's error, or says that the connection ended with the
+            // old server.
             assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.stderr);
         }
         servers.wait_for(1);
         assert_eq!(client.write(0, &[5; 4096], 0), 0);
     }
-    // One that ends answers those who ask it at the same time.
+    // A server that is ending answers concurrent requests.
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| upgrade(&scratch.socket("control"), &[]));
         servers.stop();
@@ -310,7 +313,7 @@ fn who_is_in_the_middle_of_something_is_served_or_told() {
     assert_eq!(writer.receive().expect("a reply").1.error, 0);
     assert!(writer.read(777, 50_000) == Ok(data));
     assert!(matches!(half_open.0.read(&mut [0; 16]), Ok(0)), "a handshake ends after a second");
-    // Replies that are not taken: the server goes on, and so does the client.
+    // A client that does not read its replies: the upgrade succeeds, and the client can continue.
     for _ in 0..8 {
         let read = blockhouse_tests::nbd::Request {
             command: blockhouse_tests::nbd::command::READ,

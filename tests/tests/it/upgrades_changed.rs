@@ -20,8 +20,7 @@ const EPERM: u32 = 1;
 const VIRTIO_BLK_RO: u64 = 1 << 5;
 const LONG: Duration = Duration::from_secs(60);
 
-/// All that is listed of disks, exports and limits, but for counts of clients, and room that others
-/// take.
+/// All lists of disks, exports and limits, without numbers of clients and free space, which change.
 fn listed(control: &mut Control) -> Vec<Value> {
     let mut all: Vec<Value> = ["disk.list", "export.list", "limit.get"]
         .into_iter()
@@ -44,8 +43,8 @@ fn upgraded(scratch: &Scratch, servers: &Servers<'_>) -> Control {
     Control::connect(&socket)
 }
 
-/// Sockets are counted in the order of their lives: the first one is gone here, so that no number
-/// is that of its place.
+/// Sockets are numbered in the order in which they were made. The first one is removed here, so
+/// that no number equals an index.
 #[test]
 fn disks_exports_and_limits_are_handed_over_as_they_are() {
     let scratch = Scratch::new();
@@ -73,7 +72,7 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     control.get("export.add", json!({ "disk": "second.qcow2", "export": str(&vu) }));
     add_read_only(&mut control, str(&vu_ro));
     let mut reader = Client::at(&nbd, "ro");
-    // The disk of the command line is gone.
+    // The disk of the command line is closed.
     control.get("disk.close", json!({ "disk": "first", "force": true }));
     let mut client = Client::at(&nbd, "s");
     assert_eq!(client.write(0, &[7; 4096], 0), 0);
@@ -84,7 +83,7 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
     let before = listed(&mut control);
     for round in 1..=2 {
         control = upgraded(&scratch, &servers);
-        // A front-end is listed when its thread runs.
+        // A front-end is listed only when its thread runs.
         eventually(LONG, || listed(&mut control) == before);
         assert_eq!(listed(&mut control), before, "upgrade {round}");
         assert_eq!(client.read(0, 4096), Ok(vec![7; 4096]), "the same connection");
@@ -95,7 +94,7 @@ fn disks_exports_and_limits_are_handed_over_as_they_are() {
         assert_ne!(later.driver.features() & VIRTIO_BLK_RO, 0);
         assert_eq!(Client::at(&nbd, "s").read(0, 4096), Ok(vec![7; 4096]), "a new one");
     }
-    // A read-only disk can be made writable, and a group has all its members.
+    // After upgrades a read-only disk can be made writable, and a limit group has all its members.
     control.get("disk.set", json!({ "disk": "third.qcow2", "read-only": false }));
     control.get("limit.set", json!({ "group": "g", "limits": { "iops": 5_000 } }));
     let limits = control.get("limit.get", json!({}));
@@ -165,8 +164,8 @@ fn a_write_threshold_and_an_added_socket_are_handed_over() {
     drop(server);
 }
 
-/// The image that the disk has moved to is handed over, more than once, and what the old path has
-/// is left alone.
+/// The image that the disk has moved to is handed over, more than once, and the image at the old
+/// path is not touched.
 #[test]
 fn a_disk_that_a_mirror_has_moved_is_handed_over_at_its_new_place() {
     let scratch = Scratch::new();
@@ -223,7 +222,7 @@ fn counters_go_on() {
         let before = Metrics::read(&metrics);
         assert!(not_less(&before, &last), "{round}");
         control = upgraded(&scratch, &servers);
-        // The old server gives its address back when it ends.
+        // The old server releases its metrics address when it ends.
         assert!(eventually(LONG, || std::os::unix::net::UnixStream::connect(&metrics).is_ok()));
         last = Metrics::read(&metrics);
         assert!(not_less(&last, &before), "{round}");
@@ -246,7 +245,7 @@ fn counters_go_on() {
     drop(server);
 }
 
-/// Whether each counter is at least what it was.
+/// Whether each counter is at least its value before.
 fn not_less(now: &Metrics, before: &Metrics) -> bool {
     before.counters().all(|(name, value)| {
         let is_kept = now.counters().any(|(other, now)| other == name && now >= value);
@@ -257,7 +256,8 @@ fn not_less(now: &Metrics, before: &Metrics) -> bool {
     })
 }
 
-/// The configuration that the old server had read is compared with the file at the next reload.
+/// After an upgrade, the next reload compares the file with the configuration that the old server
+/// had read.
 #[test]
 fn a_reload_after_an_upgrade_changes_what_the_file_has_changed() {
     let scratch = Scratch::new();
@@ -279,7 +279,7 @@ fn a_reload_after_an_upgrade_changes_what_the_file_has_changed() {
     let server = Serve::without_image(&scratch).option("--config", &file).ready_lines(2).start();
     let mut control = Control::connect(&scratch.socket("control"));
     control.get("disk.open", json!({ "path": images[3].path() }));
-    // It does not apply before the reload.
+    // A change of the file has no effect before the reload.
     write(&[1, 2]);
     let mut control_of_new = upgraded(&scratch, &servers);
     let names = |control: &mut Control| {

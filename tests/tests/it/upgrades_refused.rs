@@ -1,6 +1,6 @@
-//! Servers that are not upgraded, because what they have cannot leave the process: disks on other
-//! servers, and keys. One line says so, no client is disconnected, and what the line asks for is
-//! enough.
+//! Servers that cannot be upgraded, because they have something that cannot be handed over: disks
+//! on other servers, and keys. One line says so, no client is disconnected, and doing what the line
+//! says is enough.
 
 use std::path::Path;
 
@@ -14,7 +14,8 @@ use serde_json::json;
 use crate::remote_tls::keeper;
 use crate::tls::{Host, TOOLS, by_hand};
 
-/// An upgrade is refused in one line with these words, and the server goes on with its client.
+/// Asserts that an upgrade is refused in one line with these words, and that the server still
+/// serves its client.
 #[track_caller]
 fn refused(servers: &Servers<'_>, server: &Server, client: &mut Client, words: &[&str], round: u8) {
     let control = servers.0.socket("control");
@@ -55,7 +56,7 @@ fn a_disk_on_a_server_with_tls_is_not_handed_over() {
         let mut client = Client::open(&server.address());
         let words = ["another server", "close the disk"];
         refused(&servers, &server, &mut client, &words, round as u8 + 1);
-        // A client with TLS is not disconnected for an upgrade that is refused.
+        // A refused upgrade does not disconnect a client with TLS.
         let mut secured = by_hand(&server, &host, "alice");
         let outcome = upgrade(&control, &["--disconnect-tls"]).failure("another server");
         assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.describe("one line"));
@@ -97,7 +98,7 @@ fn an_encrypted_disk_is_not_handed_over() {
         let server = serve().start();
         let mut client = Client::open(&server.address());
         refused(&servers, &server, &mut client, &["is encrypted", "its key", "stop"], round);
-        // As the line says: what was written is there.
+        // Stops and starts the server, as the line says; all writes are there.
         server.stop();
         let server = serve().start();
         let mut client = Client::open(&server.address());

@@ -1,6 +1,6 @@
 //! Servers that hand over vhost-user-blk devices to another process under load: no front-end sees
-//! an end of its connection, no guest a wrong byte or a request without an answer, and a death at
-//! any step leaves one owner or none.
+//! the end of its connection, no guest sees a wrong byte or a request that never completes, and a
+//! kill at any step leaves at most one owner.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::upgrades::{FORMATS, Remains, STEPS, refuses_qemu, watch_locks};
 const SIZE: u64 = 64 << 20;
 const UPGRADES: usize = 5;
 
-/// A server of an image of each of these formats: over NBD, and by a device of its own.
+/// A server of an image of each of these formats, which exports each over NBD and as a device.
 fn serve(scratch: &Scratch, formats: &[&str]) -> (Serve, Vec<(PathBuf, PathBuf)>) {
     let mut images = Vec::new();
     for (index, format) in formats.iter().enumerate() {
@@ -119,7 +119,7 @@ fn dies_at(step: &str, format: &str, remains: Remains) {
     let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", step).start();
     let mut guest = Guest::connect(socket, Options { queues: 2, ..Options::default() });
     guest.driver.track().expect("in-flight tracking");
-    // No flush covers it: what was answered is there all the same.
+    // The write is not flushed, but completed, so it must survive.
     guest.write(0, 1, 11);
     let outcome = upgrade(&scratch.socket("control"), &[]);
     if remains == Remains::Source {
@@ -141,7 +141,7 @@ fn dies_at(step: &str, format: &str, remains: Remains) {
         let mut client = Client::open(&server.address());
         assert!(client.read(4096, 4096) == Ok(content(12)), "{step}, {format}");
         assert!(guest.is_connected(), "{step}");
-        // The device's next front-end.
+        // Another front-end connects to the device.
         drop(guest);
         let mut guest = Guest::connect(socket, Options::default());
         assert_eq!(guest.read(0, 1), content(12), "{step}, {format}");

@@ -1,5 +1,5 @@
-//! VHDX images whose log was not replayed: what is read here is what QEMU reads after it has
-//! replayed the log.
+//! VHDX images whose log was not replayed: Blockhouse reads the same as QEMU does after a replay of
+//! the log.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use blockhouse_tests::{Image, Scratch, need, random_bytes, require, run, seeded,
 
 const PAGE: usize = 4096;
 const HEADERS: [usize; 2] = [64 << 10, 128 << 10];
-/// The region table: the block table is the region whose GUID begins so.
+/// The offset of the region table, and the beginning of the GUID of its BAT region.
 const REGIONS: usize = 192 << 10;
 const BAT: [u8; 4] = 0x2dc2_7766u32.to_le_bytes();
 
@@ -26,14 +26,14 @@ fn seal(bytes: &mut [u8]) {
     put(bytes, 4, &sum.to_le_bytes());
 }
 
-/// Where the block table is.
+/// The offset of the block allocation table.
 fn block_table(file: &[u8]) -> usize {
     let entries = [REGIONS + 16, REGIONS + 48];
     let found = entries.into_iter().find(|&at| file[at..at + 4] == BAT).expect("a block table");
     number(file, found + 16)
 }
 
-/// Logs that the first two blocks of the disk have changed places, and that the header has a log.
+/// Writes a log that exchanges the first two blocks of the disk, and a header that names the log.
 fn log_exchanged_blocks(file: &mut [u8]) {
     let table = block_table(file);
     let mut page = file[table..table + PAGE].to_vec();
@@ -68,7 +68,7 @@ fn log_exchanged_blocks(file: &mut [u8]) {
     }
 }
 
-/// An image by qemu-img with such a log, and its disk without the log.
+/// An image made by qemu-img with such a log, and the content of its disk without the log.
 fn image(scratch: &Scratch) -> (Image, Vec<u8>) {
     let content = random_bytes(&mut seeded(), 3 << 20);
     let disk = scratch.image_of("disk.raw", &content);
@@ -104,7 +104,7 @@ fn a_log_is_replayed_as_qemu_replays_it_and_the_file_stays() {
     qemu_img(&["convert", "-f", "vhdx", "-O", "raw", str(&replayed), str(&theirs)]).success();
     assert_same(&ours, &theirs);
     command(&["compare", str(&replayed), dirty.str()]).success();
-    // Here, too, it is replayed into the file when that is asked for.
+    // A repair replays the log into the file.
     let repaired = command(&["check", "--repair", "all", dirty.str()]).success();
     assert!(repaired.stdout.contains("1 corruption"), "{}", repaired.stdout);
     qemu_img(&["compare", "-f", "vhdx", "-F", "raw", dirty.str(), str(&theirs)]).success();

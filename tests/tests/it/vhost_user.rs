@@ -1,5 +1,5 @@
-//! `blockhouse serve --vhost-user-blk` with a driver of our own: beside NBD on the same disk,
-//! killed and started again under load, resized while it serves.
+//! `blockhouse serve --vhost-user-blk` with our own driver: the disk is also exported over NBD, the
+//! server is killed and restarted under load, and the disk is resized while it is served.
 
 use std::cell::RefCell;
 use std::os::unix::process::ExitStatusExt;
@@ -26,7 +26,7 @@ fn connect(socket: &Path) -> Guest {
     Guest::connect(socket, Options { queues: 2, ..Options::default() })
 }
 
-/// A disk that a guest with one queue and an NBD client have open.
+/// A disk that a guest with one queue and an NBD client use.
 fn serve_both_ways(scratch: &Scratch) -> (Server, Guest, Client) {
     let image = scratch.image("disk.img", SIZE);
     let socket = scratch.socket("vu");
@@ -68,7 +68,7 @@ fn a_guest_and_an_nbd_client_see_one_disk() {
 fn a_device_that_nobody_uses_costs_no_processor_time() {
     let scratch = Scratch::new();
     let (server, mut guest, mut client) = serve_both_ways(&scratch);
-    // Experience says by now that the next request comes at once.
+    // Makes the adaptive polling expect that the next request comes at once.
     for number in 0..300 {
         guest.write(0, number % 64, number);
         client.read(0, BLOCK as u64).expect("the data");
@@ -82,7 +82,7 @@ fn a_device_that_nobody_uses_costs_no_processor_time() {
     server.stop();
 }
 
-/// The most memory that the process has had, in bytes.
+/// The peak memory of the process, in bytes.
 fn peak_memory(server: &Server) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid().as_raw_nonzero()));
     let status = status.expect("the process runs");
@@ -90,8 +90,8 @@ fn peak_memory(server: &Server) -> u64 {
     line.split_whitespace().nth(1).expect("a number").parse::<u64>().expect("a number") << 10
 }
 
-/// Posts up to seven reads of `count` buffers of `length` bytes, all of them the same memory, each
-/// in an indirect table.
+/// Posts up to seven reads, each with `count` buffers of `length` bytes in an indirect table; all
+/// buffers are the same memory.
 fn post_aliasing(guest: &mut Guest, heads: u16, count: usize, length: u32) {
     const DATA: usize = 512 << 10;
     let (memory, base) = (guest.driver.memory.clone(), guest.driver.requests());
@@ -128,7 +128,7 @@ fn a_guest_that_asks_for_too_much_is_refused_and_delays_no_neighbour() {
     command(&["create", image.to_str().expect("UTF-8"), "8T"]).success();
     let socket = scratch.socket("vu");
     let server = Serve::new(&scratch, &image).option("--vhost-user-blk", &socket).start();
-    // Without `size_max` and `seg_max`: a driver that was told of no limit.
+    // Without `size_max` and `seg_max`: the driver knows no limits.
     let without = Options::default().without | 0b110;
     let mut guest =
         Guest::connect(&socket, Options { memory: MEMORY, without, ..Options::default() });
@@ -143,7 +143,7 @@ fn a_guest_that_asks_for_too_much_is_refused_and_delays_no_neighbour() {
         assert_eq!(ended.map(|(head, _)| head), Some(0));
         assert_eq!(status_of(&guest, 0), 1, "an I/O error");
     }
-    // As large as allowed, of holes: 4 GiB of zeros. The neighbour is served meanwhile.
+    // Reads of the maximum size, 4 GiB of zeros from holes. The neighbour is served meanwhile.
     post_aliasing(&mut guest, 4, 126, 8 << 20);
     let (mut done, mut served) = (0, 0);
     while done < 4 {
@@ -160,7 +160,7 @@ fn a_guest_that_asks_for_too_much_is_refused_and_delays_no_neighbour() {
     server.stop();
 }
 
-/// Writes on all slots of both queues, each slot in blocks of its own.
+/// Writes in all slots of both queues; each slot has its own blocks.
 struct Load {
     /// The block and its new content, while the write is in flight.
     under_way: [[Option<(u64, u64)>; 16]; 2],
@@ -211,7 +211,7 @@ fn a_guest_survives_servers_that_are_killed_under_load() {
     let under_way = [[None; 16]; 2];
     let mut load = Load { under_way, expected: vec![0; 512], answered: 0, posted: 0 };
     for round in 1..=5 {
-        // Killed in the middle of it all, with requests in the ring and on their way.
+        // The server is killed under load, with requests in the ring and in flight.
         while load.answered < 300 * round {
             load.post(&mut guest);
             std::thread::sleep(Duration::from_micros(100));
@@ -234,8 +234,8 @@ fn a_guest_survives_servers_that_are_killed_under_load() {
     server.stop();
 }
 
-/// Writes and reads blocks from `first` on, again and again, until `stop`; every byte must be
-/// right. Gives how many rounds that were.
+/// Writes and reads blocks from `first` on, repeatedly, until `stop`; every byte must be right.
+/// Returns the number of rounds.
 fn verify(
     stop: &AtomicBool,
     first: u64,
@@ -299,10 +299,12 @@ fn a_front_end_whose_memory_vanishes_disturbs_nobody() {
                 guest.fill(0, slot, round);
                 guest.post(0, slot, if slot % 4 == 0 { IN } else { OUT }, u64::from(slot));
             }
-            // Everything, all but the first page of the rings, or the requests only.
+            // Cuts off everything, everything after the first page of the rings, or only the memory
+            // for requests.
             let rest = [0, 4096, guest.driver.requests()][round as usize % 3];
             guest.driver.cut_memory(rest).expect("a memfd can be cut");
-            // All may have been over by then. No more than the ring has entries.
+            // All requests may have completed by then, so more are sent; no more than the ring has
+            // entries.
             let mut more = 16..48;
             while guest.is_connected() {
                 more.next().into_iter().for_each(|slot| guest.post(0, slot % 16, OUT, 0));
@@ -315,7 +317,7 @@ fn a_front_end_whose_memory_vanishes_disturbs_nobody() {
     });
     assert!(rounds.iter().all(|&rounds| rounds > 10), "{rounds:?}");
     let log = server.log();
-    // A repeated warning is counted after some lines.
+    // Repeated warnings are logged a few times, and then only counted.
     assert!(log.contains("vanished: its file was cut short"), "{log}");
     assert!(!log.contains("is broken") && !log.contains("request failed"), "one line each: {log}");
     let mut guest = Guest::connect(&sockets[0], Options::default());

@@ -1,5 +1,5 @@
-//! QEMU's vhost-user-blk with memory of every kind: requests and rings in huge pages, and in memory
-//! that is plugged in and out while requests are in flight on several queues.
+//! QEMU's vhost-user-blk with every kind of memory: requests and rings are in huge pages, and in
+//! memory that is hot-plugged and unplugged while requests are in flight on several queues.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 16 * MIB;
-/// Bytes of the machine's memory, and of what is plugged in.
+/// Bytes of the machine's memory, and of the memory that is plugged.
 const MEMORY: u64 = 64 * MIB;
 const HUGE_PAGE: u64 = 2 * MIB;
 /// Requests that are in flight on a queue.
@@ -17,7 +17,7 @@ const REQUESTS: u64 = 8;
 const LENGTH: u32 = 64 << 10;
 const QUEUES: u16 = 3;
 
-/// The pages of the host's pool that a test needs; given back on drop.
+/// The pages that a test adds to the host's pool of huge pages; removed on drop.
 struct HugePages {
     before: u64,
 }
@@ -25,7 +25,7 @@ struct HugePages {
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
 impl HugePages {
-    /// Makes `count` pages free. `Err` says why fewer are.
+    /// Makes sure that `count` pages are free; `Err` says why that is impossible.
     fn reserve(count: u64) -> Result<Self, String> {
         need::root()?;
         let number = |path: &str| std::fs::read_to_string(path).map_err(|error| error.to_string());
@@ -48,12 +48,12 @@ impl HugePages {
 
 impl Drop for HugePages {
     fn drop(&mut self) {
-        // Pages in use stay until they are free.
+        // The kernel keeps pages in use until they are free.
         let _ = std::fs::write(POOL, self.before.to_string());
     }
 }
 
-/// A machine, its disk's content as it should be, and its queues.
+/// A machine, the expected content of its disk, and its queues.
 struct Used {
     machine: QemuMachine,
     model: Vec<u8>,
@@ -61,8 +61,8 @@ struct Used {
 }
 
 impl Used {
-    /// Requests of a queue with their data from an address on, which lie across the borders of
-    /// pages, each queue in a part of the disk of its own.
+    /// Requests of a queue with their data from an address on. Their buffers cross page boundaries,
+    /// and each queue has its own part of the disk.
     fn requests(kind: u32, queue: u64, address: u64) -> Vec<QemuRequest> {
         let request = |number| QemuRequest {
             kind,
@@ -89,7 +89,7 @@ impl Used {
         }
     }
 
-    /// Whether the memory at `address` has what was read by these requests.
+    /// Checks that the memory of these reads has the content of the disk.
     #[track_caller]
     fn check(&mut self, sent: &[Vec<QemuRequest>]) {
         for request in sent.iter().flatten() {
@@ -99,7 +99,7 @@ impl Used {
         }
     }
 
-    /// Writes other bytes from `from`, and reads them to `to`.
+    /// Writes new bytes from memory at `from`, and reads them into memory at `to`.
     #[track_caller]
     fn write_and_read(&mut self, from: u64, to: u64) {
         let mut random = seeded();
@@ -117,12 +117,12 @@ impl Used {
     }
 }
 
-/// Rings of all queues from an address on.
+/// The addresses of the rings of all queues, from an address on.
 fn rings(address: u64) -> Vec<u64> {
     (0..u64::from(QUEUES)).map(|queue| address + queue * 0x4000).collect()
 }
 
-/// Uses a disk while memory is plugged in and out.
+/// Uses a disk while memory is plugged and unplugged.
 fn use_memory(scratch: &Scratch, socket: &Path, kind: &str, model: Vec<u8>) -> Vec<u8> {
     let backend = |id: &str| format!("{kind},id={id},share=on,size={MEMORY}");
     let mut machine = QemuMachine::start(scratch, &backend("ram"), MEMORY, socket, QUEUES);
@@ -131,7 +131,7 @@ fn use_memory(scratch: &Scratch, socket: &Path, kind: &str, model: Vec<u8>) -> V
     let own = 2 * HUGE_PAGE - MIB / 2;
     used.write_and_read(own, own + 32 * MIB);
 
-    // Plugged in while requests of all queues are in flight.
+    // Memory is plugged while requests of all queues are in flight.
     let in_flight = used.send(READ, own);
     let mut memory = json!({ "id": "more", "size": MEMORY, "share": true });
     let (name, options) = kind.split_once(',').unwrap_or((kind, ""));
@@ -150,12 +150,12 @@ fn use_memory(scratch: &Scratch, socket: &Path, kind: &str, model: Vec<u8>) -> V
     used.write_and_read(new, own);
     used.write_and_read(own, new + 16 * MIB);
 
-    // With rings there as well.
+    // The rings are in the new memory, too.
     used.queues = used.machine.set_queues(&rings(plugged + MIB));
     used.write_and_read(own, new);
     used.write_and_read(new, new + 16 * MIB);
 
-    // Plugged out while requests in what stays are in flight.
+    // The memory is unplugged while requests with other memory are in flight.
     used.queues = used.machine.set_queues(&rings(MIB));
     let in_flight = used.send(READ, own);
     let qmp = &mut used.machine.qmp;

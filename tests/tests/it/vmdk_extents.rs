@@ -1,5 +1,5 @@
-//! VMDK images of many files: they are one disk, and their files are no others than a stranger may
-//! name.
+//! VMDK images of many files: the files make one disk, and the names in an image of a stranger are
+//! restricted.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -8,10 +8,10 @@ use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::{Image, Scratch, need, random_bytes, require, run, seeded, tool};
 
 const GIB: u64 = 1 << 30;
-/// Three files of 2 GiB at most.
+/// Bytes of the disk: three files of at most 2 GiB each.
 const SIZE: u64 = 5 * GIB;
 
-/// A disk with data in each file, and across the end of one.
+/// A disk with data in each file, and across a boundary of two files.
 fn disk(scratch: &Scratch) -> Image {
     let disk = scratch.image("disk.raw", SIZE);
     let file = File::options().write(true).open(disk.path()).expect("a disk");
@@ -106,7 +106,7 @@ fn a_stream_that_was_cut_off_or_damaged_reads_as_an_error() {
     command(&["convert", cut.str(), str(&scratch.path("out.raw"))]).failure("offset");
     let checked = command(&["check", cut.str()]).failure("past the end of the file");
     assert_eq!(checked.status.code(), Some(2), "{}", checked.describe("corrupt"));
-    // A grain whose compressed bytes are damaged fails alone.
+    // If compressed data of a grain is damaged, only this grain fails.
     let mut damaged = whole;
     let grain = 128 * 512;
     damaged[grain + 3000] ^= 0xff;
@@ -127,7 +127,8 @@ fn an_image_reads_what_it_has_not_from_its_parent() {
     let [base, middle, over] = [&base, &middle, &over].map(|path| str(path));
     qemu_img(&["create", "-f", "vmdk", base, "8M"]).success();
     write(base, "write -P 1 0 4M");
-    // Each is written to before another one names it: that changes its CID.
+    // Each image is written to before another image names it as its parent, because a write changes
+    // its CID.
     for (image, parent, kind, change) in [
         (middle, base, "monolithicSparse", "write -P 2 1M 128k"),
         (over, middle, "twoGbMaxExtentSparse", "write -P 3 5M 64k"),
@@ -153,7 +154,7 @@ fn an_image_reads_what_it_has_not_from_its_parent() {
     assert_eq!(chain.as_array().map(Vec::len), Some(3), "{chain}");
     command(&["info", "--no-references", over]).success();
     command(&["compare", "--no-references", over, str(&raw)]).failure("--no-references");
-    // Later writes belong to no image above.
+    // A later write to the parent makes the images above it invalid.
     write(base, "write -P 9 4M 64k");
     command(&["compare", over, str(&raw)]).failure("its parent was changed");
 }

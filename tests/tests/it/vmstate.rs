@@ -1,5 +1,5 @@
-//! `vmstate` against a real QEMU: a paused machine of 512 MiB, by software emulation, whose memory
-//! holds a random pattern; what one program stores, the other gets back.
+//! `vmstate` with a real QEMU: a paused machine with 512 MiB of random memory, under software
+//! emulation. Each program can load the state that the other stores.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,14 +16,14 @@ use blockhouse_tests::{
 const MEMORY: u64 = 512 << 20;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Memory of random content in half of its pages, in a file.
+/// Makes a memory file with random content in three quarters of its pages.
 fn memory_file(scratch: &Scratch, name: &str) -> PathBuf {
     let path = scratch.path(name);
     let mut file = File::create(&path).expect("a file");
     let noise = random_bytes(&mut seeded(), 1 << 20);
     for part in 0..MEMORY >> 20 {
         let mut bytes = noise.clone();
-        // Every part differs from the others, and half of the pages are zeros.
+        // Every part differs from the others; in every other part half of the pages are zeros.
         for (number, page) in bytes.chunks_exact_mut(4096).enumerate() {
             page[..8].copy_from_slice(&(part << 20 | number as u64).to_be_bytes());
             if number % 2 == 1 && part % 2 == 1 {
@@ -35,15 +35,15 @@ fn memory_file(scratch: &Scratch, name: &str) -> PathBuf {
     path
 }
 
-/// A paused machine that carries out commands of the monitor, then ends. Its memory is a file, so
-/// that its content can be set before and looked at afterwards.
+/// Runs a paused machine that executes monitor commands and then ends. Its memory is a file, so
+/// that its content can be set before and read afterwards.
 fn machine(memory: &Path, options: &[&str], commands: &str) -> Outcome {
     let script = memory.with_extension("monitor");
     std::fs::write(&script, format!("{commands}quit\n")).expect("room");
     machine_told_by(&format!("cat {}", str(&script)), memory, options)
 }
 
-/// The same, with its monitor at the output of a shell's command.
+/// The same, with the output of a shell command as the monitor's input.
 fn machine_told_by(teller: &str, memory: &Path, options: &[&str]) -> Outcome {
     let backend =
         format!("memory-backend-file,id=m,share=on,size={MEMORY},mem-path={}", str(memory));
@@ -63,7 +63,7 @@ fn same_memory(one: &Path, other: &Path) {
     assert!(outcome.status.success(), "{}", outcome.describe("the memory must be the same"));
 }
 
-/// Memory of zeros.
+/// A memory file of zeros.
 fn empty_memory(scratch: &Scratch, name: &str) -> PathBuf {
     let path = scratch.path(name);
     File::create(&path).and_then(|file| file.set_len(MEMORY)).expect("room");
@@ -77,7 +77,7 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
     let memory = memory_file(&scratch, "memory");
     let blockhouse = str(blockhouse());
 
-    // A state that QEMU streams is stored by ours, and QEMU starts from it.
+    // Blockhouse stores a state that QEMU streams, and QEMU starts from it.
     let ours = new_image(&scratch, "ours.qcow2", "64M");
     let migrate = format!(
         "migrate_set_parameter max-bandwidth 100G\n\
@@ -93,17 +93,18 @@ fn qemu_and_we_exchange_the_state_of_a_machine() {
     machine(&restored, &["-drive", &drive(&ours), "-loadvm", "one"], "");
     same_memory(&memory, &restored);
 
-    // QEMU takes our stream.
+    // QEMU loads our stream.
     let sent = scratch.path("sent");
     let incoming =
         format!("exec:{blockhouse} vmstate load {} one && touch {}", str(&ours), str(&sent));
     let received = empty_memory(&scratch, "restored");
-    // The rest in the pipe when all is sent is soon taken.
+    // When everything is sent, QEMU soon reads the rest of the pipe.
     let teller = format!("until [ -e {} ]; do sleep 0.1; done; sleep 3; echo quit", str(&sent));
     machine_told_by(&teller, &received, &["-incoming", &incoming]);
     same_memory(&memory, &received);
 
-    // A state that QEMU stores is read byte for byte: stored by us again, QEMU starts from it.
+    // Blockhouse reads a state that QEMU stored, byte for byte: it stores the state again, and QEMU
+    // starts from that.
     let theirs = new_image(&scratch, "theirs.qcow2", "64M");
     machine(&memory, &["-drive", &drive(&theirs)], "savevm two\n");
     let listed = command(&["snapshot", "list", str(&theirs)]).success().stdout;

@@ -1,5 +1,5 @@
 //! Bitmaps of block devices, images in Ceph and exports of NBD servers, in a file that the user
-//! names (`--bitmaps`): kept through kills and upgrades, and refused where the volume is another
+//! names (`--bitmaps`): they survive kills and upgrades, and are refused if the volume is another
 //! one or may have had another writer.
 
 use std::fs::OpenOptions;
@@ -26,18 +26,19 @@ const SIZE: u64 = 64 * MIB;
 const BLOCK: usize = 64 << 10;
 const LONG: Duration = Duration::from_secs(120);
 const INCREMENTS: usize = 20;
-/// The same of an image in Ceph, where it takes half a minute until the lock of a server that was
-/// killed is free; `BLOCKHOUSE_INCREMENTS` says another number.
+/// The number for an image in Ceph, where the lock of a killed server is free only after half a
+/// minute. `BLOCKHOUSE_INCREMENTS` sets another number.
 const CEPH_INCREMENTS: usize = 2;
 
-/// A volume, and where its bitmaps are.
+/// A volume and the folder of its bitmaps.
 struct Volume {
     scratch: Scratch,
-    /// As commands name it.
+    /// The name of the volume on command lines.
     name: String,
-    /// The user's word where nothing shows other programs' changes.
+    /// Whether the user vouches that no other program changes the volume, if nothing shows such
+    /// changes.
     is_trusted: bool,
-    /// Keeps it there.
+    /// Keeps the volume until this is dropped.
     _held: Vec<Box<dyn std::any::Any>>,
 }
 
@@ -61,7 +62,7 @@ impl Volume {
         Self { scratch, name, is_trusted: true, _held: held }
     }
 
-    /// Also the name of the image.
+    /// A volume in Ceph, and the name of its image.
     fn in_ceph(ceph: &Ceph) -> (Self, String) {
         let image = format!("volume{}", fastrand::u64(..));
         ceph.rbd(&["create", "--size", "64M", &format!("rbd/{image}")]).success();
@@ -125,7 +126,7 @@ fn write_strangely(device: &Path) {
     file.sync_all().expect("it can");
 }
 
-/// Bytes that a bitmap says to have changed.
+/// The number of dirty bytes of a bitmap.
 fn changed(control: &mut Control, name: &str) -> u64 {
     let listed = control.get("bitmap.list", json!({ "disk": "disk" }));
     let listed = listed.as_array().expect("a list").iter();
@@ -153,7 +154,7 @@ fn bitmaps_of_a_device_survive_stops_kills_and_upgrades() {
     assert!(changed(&mut volume.control(), "b") >= 3 * BLOCK as u64);
     Servers(&volume.scratch).stop();
     assert_eq!(volume.listed(), ["b"]);
-    // Without its bitmaps, the device is a raw disk like others.
+    // Without `--bitmaps`, the device is an ordinary raw disk.
     command(&["info", &volume.name]).success();
     let refused = command(&["bitmap", "list", &volume.name]);
     refused.failure("--bitmaps");
@@ -177,19 +178,19 @@ fn who_writes_to_a_device_without_its_bitmaps_makes_them_void() {
     kill(server);
     write_strangely(device.path());
     refused();
-    // The guest is served all the same.
+    // The guest is served nevertheless.
     let server = volume.serve();
     assert!(server.log().contains("may lack changes"), "{}", server.log());
     write(&server, 0, 2);
     server.stop();
     refused();
-    // A server of the device that knows nothing of its bitmaps.
+    // A server of the device without `--bitmaps`.
     add();
     let server = Serve::new(&volume.scratch, device.path()).start();
     write(&server, 0, 3);
     server.stop();
     refused();
-    // Of a kill without its state file nothing tells.
+    // A kill, after which the state file is lost.
     add();
     let server = volume.serve();
     write(&server, 0, 1);
@@ -200,13 +201,14 @@ fn who_writes_to_a_device_without_its_bitmaps_makes_them_void() {
     command(&[&words[..], &["--trust-bitmaps"]].concat()).success();
 }
 
-/// The kernel counts what the page cache holds when it writes that out: that of a server that
-/// flushes nothing is its own, and that of another program is noticed.
+/// The kernel counts writes of the page cache only at writeback. The unflushed writes of the server
+/// itself are recognized, and writes of another program are noticed.
 #[test]
 fn writes_to_a_device_count_also_in_the_page_cache() {
     let (volume, device) = require!(Volume::on_loop());
     volume.bitmap(&["add"], &["b"]).success();
-    // Another program has the device open: its pages are not written out when the server ends.
+    // Another program has the device open, so the kernel does not write back its pages when the
+    // server ends.
     let other = OpenOptions::new().read(true).write(true).open(device.path()).expect("a device");
     let side = volume.side_file();
     let server = Serve::new(&volume.scratch, device.path())
@@ -232,7 +234,7 @@ fn bitmaps_belong_to_one_volume_of_one_size() {
     let list = |name: &Path| command(&["bitmap", "list", str(name), "--bitmaps", str(&side)]);
     list(other_device.path()).failure("belongs to another volume");
     list(other.path()).failure("belongs to another volume");
-    // The device anew: the same file, whose writes were not counted.
+    // The device is attached again: the same file, but the kernel's write counts begin anew.
     let file = volume.scratch.path("volume");
     device.attach_again(&file);
     list(device.path()).failure("nothing tells");
@@ -241,7 +243,7 @@ fn bitmaps_belong_to_one_volume_of_one_size() {
     OpenOptions::new().write(true).open(&file).expect("a file").set_len(2 * SIZE).expect("longer");
     device.attach_again(&file);
     command(&trusted).failure("is of a disk of 67108864 bytes");
-    // An image with bitmaps of its own has no use for such a file.
+    // An image format with its own bitmaps does not accept such a file.
     let own = volume.scratch.path("own.qcow2");
     command(&["create", str(&own), "1M"]).success();
     Serve::new(&volume.scratch, &own)
@@ -273,7 +275,7 @@ fn a_folder_has_the_bitmaps_of_several_images() {
         .flatten()
         .map(|entry| entry.file_name().into_string().expect("UTF-8"))
         .collect();
-    // The device's first, wherever the other path begins.
+    // Sorts the name of the device first, whatever the other path is.
     names.sort_by_key(|name| !name.starts_with("dev!loop"));
     assert_eq!(names.len(), 2, "{names:?}");
     assert!(names[0].starts_with("dev!loop"), "{names:?}");
@@ -285,8 +287,8 @@ fn a_folder_has_the_bitmaps_of_several_images() {
     assert!(!raw.path().with_extension("img.bitmaps").exists(), "none beside the image");
 }
 
-/// Increments of a volume whose servers are killed while clients write, and whose backups are
-/// killed and resumed: each is what the volume was.
+/// Incremental backups of a volume whose servers are killed while clients write. The backups are
+/// killed and resumed, too. Each must equal the volume.
 fn increments(volume: &Volume, count: usize) {
     let mut random = seeded();
     let mut disk = Answered { blocks: vec![0; SIZE as usize / BLOCK], last: None };
@@ -312,7 +314,7 @@ fn increments(volume: &Volume, count: usize) {
             let is_resumed = part.exists()
                 && when_unlocked(&[&words[..], &["--resume"]].concat()).status.success();
             if !is_resumed {
-                // It was killed before it had begun.
+                // The backup was killed before it had begun.
                 let _ = std::fs::remove_file(part);
                 when_unlocked(&words).success();
             }
@@ -330,7 +332,7 @@ fn increments(volume: &Volume, count: usize) {
     eprintln!("{count} increments, {killed} backups were killed");
 }
 
-/// Runs a command when the lock of a server that was killed is free: Ceph keeps it for some time.
+/// Runs a command as soon as the lock of a killed server is free: Ceph keeps it for some time.
 fn when_unlocked(words: &[&str]) -> blockhouse_tests::Outcome {
     let began = Instant::now();
     loop {
@@ -342,7 +344,7 @@ fn when_unlocked(words: &[&str]) -> blockhouse_tests::Outcome {
     }
 }
 
-/// Begins a command and kills it after some time; whether it had not ended.
+/// Starts a command and kills it after some time; returns whether it still ran.
 fn kill_command(words: &[&str], time: Duration) -> bool {
     let mut command = Command::new(blockhouse());
     command.args(words).stdout(Stdio::null()).stderr(Stdio::null());
@@ -354,7 +356,7 @@ fn kill_command(words: &[&str], time: Duration) -> bool {
     !has_ended
 }
 
-/// The answers to a client: the byte that each block is full of.
+/// The acknowledged writes of a client: the byte that each block is full of.
 struct Answered {
     blocks: Vec<u8>,
     /// The block of a write that was not answered.
@@ -401,7 +403,8 @@ impl Answered {
         });
     }
 
-    /// Whether a disk holds what was answered. What was not stays as it is.
+    /// Checks that a disk has all acknowledged writes. The block of the unacknowledged write is
+    /// taken as it is.
     fn check(&mut self, disk: &[u8]) {
         for (index, block) in disk.chunks(BLOCK).enumerate() {
             let is_there = block.iter().all(|byte| *byte == self.blocks[index]);
@@ -410,7 +413,7 @@ impl Answered {
         if let Some(index) = self.last.take() {
             let block = &disk[index * BLOCK..][..BLOCK];
             self.blocks[index] = block[0];
-            // The next write of it is whole.
+            // If the block is torn, it may differ until it is written again.
             self.last = block.iter().any(|byte| *byte != block[0]).then_some(index);
         }
     }
@@ -450,7 +453,7 @@ fn bitmaps_belong_to_one_image_in_ceph() {
     assert_eq!(changed(&mut volume.control(), "first"), BLOCK as u64);
     write(&server, 9 * MIB, 1);
     kill(server);
-    // The lock of a killed client is free when its watch has expired.
+    // The lock of a killed client is free only when its watch has expired.
     let server = volume.start(LONG * 2);
     assert!(changed(&mut volume.control(), "first") >= 2 * BLOCK as u64);
     server.stop();
@@ -470,8 +473,8 @@ fn nothing_tells_of_an_export_unless_the_user_does() {
     untold.bitmap(&["list"], &[]).failure("--trust-bitmaps says that nobody else writes");
 }
 
-/// Fine bitmaps of a large sparse disk whose place becomes full: no write fails, the bitmaps become
-/// coarser, which is reported, and lack nothing.
+/// Fine bitmaps of a large sparse disk, whose file system runs full: no write fails, the bitmaps
+/// become coarser, which is reported, and lack no change.
 #[test]
 fn a_full_place_for_bitmaps_costs_no_guest_a_write_and_no_bitmap_a_change() {
     let scratch = Scratch::new();
@@ -507,7 +510,7 @@ fn a_full_place_for_bitmaps_costs_no_guest_a_write_and_no_bitmap_a_change() {
     let told = count(&mut control);
     assert!((800 * 4096..=100 << 30).contains(&told), "{told}");
     kill(server);
-    // The next one finds the same, and goes on without a word.
+    // The next server finds the same bitmaps, and continues without a warning.
     let server = serve();
     let mut control = Control::connect(&scratch.socket("control"));
     assert_eq!(count(&mut control), 100 << 30);
@@ -515,8 +518,8 @@ fn a_full_place_for_bitmaps_costs_no_guest_a_write_and_no_bitmap_a_change() {
     server.stop();
 }
 
-/// A bitmap that has a place for some of its bits becomes coarser as a whole in that place, once,
-/// and still tells well what has changed.
+/// A bitmap that has space for some of its bits becomes coarser as a whole within that space, once,
+/// and still marks little more than the changes.
 #[test]
 fn a_bitmap_that_has_a_place_becomes_coarser_in_it() {
     require!(need::tools(&["qemu-img"]));
@@ -561,7 +564,7 @@ fn a_bitmap_that_has_a_place_becomes_coarser_in_it() {
     assert_eq!(client.write(size - 512, &[2; 512], 0), 0);
     drop(client);
     server.stop();
-    // What it needs no more is free, and nothing is wrong.
+    // Space that the bitmap no longer needs is free, and the check finds no errors.
     run(tool("qemu-img").args(["check", "-f", "qcow2", str(&side)])).success();
     let backup = scratch.path("increment.qcow2");
     let base = scratch.image("base.img", size);
@@ -578,7 +581,7 @@ fn write_all_over(server: &Server) {
     }
 }
 
-/// A host that has not even room for the file of the bitmaps.
+/// A host without space even for the file of the bitmaps.
 #[test]
 fn a_guest_is_served_where_there_is_no_room_for_its_bitmaps() {
     let scratch = Scratch::new();

@@ -1,5 +1,5 @@
-//! Disks whose backing file is at a server that stops: requests that wait for it get an error, hold
-//! up nothing else, and keep no server from its end.
+//! Disks whose backing file is on a server that stops answering: requests that wait for it get an
+//! error, delay nothing else, and do not prevent our server's end.
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ use crate::jobs::{FAILED, Foreign, ctl, serve, wait_for};
 const MIB: u64 = 1 << 20;
 const CLUSTER: u64 = 64 << 10;
 const SIZE: u64 = 32 * MIB;
-/// Guests' writes wait for less than this.
+/// The longest time that guests' writes may wait.
 const LIMIT: Duration = Duration::from_secs(6);
 
 struct Stopped {
@@ -53,8 +53,8 @@ impl Stopped {
         serve.flag("--allow-remote").start_with_control(&self.scratch)
     }
 
-    /// Clusters of the image's own, then the base stops, and a read and a write wait for it. The
-    /// clients that wait.
+    /// Writes clusters to the image, then stops the base, and sends a read and a write that wait
+    /// for it. Returns the waiting clients.
     fn stop_base(&self, server: &Server, control: &mut Control) -> [Client; 2] {
         let mut client = Client::open(&server.address());
         assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
@@ -69,7 +69,7 @@ impl Stopped {
     }
 }
 
-/// The wait for a backing file that the server tells of its disk.
+/// What the server's list says about its disk's wait for a backing file.
 fn told_wait(control: &mut Control) -> Option<String> {
     let disks: Value = control.get("disk.list", json!({}));
     disks[0]["waits"].as_str().map(ToOwned::to_owned)
@@ -89,7 +89,7 @@ fn read_that_waits(client: &mut Client, control: &mut Control, offset: u64) {
     until_waits(control, "a read waits for");
 }
 
-/// Does something while a guest writes, whose writes wait for less than the limit.
+/// Runs `work` while a guest writes; its writes must wait for less than the limit.
 #[track_caller]
 fn beside_writes(server: &Server, work: impl FnOnce()) {
     let address = server.address();
@@ -185,7 +185,7 @@ fn a_stopped_backing_file_keeps_no_server_from_its_end() {
     for with_mirror in [false, true] {
         let stopped = Stopped::new();
         let (mut server, mut control) = stopped.serve();
-        // With nothing but the mirror in flight its own read waits.
+        // If only the mirror has requests in flight, its own read waits.
         let clients = if with_mirror {
             let mut client = Client::open(&server.address());
             assert_eq!(client.write(0, &[1; 8 * CLUSTER as usize], 0), 0);
@@ -213,7 +213,7 @@ fn a_stopped_backing_file_keeps_no_server_from_its_end() {
         }
         drop((clients, idle, control));
         stopped.base.signal(Signal::CONT);
-        // Answered writes are there.
+        // Acknowledged writes are there.
         let (server, _control) = stopped.serve();
         let mut client = Client::open(&server.address());
         assert_eq!(client.read(CLUSTER, 4096), Ok(vec![9; 4096]));
@@ -221,7 +221,7 @@ fn a_stopped_backing_file_keeps_no_server_from_its_end() {
         assert_eq!(client.read(20 * CLUSTER, CLUSTER), Ok(vec![7; CLUSTER as usize]));
         drop(client);
         server.stop();
-        // A request that was dropped may have taken a cluster.
+        // A dropped request may have leaked a cluster.
         let check = command(&["check", str(&stopped.overlay())]).stdout;
         assert!(!check.contains("corrupt"), "{check}");
     }
@@ -236,7 +236,7 @@ fn a_read_that_waits_at_the_source_keeps_no_mirror_from_its_end() {
     wait_for(&mut control, "m", "ready");
     let [mut reader, writer] = stopped.stop_base(&server, &mut control);
     drop(writer);
-    // Its change ends at the target, so that the source is quiet.
+    // The write completes at the target, so that the source has no requests in flight.
     stopped.base.signal(Signal::CONT);
     assert!(eventually(LIMIT, || told_wait(&mut control).is_none()));
     assert_eq!(reader.receive().expect("an answer").1.error, 0);
@@ -246,7 +246,7 @@ fn a_read_that_waits_at_the_source_keeps_no_mirror_from_its_end() {
     control.get("job.complete", json!({ "job": "m" }));
     wait_for(&mut control, "m", "completed");
     assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
-    // The guest goes on at the target, which has what the source waits for.
+    // The guest continues at the target, which has the data that the source waits for.
     let mut client = Client::open(&server.address());
     assert_eq!(client.read(20 * CLUSTER, CLUSTER), Ok(vec![7; CLUSTER as usize]));
     assert_eq!(client.write(0, &[9; 4096], 0), 0);
@@ -262,7 +262,7 @@ fn an_old_image_at_a_stopped_server_keeps_no_mirror_from_its_end() {
     let scratch = Scratch::new();
     let (socket, file) = (scratch.socket("old"), scratch.path("old.qcow2"));
     command(&["create", "-f", "qcow2", str(&file), &SIZE.to_string()]).success();
-    // The size of an export is fixed.
+    // The file is longer, because the size of an export is fixed.
     let longer = OpenOptions::new().write(true).open(&file);
     longer.and_then(|file| file.set_len(2 * SIZE)).expect("room");
     let old = Foreign::start("nbdkit", &["-f", "-U", str(&socket), "file", str(&file)], &socket);
@@ -278,8 +278,8 @@ fn an_old_image_at_a_stopped_server_keeps_no_mirror_from_its_end() {
     wait_for(&mut control, "m", "ready");
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(CLUSTER, &[1; 4096], 0), 0);
-    // The first sector is known to be zeros, so that nothing is read for the end. The write may
-    // have to be copied first.
+    // The first sector is known to be zeros, so that completing the mirror reads nothing. The write
+    // may have to be copied first.
     let (mut slowest, mut tries) = (Duration::ZERO, 0);
     let is_complete = || {
         tries += 1;
@@ -293,10 +293,10 @@ fn an_old_image_at_a_stopped_server_keeps_no_mirror_from_its_end() {
         is_complete
     };
     assert!(eventually(Duration::from_secs(60), is_complete), "it is not copied");
-    // Closing waits for a server for 2 minutes.
+    // Closing a disk waits for a server for up to 2 minutes.
     assert!(slowest < Duration::from_secs(60), "{slowest:?}");
     let log = server.log();
-    // A try that was too slow may have flushed what the old image had.
+    // A slow try may already have flushed the old image.
     let is_told = log.contains("the image that the disk had before does not answer");
     assert!(is_told || tries > 1, "{log}");
     assert_eq!(client.write(2 * CLUSTER, &[2; 4096], 0), 0);

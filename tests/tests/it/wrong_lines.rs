@@ -1,5 +1,5 @@
-//! Wrong command lines of each command, as people type them: the first line of what is said names
-//! the file or word, the cause, and what to do.
+//! Wrong command lines of each command, as people type them: the first line of the error names the
+//! file or word, the cause, and what to do.
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -10,11 +10,11 @@ use blockhouse_tests::{Outcome, run_within};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The words after `blockhouse`, and the parts of the first line: the file or word, the cause, what
-/// to do.
+/// The arguments of `blockhouse`, and parts of the first line of the error: the file or word, the
+/// cause, what to do.
 type Line = (&'static str, [&'static str; 3]);
 
-/// The operation failed: exit status 1, and one line.
+/// Failed operations: exit status 1, and one line.
 const FAILURES: &[Line] = &[
     ("serve none.qcow2", ["none.qcow2", "No such file", "'blockhouse create'"]),
     ("serve folder", ["folder", "is a folder, and no image", "name the file or device in it"]),
@@ -132,8 +132,8 @@ const WRONG_USAGE: &[Line] = &[
     ("detach text.txt", ["text.txt", "a block device", "/dev/ublkb0 or /dev/nbd0"]),
 ];
 
-/// Of a running server: its NBD socket is nbd.sock, its control socket is control, its metrics are
-/// at metrics.
+/// Commands to a running server, whose NBD socket is nbd.sock, whose control socket is control, and
+/// whose metrics socket is metrics.
 const AT_A_SERVER: &[Line] = &[
     ("ctl nbd.sock disks", ["nbd.sock", "serves a disk by NBD", "name the socket of --control"]),
     ("ctl metrics disks", ["metrics", "serves metrics", "name the socket of --control"]),
@@ -171,12 +171,12 @@ fn prepare() -> Folder {
     fs::create_dir(folder.path("folder")).unwrap();
     fs::write(folder.path("text.txt"), "some words\n").unwrap();
     fs::write(folder.path("empty.qcow2"), "").unwrap();
-    // A socket whose server is gone.
+    // A socket whose server has ended.
     drop(UnixListener::bind(folder.path("dead.sock")).unwrap());
     folder
 }
 
-/// Types a line, and looks what its first line says.
+/// Runs a line, and checks the first line of its error.
 fn type_wrong(folder: &Folder, (line, parts): &Line) -> Outcome {
     let outcome = run_within(LIMIT, &mut folder.shell(&format!("blockhouse {line}")));
     let first = outcome.stderr.lines().next().unwrap_or_default();
@@ -191,7 +191,7 @@ fn what_fails_is_one_line_with_the_file_the_cause_and_what_to_do() {
     let folder = prepare();
     for line in FAILURES {
         let outcome = type_wrong(&folder, line);
-        // Of 'compare' 1 is "the disks differ".
+        // For 'compare', 1 means "the disks differ".
         let status = if line.0.starts_with("compare") { 2 } else { 1 };
         assert_eq!(outcome.status.code(), Some(status), "{}", outcome.describe(line.0));
         assert_eq!(outcome.stderr.lines().count(), 1, "{}", outcome.describe(line.0));
@@ -216,7 +216,7 @@ fn a_running_server_s_sockets_and_names_are_told_apart() {
         let outcome = type_wrong(&folder, line);
         assert_eq!(outcome.status.code(), Some(1), "{}", outcome.describe(line.0));
     }
-    // The addresses that the server's own lines have are taken as they stand.
+    // The address is accepted in the form that the server logs.
     folder.run("blockhouse top unix:metrics");
     server.stop();
 }

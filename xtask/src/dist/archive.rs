@@ -35,8 +35,8 @@ pub(super) fn make(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A tar that packs files of `folder` the same way each time: sorted, of root, of one time. Names
-/// and the file are still to be added.
+/// A tar command that packs files of `folder` reproducibly: sorted, owned by root, with one time.
+/// The caller adds the names and the archive.
 pub(super) fn tar(parts: &Parts<'_>, folder: &Path) -> Command {
     let mut tar = Command::new("tar");
     tar.arg("--directory").arg(folder).arg(format!("--mtime=@{}", parts.time));

@@ -1,6 +1,6 @@
 //! The Debian package, by cargo-deb from the description in crates/cli/Cargo.toml.
 //!
-//! cargo-deb is installed into `target/tools` where it is missing.
+//! cargo-deb is installed into `target/tools` if it is missing.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -22,7 +22,7 @@ pub(super) fn make(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     files::write(&parts.staging.join("copyright"), copyright(parts)?)?;
     let manifest = parts.workspace.root().join("crates/cli/Cargo.toml");
     let mut pack = std::process::Command::new(tool);
-    // The tool itself is not optimized: the system's compressor is.
+    // Uses the system's compressor, because the tool itself is built without optimization.
     pack.args(["--compress-system", "--no-build", "--no-strip", "--no-dbgsym", "--quiet"]);
     pack.args(parts.is_quick.then_some("--fast"));
     pack.arg("--manifest-path").arg(manifest).arg("--output").arg(&parts.output);
@@ -30,7 +30,8 @@ pub(super) fn make(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     process::run(pack)
 }
 
-/// The licences, as Debian's packages tell them. The text of Apache-2.0 is on every Debian system.
+/// The licences, in the form of Debian's packages. The text of Apache-2.0 is on every Debian
+/// system.
 fn copyright(parts: &Parts<'_>) -> Result<String> {
     let mit = files::read(&parts.workspace.root().join("LICENSE-MIT"))?;
     Ok(format!(

@@ -8,12 +8,12 @@ use anyhow::{Context, Result};
 
 use lab_tools::process;
 
-/// Makes a folder, with those above it.
+/// Makes a folder and its parents.
 pub(super) fn make(folder: &Path) -> Result<()> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))
 }
 
-/// Makes an empty folder; what was there is removed.
+/// Makes an empty folder; an existing one is removed before.
 pub(super) fn make_anew(folder: &Path) -> Result<()> {
     if folder.exists() {
         fs::remove_dir_all(folder)
@@ -32,7 +32,7 @@ pub(super) fn copy(file: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies a program without what only debuggers need. Names of functions stay, for the report of a
+/// Copies a program without debug information. It keeps the names of functions, for the report of a
 /// panic.
 pub(super) fn copy_stripped(program: &Path, folder: &Path) -> Result<()> {
     copy(program, folder)?;
@@ -57,7 +57,7 @@ pub(super) fn write(path: &Path, content: impl AsRef<[u8]>) -> Result<()> {
     fs::write(path, content).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Reads a text.
+/// Reads a text file.
 pub(super) fn read(path: &Path) -> Result<String> {
     fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
 }

@@ -1,8 +1,8 @@
-//! THIRD-PARTY.txt: the licences of all that is linked into the binary.
+//! THIRD-PARTY.txt: the licences of everything that is linked into the binary.
 //!
 //! Guarantee: each crate that the binary depends on (not those that only build scripts, tests or
 //! other platforms need) is listed with its version and licence, and with each text of a licence or
-//! notice that its package contains. Which licences may be in it, deny.toml says.
+//! notice that its package contains. deny.toml lists the permitted licences.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,8 +17,8 @@ use lab_tools::workspace::Workspace;
 use super::files;
 use super::static_binary;
 
-/// Texts of the licences of such crates are in the packages at most this many folders deep:
-/// zstd-sys has C sources.
+/// The maximum depth of licence texts in the folders of a package: zstd-sys has them with its C
+/// sources.
 const DEPTH: usize = 2;
 
 /// Whether one of the packages contains OpenSSL.
@@ -41,7 +41,8 @@ pub(super) fn write(workspace: &Workspace, openssl: OpenSsl, path: &Path) -> Res
             Path::new(text("manifest_path")).parent().context("a manifest has a folder")?;
         for file in licence_files(folder, DEPTH)? {
             let words = String::from_utf8_lossy(&fs::read(&file)?).trim().replace('\r', "");
-            // Of software under either of two licences ours is the other one: deny.toml has no GPL.
+            // Software under a choice of GPL and another licence is used under the other one:
+            // deny.toml does not permit GPL.
             if words.trim_start().starts_with("GNU GENERAL PUBLIC LICENSE") {
                 continue;
             }
@@ -63,7 +64,7 @@ pub(super) fn write(workspace: &Workspace, openssl: OpenSsl, path: &Path) -> Res
     files::write(path, page)
 }
 
-/// Cargo's answer about all packages of this platform, with their dependencies resolved.
+/// The output of `cargo metadata` for this platform, with resolved dependencies.
 fn metadata(workspace: &Workspace, openssl: OpenSsl) -> Result<Value> {
     let mut version = std::process::Command::new("rustc");
     version.arg("-vV");
@@ -79,7 +80,7 @@ fn metadata(workspace: &Workspace, openssl: OpenSsl) -> Result<Value> {
     serde_json::from_str(&stdout_of(metadata)?).context("cannot read the output of cargo metadata")
 }
 
-/// The packages of others that the binary depends on, by name.
+/// The third-party packages that the binary depends on, by name.
 fn linked(metadata: &Value) -> Result<Vec<&Value>> {
     let list = |value: &'static str| -> Result<&Vec<Value>> {
         let found = metadata.pointer(value).and_then(Value::as_array);
@@ -98,7 +99,7 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
             let Some(id) = dependency["pkg"].as_str() else { continue };
             let is_linked = kinds.any(|kind| kind["kind"].is_null());
             if is_openssl(id) {
-                // Its dependencies are for building.
+                // Its dependencies are only needed for the build.
                 seen.insert(id);
             } else if is_linked && seen.insert(id) {
                 rest.push(id);
@@ -106,7 +107,7 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
         }
     }
     let is_linked = |package: &&Value| {
-        // Packages of this workspace come from no registry.
+        // Packages of this workspace have no source.
         !package["source"].is_null() && package["id"].as_str().is_some_and(|id| seen.contains(id))
     };
     let mut linked: Vec<_> = packages.iter().filter(is_linked).collect();
@@ -114,8 +115,8 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
     Ok(linked)
 }
 
-/// Whether a package has the sources of OpenSSL. It is one that builds, and what it builds is
-/// linked.
+/// Whether a package has the sources of OpenSSL. It is a build dependency, but the library that it
+/// builds is linked.
 fn is_openssl(id: &str) -> bool {
     id.contains("#openssl-src@")
 }

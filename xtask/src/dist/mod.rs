@@ -1,10 +1,10 @@
-//! `cargo xtask dist`: what is handed to users: a Debian package, a static binary, and the file
-//! tree of an OCI image.
+//! `cargo xtask dist`: the packages for users: a Debian package, a static binary, and the file tree
+//! of an OCI image.
 //!
 //! Guarantees: all of them contain the same version of the binary with its own man pages,
-//! completions and the licences of all that is linked into it. Times in archives are that of the
-//! commit (`SOURCE_DATE_EPOCH` if set), so what is built twice from one commit with one toolchain
-//! is packed alike. Nothing is written outside of the target folder and `--output`.
+//! completions and the licences of everything that is linked into it. Times in archives are that of
+//! the commit (`SOURCE_DATE_EPOCH` if set), so two builds of one commit with one toolchain make the
+//! same archives. Nothing is written outside of the target folder and `--output`.
 
 mod archive;
 mod deb;
@@ -52,7 +52,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
     make(workspace, options).map(drop)
 }
 
-/// As [`run`], and what all packages have in common.
+/// As [`run`]; returns the common parts of all packages.
 fn make<'a>(workspace: &'a Workspace, options: &Options) -> Result<Parts<'a>> {
     let target = workspace.root().join("target");
     let output = options.output.clone().unwrap_or_else(|| target.join("dist-packages"));

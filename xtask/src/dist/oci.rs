@@ -1,8 +1,8 @@
 //! The file tree of an OCI image (image-spec 1.1, image layout): the static binary and nothing
 //! else.
 //!
-//! Invariants: it runs as a user without rights (65532), as tools that copy images (skopeo, podman
-//! load oci:FOLDER, crane) take it, and it has one layer.
+//! Invariants: the image runs as a user without rights (65532), tools that copy images (skopeo,
+//! podman load oci:FOLDER, crane) accept the tree, and it has one layer.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ use super::archive::tar;
 use super::files;
 use super::parts::Parts;
 
-/// The number of a user and group without rights, which no distribution gives to a service.
+/// The id of a user and group without rights, which no distribution gives to a service.
 const USER: u32 = 65532;
 
 /// Makes `blockhouse-oci` in the output folder.
@@ -65,7 +65,7 @@ pub(super) fn make(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes the layer: its digest, its size, and the digest of what is in it.
+/// Makes the layer; returns its digest, its size, and the digest of its uncompressed content.
 fn layer(parts: &Parts<'_>, binary: &Path, image: &Path) -> Result<(String, u64, String)> {
     let root = parts.staging.join("oci");
     files::copy_stripped(binary, &root.join("usr/bin"))?;
@@ -94,7 +94,7 @@ fn layer(parts: &Parts<'_>, binary: &Path, image: &Path) -> Result<(String, u64,
     Ok((packed, size, content))
 }
 
-/// Stores a document, and describes it.
+/// Stores a document; returns its descriptor.
 fn blob(image: &Path, media_type: &str, document: &Value) -> Result<Value> {
     let text = document.to_string();
     let file = image.join("document");
@@ -106,7 +106,7 @@ fn blob(image: &Path, media_type: &str, document: &Value) -> Result<Value> {
     Ok(json!({ "mediaType": media_type, "digest": digest, "size": text.len() }))
 }
 
-/// `sha256:` and the sum.
+/// The digest of a file: `sha256:` and the checksum.
 fn digest(file: &Path) -> Result<String> {
     let mut sum = Command::new("sha256sum");
     sum.arg("--binary").arg(file);
@@ -115,7 +115,7 @@ fn digest(file: &Path) -> Result<String> {
     Ok(format!("sha256:{sum}"))
 }
 
-/// Where a blob with this digest is.
+/// The path of the blob with this digest.
 fn path_of(digest: &str) -> String {
     format!("blobs/{}", digest.replace(':', "/"))
 }

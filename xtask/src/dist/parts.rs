@@ -14,16 +14,16 @@ pub(super) struct Parts<'a> {
     /// Man pages, completions, option reference, schema, licences: a folder that is made anew each
     /// time.
     pub(super) staging: PathBuf,
-    /// Where packages go.
+    /// The folder for the packages.
     pub(super) output: PathBuf,
-    /// Whether to pack soon rather than small.
+    /// Whether to pack fast rather than small.
     pub(super) is_quick: bool,
-    /// Seconds since 1970 of all files in archives.
+    /// The time of all files in archives, in seconds since 1970.
     pub(super) time: String,
 }
 
 impl Parts<'_> {
-    /// Has the binary make all that is made from its definitions.
+    /// Runs the binary to generate the files that it makes from its definitions.
     pub(super) fn generate(&self, binary: &Path) -> Result<()> {
         let mut generate = Command::new(binary);
         generate.arg("__generate").arg(&self.staging);
@@ -44,7 +44,7 @@ pub(super) fn version(workspace: &Workspace) -> Result<String> {
     Ok(version.context("cargo metadata has no version of blockhouse")?.to_owned())
 }
 
-/// Seconds since 1970 of the commit, or as `SOURCE_DATE_EPOCH` says.
+/// The time of the commit in seconds since 1970, or the value of `SOURCE_DATE_EPOCH`.
 pub(super) fn commit_time(workspace: &Workspace) -> Result<String> {
     if let Ok(time) = std::env::var("SOURCE_DATE_EPOCH") {
         return Ok(time);

@@ -1,9 +1,9 @@
-//! `cargo xtask release`: all that is published of a version, in one folder.
+//! `cargo xtask release`: makes all files of a version that are published, in one folder.
 //!
-//! Guarantees: it is made of a commit, never of a work tree with changes; the notes are the
-//! changelog's section of the version; each file has its checksum in `SHA256SUMS`. Made again from
-//! the commit, with the same toolchain in the same folder, it has the same files: `--expect`
-//! compares them.
+//! Guarantees: a release is made from a commit, never from a work tree with changes; the notes are
+//! the changelog's section of the version; each file has its checksum in `SHA256SUMS`. A second
+//! build of the commit, with the same toolchain in the same folder, makes the same files:
+//! `--expect` compares them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -84,7 +84,7 @@ fn notes<'a>(changelog: &'a str, version: &str) -> Result<Notes<'a>> {
     Ok(Notes { heading, text: format!("# Blockhouse {version}\n{}\n", text.join("\n").trim_end()) })
 }
 
-/// Refuses what is no released commit.
+/// Refuses a version that is not released, and a work tree with changes.
 fn check_ready(workspace: &Workspace, notes: &Notes<'_>) -> Result<()> {
     if notes.heading.contains("not released") {
         bail!(
@@ -100,7 +100,7 @@ fn check_ready(workspace: &Workspace, notes: &Notes<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Makes one file of the image's folder.
+/// Packs the image's folder into one file.
 fn pack_image(parts: &Parts<'_>, output: &Path) -> Result<()> {
     let mut pack = tar(parts, output);
     pack.arg("--file").arg(output.join("blockhouse-oci.tar")).arg("blockhouse-oci");
@@ -108,7 +108,7 @@ fn pack_image(parts: &Parts<'_>, output: &Path) -> Result<()> {
     fs::remove_dir_all(output.join("blockhouse-oci")).context("cannot remove the image's folder")
 }
 
-/// A line for each file, by name.
+/// The checksums, one line for each file, sorted by name.
 fn checksums(folder: &Path) -> Result<String> {
     let entries = fs::read_dir(folder)?.collect::<Result<Vec<_>, _>>()?;
     let mut names: Vec<_> = entries.iter().map(fs::DirEntry::file_name).collect();
@@ -118,7 +118,7 @@ fn checksums(folder: &Path) -> Result<String> {
     stdout_of(sum)
 }
 
-/// Refuses checksums that are not those that were expected, by the names of the files.
+/// Refuses checksums that differ from the expected ones; the error names the files.
 fn compare(made: &str, expected: &str) -> Result<()> {
     let other = |lines: &str, than: &str| -> Vec<String> {
         let lines = lines.lines().filter(|line| !than.lines().any(|one| one == *line));

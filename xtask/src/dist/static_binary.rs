@@ -1,14 +1,14 @@
-//! The binary for every Linux of its architecture: it needs no library of the host.
+//! The static binary, for every Linux of its architecture: it needs no library of the host.
 //!
-//! Guarantee: it has TLS as the Debian package's has. OpenSSL is built from source and linked in
-//! (feature `vendored`), whatever this machine has of it, so that there is one version of it, and
-//! it is there for musl, too.
+//! Guarantee: it has TLS like the Debian package. OpenSSL is built from source and linked in
+//! (feature `vendored`), whatever version this machine has, so that there is only one version of
+//! it, also for musl.
 //!
-//! With the target of musl installed (`rustup target add x86_64-unknown-linux-musl`) and its C
-//! compiler (`musl-gcc`, for zstd) it is linked with musl, else statically with the C library of
-//! this machine. Then names of hosts in `nbd://` URIs and of groups need that machine's version of
-//! the C library where it runs, because it loads modules (NSS) for them; addresses in numbers need
-//! nothing.
+//! If the musl target (`rustup target add x86_64-unknown-linux-musl`) and its C compiler
+//! (`musl-gcc`, for zstd) are installed, the binary is linked with musl, else statically with this
+//! machine's C library. In that case, names of hosts in `nbd://` URIs and of groups need the same
+//! version of the C library on the machine where the binary runs, because glibc loads modules (NSS)
+//! for them. Numeric addresses need nothing.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,11 +20,11 @@ use lab_tools::process::{cargo, executables, find_program, run, stdout_of};
 
 use super::parts::Parts;
 
-/// Tests of what OpenSSL does, by their names: servers with certificates and keys for nbdinfo and
+/// The name filter of the tests of OpenSSL: servers with certificates and keys for nbdinfo and
 /// qemu-img, and clients.
 const TESTS: &str = "tls::";
 
-/// OpenSSL from source.
+/// The feature that builds OpenSSL from source.
 pub(super) const FEATURE: &str = "vendored";
 
 /// Builds it and returns its path.
@@ -36,7 +36,7 @@ pub(super) fn build(parts: &Parts<'_>) -> Result<PathBuf> {
     let profile = if parts.is_quick { "dev" } else { "dist" };
     build.args(["--profile", profile, "--target", &target]).current_dir(parts.workspace.root());
     build.args(["--features", FEATURE]);
-    // With --target this concerns the binary alone, and not the build scripts.
+    // With --target, RUSTFLAGS affects only the binary, not the build scripts.
     build.env("RUSTFLAGS", "-C target-feature=+crt-static");
     let built = executables(build)?.into_iter().find(|(name, _)| name == "blockhouse");
     Ok(built.context("cargo built package blockhouse without naming its binary")?.1)
@@ -52,7 +52,7 @@ pub(super) fn test(parts: &Parts<'_>, binary: &Path) -> Result<()> {
     run(test)
 }
 
-/// The musl target if it can be built here, or this machine's own.
+/// The musl target if this machine can build it, else the machine's own target.
 fn target() -> Result<String> {
     let arch = std::env::consts::ARCH;
     let musl = format!("{arch}-unknown-linux-musl");

@@ -1,8 +1,8 @@
-//! Words that mark unfinished work: what is not done is absent, and an error says so.
+//! Rule: no words that mark unfinished work. A missing feature has no code, and an error says so.
 
 use super::source_file::SourceFile;
 
-/// In two halves, so that this file passes its own check.
+/// The words, in two halves, so that this file passes its own check.
 const BANNED: &[(&str, &str)] = &[
     ("todo", "!"),
     ("unimplemented", "!"),
@@ -25,7 +25,7 @@ pub(super) fn check(file: &SourceFile) -> Vec<String> {
     violations
 }
 
-/// Whether `word` stands in `line` on its own, not as a part of a longer word.
+/// Whether `line` has `word` as a whole word.
 fn contains_word(line: &str, word: &str) -> bool {
     let in_word = |character: char| character.is_alphanumeric() || character == '_';
     line.match_indices(word).any(|(start, found)| {

@@ -1,8 +1,8 @@
-//! The width of comments: that of code, so that both fit beside each other.
+//! Rule: comments are no wider than code.
 
 use super::source_file::SourceFile;
 
-/// Columns, as `max_width` of rustfmt.toml, which wraps no comments.
+/// Columns, as `max_width` in rustfmt.toml; rustfmt does not wrap comments.
 const MAX_WIDTH: usize = 100;
 
 pub(super) fn check(file: &SourceFile) -> Vec<String> {
@@ -10,7 +10,8 @@ pub(super) fn check(file: &SourceFile) -> Vec<String> {
     lines.map(|(index, _)| file.violation(index + 1, "a comment that is wider than code")).collect()
 }
 
-/// Rows of tables and examples of one line cannot be wrapped.
+/// Whether a comment line is too wide. Rows of tables and examples of one line are exempt, because
+/// they cannot be wrapped.
 fn is_too_wide(line: &str) -> bool {
     let comment = line.trim_start();
     let Some(text) = comment.strip_prefix("//") else { return false };

@@ -1,9 +1,11 @@
-//! Rule: the files and types that the documentation names exist, and so do the pages that it links.
+//! Rule: the files and types that the documentation names exist, and so do the pages that it links
+//! to.
 //!
 //! A code span of a Markdown file is checked when it looks like a path into the workspace: its
 //! first part is a crate (`disk/path` is `crates/disk/src/path.rs` or a folder of that name) or a
 //! folder at the top (`xtask/tidy` is `xtask/src/tidy`). A code span that is one name in CamelCase
-//! must be a word of some Rust file. The changelog is left out: it tells of files that were.
+//! must be a word of some Rust file. The changelog is exempt, because it names files that no longer
+//! exist.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -44,7 +46,7 @@ fn rust_words(files: &[SourceFile]) -> HashSet<&str> {
     texts.flat_map(|text| text.split(|c: char| !c.is_alphanumeric() && c != '_')).collect()
 }
 
-/// The files that a Markdown text links, relative to its folder, with the line's number from 1.
+/// The files that a Markdown text links to, relative to its folder, with line numbers from 1.
 fn links(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let lines = (1..).zip(text.lines());
     let targets = lines.flat_map(|(number, line)| {
@@ -56,8 +58,8 @@ fn links(text: &str) -> impl Iterator<Item = (usize, &str)> {
     files.filter(|(_, file)| !file.is_empty() && !file.contains("://"))
 }
 
-/// The code spans of a Markdown text that end on their line, with the line's number from 1. Fenced
-/// and indented blocks have none.
+/// The code spans of a Markdown text that end on their line, with line numbers from 1. Fenced and
+/// indented blocks are skipped.
 fn code_spans(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut is_fenced = false;
     let lines = (1..).zip(text.lines()).filter(move |(_, line)| {

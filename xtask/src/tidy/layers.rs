@@ -1,6 +1,6 @@
-//! The layers: a crate uses only crates of lower layers, and none of its own.
+//! Rule: a crate uses only crates of lower layers, and none of its own layer.
 //!
-//! Development dependencies are free: a test may use the simulator from anywhere.
+//! Development dependencies are exempt: any test may use the simulator.
 
 use serde_json::Value;
 
@@ -25,7 +25,7 @@ const LAYERS: &[(&str, u32)] = &[
     ("blockhouse-daemon", 6),
     ("blockhouse", 7),
 ];
-/// Packages beside the layers, which no crate of a layer uses.
+/// Packages outside of the layers, which no crate of a layer uses.
 const OUTSIDE: &[&str] = &[
     "blockhouse-examples",
     "blockhouse-fuzz",
@@ -58,7 +58,7 @@ pub(super) fn check(packages: &[&Value]) -> Vec<String> {
         let dependencies = package["dependencies"].as_array().map_or(&[][..], Vec::as_slice);
         for dependency in dependencies.iter().filter(|dependency| dependency["kind"] != "dev") {
             let used = dependency["name"].as_str().unwrap_or_default();
-            // A name with a path but no layer is one of those outside.
+            // A package with a path but no layer is one of `OUTSIDE`.
             let below = layer(used).map_or(dependency["path"].is_null(), |layer| layer < own);
             if !below {
                 violations

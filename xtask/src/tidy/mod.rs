@@ -10,12 +10,12 @@
 //!   imports are written ([`circles`]).
 //! - No type has more methods than a reader can survey ([`type_sizes`]), and nothing public is
 //!   without a use ([`unused`]).
-//! - The files and types that the documentation names exist, and so do the pages that it links
+//! - The files and types that the documentation names exist, and so do the pages that it links to
 //!   ([`doc_paths`]).
 //! - Each dependency has its reason ([`reasons`]).
 //! - ARCHITECTURE.md is a page and docs/ a book for users: [`MAX_ARCHITECTURE`] and [`MAX_DOCS`].
 //!
-//! Every violation is printed with its place; one is enough to fail.
+//! Every violation is printed with its file and line; one is enough to fail.
 
 mod banned_words;
 mod circles;
@@ -41,9 +41,9 @@ use lab_tools::workspace::{self, Workspace};
 pub(crate) use self::source_file::SourceFile;
 
 const MAX_LINES: usize = 800;
-/// Bytes of ARCHITECTURE.md: it has to be read in one sitting.
+/// Maximum bytes of ARCHITECTURE.md, which should be readable in one sitting.
 const MAX_ARCHITECTURE: u64 = 8192;
-/// Bytes of all files in docs/, as users get them.
+/// Maximum bytes of all files in docs/, as users get them.
 const MAX_DOCS: u64 = 200_000;
 const LENGTH_LIMITED: &[&str] = &["rs", "md", "py", "sh"];
 
@@ -83,7 +83,7 @@ pub fn run(workspace: &Workspace) -> Result<()> {
     Ok(())
 }
 
-/// All text files that git knows or would add.
+/// All text files that git tracks or would add.
 pub(crate) fn source_files(root: &Path) -> Result<Vec<SourceFile>> {
     let mut list = Command::new("git");
     list.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard", "--deduplicate"]);
@@ -110,7 +110,7 @@ fn length(file: &SourceFile) -> Option<String> {
     })
 }
 
-/// Documentation that has grown beyond what its readers take in.
+/// Violations of the size limits of documentation.
 fn doc_sizes(root: &Path) -> Result<Vec<String>> {
     let mut violations = Vec::new();
     for (name, limit) in [("ARCHITECTURE.md", MAX_ARCHITECTURE), ("docs", MAX_DOCS)] {

@@ -41,7 +41,7 @@ impl Tokens {
         self.is_punct(0, ':') && self.is_punct(1, ':')
     }
 
-    /// Skips a group with such delimiters, if it is next.
+    /// Skips a group with these delimiters, if it is next.
     pub fn skip_group(&mut self, delimiter: Delimiter) {
         if matches!(self.rest.front(), Some(TokenTree::Group(group)) if group.delimiter() == delimiter)
         {
@@ -49,7 +49,7 @@ impl Tokens {
         }
     }
 
-    /// The inside of `#[...]`, or nothing of `#![...]`, if one of them is next.
+    /// The content of `#[...]`, or nothing for `#![...]`, if one of them is next.
     pub fn attribute(&mut self) -> Option<TokenStream> {
         if !self.is_punct(0, '#') {
             return None;
@@ -81,8 +81,8 @@ impl Tokens {
         }
     }
 
-    /// A path of two or more names and its line, if one begins here. The names after a `.` and
-    /// those of generic arguments are none of it.
+    /// A path of two or more names and its line, if one begins here. The path does not include
+    /// names after a `.` and in generic arguments.
     pub fn path(&mut self) -> Option<(Vec<String>, usize)> {
         let Some(TokenTree::Ident(first)) = self.rest.front() else { return None };
         let line = first.span().start().line;
@@ -98,7 +98,7 @@ impl Tokens {
             path.push(name.to_string());
             self.rest.drain(..3);
         }
-        // The part after `::<` is a path of its own.
+        // The part after `::<` is a separate path.
         Some((path, line))
     }
 
@@ -158,7 +158,7 @@ fn use_tree(tree: &[TokenTree], before: &[String], items: &mut Vec<UseItem>) {
     items.push(UseItem { path, name, is_glob: false });
 }
 
-/// Whether the inside of an attribute is a `cfg` that holds in tests only.
+/// Whether the content of an attribute is a `cfg` that holds only in tests.
 pub(super) fn is_for_tests(attribute: &TokenStream) -> bool {
     let mut tokens = attribute.clone().into_iter();
     let is_cfg = matches!(tokens.next(), Some(TokenTree::Ident(ident)) if ident == "cfg");
@@ -168,7 +168,7 @@ pub(super) fn is_for_tests(attribute: &TokenStream) -> bool {
     }
 }
 
-/// Whether a condition holds in tests only: `test`, or `all(...)` with such a part.
+/// Whether a condition holds only in tests: `test`, or `all(...)` with such a part.
 fn needs_test(condition: TokenStream) -> bool {
     let tokens: Vec<TokenTree> = condition.into_iter().collect();
     tokens.iter().enumerate().any(|(index, token)| match (token, tokens.get(index + 1)) {

@@ -1,4 +1,4 @@
-//! Rule: above each dependency of the workspace stands a comment that says why it is there.
+//! Rule: each dependency of the workspace has a comment above it that says why it is needed.
 //!
 //! Crates of the workspace itself, which have a path, need none.
 

@@ -1,4 +1,4 @@
-//! A text file of the checkout, and what is wrong in it.
+//! A text file of the checkout, and violations in it.
 
 use std::path::PathBuf;
 

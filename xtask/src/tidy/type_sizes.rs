@@ -1,5 +1,5 @@
-//! Rule: a type has [`MAX_METHODS`] inherent methods at most, in all files of its crate. A larger
-//! one is several types.
+//! Rule: a type has at most [`MAX_METHODS`] inherent methods, in all files of its crate. A larger
+//! type should be split.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 use super::paths::{Tokens, is_for_tests};
 use super::source_file::SourceFile;
 
-/// Inherent methods of a type.
+/// The maximum number of inherent methods of a type.
 const MAX_METHODS: usize = 50;
 
 /// A type: the file that declares it, and its name.
@@ -35,7 +35,7 @@ pub(super) fn check(files: &[SourceFile]) -> Result<Vec<String>> {
     Ok(violations)
 }
 
-/// The folder of the crate that a file belongs to, if it is no test.
+/// The folder of the crate that a file belongs to, if it is not a test.
 fn crate_of(path: &Path) -> Option<PathBuf> {
     let parts: Vec<_> = path.iter().collect();
     let src = parts.iter().position(|part| *part == "src")?;
@@ -58,7 +58,7 @@ fn count<'a>(files: &'a [(&'a SourceFile, Declared)]) -> BTreeMap<Type<'a>, usiz
         for (name, methods) in &declared.methods {
             let declares = files.iter().filter(|(_, other)| other.types.contains(name));
             let own = file.path.parent().unwrap_or(Path::new(""));
-            // Of several types of one name, the nearest one.
+            // If several types have the name, the one in the nearest file.
             let common = |(other, _): &&(&SourceFile, Declared)| {
                 let is_own = other.path == file.path;
                 (is_own, own.iter().zip(&other.path).take_while(|(one, two)| one == two).count())
@@ -70,7 +70,7 @@ fn count<'a>(files: &'a [(&'a SourceFile, Declared)]) -> BTreeMap<Type<'a>, usiz
     counts
 }
 
-/// The types that a file declares, and the inherent methods that it has of whichever types.
+/// The types that a file declares, and the numbers of inherent methods in it by type.
 #[derive(Default)]
 struct Declared {
     types: BTreeSet<String>,
@@ -113,7 +113,7 @@ impl Declared {
         }
     }
 
-    /// The implementation that is next: its methods count unless they are those of a trait.
+    /// Reads the `impl` that is next; its methods count unless it implements a trait.
     fn implementation(&mut self, tokens: &mut Tokens) {
         tokens.next();
         let (mut depth, mut name, mut is_of_trait) = (0usize, None, false);
@@ -149,7 +149,7 @@ fn skip_module(tokens: &mut Tokens) {
     }
 }
 
-/// How many functions an implementation has that are no tests'.
+/// The number of functions in an `impl` that are not only for tests.
 fn methods(body: TokenStream) -> usize {
     let mut tokens = Tokens::new(body);
     let (mut count, mut is_test) = (0, false);

@@ -1,10 +1,10 @@
-//! Where unsafe code may be: in the engine, which talks to the kernel, in core's buffers, and in
+//! Rule: unsafe code may only be in the engine, which calls the kernel, in core's buffers, and in
 //! the calls of librbd.
 //!
 //! Every other crate says `#![forbid(unsafe_code)]` in each of its roots (library, binaries, tests,
-//! benchmarks, build script), so the compiler enforces the rule there; and as a root is easily
-//! forgotten, the word itself is looked for in all code. The library with the calls of librbd
-//! cannot forbid it, and denies it everywhere else.
+//! benchmarks, build script), so the compiler enforces the rule there. As a root is easily
+//! forgotten, this check also searches all code for the word itself. The library with the calls of
+//! librbd cannot forbid unsafe code, and denies it everywhere else.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use super::source_file::SourceFile;
 /// Crates whose files may hold unsafe code.
 const CRATES: &[&str] = &["crates/core", "crates/engine"];
 
-/// The modules of core that own raw memory: no other file of it may hold any.
+/// The modules of core that own raw memory: no other file of core may have unsafe code.
 const CORE_MODULES: &[&str] = &["buf", "iovector", "shared_copy"];
 
 /// The library with the calls of librbd, and the folder where they are.
@@ -40,7 +40,7 @@ fn allowed_in_crate(root: &Path) -> bool {
     root == Path::new(LIBRBD_ROOT) || CRATES.iter().any(|folder| root.starts_with(folder))
 }
 
-/// Unsafe code in `file`, where none may be.
+/// Unsafe code in `file`, if the file may have none.
 pub(super) fn check_file(file: &SourceFile) -> Result<Vec<String>> {
     if allowed(&file.path) {
         return Ok(Vec::new());

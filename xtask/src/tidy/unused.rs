@@ -1,9 +1,9 @@
-//! Rule: what is public is used somewhere. The compiler finds what its own crate does not use; what
-//! no other crate uses either it cannot know.
+//! Rule: every public item is used somewhere. The compiler finds unused private items; it cannot
+//! know whether another crate uses a public one.
 //!
-//! A name counts as used if it is a word of any Rust file beside its declaration and its
-//! re-exports: of its code or of a text in it, not of its comments. So what is not found is used,
-//! or shares its name.
+//! A name counts as used if it is a word of any Rust file besides its declaration and its
+//! re-exports: in code or in a string, not in comments. So an item that passes is used, or shares
+//! its name with another.
 
 use std::collections::HashMap;
 
@@ -32,7 +32,7 @@ pub(super) fn check(files: &[SourceFile]) -> Result<Vec<String>> {
         .collect())
 }
 
-/// Counts words, and takes public declarations with their lines.
+/// Counts words, and collects public declarations with their lines.
 fn read(
     stream: TokenStream,
     uses: &mut HashMap<String, usize>,
@@ -51,7 +51,7 @@ fn read(
             TokenTree::Ident(ident) => {
                 let name = ident.to_string();
                 let declares = index > 0 && DECLARING.iter().any(|word| is_word(index - 1, word));
-                // `const fn` declares what follows.
+                // In `const fn`, `fn` is not the declared name.
                 if declares && is_public && !DECLARING.contains(&name.as_str()) {
                     declarations.push((name.clone(), ident.span().start().line));
                     is_public = false;
@@ -66,7 +66,8 @@ fn read(
             }
             TokenTree::Group(group) if is_comment(group.stream()) => {}
             TokenTree::Group(group) => {
-                // Also of a tuple struct and of `pub(crate)`, which declare nothing themselves.
+                // Parentheses keep `pub` in effect: those of a tuple struct and of `pub(crate)`
+                // declare nothing.
                 is_public &= group.delimiter() == Delimiter::Parenthesis;
                 read(group.stream(), uses, declarations);
             }
@@ -75,7 +76,7 @@ fn read(
     }
 }
 
-/// Whether the inside of an attribute is that of a comment.
+/// Whether the content of an attribute is a doc comment.
 fn is_comment(stream: TokenStream) -> bool {
     matches!(stream.into_iter().next(), Some(TokenTree::Ident(first)) if first == "doc")
 }

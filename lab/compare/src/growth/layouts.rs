@@ -1,4 +1,5 @@
-//! Images that have much of something, made by QEMU's tools where these can make them in seconds.
+//! Images with a long chain, many snapshots or many extents; QEMU's tools make them where that
+//! takes only seconds.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -13,7 +14,7 @@ use crate::interrupt::Interrupt;
 use crate::servers::Format;
 use crate::storage::{Kind, Storage};
 
-/// Room for the tables of a qcow2 image, in bytes.
+/// Space for the metadata of a qcow2 image, in bytes.
 const TABLES: u64 = 64 << 20;
 /// Bytes in a cluster of most images.
 const CLUSTER: u64 = 64 << 10;
@@ -39,7 +40,7 @@ pub fn copy(raw: &Path, image: &Path) -> Result<()> {
     stdout_of(convert).map(drop)
 }
 
-/// Makes an image of this format, all of which holds what belongs there.
+/// Makes an image of this format in which every block holds the data that belongs to its offset.
 pub fn filled(
     format: Format,
     kind: Kind,
@@ -56,7 +57,8 @@ pub fn filled(
     Ok(storage)
 }
 
-/// Makes `top` the last of this many overlays over an image that has all of its `size` bytes.
+/// Makes a chain of this many overlays, the last at `top`, over a base image in which all `size`
+/// bytes are allocated.
 pub fn chain(top: &Path, overlays: u64, size: u64) -> Result<()> {
     let folder = top.parent().context("an image without a folder")?;
     let mut below = folder.join("base.qcow2");
@@ -73,7 +75,7 @@ pub fn chain(top: &Path, overlays: u64, size: u64) -> Result<()> {
         stdout_of(create)?;
         let clusters = size / CLUSTER;
         let script = (0..OWN_CLUSTERS).fold(String::new(), |mut script, own| {
-            // Spread, and others in each overlay.
+            // Spread over the disk, and at other offsets in each overlay.
             let at = (own * clusters / OWN_CLUSTERS + number * 7) % clusters * CLUSTER;
             let _ = writeln!(script, "write -q -P {} {at} {CLUSTER}", number % 256);
             script
@@ -84,14 +86,15 @@ pub fn chain(top: &Path, overlays: u64, size: u64) -> Result<()> {
     Ok(())
 }
 
-/// Makes an image of 8 x [`REQUEST`] bytes, each of which consists of this many extents of the same
-/// length.
+/// Makes an image of 8 x [`REQUEST`] bytes. Each range of [`REQUEST`] bytes consists of `count`
+/// extents of the same length.
 pub fn extents(path: &Path, count: u64) -> Result<()> {
     let size = 8 * u64::from(REQUEST);
     create(path, size, SMALL_CLUSTER)?;
     let length = u64::from(REQUEST) / count;
     let mut script = String::new();
-    // First every second run, then the others: no two neighbours follow each other in the file.
+    // Writes every second extent first, then the others: no two adjacent extents of the disk are
+    // adjacent in the file.
     for half in if count == 1 { vec![0] } else { vec![0, length] } {
         let step = if count == 1 { length } else { 2 * length };
         for at in (half..size).step_by(step as usize) {
@@ -127,8 +130,8 @@ pub fn snapshots(path: &Path, count: u64) -> Result<()> {
     stdout_of(check).map(drop)
 }
 
-/// The entry of a snapshot whose L1 table, of one entry, is in a cluster of its own from `first` on
-/// (QEMU, docs/interop/qcow2.txt).
+/// The snapshot table entry of a snapshot. Its L1 table has one entry, and is in a cluster of its
+/// own; these clusters begin at `first` (QEMU, docs/interop/qcow2.txt).
 fn entry(number: u64, first: u64) -> Vec<u8> {
     let text = (number + 1).to_string();
     let length = (text.len() as u16).to_be_bytes();
@@ -136,7 +139,7 @@ fn entry(number: u64, first: u64) -> Vec<u8> {
     entry.extend((first + number * CLUSTER).to_be_bytes());
     entry.extend(1_u32.to_be_bytes());
     entry.extend([length, length].concat());
-    // Time, the guest's clock, no state of a machine.
+    // The time, the guest's clock, and a VM state of 0 bytes.
     entry.extend([0; 20]);
     entry.extend(16_u32.to_be_bytes());
     entry.extend(0_u64.to_be_bytes());
@@ -151,7 +154,7 @@ fn word(image: &[u8], at: usize) -> Result<u64> {
     Ok(u64::from_be_bytes(bytes.try_into()?))
 }
 
-/// Does the steps of a script, a line each.
+/// Runs a script of qemu-io commands, one a line.
 fn qemu_io(image: &Path, script: &str) -> Result<()> {
     let mut command = Command::new("qemu-io");
     command.args(["-f", "qcow2", "-t", "unsafe"]).arg(image);

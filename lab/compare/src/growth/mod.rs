@@ -1,13 +1,13 @@
-//! `cargo xtask compare --growth`: a figure while something grows: queues, the disk, the chain of
-//! backing files, snapshots, extents in a request.
+//! `cargo xtask compare --growth`: how figures change when something grows: the number of queues,
+//! the disk, the chain of backing files, snapshots, or extents in a request.
 //!
 //! All steps of all servers take turns in each round, and a step's ratio is taken to the first step
 //! of the same server in the same round. Images are on tmpfs, so that nothing but the programs
 //! grows.
 //!
 //! - [`subjects`]: what grows, and in which steps
-//! - [`layouts`]: images that have much of it
-//! - [`report`]: what came out
+//! - [`layouts`]: the images of large steps
+//! - [`report`]: the results
 
 pub mod layouts;
 mod report;
@@ -32,11 +32,11 @@ use crate::servers::{EXPORT, Format, Image, Kind, Server, Start};
 use crate::storage::{self, Storage};
 use crate::vhost_user;
 
-/// The servers that are compared where none is named.
+/// The servers that are compared if the options name none.
 const SERVERS: &[Kind] = &[Kind::Blockhouse, Kind::QsdNative, Kind::QsdIoUring];
 /// Writes of a load on an empty disk.
 const WRITES: u64 = 4000;
-/// Room for an image of any step.
+/// Space that is enough for the image of any step.
 const ROOM: u64 = 2 << 30;
 
 /// Measures, as `options` say.
@@ -81,8 +81,8 @@ impl Config {
         Ok(Outcome { subject, cells })
     }
 
-    /// The figure of one turn, and the processor time of it: microseconds a request, or
-    /// milliseconds.
+    /// The figure of one turn, and its processor time: microseconds a request, or milliseconds in
+    /// all.
     fn measure_step(
         &mut self,
         work: Work,
@@ -122,7 +122,8 @@ impl Config {
         figures(work, &row, &measured)
     }
 
-    /// The load of a subject: writes, or reads for a time, after as many that warm the tables up.
+    /// The load of a subject: a number of writes, or reads for a time, after reads for the same
+    /// time that load the metadata into memory.
     fn load_of(&self, work: Work, row: &Row) -> Load {
         let load = row.load(self.generation);
         match work {
@@ -131,7 +132,7 @@ impl Config {
         }
     }
 
-    /// Takes a snapshot with the tool that belongs to the server, and deletes it.
+    /// Takes a snapshot with the tool of the server's project, and deletes it.
     fn take_snapshot(&self, kind: Kind, image: &Path) -> Result<(f64, f64)> {
         const NAME: &str = "one more";
         let is_ours = kind.is_ours() || kind == Kind::Baseline;

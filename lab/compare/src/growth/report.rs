@@ -21,19 +21,19 @@ pub struct Cell {
 }
 
 impl Cell {
-    /// Before the first round.
+    /// A cell without figures.
     pub fn new(kind: Kind, point: u64) -> Self {
         Self { kind, point, values: Vec::new(), cpu: Vec::new() }
     }
 
-    /// A round: the figure, and the processor time beside it.
+    /// Adds a round: its figure and its processor time.
     pub fn add(&mut self, (value, cpu): (f64, f64)) {
         self.values.push(value);
         self.cpu.push(cpu);
     }
 }
 
-/// One subject: the cells of a server follow each other, in the order of steps.
+/// The results of one subject. The cells of a server are adjacent, in the order of steps.
 pub struct Outcome {
     /// The subject that grew.
     pub subject: Subject,

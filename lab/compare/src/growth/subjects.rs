@@ -2,7 +2,7 @@
 
 use crate::servers::Format;
 
-/// One thing that grows.
+/// Something that grows.
 #[derive(Clone, Copy)]
 pub struct Subject {
     /// Its name in reports and on the command line.
@@ -27,7 +27,7 @@ pub enum Work {
     Chain,
     /// The time until an image with this many snapshots is served.
     Open,
-    /// The time to take one more snapshot, by the tool.
+    /// The time that the tool needs to take one more snapshot.
     Take,
     /// Reads of [`REQUEST`] bytes, one at a time, that consist of this many extents.
     Extents,
@@ -36,7 +36,7 @@ pub enum Work {
 /// Requests in flight for each queue.
 pub const QUEUE_DEPTH: u16 = 16;
 
-/// Bytes of a long read: the most that servers of NBD take.
+/// Bytes of a long read: the maximum that NBD servers accept.
 pub const REQUEST: u32 = 32 << 20;
 
 /// All subjects, in the order of reports.

@@ -1,8 +1,8 @@
 //! One connection of the light client: slots with prebuilt requests, batched in both directions.
 //!
 //! All free slots go out with one `writev`; one `recv` takes as many replies as the kernel has. The
-//! receive buffer stays small enough for the processor's cache, and payloads are looked at only
-//! when they are sampled. Relies on a server that answers each request once, with simple replies.
+//! receive buffer is small enough for the processor's cache, and only the payloads of samples are
+//! read. The connection relies on a server that answers each request once, with simple replies.
 
 use std::io::{IoSlice, Write};
 use std::os::unix::net::UnixStream;
@@ -17,14 +17,15 @@ use lab_nbd::handshake::{self, Export};
 use lab_nbd::pattern;
 use lab_nbd::wire::{self, Frame, Operation, REPLY};
 
-/// Receive buffer: several replies of 4 KiB, and still at home in a second-level cache.
+/// Size of the receive buffer: it holds several replies of 4 KiB, and fits into a second-level
+/// cache.
 const INBOX: usize = 256 * 1024;
 /// One reply in this many has its data checked.
 const SAMPLE_EVERY: u64 = 64;
-/// The kernel takes no more pieces in one call.
+/// The maximum number of buffers in one `writev`, a limit of the kernel.
 const MAX_PIECES: usize = 1024;
 
-/// Whether a call may sleep until the peer moves.
+/// Whether a call may sleep until the peer sends or receives.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     /// Sleep until there is something.
@@ -36,11 +37,11 @@ pub enum Wait {
 /// The treatment of replies' data.
 #[derive(Clone, Copy, Debug)]
 pub enum Check {
-    /// It is dropped: the server makes it up.
+    /// The data is ignored: the server does not store any.
     Nothing,
     /// One reply in [`SAMPLE_EVERY`] must hold what belongs to its offset.
     Samples,
-    /// Every reply must, and must be of this generation.
+    /// Every reply must hold it, with this generation.
     Written(u64),
 }
 
@@ -61,9 +62,9 @@ pub struct Job {
 
 /// A request that was answered.
 pub struct Completion {
-    /// When it was handed to the kernel.
+    /// When the request was submitted.
     pub submitted: Instant,
-    /// Where it pointed, in bytes.
+    /// The offset of the request, in bytes.
     pub offset: u64,
 }
 
@@ -119,7 +120,7 @@ impl Connection {
         Ok((connection, export))
     }
 
-    /// Slots that wait for nothing.
+    /// The number of slots without a request.
     pub fn free(&self) -> usize {
         self.free.len()
     }
@@ -129,7 +130,7 @@ impl Connection {
         self.frames.len() - self.free.len()
     }
 
-    /// Whether requests wait for room in the socket.
+    /// Whether queued requests wait until the socket's buffer has space.
     pub fn has_unsent(&self) -> bool {
         !self.unsent.is_empty()
     }
@@ -153,7 +154,8 @@ impl Connection {
         }
     }
 
-    /// As [`Self::submit`], with offsets and the generation of what is written there.
+    /// As [`Self::submit`]; `next` returns an offset and the generation of the data that is written
+    /// there.
     pub fn submit_stamped(&mut self, mut next: impl FnMut() -> (u64, u64), now: Instant) {
         for slot in self.free.drain(..) {
             let (offset, generation) = next();
@@ -165,7 +167,7 @@ impl Connection {
         }
     }
 
-    /// Sends what is queued, as far as the socket has room.
+    /// Sends queued requests until the socket's buffer is full.
     pub fn flush(&mut self) -> Result<()> {
         while !self.unsent.is_empty() {
             match self.send_batch() {
@@ -207,7 +209,7 @@ impl Connection {
         self.sent_of_first = sent;
     }
 
-    /// Takes what the server sent and calls `completed` for each answered request.
+    /// Receives replies and calls `completed` for each answered request.
     pub fn receive(&mut self, wait: Wait, mut completed: impl FnMut(Completion)) -> Result<()> {
         self.inbox.copy_within(self.filled.clone(), 0);
         self.filled = 0..self.filled.len();
@@ -299,7 +301,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Ends the connection by the protocol; nothing may be in flight.
+    /// Ends the connection with `NBD_CMD_DISC`; nothing may be in flight.
     pub fn close(mut self) -> Result<()> {
         ensure!(self.busy() == 0, "closing with {} requests open", self.busy());
         self.stream.write_all(&wire::disconnect()).context("cannot send the farewell")

@@ -1,8 +1,8 @@
 //! The light client: an NBD client that costs less than any server it measures.
 //!
-//! One thread drives all connections. It sends and receives in batches, touches payloads only to
-//! check samples of them, and reads the clock once a batch. After a run of writes it reads some of
-//! them back and demands the data of exactly this run.
+//! One thread drives all connections. It sends and receives in batches, reads payloads only to
+//! check samples of them, and reads the clock once a batch. After a run of writes the client reads
+//! some of the blocks back, which must hold the data of this run.
 //!
 //! - [`connection`]: slots, batches, checks
 //! - [`null_server`]: the server that shows the client's own limit
@@ -24,7 +24,7 @@ use crate::interrupt::Interrupt;
 use crate::measurement::{Latency, Measurement};
 pub use lab_nbd::wire::Operation;
 
-/// The number of last writes that are read back.
+/// How many of the last writes are read back.
 const READ_BACK: usize = 256;
 /// Latencies above this many nanoseconds count as this.
 const MAX_LATENCY: u64 = 60_000_000_000;
@@ -35,11 +35,11 @@ const POLL_PATIENCE: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 pub enum Order {
     /// Any block of the export, each time.
     Random,
-    /// One after the other, from the start again at the end.
+    /// One block after the other, from the start again after the end.
     Sequential,
 }
 
-/// The load of the client on a server.
+/// The load that the client puts on a server.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// Reads or writes.
@@ -52,24 +52,24 @@ pub struct Load {
     pub depth: u16,
     /// Connections that share the depth evenly.
     pub connections: u16,
-    /// Not counted, at the start.
+    /// The time at the start that is not counted.
     pub warm_up: Duration,
-    /// Counted, unless `requests` are answered before.
+    /// The counted time, which ends earlier if `requests` are answered.
     pub duration: Duration,
     /// The counted time ends with this many answers.
     pub requests: u64,
-    /// Unlike any other run on the same image, and not 0.
+    /// A number that no other run on the same image has, and not 0.
     pub generation: u64,
     /// Whether reads return the image's data.
     pub content: Content,
 }
 
-/// The content of a server's reads.
+/// The data that a server's reads return.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// The content of the image.
     Image,
-    /// Something that is made up and cannot be checked.
+    /// Data that no image holds, and that cannot be checked.
     Nothing,
 }
 
@@ -122,7 +122,7 @@ struct Run<'a> {
     server_cpu: &'a dyn Fn() -> Result<Duration>,
     connections: Vec<Connection>,
     offsets: Offsets,
-    /// Free slots of a connection before they are used again.
+    /// How many slots of a connection must be free before they are used again.
     batch: usize,
     latency: Histogram<u64>,
     written: VecDeque<u64>,
@@ -243,7 +243,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for replies and takes them; returns how many.
+    /// Waits for replies and receives them; returns their number.
     fn receive(&mut self) -> Result<u64> {
         let ready = self.wait()?;
         let (latency, written) = (&mut self.latency, &mut self.written);
@@ -265,8 +265,8 @@ impl Run<'_> {
         Ok(answered)
     }
 
-    /// How to receive from each connection, if at all. A single one may sleep in the receive
-    /// itself.
+    /// How to receive from each connection; `None`: do not receive. A single connection may sleep
+    /// in the receive call.
     fn wait(&self) -> Result<Vec<Option<Wait>>> {
         if let [connection] = self.connections.as_slice()
             && !connection.has_unsent()
@@ -293,7 +293,8 @@ impl Run<'_> {
     }
 }
 
-/// Reads the blocks at `offsets` and demands that `written` wrote them; returns how many.
+/// Reads the blocks at `offsets`, which must hold the data that `written` wrote; returns their
+/// number.
 fn read_back(socket: &Path, name: &str, written: Job, offsets: VecDeque<u64>) -> Result<u64> {
     let job = Job {
         operation: Operation::Read,
@@ -341,7 +342,7 @@ mod tests {
         let socket = folder.path().join("nbd.sock");
         let listening = socket.clone();
         std::thread::spawn(move || null_server::serve(&listening, 1 << 24));
-        // The socket is there a moment before the server listens at it.
+        // The socket's file exists shortly before the server listens.
         while std::os::unix::net::UnixStream::connect(&socket).is_err() {
             std::thread::yield_now();
         }

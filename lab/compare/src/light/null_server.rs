@@ -1,8 +1,9 @@
-//! A server without storage that answers whole batches: what the light client can ask for at most.
+//! A server without storage that answers whole batches: it shows the highest rate of the light
+//! client.
 //!
 //! It takes as many requests as one `recv` returns and answers them with one `send`; reads return
-//! zeros. Run as a process of its own by `lab-compare null-server`, so that it costs the client
-//! what any other server costs it. No server for anything else: it trusts its client.
+//! zeros. `lab-compare null-server` runs it in a process of its own, so that it costs the client
+//! the same as any other server. It is of no other use, because it trusts its client.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -23,7 +24,7 @@ pub fn serve(socket: &Path, size: u64) -> Result<()> {
     loop {
         let (stream, _) = listener.accept().context("cannot accept")?;
         std::thread::spawn(move || {
-            // A client that leaves in the middle is its own business.
+            // A client may disconnect at any time.
             let _ = answer(stream, size);
         });
     }

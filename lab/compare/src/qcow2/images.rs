@@ -15,12 +15,12 @@ use crate::storage::{Kind, Storage};
 use lab_nbd::pattern;
 use lab_tools::process::stdout_of;
 
-/// Room for the tables beside the data.
+/// Space for the metadata beside the data.
 const TABLES: u64 = 64 << 20;
-/// Scattered writes go to a disk this many times as large as what they allocate.
+/// The disk of scattered writes is this many times as large as the space for its image.
 const SCATTER: u64 = 16;
 const HUGE: u64 = 4 << 40;
-/// The half-full image alternates between this many bytes of data and of nothing.
+/// The half-full image alternates between this many bytes of data and a hole of the same length.
 const STRETCH: u64 = 8 << 20;
 
 /// All images on one storage.
@@ -36,7 +36,7 @@ pub struct Images {
     halves: Option<Halves>,
 }
 
-/// A half-full image in both formats, and the place of copies.
+/// A half-full image in both formats, and the folder of the copies.
 struct Halves {
     folder: TempDir,
     raw: PathBuf,
@@ -44,8 +44,7 @@ struct Halves {
 }
 
 impl Images {
-    /// Makes those of the images that `tasks` need and that stay, of `size` bytes, a multiple of 1
-    /// MiB.
+    /// Makes the images that `tasks` need and that are kept, of `size` bytes, a multiple of 1 MiB.
     pub fn new(
         kind: Kind,
         size: u64,
@@ -76,17 +75,17 @@ impl Images {
         Ok(Self { kind, disk, size, description, raw, qcow2, scratch, huge: None, halves: None })
     }
 
-    /// The place of its images, for reports.
+    /// The place of the images, for reports.
     pub fn description(&self) -> String {
         self.description.clone()
     }
 
-    /// Bytes in the disk that is mapped, and those that may be allocated in an empty one.
+    /// Bytes of the disk that is mapped whole, and bytes that may be allocated in an empty image.
     pub fn size(&self) -> u64 {
         self.size
     }
 
-    /// Whether they are files: a device is as large as it is.
+    /// Whether the images are files: the size of a device is fixed.
     pub fn are_files(&self) -> bool {
         self.kind != Kind::Loop
     }
@@ -96,7 +95,7 @@ impl Images {
         self.kind == Kind::Tmpfs
     }
 
-    /// The image that has all its data.
+    /// The image in which all data is allocated.
     pub fn mapped(&self, format: Format) -> Result<&Storage> {
         let image = match format {
             Format::Raw => &self.raw,
@@ -135,7 +134,7 @@ impl Images {
         Storage::bare(self.kind, 1 << 20, &self.disk)
     }
 
-    /// How long `tool` takes to say what the image of 4 TiB is.
+    /// How long the `info` command of `tool` takes on the image of 4 TiB.
     pub fn tell(&mut self, format: Format, tool: Tool, programs: &Programs) -> Result<Times> {
         let image = self.huge(format)?.path().to_owned();
         tools::info(tool, programs, format, &image)
@@ -160,7 +159,7 @@ impl Images {
     }
 
     fn make_halves(&self) -> Result<Halves> {
-        // A sibling of the other images: on the same file system.
+        // Beside the other images: on the same file system.
         let parent = self.one()?.path().ancestors().nth(2).map(Path::to_owned);
         let folder = tempfile::Builder::new()
             .prefix("blockhouse-compare-")

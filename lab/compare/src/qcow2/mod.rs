@@ -1,13 +1,13 @@
-//! `cargo xtask compare --format qcow2`: a mapping side by side with QEMU's, and with our own raw.
+//! `cargo xtask compare --format qcow2`: our qcow2 images beside QEMU's, and beside our raw images.
 //!
 //! As with raw images, every contender takes its turn in each round, and ratios are taken within a
 //! round. The images are made by `qemu-img` (clusters of 64 KiB, everything else its default), so
 //! all programs work on the same layout.
 //!
-//! - [`rows`]: what is done
-//! - [`images`]: to what
-//! - [`tools`]: programs that run and end
-//! - [`report`]: what came out
+//! - [`rows`]: the work
+//! - [`images`]: the images
+//! - [`tools`]: programs that run once and end
+//! - [`report`]: the results
 
 mod images;
 mod report;
@@ -29,7 +29,7 @@ use super::servers::{EXPORT, Format, Image, Kind, Server, Start};
 use super::storage::Storage;
 use lab_tools::workspace::Workspace;
 
-/// Bytes in a cluster, which is what `qemu-img create` makes.
+/// Bytes in a cluster: the default of `qemu-img create`.
 pub const CLUSTER: u64 = 64 * 1024;
 
 /// Compares, as `options` say.
@@ -64,7 +64,7 @@ pub fn run(workspace: &Workspace, options: &Options) -> Result<()> {
 }
 
 impl Config {
-    /// Measures all rounds of `task`; `None` where the images cannot be had on this storage.
+    /// Measures all rounds of `task`; `None` if this storage cannot hold the images.
     fn do_task(&mut self, task: Task, images: &mut Images) -> Result<Option<Outcome>> {
         let one_tool = matches!(task.work, Work::Convert(_) | Work::Open(_));
         if one_tool && !images.are_files() {
@@ -105,7 +105,7 @@ impl Config {
             let contender = |part| Contender { part, kind: Some(kind) };
             if kind.is_ours() {
                 contenders.push(contender(Part::Ours));
-                // A raw image has nothing to allocate for a scattered write.
+                // A scattered write to a raw image allocates no clusters.
                 if !matches!(work, Work::Empty(_, Fill::Scattered(_))) {
                     contenders.push(contender(Part::OurRaw));
                 }
@@ -116,8 +116,7 @@ impl Config {
         contenders
     }
 
-    /// The figure of one turn, and the processor time that it took: microseconds a request, or
-    /// seconds in all.
+    /// The figure of one turn, and its processor time: microseconds a request, or seconds in all.
     fn measure_task(
         &mut self,
         work: Work,

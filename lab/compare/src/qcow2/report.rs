@@ -18,7 +18,7 @@ pub enum Part {
     OurRaw,
     /// Another program, on a qcow2 image.
     Peer,
-    /// The same tool, writing around the page cache.
+    /// The same tool, which bypasses the page cache when it writes.
     PeerDirect,
 }
 
@@ -28,7 +28,7 @@ impl Part {
     }
 }
 
-/// A server that is measured.
+/// A program that is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Contender {
     /// Its part.
@@ -102,8 +102,7 @@ pub struct Cell {
     pub contender: Contender,
     /// In the unit of the row.
     pub values: Vec<f64>,
-    /// Processor time: microseconds a request, or as long as the whole took in the unit of the
-    /// row.
+    /// Processor time: microseconds a request, or of the whole run in the unit of the row.
     pub cpu: Vec<f64>,
 }
 
@@ -111,7 +110,7 @@ pub struct Cell {
 pub struct Outcome {
     /// Its name.
     pub row: &'static str,
-    /// Of all its values.
+    /// The unit of all its values.
     pub unit: Unit,
     /// Whether all ways of caching do the same work here.
     pub any_caching: bool,
@@ -127,7 +126,7 @@ struct Comparison {
     speed: Spread,
     /// Our processor time, divided by the other's; below 1 is better.
     cpu: Spread,
-    /// How much longer ours takes, in the unit of the row, where that is a time.
+    /// How much longer ours takes, in the unit of the row, if that is a time.
     longer: Option<Spread>,
 }
 

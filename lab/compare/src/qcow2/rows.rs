@@ -16,9 +16,10 @@ pub struct Task {
 /// The kinds of work.
 #[derive(Clone, Copy)]
 pub enum Work {
-    /// A load on an image that is mapped whole, for a time.
+    /// A load, for a time, on an image in which every cluster is allocated.
     Mapped(Row),
-    /// A load on an image without data, made anew each time, until this many requests are answered.
+    /// A load on an image without data, which is made anew for each turn. `Fill` says when the load
+    /// ends.
     Empty(Row, Fill),
     /// A copy of a half-full image to this format, by the tools.
     Convert(Format),
@@ -26,20 +27,21 @@ pub enum Work {
     Open(Opening),
 }
 
-/// The end of a load on an empty image.
+/// When a load on an empty image ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
     /// All of the disk was written, once.
     Whole,
-    /// Requests, each of them in a cluster of its own but for one in thirty. Their clusters fill
-    /// one part in this many of the room for the image, of a disk 16 times as large.
+    /// After requests to random clusters; about one in thirty meets a cluster that another has
+    /// allocated. The clusters fill one part in this many of the space for the image, whose disk is
+    /// 16 times as large.
     Scattered(u64),
 }
 
-/// The opener.
+/// Which program opens the image.
 #[derive(Clone, Copy)]
 pub enum Opening {
-    /// The tool that tells what an image is, from its start to its end.
+    /// The tool's `info` command, from its start to its end.
     Info,
     /// A server, from its start until it listens.
     Serve,

@@ -1,4 +1,4 @@
-//! Tools that run once and end: how long they take, all processor time included.
+//! Tools that run once and end: their wall time and all their processor time.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -11,14 +11,14 @@ use nix::sys::time::TimeValLike;
 use crate::servers::{Format, Programs};
 use lab_tools::process::line;
 
-/// The project of a tool.
+/// Which tool.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Tool {
     /// Ours.
     Ours,
     /// `qemu-img`.
     QemuImg,
-    /// The same, writing around the page cache.
+    /// The same, which bypasses the page cache when it writes.
     QemuImgDirect,
 }
 
@@ -41,7 +41,7 @@ impl Times {
     }
 }
 
-/// Says what `image` is.
+/// Measures the tool's `info` on `image`.
 pub fn info(tool: Tool, programs: &Programs, format: Format, image: &Path) -> Result<Times> {
     let mut command = program(tool, programs);
     command.arg("info");
@@ -53,8 +53,8 @@ pub fn info(tool: Tool, programs: &Programs, format: Format, image: &Path) -> Re
     timed(command, || Ok(()))
 }
 
-/// Copies `source` to `target`, each a format and a path, as fast as the tool is meant to, until
-/// the target is durable: ours is when it ends, that of `qemu-img` is synced afterwards.
+/// Copies `source` to `target`, each a format and a path, with the tool's fastest options. The time
+/// ends when the target is durable: ours syncs it, and that of `qemu-img` is synced afterwards.
 pub fn convert(
     tool: Tool,
     programs: &Programs,

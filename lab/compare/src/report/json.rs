@@ -11,7 +11,7 @@ pub fn render(environment: &Environment, results: &[StorageResult]) -> Result<St
     with_storages(environment, results.iter().map(storage).collect())
 }
 
-/// The whole report, around what there is to say about each storage.
+/// The whole report, given the part of each storage.
 pub fn with_storages(environment: &Environment, storages: Vec<Value>) -> Result<String> {
     let versions: serde_json::Map<String, Value> =
         environment.versions.iter().map(|(name, text)| (name.clone(), json!(text))).collect();

@@ -17,7 +17,7 @@ use super::servers::Kind;
 use super::storage::Storage;
 use blockhouse_figures::{Spread, median_interval};
 
-/// The conditions that the figures depend on besides the programs' own doing.
+/// The conditions, other than the programs, that the figures depend on.
 pub struct Environment {
     /// The processor's name and how many of it the system sees.
     pub processor: String,
@@ -34,7 +34,7 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Looks at this machine and at the programs of `config`.
+    /// Finds the data of this machine and of the programs of `config`.
     pub fn find(config: &Config) -> Result<Self> {
         let mut versions: Vec<(String, String)> = Vec::new();
         for &kind in &config.servers {
@@ -137,7 +137,7 @@ impl RowResult {
         self.servers.iter().filter(|(_, rounds)| !rounds.is_empty()).map(|(kind, _)| *kind)
     }
 
-    /// Ours against those it must be compared with, in this row.
+    /// Each of our servers in this row, compared with its peers.
     pub fn comparisons(&self, storage: &Storage) -> Vec<Comparison> {
         let ours = self.took_part().filter(|kind| kind.is_ours());
         ours.filter_map(|ours| self.comparison(ours, storage)).collect()
@@ -172,17 +172,17 @@ impl RowResult {
 
 /// A ratio to a peer.
 pub struct Against {
-    /// Whom.
+    /// The peer.
     pub peer: Kind,
     /// Our figure divided by the peer's, round by round.
     pub ratio: Spread,
-    /// Where its median lies, in 95 of 100 series of this many rounds; of few rounds, none.
+    /// The 95 % confidence interval of the ratio's median; `None` if there are too few rounds.
     pub interval: Option<(f64, f64)>,
 }
 
-/// How one of our servers did in a row.
+/// How one of our servers compares with its peers in a row.
 pub struct Comparison {
-    /// Which.
+    /// Our server.
     pub ours: Kind,
     /// Against the fastest peer; above 1 is better.
     pub rate: Against,

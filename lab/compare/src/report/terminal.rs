@@ -4,7 +4,7 @@ use super::{Environment, Figure};
 use crate::results::RowResult;
 use crate::storage::Storage;
 
-/// Prints what the figures depend on.
+/// Prints the conditions that the figures depend on.
 pub fn environment(environment: &Environment) {
     println!("{}, {}", environment.processor, environment.kernel);
     for (name, version) in &environment.versions {

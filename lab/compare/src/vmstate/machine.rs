@@ -1,4 +1,4 @@
-//! A paused machine of QEMU's, told by its monitor to save and load itself.
+//! A paused QEMU machine, which saves and loads its state by commands to its monitor.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -13,7 +13,7 @@ use crate::caching::Caching;
 const START: Duration = Duration::from_secs(20);
 const RETRY_DELAY: Duration = Duration::from_millis(10);
 
-/// Ended when dropped.
+/// A QEMU process; killed when dropped.
 pub struct Machine {
     child: Child,
     monitor: Monitor,
@@ -60,7 +60,7 @@ impl Machine {
         Ok(Self { child, monitor })
     }
 
-    /// How long a command of the human monitor takes.
+    /// Runs a command of the human monitor; returns how long it takes.
     pub fn timed(&mut self, command: &str) -> Result<Duration> {
         let arguments = json!({"command-line": command});
         let began = Instant::now();
@@ -81,7 +81,7 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        // Both fail only when it has ended, as it should have.
+        // Both fail only if the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

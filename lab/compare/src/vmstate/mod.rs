@@ -1,11 +1,12 @@
 //! `cargo xtask compare --vmstate`: saving and loading a machine's state, beside QEMU and `dd`.
 //!
-//! In each round all programs in turn save as many bytes of random data to the same disk, and load
-//! them again: past the page cache and through it. The time of a save ends when it is durable.
+//! In each round all programs in turn save the same number of random bytes to the same disk, and
+//! load them again, with direct I/O and through the page cache. The time of a save ends when it is
+//! durable.
 //!
-//! - [`stream`]: a producer of small writes for ours, a consumer, and small writes without a buffer
+//! - [`stream`]: a producer of small writes and a consumer for ours, and unbuffered small writes
 //! - [`machine`]: QEMU's `savevm` and `loadvm` of a paused machine of that much memory
-//! - [`report`]: what came out
+//! - [`report`]: the results
 
 mod machine;
 mod report;
@@ -32,16 +33,16 @@ use lab_tools::apt;
 use lab_tools::process::run as run_program;
 use lab_tools::workspace::Workspace;
 
-/// Small writes without a buffer are slow, so only this part of the stream is written: one in 32.
+/// Unbuffered small writes are slow, so only one part in 32 of the stream is written.
 const UNBUFFERED_PART: u64 = 32;
 const NAME: &str = "state";
 
 /// The program that saves and loads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Contender {
-    /// Pieces of 1 MiB, one after the other, into a file: the limit that is asked of us.
+    /// Writes of 1 MiB, one after the other, to a file: the rate that we aim at.
     Dd,
-    /// Each small write on its own into a file.
+    /// A `write` to a file for each small write.
     Unbuffered,
     /// A paused machine, by its monitor.
     Qemu,
@@ -60,11 +61,11 @@ pub struct StateFigures {
     save: Option<f64>,
     /// MiB a second.
     load: Option<f64>,
-    /// MiB above those of the idle process, while saving.
+    /// MiB of memory during a save beyond those of the idle process.
     memory: Option<f64>,
 }
 
-/// Where everything lies.
+/// The folders and files of a comparison.
 struct Place {
     /// Random data as large as the state, in memory.
     data: PathBuf,
@@ -139,7 +140,8 @@ impl Place {
             Contender::Ours => self.ours(&file, caching, interrupt),
         }?;
         std::fs::remove_file(&file)?;
-        // The file system frees its blocks in the background: not in the next program's time.
+        // The file system frees the file's blocks in the background. syncfs waits for that, so that
+        // it does not slow the next program.
         rustix::fs::syncfs(&File::open(self.disk.path())?)?;
         Ok(turn)
     }

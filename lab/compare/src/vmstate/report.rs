@@ -19,7 +19,7 @@ pub struct Row {
     rounds: Vec<Vec<StateFigures>>,
 }
 
-/// One line of a table: a name, the rates, ours of others.
+/// One line of a table: a name, the rates, and the ratios of ours to the others.
 struct Line {
     name: String,
     rates: Vec<Option<Spread>>,
@@ -28,7 +28,7 @@ struct Line {
     memory: Option<Spread>,
 }
 
-/// The subjects and the place of the comparison, as a list.
+/// The programs and the machine of the comparison, as a list.
 pub fn heading(blockhouse: &Path, mebibytes: u64, rounds: usize) -> Result<String> {
     let version = |program: &Path| {
         let mut command = Command::new(program);

@@ -1,5 +1,5 @@
-//! A machine's state as a producer sends it: writes of 64 bytes to 32 KiB, small ones as often as
-//! large ones.
+//! The state of a machine as a producer sends it: writes of 64 bytes to 32 KiB, small ones as often
+//! as large ones.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -16,11 +16,11 @@ use crate::interrupt::Interrupt;
 use lab_tools::process::line;
 
 const MIB: usize = 1 << 20;
-/// How much of the data is sent again and again.
+/// Bytes of data that are sent repeatedly.
 const REPEAT: usize = 64 * MIB;
 /// The blocks of direct I/O.
 const BLOCK: u64 = 4096;
-/// How long a process gets to come to rest.
+/// How long a process gets until it is idle.
 const REST: Duration = Duration::from_millis(300);
 
 /// Bytes that cannot be compressed, always the same (xorshift, Marsaglia 2003).
@@ -51,7 +51,7 @@ impl RandomData {
     }
 }
 
-/// Sizes of writes: each of the nine doublings from 64 bytes on as often as the others.
+/// Sizes of writes: each of the nine doublings from 64 bytes on is equally likely.
 struct WriteSizes(RandomData);
 
 impl WriteSizes {
@@ -78,9 +78,9 @@ pub enum SaveFigure {
 
 /// The cost of a save.
 pub struct SaveResult {
-    /// Until the command has ended.
+    /// The time until the command has ended.
     pub spent: Duration,
-    /// Bytes above those of the process before the first write, where they were measured.
+    /// Bytes of memory beyond those of the process before the first write; `None` if not measured.
     pub memory: Option<u64>,
 }
 
@@ -125,7 +125,7 @@ pub fn save(
     Ok(SaveResult { spent: began.elapsed(), memory: memory.transpose()? })
 }
 
-/// The most memory that a process has had, in bytes.
+/// The peak memory of a process, in bytes.
 fn most_memory(child: &Child) -> Result<u64> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", child.id()))?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
@@ -160,8 +160,8 @@ fn wait(mut child: Child, command: &Command) -> Result<()> {
     Ok(())
 }
 
-/// Writes each small write to `file` as it comes, durable at the end: past the page cache with what
-/// else is in the blocks that it touches.
+/// Writes each small write to `file` as it comes, and makes all durable at the end. With direct
+/// I/O, a write includes the other bytes of the blocks that it touches.
 pub fn save_unbuffered(
     file: &Path,
     size: u64,
@@ -194,7 +194,7 @@ pub fn save_unbuffered(
     Ok(began.elapsed())
 }
 
-/// Writes `bytes` behind all that was written before, in whole blocks.
+/// Writes `bytes` at `at`, the end of the data so far, in whole blocks.
 fn write_blocks(file: &File, at: u64, bytes: &[u8], blocks: &mut [u8]) -> Result<()> {
     let first = at / BLOCK * BLOCK;
     let end = at + bytes.len() as u64;

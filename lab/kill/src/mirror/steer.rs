@@ -1,4 +1,4 @@
-//! The request to a server with a mirror before it is killed, and its answer.
+//! Which request a server with a mirror gets before it is killed, and its answer.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,28 +13,28 @@ use super::target::{Kind, Target};
 /// The longest time until a mirror is ready, on a busy machine.
 const READY_LIMIT: Duration = Duration::from_secs(120);
 const PAUSE: Duration = Duration::from_millis(1);
-/// Why a mirror may fail although nothing is wrong: the machine is busy.
+/// Part of an error that a mirror may fail with although nothing is wrong: the machine is busy.
 const TOO_LATE: &str = "takes longer than";
 const JOB: &str = "mirror";
 
 /// When the server is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// While it copies, or before.
+    /// While the mirror copies, or before.
     Copying,
-    /// When it is ready.
+    /// When the mirror is ready.
     Ready,
-    /// While it completes, and the guest goes on.
+    /// While the mirror completes; the guest continues on this server.
     Switching,
-    /// While it completes, and the guest is to go on elsewhere.
+    /// While the mirror completes; the guest is to continue on another server.
     HandingOver,
-    /// When the guest goes on with the target.
+    /// When the guest already uses the target.
     Switched,
-    /// While it is cancelled, or after.
+    /// While the mirror is cancelled, or after.
     Cancelling,
 }
 
-/// The likely ones more than once.
+/// All moments; some more than once, so that they are more likely.
 pub const MOMENTS: [Moment; 9] = [
     Moment::Copying,
     Moment::Copying,
@@ -61,29 +61,29 @@ impl Moment {
     }
 }
 
-/// The words of the server before it was killed.
+/// What the server said about the mirror before it was killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
     /// The mirror has not begun to complete.
     Source,
     /// The mirror is complete.
     Target,
-    /// Nothing, after it was asked to complete.
+    /// The server was asked to complete the mirror, and did not answer.
     Nothing,
 }
 
-/// The request to a server when it was killed.
+/// The last request to a server before it was killed.
 pub enum Asked {
-    /// Nothing that completes the mirror.
+    /// Not a request to complete the mirror.
     Other,
-    /// This has been answered.
+    /// A request to complete, which the server has answered.
     Answered(Told),
-    /// To complete: the number of the request.
+    /// A request to complete without an answer yet; its number.
     Complete(u64),
 }
 
 impl Asked {
-    /// The words of the server about it before its end.
+    /// What the server said about the mirror before its end.
     pub fn told(self, control: &mut Control) -> Result<Told> {
         match self {
             Self::Other => Ok(Told::Source),
@@ -104,8 +104,8 @@ fn told_by(answer: Answer) -> Result<Told> {
     }
 }
 
-/// Begins a mirror, and brings it near to the moment of the kill. What is asked for then. `record`
-/// is written before the mirror is complete.
+/// Begins a mirror, and brings it near to the moment of the kill. Returns the last request. The
+/// server writes the file `record` before the mirror is complete.
 pub fn steer(
     control: &mut Control,
     (target, record): (&Target, &Path),
@@ -139,7 +139,7 @@ pub fn steer(
     wait_ready(control)?;
     let hand_over = moment == Moment::HandingOver;
     if hand_over {
-        // The job asks to pause its guest then.
+        // The job demands that the guest is paused before the hand-over.
         drain()?;
     }
     if moment == Moment::Ready {
@@ -153,7 +153,7 @@ pub fn steer(
         return told_by(answer).map(Asked::Answered);
     }
     if random.bool() {
-        // From when it is there, the next milliseconds decide.
+        // The switch happens in the first milliseconds after the record exists.
         wait_for(record)?;
         std::thread::sleep(Duration::from_micros(random.u64(..6_000)));
     } else {
@@ -172,7 +172,8 @@ fn wait_for(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Waits up to this many microseconds. Short times are more likely: much happens then.
+/// Waits up to `most` microseconds. Short times are more likely, because more changes at the
+/// beginning.
 fn wait(random: &mut Rng, most: u64) {
     let most = if random.bool() { most } else { most / 8 };
     std::thread::sleep(Duration::from_micros(random.u64(..most)));

@@ -1,4 +1,4 @@
-//! Where a disk is mirrored to: a file, or an export of another server, ours or QEMU's.
+//! The target of a mirror: a file, or an export of another server, ours or QEMU's.
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ pub enum Kind {
     QemuNbd,
 }
 
-/// All of them.
+/// All kinds of target.
 pub const KINDS: [Kind; 5] = [
     Kind::File { format: "raw" },
     Kind::File { format: "qcow2" },
@@ -36,7 +36,7 @@ pub const KINDS: [Kind; 5] = [
 ];
 
 impl Kind {
-    /// The format of the image that holds the disk in the end.
+    /// The format of the target image.
     pub fn format(self) -> &'static str {
         match self {
             Self::File { format } | Self::Ours { format } => format,
@@ -72,7 +72,7 @@ enum Running {
 }
 
 impl Target {
-    /// A new one with this name, of `size` bytes; a server of it runs.
+    /// A new target with this name, of `size` bytes. If it is an export, its server runs.
     pub fn new(
         setting: &Setting,
         folders: &Folders,
@@ -105,7 +105,7 @@ impl Target {
         Ok(target)
     }
 
-    /// Its location for a mirror to it, or a server of it.
+    /// Its location, for a mirror or for a server of the disk.
     pub fn location(&self) -> String {
         match self.kind {
             Kind::File { .. } => self.path.display().to_string(),
@@ -125,7 +125,7 @@ impl Target {
         Ok(())
     }
 
-    /// Ends its server: in order, so that it has done what it was asked for, or not.
+    /// Ends its server: in order, so that its requests are complete, or by a kill.
     pub fn stop(&mut self, in_order: bool) -> Result<()> {
         match std::mem::replace(&mut self.running, Running::Nothing) {
             Running::Nothing => Ok(()),
@@ -141,7 +141,7 @@ struct QemuNbd(Child);
 
 impl QemuNbd {
     fn start(image: &Path, socket: &Path) -> Result<Self> {
-        // One that was killed leaves it.
+        // A server that was killed leaves its socket.
         let _ = std::fs::remove_file(socket);
         let mut command = Command::new("qemu-nbd");
         command.args(["--persistent", "--format=raw", "--shared=4", "--socket"]);

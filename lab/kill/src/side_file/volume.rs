@@ -17,7 +17,7 @@ pub enum Kind {
     Device,
 }
 
-/// All of them.
+/// All kinds of volume.
 pub const KINDS: [Kind; 2] = [Kind::File, Kind::Device];
 
 impl Kind {
@@ -40,7 +40,7 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// A new one of zeros, without bitmaps. A device needs the rights of root.
+    /// A new volume of zeros, without bitmaps. A device needs root.
     pub fn new(folders: &Folders, kind: Kind, size: u64) -> Result<Self> {
         let file = folders.images().join("volume");
         std::fs::File::create(&file)?.set_len(size)?;
@@ -64,7 +64,7 @@ impl Volume {
 impl Drop for Volume {
     fn drop(&mut self) {
         if self.kind == Kind::Device {
-            // Where this fails, the device goes with its host.
+            // If this fails, the device stays until the machine is shut down.
             let _ = Command::new("losetup").arg("--detach").arg(&self.path).status();
         }
     }

@@ -1,7 +1,8 @@
-//! `attach` on a kernel without the ublk driver: a device of the kernel's NBD client, and its end.
+//! `attach` on a kernel without the ublk driver: it makes a device of the kernel's NBD client.
 //!
-//! Evidence: it says that it is one, it is not removed while it is mounted, its image is whole and
-//! free when it is gone, and nothing hangs when its server is killed.
+//! Evidence: `attach` says that it uses the NBD client, the device is not removed while it is
+//! mounted, the image is intact and unlocked after the removal, and nothing hangs when the server
+//! is killed.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -17,7 +18,7 @@ use crate::server::{Export, Server};
 
 const PLACE: &str = "/nbd";
 
-/// Does it. No driver is loaded yet.
+/// Runs all parts. No driver is loaded yet.
 pub fn run() -> Result<()> {
     system::load_all(&["crc32c_generic", "ext4"])?;
     std::fs::create_dir_all("/run")?;
@@ -41,7 +42,7 @@ pub fn run() -> Result<()> {
     foreign(&image)
 }
 
-/// A number that is taken is refused, and the server that was started for it ends.
+/// A device number in use is refused, and the server that was started for it ends.
 fn taken() -> Result<()> {
     let other = image("other.img")?;
     bad(&["attach", &other, "--id", "3"], "cannot make /dev/nbd3")?;
@@ -56,7 +57,7 @@ fn attach(image: &str, more: &[&str]) -> Result<String> {
     Ok(said.output)
 }
 
-/// A file system on it; it stays while that is mounted.
+/// Makes a file system on the device, which cannot be removed while it is mounted.
 fn used(device: &str) -> Result<()> {
     let node = Path::new(device);
     FileSystem::Ext4.make(node)?;
@@ -67,7 +68,7 @@ fn used(device: &str) -> Result<()> {
     tool("e2fsck", &["-f", "-n", device]).map(drop)
 }
 
-/// A server that is killed: the device can be removed, and then no request waits.
+/// After its server was killed the device can be removed, and then no request waits.
 fn killed(image: &str) -> Result<()> {
     let device = attach(image, &[])?;
     let name = device.trim_start_matches("/dev/");
@@ -77,7 +78,7 @@ fn killed(image: &str) -> Result<()> {
     let server = rustix::net::sockopt::socket_peercred(&client)?.pid;
     drop(client);
     kill_process(Pid::from_raw(server.as_raw_nonzero().get()).context("no server")?, Signal::KILL)?;
-    // The kernel has it wait if it was sent before the server was gone.
+    // The kernel lets the read wait if it was sent before the server ended.
     let node = device.clone();
     let reader = std::thread::spawn(move || {
         File::open(&node)?.read_exact_at(&mut vec![0; 1 << 20], SIZE / 2)
@@ -88,7 +89,7 @@ fn killed(image: &str) -> Result<()> {
     Ok(())
 }
 
-/// Devices of other programs stay.
+/// Devices of other programs are not removed.
 fn foreign(image: &str) -> Result<()> {
     let mut command = Command::new("blockhouse");
     command.args(["serve", image, "--state", "off"]);

@@ -1,7 +1,7 @@
-//! A disk that grows under a running guest, and whose write cache the guest switches off and on.
+//! A disk that grows while the guest runs, and whose write cache the guest switches off and on.
 //!
-//! Only the host sees what the server makes durable, so each part of the work has a place of its
-//! own on the disk: in the room that was added.
+//! Only the host sees what the server makes durable. So each part of the work writes to its own
+//! range, in the space that was added.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -15,18 +15,18 @@ use super::guest::{prepare, print_line};
 use super::system;
 use lab_nbd::pattern;
 
-/// The guest waits for the disk to grow.
+/// The line that says that the guest waits for the disk to grow.
 pub const SMALL: &str = "waiting for room";
-/// The guest's announcement of the cache to the kernel, part after part.
+/// The cache type that the guest sets in the kernel, for each part.
 pub const PARTS: [&str; 3] = ["write back", "write through", "write back"];
 
-/// Where a part's writes begin, in the room behind `start`.
+/// The offset of a part's writes, in the space from `start` on.
 pub fn place(start: u64, part: usize) -> u64 {
     start + part as u64 * WRITES * BLOCK as u64
 }
 
-/// Waits until the disk has grown from `from` to `to` bytes, then writes with each kind of cache,
-/// and flushes once behind the last.
+/// Waits until the disk has grown from `from` to `to` bytes, then writes with each cache type, and
+/// flushes once after the last write.
 pub fn run(disk: &str, from: u64, to: u64) -> Result<()> {
     let disk = prepare(disk)?;
     let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
@@ -43,7 +43,7 @@ pub fn run(disk: &str, from: u64, to: u64) -> Result<()> {
     let block = &mut space[aligned..aligned + BLOCK];
     print_line(SMALL)?;
     system::wait_for("the new size", || {
-        // QEMU notices only by a request that there is another server.
+        // QEMU notices only with a request that the server was replaced.
         let is_read = file.read_exact_at(block, 0).is_ok();
         (is_read && has_size(to).is_ok_and(|is| is)).then_some(())
     })?;

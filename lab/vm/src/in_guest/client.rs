@@ -1,7 +1,7 @@
 //! A small NBD client: every kind of change, one at a time or many at once, and single reads.
 //!
-//! The handshake and the layout of requests are those of the comparison's light client. A reply
-//! that tells an error, or none at all, is an error here.
+//! The handshake and the layout of requests are those of the comparison's light client. An error in
+//! a reply, or a missing reply, is an error here.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -12,10 +12,10 @@ use anyhow::{Context, Result, ensure};
 
 use lab_nbd::{command, flag, handshake, wire};
 
-/// Emulation is slow; still, this long a silence is a hang.
+/// The longest time without a reply, although emulation is slow.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A change, as the protocol has it. Offsets and lengths in bytes.
+/// A request that changes the disk or flushes. Offsets and lengths in bytes.
 #[derive(Clone, Debug)]
 pub enum Change {
     /// Data without durability.
@@ -24,7 +24,7 @@ pub enum Change {
     WriteFua { offset: u64, data: Vec<u8> },
     /// Zeros that are durable when they are answered.
     ZeroesFua { offset: u64, length: u32 },
-    /// Everything answered so far becomes durable.
+    /// Makes everything answered so far durable.
     Flush,
 }
 
@@ -74,7 +74,7 @@ impl Client {
         Ok(reply.split_off(wire::REPLY))
     }
 
-    /// Ends the connection by the protocol.
+    /// Ends the connection with `NBD_CMD_DISC`.
     pub fn close(mut self) -> Result<()> {
         self.stream.write_all(&wire::disconnect()).context("cannot send the farewell")
     }

@@ -1,4 +1,5 @@
-//! The bare kernel: the same writes as a server does them, by a program that does nothing else.
+//! The baseline, "the bare kernel": the same writes as a server's, by a program that does nothing
+//! else.
 
 use std::fs::{File, OpenOptions};
 use std::io::IoSlice;
@@ -14,8 +15,8 @@ use rustix::io::{ReadWriteFlags, pwritev2};
 pub const BLOCK: usize = 4096;
 /// How many writes are counted.
 pub const WRITES: u64 = 20;
-/// Bytes from one write to the next: one for each cluster of a qcow2 image, and none next to
-/// another.
+/// Bytes from one write to the next: one write to each cluster of a qcow2 image, no two of them
+/// adjacent.
 pub const STRIDE: u64 = 64 * 1024;
 
 /// Whether writes go through the page cache.
@@ -28,21 +29,21 @@ pub enum Caching {
 /// How writes are made durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteMethod {
-    /// Each by itself, one after the other.
+    /// Each write with FUA, one after the other.
     Each,
-    /// Each by itself, all at the same time.
+    /// Each write with FUA, all at the same time.
     Together,
-    /// Each by a flush behind it.
+    /// A flush after each write.
     FlushEach,
-    /// All by one flush at the end.
+    /// One flush after all writes.
     FlushOnce,
-    /// No request: a server may be told that every write shall be durable. The bare kernel makes
-    /// each durable by itself.
+    /// Plain writes to a server whose cache mode makes every write durable. The bare kernel writes
+    /// each with FUA.
     Write,
 }
 
 impl WriteMethod {
-    /// As reports call it.
+    /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Each => "FUA",
@@ -54,7 +55,7 @@ impl WriteMethod {
     }
 }
 
-/// Does the writes on `path`.
+/// Writes to `path`.
 pub fn run(path: &Path, method: WriteMethod, caching: Caching) -> Result<()> {
     let target = Target::open(path, caching)?;
     let data = |index| index * STRIDE;
@@ -79,9 +80,9 @@ pub fn run(path: &Path, method: WriteMethod, caching: Caching) -> Result<()> {
     }
 }
 
-/// Does on `path`, past the page cache, what a format with tables cannot do without when it gives
-/// data a new place: data and the count of its cluster, and only behind a flush the entry that
-/// refers to both. The tables lie at `tables`, in space that was written before.
+/// Does on `path`, with direct I/O, the minimum that a format with metadata needs to allocate a
+/// cluster: it writes the data and the refcount, and only after a flush the entry that refers to
+/// the cluster. The metadata is at `tables`, in space that was written before.
 pub fn run_allocating(path: &Path, method: WriteMethod, tables: u64) -> Result<()> {
     let target = Target::open(path, Caching::Direct)?;
     let publish = |data: Range<u64>| {
@@ -100,7 +101,7 @@ pub fn run_allocating(path: &Path, method: WriteMethod, tables: u64) -> Result<(
 
 const PLAIN: ReadWriteFlags = ReadWriteFlags::empty();
 
-/// An open file or device, and what is written to it.
+/// An open file or device, and the data that is written to it.
 struct Target {
     file: File,
     name: String,

@@ -1,4 +1,5 @@
-//! Every kind of disk whose requests are counted, as the host attached it or as a module makes it.
+//! The kinds of disk whose requests are counted; the host attaches them, or a kernel module makes
+//! them.
 
 use std::path::{Path, PathBuf};
 
@@ -24,7 +25,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// As command lines and reports call it; the host gives it as the serial number.
+    /// Its name on command lines and in reports, and its serial number if the host attaches it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nvme => "nvme",
@@ -36,7 +37,7 @@ impl Kind {
         }
     }
 
-    /// Makes the disk where that is the guest's part, and waits for it.
+    /// Makes the disk if the host did not attach it, and waits for it.
     pub fn find(self) -> Result<PathBuf> {
         system::load_nvme()?;
         system::load_all(&["virtio_pci", "virtio_blk", "virtio_scsi", "sd_mod"])?;

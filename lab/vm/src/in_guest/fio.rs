@@ -1,4 +1,4 @@
-//! fio as a guest's load: random direct writes, of which each block says what it must hold.
+//! fio as a guest's load: random direct writes of blocks with checksums.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 /// Bytes that are written.
 const SIZE: u64 = 32 << 20;
-/// How many writes that are.
+/// The number of writes.
 pub const WRITES: u64 = SIZE / 4096;
 const REPORT: &str = "/tmp/fio";
 
@@ -20,19 +20,19 @@ pub enum Work {
     Verify,
 }
 
-/// A run of fio; ended when it is dropped.
+/// A run of fio; killed when dropped.
 pub struct Fio {
     child: Child,
 }
 
 impl Fio {
-    /// Starts it on the file `path`.
+    /// Starts fio on the file `path`.
     pub fn start(path: &Path, work: Work) -> Result<Self> {
         let mut command = Command::new("fio");
         command.arg("--name=load").arg(format!("--filename={}", path.display()));
         command.arg(format!("--size={SIZE}")).arg(format!("--output={REPORT}"));
         command.args(["--rw=randwrite", "--bs=4k", "--ioengine=libaio", "--iodepth=8"]);
-        // Data that is made durable now and then, and all of it at the end.
+        // Data is made durable after every 64 writes, and at the end.
         command.args(["--direct=1", "--fdatasync=64", "--end_fsync=1"]);
         command.args(["--verify=crc32c", "--verify_fatal=1", "--do_verify=1"]);
         if work == Work::Verify {
@@ -45,7 +45,7 @@ impl Fio {
     /// Whether it has ended.
     ///
     /// # Errors
-    /// It failed: something could not be read or written, or was not what it should be.
+    /// fio failed: a read or a write failed, or the data was wrong.
     pub fn has_ended(&mut self) -> Result<bool> {
         match self.child.try_wait().context("cannot wait for fio")? {
             None => Ok(false),

@@ -1,9 +1,9 @@
-//! First durable writes to space that was prepared as written zeros: what they cost the disk, on
-//! kernels with and without `FALLOC_FL_WRITE_ZEROES`, and what is left of the prepared space after
-//! a kill.
+//! First durable writes to space that was prepared as written zeros: the requests that they cause
+//! to the disk, on kernels with and without `FALLOC_FL_WRITE_ZEROES`, and the state of the prepared
+//! space after a kill.
 //!
-//! The disk is NVMe as the kernel's target offers it over a SCSI disk in memory, which makes zeros
-//! without being sent them; FUA and flushes are counted at the NVMe side.
+//! The disk is a namespace of the kernel's NVMe target over a SCSI disk in memory, which writes
+//! zeros without a data transfer; FUA writes and flushes are counted at the NVMe disk.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -22,18 +22,19 @@ use crate::server::Server;
 const CONFIG: &str = "/sys/kernel/config";
 const SUBSYSTEM: &str = "first";
 
-/// Bytes of an image with room for a long run of new clusters; where those begin that are no run.
+/// Bytes of an image with space for a long run of new clusters, and the offset of new clusters that
+/// are not adjacent.
 const LONG_SIZE: u64 = 40 * WRITES * STRIDE;
 const SCATTERED: u64 = LONG_SIZE / 2;
 
-/// The support of the kernel and the disk.
+/// Whether kernel and disk support written zeros.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WrittenZeros {
     Yes,
     No,
 }
 
-/// Counts and prints everything.
+/// Counts all requests and prints the results.
 pub fn run() -> Result<()> {
     system::load_all(&["crc32c_generic", "ext4", "xfs"])?;
     system::stop_background_writes()?;
@@ -75,12 +76,13 @@ fn nvme_disk() -> Result<PathBuf> {
     std::os::unix::fs::symlink(&subsystem, port.join("subsystems").join(SUBSYSTEM))?;
     system::write("/dev/nvme-fabrics", &format!("transport=loop,nqn={SUBSYSTEM}"))?;
     let disk = system::disk("nvme0n1")?;
-    // The node is there before the attributes of its queue are.
+    // The device node exists before the attributes of its queue do.
     system::wait_for("the disk's queue", || system::has_fua(&disk).ok())?;
     Ok(disk)
 }
 
-/// The attribute of the disk's queue; older kernels have none.
+/// Whether the disk writes zeros without a transfer, from its queue's attribute, which older
+/// kernels lack.
 fn written_zeros(disk: &Path) -> Result<WrittenZeros> {
     let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
     let limit = format!("/sys/block/{name}/queue/write_zeroes_unmap_max_bytes");
@@ -102,7 +104,8 @@ fn on_file_system(disk: &Path, file_system: FileSystem, zeros: WrittenZeros) -> 
     mount.unmount()
 }
 
-/// An image of `preallocation=full`: written space, whichever way.
+/// An image of `preallocation=full`: its space is written, with or without
+/// `FALLOC_FL_WRITE_ZEROES`.
 fn preallocated(disk: &Path, folder: &Path, format: &str, zeros: WrittenZeros) -> Result<()> {
     let image = folder.join(format!("full.{format}"));
     let made = trace::count_synced(disk, || create(&image, format, "preallocation=full"))?;
@@ -123,8 +126,7 @@ fn preallocated(disk: &Path, folder: &Path, format: &str, zeros: WrittenZeros) -
     Ok(())
 }
 
-/// An image of `preallocation=falloc`, for comparison: space that the file system knows as
-/// unwritten.
+/// An image of `preallocation=falloc`, for comparison: its space consists of unwritten extents.
 fn set_aside(disk: &Path, folder: &Path) -> Result<()> {
     let image = folder.join("falloc.raw");
     create(&image, "raw", "preallocation=falloc")?;
@@ -148,7 +150,7 @@ fn longer(disk: &Path, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// New clusters, one by one.
+/// Writes to new clusters, one after the other.
 fn allocating(disk: &Path, folder: &Path, zeros: WrittenZeros) -> Result<()> {
     let image = folder.join("new.qcow2");
     tool("blockhouse", &["create", "--format", "qcow2", name(&image)?, &LONG_SIZE.to_string()])?;
@@ -174,10 +176,11 @@ fn allocating(disk: &Path, folder: &Path, zeros: WrittenZeros) -> Result<()> {
     check(&image)
 }
 
-/// A run of new clusters goes on after these: a few of the writes to them bring refcounts and
-/// entries of many with them. New clusters that are no run bring their own.
+/// For a run of adjacent new clusters, a few of the writes write the refcounts and L2 entries of
+/// many clusters. For new clusters that are not adjacent, each write writes its own.
 fn mapped_ahead(disk: &Path, server: &Server, first: Counts) -> Result<()> {
-    // The part that is mapped ahead doubles: the first, second, fifth and eleventh write map more.
+    // The range that is mapped ahead doubles each time: the first, second, fifth and eleventh write
+    // extend it.
     ensure!(is_fua_alone_and(first, 4), "{first} for the first {WRITES} of a run");
     ensure!(first.bytes <= 28 * BLOCK as u64, "{} bytes: each is a block", first.bytes);
     let next = trace::count(disk, || write(server, WRITES * STRIDE, WRITES))?;
@@ -199,14 +202,14 @@ fn mapped_ahead(disk: &Path, server: &Server, first: Counts) -> Result<()> {
     })?;
     row("qcow2, new clusters, none after another", scattered);
     ensure!(is_fua_alone(scattered, 3), "{scattered} for {WRITES} new clusters");
-    // Data, refcounts and entries of a block each.
+    // One block each of data, refcounts and L2 entries.
     let bytes = scattered.bytes;
     ensure!(bytes <= 3 * WRITES * BLOCK as u64, "{bytes} bytes");
     Ok(())
 }
 
-/// The prepared space of a killed server is no error and no leak, is used by the next one, and is
-/// given back.
+/// The prepared space of a killed server is neither an error nor a leak; the next server uses it,
+/// and frees the rest.
 fn killed(folder: &Path, zeros: WrittenZeros) -> Result<()> {
     let image = folder.join("killed.qcow2");
     create(&image, "qcow2", "preallocation=off")?;
@@ -215,7 +218,8 @@ fn killed(folder: &Path, zeros: WrittenZeros) -> Result<()> {
     server.kill()?;
     let left = length(&image)?;
     check(&image)?;
-    // The file is longer than needed in any case; space is what was prepared.
+    // The file's length is larger in any case; only prepared space makes its allocated blocks
+    // larger.
     let taken = image.metadata()?.blocks() * 512;
     let is_prepared = taken > left / 2;
     ensure!(is_prepared == (zeros == WrittenZeros::Yes), "{taken} of {left} bytes have space");
@@ -238,7 +242,7 @@ fn create(image: &Path, format: &str, option: &str) -> Result<()> {
     Ok(File::open(image)?.sync_all()?)
 }
 
-/// Without any problem, leaks included.
+/// Checks that the image has no errors and no leaks.
 fn check(image: &Path) -> Result<()> {
     tool("blockhouse", &["check", "--format", "qcow2", name(image)?]).map(drop)
 }
@@ -251,7 +255,7 @@ fn length(image: &Path) -> Result<u64> {
     Ok(image.metadata().context("the image is gone")?.len())
 }
 
-/// The writes of a server of its own, from `start` on. The mark of its session is not counted.
+/// Counts the writes of a new server, from `start` on, without those of the session mark.
 fn of_new_server(disk: &Path, image: &Path, format: &str, start: u64) -> Result<Counts> {
     let server = serve(image, &["--format", format])?;
     if format == "qcow2" {
@@ -276,13 +280,14 @@ fn write_at(server: &Server, offsets: impl Iterator<Item = u64>) -> Result<()> {
     client.close()
 }
 
-/// Whether it is this many FUA writes for each, and nothing else: no flush, no journal.
+/// Whether there were `each` FUA writes for each durable write, and nothing else: no flush, no
+/// journal write.
 fn is_fua_alone(counts: Counts, each: u32) -> bool {
     counts.fua == each * WRITES as u32 && counts.total() == counts.fua
 }
 
-/// Whether it is a FUA write for each, two more for this many batches of metadata, and nothing
-/// else.
+/// Whether there was a FUA write for each durable write, two more for each of `batches` writebacks
+/// of metadata, and nothing else.
 fn is_fua_alone_and(counts: Counts, batches: u32) -> bool {
     counts.fua == WRITES as u32 + 2 * batches && counts.total() == counts.fua
 }

@@ -1,7 +1,7 @@
 //! The cost of durable writes: requests to the disk for the same writes by the bare kernel and by
 //! our server, on every kind of disk, file system, image, engine and cache mode.
 //!
-//! [`Report`] judges each row. Its judgement is itself tested, on a server that ignores flushes.
+//! [`Report`] judges each row. A server that ignores flushes tests the judgement: it must fail.
 
 use std::path::Path;
 
@@ -53,7 +53,7 @@ const ROWS: &[Row] = &[
     row(State::Qcow2New, WriteMethod::Together),
     row(State::Qcow2New, WriteMethod::FlushOnce),
 ];
-/// The same on a disk itself.
+/// The same on the disk itself.
 const DEVICE_ROWS: &[Row] = &[
     row(State::RawWritten, WriteMethod::Each),
     by("linux-aio", WriteMethod::Each),
@@ -67,8 +67,8 @@ const DEVICE_ROWS: &[Row] = &[
     row(State::Qcow2New, WriteMethod::Each),
     row(State::Qcow2New, WriteMethod::Together),
 ];
-/// The rows that depend on no more of the disk than whether it takes FUA: counted on one disk of
-/// each kind, in a file system.
+/// Rows for which only the disk's FUA support matters: counted on one disk with FUA and one
+/// without, in a file system.
 const MORE_ROWS: &[Row] = &[
     by("linux-aio", WriteMethod::Each),
     by("linux-aio", WriteMethod::Together),
@@ -113,13 +113,13 @@ impl Row {
         if self.state < State::Qcow2Written { "raw" } else { "qcow2" }
     }
 
-    /// A server of `image`.
+    /// Starts a server of `image`.
     fn serve(self, image: &Path) -> Result<Server> {
         let words = ["--format", self.format(), "--cache", self.cache, "--engine", self.engine];
         serve(image, &words)
     }
 
-    /// The least that the kernel can be asked for, on the file or disk `path`.
+    /// Runs the baseline on the file or disk `path`: the minimum of system calls.
     fn run_baseline(self, path: &Path) -> Result<()> {
         let caching = match self.cache {
             "none" | "directsync" => Caching::Direct,
@@ -157,7 +157,8 @@ pub fn run(kinds: &[Kind]) -> Result<()> {
     report.finish()
 }
 
-/// All images are made first: what is behind the counted requests is then the same for all.
+/// Counts the rows in a file system. All images are made first, so that the file system has the
+/// same state for all rows.
 fn on_file_system(
     disk: &Path,
     file_system: FileSystem,
@@ -196,7 +197,7 @@ fn on_device(disk: &Path, rows: &[Row], report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// The requests to the disk by a server of `image`.
+/// Counts the requests to the disk by a server of `image`.
 fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
     let server = row.serve(image)?;
     if row.format() == "qcow2" {
@@ -208,16 +209,16 @@ fn count_ours(disk: &Path, row: Row, image: &Path) -> Result<Counts> {
     Ok(counts)
 }
 
-/// The first change of an opened image marks its session, and the first cluster of an image needs
-/// tables of its own; the writes to be counted are others.
+/// Makes one write that is not counted: the first change of an opened image writes the session
+/// mark, and the first cluster of an image needs new tables.
 fn warm_up(server: &Server) -> Result<()> {
     let mut client = Client::connect(server.socket())?;
     client.change(&Change::WriteFua { offset: TABLES, data: vec![0xc3; BLOCK] })?;
     client.close()
 }
 
-/// The cost of the first durable write to an opened image, with the mark of its session: a write
-/// and a flush more.
+/// Counts the first durable write to an opened image: the session mark costs one more write and one
+/// more flush.
 fn count_first(disk: &Path, image: &Path) -> Result<()> {
     let server = row(State::Qcow2Written, WriteMethod::Each).serve(image)?;
     settle();
@@ -229,12 +230,12 @@ fn count_first(disk: &Path, image: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Lets nothing of what prepared the images be counted.
+/// Writes back the preparation of the images, so that it is not counted.
 fn settle() {
     rustix::fs::sync();
 }
 
-/// Does the writes by the server.
+/// Sends the writes to the server.
 fn ask(server: &Server, method: WriteMethod) -> Result<()> {
     let mut client = Client::connect(server.socket())?;
     let data = |_| vec![0xc3; BLOCK];
@@ -256,7 +257,7 @@ fn ask(server: &Server, method: WriteMethod) -> Result<()> {
     client.close()
 }
 
-/// A server that ignores flushes must be found out.
+/// The control: the judgement must reject a server that ignores flushes.
 fn control(disk: &Path) -> Result<()> {
     FileSystem::Ext4.make(disk)?;
     let mount = Mount::new(FileSystem::Ext4, disk)?;

@@ -1,5 +1,5 @@
-//! A guest that uses a disk of ours, as any Linux would: file system, freeze, trim, check, and work
-//! that goes on while the disk's server is killed and upgraded.
+//! A guest that uses our disk as any Linux does: file system, freeze, trim, check, and work that
+//! continues while the disk's server is killed and upgraded.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -22,18 +22,18 @@ const SMALL: u64 = 256 << 10;
 const CHUNK: u64 = 64 << 10;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The word that the host waits for.
+/// Printed when the file system is frozen; the host waits for it.
 pub const FROZEN: &str = "frozen";
 /// The host's answer to [`FROZEN`].
 pub const COPIED: &str = "copied";
-/// A large file is there.
+/// Printed when a large file is written.
 pub const WRITTEN: &str = "large file written";
-/// The large file is gone and its space given back.
+/// Printed when the large file is removed and its space trimmed.
 pub const TRIMMED: &str = "trimmed";
-/// The work during which the server is killed and upgraded has ended.
+/// Printed when the work has ended during which the server is killed and upgraded.
 pub const WORKED: &str = "worked";
 
-/// The guest's word when the server shall be killed or upgraded for the `number`th time.
+/// Printed when the host is to kill or upgrade the server for the `number`th time.
 pub fn progress(number: u64) -> String {
     format!("ready for change {number} of the server")
 }
@@ -55,7 +55,7 @@ pub fn first(disk: &str, killed: &str, changes: u64, file_system: FileSystem) ->
     std::fs::remove_file(place.join("large"))?;
     wait_for_space(&place, free + LARGE * 9 / 10)?;
     rustix::fs::sync();
-    // XFS frees in the background, and a trim passes by what it has not freed yet.
+    // XFS frees space in the background, and a trim skips what is not freed yet.
     for _ in 0..2 {
         tool("fstrim", &["/mnt"])?;
         rustix::fs::sync();
@@ -75,13 +75,13 @@ pub fn first(disk: &str, killed: &str, changes: u64, file_system: FileSystem) ->
     check(&disk, file_system)
 }
 
-/// Bytes of the file system that nothing uses.
+/// Free bytes of the file system.
 fn free_space(place: &Path) -> Result<u64> {
     let found = rustix::fs::statvfs(place).context("cannot ask for free space")?;
     Ok(found.f_bfree * found.f_frsize)
 }
 
-/// Waits until this many bytes are free: XFS frees what a removed file had some time later.
+/// Waits until this many bytes are free: XFS frees the space of a removed file some time later.
 fn wait_for_space(place: &Path, wanted: u64) -> Result<()> {
     for _ in 0..1000 {
         if free_space(place)? >= wanted {
@@ -105,8 +105,8 @@ fn freeze(place: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Many writes in flight, and small files made durable one after the other. The changes are spread
-/// over fio's writes, and over its reads no more.
+/// Runs fio with many writes in flight, and makes small files durable one after the other. The
+/// server's changes are spread over fio's writes, not over its reads.
 fn work(place: &Path, disk: &Path, changes: u64) -> Result<()> {
     let before = system::writes(disk)?;
     let mut fio = Fio::start(&place.join("fio"), Work::WriteAndVerify)?;
@@ -129,8 +129,8 @@ fn work(place: &Path, disk: &Path, changes: u64) -> Result<()> {
     print_line(WORKED)
 }
 
-/// The second boot: everything is still there. So it is on `frozen`, which the host copied while
-/// the file system was frozen.
+/// The second boot: everything must be there, also on `frozen`, which the host copied while the
+/// file system was frozen.
 pub fn again(disk: &str, killed: &str, frozen: &str, file_system: FileSystem) -> Result<()> {
     let disk = prepare(disk)?;
     check(&disk, file_system)?;
@@ -144,7 +144,7 @@ pub fn again(disk: &str, killed: &str, frozen: &str, file_system: FileSystem) ->
     Fio::start(&mount.place().join("fio"), Work::Verify)?.finish()?;
     mount.unmount()?;
     let frozen = system::disk_of(frozen)?;
-    // XFS has its log read even then, on purpose: for files that are open and have no name.
+    // The log of a frozen XFS is not empty, on purpose: recovery removes open files without a name.
     if file_system == FileSystem::Ext4 {
         check(&frozen, file_system)?;
     }
@@ -156,7 +156,7 @@ pub fn again(disk: &str, killed: &str, frozen: &str, file_system: FileSystem) ->
     check(&frozen, file_system)
 }
 
-/// Loads what the disk needs, and waits for it.
+/// Loads the modules that the disk needs, and waits for the disk.
 pub fn prepare(disk: &str) -> Result<std::path::PathBuf> {
     let modules = ["virtio_pci", "virtio_blk", "crc32c_generic", "ext4", "xfs"];
     modules.iter().try_for_each(|module| system::load(module, ""))?;
@@ -178,7 +178,7 @@ pub fn print_line(line: &str) -> Result<()> {
     std::io::stdout().flush().context("the host does not listen")
 }
 
-/// Waits for a line of the host's.
+/// Waits for a line from the host.
 fn read_line() -> Result<String> {
     let port = File::open("/dev/ttyS1").context("cannot listen to the host")?;
     let mut line = String::new();
@@ -186,7 +186,7 @@ fn read_line() -> Result<String> {
     Ok(line.trim_end().to_owned())
 }
 
-/// Writes a file that can be told from any other; nothing makes it durable yet.
+/// Writes a file with unique content, without making it durable.
 fn write_file(path: &Path, size: u64, generation: u64) -> Result<File> {
     let file = File::create(path).with_context(|| format!("cannot make {}", path.display()))?;
     let mut chunk = vec![0; CHUNK as usize];
@@ -197,7 +197,7 @@ fn write_file(path: &Path, size: u64, generation: u64) -> Result<File> {
     Ok(file)
 }
 
-/// Reads it from the disk, past the page cache.
+/// Reads the file with direct I/O and checks its content.
 fn verify_file(path: &Path, size: u64, generation: u64) -> Result<()> {
     let mut options = OpenOptions::new();
     options.read(true).custom_flags(OFlags::DIRECT.bits() as i32);

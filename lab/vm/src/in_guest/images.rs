@@ -11,13 +11,13 @@ use rustix::fs::{FallocateFlags, fallocate};
 use super::direct::{STRIDE, WRITES};
 use super::system::tool;
 
-/// Bytes in an image: room for all writes, and for what comes behind them.
+/// Bytes in an image: a half for all counted writes, and the half from [`TABLES`] on.
 pub const SIZE: u64 = 2 * WRITES * STRIDE;
-/// Where the half begins that no counted write of data goes to.
+/// The offset of the second half, which no counted write of data goes to.
 pub const TABLES: u64 = SIZE / 2;
 
-/// An image of this format in `folder`, of `size` bytes of written space, like one that has been in
-/// use: each read is one of the disk below.
+/// Makes an image of this format in `folder`, with `size` bytes of written space, like one that has
+/// been in use: each read of it reads the disk below.
 pub fn make_written(folder: &Path, format: &str, size: u64) -> Result<PathBuf> {
     let image = folder.join(format!("image.{format}"));
     let name = image.to_str().context("a folder without a name")?;
@@ -26,28 +26,27 @@ pub fn make_written(folder: &Path, format: &str, size: u64) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// The state of the place of a write.
+/// The state of the space that a write goes to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum State {
     /// A raw image that was written before.
     RawWritten,
-    /// A raw image in space that the file system has set aside (`fallocate`).
+    /// A raw image in unwritten extents (`fallocate`).
     RawUnwritten,
     /// A raw image that is one hole.
     RawHole,
-    /// A raw image whose second half was written before: for the bare kernel to keep tables in.
+    /// A raw image whose second half was written before; there the bare kernel writes metadata.
     RawHoleAndTables,
     /// A qcow2 image whose clusters were written before, like one of `preallocation=full`.
     Qcow2Written,
-    /// A qcow2 image whose clusters are mapped and whose space is set aside:
-    /// `preallocation=falloc`.
+    /// A qcow2 image whose clusters are mapped, in unwritten extents: `preallocation=falloc`.
     Qcow2Unwritten,
     /// A qcow2 image whose clusters are yet to be allocated.
     Qcow2New,
 }
 
 impl State {
-    /// As reports call it.
+    /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::RawWritten => "raw, written",
@@ -60,7 +59,7 @@ impl State {
         }
     }
 
-    /// The raw image on which the bare kernel does the same.
+    /// The state of the raw image on which the bare kernel does the same.
     pub fn bare(self) -> Self {
         match self {
             Self::RawWritten | Self::Qcow2Written => Self::RawWritten,
@@ -99,7 +98,7 @@ impl State {
     }
 }
 
-/// Moves the image of a file to the beginning of `disk`.
+/// Copies an image file to the beginning of `disk`, and removes the file.
 pub fn put(image: &Path, disk: &Path) -> Result<()> {
     let bytes = std::fs::read(image).context("cannot read an image")?;
     let file = File::options().write(true).open(disk).context("cannot open the disk")?;
@@ -120,7 +119,7 @@ fn fill(file: &File, range: Range<u64>) -> Result<()> {
     Ok(())
 }
 
-/// Writes everything as it is, so that no extent is unwritten.
+/// Overwrites the file with its own content, so that no extent is unwritten.
 fn overwrite(file: &File, size: u64) -> Result<()> {
     let mut chunk = vec![0; STRIDE as usize];
     for offset in (0..size).step_by(chunk.len()) {

@@ -1,9 +1,9 @@
-//! System calls in the name of a thread of another process: the calls that are left to an attacker
-//! who has taken it over.
+//! Makes system calls in a thread of another process, as an attacker can who has taken it over.
 //!
-//! ptrace(2) stops the thread, sets its registers to a call and carries out one instruction. So the
-//! call passes all that holds for the thread: its user, namespaces, Landlock, seccomp, AppArmor.
-//! Afterwards the thread goes on as if nothing had happened. Root may do that to every process.
+//! ptrace(2) stops the thread, sets its registers for a call and executes one instruction. So the
+//! call is subject to all restrictions of the thread: its user, namespaces, Landlock, seccomp,
+//! AppArmor. Then the registers are restored and the thread continues. Root may trace every
+//! process.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -17,9 +17,10 @@ use nix::unistd::Pid;
 
 /// The instruction `syscall`.
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
-/// How far below the stack pointer the memory of calls begins: nothing below 128 bytes is in use.
+/// How far below the stack pointer the memory for arguments begins: only the first 128 bytes below
+/// the stack pointer may be in use.
 const BELOW_STACK: u64 = 2048;
-/// The most that one mapping is searched.
+/// How many bytes of a mapping are searched at most.
 const MAX_SEARCHED: u64 = 16 << 20;
 
 /// An argument of a call.
@@ -35,15 +36,15 @@ pub enum Argument<'a> {
 pub enum Outcome {
     /// A result, or an errno below zero.
     Returned(i64),
-    /// The process was ended for it.
+    /// The process was killed because of the call.
     Ended,
 }
 
-/// A thread that stands still until this is dropped.
+/// A thread that is stopped until this is dropped.
 pub struct StoppedThread {
     thread: Pid,
     memory: File,
-    /// Where in its memory the instruction is.
+    /// The address of a `syscall` instruction in its memory.
     instruction: u64,
     saved: user_regs_struct,
     has_ended: bool,
@@ -63,7 +64,7 @@ impl StoppedThread {
         Ok(Self { thread, memory, instruction, saved, has_ended: false })
     }
 
-    /// Has the thread make a call.
+    /// Makes a system call in the thread.
     pub fn call(&mut self, number: c_long, arguments: &[Argument<'_>]) -> Result<Outcome> {
         ensure!(!self.has_ended, "the process has ended");
         let mut words = [0; 6];
@@ -81,7 +82,8 @@ impl StoppedThread {
         }
         let mut registers = self.saved;
         registers.rax = number as u64;
-        // The kernel takes no call that was interrupted for this one, and so begins none anew.
+        // With this value the kernel does not take the call for the one that was interrupted, and
+        // restarts none.
         registers.orig_rax = u64::MAX;
         registers.rip = self.instruction;
         [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] =
@@ -100,7 +102,8 @@ impl StoppedThread {
         }
     }
 
-    /// The result of a call that may be refused; `None` if it was, or the process was ended for it.
+    /// Makes a call that may be refused; `None` if it was, or if the process was killed because of
+    /// it.
     pub fn attempt(&mut self, number: c_long, arguments: &[Argument<'_>]) -> Result<Option<i64>> {
         Ok(match self.call(number, arguments)? {
             Outcome::Returned(result) => Some(result).filter(|result| *result >= 0),
@@ -122,11 +125,11 @@ impl Drop for StoppedThread {
 }
 
 fn wait(thread: Pid) -> Result<WaitStatus> {
-    // Also of a thread that is not its process's first one.
+    // __WALL: the thread may be another than its process's first one.
     waitpid(thread, Some(WaitPidFlag::__WALL)).with_context(|| format!("cannot wait for {thread}"))
 }
 
-/// Where a process has the instruction in memory that may be executed.
+/// Finds the address of a `syscall` instruction in executable memory of a process.
 fn find_instruction(process: i32, memory: &File) -> Result<u64> {
     let maps = std::fs::read_to_string(format!("/proc/{process}/maps"))?;
     for line in maps.lines().filter(|line| line.contains(" r-xp ")) {
@@ -136,7 +139,7 @@ fn find_instruction(process: i32, memory: &File) -> Result<u64> {
         let (start, end) = (start?, end?);
         let mut bytes = vec![0; (end - start).min(MAX_SEARCHED) as usize];
         if memory.read_exact_at(&mut bytes, start).is_err() {
-            // A page of the kernel's own.
+            // A page of the kernel, as vsyscall.
             continue;
         }
         if let Some(at) = bytes.windows(SYSCALL.len()).position(|window| window == SYSCALL) {

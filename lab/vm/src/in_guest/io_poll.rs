@@ -1,10 +1,10 @@
-//! Completions that are polled for: written and read by a server with `--io-poll on`, on disks with
-//! a queue that raises no interrupts.
+//! Polled completions: a server with `--io-poll on` writes and reads disks that have a queue
+//! without interrupts.
 //!
-//! Evidence: the data is right and the interrupts of the disk's queues do not rise, where with
-//! `off` they rise with every request. Those of writes to files rise in any case, and those of
-//! durable writes where they need a flush. Durable writes reach the disk as without polling. A
-//! server whose client asks for nothing more sleeps.
+//! Evidence: the data is right and the interrupt counts of the disk's queues do not rise, while
+//! with `off` they rise with every request. Writes to files raise interrupts in any case, and so do
+//! durable writes that need a flush. Durable writes reach the disk as without polling. A server
+//! without requests sleeps.
 
 use std::fs::File;
 use std::path::Path;
@@ -21,16 +21,17 @@ use super::system::{self, FileSystem, Mount};
 use super::trace::{self, Counts};
 use crate::server::{Export, Server};
 
-/// Between two looks at what a server does.
+/// The time between two looks at a server's processor time.
 const LOOK: Duration = Duration::from_millis(100);
-/// How a server is started, and whether it polls then.
+/// The server's options, and whether it polls with them.
 const WAYS: &[(&[&str], bool)] = &[
     (&["--io-poll", "on"], true),
     (&["--io-poll", "on", "--fixed-files", "on"], true),
     (&["--io-poll", "off"], false),
 ];
 
-/// A server in use: how often the disk's queues interrupted, and what the durable writes became.
+/// What was counted while a server was used: the interrupts of the disk's queues, and the disk
+/// requests of the durable writes.
 struct ServerUse {
     writes: u64,
     reads: u64,
@@ -38,9 +39,9 @@ struct ServerUse {
     requests: Counts,
 }
 
-/// Shows it on the disks whose serial numbers these are.
+/// Runs all cases on the disks with these serial numbers.
 pub fn run(nvme: &str, virtio: &str) -> Result<()> {
-    // With multipath the disk that is traced is not the one that the requests go to.
+    // With multipath, the requests go to another device than the one that is traced.
     system::load("nvme_core", "multipath=N")?;
     system::load("nvme", "poll_queues=1")?;
     system::load("virtio_pci", "")?;
@@ -64,7 +65,7 @@ pub fn run(nvme: &str, virtio: &str) -> Result<()> {
     Ok(())
 }
 
-/// Serves `image`, which is `disk` or lies on it, in all ways.
+/// Serves `image`, which is `disk` or is on it, with all options of [`WAYS`].
 fn show(name: &str, disk: &Path, image: &Path, format: &str) -> Result<()> {
     for (way, polls) in WAYS {
         let server = serve(image, &[&["--format", format], *way].concat())?;
@@ -82,8 +83,9 @@ fn show(name: &str, disk: &Path, image: &Path, format: &str) -> Result<()> {
     Ok(())
 }
 
-/// A backing file in memory, where nothing can be polled for, below an image in `folder` on `disk`:
-/// what is read from it is right, there is one warning, and what the image holds is polled for.
+/// A backing file in memory, which cannot be polled, below an image in `folder` on `disk`: reads of
+/// it return the right data, the server logs one warning, and reads of the image's own data are
+/// polled.
 fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
     let (backing, image) =
         (State::RawWritten.make(Path::new("/tmp"), "backing")?, folder.join("overlay"));
@@ -110,7 +112,7 @@ fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
         "  {}, qcow2 over a file in memory: {reads} interrupts for reads; {said}",
         disk.display()
     );
-    // Beside them is a line of the loader, by which programs are started here: it cannot start a
+    // Standard error also has a line of the loader that starts programs here: it cannot start a
     // launcher.
     let warnings: Vec<_> = said.lines().filter(|line| line.contains(" WARN ")).collect();
     let is_expected = |line: &&str| line.contains(&backing.display().to_string());
@@ -121,7 +123,7 @@ fn show_exception(disk: &Path, folder: &Path) -> Result<()> {
 
 fn use_server(server: &Server, disk: &Path) -> Result<ServerUse> {
     let mut client = Client::connect(server.socket())?;
-    // The first read is of a qcow2 image's table.
+    // The first read loads a table of a qcow2 image.
     read_all(&mut client, None)?;
     rustix::fs::sync();
     let writes = interrupts_of(disk, || write_all(&mut client, 1))?;
@@ -142,7 +144,7 @@ fn use_server(server: &Server, disk: &Path) -> Result<ServerUse> {
     Ok(ServerUse { writes, reads, durable, requests })
 }
 
-/// Fills all blocks with `mark`, at the same time.
+/// Fills all blocks with `mark`, with all writes in flight at once.
 fn write_all(client: &mut Client, mark: u8) -> Result<()> {
     let write = |index| Change::Write { offset: index * STRIDE, data: vec![mark; BLOCK] };
     client.together(&(0..WRITES).map(write).collect::<Vec<_>>())
@@ -173,14 +175,14 @@ impl ServerUse {
             ensure!(is_right, "{what} that are {}polled for", if polled { "" } else { "not " });
             Ok(())
         };
-        // Requests at the same time may share an interrupt.
+        // Requests in flight together may share an interrupt.
         expect("writes", polls && on_device, *writes, 1)?;
         expect("reads", polls, *reads, WRITES)?;
         expect("durable writes", polls && on_device && has_fua, *durable, WRITES)
     }
 }
 
-/// How often the disk's queues interrupt while `work` runs.
+/// The number of interrupts of the disk's queues while `work` runs.
 fn interrupts_of(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<u64> {
     let prefix = queue_prefix(disk)?;
     let before = interrupts(&prefix)?;
@@ -188,7 +190,7 @@ fn interrupts_of(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<u64> 
     Ok(interrupts(&prefix)? - before)
 }
 
-/// The prefix of its queues' interrupts.
+/// The name prefix of the interrupts of the disk's queues.
 fn queue_prefix(disk: &Path) -> Result<String> {
     let name = disk.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
     if let Some((controller, _)) = name.strip_prefix("nvme").and_then(|rest| rest.split_once('n')) {
@@ -199,20 +201,20 @@ fn queue_prefix(disk: &Path) -> Result<String> {
     Ok(format!("{device}-req"))
 }
 
-/// All interrupts so far whose names begin so.
+/// The number of all interrupts so far whose names have this prefix.
 fn interrupts(prefix: &str) -> Result<u64> {
     let table = system::read(Path::new("/proc/interrupts"))?;
     let is_ours = |line: &&str| line.split_whitespace().any(|word| word.starts_with(prefix));
     let lines: Vec<_> = table.lines().filter(is_ours).collect();
     ensure!(!lines.is_empty(), "no interrupt is called {prefix}:\n{table}");
-    // A number, then a count for each processor, then words.
+    // A line has a number, a count for each processor, and words.
     let counts = |line: &&str| {
         line.split_whitespace().skip(1).map_while(|word| word.parse::<u64>().ok()).sum::<u64>()
     };
     Ok(lines.iter().map(counts).sum())
 }
 
-/// Waits until the server uses no processor: no two looks at a loop that polls are the same.
+/// Waits until the server uses no processor time between two looks; a polling loop always does.
 fn sleeps(server: &Server) -> Result<()> {
     let mut before = None;
     system::wait_for("sleep of an idle server", || {

@@ -1,8 +1,8 @@
-//! A file system on a thin pool that is full: the kernel takes writes into its page cache, cannot
-//! write them back, and reports that once, as ENOSPC. No flush may succeed afterwards.
+//! A file system on a full thin pool: the kernel accepts writes into its page cache, cannot write
+//! them back, and reports that once, as ENOSPC. No flush may succeed afterwards.
 //!
-//! The pool refuses what it has no room for (`error_if_no_space`), so that a file system on it
-//! learns of the lack of room when it writes back, and calls it by its own errno.
+//! The pool fails writes that it has no space for (`error_if_no_space`), so that a file system on
+//! it gets an error at writeback, and reports its own errno.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,17 +15,16 @@ use super::system::{self, FileSystem, Mount, tool};
 
 const MIB: u64 = 1 << 20;
 const SECTOR: u64 = 512;
-/// The pool's space for its own tables, and for data, and the space that the file system believes
-/// to have.
+/// The pool's space for its metadata and for data, and the size of the thin disk, which is larger.
 const TABLES: u64 = 8 * MIB;
 const ROOM: u64 = 96 * MIB;
 const CLAIMED: u64 = 512 * MIB;
 /// Bytes in an image, and in each write.
 const SIZE: u64 = 256 * MIB;
 const PIECE: u64 = MIB / 4;
-/// How much is written: well over the room, well below what the page cache takes.
+/// Bytes that are written: well above the pool's space, and well below the limit of the page cache.
 const WRITTEN: u64 = 128 * MIB;
-/// Where durable writes go: beyond everything else.
+/// The offset of durable writes, after all others.
 const DURABLE: u64 = SIZE - PIECE;
 
 /// Fills the pool on the disk `serial` through a server, on each file system.
@@ -39,7 +38,7 @@ pub fn run(serial: &str) -> Result<()> {
         file_system.make(&thin)?;
         let mount = Mount::new(file_system, &thin)?;
         let outcome = fill(&mount.place().join("image"), file_system);
-        // Not unmounted in order: the file system has no room to write its own tables.
+        // Not unmounted in order: the file system has no space to write its metadata.
         drop(mount);
         outcome?;
         for name in ["thin", "pool", "data", "tables"] {
@@ -49,7 +48,7 @@ pub fn run(serial: &str) -> Result<()> {
     Ok(())
 }
 
-/// A thin disk of [`CLAIMED`] bytes, on a new pool with room for less.
+/// A thin disk of [`CLAIMED`] bytes, on a new pool with less space.
 fn make_thin(disk: &Path) -> Result<PathBuf> {
     let node = disk.display();
     let sectors = |bytes: u64| bytes / SECTOR;
@@ -59,7 +58,7 @@ fn make_thin(disk: &Path) -> Result<PathBuf> {
         system::disk(&format!("mapper/{name}"))
     };
     let (tables, data) = (part("tables", 0, TABLES)?, part("data", TABLES, ROOM)?);
-    // A pool formats tables that begin with zeros.
+    // A new pool formats a metadata device that begins with zeros.
     let first = format!("of={}", tables.display());
     tool("dd", &["if=/dev/zero", &first, "bs=4096", "count=1", "conv=fsync"])?;
     let (tables, data) = (tables.display(), data.display());
@@ -73,7 +72,7 @@ fn make_thin(disk: &Path) -> Result<PathBuf> {
     system::disk("mapper/thin")
 }
 
-/// Writes more than there is room for, and asks for durability when it is lost already.
+/// Writes more than the pool has space for, and asks for durability after data was lost.
 fn fill(image: &Path, file_system: FileSystem) -> Result<()> {
     File::create(image)?.set_len(SIZE)?;
     let server = serve(image, &["--format", "raw", "--cache", "writeback"])?;
@@ -83,7 +82,8 @@ fn fill(image: &Path, file_system: FileSystem) -> Result<()> {
         let write = Change::Write { offset, data: piece() };
         client.change(&write).with_context(|| format!("the page cache at {offset}"))?;
     }
-    // As the kernel does by itself after some time. What it reports to this file is its own copy.
+    // Starts the writeback that the kernel starts by itself after some time. This open file gets
+    // the error once for itself, and the server's open file gets it, too.
     let written_back = File::open(image)?.sync_all();
     let durable = client.change(&Change::WriteFua { offset: DURABLE, data: piece() });
     let flushes = [client.change(&Change::Flush), client.change(&Change::Flush)];

@@ -1,8 +1,7 @@
 //! The part of `cargo xtask vm` in the guest: the same program, started there by the host's jobs.
 //!
-//! Here nothing asks cargo or the host; what there is was packed by [`super::base`]. A task prints
-//! its findings on standard output, one line each, and judges only what cannot be judged from
-//! outside.
+//! Nothing here can ask cargo or the host; [`super::base`] has packed all files. A task prints its
+//! findings on standard output, one line each, and judges only what cannot be judged from outside.
 
 pub mod attach_nbd;
 pub mod cache;

@@ -1,5 +1,5 @@
-//! The kernel's own NBD client on our server: a file system on it, and what its durable writes
-//! become on the disk below the server.
+//! The kernel's own NBD client on our server: a file system on the client's device, and the
+//! requests that its durable writes cause to the disk below the server.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::server::Server;
 
 const DEVICE: &str = "nbd0";
 const PLACE: &str = "/nbd";
-/// Bytes in the export: room for a file system.
+/// Bytes in the export, enough for a file system.
 const SIZE: u64 = 64 << 20;
 /// Bytes that are counted.
 const BYTES: u64 = WRITES * BLOCK as u64;
@@ -52,7 +52,7 @@ fn attach(server: &Server) -> Result<std::path::PathBuf> {
 }
 
 fn use_device(device: &Path, disk: &Path) -> Result<()> {
-    // On the device itself: what the kernel's client makes of FUA arrives as FUA.
+    // On the device itself: FUA writes of the kernel's client reach the disk as FUA writes.
     let counts =
         trace::count_synced(disk, || direct::run(device, WriteMethod::Each, Caching::Direct))?;
     expect("FUA on the device", counts, counts.fua >= WRITES as u32)?;

@@ -1,9 +1,10 @@
-//! The guest's part in losing power: a server on a disk that logs, and the recovery of a file
-//! system by the kernel.
+//! The guest's part of the test of power loss: a server on a disk that logs, and the recovery of a
+//! file system by the kernel.
 //!
-//! Only the kernel can recover XFS, so its replay happens in a second guest, each mark on a
-//! snapshot that takes the changes of recovery away again. That of a volume with a side file does,
-//! too: whether its bitmaps belong to it is decided on a host that has started again.
+//! Only the kernel can recover XFS, so a second guest replays the log, and recovers each mark on a
+//! snapshot, which is dropped with the changes of recovery. The log of a volume with a side file is
+//! replayed in a second guest, too: whether its bitmaps are valid is decided on a host that has
+//! booted since.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -29,7 +30,7 @@ const SNAPSHOT: &str = "snapshot";
 const SIDE_FILE: &str = "side";
 const BITMAPS: [&str; 2] = ["--bitmaps", "/mnt/side"];
 const BITMAP: &str = "changes";
-/// Bytes of the disk for a bit.
+/// Bytes of the disk for each bit.
 const GRANULARITY: usize = 4096;
 
 /// Lets a server write to `disk` and marks each acknowledgement in the log on `log`.
@@ -50,7 +51,7 @@ pub fn record(configuration: Configuration, disk: &str, log: &str) -> Result<()>
     let image = match &mount {
         Some(mount) => new_image(mount.place(), configuration.format)?,
         None => {
-            // A raw image is there, as all zeros.
+            // A raw image needs no preparation: the disk is all zeros.
             if configuration.format == "qcow2" {
                 put(&new_image(Path::new("/tmp"), "qcow2")?, &logged)?;
             }
@@ -84,7 +85,7 @@ fn remove(name: &str) -> Result<()> {
     tool("dmsetup", &["remove", "--retry", name]).map(drop)
 }
 
-/// A new image with a name that is durable.
+/// Makes a new image, whose directory entry is durable.
 fn new_image(folder: &Path, format: &str) -> Result<PathBuf> {
     let path = folder.join("image");
     let name = path.to_str().context("a folder without a name")?;
@@ -94,7 +95,7 @@ fn new_image(folder: &Path, format: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Has a bitmap of a new raw image begin in its side file, durably.
+/// Adds a bitmap of a new raw image to its side file, durably.
 fn add_bitmap(image: &Path) -> Result<()> {
     let name = image.to_str().context("an image without a name")?;
     let granularity = GRANULARITY.to_string();
@@ -105,7 +106,7 @@ fn add_bitmap(image: &Path) -> Result<()> {
     Ok(File::open(folder)?.sync_all()?)
 }
 
-/// The rounds of the history, until enough of them were acknowledged.
+/// Runs rounds of the history until enough of them were acknowledged.
 fn live(configuration: Configuration, image: &Path) -> Result<()> {
     let Configuration { format, cache, engine, .. } = configuration;
     let mut options = vec!["--format", format, "--cache", cache, "--engine", engine];
@@ -145,7 +146,7 @@ pub struct Replay {
     found: String,
 }
 
-/// Replays a log, and stores the image of the XFS at each mark.
+/// Replays a log, and stores the image in the XFS at each mark.
 pub fn recover_xfs(replay: &Replay) -> Result<()> {
     replay.run(|disk| {
         let mount = Mount::new(FileSystem::Xfs, disk)?;
@@ -156,10 +157,10 @@ pub fn recover_xfs(replay: &Replay) -> Result<()> {
     })
 }
 
-/// Replays a log, and stores the volume of the file system at each mark, or how an increment by its
-/// bitmap differs from it.
+/// Replays a log, and stores the volume in the file system at each mark, or how an incremental
+/// backup by its bitmap differs from the volume.
 pub fn recover_bitmaps(replay: &Replay, file_system: FileSystem) -> Result<()> {
-    // What the volume was when its bitmap began.
+    // The content of the volume when its bitmap began.
     File::create(BASE)?.set_len(SIZE)?;
     let mut excesses = Vec::new();
     replay.run(|disk| {
@@ -185,12 +186,12 @@ const INCREMENT: &str = "/tmp/increment.qcow2";
 const FLAT: &str = "/tmp/flat";
 const CONTROL: &str = "/tmp/control";
 
-/// A volume after a loss of power, if an increment by its bitmap has all of it; and of how many
-/// bytes the bitmap says that they have changed that have not, as a server finds it.
+/// The content of a volume after a loss of power, if an incremental backup by its bitmap equals it;
+/// and how many bytes the bitmap marks that have not changed, as a server finds it.
 fn increment(image: &Path) -> Result<(Vec<u8>, u64)> {
     let bytes = std::fs::read(image).context("the image is gone")?;
     for left in [INCREMENT, FLAT] {
-        // It is there from the second mark on.
+        // These files exist from the second mark on.
         let _ = std::fs::remove_file(left);
     }
     let name = image.to_str().context("an image without a name")?;
@@ -220,7 +221,7 @@ fn increment(image: &Path) -> Result<(Vec<u8>, u64)> {
 }
 
 impl Replay {
-    /// Builds the disk again up to each mark, and stores what `found` makes of it.
+    /// Rebuilds the disk up to each mark, and stores what `found` returns for it.
     fn run(&self, found: impl FnMut(&Path) -> Result<Vec<u8>>) -> Result<()> {
         prepare()?;
         let (log, changes) = (system::disk_of(&self.log)?, system::disk_of(&self.changes)?);
@@ -234,12 +235,12 @@ impl Replay {
     }
 }
 
-/// A disk with a file system on it.
+/// A rebuilt disk with a file system on it.
 struct Replayed<F> {
     file: File,
     path: PathBuf,
     changes: PathBuf,
-    /// Makes the image of a snapshot of it.
+    /// Returns the image, given a snapshot of the disk.
     found: F,
 }
 
@@ -249,7 +250,7 @@ impl<F: FnMut(&Path) -> Result<Vec<u8>>> ReplayTarget for Replayed<F> {
     }
 
     fn image(&mut self) -> Result<Result<Vec<u8>, String>> {
-        // A snapshot reads the disk itself, not what the page cache has for it.
+        // A snapshot reads the disk, not its page cache, so the cache is written back before.
         self.file.sync_all()?;
         let chunk = 8;
         let (path, changes) = (self.path.display(), self.changes.display());

@@ -1,8 +1,8 @@
-//! The table of what was counted, with a judgement on each row.
+//! The table of the counted requests, with a judgement on each row.
 //!
-//! Not more than the bare kernel: neither more requests that make durable (FUA and flushes) nor
-//! more writes. And not less than durability needs: every acknowledged write was FUA or has a flush
-//! behind it.
+//! The server may not cause more than the bare kernel does: neither more requests that make durable
+//! (FUA and flushes) nor more writes. And not less than durability needs: every acknowledged write
+//! was FUA or is followed by a flush.
 
 use anyhow::{Result, bail};
 
@@ -18,21 +18,22 @@ pub fn is_durable(method: WriteMethod, counts: Counts) -> bool {
     counts.bytes >= WRITES * BLOCK as u64 && u64::from(counts.fua + counts.flushes) >= needed
 }
 
-/// The difference to the baseline that a row may have, where scheduling decides.
+/// How far a row may exceed the baseline because the counts depend on scheduling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tolerance {
     /// Not at all.
     None,
-    /// How many flushes the kernel's threads share: a write and a flush for each are no worse.
+    /// The number of writes that share a flush may vary: a write and a flush for each count as the
+    /// same.
     FlushSharing,
-    /// How often metadata is written: the first few writes may go by FUA and have writebacks of
-    /// their own (three writes and two writebacks of two), and one that the server reads late
-    /// has one more.
+    /// The number of writebacks of metadata may vary: the first few writes may use FUA and have
+    /// writebacks of their own (three writes and two writebacks of two), and a write that the
+    /// server receives late has one more.
     Metadata,
 }
 
-/// Whether the server asks the disk for more than the bare kernel does. The kernel merges requests
-/// of a journal by chance: a little more of them counts as the same.
+/// Whether the server asks the disk for more than the bare kernel does. How many requests of a
+/// journal the kernel merges varies, so a few more of them count as the same.
 fn is_worse(tolerance: Tolerance, ours: Counts, baseline: Counts) -> bool {
     let expensive = |counts: Counts| counts.fua + counts.flushes;
     let all = |counts: Counts| counts.total() - counts.metadata;
@@ -47,7 +48,7 @@ fn is_worse(tolerance: Tolerance, ours: Counts, baseline: Counts) -> bool {
         || ours.metadata > baseline.metadata + baseline.metadata / 10 + 2
 }
 
-/// The table, and what is wrong in it.
+/// The table, and its wrong rows.
 #[derive(Default)]
 pub struct Report {
     wrong: Vec<String>,
@@ -61,7 +62,7 @@ impl Report {
         title.clone_into(&mut self.section);
     }
 
-    /// A row: what we asked the disk for, beside what the bare kernel did.
+    /// Adds a row: the requests of our server beside those of the bare kernel.
     pub fn row(
         &mut self,
         name: &str,

@@ -14,8 +14,8 @@ pub fn serve(image: &Path, options: &[&str]) -> Result<Server> {
     start(image, options, "/tmp/state")
 }
 
-/// The same without state: for images that are looked at later as after a loss of power, although
-/// the host has not started again, which would void the state.
+/// The same without state, for images that are inspected later as after a loss of power. Only a
+/// boot would make the state void, and the host has not booted since.
 pub fn serve_without_state(image: &Path, options: &[&str]) -> Result<Server> {
     start(image, options, "off")
 }

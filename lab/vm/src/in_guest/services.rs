@@ -1,9 +1,9 @@
-//! Our package on a Debian system, by the words of docs/install.md: installed, an image served by a
-//! unit that its socket starts, looked at, restarted, killed, upgraded; many disks by the
-//! configuration; and removed.
+//! Our package on a Debian system, as docs/install.md describes: it is installed, a unit that its
+//! socket starts serves an image, is inspected, restarted, killed and upgraded; a configuration
+//! serves many disks; and the package is removed.
 //!
 //! Evidence: clients read what they wrote, the service manager and the journal say what they
-//! should, and what the system has at the end is what it had before, but for data.
+//! should, and at the end the system has the same files as before, except for data.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -20,10 +20,10 @@ use super::units::{
     IMAGES, OWN_IMAGES, Unit, ctl, has, make_image, make_own_image, socket, until, write,
 };
 
-/// Of `systemd-analyze security`: from 0 (safe) to 10.
+/// The highest exposure level of `systemd-analyze security`, from 0 (safe) to 10.
 const MAX_EXPOSURE: f64 = 1.0;
-/// The files that change on a system whatever is installed: logs, caches and lists of packages,
-/// copies of earlier versions of the list of users.
+/// The files that change on any system: logs, caches and lists of packages, backup copies of the
+/// list of users.
 const ALWAYS_CHANGED: &[&str] = &[
     "/lab",
     "/tmp",
@@ -42,7 +42,7 @@ const ALWAYS_CHANGED: &[&str] = &[
     "/etc/.pwd.lock",
 ];
 
-/// Does it.
+/// Runs all parts.
 pub fn run() -> Result<()> {
     println!("  {}", tool("systemctl", &["--version"])?.lines().next().unwrap_or_default());
     let before = files()?;
@@ -64,7 +64,7 @@ fn apt(words: &[&str]) -> Result<()> {
     tool("apt-get", &[&["--yes", "--quiet"], words].concat()).map(drop)
 }
 
-/// The service manager's own judgement on the units, as they are loaded.
+/// The service manager's own judgement on the loaded units.
 fn hardened() -> Result<()> {
     for unit in ["blockhouse@disk.qcow2.service", "blockhouse.service"] {
         let said = tool("systemd-analyze", &["security", "--no-pager", unit])?;
@@ -81,7 +81,7 @@ fn hardened() -> Result<()> {
 const SERVICE: Unit = Unit("blockhouse@disk.qcow2.service");
 const SOCKET_UNIT: Unit = Unit("blockhouse@disk.qcow2.socket");
 
-/// docs/install.md, word by word; then looked at.
+/// Follows docs/install.md word by word, then inspects the service.
 fn activated() -> Result<()> {
     make_own_image("disk.qcow2")?;
     std::fs::create_dir_all("/etc/blockhouse")?;
@@ -121,7 +121,7 @@ fn control() -> PathBuf {
     socket("disk.qcow2", "control")
 }
 
-/// Answered writes are there after an orderly restart and after a death, without a word to anybody.
+/// Acknowledged writes are there after an orderly restart and after kills, without a warning.
 fn restarted() -> Result<()> {
     let socket = socket("disk.qcow2", "nbd.sock");
     for (way, byte) in [("restart", 8), ("kill", 9), ("kill", 10)] {
@@ -132,7 +132,7 @@ fn restarted() -> Result<()> {
             "kill" => SERVICE.kill()?,
             _ => drop(tool("systemctl", &["restart", SERVICE.0])?),
         }
-        // It waits at the socket, which the service manager listens at.
+        // The client waits at the socket, which the service manager listens at.
         has(&mut Client::connect(&socket)?, 1 << 20, byte)?;
         ensure!(SERVICE.process()? != before, "{way}: it is the same process");
         println!("  after a {way}: served, as written");
@@ -142,7 +142,7 @@ fn restarted() -> Result<()> {
     ctl(&control(), &["disks"]).map(drop)
 }
 
-/// All disks of a configuration, which changes.
+/// All disks of a configuration file, which changes.
 fn described() -> Result<()> {
     const DAEMON: Unit = Unit("blockhouse.service");
     let names = ["first.qcow2", "second.img", "third.qcow2"];
@@ -172,7 +172,7 @@ fn described() -> Result<()> {
     let mut client = Client::connect(&socket_of("third.qcow2"))?;
     write(&mut client, 0, 3)?;
     DAEMON.kill()?;
-    // Kept by the service manager meanwhile.
+    // The service manager keeps the socket while no server runs.
     has(&mut Client::connect(&socket_of("third.qcow2"))?, 0, 3)?;
     println!("  blockhouse.service: {}", DAEMON.property("StatusText")?);
     Ok(())
@@ -191,7 +191,8 @@ fn installed_again() -> Result<()> {
     has(&mut client, 1 << 20, 10)
 }
 
-/// Everything goes but data, and then data's user.
+/// Removal leaves only data and the user who owns it; when the data is gone, the user is removed,
+/// too.
 fn removed(before: &Files) -> Result<()> {
     apt(&["purge", "blockhouse"])?;
     let units =
@@ -218,10 +219,10 @@ fn removed(before: &Files) -> Result<()> {
     Ok(())
 }
 
-/// Where the user of services is, who stays while there are images.
+/// The files that have the user of the services, who stays while there are images.
 const USERS: &[&str] = &["/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow"];
 
-/// The files of the system, with what configures it.
+/// The files of the system, with the content of configuration files.
 type Files = BTreeMap<String, Vec<u8>>;
 
 fn files() -> Result<Files> {
@@ -249,7 +250,7 @@ fn files() -> Result<Files> {
     if all.is_empty() { bail!("the system has no files") } else { Ok(all) }
 }
 
-/// The files that came, went or changed.
+/// The files that were added, removed or changed.
 fn different(before: &Files, now: &Files) -> Vec<String> {
     let came = now.iter().filter(|(name, content)| before.get(*name) != Some(content));
     let went = before.keys().filter(|name| !now.contains_key(*name));

@@ -1,5 +1,5 @@
-//! Services that make their sockets themselves, under a service manager that keeps these: killed,
-//! upgraded, hung.
+//! Services that make their own sockets, which the service manager keeps: they are killed,
+//! upgraded, and hang.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -14,12 +14,12 @@ use super::units::{Unit, ctl, has, make_own_image, socket, until, write};
 
 const IMAGE: &str = "own.img";
 const SERVICE: Unit = Unit("blockhouse@own.img.service");
-/// NBD, control, metrics.
+/// The number of sockets: NBD, control, metrics.
 const SOCKETS: &str = "3";
 const VERSION: &str = r#"{"jsonrpc":"2.0","id":7,"method":"server.version","params":{}}"#;
 
-/// The service is killed. Who comes before it runs again, to whichever socket, is served by the
-/// next one.
+/// The service is killed. The next one serves clients that connect to any of its sockets before it
+/// runs.
 pub fn killed_between_clients() -> Result<()> {
     make_own_image(IMAGE)?;
     let [nbd, control, metrics] =
@@ -32,7 +32,7 @@ pub fn killed_between_clients() -> Result<()> {
          --metrics unix:{metrics_name}\n"
     );
     std::fs::write(format!("/etc/blockhouse/{IMAGE}.conf"), options)?;
-    // As long as it takes to look: it is started by hand.
+    // Long enough to inspect the sockets while no service runs; the test starts it by hand.
     SERVICE.override_with("[Service]\nRestartSec=1h\n")?;
     tool("systemctl", &["start", SERVICE.0])?;
     let mut client = Client::connect(&nbd)?;
@@ -80,7 +80,7 @@ fn answered(control: &mut UnixStream) -> Result<Value> {
     Ok(answer["result"].clone())
 }
 
-/// The journal has what the server says, with its fields.
+/// The journal has the server's log lines, with their fields.
 fn noted(unit: Unit) -> Result<()> {
     let find = || -> Result<Option<Value>> {
         let said = tool("journalctl", &["--output=json", "--no-pager", "--unit", unit.0])?;
@@ -100,7 +100,8 @@ fn noted(unit: Unit) -> Result<()> {
     Ok(())
 }
 
-/// Another process goes on: the service manager takes it for the service's, and ends it in order.
+/// After an upgrade another process serves: the service manager accepts it as the service's main
+/// process, and can stop it in order.
 pub fn upgraded() -> Result<()> {
     let [nbd, control, metrics] =
         ["own.sock", "control", "metrics"].map(|name| socket(IMAGE, name));
@@ -128,7 +129,7 @@ fn measured(socket: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// A server that does not go on is started again.
+/// The service manager restarts a server that hangs.
 pub fn hung() -> Result<()> {
     SERVICE.override_with("[Service]\nWatchdogSec=20\nTimeoutAbortSec=1\n")?;
     tool("systemctl", &["start", SERVICE.0])?;

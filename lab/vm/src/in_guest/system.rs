@@ -16,7 +16,7 @@ use lab_tools::process::line;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const RETRY_DELAY: Duration = Duration::from_millis(5);
 
-/// Loads a module with its options, and before it all that it needs.
+/// Loads a module with its options, after the modules that it depends on.
 pub fn load(module: &str, options: &str) -> Result<()> {
     let folder = Path::new("/").join(MODULES);
     let order = read(&folder.join(format!("{module}.order")))?;
@@ -37,14 +37,14 @@ pub fn load_all(modules: &[&str]) -> Result<()> {
     modules.iter().try_for_each(|module| load(module, ""))
 }
 
-/// Loads the NVMe driver without multipath: with it, the disk that is traced is not the one that
-/// the requests go to.
+/// Loads the NVMe driver without multipath: with multipath, the requests go to another device than
+/// the one that is traced.
 pub fn load_nvme() -> Result<()> {
     load("nvme_core", "multipath=N")?;
     load("nvme", "")
 }
 
-/// A file of /sys, /proc or the like, without the white space around.
+/// The content of a file of /sys, /proc or the like, without leading and trailing white space.
 pub fn read(file: &Path) -> Result<String> {
     let text = std::fs::read_to_string(file);
     Ok(text.with_context(|| format!("cannot read {}", file.display()))?.trim().to_owned())
@@ -57,7 +57,7 @@ pub fn write(file: impl AsRef<Path>, text: &str) -> Result<()> {
         .with_context(|| format!("cannot write \"{text}\" to {}", file.display()))
 }
 
-/// Waits until `ready` says what it found.
+/// Waits until `ready` returns a value, and returns it.
 pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> Result<T> {
     let end = Instant::now() + TIMEOUT;
     loop {
@@ -71,7 +71,7 @@ pub fn wait_for<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> Result<T
     }
 }
 
-/// Runs a tool; what it prints is shown only if it fails.
+/// Runs a tool and returns its output; the error has the output if the tool fails.
 pub fn tool(program: &str, args: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null());
@@ -90,8 +90,8 @@ pub fn disk(name: &str) -> Result<PathBuf> {
     wait_for(name, || node.exists().then(|| node.clone()))
 }
 
-/// Waits for an NVMe or virtio disk by the serial number that the host gave it: drivers number
-/// disks as they come.
+/// Waits for an NVMe or virtio disk by the serial number that the host gave it: the driver's names
+/// depend on the order in which disks appear.
 pub fn disk_of(serial: &str) -> Result<PathBuf> {
     find_disk(serial, &["device/serial", "serial"])
 }
@@ -114,7 +114,7 @@ fn find_disk(value: &str, attributes: &[&str]) -> Result<PathBuf> {
     wait_for(value, find)
 }
 
-/// Whether the disk `node` takes FUA, as its queue says.
+/// Whether the disk `node` supports FUA, from its queue's attribute.
 pub fn has_fua(node: &Path) -> Result<bool> {
     let name = node.file_name().and_then(|name| name.to_str()).context("a nameless disk")?;
     Ok(read(Path::new(&format!("/sys/block/{name}/queue/fua")))? == "1")
@@ -139,7 +139,7 @@ pub enum FileSystem {
 }
 
 impl FileSystem {
-    /// As the kernel calls it.
+    /// The kernel's name for it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ext4 => "ext4",
@@ -147,8 +147,8 @@ impl FileSystem {
         }
     }
 
-    /// How it is mounted. What ext4 commits every five seconds would be counted, where a machine
-    /// beside others is slow.
+    /// The mount options. By default ext4 commits its journal every five seconds, which would be
+    /// counted on a slow machine.
     fn mount_options(self) -> Option<&'static CStr> {
         match self {
             Self::Ext4 => Some(c"commit=600"),
@@ -156,13 +156,13 @@ impl FileSystem {
         }
     }
 
-    /// Makes one on `disk`. Nothing is left to be done later, which would be counted.
+    /// Makes a file system on `disk`. Nothing is initialized lazily, because that would be counted.
     pub fn make(self, disk: &Path) -> Result<()> {
         let disk = disk.to_str().context("a disk without a name")?;
         let made = match self {
             Self::Ext4 => {
                 let at_once = "lazy_itable_init=0,lazy_journal_init=0";
-                // Small ones would get small blocks, which large ones never have.
+                // By default a small file system gets small blocks, which large ones never have.
                 tool("mkfs.ext4", &["-q", "-F", "-b", "4096", "-E", at_once, disk])
             }
             Self::Xfs => tool("mkfs.xfs", &["-q", "-f", disk]),
@@ -193,8 +193,8 @@ impl Mount {
         Ok(Self { place })
     }
 
-    /// Makes ext4 on the disk with this serial number, and mounts it at /mnt. From then on nothing
-    /// is written back by the clock. Returns the disk, too.
+    /// Makes ext4 on the disk with this serial number, and mounts it at /mnt. From then on the
+    /// kernel starts no periodic writeback. Returns the disk, too.
     pub fn new_ext4(serial: &str) -> Result<(PathBuf, Self)> {
         let disk = disk_of(serial)?;
         FileSystem::Ext4.make(&disk)?;
@@ -203,7 +203,7 @@ impl Mount {
         Ok((disk, mount))
     }
 
-    /// Where it is.
+    /// The mount point.
     pub fn place(&self) -> &Path {
         &self.place
     }
@@ -219,12 +219,12 @@ impl Mount {
 
 impl Drop for Mount {
     fn drop(&mut self) {
-        // On the way out with another error.
+        // Without an orderly unmount: this happens after another error.
         let _ = rustix::mount::unmount(&self.place, UnmountFlags::DETACH);
     }
 }
 
-/// Keeps the kernel from writing anything by the clock, so that what is counted was asked for.
+/// Stops the kernel's periodic writeback, so that only requested writes are counted.
 pub fn stop_background_writes() -> Result<()> {
     write("/proc/sys/vm/dirty_writeback_centisecs", "0")?;
     let xfs = Path::new("/proc/sys/fs/xfs/xfssyncd_centisecs");

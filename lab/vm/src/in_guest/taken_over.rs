@@ -1,8 +1,10 @@
-//! An instance of our service that was taken over, beside another instance: system calls are made
-//! in its name that open, connect to, rename or signal what is the other one's.
+//! An attacker who has taken over an instance of our service, beside another instance: the test
+//! makes system calls in its process that open, connect to, rename or signal what belongs to the
+//! other instance.
 //!
-//! With its own sandbox off, the same calls succeed for what is the instance's own: so what refuses
-//! them is the walls that the unit makes, and the calls are right. With the sandbox on, both hold.
+//! With the server's own sandbox off, the same calls succeed for what belongs to the instance
+//! itself: so the calls are valid, and the restrictions of the unit refuse the others. With the
+//! sandbox on, both restrict.
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +19,7 @@ use super::units::{Unit, ctl, has, make_own_image, socket, until, write};
 const TAKEN: Instance = Instance { name: "taken.img", unit: Unit("blockhouse@taken.img.service") };
 const OTHER: Instance = Instance { name: "other.img", unit: Unit("blockhouse@other.img.service") };
 
-/// Does it, for each way of starting the instance.
+/// Runs the test for each way of starting the instance.
 pub fn run() -> Result<()> {
     for instance in [TAKEN, OTHER] {
         make_own_image(instance.name)?;
@@ -53,8 +55,8 @@ pub fn run() -> Result<()> {
     tool("systemctl", &["stop", TAKEN.unit.0, OTHER.unit.0]).map(drop)
 }
 
-/// A call that only an attacker makes ends the instance, and no other one. The next server takes
-/// over what it has left.
+/// A call that only an attacker makes ends the instance, and not the other one. The next server of
+/// the instance takes over its state.
 fn ends_for_tracing() -> Result<()> {
     let mut taken = StoppedThread::stop(TAKEN.unit.process()?, TAKEN.unit.process()?)?;
     let other = OTHER.unit.process()?;
@@ -78,7 +80,7 @@ struct Instance {
 }
 
 impl Instance {
-    /// Starts it anew with these options beside that of its NBD socket.
+    /// Restarts it with these options, in addition to that of its NBD socket.
     fn start(self, options: &str) -> Result<()> {
         let nbd = self.nbd();
         let text = format!("OPTIONS=--nbd nbd+unix:///?socket={} {options}\n", nbd.display());
@@ -98,7 +100,7 @@ impl Instance {
         socket(self.name, "control")
     }
 
-    /// Its threads, without those in which the kernel works for its rings.
+    /// Its threads, without the kernel's io_uring workers.
     fn threads(self) -> Result<Vec<i32>> {
         let folder = PathBuf::from(format!("/proc/{}/task", self.unit.process()?));
         let mut threads = Vec::new();
@@ -112,7 +114,8 @@ impl Instance {
         Ok(threads)
     }
 
-    /// Its client reads what it writes, and its control socket answers, if it has one.
+    /// Checks that a client reads what it writes, and that the control socket answers, if there is
+    /// one.
     fn serves(self, byte: u8) -> Result<()> {
         let mut client = Client::connect(&self.nbd())?;
         write(&mut client, 0, byte)?;
@@ -122,14 +125,14 @@ impl Instance {
     }
 }
 
-/// An attacker with a thread of a server.
+/// An attacker who controls a thread of a server.
 struct Attacker(StoppedThread);
 
 /// The attempts, and whether each succeeded.
 type Attempts = Vec<(&'static str, bool)>;
 
 impl Attacker {
-    /// Checks that calls are made in the name of the instance.
+    /// Checks that calls are made in the process of the instance.
     fn check_itself(&mut self) -> Result<()> {
         let process = self.0.call(libc::SYS_getpid, &[])?;
         let expected = Outcome::Returned(TAKEN.unit.process()?.into());
@@ -164,7 +167,7 @@ impl Attacker {
         self.close(opened)
     }
 
-    /// To another name, and back.
+    /// Renames a file to another name and back; returns whether that is possible.
     fn renames(&mut self, path: &Path) -> Result<bool> {
         let other = path.with_extension("taken");
         let (path, other) = (c_string(path), c_string(&other));
@@ -189,7 +192,7 @@ impl Attacker {
         Ok(connected.is_some())
     }
 
-    /// By a signal that does nothing.
+    /// Sends the signal 0; returns whether that is possible.
     fn signals(&mut self, process: i32) -> Result<bool> {
         let words = [number(process as u64), number(0)];
         Ok(self.0.attempt(libc::SYS_kill, &words)?.is_some())
@@ -206,7 +209,7 @@ impl Attacker {
         Ok(sent.is_some())
     }
 
-    /// Closes what was opened; whether anything was.
+    /// Closes a descriptor that was opened; returns whether one was.
     fn close(&mut self, opened: Option<i64>) -> Result<bool> {
         if let Some(descriptor) = opened {
             self.0.attempt(libc::SYS_close, &[number(descriptor as u64)])?;

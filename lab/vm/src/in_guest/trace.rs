@@ -1,7 +1,7 @@
-//! Counting what a disk is asked to do, by the event that blktrace calls "D": request issued.
+//! Counts the requests to a disk, by the event that blktrace calls "D": request issued.
 //!
-//! The kernel's tracing itself is read, so no tool is needed. Requests of all programs to the disk
-//! are counted; the caller keeps others quiet.
+//! It reads the kernel's tracing directly, so no tool is needed. Requests of all programs to the
+//! disk are counted; the caller makes sure that no other program uses the disk.
 
 use std::fmt;
 use std::os::linux::fs::MetadataExt;
@@ -18,16 +18,16 @@ const TRACING: &str = "/sys/kernel/tracing";
 pub struct Counts {
     /// Writes of data with FUA.
     pub fua: u32,
-    /// Writes of data without.
+    /// Writes of data without FUA.
     pub plain: u32,
-    /// Writes that a file system marks as its own.
+    /// Writes that a file system marks as metadata.
     pub metadata: u32,
     /// Flushes of the write cache.
     pub flushes: u32,
     /// Discards and the like.
     pub other: u32,
-    /// Bytes of data in all writes, those of the file system not among them: what lies side by
-    /// side is often one request.
+    /// Bytes of data in all writes except the file system's metadata. The kernel often merges
+    /// adjacent writes into one request.
     pub bytes: u64,
 }
 
@@ -44,7 +44,7 @@ impl Counts {
         let operation = ahead.unwrap_or(letters);
         match operation.chars().next() {
             Some('R') => {}
-            // Zeros that are not sent.
+            // Write Zeroes, without a data transfer.
             Some('W') if operation[1..].starts_with('Z') => self.other += 1,
             Some('W') if operation.contains('M') => self.metadata += 1,
             Some('W') => {
@@ -77,17 +77,17 @@ impl fmt::Display for Counts {
     }
 }
 
-/// Makes the kernel ready to record. Recording is switched on and off later by a mere flag, because
-/// what changes the kernel's code while it runs is what emulation is bad at.
+/// Makes the kernel ready to record. Later only a flag switches recording on and off: enabling an
+/// event patches the kernel's code, which is slow or fails under emulation.
 pub fn prepare() -> Result<()> {
     let file = |name: &str| Path::new(TRACING).join(name);
     system::write(file("tracing_on"), "0")?;
-    // Names of programs would be recorded by further events.
+    // Recording the names of programs needs more events.
     system::write(file("options/record-cmd"), "0")?;
     system::write(file("events/block/block_rq_issue/enable"), "1")
 }
 
-/// Counts what `disk` is asked for while `work` runs; relies on [`prepare`].
+/// Counts the requests to `disk` while `work` runs; relies on [`prepare`].
 pub fn count(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
     let file = |name: &str| Path::new(TRACING).join(name);
     system::write(file("trace"), "")?;
@@ -100,7 +100,7 @@ pub fn count(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
     Ok(parse(&system::read(&file("trace"))?, &device))
 }
 
-/// As [`count`], after everything that the page cache holds was written.
+/// As [`count`], after a sync of all dirty data.
 pub fn count_synced(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Counts> {
     rustix::fs::sync();
     count(disk, work)
@@ -110,7 +110,7 @@ pub fn count_synced(disk: &Path, work: impl FnOnce() -> Result<()>) -> Result<Co
 pub fn count_enters(thread: &str, work: impl FnOnce() -> Result<()>) -> Result<u64> {
     let file = |name: &str| Path::new(TRACING).join(name);
     let event = |name: &str| file("events/raw_syscalls/sys_enter").join(name);
-    // The kernel counts by itself, however many there are.
+    // The kernel counts in a histogram, so no event is lost.
     let pid = pid_of(thread)?;
     let histogram =
         format!("hist:keys=common_pid if id == {IO_URING_ENTER} && common_pid == {pid}");

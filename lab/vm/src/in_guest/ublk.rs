@@ -1,9 +1,9 @@
-//! A disk of ours as a block device of the guest's own kernel (ublk), over raw and over qcow2.
+//! Our disk as a block device of the guest's own kernel (ublk), over raw and qcow2 images.
 //!
-//! Evidence: durable writes in a file system on it are as many FUA writes of the disk below, and
-//! nothing else. fio finds what it wrote, also while the server is killed and started again, and
-//! upgraded. Zeros and discards arrive, the file system is whole, the device is gone when the
-//! server has ended. No system call is made at rest.
+//! Evidence: durable writes in a file system on the device cause the same number of FUA writes to
+//! the disk below, and nothing else. fio finds what it wrote, also while the server is killed and
+//! restarted, and upgraded. Zeros and discards arrive, the file system is intact, and the device is
+//! gone when the server has ended. An idle server makes no system calls.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -22,12 +22,12 @@ use super::trace::{self, Counts};
 use crate::guest::Changes;
 use crate::server::{Server, control};
 
-/// Bytes of the device: room for a file system and fio's file.
+/// Bytes of the device, enough for a file system and fio's file.
 const SIZE: u64 = 64 << 20;
 const DEVICE: &str = "/dev/ublkb0";
 const PLACE: &str = "/ublk";
 const BYTES: u64 = WRITES * BLOCK as u64;
-/// Between two looks at what a server does.
+/// The time between two looks at a server's processor time.
 const LOOK: Duration = Duration::from_millis(100);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
@@ -58,7 +58,7 @@ pub fn run(serial: &str, format: &str, changes: Changes) -> Result<()> {
     mount.unmount()
 }
 
-/// Words of a server of `image`.
+/// The command line of a server of `image`.
 fn command(image: &Path, format: &str) -> Command {
     let mut command = Command::new("blockhouse");
     command.arg("serve").arg(image).args(["--format", format, "--state", "/tmp/state"]);
@@ -73,7 +73,7 @@ fn serve(image: &Path, format: &str) -> Result<Server> {
     Ok(server)
 }
 
-/// Starts a server that must be refused. Its last line.
+/// Starts a server that must fail; returns the last line of its standard error.
 fn refused(mut command: Command, words: &[&str]) -> Result<String> {
     let output = command.args(words).output().context("cannot start blockhouse")?;
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
@@ -81,7 +81,7 @@ fn refused(mut command: Command, words: &[&str]) -> Result<String> {
     Ok(said.lines().last().unwrap_or_default().to_owned())
 }
 
-/// Without the driver there is one line, which says what to do.
+/// Without the driver the server prints one line, which says what to do.
 fn no_driver() -> Result<()> {
     let image = Path::new("/tmp/none");
     File::create(image)?.set_len(SIZE)?;
@@ -91,7 +91,7 @@ fn no_driver() -> Result<()> {
     Ok(())
 }
 
-/// The kernel's view of the device.
+/// Checks the kernel's attributes of the device.
 fn look(format: &str) -> Result<()> {
     let attribute = |name: &str| system::read(Path::new(&format!("/sys/block/ublkb0/{name}")));
     let found = |names: &[&str]| -> Result<Vec<String>> {
@@ -116,7 +116,7 @@ fn look(format: &str) -> Result<()> {
     Ok(())
 }
 
-/// Durable writes, on the device and in a file system on it.
+/// Counts the requests of durable writes, on the device and in a file system on it.
 fn count(disk: &Path, format: &str) -> Result<()> {
     let device = Path::new(DEVICE);
     let only_fua = Counts { fua: WRITES as u32, bytes: BYTES, ..Counts::default() };
@@ -124,7 +124,7 @@ fn count(disk: &Path, format: &str) -> Result<()> {
     let mount = Mount::at(FileSystem::Ext4, device, Path::new(PLACE))?;
     let file = State::RawWritten.make(mount.place(), "inner")?;
     let write = |method| direct::run(&file, method, Caching::Direct);
-    // The first ones have metadata behind them: of the outer file system, of the image.
+    // The first writes cause writes of metadata: of the outer file system and of the image.
     write(WriteMethod::Each)?;
     let counts = trace::count_synced(disk, || write(WriteMethod::Each))?;
     expect(format, "20 durable writes in ext4", counts, counts == only_fua)?;
@@ -143,7 +143,7 @@ fn expect(format: &str, what: &str, counts: Counts, good: bool) -> Result<()> {
     Ok(())
 }
 
-/// A discard gives space of the image back, and reads as zeros; so do written zeros.
+/// A discard frees space of the image, and reads as zeros; so do zero writes.
 fn discard(image: &Path) -> Result<()> {
     use std::os::unix::fs::MetadataExt;
     let device = File::options().read(true).write(true).open(DEVICE)?;
@@ -170,8 +170,8 @@ fn discard(image: &Path) -> Result<()> {
     zeros("written zeros")
 }
 
-/// fio in a file system on the device, while the server is killed and started again. The file
-/// system is whole, and everything is there.
+/// Runs fio in a file system on the device, while the server is killed and restarted. The file
+/// system is intact, and all data is there.
 fn kill(server: Server, image: &Path, format: &str, kills: u64) -> Result<Server> {
     let kill = |server: Server| {
         server.kill()?;
@@ -184,7 +184,7 @@ fn kill(server: Server, image: &Path, format: &str, kills: u64) -> Result<Server
     Ok(server)
 }
 
-/// The same while the server is upgraded. At the end another one serves, which is a child of this
+/// The same while the server is upgraded. At the end another server runs, which is a child of this
 /// process.
 fn upgrade(server: Server, image: &Path, format: &str, upgrades: u64) -> Result<Server> {
     let mut gaps = Vec::new();
@@ -199,8 +199,8 @@ fn upgrade(server: Server, image: &Path, format: &str, upgrades: u64) -> Result<
     serve(image, format)
 }
 
-/// fio in a file system on the device, while its server is changed this many times. The file system
-/// is whole, and everything is there.
+/// Runs fio in a file system on the device, while its server is changed this many times. The file
+/// system is intact, and all data is there.
 fn through(
     mut server: Server,
     changes: u64,
@@ -228,7 +228,7 @@ fn through(
     Ok(server)
 }
 
-/// No other server takes the device, while it is served and while it waits.
+/// No other server can take the device, neither while it is served nor while it waits for a server.
 fn strangers(folder: &Path, image: &Path, format: &str) -> Result<()> {
     let other = folder.join("other");
     File::create(&other)?.set_len(SIZE)?;
@@ -241,8 +241,8 @@ fn strangers(folder: &Path, image: &Path, format: &str) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the server has used no processor for as long as ten looks in a row: what it still
-/// had to write is written then, and nothing wakes it.
+/// Waits until ten looks in a row have found that the server used no processor time: its pending
+/// writes are done then, and nothing wakes it.
 fn sleeps(server: &Server) -> Result<()> {
     let (mut before, mut looks) = (None, 0);
     system::wait_for("sleep of an idle server", || {

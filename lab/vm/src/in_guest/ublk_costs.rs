@@ -1,8 +1,8 @@
-//! The cost of a device of ours: system calls of the server for each request, and the time from
-//! `attach` to the first read.
+//! The cost of our device: system calls of the server for each request, and the time from `attach`
+//! to the first read.
 //!
-//! Evidence: with many requests in flight one system call carries many of them. Times are printed
-//! and judge nothing.
+//! Evidence: with many requests in flight one system call carries many of them. Times are only
+//! printed.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -27,8 +27,8 @@ const LOOP: &str = "/dev/loop0";
 const REQUESTS: u64 = 4096;
 /// How many are in flight at a time.
 const DEEP: u64 = 64;
-/// System calls for each read then, at most. How many come together depends on the machine and on
-/// the build: an optimized one on an idle machine shows a tenth of it.
+/// System calls for each read then, at most. How many requests one call carries depends on the
+/// machine and on the build: an optimized build on an idle machine needs a tenth of this limit.
 const MAX_CALLS: f64 = 0.5;
 /// How often a device is made, by us and by `losetup` in turn.
 const ROUNDS: usize = 11;
@@ -45,7 +45,7 @@ pub fn run(serial: &str, format: &str) -> Result<()> {
     mount.unmount()
 }
 
-/// How many system calls carry requests, one at a time and many.
+/// Counts the system calls for requests, with one and with many in flight.
 fn calls(image: &Path, format: &str) -> Result<()> {
     let mut command = Command::new("blockhouse");
     command.arg("serve").arg(image).args(["--format", format]);
@@ -70,7 +70,7 @@ fn calls(image: &Path, format: &str) -> Result<()> {
     server.stop()
 }
 
-/// Random requests of the device, this many in flight.
+/// Sends random requests to the device, with `depth` in flight.
 fn fio(depth: u64, work: &str) -> Result<()> {
     let words = [
         "--name=requests".to_owned(),
@@ -86,7 +86,7 @@ fn fio(depth: u64, work: &str) -> Result<()> {
     tool("fio", &words).map(drop)
 }
 
-/// From the command to the first bytes, beside the kernel's own way to make a file a block device.
+/// The time from `attach` to the first bytes, beside that of a loop device.
 fn first_read(image: &Path, format: &str) -> Result<()> {
     let name = image.to_str().context("a folder without a name")?;
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());

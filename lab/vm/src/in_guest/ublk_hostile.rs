@@ -1,9 +1,8 @@
-//! ublk devices of users who do what they should not, and of processes that die when they should
-//! not.
+//! ublk devices with users who misuse them, and with processes that die at the wrong moment.
 //!
-//! Evidence: each refusal is one line that says what to do, and doing that helps. Nothing hangs, no
-//! device is left that cannot be removed, none is removed that is in use, and an image is free when
-//! its device is gone.
+//! Evidence: each refusal is one line that says what to do, and doing that helps. Nothing hangs,
+//! every device that is left can be removed, no device in use is removed, and an image is unlocked
+//! when its device is gone.
 
 use std::fs::File;
 use std::io::Write;
@@ -26,13 +25,13 @@ use crate::server::Server;
 const PLACE: &str = "/ublk";
 /// How often a server is killed while it takes a device over, and an `attach` while it starts one.
 const KILLS: u64 = 8;
-/// Between two of these moments.
+/// The difference between the moments of two kills.
 const STEP: Duration = Duration::from_millis(100);
 
-/// One of the things that are done.
+/// One part of the test.
 type Part = fn() -> Result<()>;
 
-/// Does all of it, one after the other: each part leaves no device.
+/// Runs all parts, one after the other; none leaves a device.
 pub fn run() -> Result<()> {
     system::load_all(&["crc32c_generic", "ext4", "ublk_drv", "loop"])?;
     std::fs::create_dir_all("/run")?;
@@ -66,7 +65,7 @@ fn numbers() -> Result<()> {
         let said = blockhouse(&["attach", &image, &format!("--id={number}")])?;
         ensure!(!said.is_good && said.error.contains("--id"), "{number}: {}", said.error);
     }
-    // The last one.
+    // The highest device number.
     ensure!(good(&["attach", &image, "--id", "1048575"])? == "/dev/ublkb1048575", "another one");
     good(&["detach", "/dev/ublkb1048575"]).map(drop)
 }
@@ -82,7 +81,7 @@ fn twice() -> Result<()> {
     bad(&["detach", &device], "there is no ublk device 0")
 }
 
-/// A device that is mounted stays; when it was removed, its image is whole and not open.
+/// A mounted device cannot be removed; after its removal the image is intact and not open.
 fn mounted() -> Result<()> {
     let image = image("m.qcow2")?;
     let device = attach(&image)?;
@@ -112,7 +111,8 @@ fn more_exports() -> Result<()> {
     good(&["detach", DEVICE, "--force"]).map(drop)
 }
 
-/// Its server has nothing else to serve, so it ends and lets the image go.
+/// When another program removes the device, its server has nothing to serve: it ends and releases
+/// the image.
 fn removed() -> Result<()> {
     let image = image("a.img")?;
     attach(&image)?;
@@ -124,8 +124,8 @@ fn removed() -> Result<()> {
     good(&["detach", &device]).map(drop)
 }
 
-/// A device whose server was killed waits, goes on with the next one, and can be removed while it
-/// is mounted: then what uses it gets errors, and nothing hangs.
+/// A device whose server was killed waits, continues with the next server, and can be removed while
+/// it is mounted: then its users get errors, and nothing hangs.
 fn no_server() -> Result<()> {
     let (image, other) = (image("a.img")?, image("b.img")?);
     let device = attach(&image)?;
@@ -144,15 +144,15 @@ fn no_server() -> Result<()> {
         file.sync_all()
     });
     ensure!(written.is_err(), "a device that is gone took a write");
-    // The number is free when it is unmounted.
+    // The device number is free only after the unmount.
     bad(&["attach", &image, "--id", "0"], "something still has it open")?;
     mount.unmount()?;
     let device = good(&["attach", &image, "--id", "0"])?;
     good(&["detach", &device]).map(drop)
 }
 
-/// A server that died before it started its device leaves one that `detach` removes; its number may
-/// be another process's.
+/// A server that died before it started its device leaves a device that `detach` removes. The
+/// server's pid may belong to another process now.
 fn never_started() -> Result<()> {
     let image = image("a.img")?;
     let mut control = UblkControl::open()?;
@@ -160,13 +160,13 @@ fn never_started() -> Result<()> {
     let flags =
         ublk_flag::CMD_IOCTL_ENCODE | ublk_flag::USER_RECOVERY | ublk_flag::USER_RECOVERY_REISSUE;
     let (queues, depth, max_io_bytes) = (1, 4, 64 << 10);
-    // The first process of all has nothing to do with it.
+    // Process 1 is not a server.
     let (state, id, server) = (ublk_state::DEAD, 9, 1);
     let left = UblkInfo { queues, depth, state, max_io_bytes, id, server, flags, note: own };
     control.command(UblkCommand::Add, id, 0, &mut left.to_bytes())?;
     bad(&["attach", &image, "--id", "9"], "use another number")?;
     good(&["detach", "/dev/ublkb9"])?;
-    // Devices of other programs stay.
+    // Devices of other programs are not removed.
     let foreign = UblkInfo { note: 1, ..left };
     control.command(UblkCommand::Add, id, 0, &mut foreign.to_bytes())?;
     bad(&["attach", &image, "--id", "9"], "another program")?;
@@ -174,8 +174,9 @@ fn never_started() -> Result<()> {
     Ok(control.command(UblkCommand::DeleteAsync, id, 0, &mut [])?)
 }
 
-/// Servers are killed while they take a device over: as soon as they have its file, and at other
-/// moments. The next one goes on, or says why it cannot; then the device can be removed.
+/// Servers are killed while they take a device over: as soon as they have opened its file, and at
+/// other moments. The next server continues, or says why it cannot; in that case the device can be
+/// removed.
 fn killed_recovery() -> Result<()> {
     let image = image("a.img")?;
     let words = ["serve", &image, "--workers", "1", "--state", "off", "--ublk", "0"];
@@ -192,7 +193,7 @@ fn killed_recovery() -> Result<()> {
     }
     match attach_with(&words) {
         Ok(()) => println!("  taken over after {KILLS} kills"),
-        // Linux before 6.16 cannot begin a recovery again that was cut off.
+        // Linux before 6.16 cannot restart a recovery that was interrupted.
         Err(error) => {
             println!("  {error:#}");
             ensure!(
@@ -204,13 +205,13 @@ fn killed_recovery() -> Result<()> {
     good(&["detach", DEVICE]).map(drop)
 }
 
-/// Starts a server, and waits until it says that it is ready.
+/// Starts a server in the background, and waits until it is ready.
 fn attach_with(words: &[&str]) -> Result<()> {
     let words: Vec<_> = ["serve", "--fork"].iter().chain(&words[1..]).copied().collect();
     good(&words).map(drop)
 }
 
-/// Waits until a server has the device's file, or has ended without.
+/// Waits until a server has opened the device's file, or has ended.
 fn wait_until_open(server: &mut Child) -> Result<()> {
     let files = format!("/proc/{}/fd", server.id());
     let is_it = |path: &Path| path == Path::new("/dev/ublkc0");
@@ -224,7 +225,7 @@ fn wait_until_open(server: &mut Child) -> Result<()> {
     })
 }
 
-/// `attach` is killed while the server starts: that ends as well, or the device can be removed.
+/// `attach` is killed while the server starts: the server ends, too, or the device can be removed.
 fn killed_attach() -> Result<()> {
     let image = image("a.img")?;
     for number in 0..KILLS {
@@ -235,7 +236,7 @@ fn killed_attach() -> Result<()> {
         let freed = system::wait_for("an image that nobody serves", || {
             let said = blockhouse(&["attach", &image]).ok()?;
             if !said.is_good && Path::new(DEVICE).exists() {
-                // It was ready before: then its user sees the device.
+                // The device was ready before the kill, and can be detached.
                 good(&["detach", DEVICE]).ok()?;
             }
             said.is_good.then_some(said.output)
@@ -245,7 +246,7 @@ fn killed_attach() -> Result<()> {
     Ok(())
 }
 
-/// A device is removed while others read it: they get errors, and end.
+/// A device is removed while other processes read it: they get errors, and end.
 fn load() -> Result<()> {
     let device = attach(&image("a.img")?)?;
     let script = format!("while dd if={device} of=/dev/null bs=4k iflag=direct; do :; done");
@@ -262,7 +263,7 @@ fn load() -> Result<()> {
     Ok(())
 }
 
-/// A host without space: the write fails, and the device goes on.
+/// A host without space: the write fails, and the device still works.
 fn full_host() -> Result<()> {
     let place = Path::new("/full");
     std::fs::create_dir_all(place)?;

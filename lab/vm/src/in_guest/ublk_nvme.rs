@@ -1,9 +1,9 @@
-//! A disk of ours that the kernel's NVMe target serves by TCP, to the same guest: what others build
-//! upon a block device.
+//! Our ublk device, which the kernel's NVMe target exports over TCP to the same guest: an example
+//! of what users build on a block device.
 //!
-//! Evidence: the disk keeps FUA and its write cache on the way, fio finds what it wrote, the file
-//! system on it is whole, zeros and discards arrive. What was written there is on our device, and
-//! in the image when everything is gone.
+//! Evidence: the NVMe disk still has FUA and a write cache, fio finds what it wrote, the file
+//! system on the disk is intact, zeros and discards arrive. All data is on our device, and in the
+//! image after all devices are removed.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -16,20 +16,20 @@ use super::fio::{Fio, Work};
 use super::system::{self, FileSystem, Mount, tool};
 use super::ublk_user::{attach, good};
 
-/// Bytes of the disk: room for a file system and fio's file.
+/// Bytes of the disk, enough for a file system and fio's file.
 const SIZE: u64 = 64 << 20;
 const PLACE: &str = "/nvme";
 /// Bytes that are compared at a time.
 const CHUNK: usize = 1 << 20;
 
-/// The kernel's files for targets, which only this job uses here.
+/// The kernel's configuration of NVMe targets, which only this job uses here.
 const TARGETS: &str = "/sys/kernel/config/nvmet";
 const SUBSYSTEM: &str = "nqn.2025-01.org.example:blockhouse";
 const HOST: &str = "nqn.2014-08.org.nvmexpress:uuid:00000000-0000-4000-8000-000000000001";
 const HOST_ID: &str = "00000000-0000-4000-8000-000000000001";
 const PORT: &str = "4420";
 
-/// Does it, with an image of each format.
+/// Runs the test with an image of each format.
 pub fn run() -> Result<()> {
     system::load("nvme_core", "multipath=N")?;
     system::load_all(&["crc32c_generic", "ext4", "ublk_drv", "nvmet-tcp", "nvme-tcp"])?;
@@ -52,7 +52,7 @@ fn serve(format: &str) -> Result<()> {
     if format == "qcow2" {
         good(&["check", &image])?;
     }
-    // The image has it all.
+    // The image has all data.
     let device = attach(&image)?;
     let mount = Mount::at(FileSystem::Ext4, Path::new(&device), Path::new(PLACE))?;
     Fio::start(&mount.place().join("fio"), Work::Verify)?.finish()?;
@@ -63,7 +63,7 @@ fn serve(format: &str) -> Result<()> {
     Ok(())
 }
 
-/// A file system on the client's disk, and data in it.
+/// Makes a file system on the client's disk, and writes data to it.
 fn write(disk: &Path) -> Result<()> {
     ensure!(system::has_fua(disk)?, "no FUA over NVMe/TCP");
     FileSystem::Ext4.make(disk)?;
@@ -75,7 +75,7 @@ fn write(disk: &Path) -> Result<()> {
     mount.unmount()
 }
 
-/// Both hold the same, wherever the kernel kept it until now.
+/// Checks that both have the same content, after their buffers were flushed.
 fn compare(disk: &Path, device: &Path) -> Result<()> {
     let open = |node: &Path| -> Result<File> {
         tool("blockdev", &["--flushbufs", &node.display().to_string()])?;
@@ -124,7 +124,7 @@ impl Target {
         self.port.join("subsystems").join(SUBSYSTEM)
     }
 
-    /// Has it let the device go.
+    /// Removes the target, which releases the device.
     fn remove(self) -> Result<()> {
         std::fs::remove_file(self.link()).context("the target goes on to listen")?;
         for folder in [&self.port, &self.namespace(), &self.subsystem] {
@@ -160,14 +160,14 @@ impl Client {
         let number = words.find_map(|word| word.strip_prefix("instance="));
         let number = number.with_context(|| format!("connected as nothing: {answer}"))?;
         let disk = format!("nvme{number}n1");
-        // The kernel makes the node first, and this last.
+        // The kernel makes the node first, and this attribute last.
         let queue = Path::new("/sys/block").join(&disk).join("queue/fua");
         system::wait_for("the client's disk", || queue.exists().then_some(()))?;
         let disk = system::disk(&disk)?;
         Ok(Self { controller: PathBuf::from(format!("/sys/class/nvme/nvme{number}")), disk })
     }
 
-    /// Ends the connection; the disk is gone then.
+    /// Ends the connection, and waits until the disk is gone.
     fn disconnect(self) -> Result<()> {
         system::write(self.controller.join("delete_controller"), "1")?;
         system::wait_for("the end of the client's disk", || (!self.disk.exists()).then_some(()))

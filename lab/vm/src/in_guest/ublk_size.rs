@@ -1,4 +1,4 @@
-//! A ublk device whose image gets longer, and how long it takes until there is one.
+//! A ublk device whose image grows, and the time until a device can be read.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,7 +13,7 @@ use super::system::{self, tool};
 use super::ublk_user::{DEVICE, SIZE, devices, good, image, info};
 use crate::server::{Server, control};
 
-/// An image gets longer under its device: that follows where the kernel can.
+/// An image grows while its device is in use: the device grows, too, if the kernel supports that.
 pub fn run() -> Result<()> {
     let image = image("a.img")?;
     let socket = control(Path::new(DEVICE));
@@ -37,8 +37,8 @@ pub fn run() -> Result<()> {
     first_reads(&image)
 }
 
-/// How long it takes from the command to the first bytes, beside the kernel's own loop device. The
-/// processor is emulated: the difference is that of processes that start.
+/// The time from `attach` to the first bytes, beside that of a loop device. On an emulated
+/// processor, the difference is mostly the start of processes.
 fn first_reads(image: &str) -> Result<()> {
     let mut attached = Vec::new();
     let mut looped = Vec::new();

@@ -1,4 +1,4 @@
-//! The commands of a user of block devices, and their words.
+//! The commands of a user of block devices, and their output.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -16,7 +16,7 @@ pub const DEVICE: &str = "/dev/ublkb0";
 
 /// The output of the program.
 pub struct Said {
-    /// Whether it ended well.
+    /// Whether it exited with status 0.
     pub is_good: bool,
     /// Standard output.
     pub output: String,
@@ -24,7 +24,7 @@ pub struct Said {
     pub error: String,
 }
 
-/// Runs a command of it to its end.
+/// Runs `blockhouse` with these arguments to its end.
 pub fn blockhouse(words: &[&str]) -> Result<Said> {
     let output = Command::new("blockhouse").args(words).stdin(Stdio::null()).output()?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
@@ -33,14 +33,14 @@ pub fn blockhouse(words: &[&str]) -> Result<Said> {
     Ok(Said { is_good, output, error })
 }
 
-/// The same, which must end well: its standard output.
+/// The same, which must succeed; returns its standard output.
 pub fn good(words: &[&str]) -> Result<String> {
     let said = blockhouse(words)?;
     ensure!(said.is_good, "{words:?} failed: {}", said.error);
     Ok(said.output)
 }
 
-/// It is refused, with a last line that says this.
+/// Runs a command that must fail, with a last line that has this text.
 pub fn bad(words: &[&str], expected: &str) -> Result<()> {
     let said = blockhouse(words)?;
     let mut lines = said.error.lines().filter(|line| line.starts_with("blockhouse: "));
@@ -50,7 +50,7 @@ pub fn bad(words: &[&str], expected: &str) -> Result<()> {
     Ok(())
 }
 
-/// A new image, of a format that its name tells.
+/// Makes a new image; its name determines the format.
 pub fn image(name: &str) -> Result<String> {
     let path = format!("/tmp/{name}");
     let _ = std::fs::remove_file(&path);
@@ -65,14 +65,14 @@ pub fn attach(image: &str) -> Result<String> {
     Ok(device)
 }
 
-/// The same without the script around the program, which takes longer to start than others do.
+/// The same without the wrapper script of the program, which delays its start.
 pub fn attach_at_once(image: &str) -> Result<String> {
     let mut command = Command::new("/host/bin/blockhouse");
     command.args(["attach", image]).env("LD_LIBRARY_PATH", "/host/lib");
     Ok(lab_tools::process::stdout_of(command)?.trim().to_owned())
 }
 
-/// Devices of the driver, with a block device or without.
+/// The driver's control devices, with or without a block device.
 pub fn devices() -> Result<Vec<PathBuf>> {
     let all = std::fs::read_dir("/dev")?.flatten().map(|entry| entry.path());
     Ok(all.filter(|path| path.to_string_lossy().starts_with("/dev/ublkc")).collect())
@@ -97,7 +97,7 @@ pub fn kill_server() -> Result<()> {
     })
 }
 
-/// Starts a command of it that says nothing.
+/// Starts a command without output.
 pub fn spawn(words: &[&str]) -> Result<Child> {
     let mut command = Command::new("blockhouse");
     command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());

@@ -8,14 +8,14 @@ use anyhow::{Result, ensure};
 use super::client::{Change, Client};
 use super::system::tool;
 
-/// A busy host emulates slowly; beyond that something hangs.
+/// The longest time of an operation under emulation on a busy host.
 const TIMEOUT: Duration = Duration::from_secs(300);
 const RETRY_DELAY: Duration = Duration::from_millis(200);
-/// Where the service of all disks has its images.
+/// The folder of the images of the service of all disks.
 pub const IMAGES: &str = "/var/lib/blockhouse";
-/// Where a service of one image has its folder, which is called after the image.
+/// The folder with a folder for each service of one image, which has the image's name.
 pub const OWN_IMAGES: &str = "/var/lib/blockhouse-images";
-/// Where a service of one image has its sockets, below the image's name.
+/// The folder with the sockets of each service of one image, in a folder with the image's name.
 const RUNTIME: &str = "/run/blockhouse-images";
 
 /// A unit of ours.
@@ -41,7 +41,7 @@ impl Unit {
         Ok(id)
     }
 
-    /// Kills its process, which is not told before.
+    /// Kills its process.
     pub fn kill(self) -> Result<()> {
         self.signal("KILL")
     }
@@ -51,7 +51,7 @@ impl Unit {
         tool("systemctl", &["kill", "--kill-whom=main", "--signal", signal, self.0]).map(drop)
     }
 
-    /// The difference from the unit in the package, until the package is removed.
+    /// Overrides settings of the unit in the package, until the package is removed.
     pub fn override_with(self, text: &str) -> Result<()> {
         let folder = Path::new("/run/systemd/system").join(format!("{}.d", self.0));
         std::fs::create_dir_all(&folder)?;
@@ -60,7 +60,7 @@ impl Unit {
     }
 }
 
-/// Waits until `found` is there.
+/// Waits until `found` returns a value, and returns it.
 pub fn until<T>(what: &str, mut found: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     let end = Instant::now() + TIMEOUT;
     loop {
@@ -72,8 +72,8 @@ pub fn until<T>(what: &str, mut found: impl FnMut() -> Result<Option<T>>) -> Res
     }
 }
 
-/// Makes the image of a service of its own, as root: the service manager gives it to the service's
-/// user.
+/// Makes the image of a service of one image, as root: the service manager changes its owner to the
+/// service's user.
 pub fn make_own_image(name: &str) -> Result<PathBuf> {
     let folder = Path::new(OWN_IMAGES).join(name);
     std::fs::create_dir_all(&folder)?;
@@ -91,7 +91,7 @@ pub fn make_image(name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Where a service of an image has a socket.
+/// The path of a socket of the service of an image.
 pub fn socket(image: &str, name: &str) -> PathBuf {
     Path::new(RUNTIME).join(image).join(name)
 }

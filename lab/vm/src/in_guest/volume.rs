@@ -1,6 +1,6 @@
-//! Increments of a logical volume, as the device mapper has it: a bitmap in a side file, servers
-//! that are killed while a client writes, and backups that are killed and resumed. Each increment
-//! equals the device.
+//! Incremental backups of a logical volume, a device of the device mapper: its bitmap is in a side
+//! file, servers are killed while a client writes, and backups are killed and resumed. Each
+//! incremental backup equals the device.
 
 use std::fs::File;
 use std::io::Read;
@@ -19,13 +19,13 @@ use super::system::{self, tool};
 use crate::server::Server;
 
 const SECTOR: u64 = 512;
-/// Where the volume begins on its disk, in sectors: a volume manager has its own tables there.
+/// Where the volume begins on its disk, in sectors: a volume manager has its metadata before it.
 const START: u64 = 2048;
 /// Bytes of a write.
 const BLOCK: usize = 16 << 10;
 const STATE: &str = "/tmp/state";
 const BITMAPS: [&str; 4] = ["--bitmaps", "/tmp/side", "--state", STATE];
-/// Milliseconds until a server is killed at most, and a backup.
+/// The longest time until a server, or a backup, is killed, in milliseconds.
 const SERVER_TIME: u64 = 1500;
 const BACKUP_TIME: u64 = 1000;
 
@@ -33,14 +33,14 @@ struct Volume {
     device: PathBuf,
     name: String,
     random: Rng,
-    /// The numbers that blocks have got, of which that of the last one may not be there.
+    /// The number that was written last to each block. The last write may not be on the device.
     blocks: Vec<u64>,
     writes: u64,
     killed_servers: u32,
     killed_backups: u32,
 }
 
-/// Makes this number of increments of a volume on the disk `serial`.
+/// Makes this number of incremental backups of a volume on the disk `serial`.
 pub fn run(serial: &str, increments: u32) -> Result<()> {
     system::load_nvme()?;
     system::load_all(&["crc32c_generic", "dm-log-writes"])?;
@@ -48,7 +48,7 @@ pub fn run(serial: &str, increments: u32) -> Result<()> {
     let size: u64 = tool("blockdev", &["--getsz", &disk.display().to_string()])?.parse()?;
     let sectors = size - START;
     let table = format!("0 {sectors} linear {} {START}", disk.display());
-    // By which a volume manager knows it, and who looks which volume a device is.
+    // The UUID by which volume managers and other programs identify a volume.
     tool("dmsetup", &["create", "volume", "--uuid", "LVM-blockhouse", "--table", &table])?;
     let device = system::disk("mapper/volume")?;
     let name = device.to_str().context("a device without a name")?.to_owned();
@@ -56,7 +56,7 @@ pub fn run(serial: &str, increments: u32) -> Result<()> {
     let random = Rng::with_seed(7);
     let mut volume =
         Volume { device, name, random, blocks, writes: 0, killed_servers: 0, killed_backups: 0 };
-    // A server makes it, but a command comes first.
+    // A server would make this folder, but a command needs it before.
     std::fs::DirBuilder::new().mode(0o700).create(STATE)?;
     volume.tool(&["bitmap", "add"], &["b0"])?;
     File::create(copy(0))?.set_len(sectors * SECTOR)?;
@@ -71,13 +71,13 @@ pub fn run(serial: &str, increments: u32) -> Result<()> {
     tool("dmsetup", &["remove", "--retry", "volume"]).map(drop)
 }
 
-/// The copy of a moment. That of the first one is a raw file of zeros.
+/// The name of a copy. The first one is a raw file of zeros.
 fn copy(number: u32) -> String {
     format!("/tmp/copy{number}.{}", if number == 0 { "img" } else { "qcow2" })
 }
 
 impl Volume {
-    /// One command on the volume.
+    /// Runs a command on the volume.
     fn tool(&self, words: &[&str], more: &[&str]) -> Result<()> {
         let volume = [&self.name[..]];
         let all = [words, &volume, more, &BITMAPS].concat();
@@ -88,7 +88,7 @@ impl Volume {
         serve(&self.device, &["--format", "raw", BITMAPS[0], BITMAPS[1]])
     }
 
-    /// Has a client write until its server is killed. What was answered is on the device.
+    /// Lets a client write until its server is killed. Acknowledged writes must be on the device.
     fn write_and_kill(&mut self) -> Result<()> {
         let server = self.serve()?;
         let client = Client::connect(server.socket())?;
@@ -113,7 +113,7 @@ impl Volume {
         }
         self.blocks = blocks;
         if let Some(index) = last {
-            // It stays as it is until it is written again.
+            // The block keeps this content until it is written again.
             let word = found[index * BLOCK..].first_chunk().context("a block")?;
             self.blocks[index] = u64::from_le_bytes(*word);
             let torn = found[index * BLOCK..][..BLOCK].chunks_exact(8).any(|other| other != word);
@@ -124,7 +124,7 @@ impl Volume {
         Ok(())
     }
 
-    /// Writes a block whose last write a kill has torn.
+    /// Writes a block again whose last write was torn by a kill.
     fn overwrite(&mut self, index: usize) -> Result<()> {
         let server = self.serve()?;
         let mut client = Client::connect(server.socket())?;
@@ -141,7 +141,8 @@ impl Volume {
         Ok(bytes)
     }
 
-    /// Makes an increment, whose process is killed at first, and compares it with the device.
+    /// Makes an incremental backup, whose process is killed first and then resumed, and compares it
+    /// with the device.
     fn increment(&mut self, number: u32) -> Result<()> {
         let (since, base, target) = (format!("b{}", number - 1), copy(number - 1), copy(number));
         let words = [&target[..], "--incremental", &since, "--base", &base];
@@ -160,7 +161,7 @@ impl Volume {
         if !Path::new(&target).exists() {
             let resumed = [&words[..], &["--resume"]].concat();
             if !Path::new(&part).exists() || self.tool(&["backup"], &resumed).is_err() {
-                // It was killed before it had begun.
+                // The backup was killed before it had begun.
                 let _ = std::fs::remove_file(&part);
                 self.tool(&["backup"], &words)?;
             }

@@ -1,10 +1,10 @@
-//! The guest's changes of its disk, round after round, and the values that it may find after a loss
-//! of power.
+//! The guest's changes of its disk, in rounds, and the content that it may find after a loss of
+//! power.
 //!
-//! Rounds follow from a seed, so a check of the disk later knows every request. A round that ends
-//! in something durable is acknowledged and marked in the log. Each sector says who wrote it; after
-//! a loss it must hold what was last made durable there, or something that was written later and
-//! never flushed.
+//! Rounds follow from a seed, so a later check of the disk knows every request. A round that ends
+//! with a durable change or a flush is acknowledged and marked in the log. Each sector names its
+//! last write. After a loss of power it must hold the write that was last made durable there, or a
+//! later one that was never flushed.
 
 use std::ops::Range;
 
@@ -12,17 +12,17 @@ use crate::in_guest::client::Change;
 
 /// Bytes in the image.
 pub const SIZE: u64 = 4 << 20;
-/// Bytes in the unit that is whole or lost.
+/// Bytes in a sector, which is written whole or not at all.
 const SECTOR: u64 = 512;
 const SECTORS: u64 = SIZE / SECTOR;
-/// Sectors in what the first round writes at once.
+/// Sectors of each write of the first round.
 const STRETCH: u64 = 64;
 
 /// A round's requests: those of one step are sent together.
 pub struct Round {
-    /// One after the other.
+    /// The steps, one after the other.
     pub steps: Vec<Vec<Change>>,
-    /// Whether everything of it is durable at its end.
+    /// Whether all its changes are durable at its end.
     pub acknowledged: AckMeaning,
 }
 
@@ -38,13 +38,13 @@ pub enum AckMeaning {
 /// The meaning of the answer to a plain write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Writes {
-    /// It may get lost until it is flushed.
+    /// The write may get lost until a flush.
     Volatile,
-    /// As if it had asked for durability.
+    /// The write is durable, as if it had FUA.
     Durable,
 }
 
-/// The rounds of a seed, and the state of the disk behind them.
+/// The rounds of a seed, and the state of the disk after them.
 pub struct History {
     writes: Writes,
     random: u64,
@@ -54,20 +54,20 @@ pub struct History {
 
 #[derive(Clone, Default)]
 struct Sector {
-    /// The last writer of the durable content; 0 are zeros.
+    /// The version of the durable content; 0: zeros.
     durable: u32,
-    /// The writers since, oldest first.
+    /// The versions that were written since, oldest first.
     later: Vec<u32>,
 }
 
 impl History {
-    /// Before the first round: a disk of zeros.
+    /// The history before the first round: a disk of zeros.
     pub fn new(seed: u64, writes: Writes) -> Self {
         let sectors = vec![Sector::default(); SECTORS as usize];
         Self { writes, random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, version: 0, sectors }
     }
 
-    /// The next round; the disk counts as having seen it.
+    /// Returns the next round, and applies it to the state of the disk.
     pub fn next_round(&mut self) -> Round {
         let steps = match self.version {
             0 => vec![self.first_half(), vec![Change::Flush]],
@@ -86,7 +86,7 @@ impl History {
         Round { steps, acknowledged }
     }
 
-    /// So that later rounds meet what was written as well as what was not.
+    /// Writes the first half, so that later rounds change written and unwritten space.
     fn first_half(&mut self) -> Vec<Change> {
         let starts = (0..SECTORS / 2).step_by(STRETCH as usize);
         starts.map(|start| self.write(start, STRETCH)).collect()
@@ -109,9 +109,9 @@ impl History {
         }
     }
 
-    /// Adds a flush before durable changes of what was written and not flushed. dm-log-writes logs
-    /// a write without FUA at the next flush. If FUA has overwritten it before, the log has the
-    /// two in the wrong order, which a real disk would not do.
+    /// Adds a flush before durable changes of sectors that were written and not flushed.
+    /// dm-log-writes logs a write without FUA at the next flush. If FUA has overwritten it before,
+    /// the log has the two in the wrong order, which a real disk would not do.
     fn with_flush_before_overwrite(&self, steps: Vec<Vec<Change>>) -> Vec<Vec<Change>> {
         let mut unflushed: Vec<bool> =
             self.sectors.iter().map(|sector| !sector.later.is_empty()).collect();
@@ -134,14 +134,14 @@ impl History {
         ordered
     }
 
-    /// One to four changes that do not touch each other, in eighths of the disk.
+    /// One to four changes that do not overlap, each in another eighth of the disk.
     fn side_by_side(&mut self, change: fn(&mut Self, u64, u64) -> Change) -> Vec<Change> {
         let (count, first) = (1 + self.below(4), self.below(8));
         let part = SECTORS / 8;
         let place = |index| (first + index) % 8 * part;
         (0..count)
             .map(|index| {
-                // Half of them in whole pages, the others anywhere.
+                // Half of them consist of whole pages, the others of any sectors.
                 let unit = if self.below(2) == 0 { 8 } else { 1 };
                 let length = unit * (1 + self.below(8));
                 let start = self.below((part - length) / unit) * unit;
@@ -185,10 +185,10 @@ impl History {
         }
     }
 
-    /// Whether `image`, found after a loss of power, may be this disk.
+    /// Checks that `image`, found after a loss of power, is a permitted state of this disk.
     ///
     /// # Errors
-    /// Says how many sectors are wrong, and what is wrong with the first.
+    /// The error says how many sectors are wrong, and what is wrong with the first.
     pub fn check(&self, image: &[u8]) -> Result<(), String> {
         if image.len() as u64 != SIZE {
             return Err(format!("the image has {} bytes", image.len()));
@@ -230,7 +230,7 @@ fn sectors_of(change: &Change) -> Range<usize> {
     (offset / SECTOR) as usize..((offset + length) / SECTOR) as usize
 }
 
-/// A sector of `version`: its number and the version over and over; of version 0, zeros.
+/// The content of a sector: its number and the version, repeated; zeros for version 0.
 fn content(sector: u64, version: u32) -> [u8; SECTOR as usize] {
     let mut bytes = [0; SECTOR as usize];
     if version > 0 {
@@ -252,7 +252,8 @@ fn version_of(data: &[u8]) -> u32 {
 mod tests {
     use super::*;
 
-    /// A disk that keeps what `keep` says of each write that nothing made durable.
+    /// A disk after a loss of power. Of the writes that nothing made durable, it keeps those for
+    /// which `keep` is true.
     fn run(seed: u64, rounds: u32, keep: fn(u32) -> bool) -> (History, Vec<u8>) {
         let mut history = History::new(seed, Writes::Volatile);
         let (mut stable, mut cached) = (vec![0; SIZE as usize], vec![0; SIZE as usize]);
@@ -298,7 +299,7 @@ mod tests {
             (History::new(3, Writes::Volatile), History::new(3, Writes::Durable));
         let zeros = vec![0; SIZE as usize];
         for history in [&mut volatile, &mut durable] {
-            // As if the first half had been written, and not flushed.
+            // The first half is written, and not flushed.
             let steps = history.first_half();
             steps.iter().for_each(|change| history.apply(change));
         }

@@ -16,14 +16,14 @@ const MAGIC: u64 = 0x006a_7366_7773_6872;
 const VERSION: u64 = 1;
 const FLAG_DISCARD: u64 = 1 << 2;
 const FLAG_MARK: u64 = 1 << 3;
-/// Bytes of an entry in front of a mark's name.
+/// Bytes of an entry before the name of a mark.
 const ENTRY: usize = 32;
 
-/// One thing that happened.
+/// An entry of the log.
 pub enum Event {
     /// Bytes became stable, from `offset` on.
     Write { offset: u64, data: Vec<u8> },
-    /// A range was discarded: zeros are as good as anything.
+    /// A range was discarded; its content is undefined, and zeros are permitted.
     Discard { offset: u64, length: u64 },
     /// A mark, written by a message to the device.
     Mark(String),
@@ -35,7 +35,7 @@ pub struct Log {
     sector: u64,
     /// How many entries are left.
     left: u64,
-    /// Where the next one is, in bytes.
+    /// The offset of the next entry, in bytes.
     at: u64,
 }
 

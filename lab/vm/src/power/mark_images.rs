@@ -1,8 +1,9 @@
-//! Images that a guest found on a replayed disk, one for each mark, handed to the host on a disk.
+//! Passes images from a guest to the host: the images that the guest found on a replayed disk, one
+//! for each mark, are on another disk.
 //!
-//! Only the kernel can recover XFS, and only the host has the tools to look into an image. Each
-//! image has a slot on the disk: a head with its length, or with what was wrong instead, and behind
-//! it the bytes.
+//! Only the kernel can recover XFS, and only the host has the tools to read an image. Each image
+//! has a slot on the disk: a header with its length or an error mark, and then the bytes of the
+//! image or of the error text.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,9 +13,9 @@ use anyhow::{Context, Result, ensure};
 use super::recovery::ReplayTarget;
 use super::{MARKS, history};
 
-/// Bytes in front of an image.
+/// Bytes of the header of an image.
 const HEAD: usize = 4096;
-/// Bytes for an image: more than any format makes of the history's disk.
+/// Bytes for an image, enough for the history's disk in any format.
 const ROOM: u64 = 2 * history::SIZE;
 const SLOT: u64 = HEAD as u64 + ROOM;
 /// Bytes of the disk.
@@ -30,12 +31,12 @@ pub struct ImageSlots {
 }
 
 impl ImageSlots {
-    /// Begins with the first slot of a disk, which is all zeros where nothing was stored.
+    /// Begins with the first slot of a disk; slots without an image are all zeros.
     pub fn new(file: File) -> Self {
         Self { file, next: 0 }
     }
 
-    /// Stores an image, or what is wrong with the disk it should be on.
+    /// Stores an image, or what is wrong with the disk that it should be on.
     pub fn store(&mut self, found: &Result<Vec<u8>, String>) -> Result<()> {
         let start = self.take()?;
         let (length, text) = match found {
@@ -85,7 +86,7 @@ impl ImageSlots {
 
 impl ReplayTarget for ImageSlots {
     fn write(&mut self, _: u64, _: &[u8]) -> Result<()> {
-        // The guest has done that.
+        // The guest has replayed the log already.
         Ok(())
     }
 

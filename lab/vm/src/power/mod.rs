@@ -1,9 +1,9 @@
-//! Loss of power: what is left of acknowledged writes at the worst moment, over and over.
+//! Loss of power: checks acknowledged writes after a loss of power at the worst moments.
 //!
 //! The guest's server writes to a disk that logs everything ([`log`]); each acknowledgement leaves
-//! a mark. Then the disk is built again up to each mark, with all that was not flushed dropped, the
-//! file system recovers, and the image must hold what was acknowledged ([`history`]). A server that
-//! ignores flushes goes through the same and must fail.
+//! a mark. Then the disk is rebuilt up to each mark without the writes that were not flushed, the
+//! file system recovers, and the image must hold all acknowledged changes ([`history`]). A server
+//! that ignores flushes must fail the same test.
 
 pub mod history;
 pub mod log;
@@ -18,7 +18,7 @@ use super::in_guest::system::FileSystem;
 
 /// How many acknowledgements are marked, and replayed to.
 pub const MARKS: usize = 64;
-/// Of the history; any other shows the same.
+/// The seed of the history; any other value is as good.
 pub const SEED: u64 = 7;
 
 /// The layer between the image and the disk.
@@ -47,12 +47,12 @@ pub struct Configuration {
     pub bitmaps: Bitmaps,
 }
 
-/// Whether changes are recorded.
+/// Whether the image has a bitmap that records changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bitmaps {
     /// There are no bitmaps.
     None,
-    /// In a side file in the same file system.
+    /// The bitmap is in a side file in the same file system.
     SideFile,
 }
 
@@ -63,8 +63,8 @@ pub enum Fua {
     Unknown,
 }
 
-/// Every layer, format, cache mode, engine and kind of disk, each in the company that is most
-/// usual, the last of them being the control; then volumes with a side file.
+/// Every layer, format, cache mode, engine and kind of disk, in the most usual combinations. The
+/// last of these is the control; volumes with a side file follow.
 pub const CONFIGURATIONS: &[Configuration] = &[
     on(EXT4, "raw", "none", "io_uring", Fua::Taken),
     on(EXT4, "raw", "none", "linux-aio", Fua::Unknown),
@@ -109,7 +109,7 @@ const fn volume(
 }
 
 impl Configuration {
-    /// As reports call it.
+    /// Its name in reports.
     pub fn name(self) -> String {
         let Self { format, cache, engine, .. } = self;
         let layer = match self.layer {
@@ -121,18 +121,18 @@ impl Configuration {
         format!("{bitmaps}{format} on {layer}, {fua}, {cache}, {engine}")
     }
 
-    /// The configurations with these bitmaps, by their places.
+    /// The indexes of the configurations with these bitmaps.
     pub fn with(bitmaps: Bitmaps) -> Vec<usize> {
         let is_with = |index: &usize| CONFIGURATIONS[*index].bitmaps == bitmaps;
         (0..CONFIGURATIONS.len()).filter(is_with).collect()
     }
 
-    /// The server ignores flushes, so what it acknowledged must get lost.
+    /// Whether the server ignores flushes, so that acknowledged writes must get lost.
     pub fn is_control(self) -> bool {
         self.cache == "unsafe"
     }
 
-    /// The server's promise of a plain write.
+    /// What the server guarantees for a plain write.
     pub fn writes(self) -> Writes {
         match self.cache {
             "writethrough" | "directsync" => Writes::Durable,
@@ -140,19 +140,19 @@ impl Configuration {
         }
     }
 
-    /// Bytes of the disk: as few as the file system can do with, for there are many copies.
+    /// Bytes of the disk: the minimum of the file system, because there are many copies.
     pub fn disk_size(self) -> u64 {
         match self.layer {
             XFS => 320 << 20,
             EXT4 => 24 << 20,
-            // Tables need more room than there is in the image.
+            // The metadata needs space in addition to the disk's content.
             Layer::Device if self.format == "qcow2" => 2 * history::SIZE,
             Layer::Device => history::SIZE,
         }
     }
 }
 
-/// The mark behind a round, by its number.
+/// The name of the mark after a round.
 pub fn mark(round: usize) -> String {
     format!("round{round}")
 }

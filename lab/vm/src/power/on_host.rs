@@ -1,4 +1,4 @@
-//! Looking at a replayed disk without a guest: ext4 by its own tools, qcow2 by QEMU's.
+//! Reads a replayed disk without a guest: ext4 with its own tools, qcow2 with QEMU's.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -13,7 +13,7 @@ use crate::packages::Packages;
 use lab_tools::process::line;
 
 const PAGE: usize = 4096;
-/// `qemu-img check`: clusters are lost, which costs room and nothing else.
+/// Exit status of `qemu-img check`: clusters are leaked, which only costs space.
 const LEAKS: i32 = 3;
 
 /// A disk in memory.
@@ -32,7 +32,7 @@ impl<'a> Disk<'a> {
         Self { bytes, layer, packages, folder: folder.to_owned() }
     }
 
-    /// The disk as a file, without its zeros.
+    /// Writes the disk to a sparse file.
     fn copy(&self) -> Result<PathBuf> {
         let path = self.folder.join("copy");
         let write = || -> std::io::Result<()> {
@@ -49,7 +49,7 @@ impl<'a> Disk<'a> {
         Ok(path)
     }
 
-    /// Lets ext4 recover and takes the image out.
+    /// Lets ext4 recover and extracts the image.
     fn recovered_ext4(&self) -> Result<Result<Vec<u8>, String>> {
         let copy = self.copy()?;
         let image = self.folder.join("image");
@@ -61,7 +61,7 @@ impl<'a> Disk<'a> {
                 return Ok(Err(format!("ext4 does not {what}: {}", outcome.said)));
             }
         }
-        // Marks that were not there this time must not be found from the time before.
+        // The image of the mark before must not be taken for that of this mark.
         let _ = std::fs::remove_file(&image);
         let dump = format!("dump /image {}", image.display());
         let dumped = run(self.packages.command("debugfs")?.args(["-R", &dump]).arg(&copy))?;
@@ -72,7 +72,7 @@ impl<'a> Disk<'a> {
     }
 }
 
-/// The content of a qcow2 image that must have no corruption.
+/// The content of a qcow2 image, which must have no corruptions.
 fn content(image: &Path, folder: &Path) -> Result<Result<Vec<u8>, String>> {
     let checked = run(Command::new("qemu-img").args(["check", "-f", "qcow2"]).arg(image))?;
     if !matches!(checked.status, Some(0 | LEAKS)) {
@@ -87,7 +87,7 @@ fn content(image: &Path, folder: &Path) -> Result<Result<Vec<u8>, String>> {
     })
 }
 
-/// A qcow2 image on a disk: what is asked for is its content.
+/// A qcow2 image on a disk; [`ReplayTarget::image`] returns its content.
 pub struct Qcow2<R> {
     /// Where the image is found.
     pub on: R,
@@ -128,7 +128,7 @@ impl ReplayTarget for Disk<'_> {
     }
 }
 
-/// How a tool ended, and the last that it said.
+/// The exit status of a tool, and its last line.
 struct Ended {
     status: Option<i32>,
     said: String,

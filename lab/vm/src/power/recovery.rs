@@ -1,6 +1,6 @@
-//! From a log to verdicts: the disk at each mark, and what of the image is on it.
+//! From a log to verdicts: rebuilds the disk at each mark, and checks the image on it.
 //!
-//! How a file system recovers and the image is taken out of it differs, so it is the caller's part.
+//! The caller recovers the file system and extracts the image, because that differs.
 
 use std::path::Path;
 
@@ -10,9 +10,9 @@ use super::history::{AckMeaning, History, Writes};
 use super::log::{Event, Log};
 use super::{MARKS, SEED, round_of};
 
-/// The disk that is built again.
+/// The disk that is rebuilt.
 pub trait ReplayTarget {
-    /// Stores what became stable.
+    /// Writes data that became stable.
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<()>;
 
     /// The image after the loss of power. An inner error is a verdict on the disk: it does not
@@ -23,7 +23,7 @@ pub trait ReplayTarget {
 /// The verdicts on the marks.
 #[derive(Default)]
 pub struct Verdicts {
-    /// How many were replayed to.
+    /// The number of marks that were replayed to.
     pub marks: usize,
     /// The faults, one line for each mark that was bad.
     pub bad: Vec<String>,
@@ -35,15 +35,15 @@ impl Verdicts {
         self.marks >= MARKS && self.bad.is_empty()
     }
 
-    /// In one line.
+    /// The verdicts in one line.
     pub fn describe(&self) -> String {
         let first = self.bad.first().map_or(String::new(), |first| format!("; {first}"));
         format!("{} of {} marks good{first}", self.marks - self.bad.len(), self.marks)
     }
 }
 
-/// Replays the log at `path` on `disk`, which is all zeros, and looks at it at each mark. `writes`
-/// is what the server promised.
+/// Replays the log at `path` on `disk`, which is all zeros, and checks the disk at each mark.
+/// `writes` is what the server guarantees.
 pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl ReplayTarget) -> Result<Verdicts> {
     let mut history = History::new(SEED, writes);
     let mut rounds = 0;
@@ -66,8 +66,8 @@ pub fn verdicts(path: &Path, writes: Writes, disk: &mut impl ReplayTarget) -> Re
     Ok(verdicts)
 }
 
-/// Replays the log at `path` on `disk`, which is all zeros, and hands over what is found at each
-/// mark, with the round that it stands behind.
+/// Replays the log at `path` on `disk`, which is all zeros. Calls `found` at each mark, with the
+/// number of its round and the image.
 pub fn replay(
     path: &Path,
     disk: &mut impl ReplayTarget,
@@ -79,7 +79,8 @@ pub fn replay(
             Event::Discard { offset, length } => disk.write(offset, &vec![0; length as usize])?,
             Event::Mark(mark) => match round_of(&mark) {
                 Some(round) => found(round, disk.image()?)?,
-                // The kernel marks the orderly end, before which it notes what was never flushed.
+                // The kernel's own mark of an orderly end; before it the kernel logs writes that
+                // were never flushed.
                 None => break,
             },
         }

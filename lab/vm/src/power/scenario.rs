@@ -1,4 +1,4 @@
-//! Losing power as the host sees it: guests that record, and what is made of their logs.
+//! Loss of power, the host's part: guests record logs, and the host or other guests check them.
 
 use std::path::Path;
 use std::thread;
@@ -15,14 +15,14 @@ use crate::disks::Disks;
 use crate::in_guest::system::FileSystem;
 use crate::machine::{Bus, Machine, TIMEOUT};
 
-/// Room for the log of a history, which takes no more than is written.
+/// Bytes of the disk for the log of a history; the file is sparse.
 const LOG: u64 = 1 << 30;
 const MEMORY: u32 = 1024;
 /// How many guests record side by side.
 const GUESTS: usize = 2;
 
-/// Checks that acknowledged writes survive a loss of power, in every configuration with these
-/// bitmaps, and so do the bitmaps.
+/// Checks in every configuration with these bitmaps that acknowledged writes and the bitmaps
+/// survive a loss of power.
 pub fn run(base: &Base, bitmaps: Bitmaps) -> Result<()> {
     let disks = Disks::new(base)?;
     let outcomes: Vec<_> = thread::scope(|scope| {
@@ -32,7 +32,7 @@ pub fn run(base: &Base, bitmaps: Bitmaps) -> Result<()> {
             let chosen: Vec<_> = all.skip(first).step_by(GUESTS).collect();
             scope.spawn(move || {
                 record(base, disks, &chosen)?;
-                // Each keeps one processor busy with tools that start and end.
+                // Each check keeps one processor busy with tools that start and end.
                 let start = |index| (index, scope.spawn(move || check_log(base, disks, index)));
                 anyhow::Ok(chosen.into_iter().map(start).collect::<Vec<_>>())
             })
@@ -60,7 +60,8 @@ pub fn run(base: &Base, bitmaps: Bitmaps) -> Result<()> {
     Ok(())
 }
 
-/// A server that ignores flushes must lose something, or nothing is shown of the others.
+/// Whether the verdicts are as expected. A server that ignores flushes must lose something, or the
+/// test proves nothing about the others.
 fn matches_expectation(configuration: Configuration, verdicts: &Verdicts) -> bool {
     if configuration.is_control() {
         verdicts.marks >= MARKS && !verdicts.bad.is_empty()
@@ -94,7 +95,7 @@ fn check_log(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
     let configuration = CONFIGURATIONS[index];
     let [_, log] = names(index);
     let log = disks.path(&log);
-    // Copies of several disks must not meet.
+    // A folder for each configuration, so that copies of several disks do not overwrite each other.
     let folder = disks.path(&format!("copies-{index}"));
     std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let writes = configuration.writes();
@@ -125,10 +126,10 @@ fn check_log(base: &Base, disks: &Disks, index: usize) -> Result<Verdicts> {
 
 /// The disks of a replay.
 const REPLAY: &str = "log replayed changes found";
-/// Several programs start at each mark.
+/// Long, because several programs start at each mark.
 const REPLAY_TIMEOUT: Duration = Duration::from_secs(4 * TIMEOUT.as_secs());
 
-/// The images that a guest finds by this job.
+/// The images that a guest finds with this job.
 fn recovered(
     base: &Base,
     disks: &Disks,

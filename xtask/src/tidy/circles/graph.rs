@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use super::source::{Crate, Mention, ModulePath};
 
-/// How many re-exports and imports are followed from one name: more than any crate has in a row.
+/// How many re-exports and imports are followed from one name; more than any crate has.
 const MAX_HOPS: u32 = 16;
 
-/// One module names another.
+/// An arrow: one module names another.
 #[derive(Clone, Debug)]
 pub(super) struct Step {
     pub from: String,
@@ -19,7 +19,7 @@ pub(super) struct Step {
     pub line: usize,
 }
 
-/// Modules of which each reaches each other.
+/// Modules that all reach each other.
 #[derive(Debug)]
 pub(super) struct Circle {
     pub modules: Vec<String>,
@@ -33,12 +33,12 @@ pub(super) struct Graph {
 }
 
 impl Graph {
-    /// Of modules, to those that define what they name.
+    /// The graph of modules: arrows lead to the modules that define the named items.
     pub fn of(source: &Crate) -> Self {
         Self::with(source, ModulePath::clone, |mention| defining_module(source, mention).cloned())
     }
 
-    /// Of folders, to those that they name.
+    /// The graph of folders: arrows lead to the folders that are named.
     pub fn of_folders(source: &Crate) -> Self {
         let folder = |path: &ModulePath| path.first().cloned().into_iter().collect();
         Self::with(source, folder, |mention| {
@@ -48,7 +48,7 @@ impl Graph {
         })
     }
 
-    /// The arrows of the modules' mentions: between what each module is, and each mention leads to.
+    /// Makes an arrow for each mention: from `room` of its module to `leads_to` of the mention.
     fn with(
         source: &Crate,
         room: impl Fn(&ModulePath) -> ModulePath,
@@ -70,7 +70,7 @@ impl Graph {
         Self { arrows }
     }
 
-    /// All circles, the pairs of a module and a part of it left out.
+    /// All circles, except pairs of a module and one of its parts.
     pub fn circles(&self) -> Vec<Circle> {
         let mut left: BTreeSet<&ModulePath> = self.arrows.keys().collect();
         let mut circles = Vec::new();
@@ -92,7 +92,7 @@ impl Graph {
         circles
     }
 
-    /// Where arrows lead from `first`, and `first` itself.
+    /// The modules that arrows reach from `first`, and `first` itself.
     fn reachable<'a>(&'a self, first: &'a ModulePath) -> BTreeSet<&'a ModulePath> {
         let mut found = BTreeSet::from([first]);
         let mut next = vec![first];
@@ -126,21 +126,21 @@ fn name(module: &ModulePath) -> String {
     if module.is_empty() { "the root".into() } else { module.join("::") }
 }
 
-/// Whether these are two modules, and one is in the other.
+/// Whether these are two modules, one of which is a part of the other.
 fn is_module_and_part(circle: &[&ModulePath]) -> bool {
     matches!(circle, [one, other] if one.split_last().is_some_and(|(_, parent)| parent == *other)
         || other.split_last().is_some_and(|(_, parent)| parent == *one))
 }
 
-/// The file that defines what is mentioned; `None` for what is not of this crate, and for a module
-/// that is only imported: what is named through it counts.
+/// The file that defines the mentioned item. `None` for items of other crates, and for a module
+/// that is only imported: the items that are named through it count.
 fn defining_module<'a>(source: &'a Crate, mention: &Mention) -> Option<&'a ModulePath> {
     let path = absolute(source, &mention.scope, &mention.path)?;
     let (module, item) = resolve(source, path, 0)?;
     (mention.is_glob || !item.is_empty()).then_some(module)
 }
 
-/// `path` from the crate's root on, as `scope` means it.
+/// The absolute path of `path` in `scope`, from the crate's root on.
 fn absolute(source: &Crate, scope: &ModulePath, path: &[String]) -> Option<Vec<String>> {
     let (first, rest) = path.split_first()?;
     let with = |base: &[String], rest: &[String]| Some([base, rest].concat());
@@ -154,7 +154,7 @@ fn absolute(source: &Crate, scope: &ModulePath, path: &[String]) -> Option<Vec<S
             if source.modules.contains_key(&child) || source.inline.contains(&child) {
                 with(scope, path)
             } else {
-                // `use a;` of another crate's `a` stands for itself.
+                // `use a;` of another crate `a` stands for itself.
                 is_name.filter(|meaning| meaning.as_slice() != [first.clone()])?;
                 with(scope, path)
             }
@@ -171,8 +171,8 @@ fn absolute_in_parent(scope: &[String], rest: &[String]) -> Option<Vec<String>> 
     }
 }
 
-/// Follows an absolute path through what its modules import and export: to the file that defines
-/// the item, and what of the path is inside of that file.
+/// Follows an absolute path through imports and re-exports. Returns the file that defines the item,
+/// and the rest of the path inside of that file.
 fn resolve(source: &Crate, path: Vec<String>, hops: u32) -> Option<(&ModulePath, Vec<String>)> {
     // The longest part that is a scope, inline modules included.
     let is_scope =
@@ -184,7 +184,7 @@ fn resolve(source: &Crate, path: Vec<String>, hops: u32) -> Option<(&ModulePath,
         && let Some(meaning) = source.names.get(&(scope.clone(), first.clone()))
     {
         let is_itself = meaning.as_slice() == [first.clone()];
-        // Another crate's definitions are none of this one.
+        // Definitions of other crates do not count.
         let meaning = if is_itself { None } else { absolute(source, &scope, meaning) }?;
         return resolve(source, [meaning.as_slice(), &rest[1..]].concat(), hops + 1);
     }

@@ -1,14 +1,15 @@
-//! No circles between the modules of a crate.
+//! Rule: no circles between the modules of a crate.
 //!
 //! An arrow leads from a module to each module that defines what it names: by a path, or by a
 //! `use`. Names are followed through re-exports and imports to the module that defines the item, so
 //! a facade (`pub use`) does not hide an arrow and is not one itself. Code for tests is left out. A
-//! module and one part of it may name each other: `queue` and `queue::slot` are one thing in two
+//! module and one of its parts may name each other: `queue` and `queue::slot` are one unit in two
 //! files.
 //!
-//! Nor are there circles between the folders of a crate, as imports are written: a reader of a file
-//! sees a path, and not where a re-export leads. A file beside the root counts as a folder. Circles
-//! that were there when the rule began are listed in `KNOWN`, which only gets shorter.
+//! There may be no circles between the folders of a crate, either. Here paths count as they are
+//! written, because a reader sees the path and not where a re-export leads. A file beside the root
+//! counts as a folder. Circles from before the rule are listed in `KNOWN`, which may only get
+//! shorter.
 
 mod graph;
 mod source;
@@ -23,7 +24,7 @@ use self::graph::Graph;
 use self::source::Crate;
 use super::source_file::SourceFile;
 
-/// Circles of folders that are still there: the crate's root, and the folders.
+/// Known circles of folders: the crate's root, and the folders.
 const KNOWN: &[(&str, &str)] =
     &[("crates/daemon/src/lib.rs", "jobs running"), ("lab/vm/src/main.rs", "guest in_guest power")];
 
@@ -42,7 +43,7 @@ pub(super) fn check(
     }
     let mut violations = Vec::new();
     for root in roots {
-        // The root of a folder; any other root is a program in one file.
+        // Only roots of folders; any other root is a program in one file.
         if !matches!(root.file_name().and_then(|name| name.to_str()), Some("lib.rs" | "main.rs")) {
             continue;
         }
@@ -65,7 +66,7 @@ pub(super) fn check(
     Ok(violations)
 }
 
-/// The shortest way round, with the place where each module names the next.
+/// Describes the shortest circle, with the line in which each module names the next.
 fn describe(root: &Path, circle: &graph::Circle) -> String {
     let folder = root.parent().unwrap_or(root);
     let steps = circle.steps.iter().map(|step| {

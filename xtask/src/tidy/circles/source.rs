@@ -1,8 +1,8 @@
 //! The modules of one crate, and what each of them names.
 //!
-//! Read from tokens, without macros being expanded: a path inside of a macro's arguments counts as
-//! any other. Items under `#[cfg(test)]` are left out, and so are the files of modules that are
-//! declared so.
+//! They are read from tokens, and macros are not expanded: a path inside of a macro's arguments
+//! counts like any other. Items under `#[cfg(test)]` are left out, and so are the files of modules
+//! that are declared under it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -43,12 +43,12 @@ pub(super) struct Crate {
     pub modules: BTreeMap<ModulePath, Module>,
     /// The names that a scope has by `use`, public or not, and the path that each stands for.
     pub names: BTreeMap<(ModulePath, String), Vec<String>>,
-    /// Inline modules, which are no files.
+    /// Inline modules, which have no files.
     pub inline: BTreeSet<ModulePath>,
 }
 
 impl Crate {
-    /// Of the crate whose root is the file `root`.
+    /// Reads the crate whose root is the file `root`.
     pub fn parse(root: &Path, files: &[SourceFile]) -> Result<Self> {
         let folder = root.parent().unwrap_or(Path::new(""));
         let mut this = Self::default();
@@ -79,7 +79,7 @@ fn module_path(folder: &Path, root: &Path, file: &Path) -> Option<ModulePath> {
     }
     match path.last().map(String::as_str) {
         Some("mod") => _ = path.pop(),
-        // Another crate in the same folder.
+        // The root of another crate in the same folder.
         Some("lib" | "main") => return None,
         _ if path.first().is_some_and(|first| first == "bin") => return None,
         _ => {}
@@ -89,13 +89,13 @@ fn module_path(folder: &Path, root: &Path, file: &Path) -> Option<ModulePath> {
 
 struct Reader<'a> {
     mentions: Vec<Mention>,
-    /// Modules in files of their own that are declared for tests only.
+    /// Modules in separate files that are declared for tests only.
     tests: Vec<ModulePath>,
     into: &'a mut Crate,
 }
 
 impl Reader<'_> {
-    /// Reads what stands in `scope`.
+    /// Reads the items in `scope`.
     fn items(&mut self, stream: TokenStream, scope: &ModulePath) {
         let mut tokens = Tokens::new(stream);
         let (mut is_test, mut is_public) = (false, false);
@@ -160,8 +160,8 @@ impl Reader<'_> {
             self.mentions.push(Mention { scope: scope.clone(), path, line, is_glob: false });
             return;
         }
-        // A block's imports are known in the block only; to follow them in the whole scope as well
-        // finds too much rather than too little.
+        // A block's imports hold only in the block. Here they hold in the whole scope, which finds
+        // too many arrows rather than too few.
         if let Some(TokenTree::Group(group)) = tokens.next() {
             self.items(group.stream(), scope);
         }
