@@ -171,7 +171,6 @@ impl<S: Storage> Disk<S> {
     ) -> Result<(BlockStatus, u64)> {
         self.check_has_status(range)?;
         let image = self.begin_use();
-        cache.begin(image.layer());
         image.layer().status().block_status(range, cache, 0).await
     }
 
@@ -209,7 +208,6 @@ impl<S: Storage> Disk<S> {
     ) -> Result<MapEntry> {
         self.image().check_inside(range)?;
         let image = self.begin_use();
-        cache.begin(image.layer());
         image.layer().status().map_entry(range, cache).await
     }
 

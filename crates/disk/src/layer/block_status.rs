@@ -3,9 +3,11 @@
 //! A mapped cluster whose bytes are a hole of the host file reads as zeros. So the host is queried
 //! for every mapped range (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]). Data whose
 //! write was acknowledged before the query's [`BlockStatusCache`] was made is never reported as
-//! zeros: the host is queried after the lookup, and the host range is not reallocated meanwhile.
-//! Changes made later may be missing. A host range past the end of the file counts as data, because
-//! only a read shows what is there.
+//! zeros: the host is queried after the lookup, the host range is not reallocated meanwhile, and a
+//! hole that an earlier query found counts only while nothing is written to the host file.
+//! Otherwise a change of one sector could move the rest of its cluster into that hole. Changes made
+//! later may be missing. A host range past the end of the file counts as data, because only a read
+//! shows what is there.
 
 use std::collections::BTreeMap;
 
@@ -34,23 +36,11 @@ pub enum BlockStatus {
 /// missing from its answers.
 #[derive(Debug, Default)]
 pub struct BlockStatusCache {
-    /// The address of the image that the answers are about. Another image may replace it during a
-    /// walk.
-    image: usize,
     /// By depth: the disk itself is the first.
     layers: Vec<HostRuns>,
 }
 
 impl BlockStatusCache {
-    /// Forgets answers about another image. A replaced image stays in memory, so its address is not
-    /// reused.
-    pub(crate) fn begin<S: Storage>(&mut self, image: &Layer<S>) {
-        let image = std::ptr::from_ref(image).addr();
-        if std::mem::replace(&mut self.image, image) != image {
-            self.layers.clear();
-        }
-    }
-
     /// The runs of the layer at a depth.
     pub(crate) fn layer(&mut self, depth: usize) -> &mut HostRuns {
         if self.layers.len() <= depth {
@@ -65,6 +55,11 @@ impl BlockStatusCache {
 pub(crate) struct HostRuns {
     /// Sorted by their first byte. They do not overlap.
     runs: BTreeMap<u64, Run>,
+    /// The address of the layer whose file it is. Another one may replace it during a walk. A
+    /// replaced layer stays in memory, so its address is not reused.
+    layer: usize,
+    /// Bytes that had been written to the file when the holes among the runs were found.
+    written: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +69,20 @@ struct Run {
 }
 
 impl HostRuns {
+    /// Forgets the runs of another layer's file, and all holes if this layer's file was written to
+    /// since they were found. To be called between the lookup of a host range and the query of its
+    /// status.
+    pub(crate) fn begin<S: Storage>(&mut self, layer: &Layer<S>) {
+        let address = std::ptr::from_ref(layer).addr();
+        let written = layer.data().stats().written();
+        if std::mem::replace(&mut self.layer, address) != address {
+            self.runs.clear();
+        }
+        if std::mem::replace(&mut self.written, written) != written {
+            self.runs.retain(|_, run| run.status == Allocation::Data);
+        }
+    }
+
     /// The status of `file` at the start of `range`, which must not be empty, and for how many
     /// bytes that holds: at least one, at most the length of the range.
     pub(crate) async fn block_status<S: Storage>(

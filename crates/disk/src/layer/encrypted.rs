@@ -59,6 +59,7 @@ impl<S: Storage> Layer<S> {
         if self.is_encrypted() {
             Ok((Allocation::Data, range.length()))
         } else {
+            runs.begin(self);
             runs.block_status(self.data(), range).await
         }
     }

@@ -74,6 +74,20 @@ impl HostStats {
         self.blocks.mine().shared_flushes.add(1);
     }
 
+    /// Bytes that all completed writes had, with FUA or without. A write that has completed before
+    /// its bytes become reachable by a lookup is included in every sum after that lookup.
+    pub(crate) fn written(&self) -> u64 {
+        let of = |block: &Block, content: Content, operation: HostOperation| {
+            let operations = block.operations[content as usize][operation as usize].get();
+            operations.map_or(0, |operations| operations.bytes.get())
+        };
+        let writes = [HostOperation::Write, HostOperation::WriteFua];
+        self.blocks.sum(|block| {
+            let all = CONTENTS.iter().flat_map(|content| writes.map(|write| (*content, write)));
+            all.map(|(content, write)| of(block, content, write)).sum()
+        })
+    }
+
     pub(super) fn skipped_flushes(&self) -> u64 {
         self.blocks.sum(|block| block.skipped_flushes.get())
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blockhouse_core::{Alignment, Buffer, ByteRange, Durability, Fua, Request, errno};
 use blockhouse_disk::{BlockStatus, BlockStatusCache, Disk, Image, ImageFormat, Options};
-use blockhouse_format::qcow2::{self, CreateOptions, Qcow2};
+use blockhouse_format::qcow2::{self, CreateOptions, Preallocation, Qcow2};
 use blockhouse_sim::{Config, Fault, OperationKind, Report, Rng, Sim, SimDisk, for_seeds};
 
 const SIZE: u64 = 256 << 10;
@@ -275,6 +275,74 @@ fn status_beside_changes(seed: u64) -> Result<Report, String> {
 fn block_status_never_says_zero_for_data_that_was_there_before_the_question() {
     let test = "block_status_never_says_zero_for_data_that_was_there_before_the_question";
     for_seeds(env!("CARGO_PKG_NAME"), test, 100, status_beside_changes);
+}
+
+/// As [`status_beside_changes`], of a disk whose every other part has space and was never written
+/// to: a hole of the host file, beside clusters that snapshots leave as holes and take again.
+/// Writes of one sector move the rest of a cluster into them.
+fn status_beside_moved_clusters(seed: u64) -> Result<Report, String> {
+    const PART: u64 = 16_384;
+    let sim = Sim::new(seed);
+    let mut random = sim.fork_prng();
+    let storage = SimDisk::new(&sim, plain(), Vec::new());
+    let (made, opened) = (storage.clone(), storage);
+    let cluster_size = [4096, 16_384][random.usize(..2)];
+    let preallocation = Preallocation::Metadata;
+    let options = CreateOptions { cluster_size, preallocation, ..CreateOptions::new(SIZE) };
+    let opening = async move {
+        qcow2::create(&made, &options).await.expect("a new image");
+        Disk::open(opened, ImageFormat::Qcow2, Options::default()).await
+    };
+    let disk = Rc::new(sim.block_on(opening).expect("a good image"));
+    let write = |disk: Rc<Disk<SimDisk>>, offset: u64, length: u64| async move {
+        let mut buffer = Buffer::new(length as usize);
+        buffer.bytes_mut().fill(1);
+        let (from, durability) = (buffer.lend(), Durability::None);
+        disk.submit(Request::Write { offset, from, durability }).await.expect("no faults");
+    };
+    let full = || (0..SIZE / PART).step_by(2).map(|part| part * PART);
+    for offset in full() {
+        sim.block_on(write(disk.clone(), offset, PART));
+    }
+    let changed = disk.clone();
+    let mut places = sim.fork_prng();
+    let changing = sim.spawn(async move {
+        for _ in 0..4 {
+            changed.snapshots().create("one").await.expect("no faults");
+            for cluster in (0..SIZE).step_by(cluster_size as usize) {
+                if cluster / PART % 2 == 0 && places.bool() {
+                    write(changed.clone(), cluster + 512 * places.u64(..8), 512).await;
+                }
+            }
+            changed.snapshots().delete("one").await.expect("no faults");
+            changed.flush().await.expect("no faults");
+        }
+    });
+    let asking = sim.spawn(async move {
+        while changing.output().is_none() {
+            let mut cache = BlockStatusCache::default();
+            let mut rest = ByteRange::between(random.u64(..SIZE), SIZE);
+            while !rest.is_empty() {
+                let (status, length) =
+                    disk.block_status(rest, &mut cache).await.expect("no faults");
+                let is_full = |at: u64| at / PART % 2 == 0;
+                let end = rest.offset() + length;
+                if status != BlockStatus::Data && (is_full(rest.offset()) || is_full(end - 1)) {
+                    return Err(format!("{status:?} for {length} bytes at {}", rest.offset()));
+                }
+                rest = rest.skip(length);
+            }
+        }
+        Ok(Report::default())
+    });
+    sim.run();
+    asking.output().unwrap_or_else(|| Err("the questions never end".into()))
+}
+
+#[test]
+fn block_status_never_says_zero_for_data_that_was_moved_into_a_hole() {
+    let test = "block_status_never_says_zero_for_data_that_was_moved_into_a_hole";
+    for_seeds(env!("CARGO_PKG_NAME"), test, 100, status_beside_moved_clusters);
 }
 
 #[test]
