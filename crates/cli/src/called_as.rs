@@ -147,51 +147,53 @@ pub fn words() -> Vec<OsString> {
     words
 }
 
+/// The options of qemu-nbd whose next word is their value.
+const NBD_WITH_VALUES: [&str; 39] = [
+    "-p",
+    "--port",
+    "-o",
+    "--offset",
+    "-b",
+    "--bind",
+    "-k",
+    "--socket",
+    "-f",
+    "--format",
+    "--object",
+    "-e",
+    "--shared",
+    "-x",
+    "--export-name",
+    "-D",
+    "--description",
+    "-P",
+    "--partition",
+    "-B",
+    "--bitmap",
+    "-l",
+    "--load-snapshot",
+    "--cache",
+    "--aio",
+    "--discard",
+    "--detect-zeroes",
+    "--tls-creds",
+    "--tls-hostname",
+    "--tls-authz",
+    "-T",
+    "--trace",
+    "--pid-file",
+    "--selinux-label",
+    "--handshake-limit",
+    "-c",
+    "--connect",
+    "-d",
+    "--disconnect",
+];
+
 /// The words of qemu-nbd without its `-v`, which keeps it in the foreground, as is the default
 /// here, and with `-s` for its `--snapshot`, which has a value under our own name. The values of
 /// other options stay, and so does what follows `--`.
 fn words_of_nbd(words: Vec<OsString>) -> Vec<OsString> {
-    const WITH_VALUES: [&str; 39] = [
-        "-p",
-        "--port",
-        "-o",
-        "--offset",
-        "-b",
-        "--bind",
-        "-k",
-        "--socket",
-        "-f",
-        "--format",
-        "--object",
-        "-e",
-        "--shared",
-        "-x",
-        "--export-name",
-        "-D",
-        "--description",
-        "-P",
-        "--partition",
-        "-B",
-        "--bitmap",
-        "-l",
-        "--load-snapshot",
-        "--cache",
-        "--aio",
-        "--discard",
-        "--detect-zeroes",
-        "--tls-creds",
-        "--tls-hostname",
-        "--tls-authz",
-        "-T",
-        "--trace",
-        "--pid-file",
-        "--selinux-label",
-        "--handshake-limit",
-        "-c",
-        "--connect",
-        "-d",
-        "--disconnect",
-    ];
     let mut kept = Vec::with_capacity(words.len());
     let mut rest = words.into_iter();
     while let Some(word) = rest.next() {
@@ -199,7 +201,7 @@ fn words_of_nbd(words: Vec<OsString>) -> Vec<OsString> {
             kept.push(word);
             break;
         }
-        let has_value = WITH_VALUES.iter().any(|option| word == *option);
+        let has_value = NBD_WITH_VALUES.iter().any(|option| word == *option);
         match word.to_str() {
             Some("-v" | "--verbose") => {}
             Some("--snapshot") => kept.push("-s".into()),
@@ -214,9 +216,32 @@ fn words_of_nbd(words: Vec<OsString>) -> Vec<OsString> {
 }
 
 /// The output of `--version` or `-V` under the name of a QEMU tool; `None` for other command lines.
+/// qemu-nbd takes it anywhere.
 pub fn version() -> Option<String> {
-    let word = std::env::args_os().nth(1)?;
-    (word == "--version" || word == "-V").then(|| tool().map(Tool::version)).flatten()
+    let words: Vec<_> = std::env::args_os().collect();
+    let is_asked = match tool()? {
+        Tool::Nbd => nbd_asks_version(&words),
+        _ => words.get(1).is_some_and(|word| is_version(word)),
+    };
+    is_asked.then(|| tool().map(Tool::version)).flatten()
+}
+
+fn is_version(word: &OsStr) -> bool {
+    word == "--version" || word == "-V"
+}
+
+/// Whether a word of a qemu-nbd command line that is no value asks for the version.
+fn nbd_asks_version(words: &[OsString]) -> bool {
+    let mut rest = words.iter().skip(1).take_while(|word| *word != "--");
+    while let Some(word) = rest.next() {
+        if is_version(word) {
+            return true;
+        }
+        if NBD_WITH_VALUES.iter().any(|option| word == *option) {
+            rest.next();
+        }
+    }
+    false
 }
 
 #[cfg(test)]
@@ -249,6 +274,10 @@ mod tests {
         ] {
             assert_eq!(ours(line), expected);
         }
+        let asks =
+            |line: &str| nbd_asks_version(&line.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(asks("nbd --version") && asks("nbd --pid-file=x -e 2 -V"));
+        assert!(!asks("nbd -D --version x") && !asks("nbd -- --version"));
         let line = ["img", "-T", "bench", "bench", "x"];
         assert_eq!(index_of_command(&line), Some(3));
     }

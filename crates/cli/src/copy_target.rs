@@ -427,10 +427,13 @@ impl TargetSpec<'_> {
     /// An empty image.
     async fn create_new(&self, part: &Path) -> Result<ImageDisk> {
         if exists(part).await? {
-            bail!(
-                "{}: is left of an earlier copy; resume it with --resume, or remove it",
-                part.display()
-            );
+            if !called_as::is_qemu_img() {
+                bail!(
+                    "{}: is left of an earlier copy; resume it with --resume, or remove it",
+                    part.display()
+                );
+            }
+            self.remove_left(part).await?;
         }
         let opened = self.make(part, create_options::new_file(&self.settings)).await;
         if opened.is_err() {
@@ -438,6 +441,14 @@ impl TargetSpec<'_> {
             remove_created(part).await;
         }
         opened
+    }
+
+    /// Removes what a copy that was killed has left, unless a copy is still running.
+    async fn remove_left(&self, part: &Path) -> Result<()> {
+        let (raw, cache) = (Some(ImageFormat::Raw), CacheMode::Writeback);
+        self.open_with(part, raw, cache, StateUse::Off).await?.close().await?;
+        remove_created(part).await;
+        Ok(())
     }
 
     /// An empty image at this path.

@@ -233,6 +233,8 @@ fn parse_known(text: &str) -> Result<Setting, String> {
             Ok(Setting::KeySecret(value.to_owned()))
         }
         _ if foreign_options::is_name(name) => foreign_options::parse(name, value),
+        // IVs that are the number of a sector have no hash.
+        "ivgen-hash-alg" | "encrypt.ivgen-hash-alg" => Ok(Setting::UsualLuks),
         _ => match usual_luks(name.strip_prefix("encrypt.").unwrap_or(name)) {
             Some(usual) if usual == value => Ok(Setting::UsualLuks),
             Some(usual) => Err(format!(

@@ -183,7 +183,12 @@ enum Command {
 
 /// The whole definition of the command line, in groups and with examples.
 fn command() -> clap::Command {
-    examples::add_to(serve::groups::apply(deferred::at_once(Arguments::command)))
+    let command = examples::add_to(serve::groups::apply(deferred::at_once(Arguments::command)));
+    if !called_as::is_qemu_nbd() {
+        return command;
+    }
+    // Scripts look for the options of qemu-nbd in its help.
+    command.mut_subcommand("serve", |serve| serve.mut_args(|option| option.hide(false)))
 }
 
 fn parse() -> Result<Arguments, clap::Error> {
@@ -222,7 +227,7 @@ pub fn run() -> ExitCode {
             let text = help.to_string();
             let text = match called_as::command_of(&called_as::words()) {
                 "" => qemu_help::of_program(text.trim_end()),
-                _ => text.trim_end().to_owned(),
+                _ => qemu_help::of_command(text.trim_end()),
             };
             return finish(output::print(&text).map(|()| ExitCode::SUCCESS));
         }

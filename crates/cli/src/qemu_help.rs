@@ -116,6 +116,12 @@ pub fn options_of(format: ImageFormat, has_file: bool) -> String {
     lines.join("\n")
 }
 
+/// The help of a command, without the word that the name of a QEMU tool stands for.
+pub fn of_command(help: &str) -> String {
+    help.replace("qemu-nbd serve", "qemu-nbd")
+        .replace("qemu-storage-daemon qemu-storage-daemon", "qemu-storage-daemon")
+}
+
 /// The help of the whole program, with what scripts look for in it.
 pub fn of_program(help: &str) -> String {
     if !called_as::is_qemu_img() {

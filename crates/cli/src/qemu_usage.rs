@@ -126,8 +126,12 @@ impl Mistake<'_> {
             };
         };
         // The name of the command stands where that of the program does.
-        let command = if self.command.is_empty() { "" } else { " " };
-        format!("\0{}", self.with_try(&format!("qemu-img{command}{}: {what}", self.command)))
+        let program = match self.command {
+            "" => "qemu-img".to_owned(),
+            "qemu-storage-daemon" => self.command.to_owned(),
+            command => format!("qemu-img {command}"),
+        };
+        format!("\0{}", self.with_try(&format!("{program}: {what}")))
     }
 
     /// The images that a command needs.

@@ -43,12 +43,14 @@ pub fn parse_new(text: &str) -> Result<NewSize, String> {
 
 /// Parses a count of bytes with an optional unit (K, M, G, T, P, E: powers of 1024; KiB and so on
 /// mean the same). A count with a unit may have a fraction (1.5G); the result is rounded down to a
-/// whole byte. A count without a unit may be hexadecimal (0x10000).
+/// whole byte. A count without a unit may be hexadecimal (0x10000). Leading blanks are ignored, as
+/// by `strtoull`.
 ///
 /// # Errors
 /// The reason why the text is no size.
 pub fn parse(text: &str) -> Result<u64, String> {
     const HOW: &str = "not a size; write it as 512, 64K, 1.5G";
+    let text = text.trim_start();
     if let Some(digits) = text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
         let number = Some(digits).filter(|digits| !digits.starts_with('+'));
         let bytes = number.and_then(|digits| u64::from_str_radix(digits, 16).ok());

@@ -1,6 +1,6 @@
-//! The calls of people's automation for qemu-img and qemu-nbd, run by both programs' tools and by
-//! ours under their names: the same exit statuses, keys and images, but for differences that
-//! docs/from-qemu.md gives a reason for.
+//! Command lines of scripts that call qemu-img and qemu-nbd, run with QEMU's tools and with ours
+//! under their names: exit statuses, JSON keys and images are the same, except for differences that
+//! docs/from-qemu.md explains.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -16,25 +16,25 @@ use serde_json::Value;
 
 const SCRIPT: &str = include_str!("automation/script.txt");
 const PAGE: &str = include_str!("../../../docs/from-qemu.md");
-/// Longer than any line takes on a busy machine.
+/// The longest time of a line on a busy machine.
 const LONG: Duration = Duration::from_secs(120);
 
-/// The demand on a line besides its exit status.
+/// What else must be equal besides the exit status of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind<'a> {
     Plain,
     Json,
     Text,
-    /// The same lines on both streams.
+    /// Both print the same lines on both streams.
     Lines,
     Serve,
     /// Both print these words.
     Says(&'a str),
-    /// The title of the reason why it is not so.
+    /// They differ; the title of the reason in docs/from-qemu.md.
     Differs(&'a str),
 }
 
-/// The lines that QEMU's tools of this version know, without comments.
+/// The lines that this version of QEMU's tools supports, without comments.
 fn lines(version: u32) -> impl Iterator<Item = (Kind<'static>, &'static str)> {
     let lines = SCRIPT.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
     let known = lines.filter_map(move |line| match line.strip_prefix("since10 ") {
@@ -65,10 +65,10 @@ fn qemu_version() -> u32 {
     version.and_then(|number| number.parse().ok()).unwrap_or_else(|| panic!("{told}"))
 }
 
-/// A folder in which the tools of one of both programs have these names.
+/// A folder in which QEMU's tools or ours run under QEMU's names.
 struct Place {
     folder: PathBuf,
-    /// Searched before all others.
+    /// The first folder of the search path.
     programs: Option<PathBuf>,
 }
 
@@ -93,7 +93,7 @@ impl Place {
         run_within(LONG, &mut self.shell(line))
     }
 
-    /// The answer to a client of the server that the line starts, about its export.
+    /// Starts the server of a line; returns what a client finds about its export.
     fn ask_server(&self, line: &str) -> Value {
         let server = self.shell(&format!("exec {line}")).stdout(Stdio::null()).spawn();
         let mut server = Server(server.expect("a shell"));
@@ -124,7 +124,7 @@ impl Place {
         told
     }
 
-    /// The names of what the lines have made.
+    /// The names of the files that the lines have made.
     fn names(&self) -> BTreeSet<String> {
         let entries = std::fs::read_dir(&self.folder).expect("a folder").flatten();
         let names = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
@@ -153,7 +153,8 @@ fn aliases(scratch: &Scratch) -> PathBuf {
     folder
 }
 
-/// The keys of `theirs` that `ours` lacks. Of lists as many elements are looked at as both have.
+/// The keys of `theirs` that `ours` lacks. Of two lists, as many elements are compared as both
+/// have.
 fn missing_keys(theirs: &Value, ours: &Value, path: &str) -> Vec<String> {
     match (theirs, ours) {
         (Value::Object(theirs), Value::Object(ours)) => theirs
@@ -169,8 +170,8 @@ fn missing_keys(theirs: &Value, ours: &Value, path: &str) -> Vec<String> {
             if ours.is_empty() {
                 return vec![format!("{path}[]")];
             }
-            // Which element is like which is not told: a map's extents are others where a copy's
-            // parts ended in another order.
+            // Elements are not compared by their position: a map's extents differ if the parts of a
+            // copy completed in another order.
             let path = format!("{path}[]");
             let nearest = |one| {
                 let missing = ours.iter().map(|other| missing_keys(one, other, &path));
@@ -182,7 +183,7 @@ fn missing_keys(theirs: &Value, ours: &Value, path: &str) -> Vec<String> {
     }
 }
 
-/// The fault in our line's end, beside theirs.
+/// How our outcome of a line differs from theirs; `None` if it does not.
 fn difference(kind: Kind<'_>, theirs: &Outcome, ours: &Outcome) -> Option<String> {
     let codes = [theirs.status.code(), ours.status.code()];
     match kind {
@@ -252,7 +253,7 @@ fn peoples_automation_works_with_both_programs() {
             }
             continue;
         }
-        // Side by side: each has a folder of its own.
+        // In parallel: each has its own folder.
         let [theirs, ours] = std::thread::scope(|scope| {
             [&theirs, &ours]
                 .map(|place| scope.spawn(|| place.run(line)))

@@ -1,6 +1,6 @@
-//! Random commands at the QMP socket, beside clients that verify what they read: by fuzzers that
-//! know the schema, and one that does not. No client sees an error, results fit the schema, and
-//! nothing is left behind. With `BLOCKHOUSE_QMP_SECONDS` it goes on for as long as one likes.
+//! Random commands at the QMP socket, while clients verify what they read: from fuzzers that know
+//! the schema, and from one that does not. No client sees an error, results fit the schema, and
+//! nothing is left behind. `BLOCKHOUSE_QMP_SECONDS` sets the duration.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,11 +16,11 @@ use crate::control_fuzz::{descriptors, verify};
 
 const MIB: u64 = 1 << 20;
 const CLASSES: [&str; 3] = ["GenericError", "CommandNotFound", "DeviceNotActive"];
-/// Those that fuzzers give, besides those that the server makes.
+/// The names that fuzzers use; the server makes others.
 const NODES: [&str; 6] = ["a", "b", "c", "d", "e", "f"];
 const JOBS: [&str; 4] = ["j1", "j2", "j3", "j4"];
 
-/// What random commands name: files and sockets that are theirs alone.
+/// The names in random commands: files and sockets that nothing else uses.
 struct World {
     files: Vec<PathBuf>,
     sockets: Vec<PathBuf>,
@@ -34,7 +34,7 @@ impl World {
         Self { files, sockets: ["one", "two", "three"].map(|name| scratch.socket(name)).into() }
     }
 
-    /// A value for a member that means something here, mostly.
+    /// A value for a member, by its name; mostly a meaningful one.
     fn value(&self, name: &str, random: &mut Rng) -> Option<Value> {
         if random.u8(..12) == 0 {
             return None;
@@ -55,13 +55,15 @@ impl World {
             "size" => json!(MIB * random.u64(0..3)),
             "speed" => json!(random.u64(..4) << 20),
             "granularity" => json!(512_u64 << random.u32(..12)),
+            // A node whose requests take for ever is opened and removed as late.
+            "latency-ns" => json!(random.u64(..1_000_000)),
             "throttle-group" => json!(random.choice(JOBS)),
             _ => return None,
         })
     }
 }
 
-/// One command that fits the schema. Whether it was carried out.
+/// Sends a command that fits the schema; returns whether it succeeded.
 fn knows_the_schema(qmp: &mut Qmp, schema: &QmpSchema, world: &World, random: &mut Rng) -> bool {
     let commands = schema.commands();
     let command = commands[random.usize(..commands.len())];
@@ -71,7 +73,8 @@ fn knows_the_schema(qmp: &mut Qmp, schema: &QmpSchema, world: &World, random: &m
     let mut arguments =
         schema.arguments(command, random, &|name, random| world.value(name, random));
     if command == "object-add" && !arguments["id"].is_null() {
-        // One that is removed at the end: no command lists objects, and a secret has a descriptor.
+        // An id that is removed at the end: no command lists objects, and a secret keeps a
+        // descriptor open.
         arguments["id"] = json!(random.choice(NODES));
     }
     let request = json!({ "execute": command, "arguments": arguments });
@@ -86,7 +89,7 @@ fn knows_the_schema(qmp: &mut Qmp, schema: &QmpSchema, world: &World, random: &m
     true
 }
 
-/// A message that is damaged: bytes of a command changed, cut or doubled.
+/// A damaged message: a command with bytes changed, cut or doubled.
 fn damaged(world: &World, random: &mut Rng) -> Vec<u8> {
     let request = json!({
         "execute": "blockdev-add",
@@ -106,8 +109,8 @@ fn damaged(world: &World, random: &mut Rng) -> Vec<u8> {
     text
 }
 
-/// Sends damaged messages over a connection, and closes it after them. The server counts a client
-/// until it has carried its last command out.
+/// Sends damaged messages over a new connection, and closes it. The server counts a client until it
+/// has executed the client's last command.
 fn knows_nothing(socket: &std::path::Path, world: &World, random: &mut Rng) {
     let Some(mut qmp) = Qmp::try_connect(socket) else {
         return std::thread::sleep(Duration::from_millis(20));
@@ -120,7 +123,8 @@ fn knows_nothing(socket: &std::path::Path, world: &World, random: &mut Rng) {
     qmp.hang_up();
 }
 
-/// Removes everything that commands may have made. Each may go only when another one has gone.
+/// Removes everything that commands may have made, repeatedly, because some can be removed only
+/// after others.
 fn remove_all(qmp: &mut Qmp) {
     let mut ask = |command: &str, arguments: Value| {
         let request = json!({ "execute": command, "arguments": arguments });
@@ -153,7 +157,7 @@ fn remove_all(qmp: &mut Qmp) {
     assert!(gone, "{left:#}");
 }
 
-/// The files of a server's descriptors.
+/// The files that a server has open.
 fn open_files(server: &Server) -> Vec<PathBuf> {
     let folder = format!("/proc/{}/fd", server.pid().as_raw_nonzero());
     let entries = std::fs::read_dir(folder).expect("the server runs").flatten();
@@ -207,9 +211,9 @@ fn random_commands_disturb_nobody_and_leave_nothing_behind() {
         stop.store(true, Ordering::SeqCst);
         threads.into_iter().for_each(|thread| thread.join().expect("no error"));
     });
-    // One that reads no events for long is disconnected.
+    // A client that does not read events for long is disconnected.
     drop(qmp);
-    // A command of a client that is gone may still be carried out.
+    // A command of a client that has disconnected may still be in progress.
     let settled = eventually(Duration::from_secs(20), || {
         Qmp::try_connect(&socket).iter_mut().for_each(remove_all);
         descriptors(&server) <= before

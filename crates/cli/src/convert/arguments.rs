@@ -44,13 +44,13 @@ pub struct Arguments {
     #[arg(value_parser = create_options::parse)]
     pub(super) options: Vec<create_options::Settings>,
     /// Make the target an overlay of this file, found from the target's folder: it stores only data
-    /// that differs from the file.
+    /// that differs from the file. With -n the target is one already.
     #[arg(long, short = 'B', value_name = "FILE")]
-    #[arg(value_parser = create_options::parse_backing_file, conflicts_with_all = ["resume", "no_create"])]
+    #[arg(value_parser = create_options::parse_backing_file, conflicts_with = "resume")]
     pub(super) backing: Option<Setting>,
     /// The format of that file.
     #[arg(long, short = 'F', value_name = "FORMAT")]
-    #[arg(value_parser = create_options::parse_backing_format, conflicts_with_all = ["resume", "no_create"])]
+    #[arg(value_parser = create_options::parse_backing_format, conflicts_with = "resume")]
     pub(super) backing_format: Option<Setting>,
     /// Replace a target that exists, once the copy is complete; or overwrite a block device.
     #[arg(long)]
@@ -229,8 +229,10 @@ impl Arguments {
 /// The options of the target. Contradictions end the program.
 pub(super) fn settings(arguments: &Arguments, format: ImageFormat) -> Vec<Setting> {
     let mut settings = Settings::join(arguments.options.clone()).unwrap_or_default();
-    settings.extend(arguments.backing.clone());
-    settings.extend(arguments.backing_format.clone());
+    if !arguments.no_create {
+        settings.extend(arguments.backing.clone());
+        settings.extend(arguments.backing_format.clone());
+    }
     let is_foreign = matches!(format, ImageFormat::Foreign(_));
     // Only some foreign formats have compression: `to_foreign` checks that.
     if format != ImageFormat::Qcow2 && !is_foreign && arguments.compress {
