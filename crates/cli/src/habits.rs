@@ -1,6 +1,8 @@
 //! Spellings of qemu-img and qemu-nbd that this command line does not have: the error of wrong
 //! usage names ours.
 
+use std::num::ParseIntError;
+
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
@@ -117,6 +119,14 @@ fn with_tip(mut error: clap::Error, tip: &str) -> clap::Error {
     error.remove(ContextKind::TrailingArg);
     error.insert(ContextKind::Suggested, ContextValue::StyledStrs(tips));
     error
+}
+
+/// A number as `strtol` reads it, which ignores leading blanks.
+///
+/// # Errors
+/// The text is no number.
+pub fn number(text: &str) -> Result<u32, ParseIntError> {
+    text.trim_start().parse()
 }
 
 #[cfg(test)]

@@ -109,7 +109,7 @@ pub struct Arguments {
 #[derive(clap::Args)]
 struct Habits {
     /// Several requests are in flight.
-    #[arg(short = 'm', hide = true, value_name = "NUMBER")]
+    #[arg(short = 'm', hide = true, value_name = "NUMBER", value_parser = crate::habits::number)]
     coroutines: Option<u32>,
     /// They are written in any order.
     #[arg(short = 'W', hide = true)]

@@ -28,7 +28,7 @@ pub struct NbdHabits {
     pub(super) persistent: bool,
     /// The most clients at once, as in qemu-nbd; 0: any number.
     #[arg(short = 'e', long = "shared", hide = true, value_name = "NUMBER")]
-    #[arg(value_parser = |text: &str| text.trim_start().parse::<u32>())]
+    #[arg(value_parser = crate::habits::number)]
     shared: Option<u32>,
     /// Serve a raw image from this offset on.
     #[arg(short = 'o', long, hide = true, value_name = "SIZE", value_parser = blockhouse_config::size::parse)]

@@ -1,5 +1,7 @@
 //! New VMDK images that are written as a stream (streamOptimized), as appliances (OVA) have them:
-//! compressed grains in the order of the disk, each table after its grains, and a footer.
+//! compressed grains in the order of the disk, each table after its grains, and a footer. The
+//! header has the offset of the grain directory, too, because importers of clouds refuse images
+//! whose header leaves it to the footer.
 
 use std::io::Write;
 
@@ -10,7 +12,7 @@ use flate2::write::ZlibEncoder;
 use super::create::{
     GRAIN, Head, HeaderPlaces, MAX_FILE, STREAM_FLAGS, STREAM_OVERHEAD, TABLE, TABLE_ENTRIES,
 };
-use super::sparse_header::{AT_END, FOOTER_MARKER};
+use super::sparse_header::FOOTER_MARKER;
 use crate::foreign::fields::{SECTOR, le32_bytes, padded};
 use crate::foreign::new_parts::{FilePiece, FilePieces, NewForeignOptions, refuse};
 
@@ -88,7 +90,7 @@ impl NewStream {
         tail.extend(self.header(place));
         tail.extend(marker(0, END_MARKER));
         let end = start + tail.len() as u64;
-        let head = [(SECTOR, self.head.own_descriptor()), (0, self.header(AT_END))];
+        let head = [(SECTOR, self.head.own_descriptor()), (0, self.header(place))];
         (Box::new([(start, tail)].into_iter().chain(head)), end)
     }
 
