@@ -126,9 +126,14 @@ fn knows_nothing(socket: &std::path::Path, world: &World, random: &mut Rng) {
 /// Removes everything that commands may have made, repeatedly, because some can be removed only
 /// after others.
 fn remove_all(qmp: &mut Qmp) {
+    let mut refusals = Vec::new();
     let mut ask = |command: &str, arguments: Value| {
         let request = json!({ "execute": command, "arguments": arguments });
-        qmp.ask(&request.to_string())["return"].clone()
+        let answer = qmp.ask(&request.to_string());
+        if let ("blockdev-del", Some(error)) = (command, answer.get("error")) {
+            refusals.push(error["desc"].to_string());
+        }
+        answer["return"].clone()
     };
     let gone = eventually(Duration::from_secs(60), || {
         for job in ask("query-jobs", json!({})).as_array().into_iter().flatten() {
@@ -154,7 +159,9 @@ fn remove_all(qmp: &mut Qmp) {
         nodes.is_empty() && ask("query-jobs", json!({})) == json!([])
     });
     let left = ask("query-named-block-nodes", json!({ "flat": true }));
-    assert!(gone, "{left:#}");
+    let jobs = ask("query-jobs", json!({}));
+    let last = &refusals[refusals.len().saturating_sub(4)..];
+    assert!(gone, "{last:#?} {jobs:#} {left:#}");
 }
 
 /// The files that a server has open.

@@ -202,6 +202,23 @@ fn an_overlay_with_data_is_refused() {
 }
 
 #[test]
+fn an_overlay_whose_base_a_stream_took_out_is_removed() {
+    let mut rig = require!(Rig::start(&[]));
+    rig.new_image("base");
+    rig.add("base");
+    let file = rig.path("top");
+    let data = json!({ "node-name": "base", "snapshot-file": file, "snapshot-node-name": "top" });
+    rig.qmp.get("blockdev-snapshot-sync", data);
+    let refused = rig.qmp.refused("blockdev-del", json!({ "node-name": "top" }));
+    assert!(refused.contains("is not owned by the monitor"), "{refused}");
+    rig.qmp.get("block-stream", json!({ "device": "top", "job-id": "j" }));
+    crate::qmp::wait_until("the job ends", || rig.qmp.get("query-jobs", json!({})) == json!([]));
+    rig.qmp.get("blockdev-del", json!({ "node-name": "top" }));
+    // Nothing has it open.
+    qemu_io("qcow2", &file, &["write -P 9 64k 512"]);
+}
+
+#[test]
 fn bitmaps_of_several_disks_change_together_or_not_at_all() {
     let mut rig = require!(Rig::start(&["a", "b"]));
     let add = |node: &str, name: &str| {

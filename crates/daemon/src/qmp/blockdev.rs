@@ -45,7 +45,11 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
         return Err(QmpError::generic(format!("Failed to find node with node-name='{name}'")));
     };
     let nodes = context.state.borrow().nodes_of(&disk);
-    if !nodes[depth].is_owned && context.running.exports().of_disk(&disk).is_empty() {
+    // An overlay of `blockdev-snapshot-sync` goes with the nodes below it. If a stream has taken
+    // these out, nothing but this command closes the overlay.
+    let has_owner = nodes.iter().any(|node| node.is_owned);
+    let is_unused = context.running.exports().of_disk(&disk).is_empty();
+    if !nodes[depth].is_owned && has_owner && is_unused {
         return Err(QmpError::generic(format!("Node {name} is not owned by the monitor")));
     }
     if let Some(user) = nodes[..depth].iter().rev().find(|user| user.is_owned) {
