@@ -68,7 +68,8 @@ pub fn create_as(
         let finished = finished.await;
         // An image in Ceph that is open cannot be removed.
         drop(storage);
-        if finished.is_err() {
+        // A file that existed before keeps its name.
+        if finished.is_err() && !how.is_in_place {
             remove_created(name).await;
         }
         finished
@@ -107,7 +108,7 @@ pub fn create_qcow2<'a>(
             storage.close().await
         };
         let filled = filled.await;
-        // A file that existed before is not removed.
+        // As above.
         if filled.is_err() && !how.is_in_place {
             remove_created(name).await;
         }
