@@ -1,9 +1,9 @@
 //! `blockhouse amend`: changes options of an image in place.
 //!
-//! Guarantees: each of these changes is made as a whole or not at all: `compat` and
+//! Guarantees: each of these changes is made completely or not at all: `compat` and
 //! `lazy_refcounts` (one write of the header), the name of a data file (`data_file`), and a larger
-//! `size`. An option that has the value already is accepted. For any other option, the error names
-//! the command that changes it, and the image is not changed.
+//! `size`. An option whose value would not change is accepted. For any other option, the error
+//! names the command that changes it, and the image is not changed.
 
 use std::path::{Path, PathBuf};
 
@@ -67,7 +67,7 @@ Key slots of encrypted images, in LUKS containers as well (there without 'encryp
 The others need another image ('blockhouse convert -o OPTION=VALUE IMAGE NEW') or another command
 ('blockhouse rebase' for the backing file).";
 
-/// The changes that one `-o` asks for.
+/// The changes that the `-o` options request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Changes {
     Help,
@@ -79,7 +79,7 @@ enum Changes {
 enum Change {
     /// The size of the disk in bytes.
     Size(u64),
-    /// An option that `create` has too.
+    /// An option that is also an option of `create`.
     Setting(Setting),
     /// An option of key slots, and its value.
     KeySlot(KeySlotOption, String),
@@ -118,7 +118,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         arguments.image_opts.resolve_to_change(image, arguments.format)?;
     let options = arguments.target_cache.apply(arguments.open.read_write(format)?);
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    // The progress is 0 of 1: the change is one write, whose progress is not known.
+    // The progress is 0 of 1 until the end, because the change is a single write.
     let work = || {
         event_loop.block_on(async {
             let disk = open(&path, options.for_purpose(Purpose::Image)).await?;
@@ -134,7 +134,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 /// Makes the changes in this order: a larger size, the options in the header, the name of the data
-/// file. An error ends it, so that a larger size may be the only change.
+/// file. An error ends the sequence, so a larger size may be the only change that is made.
 async fn change(disk: &ImageDisk, path: &Path, changes: Vec<Change>) -> Result<()> {
     let (mut amendments, mut size, mut data_file) = (Amendments::default(), None, None);
     let Some(features) = disk.image().features().filter(|_| disk.image().format_name() == "qcow2")

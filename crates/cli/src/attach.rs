@@ -18,7 +18,7 @@ use clap::builder::ValueParser;
 use crate::background::{self, Started};
 use crate::output;
 
-/// The maximum number of ublk devices: device numbers are below it.
+/// The maximum number of ublk devices. Device numbers are less than this.
 const UBLK_DEVICES: i64 = 1 << 20;
 
 /// Arguments of `attach`.
@@ -70,7 +70,7 @@ fn parse_device(text: &str) -> Result<Device, String> {
     device.ok_or_else(|| "write the path of a block device, like /dev/ublkb0 or /dev/nbd0".into())
 }
 
-/// Runs `attach`: prints the device when it is there.
+/// Runs `attach`. Prints the device's path when the device exists.
 pub fn attach(arguments: &AttachArguments) -> Result<ExitCode> {
     match blockhouse_ublk::check_driver() {
         Err(error) if error.has_no_driver() => attach_by_nbd(arguments, error),
@@ -93,8 +93,8 @@ fn attach_by_ublk(arguments: &AttachArguments) -> Result<ExitCode> {
     }
 }
 
-/// Attaches without the ublk driver; `why` says why it cannot be used. The server listens on a Unix
-/// socket, and the kernel's NBD client connects to it.
+/// Attaches without the ublk driver; `why` is the reason why the driver cannot be used. The server
+/// listens on a Unix socket, and the kernel's NBD client connects to it.
 fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Result<ExitCode> {
     if let Err(error) = blockhouse_kernel_nbd::check_driver() {
         bail!("{why}; nor can a device be had otherwise: {error}");

@@ -1,10 +1,11 @@
 //! A server in the background: a process that keeps running after the command that started it ends.
 //!
-//! Guarantees: the command passes on the server's output until the server listens, and its exit
-//! status if it ends before. A listening server has neither standard output nor standard error: a
-//! program that reads those of the command to their end does not wait for the server. The server is
-//! in a process group of its own, so that Ctrl-C does not end it. If the command ends before the
-//! server listens, the server ends, because it cannot report that it listens.
+//! Guarantees: the command forwards the server's output until the server listens. If the server
+//! ends before that, the command ends with the server's exit status. A listening server has closed
+//! the standard output and error that it shared with the command, so a program that reads the
+//! command's output to its end does not wait for the server. The server is in a process group of
+//! its own, so that Ctrl-C does not end it. If the command ends before the server listens, the
+//! server ends, because it cannot report that it listens.
 
 use std::ffi::OsString;
 use std::io::{self, Read};
@@ -18,8 +19,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{called_as, output};
 
-/// The option of a server in the background: it prints an empty line after the lines that say where
-/// it listens.
+/// The option that starts a server in the background. Such a server prints an empty line after the
+/// lines with the addresses at which it listens.
 pub const OPTION: &str = "--in-background";
 
 /// Bytes of one read of the server's output.
@@ -27,18 +28,18 @@ const CHUNK: usize = 4096;
 
 /// The outcome of starting a server.
 pub enum Started {
-    /// The server listens, at the addresses that these lines name.
+    /// The server listens at the addresses in these lines.
     Listens(String),
     /// The server ended before it listened, and printed the reason.
     Ended(ExitCode),
 }
 
-/// Starts `blockhouse` with the words of a `serve` command, [`OPTION`] among them, and waits until
-/// it listens or has ended. It inherits standard input and descriptors only if a word names one
-/// (`/dev/stdin`, `/dev/fd/3`).
+/// Starts `blockhouse` with the arguments of a `serve` command, which include [`OPTION`], and waits
+/// until the server listens or has ended. The server inherits standard input and other descriptors
+/// only if an argument names one (`/dev/stdin`, `/dev/fd/3`).
 ///
 /// # Errors
-/// It cannot be started, or was killed by a signal before it listened.
+/// The server cannot be started, or was killed by a signal before it listened.
 pub fn start(words: Vec<OsString>) -> Result<Started> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let names = |file: &[u8]| {
@@ -61,7 +62,8 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     let mut server = command.spawn().context("cannot start the server")?;
     let outcome = until_it_listens(&mut server);
     if outcome.is_err() {
-        // Otherwise the server would keep running without the user's knowledge.
+        // The server is killed, because otherwise it would keep running without the user's
+        // knowledge.
         let _ = server.kill();
     }
     outcome
@@ -95,12 +97,12 @@ impl Output {
         Some(Self { stdout, stderr, lines: Vec::new() })
     }
 
-    /// Passes on the output until the server listens; false if standard output ends before.
+    /// Forwards the output until the server listens; false if standard output ends before that.
     fn pass_on_until_ready(&mut self) -> io::Result<bool> {
         loop {
             let [has_output, has_errors] = self.wait(None)?;
             if has_errors && !self.pass_on_some()? && !has_output {
-                // Standard error is closed: `poll` would return at once for it.
+                // Standard error is closed, so `poll` would always return at once for it.
                 return self.read_lines_to_the_end();
             }
             if has_output && self.read_lines()? == 0 {
@@ -133,7 +135,7 @@ impl Output {
         Ok(length)
     }
 
-    /// Passes on the next bytes of standard error; false at its end.
+    /// Forwards the next bytes of standard error; false at its end.
     fn pass_on_some(&mut self) -> io::Result<bool> {
         let mut bytes = [0; CHUNK];
         let length = self.stderr.read(&mut bytes)?;
@@ -141,13 +143,14 @@ impl Output {
         Ok(length > 0)
     }
 
-    /// Passes on what standard error has, without waiting for more.
+    /// Forwards the available bytes of standard error, without waiting for more.
     fn pass_on(&mut self) -> io::Result<()> {
         while self.wait(Some(&Timespec::default()))?[1] && self.pass_on_some()? {}
         Ok(())
     }
 
-    /// Waits until standard output or standard error can be read or has ended; says which.
+    /// Waits until standard output or standard error can be read or has ended. Returns this for
+    /// each of the two.
     fn wait(&self, limit: Option<&Timespec>) -> io::Result<[bool; 2]> {
         let mut both =
             [PollFd::new(&self.stdout, PollFlags::IN), PollFd::new(&self.stderr, PollFlags::IN)];

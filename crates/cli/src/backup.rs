@@ -1,10 +1,11 @@
 //! `blockhouse backup`: copies a disk, or its changes since a bitmap was added, to a qcow2 file.
 //!
 //! Guarantees: the target gets its name only when it is complete and durable; until then the file
-//! is `TARGET.part` in the same folder. An interrupted backup keeps that name, and `--resume`
-//! continues it: the command compares the copy with the source, and copies ranges that differ
-//! again, so that no older data stays. An increment consists of whole clusters, and its base is an
-//! ordinary backing file: any program reads the other clusters from there.
+//! is `TARGET.part` in the same folder. An interrupted backup keeps the name `TARGET.part`, and
+//! `--resume` continues it: the command compares the copy with the source and copies ranges that
+//! differ again, so that no outdated data remains. An increment contains only whole clusters, and
+//! its base is an ordinary backing file, so any program that reads qcow2 reads the other clusters
+//! from the base.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -33,7 +34,7 @@ use crate::side_file_args::SideFileArgs;
 const MAX_IN_FLIGHT: usize = 16;
 /// Bytes of one request.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// Bytes of a block when a resumed increment is compared.
+/// Bytes of a block in the comparison of a resumed increment.
 const BLOCK: u64 = 64 << 10;
 /// The largest cluster of a target, in bytes.
 const MAX_CLUSTER: u64 = 64 << 10;
@@ -168,11 +169,11 @@ impl Arguments {
             ..CreateOptions::new(source.size())
         };
         let target = self.part(part, options).await?;
-        // Ranges that are not copied yet read as the base.
+        // Ranges that are not copied yet read from the base, so they need not be zero.
         let is_zero = false;
         let (from, to) = (Arc::clone(source), Arc::clone(&target));
         if self.resume {
-            // The target may have clusters of an earlier state of the source.
+            // The target may contain clusters with an earlier state of the source.
             let own = RangeCopy::new(Arc::clone(&to), Arc::clone(&from), BLOCK, is_zero)?;
             own.mark_own(&changed, || true).await?;
         }
@@ -265,7 +266,7 @@ impl Arguments {
         }
     }
 
-    /// Makes the target durable, verifies it if the user asked for that, and closes it.
+    /// Makes the target durable, verifies the target if the user requested that, and closes it.
     async fn finish(
         &self,
         source: &Arc<ImageDisk>,
@@ -313,7 +314,7 @@ async fn kept(
     match copied {
         Ok(()) => Ok(target),
         Err(error) => {
-            // The copy's error is the cause, so an error of the close is dropped.
+            // The error of the copy is reported, so an error of the close is ignored.
             let _ = target.close().await;
             Err(error.into())
         }

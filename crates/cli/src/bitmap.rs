@@ -283,7 +283,8 @@ async fn run_action(action: Action) -> Result<()> {
             let disk = image.open(Access::ReadWrite, Locking::Held).await?;
             match source_file {
                 Some(file) => {
-                    // It is copied: a bitmap that lacks changes would become a backup that does.
+                    // The bitmap is copied, so it must be complete: a backup made with a bitmap
+                    // that lacks changes would lack them too.
                     let options = image.access.open.read_only(source_format)?;
                     let other = open(&file, options).await?;
                     disk.bitmaps().merge(&name, &other, &source).await?;
@@ -316,13 +317,15 @@ impl Image {
         open(&named.path, self.options(named.format, access, locking)?).await
     }
 
-    /// Makes the side file for the bitmaps of a raw image, if it has none yet; true if it made one.
+    /// Makes the side file for the bitmaps of a raw image, if there is none yet; returns true if a
+    /// file was made.
     async fn make_side_file(&self) -> Result<bool> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;
         if called_as::is_qemu_img() {
-            // qemu-img makes none: scripts use the failure to find out whether an image can have
-            // bitmaps, and they would copy the image without the side file.
+            // Under the name qemu-img no side file is made: scripts use the failure to find out
+            // whether an image can have bitmaps, and they would copy the image without the side
+            // file.
             return Ok(false);
         }
         let options = self.options(named.format, Access::ReadWrite, Locking::Held)?;
@@ -386,7 +389,8 @@ fn as_text(bitmaps: &[Bitmap]) -> String {
     };
     let heading = line("NAME", "GRANULARITY", "STATE");
     let lines = bitmaps.iter().map(|bitmap| {
-        // Names come from the image: escaped, they cannot control the terminal.
+        // Names come from the image, so they are escaped: otherwise they could control the
+        // terminal.
         let name = bitmap.name.escape_debug().to_string();
         line(&name, &size::show(bitmap.granularity), state_of(bitmap))
     });

@@ -1,8 +1,10 @@
-//! The name that this program is called by. Under the name of a QEMU tool it behaves as that tool:
-//! callers depend on its exit statuses and on its texts on standard output and error.
+//! The name that this program is called by. Under the name of a QEMU tool it behaves as that tool,
+//! because callers depend on the tool's exit statuses and on its texts on standard output and
+//! error.
 //!
-//! Guarantees: under such a name wrong usage ends with status 1, an existing image is overwritten
-//! where the tool does so, and the error texts that scripts look for follow on lines after our own.
+//! Guarantees: under such a name wrong usage ends with status 1, and an existing image is
+//! overwritten if the tool does so. The tool's error texts, which scripts look for, are printed on
+//! lines after this program's own texts.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -25,9 +27,9 @@ pub enum Tool {
     Img,
     /// qemu-nbd: the server.
     Nbd,
-    /// qemu-io, of which only the version is printed.
+    /// qemu-io; only its `--version` is supported.
     Io,
-    /// The storage daemon: QMP clients configure what it serves.
+    /// The storage daemon, which QMP clients configure.
     StorageDaemon,
 }
 
@@ -59,24 +61,24 @@ impl Tool {
     }
 }
 
-/// The tool whose name this program has; `None` under its own.
+/// The tool whose name this program is called by; `None` if it is called by its own name.
 pub fn tool() -> Option<Tool> {
     static TOOL: OnceLock<Option<Tool>> = OnceLock::new();
     *TOOL.get_or_init(|| Tool::by_name(Path::new(&std::env::args_os().next()?)))
 }
 
-/// Whether the program is called qemu-img: an existing target is overwritten then.
+/// Whether the program is called qemu-img. If so, an existing target is overwritten.
 pub fn is_qemu_img() -> bool {
     tool() == Some(Tool::Img)
 }
 
-/// How new images are made. Under a QEMU tool's name other users may read them, because callers
-/// leave an image to programs of other users.
+/// How new images are made. Under a QEMU tool's name other users may read new images, because
+/// callers pass images to programs of other users.
 pub fn new_file() -> NewFile {
     NewFile { is_for_all: tool().is_some(), ..NewFile::default() }
 }
 
-/// Whether the program is called qemu-nbd: it does not print what it serves then.
+/// Whether the program is called qemu-nbd. If so, it does not print the addresses that it serves.
 pub fn is_qemu_nbd() -> bool {
     tool() == Some(Tool::Nbd)
 }
@@ -127,9 +129,9 @@ pub fn own_name() -> &'static str {
     }
 }
 
-/// The words of the command line as under our own name: qemu-nbd becomes `serve`, the storage
-/// daemon `qemu-storage-daemon`, and the `bench` of qemu-img `qemu-bench`, because our own `bench`
-/// measures the machine.
+/// The words of the command line, translated to this program's own commands: qemu-nbd becomes
+/// `serve`, the storage daemon `qemu-storage-daemon`, and the `bench` of qemu-img `qemu-bench`,
+/// because the own command `bench` measures the machine.
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {
@@ -190,9 +192,10 @@ const NBD_WITH_VALUES: [&str; 39] = [
     "--disconnect",
 ];
 
-/// The words of qemu-nbd without its `-v`, which keeps it in the foreground, as is the default
-/// here, and with `-s` for its `--snapshot`, which has a value under our own name. The values of
-/// other options stay, and so does what follows `--`.
+/// The words of qemu-nbd, with two changes. `-v`, which keeps qemu-nbd in the foreground, is
+/// removed, because `serve` stays in the foreground by default. `--snapshot` becomes `-s`, because
+/// the option `--snapshot` of `serve` has a value. Values of other options and the words after `--`
+/// are not changed.
 fn words_of_nbd(words: Vec<OsString>) -> Vec<OsString> {
     let mut kept = Vec::with_capacity(words.len());
     let mut rest = words.into_iter();
@@ -216,7 +219,7 @@ fn words_of_nbd(words: Vec<OsString>) -> Vec<OsString> {
 }
 
 /// The output of `--version` or `-V` under the name of a QEMU tool; `None` for other command lines.
-/// qemu-nbd takes it anywhere.
+/// qemu-nbd accepts the option at any position.
 pub fn version() -> Option<String> {
     let words: Vec<_> = std::env::args_os().collect();
     let is_asked = match tool()? {

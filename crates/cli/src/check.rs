@@ -130,7 +130,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 async fn check(arguments: &Arguments, progress: &ToolProgress) -> Result<Outcome> {
-    // The image is locked, so that no program writes to it before the check ends.
+    // The image is locked, so that no other program writes to it before the check ends.
     let (path, options) = arguments.image.look_only()?;
     let state = options.state.directory().cloned();
     let disk =
@@ -180,8 +180,8 @@ async fn repair_image(
         RepairScope::Leaks => (Repair::Leaks, IfCorrupt::Fail),
         RepairScope::All => (Repair::All, IfCorrupt::SetAside),
     };
-    // Otherwise the completed writes of a killed server (in its state file) would be lost: the
-    // repair would free their clusters as leaks.
+    // The image is opened with its state file, which has the completed writes of a killed server.
+    // Otherwise the repair would free the clusters of these writes as leaks.
     let options = arguments.image.open.read_write(Some(format))?;
     replay_state(image, options.clone(), if_corrupt).await?;
     let storage = open_storage(image, options).await?;
@@ -190,7 +190,7 @@ async fn repair_image(
     Ok(Outcome::Repaired(repaired, format.as_str()))
 }
 
-/// Replays the log of a VHDX image, which its writer has left, and checks the image.
+/// Replays the log of a VHDX image that was not closed cleanly, and checks the image.
 async fn replay_log(
     arguments: &Arguments,
     image: &Path,
@@ -200,11 +200,11 @@ async fn replay_log(
     let storage = open_storage(image, arguments.image.open.read_write(Some(format))?).await?;
     let is_replayed = replay_vhdx_log(&storage, random_bytes()?).await?;
     storage.close().await?;
-    // Its lock would refuse the check.
+    // The storage is closed first, because its lock would make the check fail.
     drop(storage);
     Ok(match check(arguments, progress).await? {
         Outcome::Checked(left, format, _) => {
-            // As QEMU counts it.
+            // A replayed log is counted as one corruption, as in QEMU.
             let corruptions = left.corruptions + u64::from(is_replayed);
             let found = CheckReport { corruptions, ..left.clone() };
             Outcome::Repaired(RepairReport { found, left, snapshots: Vec::new() }, format)
@@ -308,7 +308,7 @@ fn words_of(report: &CheckReport, fixed: FixCounts) -> Vec<String> {
     lines
 }
 
-/// As `qemu-img` does, counts of zero are left out.
+/// The result as JSON. As in `qemu-img`, counts of zero are omitted.
 fn as_json(
     (name, format): (&str, &str),
     report: &CheckReport,

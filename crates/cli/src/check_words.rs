@@ -1,11 +1,11 @@
-//! The lines that `qemu-img check` prints for findings (`Leaked cluster`, `ERROR cluster`):
-//! scripts look for them.
+//! The lines that `qemu-img check` prints for findings (`Leaked cluster`, `ERROR cluster`), because
+//! scripts look for these lines.
 
 use blockhouse_disk::CheckReport;
 use blockhouse_format::qcow2::Finding;
 
-/// A line for each finding; after a repair, also one for each repair. As in `qemu-img check`, bad
-/// references to a cluster come first.
+/// A line for each finding; after a repair, also a line for each repair. As in `qemu-img check`,
+/// bad references to a cluster come first.
 pub fn lines(found: &CheckReport, is_repair: bool) -> Vec<String> {
     let is_late = |finding: &&Finding| {
         matches!(finding, Finding::Refcount { .. } | Finding::CopiedFlag { .. })

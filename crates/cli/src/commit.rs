@@ -1,8 +1,9 @@
-//! `blockhouse commit`: writes an image's data into its backing file, or into one further down the
-//! chain.
+//! `blockhouse commit`: writes an image's data into its backing file, or into a file further down
+//! the backing chain.
 //!
-//! Guarantees: the image reads the same at every moment. It is emptied only if all its data is in
-//! its own backing file. Data of an encrypted image is stored unencrypted only with `--decrypt`.
+//! Guarantees: the image reads the same at every moment. The image is emptied only if all its data
+//! is in its immediate backing file. Data of an encrypted image is stored unencrypted only with
+//! `--decrypt`.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -92,7 +93,8 @@ pub fn run(arguments: Arguments) -> Result<()> {
         base.close().await?;
         anyhow::Ok(overlay.close().await?)
     })?;
-    // Not as qemu-img: programs that read its standard error take this warning for an error.
+    // The warning is not printed under the name qemu-img, because programs that read its standard
+    // error would treat the warning as an error.
     for image in between.iter().filter(|_| !called_as::is_qemu_img()) {
         output::tell(&format!(
             "blockhouse: {image}: its backing file has changed; it is a part of this chain only, not a disk by itself"

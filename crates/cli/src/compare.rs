@@ -1,8 +1,8 @@
-//! `blockhouse compare`: do two images have the same content?
+//! `blockhouse compare`: compares the content of two images.
 //!
-//! Exit status, as that of `qemu-img compare`: 0 the same, 1 different, 2 wrong usage, or an image
-//! cannot be opened, or the answer cannot be printed, 3 its map cannot be read, 4 its data cannot
-//! be read.
+//! Exit status, as that of `qemu-img compare`: 0 the same; 1 different; 2 wrong usage, an image
+//! cannot be opened, or the result cannot be printed; 3 the map of an image cannot be read; 4 the
+//! data of an image cannot be read.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -118,7 +118,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         as_text(difference, sizes)
     };
     match output::print_unless_quiet(&text) {
-        // A status of 1 would say that the images are different.
+        // The status is not 1, because that would mean that the images are different.
         Err(error) => Ok(report_error(&error, NO_ANSWER)),
         Ok(()) => Ok(match difference {
             Difference::Same => ExitCode::SUCCESS,

@@ -1,8 +1,8 @@
 //! The target of a copy: a new image, or one that is overwritten.
 //!
 //! Guarantees: a new image gets its name when it is complete and durable, never before; until then
-//! the copy is in `TARGET.part` beside it. An existing file of that name is left alone, unless the
-//! options ask to replace it (atomically, at the very end) or to overwrite it in place.
+//! the copy is in `TARGET.part` beside it. An existing target is not changed, unless the options
+//! request that it be replaced (atomically, at the very end) or overwritten in place.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -57,24 +57,24 @@ impl CopyFormats {
 /// How a copy is made.
 #[derive(Clone, Copy, Default)]
 pub struct How {
-    /// Clusters are compressed.
+    /// Whether clusters are compressed.
     pub compress: bool,
-    /// Zeros are written as data is.
+    /// Whether zeros are written as data.
     pub writes_zeros: bool,
-    /// Unreadable parts become zeros.
+    /// Whether unreadable parts become zeros.
     pub salvages: bool,
 }
 
 /// The treatment of a target that exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IfThere {
-    /// It is left alone.
+    /// The copy fails, and the target is not changed.
     Fail,
     /// A file is replaced; a target of fixed size (a device, an export) is overwritten.
     Replace,
-    /// It must exist; it is filled with zeros and written.
+    /// The target must exist. It is filled with zeros and written.
     Overwrite,
-    /// It must exist and read as zeros; it is written.
+    /// The target must exist and read as zeros. It is written without being zeroed before.
     OverwriteZeros,
     /// An earlier copy is continued.
     Resume,
@@ -122,7 +122,7 @@ pub struct TargetSpec<'a> {
     pub can_resume: bool,
     /// Whether clusters will be compressed.
     pub compress: bool,
-    /// `None`: direct I/O where that is possible.
+    /// The cache mode; `None` is direct I/O if that is possible.
     pub cache: Option<CacheMode>,
     pub open: &'a OpenArgs,
     /// The disks that the copy reads.
@@ -148,13 +148,13 @@ pub struct Finish {
 }
 
 impl Finish {
-    /// Nothing is left to do.
+    /// The end of a copy in place, after which nothing is left to do.
     pub fn in_place(path: PathBuf) -> Self {
         let (part, replaced_file, if_exists) = (None, None, IfExists::Fail);
         Self { path, part, replaced_file, if_exists, can_resume: false }
     }
 
-    /// `part` gets the name `path` at the end, and replaces the file that has it.
+    /// At the end `part` is renamed to `path`, and replaces a file of that name.
     pub fn of_part(
         path: &Path,
         part: &Path,
@@ -169,10 +169,11 @@ impl Finish {
         Self { path, part, replaced_file, if_exists, can_resume: false }
     }
 
-    /// Gives the target its name if `copied` is no error. The target is durable and closed.
+    /// Renames the target to its final name if `copied` is no error. The caller has made the target
+    /// durable and closed it.
     ///
     /// # Errors
-    /// The error of the copy, or of its end; the error names the files that are left.
+    /// The error of the copy, or of its end; the error names the files that were not removed.
     pub async fn end(self, copied: Result<()>) -> Result<()> {
         let Self { path, part, replaced_file, if_exists, can_resume } = self;
         let finished = match (copied, &part) {
@@ -198,14 +199,14 @@ impl Finish {
 /// A file that has the name of a new target.
 pub enum Existing {
     None,
-    /// It will be replaced. It is locked, because a program that has it open would continue with a
-    /// file that has no name.
+    /// The file will be replaced. It is locked, because a program that has it open would continue
+    /// with an unlinked file.
     Replaced(HostFile),
-    /// It keeps its inode, and is emptied.
+    /// The file keeps its inode, and is emptied.
     InPlace,
 }
 
-/// Finds out what there is at `path`.
+/// Finds out whether there is a file at `path`, and how it is replaced.
 ///
 /// # Errors
 /// The options do not allow to change the file, it is in use, or no file can have the name.
@@ -226,7 +227,7 @@ pub fn existing(path: &Path, if_there: IfThere) -> Result<Existing> {
 }
 
 impl Target {
-    /// Whether it is a new image, which is as long as the copy.
+    /// Whether the target is a new image, which is as long as the copy.
     pub fn is_new(&self) -> bool {
         self.finish.part.is_some()
     }
@@ -235,7 +236,7 @@ impl Target {
     /// command can resume the copy. Gives the disk its name if there was no error.
     ///
     /// # Errors
-    /// The error of the copy, or of its end; the error names the files that are left.
+    /// The error of the copy, or of its end; the error names the files that were not removed.
     pub async fn finish(self, copied: Result<()>) -> Result<()> {
         let Self { disk, finish, .. } = self;
         let closed = disk.close().await;
@@ -384,21 +385,22 @@ impl TargetSpec<'_> {
         }
     }
 
-    /// The image that becomes the target: a new one, or the partial copy of an earlier conversion.
+    /// The image that becomes the target: a new image, or the partial copy of an earlier command.
     async fn fill_part(self, replaced_file: Option<HostFile>) -> Result<Target> {
         let part = part_of(self.path);
         let (disk, content) = match self.if_there {
             IfThere::Resume => (self.open_partial(&part).await?, TargetContent::Unknown),
             _ => (self.create_new(&part).await?, self.content_of_new()),
         };
-        // Its data file may have been there before.
+        // The data file of the image may be an existing file, so it may be a source.
         self.check_apart(&disk)?;
         let finish = Finish::of_part(self.path, &part, replaced_file, self.if_there);
         let finish = Finish { can_resume: self.can_resume, ..finish };
         Ok(Target { disk: Arc::new(disk), content, finish })
     }
 
-    /// The existing file, emptied: it is a mount point, or its folder accepts no new file.
+    /// The existing file, emptied. Used if the file is a mount point, or if its folder accepts no
+    /// new file.
     async fn fill_in_place(self) -> Result<Target> {
         let path = self.path.to_owned();
         let file = NewFile { is_in_place: true, ..create_options::new_file(&self.settings) };
@@ -443,7 +445,7 @@ impl TargetSpec<'_> {
         opened
     }
 
-    /// Removes what a copy that was killed has left, unless a copy is still running.
+    /// Removes the partial file of a copy that was killed, unless a copy is still running.
     async fn remove_left(&self, part: &Path) -> Result<()> {
         let (raw, cache) = (Some(ImageFormat::Raw), CacheMode::Writeback);
         self.open_with(part, raw, cache, StateUse::Off).await?.close().await?;
@@ -533,7 +535,7 @@ impl TargetSpec<'_> {
     async fn fill_device(self) -> Result<Target> {
         let path = self.path;
         let (raw, cache) = (Some(ImageFormat::Raw), CacheMode::Writeback);
-        // Before anything is written.
+        // The device is checked before anything is written.
         let device = self.open_with(path, raw, cache, StateUse::Off).await?;
         self.check_apart(&device)?;
         device.close().await?;
@@ -542,7 +544,7 @@ impl TargetSpec<'_> {
             IfThere::Resume => (self.open_partial(path).await?, TargetContent::Unknown),
             _ => (self.make(path, NewFile::default()).await?, self.content_of_new()),
         };
-        // Its data file may have been there before.
+        // The data file of the image may be an existing file, so it may be a source.
         self.check_apart(&disk)?;
         let finish = Finish::in_place(path.to_owned());
         Ok(Target { disk: Arc::new(disk), content, finish })
@@ -569,7 +571,8 @@ impl TargetSpec<'_> {
             // Ranges that read from its backing file may already have the right data.
             _ if disk.image().backing_file().is_some() => TargetContent::Unknown,
             IfThere::OverwriteZeros => TargetContent::Zero,
-            // A stream, whose length is unknown: it is not filled with zeros before.
+            // The source is a stream of unknown length, so the target is not filled with zeros
+            // before.
             _ if self.size == 0 => TargetContent::Unknown,
             _ => {
                 let range = ByteRange::between(0, self.size);
@@ -635,8 +638,8 @@ impl TargetSpec<'_> {
         matches!(self.if_there, IfThere::Overwrite | IfThere::OverwriteZeros)
     }
 
-    /// Uses the image's state file if the image is overwritten in place: the state file may have
-    /// completed writes of a killed server. A new image needs none.
+    /// Uses the image's state file if the image is overwritten in place, because the state file may
+    /// have completed writes of a killed server. A new image needs none.
     fn state(&self) -> Result<StateUse> {
         if self.is_overwritten() { self.open.state_use() } else { Ok(StateUse::Off) }
     }

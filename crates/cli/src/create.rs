@@ -1,6 +1,6 @@
 //! `blockhouse create`: new images.
 //!
-//! Guarantees: a file that exists is left alone (unless the program is called qemu-img), a new
+//! Guarantees: a file that exists is not changed (unless the program is called qemu-img), a new
 //! image is durable when the command ends, and a command that fails leaves no file. A qcow2 image
 //! overwrites a block device only after checks that nothing uses the device and that the metadata
 //! fits; the device's old bytes are not visible in the new disk. A raw disk on a block device is
@@ -177,7 +177,8 @@ fn wrong_usage_of(image: &Path, why: &str) -> ! {
     }
 }
 
-/// Under the name qemu-img, which overwrites an image: refuses an image as its own backing file.
+/// Refuses an image as its own backing file. Needed only under the name qemu-img, which overwrites
+/// an existing image.
 fn refuse_own_name(image: &Path, settings: &[Setting]) -> Result<()> {
     let is_own = |setting: &Setting| matches!(setting, Setting::BackingFile(name) if Path::new(name) == image);
     if called_as::is_qemu_img() && settings.iter().any(is_own) {
@@ -371,8 +372,8 @@ pub async fn create_luks(image: &Path, size: u64, header: &[u8], file: NewFile) 
     Ok(or_removed(image, finish.await).await?)
 }
 
-/// As [`create_raw`], but the file has another name until its space is allocated: a file with the
-/// image's name is complete.
+/// As [`create_raw`], but the file has another name until its space is allocated, so that a file
+/// with the image's name is always complete.
 async fn create_whole_raw(
     image: &Path,
     size: u64,
@@ -502,8 +503,8 @@ async fn make_qcow2(
     file: NewFile,
     progress: &ToolProgress,
 ) -> Result<()> {
-    // The name is durable from here on. Until its header is written, the file is empty or starts
-    // with zeros, which no program takes for an image.
+    // The name is durable from here on. Until the header is written, the file is empty or starts
+    // with zeros, so no program treats it as a qcow2 image.
     create_as(image, 0, ImageFormat::Raw, file).await?;
     if let Some(DataFile { name, .. }) = &options.data_file {
         note_data_file(image, name);
@@ -562,12 +563,12 @@ async fn fill_qcow2(
     or_removed(path, finish.await).await
 }
 
-/// Opens the backing file of a new image, in the stated format. Reason: an image whose backing file
-/// cannot be opened would be of no use.
+/// Opens the backing file of a new image, in the stated format, because an image whose backing file
+/// cannot be opened would be useless.
 ///
 /// # Errors
-/// One that names the new image, if its path is another name of the backing file or of a file
-/// further down the chain: creating the image would overwrite that file.
+/// Also an error that names the new image, if its path is another name of the backing file or of a
+/// file further down the chain, because creating the image would overwrite that file.
 pub async fn open_backing(
     image: &Path,
     backing: &Backing,

@@ -111,18 +111,18 @@ pub fn parse(text: &str) -> Result<Settings, String> {
     settings.collect::<Result<_, _>>().map(Settings::Given)
 }
 
-/// As `-o backing_file=NAME`.
+/// Parses the name of `-o backing_file=NAME`.
 ///
 /// # Errors
-/// Why it cannot be the name of a backing file.
+/// The reason why `name` cannot be the name of a backing file.
 pub fn parse_backing_file(name: &str) -> Result<Setting, String> {
     parse_one(&format!("backing_file={name}"))
 }
 
-/// As `-o backing_fmt=NAME`.
+/// Parses the name of `-o backing_fmt=NAME`.
 ///
 /// # Errors
-/// Which formats there are.
+/// The list of the formats, if `name` is none of them.
 pub fn parse_backing_format(name: &str) -> Result<Setting, String> {
     parse_one(&format!("backing_fmt={name}"))
 }
@@ -233,7 +233,7 @@ fn parse_known(text: &str) -> Result<Setting, String> {
             Ok(Setting::KeySecret(value.to_owned()))
         }
         _ if foreign_options::is_name(name) => foreign_options::parse(name, value),
-        // IVs that are the number of a sector have no hash.
+        // IVs that are sector numbers use no hash, so the hash is ignored.
         "ivgen-hash-alg" | "encrypt.ivgen-hash-alg" => Ok(Setting::UsualLuks),
         _ => match usual_luks(name.strip_prefix("encrypt.").unwrap_or(name)) {
             Some(usual) if usual == value => Ok(Setting::UsualLuks),
@@ -258,7 +258,7 @@ fn usual_luks(name: &str) -> Option<&'static str> {
 }
 
 /// The options for an image of `size` bytes, from `settings`. If an option is given more than once,
-/// the last one counts.
+/// the last one is used.
 ///
 /// # Errors
 /// A backing file without its format, or a format without a file.
@@ -315,7 +315,7 @@ pub fn qcow2(size: u64, settings: Vec<Setting>) -> Result<CreateOptions, String>
 /// The encryption of the image to be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChosenEncryption {
-    /// As QEMU did before LUKS.
+    /// The AES encryption that QEMU used before LUKS.
     Aes,
     /// LUKS, with the time that the derivation of the key should take.
     Luks(Duration),
@@ -387,7 +387,7 @@ pub fn new_file(settings: &[Setting]) -> NewFile {
     file
 }
 
-/// The size of the disk, if an option gives it; the last option counts.
+/// The size of the disk, if an option gives it; the last option is used.
 pub fn size_of(settings: &[Setting]) -> Option<u64> {
     settings.iter().rev().find_map(|setting| match setting {
         Setting::Size(size) => Some(*size),
@@ -403,7 +403,7 @@ pub fn refusal_of(settings: &[Setting]) -> Option<&Refusal> {
     })
 }
 
-/// The name of the secret that opens the new image; the last option counts.
+/// The name of the secret that opens the new image; the last option is used.
 pub fn key_secret(settings: &[Setting]) -> Option<&str> {
     settings.iter().rev().find_map(|setting| match setting {
         Setting::KeySecret(name) => Some(name.as_str()),

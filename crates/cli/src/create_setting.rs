@@ -22,7 +22,7 @@ pub enum Setting {
     Compat(Version),
     /// Bits of a refcount.
     RefcountBits(u32),
-    /// Whether refcounts may be written late.
+    /// Whether refcount updates may be delayed (`lazy_refcounts`).
     LazyRefcounts(Switch),
     /// Whether there are subclusters.
     ExtendedL2(Switch),
@@ -48,7 +48,7 @@ pub enum Setting {
     KeySecret(String),
     /// An option of LUKS with the only value that new images have.
     UsualLuks,
-    /// Whether a copy-on-write file system changes the file in place.
+    /// Whether copy-on-write is turned off for the file (`nocow`), on a file system such as btrfs.
     NoCopyOnWrite(Switch),
     /// The allocation unit, in bytes, that the file system is advised to use for the file.
     ExtentSize(u32),

@@ -1,7 +1,7 @@
 //! `blockhouse dd`: a part of a disk as a new image, in the words of dd(1) and qemu-img dd.
 //!
-//! Guarantees: those of [`copy_target`](crate::copy_target). Block sizes are units only: what is
-//! copied does not depend on how it is cut.
+//! Guarantees: those of [`copy_target`](crate::copy_target). Block sizes are only units of the
+//! other operands; the copied range does not depend on how the copy is divided into requests.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::open_args::OpenArgs;
 use crate::output;
 use crate::progress::{Progress, ProgressArgs};
 
-/// Bytes of a block where bs= is left out.
+/// Bytes of a block if bs= is not given.
 const BLOCK: u64 = 512;
 
 /// Arguments of `dd`.
@@ -79,7 +79,7 @@ fn parse_operand(text: &str) -> Result<Operand, String> {
     })
 }
 
-/// The values of all operands. If an operand is repeated, the last counts.
+/// The values of all operands. If an operand is repeated, the last one is used.
 #[derive(Default)]
 struct Operands {
     source: Option<PathBuf>,

@@ -1,8 +1,8 @@
 //! Options of a subcommand, defined only when the parser finds the subcommand in the command line.
 //!
-//! Reason: the options of all commands take longer to define than the program takes to load, and a
-//! run has one command. Invariant: a deferred definition only parses a valid command line. Help,
-//! errors and man pages are made from the whole definition ([`at_once`]).
+//! Reason: to define the options of all commands takes longer than to load the program, and each
+//! run needs only one command. Invariant: a deferred definition is used only to parse a valid
+//! command line. Help, errors and man pages are made from the complete definition ([`at_once`]).
 
 use std::cell::Cell;
 

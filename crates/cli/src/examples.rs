@@ -1,9 +1,9 @@
 //! The examples at the end of each `--help`, of the man pages and of the option reference.
 //!
 //! Invariants, which tests check: every command has at least one example; the parser accepts each
-//! example, and each works as typed. The images are disk.img (raw), disk.qcow2 (qcow2, with a
-//! snapshot called before, and bitmaps called changes and week) and over.qcow2, whose backing file
-//! is base.img.
+//! example, and each example works as typed. The images are disk.img (raw), disk.qcow2 (qcow2, with
+//! a snapshot called before, and bitmaps called changes and week) and over.qcow2, whose backing
+//! file is base.img.
 
 use clap::Command;
 

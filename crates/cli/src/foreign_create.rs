@@ -12,7 +12,7 @@ use blockhouse_storage::ImageStorage;
 /// Makes an empty image.
 ///
 /// # Errors
-/// The error names the file; no file is left then.
+/// The error names the file. After an error no file is left.
 pub async fn create(
     path: &Path,
     kind: ForeignKind,
@@ -60,17 +60,17 @@ pub async fn begin(
 /// The options and what differs in each image: the name of its file, the time, random bytes.
 ///
 /// # Errors
-/// There are no random bytes.
+/// The host has no random bytes.
 pub fn with_identity(options: NewForeignOptions, path: &Path) -> Result<NewForeignOptions> {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let file_name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     Ok(NewForeignOptions { now, file_name, seed: random_bytes()?, ..options })
 }
 
-/// Bytes that nobody can guess.
+/// Unpredictable bytes from the host's random number generator.
 ///
 /// # Errors
-/// The host has none.
+/// The host has no random bytes.
 pub fn random_bytes() -> Result<[u8; 16]> {
     let mut bytes = [0; 16];
     let random = std::fs::File::open("/dev/urandom")

@@ -2,8 +2,8 @@
 //! the names of `qemu-img`.
 //!
 //! Guarantees: an option is either obeyed or refused. Two options are accepted without effect,
-//! because they state what always holds: a VHD has exactly the requested size (`force_size`), and
-//! unwritten blocks read as zeros (`block_state_zero`).
+//! because what they request is always true: a VHD has exactly the requested size (`force_size`),
+//! and unwritten blocks read as zeros (`block_state_zero`).
 
 use blockhouse_config::{size, switch};
 use blockhouse_disk::Backing;
@@ -73,7 +73,7 @@ pub fn parse(name: &str, value: &str) -> Result<Setting, String> {
 }
 
 /// The options for an image of `size` bytes, from `settings`. If an option is given more than once,
-/// the last one counts.
+/// the last one is used.
 ///
 /// # Errors
 /// An option that the format does not have, or a value that is not possible.

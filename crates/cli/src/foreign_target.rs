@@ -35,8 +35,8 @@ pub struct ForeignTarget<'a> {
     pub is_flushed: bool,
 }
 
-/// Bytes of a sector of a copy of these disks. VHDX alone can state sectors of 4096 bytes; of
-/// other formats the user is warned.
+/// Bytes of a sector of a copy of these disks. Only VHDX can have sectors of 4096 bytes; for other
+/// formats a warning is printed.
 pub fn sector_of_copy(kind: ForeignKind, sources: &[Arc<ImageDisk>]) -> u32 {
     let is_4k = sources.iter().any(|source| source.logical_block_size() == 4096);
     match kind {

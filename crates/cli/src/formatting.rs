@@ -1,4 +1,4 @@
-//! The line that `qemu-img create` begins with, for scripts that look for it: `Formatting
+//! The first line that `qemu-img create` prints, for scripts that look for it: `Formatting
 //! 'disk.qcow2', fmt=qcow2 ...`.
 
 use std::path::Path;
@@ -99,7 +99,7 @@ fn line(image: &Path, format: ImageFormat, size: u64, settings: &[Setting]) -> S
     line
 }
 
-/// The preallocation mode as the user types it; the last one counts.
+/// The preallocation mode as the user types it; the last one is used.
 pub fn preallocation_of(settings: &[Setting]) -> Option<String> {
     let words = settings.iter().rev().filter_map(word_of);
     words.filter(|(name, _)| *name == "preallocation").map(|(_, value)| value).next()

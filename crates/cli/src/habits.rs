@@ -1,5 +1,5 @@
-//! Spellings of qemu-img and qemu-nbd that this command line does not have: the error of wrong
-//! usage names ours.
+//! Commands and options of qemu-img and qemu-nbd that this command line does not have. The error of
+//! wrong usage names this program's own spelling.
 
 use std::num::ParseIntError;
 
@@ -41,7 +41,7 @@ pub fn explain(error: clap::Error, arguments: &[String]) -> clap::Error {
     }
 }
 
-/// A message that replaces the parser's: for digits, and for a word that is no command.
+/// A message that replaces the parser's message, for digits and for a word that is no command.
 fn plain_reason(error: &clap::Error, arguments: &[String]) -> Option<(ErrorKind, String)> {
     let context = |kind| error.get(kind).map(ToString::to_string);
     match error.kind() {
@@ -55,7 +55,7 @@ fn plain_reason(error: &clap::Error, arguments: &[String]) -> Option<(ErrorKind,
             Some((ErrorKind::ValueValidation, why))
         }
         ErrorKind::ArgumentConflict => {
-            // 'snapshot WORD IMAGE': the word was taken for the image.
+            // In 'snapshot WORD IMAGE', the parser has treated WORD as the image.
             let image = context(ContextKind::InvalidSubcommand)?;
             let at = arguments.iter().position(|word| *word == image)?;
             no_command(arguments, arguments.get(at.checked_sub(1)?)?)
@@ -65,8 +65,7 @@ fn plain_reason(error: &clap::Error, arguments: &[String]) -> Option<(ErrorKind,
     }
 }
 
-/// Says that a word is no command, where one is expected: the last command that was typed has
-/// commands of its own.
+/// The message that a word is no command, if the last command that was typed requires a subcommand.
 fn no_command(arguments: &[String], word: &str) -> Option<(ErrorKind, String)> {
     let root = crate::command();
     let (mut command, mut names) = (&root, Vec::new());
@@ -113,7 +112,7 @@ fn tip_for(arguments: &[String], option: &str) -> Option<&'static str> {
 
 fn with_tip(mut error: clap::Error, tip: &str) -> clap::Error {
     let tips = vec![StyledStr::from(tip.to_owned())];
-    // Not "a similar argument exists".
+    // Removes the suggestion "a similar argument exists".
     error.remove(ContextKind::SuggestedArg);
     error.remove(ContextKind::SuggestedSubcommand);
     error.remove(ContextKind::TrailingArg);

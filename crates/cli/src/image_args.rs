@@ -133,8 +133,8 @@ impl ImageArgs {
     }
 }
 
-/// Whether commands open the file `name` of a new image only with an option. If so, prints a
-/// message, except under the name of another tool.
+/// Whether commands open the file `name`, which a new image names, only with an option. If so,
+/// prints a message, except under the name of a QEMU tool.
 pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
     let plain = match str::from_utf8(name).ok().and_then(QemuName::of) {
         Some(Ok(named)) => named.path.into_os_string().into_vec(),
@@ -154,7 +154,7 @@ pub fn tell_if_not_free(image: &Path, name: &[u8], role: &str) -> bool {
              --allow-path '{folder}'"
         )
     };
-    // Programs that call QEMU's tools would take a message on standard error for an error.
+    // Programs that call QEMU's tools would treat a message on standard error as an error.
     if called_as::tool().is_none() {
         output::tell(&format!("blockhouse: {}: its {role} '{named}' {why}", image.display()));
     }

@@ -1,8 +1,9 @@
 //! Images that are named as QEMU names block devices: `--image-opts
 //! driver=qcow2,file.filename=disk.qcow2`, or the same as JSON, `json:{"driver": "qcow2", ...}`.
 //!
-//! Guarantees: an option is either obeyed or refused, never ignored. Options that cannot affect a
-//! command that opens one image, reads or writes it, and ends, are accepted without effect.
+//! Guarantees: an option is either obeyed or refused, never ignored. A command that opens one
+//! image, reads or writes it, and ends accepts options that cannot affect it (such as options for
+//! long-running servers) without effect.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -27,7 +28,7 @@ pub struct ImageOptsArgs {
 pub type Named = QemuName;
 
 impl ImageOptsArgs {
-    /// For a command whose option with this meaning has another name.
+    /// The arguments of a command whose option with this meaning has another name.
     pub fn if_used(image_opts: bool) -> Self {
         Self { image_opts }
     }
@@ -40,7 +41,8 @@ impl ImageOptsArgs {
     /// As [`resolve`](Self::resolve), for an image that will be changed.
     ///
     /// # Errors
-    /// As there; or the options forbid changes to the image, or its lock.
+    /// As [`resolve`](Self::resolve); also if the options forbid changes of the image, or locking
+    /// it.
     pub fn resolve_to_change(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         Self::check_change(self.resolve(image, format)?, image)
     }
@@ -61,7 +63,8 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read), of a whole image with its backing file.
     ///
     /// # Errors
-    /// As there; or the options name a part of a file, or leave its backing file out.
+    /// As [`resolve_to_read`](Self::resolve_to_read); also if the options name a part of a file, or
+    /// omit the backing file.
     pub fn resolve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_whole(image, format)?;
         if named.is_compressed {
@@ -80,7 +83,7 @@ impl ImageOptsArgs {
     /// compressed.
     ///
     /// # Errors
-    /// As there.
+    /// As [`resolve_to_change`](Self::resolve_to_change).
     pub fn resolve_target(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_whole(image, format)?;
         let is_compressed = named.is_compressed;
@@ -91,7 +94,8 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is served.
     ///
     /// # Errors
-    /// As there; or the options ask for what a server does not do.
+    /// As [`resolve_to_read`](Self::resolve_to_read); also if the options request what a server
+    /// does not support.
     pub fn resolve_to_serve(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_read(image, format)?;
         if named.space.keeps_clusters {
@@ -113,7 +117,7 @@ impl ImageOptsArgs {
     /// As [`resolve_to_read`](Self::resolve_to_read), of a whole file.
     ///
     /// # Errors
-    /// As there; or the options name a part of a file.
+    /// As [`resolve_to_read`](Self::resolve_to_read); also if the options name a part of a file.
     fn resolve_whole(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_read(image, format)?;
         if named.part.is_some() {
@@ -130,7 +134,7 @@ impl ImageOptsArgs {
     /// backing file, which the options may name.
     ///
     /// # Errors
-    /// As there.
+    /// As [`resolve_to_change`](Self::resolve_to_change).
     pub fn resolve_to_commit(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = Self::check_change(self.find(image, format)?, image)?;
         if named.part.is_some() || named.is_compressed || named.context.is_some() {
@@ -140,11 +144,11 @@ impl ImageOptsArgs {
         }
     }
 
-    /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is mapped: the options may
-    /// name another metadata context of a server than its allocation.
+    /// As [`resolve_to_read`](Self::resolve_to_read), of an image that is mapped. For an export,
+    /// the options may name a metadata context other than `base:allocation`.
     ///
     /// # Errors
-    /// As there.
+    /// As [`resolve_to_read`](Self::resolve_to_read).
     pub fn resolve_to_map(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.find(image, format)?;
         if let Some(backing) = &named.backing {
@@ -161,7 +165,7 @@ impl ImageOptsArgs {
     /// gives.
     ///
     /// # Errors
-    /// The option that is unknown or asks for what is not possible.
+    /// The option that is unknown, or that requests something impossible.
     pub fn resolve_to_read(self, image: &Path, format: Option<ImageFormat>) -> Result<Named> {
         let named = self.resolve_to_map(image, format)?;
         match named.context {

@@ -61,14 +61,14 @@ struct Facts {
     /// Names of the files with the disk's data, of a format that has several.
     extents: Vec<Vec<u8>>,
     vmdk: Option<VmdkFacts>,
-    /// Whether the files that the image names may be examined.
+    /// Whether the command may examine the files that the image names.
     follows: bool,
-    /// The limits of requests, if the user asked for them.
+    /// The limits of requests, if the user requested them.
     limits: Option<Value>,
     /// The part of its file that the image occupies, if options named one.
     part: Option<FilePart>,
     virtual_size: u64,
-    /// In bytes; `None` if the image is on another server.
+    /// The allocated space in bytes; `None` if the image is on another server.
     actual_size: Option<u64>,
     /// Bytes that writes to the disk can still allocate, if known.
     room_left: Option<u64>,
@@ -86,7 +86,8 @@ struct Facts {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let (image, options) = arguments.image.read_only()?;
     let state = options.state.directory().cloned();
-    // Not locked, because the image may be in use. With direct I/O, as a server opens it.
+    // The image is not locked, because it may be in use. It is opened with direct I/O, as a server
+    // opens it.
     let options = ImageOptions {
         cache: CacheMode::None,
         locking: Locking::None,

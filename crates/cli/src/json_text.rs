@@ -1,11 +1,12 @@
-//! Printed JSON. Under the name of a QEMU tool it has QEMU's indentation and order of keys, because
-//! scripts that parse lines depend on them, and lacks a key that QEMU does not have.
+//! Printed JSON. Under the name of a QEMU tool the JSON has QEMU's indentation and order of keys,
+//! because scripts that parse lines depend on them. The key [`OWN`], which QEMU does not have, is
+//! omitted then.
 
 use serde_json::{Map, Value};
 
 use crate::called_as;
 
-/// Keys in the order in which qemu-img prints them; others follow.
+/// Keys in the order in which qemu-img prints them; other keys follow.
 const ORDER: &[&str] = &[
     "children",
     "name",

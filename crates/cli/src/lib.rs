@@ -1,9 +1,9 @@
 //! `blockhouse`: disk images for virtual machines.
 //!
-//! This crate is the command line. `main.rs` only calls it: a library crate is compiled while the
-//! compiler still optimizes the crates below it. Programs that need disks as a library use the
-//! lower crates: `docs/library.md` in the repository says which one, and `examples/` has whole
-//! programs.
+//! This crate is the command line. `main.rs` only calls this crate. Reason: a library crate can be
+//! compiled while the compiler is still optimizing the crates below it. Programs that need disks as
+//! a library use the lower crates: `docs/library.md` in the repository lists them, and `examples/`
+//! has complete programs.
 //!
 //! Exit status: 0 done, 1 the operation failed (one line on standard error says what, where, why
 //! and what to do), 2 wrong usage, 3 a bitmap lacks changes; for `check` those of `qemu-img check`.
@@ -181,7 +181,7 @@ enum Command {
     QemuStorageDaemon(Deferred<storage_daemon::Arguments>),
 }
 
-/// The whole definition of the command line, in groups and with examples.
+/// The complete definition of the command line, with groups of options and examples.
 fn command() -> clap::Command {
     let command = examples::add_to(serve::groups::apply(deferred::at_once(Arguments::command)));
     if !called_as::is_qemu_nbd() {
@@ -214,8 +214,8 @@ pub fn run() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|word| word == blockhouse_daemon::LAUNCH_WORD) {
         return finish(blockhouse_daemon::launch().map(|()| ExitCode::SUCCESS));
     }
-    // With a handler for SIGXFSZ, a write past the limit of a file's size fails, and does not end
-    // the process.
+    // With a handler for SIGXFSZ, a write past the limit of a file's size fails with an error.
+    // Without one, the signal would end the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     if let Some(version) = called_as::version() {
         return finish(output::print(&version).map(|()| ExitCode::SUCCESS));

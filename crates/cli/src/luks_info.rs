@@ -26,7 +26,7 @@ pub fn as_json(header: &LuksHeader) -> Value {
     value
 }
 
-/// The cipher as QEMU has it: "aes-256", "xts", "plain64".
+/// The cipher, the mode and the IV generator in QEMU's words: "aes-256", "xts", "plain64".
 fn words_of(header: &LuksHeader) -> (String, String, String) {
     let mut words = header.cipher.as_str().splitn(3, '-');
     let mut next = || words.next().unwrap_or_default().to_owned();

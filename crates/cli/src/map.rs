@@ -1,5 +1,5 @@
-//! `blockhouse map`: which parts of an image have data, and where; or which have changed since a
-//! snapshot.
+//! `blockhouse map`: the parts of an image that have data, and their locations; or the parts that
+//! have changed since a snapshot.
 
 use std::path::Path;
 
@@ -153,7 +153,7 @@ fn as_json(parts: &[MapEntry], disk: &ImageDisk) -> String {
     let lines = parts.iter().map(|&MapEntry { guest, depth, kind }| {
         let (start, length) = (guest.offset(), guest.length());
         let place = host(kind).map(|host| format!(", \"offset\": {}", disk.image().locate(depth, host).1));
-        // The order and the spaces are those that scripts look for.
+        // Scripts depend on this order and these spaces.
         format!(
             "{{ \"start\": {start}, \"length\": {length}, \"depth\": {depth}, \"present\": {}, \"zero\": {}, \
              \"data\": {}, \"compressed\": {}{}}}",
@@ -193,7 +193,7 @@ fn as_text(parts: &[MapEntry], disk: &ImageDisk) -> String {
     [heading].into_iter().chain(with_data).collect::<Vec<_>>().join("\n")
 }
 
-/// In the form of the map, without what it tells of the image's files.
+/// The changes as JSON in the form of the map, without locations in the image's files.
 fn changes_as_json(changes: &[StorageChange]) -> String {
     let lines = changes.iter().map(|&StorageChange { range, allocation }| {
         let has_data = allocation == Allocation::Data;
@@ -209,7 +209,7 @@ fn changes_as_json(changes: &[StorageChange]) -> String {
     format!("[{}]", lines.collect::<Vec<_>>().join(",\n"))
 }
 
-/// The parts, and what they are now.
+/// The changed parts, and their current state.
 fn changes_as_text(changes: &[StorageChange]) -> String {
     let line = |offset: &str, length: &str, now: &str| format!("{offset:<16}{length:<16}{now}");
     let lines = changes.iter().map(|&StorageChange { range, allocation }| {

@@ -3,7 +3,7 @@
 //! Guarantees: nothing is written. The `required` length suffices for a copy of the image without
 //! compression. The `fully allocated` length suffices for all later writes of the guest, but not
 //! for snapshots and bitmaps. The figures are those of `qemu-img measure`, with one difference:
-//! parts of a cluster that were never written count as zeros here, as in a copy.
+//! parts of a cluster that were never written are counted as zeros here, as in a copy.
 
 use std::path::PathBuf;
 
@@ -98,7 +98,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
             let encryption = chosen_encryption(&settings);
             let options = create_options::qcow2(0, settings);
             let mut options = options.unwrap_or_else(|why| wrong_usage(&why));
-            // Zeros with the length of a real header.
+            // The header is replaced by zeros of the same length.
             options.encryption = encryption.map(|encryption| match encryption {
                 ChosenEncryption::Aes => NewEncryption::Aes,
                 ChosenEncryption::Luks(_) => NewEncryption::Luks(vec![0; NewLuks::LENGTH]),
@@ -151,7 +151,7 @@ fn qcow2(arguments: &Arguments, mut options: CreateOptions) -> Result<Figures> {
     let is_full = matches!(options.preallocation, Preallocation::Falloc | Preallocation::Full)
         || (options.backing.is_some() && arguments.size.is_none());
     let required = match options.data_file {
-        // The data is not in the image.
+        // With a data file, the image contains no data.
         Some(_) => fully_allocated,
         None => fully_allocated - disk + if is_full { disk } else { data },
     };

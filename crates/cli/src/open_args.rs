@@ -20,8 +20,8 @@ use crate::{called_as, output};
 /// for programs that call a QEMU tool and cannot add an option.
 const ALLOWED_PATHS: &str = "BLOCKHOUSE_ALLOW_PATH";
 
-/// The paths in [`ALLOWED_PATHS`] that exist. One that is missing allows nothing, and is no error,
-/// because one environment may be for many hosts.
+/// The paths in [`ALLOWED_PATHS`] that exist. A missing path allows nothing and is no error,
+/// because the same environment may be used on many hosts.
 pub fn allowed_by_environment() -> Vec<PathBuf> {
     let paths = std::env::var_os(ALLOWED_PATHS).unwrap_or_default();
     std::env::split_paths(&paths).filter(|path| path.exists()).collect()
@@ -55,7 +55,7 @@ impl AllowPathArgs {
         AllowedPaths::new(&self.all())
     }
 
-    /// As [`paths`](Self::paths), as they are written.
+    /// As [`paths`](Self::paths), but exactly as the user wrote them.
     pub fn all(&self) -> Vec<PathBuf> {
         self.allow_path.iter().cloned().chain(allowed_by_environment()).collect()
     }
@@ -85,8 +85,8 @@ impl ReferenceArgs {
     }
 }
 
-/// The options for a tool that reads only metadata: a warning says if changes that a killed server
-/// acknowledged are missing.
+/// The options for a tool that reads only metadata. If changes that a killed server acknowledged
+/// are missing, a warning is printed.
 pub fn of_metadata(options: ImageOptions) -> ImageOptions {
     let state = match options.state {
         StateUse::Replay(dir) => StateUse::Look(dir),
@@ -215,7 +215,7 @@ impl OpenArgs {
     /// in the image is followed.
     ///
     /// # Errors
-    /// As there; the file cannot be read.
+    /// As [`read_only`](Self::read_only); also if the file cannot be read.
     pub fn read_image(
         &self,
         path: &Path,
@@ -305,7 +305,8 @@ impl OpenArgs {
     }
 }
 
-/// How an image without names is opened that a tool only reads.
+/// Options to open an image that a tool only reads, with defaults for keys and for the files that
+/// the image may name.
 pub fn read_only(format: Option<ImageFormat>, state: StateUse) -> ImageOptions {
     ImageOptions {
         format,

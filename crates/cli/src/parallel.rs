@@ -1,8 +1,8 @@
 //! Work that several threads share, each with its own event loop, while the calling thread shows
 //! the progress.
 //!
-//! The calling thread's loop runs meanwhile, because connections that were made on it also serve
-//! the other threads.
+//! The calling thread's loop runs meanwhile, because the other threads also use connections that
+//! were opened on it.
 
 use anyhow::{Context, Result};
 use blockhouse_engine::{EngineChoice, EventLoop, timeout};
@@ -10,7 +10,7 @@ use futures_channel::oneshot;
 
 use crate::progress::{Display, INTERVAL, Progress};
 
-/// More threads than this only compete for the disk.
+/// Maximum number of threads. More would only compete for the disk.
 const MAX_THREADS: usize = 4;
 
 /// The number of threads for this host: two for each processor, at most `MAX_THREADS`. Reason: a
@@ -38,7 +38,7 @@ pub fn run_parallel<F: Future<Output = Result<()>>>(
 /// As [`run_parallel`], with an existing display.
 ///
 /// # Errors
-/// As there.
+/// As [`run_parallel`].
 pub fn run_displayed<F: Future<Output = Result<()>>>(
     event_loop: &mut EventLoop,
     display: &Display<'_>,
@@ -60,9 +60,9 @@ pub fn run_displayed<F: Future<Output = Result<()>>>(
             let thread = std::thread::Builder::new().spawn_scoped(scope, job);
             match thread {
                 Ok(thread) => running.push((thread, ended)),
-                // No thread can be created (`ulimit -u`): this thread does the work.
+                // No thread can be created (`ulimit -u`), so this thread does the work.
                 Err(_) if running.is_empty() => return event_loop.block_on(work()),
-                // Fewer threads do the same work.
+                // The threads that were created do all the work.
                 Err(_) => break,
             }
         }

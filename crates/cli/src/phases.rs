@@ -19,14 +19,15 @@ impl Phases {
         Self { count, current: Mutex::new((0, None)) }
     }
 
-    /// The next phase begins, or the first one.
+    /// Begins the next phase, or the first one.
     pub fn begin(&self, position: impl Fn() -> (u64, u64) + Send + 'static) {
         let mut current = self.current.lock();
         let index = if current.1.is_some() { current.0 + 1 } else { 0 };
         *current = (index.min(self.count - 1), Some(Box::new(position)));
     }
 
-    /// Where the whole is, measured in the current phase's bytes; of 0 where that is not known.
+    /// The position of the whole command, in units of the current phase's bytes. The total is 0 if
+    /// it is not known.
     pub fn position(&self) -> (u64, u64) {
         let current = self.current.lock();
         let (index, Some(position)) = &*current else { return (0, 0) };

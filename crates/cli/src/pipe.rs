@@ -13,7 +13,7 @@ use blockhouse_core::Buffer;
 use futures_channel::mpsc as queue;
 use futures_util::StreamExt;
 
-/// The capacity that a pipe is asked for, in bytes.
+/// The capacity that is requested for a pipe, in bytes.
 const PIPE_SIZE: usize = 1 << 20;
 /// The maximum number of chunks in flight.
 const CHUNKS: usize = 3;
@@ -30,7 +30,7 @@ pub fn read_standard_input(size: usize) -> Result<Chunks> {
     let (mut give, coming) = queue::channel(0);
     let (spare, empty) = mpsc::channel();
     for _ in 0..CHUNKS {
-        // The receiver is held below.
+        // The send does not fail, because the receiver is in the thread's closure below.
         let _ = spare.send(Vec::with_capacity(size));
     }
     let read = move || {
@@ -83,7 +83,7 @@ pub struct Output {
     what: &'static str,
 }
 
-/// Starts to write to standard output: `what`, as messages call it.
+/// Starts to write to standard output; `what` is the name of the data in messages.
 pub fn write_standard_output(what: &'static str) -> Result<Output> {
     let output = own(io::stdout().as_fd()).context("cannot use standard output")?;
     let (give, mut coming) = queue::channel::<Buffer>(1);
@@ -92,7 +92,7 @@ pub fn write_standard_output(what: &'static str) -> Result<Output> {
         let mut output = output;
         while let Some(buffer) = futures_executor::block_on(coming.next()) {
             output.write_all(buffer.bytes())?;
-            // The caller need not take buffers back.
+            // An error is ignored, because the caller need not take buffers back.
             let _ = give_back.send(buffer);
         }
         Ok(())
@@ -102,13 +102,13 @@ pub fn write_standard_output(what: &'static str) -> Result<Output> {
 }
 
 impl Output {
-    /// Queues all bytes of the buffer to be written; says whether more can be written. If not,
-    /// [`finish`](Self::finish) has the reason.
+    /// Queues all bytes of the buffer to be written. Returns whether more can be written; if not,
+    /// [`finish`](Self::finish) returns the reason.
     pub async fn write(&mut self, buffer: Buffer) -> Reader {
         send(&mut self.give, buffer).await
     }
 
-    /// A buffer that was written.
+    /// A buffer that was written and can be reused, if any.
     pub fn written(&self) -> Option<Buffer> {
         self.written.try_recv().ok()
     }
@@ -119,7 +119,7 @@ impl Output {
     /// The reader has closed the pipe, or a write fails.
     pub fn finish(self) -> Result<()> {
         drop(self.give);
-        // Nothing else is left to do meanwhile.
+        // The wait may block, because nothing else is left to do meanwhile.
         match self.thread.join() {
             Ok(outcome) => {
                 outcome.with_context(|| format!("cannot write {} to standard output", self.what))
@@ -129,17 +129,17 @@ impl Output {
     }
 }
 
-/// Waits for room, then gives it to the other side, if that is there.
+/// Waits for space in the queue, then sends `one`. Returns whether the other side still exists.
 async fn send<T>(give: &mut queue::Sender<T>, one: T) -> Reader {
     let is_ready = poll_fn(|context| give.poll_ready(context)).await.is_ok();
     if is_ready && give.start_send(one).is_ok() { Reader::There } else { Reader::Gone }
 }
 
-/// A descriptor of our own, with a large buffer if it is a pipe.
+/// A duplicate of the descriptor. If it is a pipe, requests a large buffer.
 fn own(descriptor: BorrowedFd<'_>) -> io::Result<File> {
     let own = descriptor.try_clone_to_owned()?;
-    // Files have no such buffer, and a user may have used up what pipes may take: then it is
-    // slower.
+    // An error is ignored: files have no such buffer, and the user may have reached the limit on
+    // memory of pipes. The transfer is only slower then.
     let _ = rustix::pipe::fcntl_setpipe_size(&own, PIPE_SIZE);
     Ok(File::from(own))
 }

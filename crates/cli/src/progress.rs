@@ -1,11 +1,11 @@
 //! The progress of a long command.
 //!
-//! Guarantees: a bar is drawn where standard error is a terminal, unless `--quiet` forbids it.
-//! Elsewhere `-p` prints on standard output what qemu-img prints there: `    (12.34/100%)`, one
-//! over the other by carriage returns, each a percent or more after the one before, and 100.00 at a
-//! good end only; on standard error where standard output carries a disk. From the moment that a
-//! [`Progress`] exists, SIGUSR1 ends nothing but prints such a line on standard error, within a
-//! tenth of a second. What cannot be printed is left out.
+//! Guarantees: a bar is drawn if standard error is a terminal, unless `--quiet` forbids it.
+//! Otherwise `-p` prints the lines of qemu-img on standard output: `    (12.34/100%)`, each line
+//! over the previous one by a carriage return and a percent or more after it, and 100.00 only at a
+//! successful end. If standard output carries a disk, these lines are printed on standard error.
+//! Once a [`Progress`] exists, SIGUSR1 does not end the process but prints such a line on standard
+//! error within a tenth of a second. A line that cannot be printed is omitted.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::{called_as, output};
 
 /// The interval at which the progress is displayed.
 pub const INTERVAL: Duration = Duration::from_millis(100);
-/// Percent between two lines, as those of qemu-img.
+/// Percent between two lines, as in qemu-img.
 const STEP: f64 = 1.0;
 
 /// How progress is shown.
@@ -49,7 +49,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Takes SIGUSR1 from now on.
+    /// Handles SIGUSR1 from now on.
     ///
     /// # Errors
     /// The kernel's.
@@ -59,8 +59,8 @@ impl Progress {
         Ok(Self { has_lines: arguments.progress, lines_to: LinesTo::Output, is_asked })
     }
 
-    /// Under the name qemu-img: prints its lines, one for each chunk that is a percent or more
-    /// after the line before. `None` where no lines are printed.
+    /// Under the name qemu-img: prints qemu-img's lines, one for each chunk that is a percent or
+    /// more after the previous line. `None` if no lines are printed.
     pub fn lines_by_chunk(&self) -> Option<impl Fn(u64, u64) + Send + Sync + use<>> {
         let is_meant = self.prints_on_output() && called_as::is_qemu_img() && !output::is_quiet();
         let last = parking_lot::Mutex::new(0.0);
@@ -73,7 +73,8 @@ impl Progress {
         })
     }
 
-    /// Leaves the lines between the first and the last to [`lines_by_chunk`](Self::lines_by_chunk).
+    /// A display of only the first and the last line. [`lines_by_chunk`](Self::lines_by_chunk)
+    /// prints the lines between them.
     pub fn display_ends(&self, total: u64) -> Display<'_> {
         Display { has_steps: false, ..self.display(total) }
     }
@@ -83,8 +84,8 @@ impl Progress {
         Self { lines_to: LinesTo::Error, ..self }
     }
 
-    /// Runs `work` on this thread, while another one shows what `position` returns: the bytes done,
-    /// and their total, which is 0 while that is not known.
+    /// Runs `work` on this thread, while another thread shows the result of `position`: the bytes
+    /// done, and the total, which is 0 while it is not known.
     pub fn beside<T>(
         &self,
         position: impl Fn() -> (u64, u64) + Sync,
@@ -113,7 +114,7 @@ impl Progress {
         self.has_lines && self.lines_to == LinesTo::Output
     }
 
-    /// The display of the progress of work of `total` bytes; 0 where that is not known yet.
+    /// The display of the progress of work of `total` bytes; 0 if the total is not known yet.
     pub fn display(&self, total: u64) -> Display<'_> {
         let bar = if output::is_quiet() { ProgressBar::hidden() } else { bar(total) };
         let has_lines = self.has_lines && bar.is_hidden() && !output::is_quiet();
@@ -141,8 +142,8 @@ pub struct Display<'a> {
 }
 
 impl Display<'_> {
-    /// Shows the bytes that are done and their total, which is 0 where it is not known. To be
-    /// called each [`INTERVAL`].
+    /// Shows the bytes that are done and the total, which is 0 if it is not known. Called once in
+    /// each [`INTERVAL`].
     pub fn show(&self, (done, total): (u64, u64)) {
         if total > 0 && self.bar.length() != Some(total) {
             self.bar.set_length(total);
@@ -185,7 +186,7 @@ impl Display<'_> {
     }
 }
 
-/// A line that cannot be written is left out.
+/// Writes a line. A line that cannot be written is omitted.
 fn write(to: LinesTo, text: &str) {
     let mut output: Box<dyn Write> = match to {
         LinesTo::Output => Box::new(std::io::stdout()),
@@ -194,7 +195,7 @@ fn write(to: LinesTo, text: &str) {
     let _ = output.write_all(text.as_bytes()).and_then(|()| output.flush());
 }
 
-/// `None` where it is not known how much there is to do.
+/// The percentage; `None` if the total is not known.
 fn percent(done: u64, total: u64) -> Option<f64> {
     (total > 0).then(|| done.min(total) as f64 * 100.0 / total as f64)
 }
@@ -203,12 +204,12 @@ fn line(percent: f64) -> String {
     format!("    ({percent:.2}/100%)")
 }
 
-/// As [`line()`], where it is not known how much there is to do.
+/// As [`line()`], for an unknown total.
 fn amount(done: u64) -> String {
     format!("    ({} so far)", HumanBytes(done))
 }
 
-/// Invisible where standard error is no terminal.
+/// The progress bar, which is hidden if standard error is no terminal.
 fn bar(total: u64) -> ProgressBar {
     ProgressBar::new(total).with_style(style(total))
 }

@@ -1,4 +1,5 @@
-//! `qemu-img bench`: requests to an image, several of them in flight, and the time that all take.
+//! `qemu-img bench`: sends requests to an image, several of them in flight, and measures the total
+//! time.
 
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -154,7 +155,8 @@ impl Requests<'_> {
         Ok(())
     }
 
-    /// One request after the other, until none is left of the group, which `later` ones follow.
+    /// Sends one request after the other until the group is complete; `later` requests follow the
+    /// group.
     async fn send_in_turns(&self, later: u32) -> Result<()> {
         let Arguments { buffer_size, write, pattern, flush_interval, no_drain, .. } =
             self.arguments;
@@ -179,7 +181,8 @@ impl Requests<'_> {
         Ok(())
     }
 
-    /// The offset of the next request: the start again if it would end past the end of the disk.
+    /// The offset of the next request. Starts from the beginning again if the request would end
+    /// past the end of the disk.
     fn offset(&self) -> u64 {
         let Arguments { buffer_size, step_size, .. } = self.arguments;
         let offset = self.next.get();

@@ -1,5 +1,5 @@
-//! The help texts of qemu-img, under its name: scripts look there for the version, the formats and
-//! the options of a format.
+//! The help texts of qemu-img, printed under its name, because scripts look there for the version,
+//! the formats and the options of a format.
 //!
 //! Guarantee: the help names only formats and options that this program has.
 
@@ -8,7 +8,7 @@ use blockhouse_format::ForeignKind;
 
 use crate::called_as::{self, Tool};
 
-/// An option of a format: its name, the type of its value, what it is.
+/// An option of a format: its name, the type of its value, its description.
 type FormatOption = (&'static str, &'static str, &'static str);
 
 const QCOW2: &[FormatOption] = &[
@@ -82,7 +82,7 @@ const FILE: &[FormatOption] = &[
     ("preallocation", "<str>", "How space is reserved (off, falloc, full)"),
 ];
 
-/// The options of a format; with those of its file, where there is one.
+/// The options of a format, and the options of the image's file if it is in one.
 pub fn options_of(format: ImageFormat, has_file: bool) -> String {
     let own = match format {
         ImageFormat::Qcow2 => QCOW2,
@@ -116,13 +116,13 @@ pub fn options_of(format: ImageFormat, has_file: bool) -> String {
     lines.join("\n")
 }
 
-/// The help of a command, without the word that the name of a QEMU tool stands for.
+/// The help of a command, without the command's word that the name of a QEMU tool implies.
 pub fn of_command(help: &str) -> String {
     help.replace("qemu-nbd serve", "qemu-nbd")
         .replace("qemu-storage-daemon qemu-storage-daemon", "qemu-storage-daemon")
 }
 
-/// The help of the whole program, with what scripts look for in it.
+/// The help of the whole program, with the lines that scripts look for.
 pub fn of_program(help: &str) -> String {
     if !called_as::is_qemu_img() {
         return help.to_owned();

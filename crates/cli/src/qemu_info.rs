@@ -75,7 +75,8 @@ fn line(text: &mut String, depth: usize, key: &str, value: &str) {
     let _ = writeln!(text, "{:1$}{key}: {value}", "", depth * 4);
 }
 
-/// An object or a list, an entry a line, or several where it is one itself.
+/// An object or a list, with a line for each entry, or several lines if the entry is itself an
+/// object or a list.
 fn dump(text: &mut String, depth: usize, value: &Value) {
     let mut entry = |key: &str, value: &Value| match value {
         Value::Object(_) | Value::Array(_) => {
@@ -99,8 +100,8 @@ fn dump(text: &mut String, depth: usize, value: &Value) {
     }
 }
 
-/// In the order in which QEMU tells them: that of its hash table (`qobject/qdict.c`), which scripts
-/// have in their expectations.
+/// The members in QEMU's order, which is the order of its hash table (`qobject/qdict.c`). Scripts
+/// expect this order.
 fn in_order(members: &Map<String, Value>) -> Vec<(&String, &Value)> {
     let mut ordered: Vec<_> = members.iter().collect();
     ordered.sort_by_key(|(key, _)| bucket(key));

@@ -1,5 +1,5 @@
-//! The errors of qemu-img for an image that it refuses to create, in its own texts, if the program
-//! is called qemu-img.
+//! The texts of qemu-img's errors for an image that it refuses to create. Used if the program is
+//! called qemu-img.
 
 use blockhouse_config::size;
 
@@ -12,14 +12,14 @@ pub struct Refusal {
     pub name: &'static str,
     /// Its value, as the line "Formatting" shows it.
     pub value: String,
-    /// The words.
+    /// The text of the error.
     pub words: String,
-    /// Whether it is said in the place of the line "Formatting".
+    /// Whether the error is printed in place of the line "Formatting".
     pub is_first: bool,
 }
 
-/// The refusal of `NAME=VALUE`, where that is no option that is known by these names. Only under
-/// the name qemu-img.
+/// The refusal of `NAME=VALUE`, if NAME is not in `names` or VALUE is not valid. Only under the
+/// name qemu-img.
 pub fn refusal(text: &str, names: &str) -> Option<Refusal> {
     if called_as::is_qemu_img() { of(text, names) } else { None }
 }
@@ -52,18 +52,18 @@ fn of(text: &str, names: &str) -> Option<Refusal> {
 /// The options of qcow2 images that are on or off.
 pub const SWITCHES: [&str; 4] = ["lazy_refcounts", "extended_l2", "data_file_raw", "nocow"];
 
-/// The refusal of an option that does not exist, or that is on or off and was given another value.
+/// The refusal of an option that does not exist, or of a switch whose value is neither on nor off.
 fn of_name(name: &str, names: &str) -> Option<String> {
     if SWITCHES.contains(&name) {
         return Some(format!("Parameter '{name}' expects 'on' or 'off'"));
     }
     let is_known = names.split(", ").any(|known| known == name);
-    // Of encryption there are more options than these.
+    // Encryption has more options than `names` contains.
     let is_absent = !is_known && !name.starts_with("encrypt") && !name.contains('-');
     is_absent.then(|| format!("Invalid parameter '{name}'"))
 }
 
-/// Our words for wrong usage, and those of qemu-img.
+/// This program's texts for wrong usage, and the texts of qemu-img.
 const USAGE: &[(&str, &str)] = &[
     (
         "several sources make one disk, which is no overlay",
@@ -89,7 +89,7 @@ const USAGE: &[(&str, &str)] = &[
     ),
 ];
 
-/// Words that are qemu-img's own.
+/// Texts that are already qemu-img's own.
 const OWN: &[&str] = &[
     "Invalid number of arguments",
     "Invalid parameter",

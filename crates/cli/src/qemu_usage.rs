@@ -1,5 +1,5 @@
-//! The messages of QEMU's tools about wrong usage, under their names, for scripts that look for
-//! them.
+//! The messages of QEMU's tools about wrong usage. Printed under the tools' names, for scripts that
+//! look for these messages.
 //!
 //! Guarantee: a text of QEMU replaces ours only if QEMU prints that text for the same mistake.
 
@@ -14,7 +14,7 @@ use crate::called_as::{self, Tool};
 struct Mistake<'a> {
     /// The command; empty without one.
     command: &'a str,
-    /// The argument, as `--format <FORMAT>`, or what is no argument.
+    /// The argument, such as `--format <FORMAT>`, or the word that is no argument.
     argument: String,
     value: String,
     /// The required arguments that are missing.
@@ -24,7 +24,7 @@ struct Mistake<'a> {
     last_but_one: &'a str,
 }
 
-/// The message in the place of an error of the parser. Only under the names of QEMU's tools.
+/// The message that replaces an error of the parser. Only under the names of QEMU's tools.
 pub fn of_error(error: &clap::Error, typed: &[OsString]) -> Option<String> {
     let tool = called_as::tool()?;
     let typed: Vec<_> = typed.iter().map(|word| word.to_str().unwrap_or_default()).collect();
@@ -114,7 +114,7 @@ impl Mistake<'_> {
         Some(format!("{what}\nTry `qemu-nbd --help' for more information."))
     }
 
-    /// An option, or a word too many.
+    /// The message for an unknown option, or for a surplus word.
     fn of_unknown(&self) -> String {
         let Some(what) = unknown_option(&self.argument) else {
             return match self.command {
@@ -125,7 +125,7 @@ impl Mistake<'_> {
                     .unwrap_or_else(|| format!("unexpected argument: {}", self.argument)),
             };
         };
-        // The name of the command stands where that of the program does.
+        // The message begins with the name of the command instead of the program's name.
         let program = match self.command {
             "" => "qemu-img".to_owned(),
             "qemu-storage-daemon" => self.command.to_owned(),
@@ -134,7 +134,7 @@ impl Mistake<'_> {
         format!("\0{}", self.with_try(&format!("{program}: {what}")))
     }
 
-    /// The images that a command needs.
+    /// The message for missing images of a command.
     fn of_images(&self) -> Option<String> {
         Some(match self.command {
             "info" | "map" | "check" | "snapshot" | "rebase" | "amend" | "commit" | "bench" => {
@@ -227,7 +227,7 @@ impl Mistake<'_> {
     }
 }
 
-/// An option that there is not, as getopt(3) says it; `None` for what is no option.
+/// The message of getopt(3) for an unknown option; `None` if `argument` is no option.
 fn unknown_option(argument: &str) -> Option<String> {
     match argument.strip_prefix('-')? {
         long if long.starts_with('-') => Some(format!("unrecognized option '{argument}'")),

@@ -13,7 +13,7 @@ use crate::called_as::{command_of, tool, words};
 pub struct QemuWords {
     /// The words.
     pub text: String,
-    /// Whether the words say all that our message says.
+    /// Whether the text contains all information of this program's message.
     pub is_exact: bool,
 }
 
@@ -267,7 +267,7 @@ fn of_chain(text: &str, command: &str) -> Option<String> {
     Some(format!("Could not open '{first}': {behind}{reason}"))
 }
 
-/// Our words, and QEMU's words for the same error.
+/// This program's texts, and QEMU's texts for the same error.
 const SAME: &[(&str, &str)] = &[
     ("not a qcow2 image", "Image is not in qcow2 format"),
     ("is no qcow2 image", "Image is not in qcow2 format"),
@@ -303,7 +303,8 @@ fn unknown_features(text: &str) -> Option<String> {
     Some(format!("Unsupported qcow2 feature(s): {}", names.join(", ")))
 }
 
-/// Our reasons why an image cannot be created, and qemu-img's words for them.
+/// This program's reasons why an image cannot be created, and qemu-img's texts for the same
+/// reasons.
 const CREATION: &[(&str, &str)] = &[
     (
         "has refcounts of 16 bits",

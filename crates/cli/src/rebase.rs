@@ -60,7 +60,7 @@ pub struct Arguments {
     image: PathBuf,
 }
 
-/// A format's name, which is stored as typed: QEMU has several names for raw.
+/// Checks a format's name. The name is stored as typed, because QEMU has several names for raw.
 fn parse_backing_format(name: &str) -> Result<String, String> {
     name.parse::<ImageFormat>().map(|_| name.to_owned())
 }
@@ -97,7 +97,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
 type NewBacking = (OsString, String);
 
 impl Arguments {
-    /// Refuses arguments that make no sense, and returns the new backing file.
+    /// Refuses contradictory arguments, and returns the new backing file.
     fn new_backing(&self) -> Result<Option<NewBacking>> {
         if called_as::is_qemu_img() && self.backing.is_none() {
             if !self.only_name && !self.no_backing {

@@ -41,13 +41,14 @@ pub struct Arguments {
     size: NewSize,
 }
 
-/// When the added space is allocated.
+/// How the added space is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Space {
-    /// When the guest writes to it.
+    /// The space is allocated when the guest writes to it.
     Later,
     Now(SpaceMode),
-    /// Space for metadata: clusters get their offsets together with space here.
+    /// Metadata is allocated now. In this program clusters get offsets only together with space, so
+    /// space for data is allocated too.
     Metadata,
 }
 
@@ -62,7 +63,8 @@ impl Space {
 }
 
 impl Arguments {
-    /// Whether tables are asked for that the image does not have, under the name qemu-img.
+    /// Whether, under the name qemu-img, preallocation of metadata is requested for an image that
+    /// has no tables.
     fn is_metadata_of_raw(&self, disk: &ImageDisk) -> bool {
         let is_raw = disk.image().cluster_size().is_none();
         called_as::is_qemu_img() && is_raw && self.preallocation == Space::Metadata
@@ -97,7 +99,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     })?;
     let old = disk.size();
     let size = arguments.size.of(old).map_err(|why| anyhow!("{}: {why}", disk.name()))?;
-    // A raw disk of qemu-img ends anywhere; the message has whole sectors.
+    // In qemu-img a raw disk may end anywhere, and the message rounds its size to whole sectors.
     let is_rounded = called_as::is_qemu_img() && disk.image().cluster_size().is_none();
     let size = if is_rounded { size.next_multiple_of(512) } else { size };
     if size < old && arguments.preallocation != Space::Later {
@@ -129,11 +131,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 /// Restores the size that the disk had before `added`, whose space could not be allocated. Returns
-/// `why`, and says so if the disk keeps its new size.
+/// `why`, with a remark if the disk keeps its new size.
 async fn take_back(disk: &ImageDisk, added: ByteRange, why: anyhow::Error) -> anyhow::Error {
     let durability = Durability::None;
     let undo = async {
-        // First, because a shorter disk may take space for its tables.
+        // The range is discarded first, because making the disk shorter may need space for its
+        // tables.
         disk.submit(Request::Discard { range: added, durability }).await?;
         disk.flush().await?;
         disk.shrink(added.offset()).await

@@ -76,7 +76,8 @@ impl Arguments {
     }
 }
 
-/// A larger device's bytes after the disk are not compared.
+/// Compares the target with the backup. If the target is a larger device, its bytes after the
+/// disk's end are not compared.
 fn compare(
     event_loop: &mut EventLoop,
     progress: &Progress,

@@ -1,9 +1,9 @@
 //! Objects as QEMU's users name them: secrets (`--object secret,id=ID,file=FILE`), and TLS
 //! ([`tls_object`]).
 //!
-//! Guarantee: a key never has to stand on the command line, where every user of the host can read
-//! it. Under the names of QEMU's tools `data=KEY` is accepted, as there: the caller has exposed
-//! the key already.
+//! Guarantee: a key never has to be on the command line, where every user of the host can read it.
+//! Under the names of QEMU's tools `data=KEY` is accepted as in QEMU, because the caller has
+//! already exposed the key.
 
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;
@@ -99,7 +99,8 @@ fn decoded(text: &str) -> Result<Vec<u8>, String> {
     STANDARD.decode(text).map_err(|error| format!("the key is not in base64: {error}"))
 }
 
-/// A file of this process alone that has the key.
+/// A file in memory that contains the key and has no name. Returns its path, which is valid while
+/// the process runs.
 fn in_memory(key: &[u8]) -> Result<PathBuf, String> {
     let kept = key_memory::keep(key);
     let (path, memory) = kept.map_err(|error| format!("the key cannot be kept: {error}"))?;

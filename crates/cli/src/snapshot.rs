@@ -304,7 +304,7 @@ async fn open(image: &Image, access: Access, locking: Locking) -> Result<ImageDi
         Access::ReadWrite => reach.open.read_write(named.format)?,
     };
     let options = ImageOptions { locking, ..options };
-    // The tables are all that is needed.
+    // Only the image's tables are needed.
     let options = options.for_purpose(Purpose::Image);
     let opened = blockhouse_disk::open(&named.path, options).await;
     Ok(opened.map_err(with_hint)?)

@@ -6,15 +6,15 @@ use blockhouse_config::size;
 use blockhouse_daemon::control::Listed;
 use blockhouse_engine::local_time;
 
-/// As JSON.
+/// The snapshots as JSON.
 pub fn as_json(snapshots: &[Listed]) -> String {
     let value = serde_json::to_value(snapshots).expect("plain values");
     crate::json_text::pretty(&value)
 }
 
-/// As `qemu-img snapshot -l` prints them, for scripts that split its columns: two lines of
-/// headings, ids, names, bytes of the machine's state, dates, the machine's clock, instruction
-/// counts. Empty without snapshots.
+/// The snapshots as `qemu-img snapshot -l` prints them, for scripts that split its columns. Two
+/// lines of headings, then ids, names, bytes of the machine's state, dates, the machine's clock and
+/// instruction counts. Empty without snapshots.
 pub fn as_qemu_table(snapshots: &[Listed]) -> String {
     if snapshots.is_empty() {
         return String::new();
@@ -40,7 +40,7 @@ pub fn date(seconds: u64) -> String {
     format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02}")
 }
 
-/// As a table; empty without snapshots.
+/// The snapshots as a table; empty without snapshots.
 pub fn as_text(snapshots: &[Listed]) -> String {
     if snapshots.is_empty() {
         return String::new();
@@ -52,7 +52,8 @@ pub fn as_text(snapshots: &[Listed]) -> String {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let lines = snapshots.iter().map(|one| {
         let age = age(now.as_secs().saturating_sub(one.date_sec));
-        // Ids and names come from the image: escaped, they cannot control the terminal.
+        // Ids and names come from the image, so they are escaped: otherwise they could control the
+        // terminal.
         let [id, name] = [&one.id, &one.name].map(|text| text.escape_debug().to_string());
         let clock = clock(Duration::new(one.vm_clock_sec, one.vm_clock_nsec));
         line(&id, &name, &one.vm_state_size.to_string(), &age, &clock)

@@ -19,7 +19,7 @@ pub struct TlsObject {
     tls: ClientTls,
 }
 
-/// Parses what follows the object's type, and keeps the object.
+/// Parses the options that follow the object's type, and stores the object.
 ///
 /// # Errors
 /// The option that is not understood or missing.
@@ -86,7 +86,7 @@ pub fn of_server(id: &str) -> Result<(Option<String>, Option<String>)> {
     }
 }
 
-/// The URI of an export with the TLS that an image's options name.
+/// The URI of an export, with the TLS parameters of the object that an image's options name.
 ///
 /// # Errors
 /// There is no client object of this name, or the image is no export.

@@ -1,6 +1,7 @@
 //! Copies disks into VMDK images of several files.
 //!
-//! Guarantees: those of [`vmdk_files`](crate::vmdk_files), and for each file those of its copy.
+//! Guarantees: those of [`vmdk_files`](crate::vmdk_files). Each file has the guarantees of a copy
+//! into a single image.
 
 use std::sync::Arc;
 
@@ -17,14 +18,14 @@ use crate::open_args::OpenArgs;
 use crate::progress::Progress;
 use crate::vmdk_files::VmdkFiles;
 
-/// A disk, and a range of it to copy.
+/// A disk, and the range of the disk to copy.
 type Part = (Arc<ImageDisk>, ByteRange);
 
 impl VmdkFiles {
-    /// Copies parts of disks, one after the other.
+    /// Copies `parts`, in this order, to the image's files, and then writes the descriptor.
     ///
     /// # Errors
-    /// The error names the file. Files that are complete stay.
+    /// The error names the file. Files that were completed before the error are not removed.
     pub fn copy(
         &self,
         event_loop: &mut EventLoop,

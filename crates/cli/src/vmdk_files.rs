@@ -1,8 +1,9 @@
 //! New VMDK images of several files.
 //!
 //! Guarantees: the files of the disk are created first, each as a new image, and the descriptor
-//! that names them last: an incomplete image has no descriptor. When an image is replaced, its
-//! descriptor is removed first, so it never names files of both images.
+//! that names them is created last, so an incomplete image has no descriptor. If an image is
+//! replaced, its descriptor is removed first, so that a descriptor never names files of both
+//! images.
 
 use std::path::{Path, PathBuf};
 
@@ -50,7 +51,8 @@ impl VmdkFiles {
         self.options.subformat == Subformat::Fixed
     }
 
-    /// Creates an empty image. Existing files are left alone, or emptied if `is_in_place` is true.
+    /// Creates an empty image. If a file exists, it is emptied if `is_in_place` is true; otherwise
+    /// the call fails and the file is not changed.
     ///
     /// # Errors
     /// The error names the file. The files created before it are removed.

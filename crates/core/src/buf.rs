@@ -21,12 +21,13 @@ use crate::{IoVector, Segment};
 /// every device with blocks up to 4 KiB.
 pub const BLOCK_ALIGNMENT: usize = 4096;
 
-/// The smallest and the largest size class of a pool: 4 KiB and 64 MiB.
+/// The binary logarithm of the smallest size class of a pool, 4 KiB.
 const MIN_CLASS: u32 = BLOCK_ALIGNMENT.trailing_zeros();
+/// The number of size classes, each twice as large as the one before; the largest is 64 MiB.
 const CLASSES: usize = 15;
 
-/// From this many bytes on memory is mapped, and the kernel provides each page at first use: a
-/// client that announces much and sends little uses little memory.
+/// From this many bytes on memory is mapped, and the kernel provides each page at first use. So a
+/// client that announces a long write and sends little of it uses little memory.
 const MAPPED: usize = 256 << 10;
 
 /// Zero-initialised memory, freed on drop. No reference into it exists except those that `Buffer`
@@ -109,7 +110,7 @@ impl Buffer {
     /// `length` zero bytes outside any pool.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub fn try_new(length: usize) -> Result<Self> {
         let memory = Memory::allocate(length).ok_or_else(|| out_of_memory(length))?;
         Ok(Self::over(Arc::new(memory), length, None))
@@ -119,17 +120,17 @@ impl Buffer {
         Self { memory: ManuallyDrop::new(memory), length, pool }
     }
 
-    /// How many bytes.
+    /// The length in bytes.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// How long the buffer can become.
+    /// The maximum length in bytes.
     pub fn capacity(&self) -> usize {
         self.memory.capacity
     }
@@ -143,7 +144,7 @@ impl Buffer {
         self.length = length;
     }
 
-    /// Whether a loan is still out.
+    /// Whether a loan still exists.
     pub fn is_lent(&self) -> bool {
         // Acquire: this thread sees all writes of the borrower before it dropped its loan.
         let lent = Arc::strong_count(&self.memory) != 1;
@@ -151,10 +152,10 @@ impl Buffer {
         lent
     }
 
-    /// Lends all of it out until the vector and everything divided from it is dropped.
+    /// Lends the whole buffer until the vector and all parts split off from it are dropped.
     ///
     /// # Panics
-    /// When a loan is still out.
+    /// When a loan still exists.
     pub fn lend(&mut self) -> IoVector {
         self.lend_range(0, self.length)
     }
@@ -162,7 +163,7 @@ impl Buffer {
     /// Lends `length` bytes from `start` on; otherwise as [`lend`](Self::lend).
     ///
     /// # Panics
-    /// When a loan is still out, or the range is not inside the buffer.
+    /// When a loan still exists, or the range is not inside the buffer.
     pub fn lend_range(&mut self, start: usize, length: usize) -> IoVector {
         self.assert_not_lent("lend");
         assert!(start <= self.length && length <= self.length - start, "a loan past the end");
@@ -179,17 +180,17 @@ impl Buffer {
     /// The bytes.
     ///
     /// # Panics
-    /// When a loan is still out.
+    /// When a loan still exists.
     pub fn bytes(&self) -> &[u8] {
         self.assert_not_lent("read");
         // SAFETY: initialised (zeroed) memory; no loan is out, and a new one needs `&mut self`.
         unsafe { std::slice::from_raw_parts(self.memory.address.as_ptr(), self.length) }
     }
 
-    /// The bytes, to be changed.
+    /// The bytes, for changing them.
     ///
     /// # Panics
-    /// When a loan is still out.
+    /// When a loan still exists.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.assert_not_lent("change");
         // SAFETY: as in `bytes`, and `&mut self` makes this the only reference.
@@ -275,7 +276,7 @@ impl BufferPool {
         let capacity = class.map_or(length, |class| 1 << (class as u32 + MIN_CLASS));
         Memory::allocate(capacity)
             .or_else(|| {
-                // The cached buffers of other sizes are memory, too.
+                // The cached buffers of other sizes are freed, because their memory may be enough.
                 self.free_lists().clear();
                 Memory::allocate(capacity)
             })

@@ -40,7 +40,7 @@ pub mod errno {
     pub const ESHUTDOWN: i32 = 108;
 }
 
-/// The kind of a failure, for code that must decide.
+/// The kind of a failure, for code that handles failures by their kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
     /// The request is invalid (bad range, bad option).
@@ -148,8 +148,8 @@ impl Error {
     }
 
     /// Whether the host or the image is at fault, not the request, so that the operator should be
-    /// notified. EROFS and EPERM of the host count as such: a file system may become read-only, for
-    /// instance after an error of its disk.
+    /// notified. EROFS and EPERM from the host are such failures, because a file system may become
+    /// read-only, for instance after an error of its disk.
     pub fn is_host_failure(&self) -> bool {
         match self.kind() {
             ErrorKind::ReadOnly => self.0.source.is_some(),

@@ -19,33 +19,34 @@ impl ByteRange {
     }
 
     /// The bytes from `start` up to but excluding `end`. If `end` is before `start`, debug builds
-    /// panic and others return none, because an error in one request must not end the process.
+    /// panic and other builds return an empty range, because an error in one request must not end
+    /// the process.
     pub fn between(start: u64, end: u64) -> Self {
         debug_assert!(start <= end, "a range ends before it starts: {start}..{end}");
         Self { offset: start, length: end.saturating_sub(start) }
     }
 
-    /// Whether all of `other` lies inside.
+    /// Whether all of `other` lies inside this range.
     pub fn contains(self, other: Self) -> bool {
         self.offset <= other.offset && other.end() <= self.end()
     }
 
-    /// The first byte.
+    /// The offset of the first byte.
     pub fn offset(self) -> u64 {
         self.offset
     }
 
-    /// How many bytes.
+    /// The length in bytes.
     pub fn length(self) -> u64 {
         self.length
     }
 
-    /// The byte after the last one.
+    /// The offset after the last byte.
     pub fn end(self) -> u64 {
         self.offset + self.length
     }
 
-    /// Whether there is no byte in it.
+    /// Whether the length is 0.
     pub fn is_empty(self) -> bool {
         self.length == 0
     }
@@ -76,12 +77,12 @@ impl ByteRange {
         (start < end).then(|| Self::between(start, end))
     }
 
-    /// The first `length` bytes at most.
+    /// At most the first `length` bytes.
     pub fn truncate(self, length: u64) -> Self {
         Self { offset: self.offset, length: self.length.min(length) }
     }
 
-    /// The part after the first `count` bytes, at most all.
+    /// The part after the first `count` bytes; empty if there are no more bytes.
     pub fn skip(self, count: u64) -> Self {
         let count = count.min(self.length);
         Self { offset: self.offset + count, length: self.length - count }
@@ -116,7 +117,7 @@ pub struct Extent {
     pub alloc_range: ByteRange,
     /// The location of the content.
     pub state: ExtentState,
-    /// Properties that make an overwrite more than pure data.
+    /// Properties due to which an overwrite must do more than write data.
     pub flags: ExtentFlags,
 }
 
@@ -131,7 +132,7 @@ impl Extent {
 /// Where the content of an extent comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExtentState {
-    /// In the storage, byte for byte, from `host` on.
+    /// The content is in the storage, byte for byte, from `host` on.
     Mapped {
         /// Offset in the storage of the extent's first byte.
         host: u64,
@@ -140,22 +141,22 @@ pub enum ExtentState {
     Zero,
     /// Nothing was ever written here; reads as zeros.
     Hole,
-    /// In the storage, compressed.
+    /// The content is in the storage, compressed.
     Compressed {
         /// Offset in the storage of the first compressed byte.
         host: u64,
         /// How many bytes at most the compressed form takes.
         length: u64,
     },
-    /// In the image's backing file, at the same guest offset.
+    /// The content is in the image's backing file, at the same guest offset.
     Backing,
 }
 
 bitflags::bitflags! {
-    /// Properties that make an overwrite more than pure data.
+    /// Properties due to which an overwrite must do more than write data.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct ExtentFlags: u8 {
-        /// Allocated for this request; takes effect when it is linked.
+        /// The space was allocated for this request, and takes effect when it is linked.
         const NEW = 1;
         /// Another reference (of a snapshot) shares the space: copy on write.
         const SHARED = 2;

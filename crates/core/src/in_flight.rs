@@ -1,8 +1,8 @@
 //! Limits of what one party may have in flight, the same for all exports.
 //!
 //! A party is a client's connection or a guest's queue. Each export announces and enforces these
-//! limits in the words of its protocol, and the event loop takes the length of a turn from here. A
-//! request that is longer than allowed fails, and no other request does; requests over the limits
+//! limits in the words of its protocol, and the event loop takes the length of a task's turn from
+//! these limits. Only a request that is longer than allowed fails; requests beyond the other limits
 //! wait in the socket or the ring.
 //!
 //! Guarantee: a party has in flight exactly the requests and bytes that its [`InFlightPermit`]s
@@ -64,7 +64,7 @@ pub struct InFlight {
 }
 
 impl InFlight {
-    /// Nothing in flight.
+    /// A counter with nothing in flight.
     pub fn new(limits: InFlightLimits) -> Self {
         Self { limits, requests: Cell::new(0), bytes: Cell::new(0) }
     }
@@ -103,7 +103,7 @@ impl InFlight {
     }
 }
 
-/// A counter to which an [`InFlightPermit`] returns what it holds.
+/// A counter to which an [`InFlightPermit`] returns its requests and bytes.
 pub trait ReleaseInFlight {
     /// Ends requests in flight, with their bytes.
     fn release(&self, requests: usize, bytes: u64);

@@ -8,7 +8,8 @@
 //!
 //! The bytes are private, or shared with another process (a guest), which may change them at any
 //! time and may even remove the memory. Shared bytes are copied by
-//! [`shared_copy`](crate::copy_from_shared). [`IoVector::is_intact`] tells whether they were there.
+//! [`shared_copy`](crate::copy_from_shared). [`IoVector::is_intact`] tells whether all copied bytes
+//! were there.
 
 mod kept;
 
@@ -31,7 +32,7 @@ pub use kept::KeptVector;
 pub struct Segment {
     /// The first byte.
     pub address: NonNull<u8>,
-    /// How many bytes.
+    /// The length in bytes.
     pub length: usize,
 }
 
@@ -55,12 +56,13 @@ pub struct IoVector {
     owner: Arc<dyn Any + Send + std::marker::Sync>,
     segments: SmallVec<[Segment; 2]>,
     length: usize,
-    /// For shared memory: set when some of it has vanished. Lives as long as `owner`.
+    /// For shared memory, the flag that is set when some of it has vanished. Lives as long as
+    /// `owner`.
     lost: Option<NonNull<AtomicBool>>,
 }
 
-/// The `lost` flag of vectors that were cut past their end: the code was wrong about one request,
-/// and [`IoVector::check_intact`] fails only that request.
+/// The `lost` flag of vectors that were cut past their end. Such a cut is an error in the code for
+/// one request, so [`IoVector::check_intact`] fails only that request.
 static CUT_PAST_END: AtomicBool = AtomicBool::new(true);
 
 // SAFETY: the vector is the only view of its bytes (`from_raw` demands it, nothing here duplicates
@@ -143,7 +145,7 @@ impl IoVector {
         Self { owner: Arc::new((self.owner, guard)), ..self }
     }
 
-    /// The bytes of both, one after the other.
+    /// Joins two vectors: the bytes of `self`, then the bytes of `next`.
     #[must_use]
     pub fn chain(mut self, next: Self) -> Self {
         if next.is_empty() {
@@ -167,12 +169,12 @@ impl IoVector {
         }
     }
 
-    /// How many bytes in all.
+    /// The total length in bytes.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
@@ -192,7 +194,7 @@ impl IoVector {
             && others.iter().all(|one| address_bits(one) | (one.length & (length - 1)) == 0)
     }
 
-    /// Drops the first `count` bytes. If there are fewer, none is left, and the vector is [not
+    /// Drops the first `count` bytes. If the vector is shorter, it becomes empty, and is [not
     /// intact](Self::is_intact).
     pub fn advance(&mut self, mut count: usize) {
         if count > self.length {
@@ -216,7 +218,7 @@ impl IoVector {
     }
 
     /// Divides the vector: `self` keeps the first `at` bytes, the result has the others. If there
-    /// are fewer than `at`, the result is empty, and neither is [intact](Self::is_intact).
+    /// are fewer than `at`, the result is empty, and neither vector is [intact](Self::is_intact).
     #[must_use]
     pub fn split_off(&mut self, mut at: usize) -> Self {
         if at > self.length {
@@ -266,7 +268,7 @@ impl IoVector {
             unsafe { self.copy_out(address, &mut bytes[done..done + length]) };
             done += length;
         }
-        // `bytes` may have data of an earlier request there.
+        // The rest is cleared, because `bytes` may have data of an earlier request there.
         let end = (self.length - start).min(bytes.len());
         bytes[done.min(end)..end].fill(0);
     }
@@ -299,8 +301,8 @@ impl IoVector {
         }
     }
 
-    /// Whether every byte is zero. Stops at the first that is not. Shared memory that has vanished
-    /// counts as zero: see [`is_intact`](Self::is_intact).
+    /// Whether every byte is zero. Stops at the first byte that is not. Shared memory that has
+    /// vanished is treated as zeros: see [`is_intact`](Self::is_intact).
     pub fn is_zero(&self) -> bool {
         self.is_zero_at(0, self.length)
     }

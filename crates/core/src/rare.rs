@@ -1,16 +1,16 @@
 //! Compiles the futures of rare operations once.
 //!
-//! The body of an async function is compiled again in each crate that awaits it, with all that it
-//! awaits itself: the path of requests was nearly half of the command line's crate. A call through
-//! a pointer ends that. The cost of an allocation is negligible in a rare operation, which waits
-//! for a device.
+//! The body of an async function is compiled again in each crate that awaits it, together with
+//! everything that it awaits. The request path made up nearly half of the command line's crate. A
+//! call through a pointer avoids this. The cost of an allocation is negligible in a rare operation,
+//! which waits for a device.
 
 use futures_util::future::LocalBoxFuture;
 
 /// A future on the heap, whose body is compiled where its type is first known.
 ///
-/// The compiler uses the copy of an upstream crate, even when it optimizes, because this function
-/// is never inlined.
+/// Because this function is never inlined, the compiler uses the copy of an upstream crate even
+/// when it optimizes.
 #[inline(never)]
 pub fn rare<'a, T>(future: impl Future<Output = T> + 'a) -> LocalBoxFuture<'a, T> {
     Box::pin(future)

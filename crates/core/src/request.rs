@@ -1,7 +1,7 @@
 //! The requests of an export to a disk.
 //!
-//! Every export turns its protocol into these, so that one place checks range, alignment, access
-//! and limits for all protocols.
+//! Every export translates its protocol into these requests, so that one place checks range,
+//! alignment, access and limits for all protocols.
 
 use crate::{ByteRange, Durability, IoVector};
 

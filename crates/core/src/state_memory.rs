@@ -19,8 +19,8 @@ pub const RESERVED_WORDS: usize = 4096;
 /// - A word is never torn: a load sees zero, or a value that was stored.
 /// - Loads and stores do not block, allocate or make a system call, except at the first access to a
 ///   page.
-/// - A store to one of the first [`RESERVED_WORDS`] never fails, and neither does a store to a word
-///   that [`reserve`](Self::reserve) has allocated. Callers never store to other words.
+/// - A store to one of the first [`RESERVED_WORDS`], or to a word that [`reserve`](Self::reserve)
+///   has allocated, never fails. Callers never store to other words.
 /// - New memory is all zeros. The image's lock ensures that only one user stores into it at a time.
 ///
 /// Another program may have changed the file. So a reader checks all words as untrusted input.

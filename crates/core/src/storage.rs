@@ -25,17 +25,18 @@ use crate::{ByteRange, Durability, Error, ErrorKind, Fua, IoVector, Result, Sync
 /// The order of operations in flight at the same time is not defined. A caller that needs an order
 /// waits for the first before it starts the second.
 ///
-/// Ranges are aligned as [`Capabilities::alignment`] says. One range need not be: the last partial
-/// block, if the size is not a multiple of the offset alignment. It starts at the last multiple of
-/// the alignment below the size, and ends exactly at the size or at the next multiple of 512.
+/// Ranges are aligned as [`Capabilities::alignment`] says. One range need not be aligned: the last
+/// partial block, if the size is not a multiple of the offset alignment. It starts at the last
+/// multiple of the alignment below the size, and ends exactly at the size or at the next multiple
+/// of 512.
 pub trait Storage: 'static {
     /// The storage's name for messages, usually a path.
     fn name(&self) -> &str;
 
     /// The storage's abilities and its cheapest operations, for the calling thread, which must also
-    /// submit the request: another thread may reach the storage in another way. Cheap: callers ask
-    /// for each request. A thread's answer may get worse at run time (the kernel refuses a flag),
-    /// never better.
+    /// submit the request: another thread may reach the storage in another way. The call is cheap,
+    /// because callers make it for each request. A thread's answer may get worse at run time (the
+    /// kernel refuses a flag), never better.
     fn capabilities(&self) -> Capabilities;
 
     /// The size in bytes.
@@ -76,8 +77,8 @@ pub trait Storage: 'static {
     /// full flush that began after the return, a durable write to the range is a plain overwrite:
     /// the host has no metadata to write for it. A range past the end makes the storage longer. Not
     /// durable before that flush: after a crash a sector may have its old content or zeros, and a
-    /// sector past the old end anything. `held` has no bytes; the operation owns it, and so its
-    /// guards, until the operation ends.
+    /// sector past the old end may have any content. `held` has no bytes; the operation owns it,
+    /// and so its guards, until the operation ends.
     ///
     /// Fails with [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported), and changes nothing,
     /// if the zeros would have to be sent. Fails with
@@ -96,7 +97,7 @@ pub trait Storage: 'static {
     /// first; `None` if that is unknown, or if all of the storage's space is allocated.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     fn free_space(&self) -> impl Future<Output = Result<Option<u64>>> {
         ready(Ok(None))
     }
@@ -121,7 +122,7 @@ pub trait Storage: 'static {
 
     /// Makes the storage at least `size` bytes long if it can, so that not every write has to
     /// lengthen it. New bytes read as zeros. Existing bytes and concurrent writes are not changed.
-    /// A hint: a storage that cannot do it keeps its length.
+    /// This is a hint: a storage that cannot become longer keeps its length.
     fn extend_hint(&self, _size: u64) -> impl Future<Output = ()> {
         ready(())
     }
@@ -152,7 +153,7 @@ pub trait Storage: 'static {
     /// amount written to it.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     fn last_change(&self) -> impl Future<Output = Result<Option<Duration>>> {
         ready(Ok(None))
     }
@@ -165,7 +166,7 @@ pub trait Storage: 'static {
     }
 
     /// Tells the storage that all further requests serve to close it. A storage on another host,
-    /// which may never answer, then limits how long they wait.
+    /// which may never answer, then limits how long these requests wait.
     fn begin_close(&self) {}
 
     /// Releases what the storage holds on another host, such as a lock. Operations that begin later
@@ -193,8 +194,8 @@ pub trait Storage: 'static {
     /// before. Bytes past the end are not reported.
     ///
     /// # Errors
-    /// As [`change_snapshots`](Self::change_snapshots); `InvalidInput` also if the storage was
-    /// opened on a snapshot that is older than this one.
+    /// The errors of [`change_snapshots`](Self::change_snapshots); `InvalidInput` also if the
+    /// storage was opened on a snapshot that is older than this one.
     fn changes_since(
         &self,
         _snapshot: &str,
@@ -207,7 +208,7 @@ pub trait Storage: 'static {
     /// that no other change is in flight.
     ///
     /// # Errors
-    /// As [`list_snapshots`](Self::list_snapshots);
+    /// The errors of [`list_snapshots`](Self::list_snapshots);
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no such snapshot, or
     /// if the name of a new one exists already or is not allowed.
     fn change_snapshots(&self, _change: SnapshotChange<'_>) -> impl Future<Output = Result<()>> {
@@ -249,9 +250,9 @@ pub struct StorageChange {
 /// A snapshot that a storage has taken of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StorageSnapshot {
-    /// Unique in the storage.
+    /// The id, unique in the storage.
     pub id: u64,
-    /// Also unique in the storage.
+    /// The name, also unique in the storage.
     pub name: String,
     /// When the snapshot was taken, since 1970-01-01 UTC.
     pub created: Duration,
@@ -297,10 +298,10 @@ pub enum ReadAfterDiscard {
 /// Whether the storage has its own operation for a purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Offload {
-    /// Yes, as far as is known. The first use may still fail; the answer is `Unavailable` from then
-    /// on.
+    /// The storage has the operation, as far as is known. The first use may still fail; after that
+    /// the answer is `Unavailable`.
     Available,
-    /// No.
+    /// The storage does not have the operation.
     Unavailable,
 }
 
@@ -318,30 +319,30 @@ pub enum FuaCost {
 pub enum GroupCommit {
     /// A shared flush is never cheaper.
     Never,
-    /// From this many on.
+    /// A shared flush is cheaper from this many durable writes on.
     From(usize),
 }
 
 /// Whether completed writes may be lost when the power fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteCache {
-    /// They may, until a flush.
+    /// Completed writes may be lost until a flush.
     Volatile,
-    /// They are stable when they complete.
+    /// Writes are stable when they complete.
     None,
 }
 
 /// The alignment that direct I/O requires. Both values are powers of two; 1 means no requirement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Alignment {
-    /// Of offsets and lengths, in bytes.
+    /// The alignment of offsets and lengths, in bytes.
     pub offset: u32,
-    /// Of memory addresses, in bytes.
+    /// The alignment of memory addresses, in bytes.
     pub memory: u32,
 }
 
 impl Alignment {
-    /// No requirement.
+    /// An alignment without requirements.
     pub const BYTE: Self = Self { offset: 1, memory: 1 };
 
     /// Whether an operation can be submitted without a bounce buffer.

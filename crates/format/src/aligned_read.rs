@@ -1,8 +1,8 @@
-//! Reading metadata from a storage that demands alignment.
+//! Reads metadata from a storage that requires aligned requests.
 
 use blockhouse_core::{Buffer, ByteRange, Result, Storage};
 
-/// Reads `length` bytes at any `offset`: bytes past the end of the storage are zeros.
+/// Reads `length` bytes at any `offset`. Bytes past the end of the storage are returned as zeros.
 ///
 /// # Errors
 /// Errors of the storage.

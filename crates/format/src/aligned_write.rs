@@ -1,4 +1,4 @@
-//! Writing metadata to a storage that demands alignment.
+//! Writes metadata to a storage that requires aligned requests.
 
 use blockhouse_core::{Buffer, Durability, Result, Storage};
 

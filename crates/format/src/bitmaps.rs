@@ -1,5 +1,4 @@
-//! Persistent dirty bitmaps of an image: those of a qcow2 image, also if that is the side file of a
-//! raw image.
+//! Persistent dirty bitmaps of a qcow2 image, which may be the side file of a raw image.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 

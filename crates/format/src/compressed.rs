@@ -19,7 +19,7 @@ impl<S: Storage> Format<S> {
 impl<S: Storage> CompressedClusters<'_, S> {
     /// Allocates host space for the compressed form of one guest cluster, `length` bytes: an extent
     /// that is `NEW` and `Compressed`. The extent may be longer than `length` (the rest is padding
-    /// of any content). It starts and ends as the storage's alignment demands.
+    /// of any content). Its start and end are multiples of the storage's alignment.
     ///
     /// `guest` is the whole cluster, or ends with the disk; `length`, rounded up to the storage's
     /// alignment, is less than a cluster. The caller passes the extent to exactly one of

@@ -15,7 +15,7 @@ pub(crate) enum Wrapper {
 /// window size, and always takes the memory of the largest window.
 ///
 /// # Errors
-/// The fault: the bytes are not such a stream, or do not fill `into`.
+/// The reason why the bytes are not such a stream, or that they do not fill `into`.
 pub(crate) fn inflate(stream: &[u8], into: &mut [u8], wrapper: Wrapper) -> Result<(), String> {
     let mut decoder = Decompress::new(wrapper == Wrapper::Zlib);
     let (mut read, mut written) = (0, 0);

@@ -1,5 +1,5 @@
-//! Types shared by the I/O path and the image formats: the path's requests, and its later reports
-//! about an extent.
+//! Types shared by the I/O path and the image formats: the requests of the I/O path, and the
+//! outcome of an extent that it reports later.
 //!
 //! This module depends on no format, so that each format can use it.
 
@@ -29,15 +29,16 @@ pub enum Abort {
     /// at once.
     Ended,
     /// The request's future was dropped while the storage was writing. The host range may still
-    /// change, so new space is not allocated again while the image is open: a leak at most.
+    /// change, so new space is not allocated again while the image is open; at most, the space
+    /// leaks.
     InFlight,
 }
 
 /// The cheapest way to make a write and its metadata durable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetadataSync {
-    /// FUA writes, the data first: [`sync_metadata`](crate::Format::sync_metadata) then needs no
-    /// flush.
+    /// The data is written with FUA first, so that [`sync_metadata`](crate::Format::sync_metadata)
+    /// needs no flush.
     Fua,
     /// Plain writes and one flush, which is needed anyway or shared by many requests.
     Flush,
@@ -76,7 +77,7 @@ pub enum Discard {
     /// The host gets the space back.
     #[default]
     Unmap,
-    /// They are acknowledged and nothing happens, and zero writes keep their space.
+    /// Discards are completed without any effect, and zero writes do not free space.
     Ignore,
 }
 

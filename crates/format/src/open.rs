@@ -118,12 +118,13 @@ impl<S: Storage> Format<S> {
         }
     }
 
-    /// Attaches the image's [files](crate::ImageHeader::extent_files): `data` has them one after
-    /// the other, each in its range of `ranges`, in the order of their names. Must be called before
-    /// anything is read.
+    /// Attaches the image's [files](crate::ImageHeader::extent_files): `data` contains the files
+    /// one after the other, each in its range of `ranges`, in the order of their names. Must be
+    /// called before anything is read.
     ///
     /// # Errors
-    /// `InvalidInput` if the image names none, or another number of files; the fault of a file.
+    /// `InvalidInput` if the image names no files, or another number of files; otherwise the error
+    /// of the file that is invalid.
     pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         match self {
             Self::Flat(Flat::Foreign(image)) => {

@@ -1,4 +1,5 @@
-//! Space for bytes that will be written later, so that writing them cannot fail with ENOSPC.
+//! Allocates host space for bytes that will be written later, so that these writes cannot fail with
+//! ENOSPC.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, Offload, Result, Storage, ToolProgress, Unmap,
@@ -7,10 +8,10 @@ use blockhouse_core::{
 /// How space is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpaceMode {
-    /// The host's file system reserves it (`fallocate`): quick.
+    /// The host's file system reserves the space (`fallocate`), which is quick.
     Falloc,
-    /// Zeros are written: slow, but works everywhere. If the storage can write zeros without a
-    /// transfer of data, that is used, and is quick.
+    /// Zeros are written, which is slow but works everywhere. If the storage can write zeros
+    /// without a transfer of data, it does so, which is quick.
     Full,
 }
 

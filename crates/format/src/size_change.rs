@@ -1,4 +1,4 @@
-//! Longer and shorter disks of all formats.
+//! Changes of the disk's size, for all formats.
 
 use blockhouse_core::{Result, Storage};
 
@@ -27,8 +27,8 @@ impl<S: Storage> SizeChange<'_, S> {
     }
 
     /// Lets [`map`](Format::map) for a change accept ranges past the end of the disk, up to `size`.
-    /// So the caller can zero the bytes that [`grow`](Self::grow) will add. The disk's size stays.
-    /// The space before `from` is already prepared, or is a part of the disk.
+    /// So the caller can zero the bytes that [`grow`](Self::grow) will add. The disk's size does
+    /// not change. The space before `from` is already prepared, or is a part of the disk.
     pub async fn prepare(&self, from: u64, size: u64) -> Result<()> {
         match self.format.qcow2() {
             Some(qcow2) => qcow2.size_change().prepare(from, size).await,
@@ -47,10 +47,10 @@ impl<S: Storage> SizeChange<'_, S> {
     }
 
     /// Makes the guest's disk shorter. Data past the new size is lost, and its space is freed.
-    /// Durable with the next full flush: a crash before it leaves the old size, and some bytes past
-    /// the new size read as zeros or as in the backing file. Refuses a size that is no multiple of
-    /// 512, and images of version 2 with snapshots. The caller keeps requests away from the bytes
-    /// from the new size on.
+    /// Durable with the next full flush. After a crash before that flush the disk has the old size,
+    /// and some bytes past the new size read as zeros or from the backing file. Refuses a size that
+    /// is no multiple of 512, and images of version 2 with snapshots. The caller keeps requests
+    /// away from the bytes from the new size on.
     pub async fn shrink(&self, size: u64) -> Result<()> {
         match self.format {
             Format::Flat(flat) => flat.shrink(size).await,

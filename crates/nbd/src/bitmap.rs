@@ -8,13 +8,14 @@ use blockhouse_disk::{BitmapExtent, DirtyMap, Disk};
 /// A bitmap that clients of an export may request (`qemu:dirty-bitmap:NAME`).
 #[derive(Clone)]
 pub enum ExportBitmap {
-    /// A bitmap of the disk, in its state at the client's request.
+    /// A bitmap of the disk. Each request of the client gets the bitmap's state at that moment.
     OfDisk(String),
-    /// As [`OfDisk`](Self::OfDisk), for the nearest image of the disk's chain that has it.
+    /// As [`OfDisk`](Self::OfDisk), but the bitmap of the nearest image in the disk's backing chain
+    /// that has one of this name.
     OfChain(String),
-    /// One that stays as it is.
+    /// A bitmap that never changes.
     Fixed {
-        /// Its name for clients.
+        /// The bitmap's name for clients.
         name: String,
         /// The changes that it records.
         dirty: Arc<DirtyMap>,
@@ -22,14 +23,15 @@ pub enum ExportBitmap {
 }
 
 impl ExportBitmap {
-    /// Its name for clients.
+    /// The bitmap's name for clients.
     pub fn name(&self) -> &str {
         match self {
             Self::OfDisk(name) | Self::OfChain(name) | Self::Fixed { name, .. } => name,
         }
     }
 
-    /// Its record of `range`: adjacent extents, at least `max` unless there are fewer.
+    /// The bitmap's extents in `range`. The extents are adjacent, and at least `max` are returned
+    /// unless there are fewer.
     ///
     /// # Errors
     /// As [`DiskBitmaps::extents`](blockhouse_disk::DiskBitmaps::extents).

@@ -1,9 +1,9 @@
 //! Decodes a request header into a command, or into the error that the client gets.
 //!
 //! This module checks only the rules of the protocol: types, flags, reserved fields, lengths beyond
-//! the announced limits. The disk checks ranges and access, at one place for all exports. Whether a
-//! payload follows the header never depends on whether the request makes sense: the next request
-//! starts after it. Only a payload beyond the announced maximum ends the connection.
+//! the announced limits. The disk checks ranges and access, in one place for all exports. A payload
+//! is expected after the header even if the request is invalid, because the next request starts
+//! after the payload. Only a payload beyond the announced maximum ends the connection.
 
 use blockhouse_core::{ByteRange, Durability, Fallback, Unmap};
 use blockhouse_disk::Operation;
@@ -19,14 +19,14 @@ pub enum Command {
     Read {
         /// First byte of the export.
         offset: u64,
-        /// How many bytes.
+        /// The number of bytes.
         length: u32,
     },
     /// Store the payload, at least one byte and at most [`MAX_PAYLOAD`].
     Write {
         /// First byte of the export.
         offset: u64,
-        /// How many bytes.
+        /// The number of bytes.
         length: u32,
         /// The data that must be stable before the reply.
         durability: Durability,
@@ -37,21 +37,21 @@ pub enum Command {
         range: ByteRange,
         /// Whether a hole may be left.
         unmap: Unmap,
-        /// Whether it may be as slow as a write.
+        /// Whether zeros may be written as data if there is no faster way.
         fallback: Fallback,
         /// The data that must be stable before the reply.
         durability: Durability,
     },
-    /// The content of the range is no longer needed.
+    /// Discard the range, whose content is no longer needed.
     Trim {
         /// The bytes of the export.
         range: ByteRange,
         /// The data that must be stable before the reply.
         durability: Durability,
     },
-    /// Make all writes that were replied to durable.
+    /// Make all writes durable whose replies were sent.
     Flush,
-    /// The range will be needed soon.
+    /// Prefetch the range, which will be read soon.
     Cache {
         /// The bytes of the export.
         range: ByteRange,
@@ -80,14 +80,14 @@ pub enum Command {
 }
 
 impl Command {
-    /// Whether it changes the export's content.
+    /// Whether the command changes the export's content.
     pub fn is_change(&self) -> bool {
         matches!(self, Self::Write { .. } | Self::WriteZeroes { .. } | Self::Trim { .. })
     }
 }
 
 impl Command {
-    /// The operation that it is measured as.
+    /// The operation of the statistics in which the command is counted.
     pub fn operation(&self) -> Operation {
         match self {
             Self::Write { durability: Durability::None, .. } => Operation::Write,
@@ -102,7 +102,7 @@ impl Command {
     }
 }
 
-/// The type of a request of length zero: the replies differ.
+/// The type of a request of length zero. The reply depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EmptyKind {
     /// A read, whose reply must be a chunk if chunks were negotiated.
@@ -120,26 +120,28 @@ pub enum ReqOne {
     Unset,
 }
 
-/// Why a request fails, as the client gets it.
+/// The error that the client gets for a failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestError {
     /// The protocol's error number, for the client's program.
     pub errno: Errno,
-    /// One line, for its user.
+    /// One line for the client's user.
     pub message: &'static str,
 }
 
 /// A decoded request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecodedRequest {
-    /// The command, or the reason why it fails.
+    /// The command, or the error to reply with.
     pub command: Result<Command, RequestError>,
-    /// How many bytes of payload follow the header; they must be received in any case. At most
-    /// [`MAX_PAYLOAD`], and for [`Command::Write`] and [`Command::SelectedStatus`] their length.
+    /// The number of payload bytes that follow the header; they must be received even if the
+    /// command is an error. At most [`MAX_PAYLOAD`], and for [`Command::Write`] and
+    /// [`Command::SelectedStatus`] equal to their length.
     pub payload: u32,
 }
 
-/// The client would send more than the server ever accepts: the connection ends.
+/// The request's payload, of this many bytes, is longer than the server accepts. The connection
+/// ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a request has a payload of {0} bytes, more than the announced {MAX_PAYLOAD}")]
 pub struct PayloadTooLong(pub u64);
@@ -194,12 +196,13 @@ fn decode_command(
                 durability,
             })
         }
-        // `check_flags` leaves no other type.
+        // `check_flags` has refused all types but BLOCK_STATUS before this.
         _ => block_status(header, options),
     }
 }
 
-/// Checks that the type is known and that it has only flags which it allows and which were offered.
+/// Checks that the type is known, and that the request has only flags that are allowed for the type
+/// and were offered.
 fn check_flags(header: &RequestHeader, options: &NegotiatedOptions) -> Result<(), RequestError> {
     let allowed = match header.kind {
         kind::READ if options.framing.has_chunks() => CommandFlags::DF,
@@ -223,7 +226,7 @@ fn check_flags(header: &RequestHeader, options: &NegotiatedOptions) -> Result<()
 fn read_length(length: u64, framing: Framing) -> Result<u32, RequestError> {
     match u32::try_from(length) {
         Ok(length) if length <= MAX_PAYLOAD => Ok(length),
-        // EOVERFLOW is reserved for clients that negotiated chunks.
+        // EOVERFLOW may be sent only to clients that have negotiated chunks.
         _ => Err(RequestError {
             errno: if framing.has_chunks() { Errno::Overflow } else { Errno::Inval },
             message: "a read is longer than the announced maximum",

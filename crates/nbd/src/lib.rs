@@ -1,8 +1,8 @@
 //! NBD (layer 4): the protocol, and a server for disks.
 //!
 //! A [`Server`] accepts clients at any number of sockets. The clients of a socket see only its
-//! [`Exports`]. [`Limits`] bounds their resource use. A drain ends the server in order: every
-//! request in flight gets its reply.
+//! [`Exports`]. [`Limits`] bounds their resource use. A drain ends the server in an orderly way:
+//! every request in flight gets its reply.
 //!
 //! ```
 //! use std::io::Read;
@@ -48,8 +48,8 @@
 //! ```
 //!
 //! [`proto`], [`handshake`], [`command`], [`status_payload`] and [`uri`] parse and encode bytes,
-//! and do no I/O. The [`Server`] and the transmission phase are built on them. Neither depends on
-//! an image format or an engine: both convert the protocol into requests for a
+//! and do no I/O. The [`Server`] and the transmission phase use these modules. Neither depends on
+//! an image format or an I/O engine, because both convert the protocol into requests for a
 //! [`Disk`](blockhouse_disk::Disk).
 #![forbid(unsafe_code)]
 

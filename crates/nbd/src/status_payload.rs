@@ -1,8 +1,8 @@
 //! The payload of a BLOCK_STATUS with `NBD_CMD_FLAG_PAYLOAD_LEN`: the number of bytes to describe,
 //! and the ids of the selected contexts, which were negotiated.
 //!
-//! Guarantee: any bytes are parsed or refused, with no more memory than the negotiated contexts
-//! take. Each context is described once.
+//! Guarantee: any bytes are either parsed or refused, and the memory used is bounded by the number
+//! of negotiated contexts. Each context is described at most once.
 
 use blockhouse_core::ByteRange;
 

@@ -18,7 +18,7 @@ pub struct Config {
     pub fua_cost: FuaCost,
     /// Whether completed writes may be lost in a crash.
     pub write_cache: WriteCache,
-    /// From how many writes on the disk announces that a shared flush is cheaper than FUA.
+    /// The announced number of durable writes from which a shared flush is cheaper than FUA.
     pub group_commit: GroupCommit,
     /// The required alignment of operations. An operation without it makes the simulation panic.
     pub alignment: Alignment,
@@ -71,7 +71,7 @@ pub struct Latency {
 }
 
 impl Latency {
-    /// The same latency for all: operations of one kind end in the order in which they started.
+    /// Fixed latencies, so that operations of one kind end in the order in which they started.
     pub fn fixed(data: u64, flush: u64) -> Self {
         Self { data: data..=data, flush: flush..=flush }
     }

@@ -1,10 +1,10 @@
 //! A disk that lives in memory and virtual time.
 //!
-//! Guarantees: those of [`Storage`] and no more. Operations end in any order. A crash keeps any
-//! part of the data that is not stable. The death of the process keeps all ended operations, and
-//! any part of those in flight. A discarded range has any content, unless the configuration says
-//! zeros. Data that a failed flush covered counts as clean. A misaligned operation, which a caller
-//! must not start, panics.
+//! Guarantees: the guarantees of [`Storage`] and no more. Operations end in any order. A crash
+//! keeps any part of the data that is not stable. The death of the process keeps all ended
+//! operations, and any part of those in flight. A discarded range has any content, unless the
+//! configuration says zeros. Data that a failed flush covered is treated as clean: later flushes do
+//! not write it. A misaligned operation, which a caller must not start, panics.
 
 use std::future;
 use std::io;
@@ -40,7 +40,8 @@ struct Shared {
     alignment: Alignment,
     fua: Fua,
     needs_close: bool,
-    /// The known size: that of the file, without growth by operations whose futures were dropped.
+    /// The known size: the size of the file, without growth by operations whose futures were
+    /// dropped.
     size: AtomicU64,
     state: Mutex<State>,
     /// Operations that wait for [`SimDisk::release`]; `None`: all end by themselves.
@@ -75,7 +76,7 @@ impl SimDisk {
         std::mem::take(&mut self.shared.state.lock().log)
     }
 
-    /// Whether an operation has failed, also with ENOSPC; EOPNOTSUPP does not count.
+    /// Whether an operation has failed, with any errno except EOPNOTSUPP.
     pub fn has_failed(&self) -> bool {
         self.shared.state.lock().failed > 0
     }
@@ -361,11 +362,11 @@ impl Storage for SimDisk {
     }
 
     async fn extend_hint(&self, size: u64) {
-        // A storage may refuse.
+        // An error is ignored, because a storage may refuse the hint.
         let _ = self.operate(Operation::Lengthen(size), None).await;
     }
 
-    /// Sectors of zeros are holes.
+    /// Reports sectors of zeros as holes.
     async fn block_status(&self, range: ByteRange) -> Result<(Allocation, u64)> {
         self.operate(Operation::Status(range), None).await?;
         let state = self.shared.state.lock();

@@ -58,7 +58,7 @@ impl Wake for TaskWaker {
 }
 
 impl Sim {
-    /// A simulation that `seed` decides.
+    /// A simulation whose choices `seed` decides.
     pub fn new(seed: u64) -> Self {
         let mut random = Rng::with_seed(seed);
         Self(Rc::new(Inner {
@@ -92,7 +92,7 @@ impl Sim {
     }
 
     /// Whether the process is dead. An answer that a task gives in the poll in which the process
-    /// dies does not count: no client received it.
+    /// dies must be ignored, because no client received it.
     pub fn is_dead(&self) -> bool {
         self.0.process.is_dead()
     }
@@ -110,7 +110,8 @@ impl Sim {
         drop(tasks);
     }
 
-    /// A PRNG for a part of the simulation, so that its choices do not change those of other parts.
+    /// A PRNG for a part of the simulation, so that its choices do not change the choices of other
+    /// parts.
     pub fn fork_prng(&self) -> Rng {
         self.0.random.borrow_mut().fork()
     }
@@ -166,7 +167,7 @@ impl Sim {
         while self.step() {}
     }
 
-    /// Runs until `future` is ready; other tasks and events stay where they are then.
+    /// Runs until `future` is ready. After that, other tasks and events stay as they are.
     ///
     /// # Panics
     /// When nothing can happen and the future still waits.
@@ -189,7 +190,8 @@ impl Sim {
         let Some(mut future) = future else { return };
         let waker = Waker::from(Arc::clone(queued));
         let is_ready = future.as_mut().poll(&mut Context::from_waker(&waker)).is_ready();
-        // The future is dropped after this borrow ends: it may have handles of other tasks in it.
+        // The future is dropped after this borrow ends, because it may have handles of other tasks
+        // in it.
         let mut tasks = self.0.tasks.borrow_mut();
         if is_ready {
             tasks.remove(queued.task);
@@ -217,7 +219,7 @@ impl<T> Task<T> {
         self.output.take()
     }
 
-    /// Drops the task's future where it stands. Not to be called by the task itself.
+    /// Drops the task's future, whatever it waits for. Must not be called by the task itself.
     pub fn cancel(self) {
         let id = self.waker.task;
         let mut tasks = self.sim.0.tasks.borrow_mut();

@@ -36,7 +36,7 @@ pub fn explore<T: SystemUnderTest>(
 /// image. `build` may run the simulation.
 ///
 /// # Errors
-/// As [`explore`].
+/// The errors of [`explore`].
 pub fn explore_image<T: SystemUnderTest>(
     seed: u64,
     workload: &Workload,
@@ -126,8 +126,8 @@ impl<T: SystemUnderTest> Run<T> {
         Ok(())
     }
 
-    /// Closes the system after a clean run, and checks the image that it leaves. The close of a
-    /// storage may fail: then the system must report the failure, and the image must be complete.
+    /// Closes the system after a clean run, and checks the image that it leaves. If the close of a
+    /// storage fails, the system must report the failure, and the image must be complete.
     fn close(&self, disk: &SimDisk, random: &mut Rng, may_fail: bool) -> Result<(), String> {
         if !self.record.borrow().is_clean_run {
             return Ok(());

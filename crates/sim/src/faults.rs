@@ -66,7 +66,7 @@ impl Fault {
         Self::with(Trigger::Chance(probability), Effect::Fails(Failure::of_range(errno)))
     }
 
-    /// Only operations of this kind count.
+    /// Limits the fault to operations of this kind.
     #[must_use]
     pub fn of(mut self, kind: OperationKind) -> Self {
         self.kind = Some(kind);
@@ -74,7 +74,7 @@ impl Fault {
     }
 
     /// Makes the failure the only report that older unflushed writes are lost. A durable write
-    /// through a page cache fails so: with the errno of the host's failed writeback.
+    /// through a page cache fails in this way, with the errno of the host's failed writeback.
     #[must_use]
     pub fn losing_older_writes(mut self) -> Self {
         if let Effect::Fails(failure) = &mut self.effect {

@@ -21,7 +21,7 @@ use crate::{Report, Sim, SystemUnderTest, Task};
 pub(crate) struct Guests<T> {
     pub(crate) system: T,
     sim: Sim,
-    /// The size of the disk without a growth that has not succeeded.
+    /// The size of the disk, including only growth that has succeeded.
     size: Cell<u64>,
     limits: Limits,
     record: Rc<RefCell<Record>>,
@@ -44,7 +44,7 @@ pub(crate) struct Record {
     pub(crate) report: Report,
     pub(crate) history: History,
     pub(crate) violation: Option<String>,
-    /// Whether no request was cancelled, and none failed except as unsupported.
+    /// Whether no request was cancelled, and none failed with an error other than `Unsupported`.
     pub(crate) is_clean_run: bool,
 }
 

@@ -15,7 +15,7 @@ pub(crate) const SECTOR: usize = 512;
 pub(crate) struct Media {
     size: u64,
     stable_size: u64,
-    /// Version of the size: with it a flush does not restore an older size.
+    /// The version of the size, so that a flush does not restore an older size.
     size_version: u64,
     stable_size_version: u64,
     /// End of the stable bytes that are part of the file. They became stable at
@@ -26,7 +26,7 @@ pub(crate) struct Media {
     visible: Vec<u8>,
     stable: Vec<u8>,
     sectors: Vec<Sector>,
-    /// Number of the newest version of any sector: with it a flush does not replace a newer
+    /// The number of the newest version of any sector, so that a flush does not replace a newer
     /// version.
     last_version: u64,
 }
@@ -34,7 +34,7 @@ pub(crate) struct Media {
 #[derive(Clone, Default)]
 struct Sector {
     stable_version: u64,
-    /// Not stable yet, oldest first.
+    /// The versions that are not stable yet, oldest first.
     versions: Vec<Version>,
 }
 
@@ -45,7 +45,8 @@ struct Version {
     bytes: [u8; SECTOR],
 }
 
-/// The sectors that a flush covers: those in the cache when it began, and their newest versions.
+/// The sectors that a flush covers: the sectors in the cache when it began, and their newest
+/// versions.
 pub(crate) struct FlushSet {
     versions: Vec<(usize, u64)>,
     size: u64,
@@ -206,8 +207,8 @@ impl Media {
         }
     }
 
-    /// Fails a flush: the versions that it covered count as clean from now on, but a random part of
-    /// them is stable. Reads still see them. The Linux page cache does the same.
+    /// Fails a flush: the versions that it covered are treated as clean from now on, but only a
+    /// random part of them is stable. Reads still see them. The Linux page cache does the same.
     pub(crate) fn fail_flush(&mut self, flush: &FlushSet, random: &mut Rng) {
         for &(sector, number) in &flush.versions {
             let versions = &mut self.sectors[sector].versions;
@@ -278,7 +279,7 @@ impl Media {
     }
 }
 
-/// How a crash treats what is not stable.
+/// How a crash treats data that is not stable.
 enum CrashOutcome {
     /// All of it is lost.
     Nothing,

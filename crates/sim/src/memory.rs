@@ -1,8 +1,8 @@
 //! Memory that outlives the process, as a file on tmpfs would be.
 //!
-//! Guarantees: those of [`StateMemory`]. Each store is a step of the process, so the process may
-//! die between any two stores. The next process does not see later stores of a dead one. A store to
-//! a word that is not reserved panics.
+//! Guarantees: the guarantees of [`StateMemory`]. Each store is a step of the process, so the
+//! process may die between any two stores. The next process does not see later stores of a dead
+//! one. A store to a word that is not reserved panics.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -23,7 +23,7 @@ pub struct SimMemory {
 }
 
 impl SimMemory {
-    /// New memory of this many zero words. A power loss leaves the same.
+    /// New memory of this many zero words. A power loss leaves such memory, too.
     pub fn new(sim: &Sim, words: usize) -> Self {
         Self::with(sim, vec![0; words])
     }

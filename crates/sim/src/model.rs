@@ -8,10 +8,10 @@
 //! others only where a read has seen it: a value that was read and then flushed must stay. So the
 //! model requires only what the interface of a disk guarantees.
 //!
-//! A process that ends leaves its set for reads to the next one, and nothing in flight: every
-//! answered change has happened. A loss of power leaves the set for crashes. The content that the
-//! next process reads decides which of the permitted changes happened; later processes must read
-//! the same content.
+//! When a process ends, the next process starts with its set for reads, and nothing is in flight:
+//! every answered change has happened. After a loss of power, the next process starts with the set
+//! for crashes. The content that the next process reads decides which of the permitted changes
+//! happened; later processes must read the same content.
 
 use blockhouse_core::ByteRange;
 
@@ -19,7 +19,7 @@ use blockhouse_core::ByteRange;
 /// byte may show any more are free again.
 pub(crate) const MAX_CHANGES: u32 = 63;
 
-/// The state that the end of a process leaves to the next one.
+/// The changes that the next process finds after the end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Remains {
     /// Every answered change.
@@ -37,7 +37,7 @@ pub(crate) enum WriteKind {
     Data,
     /// Zeros.
     Zeros,
-    /// Anything.
+    /// Undefined content.
     Undefined,
 }
 
@@ -72,7 +72,7 @@ pub(crate) struct Model {
     unsuccessful: u64,
     zeros: u64,
     undefined: u64,
-    /// By the change's number: the changes that had ended when it began.
+    /// For each change, by its number: the changes that had ended when it began.
     before: [u64; u64::BITS as usize],
     /// The minimum size of the disk after a crash. Writes after a growth that failed may leave any
     /// size from this one to the largest.
@@ -126,7 +126,7 @@ impl Model {
         (model, vec![value_of(0); size])
     }
 
-    /// A change begins; `None` when there were too many.
+    /// Begins a change; `None` if there were too many changes.
     pub(crate) fn begin(&mut self, range: ByteRange, kind: WriteKind) -> Option<Change> {
         let number = self.begun.trailing_ones();
         if number > MAX_CHANGES {
@@ -148,7 +148,8 @@ impl Model {
         Some(Change { number, range })
     }
 
-    /// The disk begins to grow: its new bytes are zeros. `None` when there were too many changes.
+    /// Begins a growth of the disk, whose new bytes are zeros. `None` if there were too many
+    /// changes.
     pub(crate) fn begin_growth(&mut self, size: usize) -> Option<Change> {
         let old = self.stable.len();
         self.set_length(size);

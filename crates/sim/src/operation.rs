@@ -91,7 +91,7 @@ impl Operation {
         }
     }
 
-    /// Whether it changes what the disk holds, or its size.
+    /// Whether the operation changes the disk's content or size.
     pub(crate) fn is_change(&self) -> bool {
         match self {
             Self::Read(_) | Self::Status(_) | Self::Prefetch(_) | Self::Flush(_) | Self::Close => {
@@ -106,8 +106,8 @@ impl Operation {
         }
     }
 
-    /// Whether its outcome concerns the stability of bytes. The outcome of such an operation is
-    /// kept when its future is dropped.
+    /// Whether its outcome concerns the stability of bytes. If the future of such an operation is
+    /// dropped, its outcome is stored for the next flush.
     pub(crate) fn is_durable(&self) -> bool {
         matches!(self.kind(), OperationKind::DurableWrite | OperationKind::Flush)
     }

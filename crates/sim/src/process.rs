@@ -1,9 +1,9 @@
 //! The process that a simulation represents, and the step at which it ends.
 //!
-//! The steps of a process are what others can see of it: a storage operation that starts or ends, a
-//! store into memory that outlives it. At the chosen step everything stops: that step and all later
-//! ones do not happen. The future that is being polled still runs until its poll returns. So a test
-//! must check that the process is alive before it uses the simulation's results.
+//! The steps of a process are the actions that others can see: a storage operation that starts or
+//! ends, a store into memory that outlives the process. At the chosen step everything stops: that
+//! step and all later ones do not happen. The future that is being polled still runs until its poll
+//! returns. So a test must check that the process is alive before it uses the simulation's results.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +20,7 @@ struct Life {
 }
 
 impl Process {
-    /// A process that lives until [`kill_at`](Self::kill_at) says otherwise.
+    /// A process that lives until [`kill_at`](Self::kill_at) ends it.
     pub(crate) fn new() -> Self {
         Self(Arc::new(Life { steps: AtomicU64::new(0), last: AtomicU64::new(u64::MAX) }))
     }

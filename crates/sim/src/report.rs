@@ -16,7 +16,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// The sum of two.
+    /// The sum of two reports.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {

@@ -1,10 +1,10 @@
 //! Processes that serve the same disks one after the other, and end in any way at any moment.
 //!
-//! A process dies, or the power is lost, at a chosen step, also during start or close. A step is a
-//! storage operation that starts or ends, or a store into the memory that outlives processes. The
-//! next process starts with the disks and memory that are left. It must find every answered change
-//! after a death, and every durable change after a loss of power, however earlier processes ended.
-//! Then its guests continue.
+//! A process dies, or the power is lost, at a chosen step, which may be during start or close. A
+//! step is a storage operation that starts or ends, or a store into the memory that outlives
+//! processes. The next process starts with the disks and memory that are left. It must find every
+//! answered change after a death, and every durable change after a loss of power, however earlier
+//! processes ended. Then its guests continue.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -120,7 +120,7 @@ struct Run<'a, T> {
     is_device: bool,
     block: u64,
     random: Rng,
-    /// PRNG for slow operations and rare faults, apart so that it does not change other choices.
+    /// PRNG for slow operations and rare faults, separate so that it does not change other choices.
     late: Rng,
     record: Rc<RefCell<Record>>,
 }

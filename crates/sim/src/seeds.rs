@@ -10,11 +10,11 @@ use parking_lot::Mutex;
 
 use crate::{Report, Rng};
 
-/// One seed to run alone: how a failure is replayed.
+/// The variable with one seed to run alone, which replays a failure.
 const ONE: &str = "BLOCKHOUSE_SIM_SEED";
 
-/// How many seeds to run (from 0 on), or which (`FIRST..END`), instead of the test's own number of
-/// random seeds.
+/// The variable with the number of seeds to run (from 0 on), or their range (`FIRST..END`), instead
+/// of the test's own number of random seeds.
 const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
 
 /// Tests check randomly chosen moments; with this variable they check only one in this many of
@@ -134,7 +134,8 @@ fn chosen(count: u64) -> ops::Range<u64> {
         return seed..seed + 1;
     }
     let Ok(many) = std::env::var(MANY) else {
-        // Different seeds in each run. 32 bits: they cannot overflow, and are short enough to type.
+        // Different seeds in each run. The first seed has 32 bits, so that the range cannot
+        // overflow and a seed is short enough to type.
         let first = RandomState::new().build_hasher().finish() >> 32;
         return first..first + count;
     };

@@ -33,7 +33,7 @@ pub(crate) struct State {
     detached_waiters: Vec<Oneshot<()>>,
 }
 
-/// A started operation. It belongs to the disk until it ends, also when its future is dropped.
+/// A started operation. It belongs to the disk until it ends, even if its future is dropped.
 struct InFlight {
     operation: Operation,
     vector: Option<IoVector>,
@@ -123,7 +123,7 @@ impl State {
         self.ended += 1;
         match done.failure {
             None => self.succeed(id, &mut done),
-            // Refused: nothing changes.
+            // A refused operation changes nothing.
             Some(Failure { errno: errno::EOPNOTSUPP, .. }) => {}
             Some(failure) => {
                 self.failed += 1;
@@ -163,7 +163,7 @@ impl State {
     }
 
     /// The state for the next process when this one dies now. Operations that have ended took
-    /// effect; of each operation in flight all, a part or nothing, in any order.
+    /// effect. Each operation in flight takes effect fully, partly or not at all, in any order.
     pub(crate) fn after_death(&self, random: &mut Rng) -> Self {
         let mut next = Self::new(self.config.clone(), self.media.clone(), random.fork());
         // The host reports an error that no process has seen to the next process.

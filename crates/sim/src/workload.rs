@@ -10,21 +10,22 @@ use crate::{Config, Fault, OperationKind, SimDisk, Size};
 /// The bounds of an exploration; the seed chooses within them.
 #[derive(Clone, Debug)]
 pub struct Workload {
-    /// Tasks that send requests, at most.
+    /// The maximum number of tasks that send requests.
     pub tasks: usize,
-    /// Requests of each task, at most.
+    /// The maximum number of requests of each task.
     pub requests: usize,
     /// Whether operations may fail.
     pub faults: Faults,
     /// Whether requests may be cancelled.
     pub cancellation: Cancellation,
-    /// Sectors of the disk, at most.
+    /// The maximum number of sectors of the disk.
     pub sectors: usize,
     /// Whether the disk may grow.
     pub growth: Growth,
     /// Whether the disk may be a device.
     pub devices: Devices,
-    /// Processes that serve the disk one after the other, at most, in explorations with restarts.
+    /// The maximum number of processes that serve the disk one after the other, in explorations
+    /// with restarts.
     pub processes: usize,
 }
 

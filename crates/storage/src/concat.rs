@@ -1,27 +1,27 @@
-//! Several files, one after the other, as one read-only storage: for an image whose extents are in
-//! several files.
+//! Several files, one after the other, as one read-only storage. Used for an image whose extents
+//! are in several files. Also a part of one file as a storage, which can be written.
 //!
-//! Guarantees: each file has a range of its own. It starts at a multiple of [`GAP`], with a gap
-//! after the previous range, so no extent of an image continues in the next file. Gaps read as
-//! zeros. Only a storage that is a part of one file can be written, and no byte of the file outside
-//! of that part is written.
+//! Guarantees: each file has a range of the storage. The range starts at a multiple of [`GAP`], and
+//! a gap separates it from the previous range, so no extent of an image continues in the next file.
+//! Gaps read as zeros. Only a storage that is a part of one file can be written, and a write never
+//! changes a byte of the file outside of that part.
 
 use blockhouse_core::{
     Alignment, Allocation, ByteRange, Capabilities, Durability, Error, ErrorKind, IoVector,
     Offload, Result, Storage, SyncMode, Unmap,
 };
 
-/// The range of each file starts at a multiple of this, which is more than any alignment.
+/// The range of each file starts at a multiple of this size, which is larger than any alignment.
 const GAP: u64 = 1 << 20;
 
-/// Several files, or a part of one file, as one storage; see the module.
+/// Several files, or a part of one file, as one storage; the module's text has the guarantees.
 pub struct Concat<S> {
     name: String,
-    /// In the order of their ranges.
+    /// The files with their ranges, sorted by range.
     files: Vec<(ByteRange, S)>,
     /// Offset of the part in its file; 0 if there are several files.
     skip: u64,
-    /// Whether it is a part of one file.
+    /// Whether the storage is a part of one file.
     is_part: bool,
 }
 
@@ -29,7 +29,7 @@ impl<S: Storage> Concat<S> {
     /// A storage of this name with these files, at least one.
     ///
     /// # Errors
-    /// `InvalidInput` for no file, or if all together are too long.
+    /// `InvalidInput` if `files` is empty, or if the files together exceed the largest offset.
     pub fn new(name: String, files: Vec<S>) -> Result<Self> {
         let mut placed: Vec<(ByteRange, S)> = Vec::with_capacity(files.len());
         for file in files {
@@ -73,8 +73,8 @@ impl<S: Storage> Concat<S> {
         (file.name(), offset - range.offset() + self.skip)
     }
 
-    /// The file that has `offset`, or the last one before it; and the bytes from `offset` on up to
-    /// the next range.
+    /// The file that has `offset` (in a gap: the file before the gap), with its range, and the
+    /// number of bytes from `offset` to the next file's range.
     fn find(&self, offset: u64) -> (ByteRange, &S, u64) {
         let next = self.files.partition_point(|(range, _)| range.offset() <= offset);
         let (range, file) = &self.files[next.saturating_sub(1)];
@@ -107,7 +107,8 @@ impl<S: Storage> Storage for Concat<S> {
         &self.name
     }
 
-    /// The capabilities of the first file, with an alignment that suits all.
+    /// The capabilities of the first file. With several files, the alignment is the largest of all
+    /// files, and there are no offloads.
     fn capabilities(&self) -> Capabilities {
         if self.is_part {
             let own = self.files[0].1.capabilities();

@@ -1,7 +1,8 @@
 //! Flushes and durable writes whose future was dropped before they completed.
 //!
-//! A storage server (NBD, Ceph) may report the failure of a flush or durable write only once. The
-//! next flush waits until all detached ones have ended, and fails if one of them failed.
+//! A storage server (NBD, Ceph) may report the failure of a flush or durable write only once. A
+//! dropped future does not see it, so the next flush waits until all detached requests have ended,
+//! and fails if one of them failed.
 
 use blockhouse_core::sync::Condvar;
 use blockhouse_core::{Error, Result};
@@ -40,7 +41,7 @@ impl DetachedSyncs {
     /// Waits until no detached request is in flight.
     ///
     /// # Errors
-    /// An error that was not reported yet. It is reported once.
+    /// The first error of a detached request since the last report. Each error is reported once.
     pub(crate) async fn drained(&self) -> Result<()> {
         self.ended
             .wait_until(|| {

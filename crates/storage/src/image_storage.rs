@@ -13,8 +13,8 @@ use crate::{Concat, NbdStorage, NullStorage, RbdStorage, ViewStorage};
 
 /// A file, or an image or export on another server or cluster.
 ///
-/// The operations of a file cost the same as without this enum. The futures of the other storages
-/// are boxed, so that they do not make those of a file larger.
+/// An operation of a file allocates no future. The futures of the storages except the null device
+/// are boxed, so that they do not make the future of a file's operation larger.
 pub enum ImageStorage {
     /// A file or block device of this host.
     File(HostFile),
@@ -22,25 +22,26 @@ pub enum ImageStorage {
     Nbd(Box<NbdStorage>),
     /// An image in Ceph.
     Rbd(Box<RbdStorage>),
-    /// The files of an image that consists of several, read-only.
+    /// The files of an image that consists of several files, or a part of one file.
     Concat(Box<Concat<HostFile>>),
     /// Data that another layer provides, read-only.
     View(Box<ViewStorage>),
-    /// No storage: reads are zeros.
+    /// A null device: reads return zeros, and writes are dropped.
     Null(NullStorage),
 }
 
 impl ImageStorage {
-    /// Ends the connections to another server; no request may be in flight. Every later request to
-    /// the server fails. A file stays open.
+    /// Closes the connections to an NBD server; no request may be in flight. Every later request to
+    /// the server fails. Has no effect on other storages.
     pub fn disconnect(&self) {
         if let Self::Nbd(nbd) = self {
             nbd.disconnect();
         }
     }
 
-    /// From now on a request to another server fails if it has no answer within this time; with
-    /// `None` it waits without limit. Files and Ceph clusters have limits of their own.
+    /// From now on a request to an NBD server fails if the server does not answer within this time;
+    /// with `None` the request waits without limit. Has no effect on files and Ceph images, whose
+    /// time limits the host or the cluster sets.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         if let Self::Nbd(nbd) = self {
             nbd.set_answer_time(time);
@@ -77,7 +78,7 @@ impl ImageStorage {
     /// `None` if it cannot change after opening.
     ///
     /// # Errors
-    /// The host's, or the cluster's.
+    /// The error of the host or of the cluster.
     pub async fn query_size(&self) -> Result<Option<u64>> {
         match self {
             Self::File(file) => file.query_size().map(Some),
@@ -86,7 +87,7 @@ impl ImageStorage {
         }
     }
 
-    /// Accepts a [new size](Self::query_size); a smaller one than the current size is ignored.
+    /// Accepts a [new size](Self::query_size). A size that is less than the current one is ignored.
     pub fn set_min_size(&self, size: u64) {
         match self {
             Self::File(file) => file.set_min_size(size),
@@ -102,7 +103,7 @@ impl From<HostFile> for ImageStorage {
     }
 }
 
-/// Calls a method of whichever storage it is.
+/// Calls a method of the storage in the enum.
 macro_rules! ask {
     ($self:ident.$method:ident($($argument:ident),*)) => {
         match $self {
@@ -116,7 +117,7 @@ macro_rules! ask {
     };
 }
 
-/// Carries out an operation of whichever storage it is.
+/// Carries out an operation of the storage in the enum.
 macro_rules! carry_out {
     ($self:ident.$method:ident($($argument:ident),*)) => {
         match $self {

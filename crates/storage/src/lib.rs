@@ -1,9 +1,9 @@
-//! Storage (layer 2): where images live beside local files.
+//! Storage (layer 2): the places other than local files that can hold an image.
 //!
-//! A [`Location`] is what a person writes; [`ImageStorage`] is the storage that it names.
-//! [`NbdStorage`] is an export of an NBD server, [`RbdStorage`] an image in Ceph, [`NullStorage`]
-//! no data at all. Each is a [`Storage`](blockhouse_core::Storage), so a disk, a format and every
-//! tool can use it.
+//! A [`Location`] is parsed from the name that a user gives; [`ImageStorage`] is the storage at
+//! that location. [`NbdStorage`] is an export of an NBD server, [`RbdStorage`] an image in Ceph,
+//! [`NullStorage`] a null device. Each is a [`Storage`](blockhouse_core::Storage), so a disk, a
+//! format and every tool can use it.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -21,7 +21,7 @@
 //! })?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
-// Only the calls of librbd are unsafe.
+// Unsafe code is allowed only for the calls of librados and librbd.
 #![deny(unsafe_code)]
 
 mod blocking;

@@ -15,17 +15,17 @@ use crate::rbd::{RbdLocation, SCHEME};
 /// Maximum time that requests may wait for a server that is gone.
 const MAX_RECONNECT: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The place of an image.
+/// The location of an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
     /// A file or block device.
     File(PathBuf),
-    /// An export of an NBD server, and how long requests wait for the server after the connection
-    /// fails.
+    /// An export of an NBD server.
     Nbd {
         /// The server and the export, and its TLS parameters.
         uri: ClientUri,
-        /// Zero: requests fail at once.
+        /// How long requests wait for the server after the connection fails. Zero: they fail at
+        /// once.
         reconnect: Duration,
     },
     /// An image in Ceph.
@@ -67,7 +67,7 @@ impl Location {
     }
 
     /// The image's base name: the last part of its path or of its export's name, its name in Ceph,
-    /// or the null driver's name. `None` without such a part.
+    /// or the null driver's name. `None` if the path or the export's name has no last part.
     pub fn base_name(name: &Path) -> Option<OsString> {
         match Self::of(name) {
             Ok(Self::Nbd { uri, .. }) => {
@@ -86,7 +86,8 @@ impl Location {
         Some(name.to_string_lossy().into_owned())
     }
 
-    /// The local path that is read to open the image: the image's own, or that of its TLS files.
+    /// The local path that is read to open the image: the path of the image, or of the files for
+    /// TLS.
     pub fn local_path(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),

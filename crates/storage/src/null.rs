@@ -1,8 +1,10 @@
-//! A storage without data, as QEMU's `null-co` and `null-aio`: writes are discarded, and reads are
-//! zeros. It measures and tests the layers above a storage without the cost of one.
+//! A storage without data, as QEMU's `null-co` and `null-aio`: writes are discarded, and reads
+//! return zeros. It serves to measure and test the layers above a storage without the cost of a
+//! real storage.
 //!
-//! Guarantees: a read fills its memory with zeros, also where QEMU would leave the memory as it is;
-//! each operation takes the time that the location sets, and has no other delay.
+//! Guarantees: a read fills its buffer with zeros, also without `read-zeroes`, where QEMU leaves
+//! the buffer unchanged. Each operation takes the time that the location sets (`latency-ns`), and
+//! has no other delay.
 
 use std::fmt;
 use std::str::FromStr;
@@ -14,17 +16,18 @@ use blockhouse_core::{
 };
 use blockhouse_engine::sleep;
 
-/// The names of QEMU's drivers for such a storage.
+/// The names of QEMU's null drivers.
 const DRIVERS: [&str; 2] = ["null-co", "null-aio"];
 
-/// `null-co://[?size=SIZE&latency-ns=NUMBER&read-zeroes=on|off]`, or `null-aio://...`, which is the
-/// same here.
+/// `null-co://[?size=SIZE&latency-ns=NUMBER&read-zeroes=on|off]`, or `null-aio://...` with the same
+/// options and behaviour.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NullLocation {
     driver: &'static str,
     size: u64,
     latency: Duration,
-    /// Whether the block status reports zeros, so that no read is needed to know them.
+    /// Whether the block status reports the whole device as a hole, so that a copy need not read
+    /// it.
     reads_zeroes: bool,
 }
 
@@ -76,7 +79,7 @@ impl FromStr for NullLocation {
     }
 }
 
-/// A number of bytes, or of units of 1024 bytes and their powers (`4G`).
+/// Parses a number of bytes with an optional unit K, M, G or T (powers of 1024), such as `4G`.
 fn size_of(text: &str) -> Option<u64> {
     let unit = text.chars().last().and_then(|last| "KMGT".find(last.to_ascii_uppercase()));
     let digits = &text[..text.len() - usize::from(unit.is_some())];
@@ -95,7 +98,7 @@ impl fmt::Display for NullLocation {
     }
 }
 
-/// A storage without data; see the module.
+/// A storage without data.
 pub struct NullStorage {
     name: String,
     location: NullLocation,
@@ -107,7 +110,7 @@ impl NullStorage {
         Self { name: location.to_string(), location }
     }
 
-    /// Waits as long as an operation takes; `end` is the end of its range.
+    /// Waits for the latency that the location sets. `end` is the end of the operation's range.
     async fn carry_out(&self, end: u64) -> Result<()> {
         if end > self.location.size {
             let what = format!("has {} bytes, and never more", self.location.size);

@@ -9,7 +9,7 @@ use blockhouse_core::{
 use futures_util::future::LocalBoxFuture;
 
 /// The data of a [`ViewStorage`]. Each method behaves as the method of [`Storage`] with the same
-/// name. Any range is allowed.
+/// name. Any range is allowed, also past the end.
 pub trait StorageView: Send + Sync + 'static {
     /// The name for messages.
     fn name(&self) -> &str;
@@ -17,10 +17,10 @@ pub trait StorageView: Send + Sync + 'static {
     /// The size in bytes; it never changes.
     fn size(&self) -> u64;
 
-    /// Fills `into` with the bytes from `offset` on; those past the end are zeros.
+    /// Fills `into` with the bytes from `offset` on; bytes past the end are zeros.
     fn read(&self, offset: u64, into: IoVector) -> LocalBoxFuture<'_, Result<()>>;
 
-    /// The status of the start of `range`, and for how many bytes that holds.
+    /// The status of the start of `range`, and the number of bytes that have this status.
     fn block_status(&self, range: ByteRange) -> LocalBoxFuture<'_, Result<(Allocation, u64)>>;
 }
 

@@ -28,7 +28,7 @@ pub enum Error {
     /// The driver refuses a step.
     #[error("cannot {what} /dev/ublkb{id}: {cause}")]
     Refused {
-        /// The attempt.
+        /// The step that was attempted.
         what: &'static str,
         /// The device.
         id: u32,
@@ -41,7 +41,7 @@ pub enum Error {
          server in the host's (--pid=host of a container)"
     )]
     PidNamespace {
-        /// The attempt.
+        /// The step that was attempted.
         what: &'static str,
         /// The device.
         id: u32,
@@ -130,7 +130,7 @@ pub enum Error {
         /// The device.
         id: u32,
     },
-    /// A dead server's device is not released.
+    /// The device of a dead server is not released yet.
     #[error(
         "/dev/ublkb{id} is still held by what is left of process {server}; try again when that has ended"
     )]
@@ -150,12 +150,12 @@ pub enum Error {
         /// The change.
         what: String,
     },
-    /// No memory for the requests of a queue, or no loop that serves it.
+    /// There is no memory for the requests of a queue, or no loop that serves the queue.
     #[error("cannot serve /dev/ublkb{id}: {cause}")]
     Queue {
         /// The device.
         id: u32,
-        /// Why.
+        /// The reason.
         cause: io::Error,
     },
     /// The size cannot change.
@@ -174,7 +174,7 @@ impl Error {
         matches!(self, Self::NoDriver | Self::TooOld | Self::Unusable(_))
     }
 
-    /// The driver could not be opened.
+    /// The error for a driver that could not be opened.
     pub(crate) fn opening(source: io::Error) -> Self {
         match source.kind() {
             io::ErrorKind::NotFound => Self::NoDriver,
@@ -188,7 +188,7 @@ impl Error {
         matches!(self, Self::Refused { cause, .. } if cause.raw_os_error() == Some(errno::ENODEV))
     }
 
-    /// The driver refused `what` of device `id`.
+    /// The error for the step `what` of device `id`, which the driver refused.
     pub(crate) fn refused(what: &'static str, id: u32) -> impl FnOnce(io::Error) -> Self {
         move |source| match source.kind() {
             io::ErrorKind::PermissionDenied => Self::Forbidden(source),

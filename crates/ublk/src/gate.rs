@@ -33,13 +33,13 @@ impl Gate {
         }
     }
 
-    /// Lets no request begin, and waits for those in flight.
+    /// Prevents requests from beginning, and waits for the requests in flight.
     pub(crate) async fn shut(&self) {
         self.close();
         self.in_flight.wait().await;
     }
 
-    /// Lets no further request begin.
+    /// Prevents further requests from beginning.
     pub(crate) fn close(&self) {
         self.is_shut.store(true, Ordering::Release);
         fence(Ordering::SeqCst);

@@ -11,12 +11,11 @@
 //!
 //! The modules; each uses only those above it in this list:
 //!
-//! - `error`: what fails, and what to do
-//! - `parameters`: what the block device is like, for a disk
-//! - `request`: from a descriptor to a request
+//! - `error`: the errors, with hints
+//! - `parameters`: the parameters of the block device for a disk
+//! - `request`: decodes a descriptor into a request
 //! - `process_files`: which devices a process serves, and whether it serves anything else
-//! - `lifecycle`: the sequence of commands until a device takes requests, a new one or one that
-//!   continues
+//! - `lifecycle`: the sequence of commands until a new or a recovered device takes requests
 //! - `removal`: removes a device from outside of its server
 //! - `gate`: holds requests back while another process takes the device over
 //! - `queue`: the requests of a queue

@@ -28,23 +28,24 @@ use crate::error::Error;
 use crate::parameters::Parameters;
 use crate::process_files;
 
-/// Asks for a device with any number.
+/// The number in a command that asks for a device with any number.
 const ANY: u32 = u32::MAX;
 /// The interval of the checks of a device that is about to be released.
 const PAUSE: Duration = Duration::from_millis(2);
-/// How many pauses to wait for the end of a killed server: ten seconds, since its I/O in flight
+/// How many pauses to wait for the end of a killed server: ten seconds, because its I/O in flight
 /// completes first.
 const MAX_PAUSES: u32 = 5000;
-/// After how many pauses a server that still exists counts as running: two seconds. A process that
-/// was killed exists until its files are closed.
+/// The number of pauses after which a server that still exists is treated as running: two seconds.
+/// A process that was killed exists until its files are closed.
 const MAX_PAUSES_OF_SERVER: u32 = 1000;
 /// How long to wait for the deletion of a device. A process that has the block device open may
 /// delay it for ever.
 const DELETE_LIMIT: Duration = Duration::from_secs(2);
 /// The `/proc` link of a process in the initial PID namespace (`PROC_PID_INIT_INO` in Linux).
 const FIRST_PID_NAMESPACE: &str = "pid:[4026531836]";
-/// The first bits of this program's notes, beside the image's 48 bits.
+/// The upper 16 bits of each note of this program.
 const MARK: u64 = 0xb10c << 48;
+/// The lower 48 bits of a note, which identify the image.
 const IMAGE_BITS: u64 = (1 << 48) - 1;
 
 /// The flags that a device must have.
@@ -72,8 +73,8 @@ pub(crate) trait Control {
         limit: Duration,
     ) -> io::Result<Option<()>>;
 
-    /// Whether this process is in a PID namespace other than the initial one: then the driver has
-    /// another ID for it.
+    /// Whether this process is in a PID namespace other than the initial one. If so, the driver
+    /// knows it by another ID.
     fn is_in_pid_namespace(&self) -> bool;
 
     /// Whether there is a process with this id.
@@ -132,8 +133,9 @@ impl Control for UblkControl {
 pub(crate) struct Wanted {
     /// Its number; `None` for any.
     pub(crate) id: Option<u32>,
-    /// Its queues, and the depth of each, if it does not exist yet.
+    /// The number of its queues, if it does not exist yet.
     pub(crate) queues: u16,
+    /// The depth of each queue, if the device does not exist yet.
     pub(crate) depth: u16,
     /// Maximum bytes of a request.
     pub(crate) max_io_bytes: u32,
@@ -145,7 +147,7 @@ pub(crate) struct Wanted {
     pub(crate) parameters: Parameters,
 }
 
-/// Where a device comes from.
+/// How a device was acquired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// It is new.
@@ -165,8 +167,8 @@ pub(crate) struct Acquired {
     pub(crate) parameters: Parameters,
 }
 
-/// The process whose ID the driver has. `None` for -1, the value of a stopped device: kill(2) would
-/// signal all processes.
+/// The process whose ID the driver has. `None` for -1, the value of a stopped device, because
+/// kill(2) would take it for all processes.
 pub(crate) fn pid(number: i32) -> Option<Pid> {
     if number > 0 { Pid::from_raw(number) } else { None }
 }
@@ -203,8 +205,8 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
                     return Ok(recovered);
                 }
             }
-            // Its server has stopped it, and removes it next or died before that. It exists as long
-            // as it is open.
+            // The server has stopped the device, and removes it next or has died before that. The
+            // device exists as long as something has it open.
             ublk_state::DEAD if pid(info.server).is_none() => match pauses {
                 0 => remove(control, id)?,
                 MAX_PAUSES_OF_SERVER.. => return Err(Error::StillOpen { id }),
@@ -224,7 +226,7 @@ pub(crate) fn acquire(control: &mut impl Control, wanted: &Wanted) -> Result<Acq
     }
 }
 
-/// Why a device of an existing process cannot be acquired.
+/// The error for a device that cannot be acquired because its process exists.
 fn in_use(control: &impl Control, info: &UblkInfo) -> Error {
     let UblkInfo { id, server, state, .. } = *info;
     // A server that is starting has the device's file open from the beginning.

@@ -197,7 +197,7 @@ mod tests {
         let before = Parameters { cache: WriteCache::None, size: 1 << 20, ..parameters() };
         let known = parameters().as_known(&before.to_bytes()).expect("the same kind of device");
         assert_eq!((known.size, known.cache), (1 << 20, WriteCache::None));
-        // The kernel will not flush, whatever the disk is now.
+        // The kernel will not flush, even if the disk now has a volatile cache.
         assert_eq!(known.durability(), Durability::Data);
         let read_only = Parameters { access: Access::ReadOnly, ..parameters() };
         assert!(read_only.as_known(&before.to_bytes()).is_err());

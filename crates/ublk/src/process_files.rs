@@ -1,8 +1,8 @@
 //! The open files of a process, by `/proc`: which devices it serves, and whether it serves anything
 //! else.
 //!
-//! Guarantee: a file counts as open only if `/proc` shows it. So no process is ended for a device
-//! that it may not have.
+//! Guarantee: a file is treated as open only if `/proc` shows it. So no process is ended for a
+//! device that it may not have.
 
 use std::fs;
 use std::path::{Path, PathBuf};

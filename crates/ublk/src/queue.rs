@@ -19,8 +19,8 @@ use blockhouse_engine::{UblkDescriptor, UblkDevice, sleep, spawn};
 use crate::gate::Gate;
 use crate::request::decode;
 
-/// After this time all tags count as fetched. The driver refuses a tag only at submission, which
-/// the loop does before a timer fires.
+/// After this time all tags are treated as fetched. The driver refuses a tag only at submission,
+/// which the loop does before a timer fires.
 const SUBMITTED: Duration = Duration::from_millis(1);
 
 /// A queue of the driver.

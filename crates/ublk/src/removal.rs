@@ -27,9 +27,9 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Which uses of a device do not prevent its removal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detach {
-    /// None: nothing uses the device, and its server serves nothing else.
+    /// No use: the device is removed only if nothing uses it and its server serves nothing else.
     Unused,
-    /// All uses.
+    /// All uses: the device is removed in any case.
     Forced,
 }
 
@@ -37,8 +37,8 @@ pub enum Detach {
 /// device that waits for its server is removed at once, whatever uses it.
 ///
 /// # Errors
-/// The device does not exist, is another program's or in use; its server has other exports, cannot
-/// be found, or does not end for a minute.
+/// The device does not exist, belongs to another program, or is in use; its server has other
+/// exports, cannot be found, or does not end within a minute.
 pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
     let mut control = UblkControl::open().map_err(Error::opening)?;
     let info = find_own(&mut control, id)?.ok_or(Error::Missing { id })?;
@@ -46,7 +46,7 @@ pub fn detach(id: u32, how: Detach) -> Result<(), Error> {
         return remove_unserved(&mut control, id);
     }
     let server = Server::of(&control, &info).ok_or(in_use(&info))?;
-    // Held until the device is gone, so that nothing takes it meanwhile.
+    // Held until the device is removed, so that nothing opens it exclusively meanwhile.
     let mut held = None;
     if how == Detach::Unused {
         server.check_alone(&info)?;
@@ -103,8 +103,8 @@ fn hold_unused(id: u32) -> Result<Option<OwnedFd>, Error> {
     })
 }
 
-/// Removes the device after its server has ended, unless the server has removed it itself: one that
-/// did not stop in order leaves the device waiting.
+/// Removes the device after its server has ended, unless the server has removed it itself: a server
+/// that did not end in an orderly way leaves the device waiting for a server.
 fn remove_what_is_left(control: &mut impl Control, ended: &UblkInfo) -> Result<(), Error> {
     let UblkInfo { id, server, .. } = *ended;
     let end = Instant::now() + NOTICE_LIMIT;

@@ -1,9 +1,9 @@
 //! A device from its start to its end.
 //!
 //! Guarantees: a device that was made and is not started is removed again. A server that stops
-//! answers every request that it has taken, and its block device is gone when the stop returns. A
-//! server that is killed leaves the block device: requests, including those in flight, wait until a
-//! server for the same image takes over the same number. If another process removes the device, a
+//! answers every request that it has taken, and its block device is removed when the stop returns.
+//! A server that is killed leaves the block device: requests, including those in flight, wait until
+//! a server for the same image takes over the same number. If another process removes the device, a
 //! callback is called once.
 
 use std::fmt;
@@ -32,9 +32,9 @@ pub struct DeviceOptions {
     /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one. A device with this number
     /// that waits for a server of the same image is continued, with its existing queues.
     pub id: Option<u32>,
-    /// How many queues a new one gets, at least one; no more than the machine has processors.
+    /// The number of queues of a new device: at least one, and at most the number of processors.
     pub queues: u16,
-    /// How many requests each may have in flight, from 1 to 4096.
+    /// How many requests each queue may have in flight, from 1 to 4096.
     pub depth: u16,
     /// The identity of the image, different for each image.
     pub image: String,
@@ -43,7 +43,7 @@ pub struct DeviceOptions {
 /// Checks whether this process can make devices.
 ///
 /// # Errors
-/// Why not: no driver, an old one, no rights.
+/// The reason why it cannot: no driver, an old driver, or no rights.
 pub fn check_driver() -> Result<(), Error> {
     lifecycle::check_driver(&mut UblkControl::open().map_err(Error::opening)?)
 }
@@ -67,7 +67,7 @@ impl HandedOverDevice {
     /// Checks whether this process could take over device `id` of an image. Changes nothing.
     ///
     /// # Errors
-    /// Why not: no rights, no such device, or one of another image.
+    /// The reason why it cannot: no rights, no such device, or a device of another image.
     pub fn new(id: u32, image: String) -> Result<Self, Error> {
         let mut control = UblkControl::open().map_err(Error::opening)?;
         lifecycle::check_image(&mut control, id, note_of(&image))?;
@@ -81,7 +81,7 @@ impl HandedOverDevice {
     /// for [`PreparedDevice::new`].
     ///
     /// # Errors
-    /// Why the device cannot be served. It continues to wait for a server.
+    /// The reason why the device cannot be served. The device continues to wait for a server.
     pub fn take_over<S: Storage + Send + Sync>(
         self,
         disk: &Arc<Disk<S>>,
@@ -92,8 +92,8 @@ impl HandedOverDevice {
 }
 
 /// A device that this process has acquired. Dropping this removes the device, unless it was started
-/// or taken over from a former server: removal would fail its waiting requests. Those continue to
-/// wait when the process ends.
+/// or taken over from a former server, because removal would fail its waiting requests. Those
+/// requests continue to wait when the process ends.
 struct Owner {
     control: UblkControl,
     acquired: Acquired,
@@ -145,7 +145,8 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
     /// device later.
     ///
     /// # Errors
-    /// Why there is no device: no driver, no permission, or another server or image has it.
+    /// The reason why there is no device: no driver, no permission, or the device belongs to
+    /// another server or image.
     ///
     /// [`DeviceCommands::Allowed`]: blockhouse_engine::DeviceCommands::Allowed
     pub fn new(
@@ -200,8 +201,8 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
     /// partitions. `removed` is called on one of the loops if another process removes the device.
     ///
     /// # Errors
-    /// Why the device is not served. A new device is removed again; one that was taken over waits
-    /// for a server again once this process has ended.
+    /// The reason why the device is not served. A new device is removed again; a device that was
+    /// taken over waits for a server again once this process has ended.
     pub fn start(self, removed: impl FnOnce() + Send + 'static) -> Result<Server<S>, Error> {
         let Self { mut owner, info, disk, image, end } = self;
         end.call(removed);
@@ -251,8 +252,8 @@ fn spawn_queues<S: Storage + Send + Sync>(
     (queues.map(spawn).collect(), fetched)
 }
 
-/// Why the file of a device cannot be opened or mapped. The driver ties the descriptors of a device
-/// to the first process that mapped them.
+/// The error for a device whose file cannot be opened or mapped. The driver ties the descriptors of
+/// a device to the first process that mapped them.
 fn why_not_open(acquired: &Acquired, source: io::Error) -> Error {
     let Acquired { id, origin, .. } = *acquired;
     match source.raw_os_error() {
@@ -316,7 +317,7 @@ impl<S: Storage> Server<S> {
     /// Sets the size of the block device to the disk's new size.
     ///
     /// # Errors
-    /// The kernel cannot change it.
+    /// The kernel cannot change the size.
     pub fn resized(&self) -> Result<(), Error> {
         let id = self.id();
         if self.info.flags & ublk_flag::UPDATE_SIZE == 0 {
@@ -327,9 +328,9 @@ impl<S: Storage> Server<S> {
     }
 
     /// Removes the block device after the requests in flight have completed. The loops must still
-    /// run. Writes that are still in the caches of its users fail, so no file system should be
-    /// mounted from it. If the driver refuses the stop, no request is carried out from then on, and
-    /// the device waits for its next server once this process has ended.
+    /// run. Writes that are still in caches above the block device fail, so no file system should
+    /// be mounted from it. If the driver refuses the stop, no request is carried out from then on,
+    /// and the device waits for its next server once this process has ended.
     pub fn stop(self) {
         let Self { disk, info: _, owner, gates, image: _, end, _client: _ } = self;
         end.expect();

@@ -26,7 +26,7 @@ impl UnexpectedEnd {
 
     /// Reports the end of a queue.
     pub(crate) fn queue_has_ended(&self) {
-        // Called without the lock.
+        // The callback is called without the lock.
         let call = self.call.lock().take();
         call.into_iter().for_each(|call| call());
     }

@@ -14,10 +14,10 @@ use crate::protocol::BackendChannel;
 /// Whether a guest's memory is registered with the rings of its queues' loops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RegisteredMemory {
-    /// All of it, as long as the front-end shares it: pinned, counted against `RLIMIT_MEMLOCK` once
-    /// for each loop. Memory that the guest returns to the host (balloon, free page reporting,
-    /// virtio-mem) stays pinned. If the guest reuses it, data of reads goes to the pinned pages,
-    /// which the guest no longer sees.
+    /// All memory is registered as long as the front-end shares it. It is pinned, and counted
+    /// against `RLIMIT_MEMLOCK` once for each loop. Memory that the guest returns to the host
+    /// (balloon, free page reporting, virtio-mem) stays pinned. If the guest uses such memory
+    /// again, it gets new pages, but reads still store their data in the pinned pages.
     On,
     /// No memory is registered.
     Off,
@@ -31,12 +31,12 @@ pub struct Export<S: Storage> {
     pub name: String,
     /// How many queues a guest may use, at least one.
     pub queues: u16,
-    /// The loops that serve them, at least one: queue `i` is served by loop `i` modulo their
-    /// number.
+    /// The loops that serve the queues, at least one. Queue `i` is served by loop `i` modulo the
+    /// number of loops.
     pub loops: Vec<Handle>,
     /// Whether guests' memory is registered with their rings.
     pub memory: RegisteredMemory,
-    /// The access of guests; that of the disk may be less.
+    /// The access of guests. If the disk is read-only, guests can only read in any case.
     pub access: Access,
 }
 
@@ -64,8 +64,8 @@ pub enum FrontendEvent {
     Left,
 }
 
-/// The observer of front-ends. Its arguments are the front-end's process, as far as the kernel
-/// knows it, and the event. Called on the device's thread.
+/// The observer of front-ends. Its arguments are the front-end's process, if the kernel reports it,
+/// and the event. Called on the device's thread.
 pub type FrontendObserver = Box<dyn Fn(&str, FrontendEvent) + Send + Sync>;
 
 /// A front-end of a device, until it is dropped.
@@ -106,7 +106,7 @@ impl<S: Storage> Device<S> {
         FrontendGuard { device: self, peer }
     }
 
-    /// Notifies the front-end that the disk has another size. The front-end then reads the
+    /// Notifies the front-end that the size of the disk has changed. The front-end then reads the
     /// configuration again and notifies the guest.
     pub fn resized(&self) {
         let channel = self.backend_channel.lock();

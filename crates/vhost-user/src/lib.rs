@@ -1,9 +1,9 @@
 //! vhost-user-blk (layer 4): a disk as a device for a guest's virtio-blk driver.
 //!
 //! A front-end (a virtual machine monitor) connects to a socket and shares the guest's memory. From
-//! then on the guest's driver and this crate talk through rings in that memory, and the data moves
-//! without a copy. A [`Device`] is a disk with the loops that serve its queues; a [`Server`] serves
-//! it to one front-end after the other.
+//! then on the guest's driver and this crate communicate through rings in that memory, and the data
+//! is not copied. A [`Device`] is a disk with the loops that serve its queues; a [`Server`] serves
+//! the device to one front-end after the other.
 //!
 //! ```
 //! use std::os::unix::net::UnixListener;
@@ -38,8 +38,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Nothing here knows an image format or an engine: requests become requests for a
-//! [`Disk`](blockhouse_disk::Disk).
+//! This crate does not depend on an image format or an I/O engine, because it translates requests
+//! into requests for a [`Disk`](blockhouse_disk::Disk).
 //!
 //! The modules, each based on those before it: [`ring`] (rings and chains), [`block`] (block
 //! requests), `queue` (one queue on one loop), `protocol` (messages as bytes), `frontend` (their

@@ -1,7 +1,7 @@
 //! Lets another thread pause a device's thread.
 //!
 //! Guarantees: a paused device stays paused until the thread that requested it resumes it, or ends.
-//! A thread that requests a pause but does not wait for it blocks nothing.
+//! If a thread requests a pause but does not wait for it, nothing is blocked.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -45,8 +45,8 @@ impl PendingPause {
     /// Waits for the pause. Returns the front-end that has paused, if the device has one.
     ///
     /// # Errors
-    /// Why the device has not paused in time; the [`Server`](crate::Server) must still be told to
-    /// resume.
+    /// The reason why the device has not paused in time. [`Server::resume`](crate::Server::resume)
+    /// must be called even then.
     pub fn wait(self) -> Outcome {
         let limit = (self.deadline + MARGIN).saturating_duration_since(Instant::now());
         match self.outcome.recv_timeout(limit) {
@@ -59,10 +59,10 @@ impl PendingPause {
 }
 
 impl Pauses {
-    /// No pause is requested.
+    /// The state without a requested pause.
     ///
     /// # Errors
-    /// The kernel's, if no more descriptors are available.
+    /// If no more descriptors are available.
     pub fn new() -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self { wake, asked: Mutex::new(None) })
@@ -78,7 +78,7 @@ impl Pauses {
     }
 
     fn signal(&self) {
-        // This fails only if the counter is full, so that the eventfd is readable anyway.
+        // The write fails only if the counter is full; then the eventfd is readable anyway.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
@@ -95,7 +95,7 @@ impl Pauses {
         (asked.resumed.try_recv() == Err(TryRecvError::Empty)).then_some(asked)
     }
 
-    /// Leaves the pause to the next caller that takes it.
+    /// Puts the pause back, so that the next call of [`take`](Self::take) returns it.
     pub fn put_back(&self, asked: Asked) {
         *self.asked.lock() = Some(asked);
         self.signal();
@@ -108,11 +108,11 @@ impl Asked {
         self.deadline
     }
 
-    /// Reports the outcome. After a pause it waits until the device should continue.
+    /// Reports the outcome. If the device has paused, waits until it should continue.
     pub fn answer(self, outcome: Outcome) {
         let has_paused = outcome.is_ok();
         if self.outcome.send(outcome).is_ok() && has_paused {
-            // This returns when the other side drops its sender.
+            // `recv` returns when the requesting thread drops its sender.
             let _ = self.resumed.recv();
         }
     }

@@ -1,10 +1,10 @@
-//! Serving a device at a socket: one front-end after the other, and the orderly end.
+//! Serves a device at a socket to one front-end after the other, until an orderly end.
 //!
 //! Guarantees: a front-end that is silent, breaks the protocol, or truncates its memory delays only
 //! itself. When it ends, its requests in flight complete before the next front-end is served. A
-//! server that stops executes every request that it popped, and the guest learns of its outcome. A
-//! server that has paused touches neither the disk nor a guest's memory, and neither accepts nor
-//! closes a connection.
+//! server that stops executes every request that it has popped, and publishes the outcome to the
+//! guest. A server that has paused accesses neither the disk nor a guest's memory, and neither
+//! accepts nor closes a connection.
 
 use std::io;
 use std::net::Shutdown;
@@ -33,7 +33,7 @@ pub struct Server<S: Storage> {
     device: Arc<Device<S>>,
     shared: Arc<Shared>,
     thread: JoinHandle<()>,
-    /// When dropped, the device continues after a pause.
+    /// Holds the device in a pause. The device continues when the sender is dropped.
     hold: Mutex<Option<Sender<()>>>,
 }
 
@@ -55,7 +55,7 @@ impl<S: Storage + Send + Sync> Server<S> {
     /// loops.
     ///
     /// # Errors
-    /// The kernel's, if no thread can be started.
+    /// If no thread can be started.
     pub fn start(device: Device<S>, socket: OwnedFd) -> io::Result<Self> {
         Self::restore(device, socket, None)
     }
@@ -115,7 +115,7 @@ impl<S: Storage + Send + Sync> Server<S> {
             let _ = state.current.as_ref().map(|stream| stream.shutdown(Shutdown::Read));
         }
         self.resume();
-        // This ends a wait for connections.
+        // The shutdown ends a wait for connections.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
     }
 
@@ -149,8 +149,9 @@ fn serve<S: Storage + Send + Sync>(
         match accepted {
             Ok(None) => shared.pauses.take().into_iter().for_each(|asked| asked.answer(Ok(None))),
             Ok(Some(stream)) => {
-                // Steps that may fail for lack of descriptors come first: a socket left in
-                // `current` would stay open, and its front-end would never get a reply.
+                // The connection is duplicated before it is stored in `current`. Reason: if a step
+                // failed for lack of descriptors after that, the socket in `current` would stay
+                // open, and its front-end would never get a reply.
                 let current = stream.try_clone();
                 let served = current
                     .and_then(|copy| serve_one(shared, copy, || Session::new(device, stream)));
@@ -174,8 +175,8 @@ fn warn(shortages: &ShortageLog, effect: &str, error: &io::Error) {
     }
 }
 
-/// Waits for a front-end before it is accepted: accept(2) allocates a descriptor before it waits.
-/// `None` when a pause is requested.
+/// Waits for a front-end before accept(2) is called, because accept(2) allocates a descriptor
+/// before it waits. `None` when a pause is requested.
 fn accept(shared: &Shared) -> io::Result<Option<UnixStream>> {
     let wake = shared.pauses.wake();
     let mut polled =

@@ -14,12 +14,11 @@ use crate::protocol::{Arrival, Connection};
 use crate::queue::StopMode;
 
 /// Serves one front-end on this thread until it closes the connection or breaks the protocol; its
-/// queues run on the device's loops. For programs that accept connections themselves: one front-end
-/// at a time for each device.
+/// queues run on the device's loops. For programs that accept connections themselves. Each device
+/// may have only one front-end at a time.
 ///
 /// # Errors
-/// The kernel's, when the connection cannot be duplicated. A front-end that breaks the protocol is
-/// logged.
+/// If the connection cannot be duplicated. A front-end that breaks the protocol is logged.
 pub fn serve_frontend<S: Storage + Send + Sync>(
     device: &Arc<Device<S>>,
     stream: UnixStream,
@@ -33,7 +32,7 @@ pub struct Session<S: Storage> {
     device: Arc<Device<S>>,
     frontend: Frontend<S>,
     connection: Connection,
-    /// Counts it as a client of the disk.
+    /// Counts the front-end as a client of the disk.
     _client: ClientGuard,
 }
 
@@ -41,7 +40,7 @@ impl<S: Storage + Send + Sync> Session<S> {
     /// A front-end at the other end of this connection.
     ///
     /// # Errors
-    /// The kernel's, when the connection cannot be duplicated.
+    /// If the connection cannot be duplicated.
     pub fn new(device: &Arc<Device<S>>, stream: UnixStream) -> io::Result<Self> {
         let frontend = Frontend::new(Arc::clone(device), &stream)?;
         let (device, connection) = (Arc::clone(device), Connection::new(stream));
@@ -62,7 +61,8 @@ impl<S: Storage + Send + Sync> Session<S> {
 
     /// Resumes queues that have paused, handles messages until the end, and waits for the requests
     /// in flight. Between two messages it pauses if `pauses` has a request. `is_stopping` is called
-    /// after the last message; it returns whether the server ends, rather than the front-end.
+    /// after the last message. It returns true if the server has ended the session, and false if
+    /// the front-end has.
     pub fn run(mut self, pauses: Option<&Pauses>, is_stopping: impl FnOnce() -> bool) {
         let device = Arc::clone(&self.device);
         let _observed = device.observe(self.connection.stream());
@@ -101,7 +101,7 @@ impl<S: Storage + Send + Sync> Session<S> {
     fn pause(&mut self, pauses: &Pauses) {
         let Some(asked) = pauses.take() else { return };
         match self.frontend.pause(asked.deadline()) {
-            // The connection of this front-end ends first; the pause is handled after that.
+            // The front-end's connection is about to end. The pause is handled after that.
             Ok(None) => return pauses.put_back(asked),
             Ok(Some(paused)) => asked.answer(Ok(Some(paused))),
             Err(error) => asked.answer(Err(error)),

@@ -23,7 +23,7 @@ pub enum KeySlotOption {
     KeySlot,
 }
 
-/// The option of `[encrypt.]NAME=VALUE`, if it is one of key slots.
+/// The option and value in `[encrypt.]NAME=VALUE`, if NAME is an option of key slots.
 pub fn option(text: &str) -> Option<(KeySlotOption, String)> {
     let (name, value) = text.split_once('=')?;
     let option = match name.strip_prefix("encrypt.").unwrap_or(name) {
@@ -44,7 +44,7 @@ pub enum NamedChange {
     EraseSecret(String),
 }
 
-/// The change of key slots that these options describe; `None` if none of them is of key slots.
+/// The change of key slots that these options describe; `None` if no option concerns key slots.
 ///
 /// # Errors
 /// The options contradict each other, or one is missing.
@@ -91,7 +91,7 @@ pub fn change(changes: &[Change]) -> Result<Option<NamedChange>> {
 /// Makes the change.
 ///
 /// # Errors
-/// There is no key of this name; as [`change_key_slots`].
+/// There is no key of this name; otherwise as [`change_key_slots`].
 pub async fn run(
     disk: &ImageDisk,
     keys: &KeyArgs,
@@ -119,7 +119,7 @@ pub async fn run(
     Err(words(&text).map_or_else(|| error.into(), |words| anyhow!(words)))
 }
 
-/// The error text of qemu-img for this error of ours.
+/// The text that qemu-img prints for this error.
 fn words(text: &str) -> Option<String> {
     let number = || text.split_once("the key slot ")?.1.split(' ').next();
     Some(match text {

@@ -1,8 +1,8 @@
-//! The kernel's block statistics of the device that a file lies on.
+//! The kernel's block statistics of the device that stores a file.
 //!
-//! They count the requests of all programs. Flushes are counted for the whole disk only, never for
-//! a partition. Durable writes (FUA) are not counted: the kernel tells only whether the device
-//! supports them.
+//! The statistics count the requests of all programs. Flushes are counted only for the whole disk,
+//! not for a partition. Durable writes (FUA) are not counted; the kernel reports only whether the
+//! device supports them.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -46,8 +46,8 @@ impl DeviceCounts {
 }
 
 impl Device {
-    /// The disk under a path; `None` where the host shows no single disk (tmpfs, a network, several
-    /// disks).
+    /// The disk that stores the file at a path; `None` if there is no single disk (tmpfs, a network
+    /// file system, several disks).
     pub fn under(path: &Path) -> Option<Self> {
         let metadata = fs::metadata(path).ok()?;
         let number =
@@ -66,7 +66,7 @@ impl Device {
         self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Whether the device supports FUA, in words; `None` if the kernel does not tell.
+    /// Whether the device supports FUA, in words; `None` if the kernel does not report it.
     pub fn fua(&self) -> Option<&'static str> {
         match fs::read_to_string(self.folder.join("queue/fua")).ok()?.trim() {
             "0" => Some("unsupported"),
@@ -74,7 +74,7 @@ impl Device {
         }
     }
 
-    /// Its counters now.
+    /// The current counters.
     pub fn read(&self) -> Option<DeviceCounts> {
         parse(&fs::read_to_string(self.folder.join("stat")).ok()?)
     }

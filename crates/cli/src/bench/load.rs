@@ -1,7 +1,7 @@
 //! Requests to a disk, with the queue depth of a load, and their cost.
 //!
-//! A sample is one uninterrupted measurement. It ends when its time or its requests are used up,
-//! whichever comes first. It waits for all requests in flight, and counts them.
+//! A sample is one uninterrupted measurement. A sample ends when its time or its requests are used
+//! up, whichever comes first. It then waits for all requests in flight, and counts them.
 
 use std::cell::RefCell;
 use std::sync::Barrier;
@@ -33,7 +33,7 @@ pub fn machine_clock() -> Duration {
 /// A change to an event loop.
 pub type Prepare<'a> = dyn Fn(&mut EventLoop) -> Result<()> + Sync + 'a;
 
-/// How requests get to the disk.
+/// How requests are submitted to the disk.
 #[derive(Clone, Copy)]
 pub struct LoopSetup<'a> {
     /// The engine of each job's event loop.
@@ -49,12 +49,12 @@ impl LoopSetup<'_> {
     }
 }
 
-/// The requests that the disk gets.
+/// The requests that are sent to the disk.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// The work of each request.
     pub work: Work,
-    /// In which order the blocks are visited.
+    /// The order in which the blocks are accessed.
     pub pattern: Pattern,
     /// Bytes of a request.
     pub block: usize,
@@ -68,7 +68,7 @@ pub struct Load {
 
 impl Load {
     /// The maximum number of requests in a sample. Reads have no limit. Writes end at
-    /// [`MAX_BYTES`], sequential ones also after one pass over the span.
+    /// [`MAX_BYTES`]; sequential writes also end after one pass over the span.
     pub fn most_requests(&self) -> u64 {
         let bytes = match (self.work, self.pattern) {
             (Work::Read, _) => return u64::MAX,
@@ -103,7 +103,7 @@ pub enum Work {
 /// The order of the blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pattern {
-    /// One after the other, from the start again after the last.
+    /// One block after the other; after the last block, the first one again.
     Sequential,
     /// Evenly distributed; the same blocks in every sample of the same load.
     Random,
@@ -173,7 +173,7 @@ impl<'a> Clocks<'a> {
     }
 }
 
-/// When the last request was complete.
+/// The time when the last request was complete.
 #[derive(Clone, Copy)]
 pub struct End {
     at: Duration,
@@ -198,7 +198,7 @@ fn time_of(clock: ClockId) -> Duration {
 
 /// The state that all jobs of a sample share.
 pub struct Shared<'a, S: Storage> {
-    /// Where the requests go.
+    /// The disk that gets the requests.
     pub disk: &'a Disk<S>,
     /// The requests.
     pub load: Load,

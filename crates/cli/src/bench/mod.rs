@@ -1,8 +1,8 @@
 //! `blockhouse bench`: the gain of each optimization on this machine, measured on the production
 //! path.
 //!
-//! It prints first how long it takes and how much it writes, and exceeds neither. It works in a new
-//! file unless `--destroy-data` is given, and removes that file.
+//! The command first prints how long it takes and how much it writes, and exceeds neither. It uses
+//! a new file, which it removes at the end, unless `--destroy-data` is given.
 
 mod device;
 mod load;

@@ -13,12 +13,12 @@ use hdrhistogram::Histogram;
 use super::device::DeviceCounts;
 use super::load::{Load, Sample, new_histogram};
 
-/// How often each variant is measured, if there is time. Seven rounds agree by chance on which
-/// variant is faster in one of 64 cases.
+/// The number of measurements of each variant, if there is time. If two variants are equally fast,
+/// all seven rounds agree on the faster one in only one of 64 cases.
 pub const ROUNDS: usize = 7;
-/// A smaller difference counts as noise.
+/// A smaller difference is treated as noise.
 const MIN_DIFFERENCE: f64 = 0.03;
-/// The minimum number of rounds of a result: fewer agree by chance too often.
+/// The minimum number of rounds of a result. Fewer rounds would agree by chance too often.
 const MIN_ROUNDS: usize = 5;
 
 /// One line of a question: the same work done in several ways.
@@ -33,7 +33,7 @@ pub struct Case<'a> {
 pub struct Cases<'a> {
     /// The cases.
     pub cases: Vec<Case<'a>>,
-    /// Why other cases are missing.
+    /// The reason why other cases are missing.
     pub missing: Option<String>,
 }
 
@@ -55,7 +55,7 @@ pub struct Variant<'a> {
     pub name: String,
     /// Measures one sample.
     pub run: Box<dyn FnMut() -> Result<Sample> + 'a>,
-    /// The measurement of others.
+    /// A published measurement of other authors.
     pub published: Option<Published>,
     /// The cost of each of its rounds.
     pub cost: Cost,
@@ -64,7 +64,7 @@ pub struct Variant<'a> {
 /// The cost of a sample in addition to the sample time.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cost {
-    /// How much longer it takes.
+    /// The additional time of a sample.
     pub extra: Duration,
     /// Bytes that it writes at most.
     pub written: u64,
@@ -96,7 +96,7 @@ impl Published {
 /// The result of one way of one case.
 #[derive(Debug)]
 pub struct Row {
-    /// Which question it answers.
+    /// The question that the row answers.
     pub question: &'static str,
     /// The case's name.
     pub case: String,
@@ -114,11 +114,11 @@ pub struct Row {
     pub processor: f64,
     /// The device's counters in all rounds.
     pub device: Option<DeviceCounts>,
-    /// Against the baseline; `None` for the baseline itself.
+    /// The ratio to the baseline; `None` for the baseline itself.
     pub ratio: Option<Ratio>,
-    /// The measurement of others.
+    /// A published measurement of other authors.
     pub published: Option<Published>,
-    /// Their ratio to their baseline.
+    /// The ratio of the published measurement to its published baseline.
     pub published_ratio: Option<f64>,
     /// A further finding.
     pub note: Option<String>,

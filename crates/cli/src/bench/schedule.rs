@@ -1,8 +1,8 @@
-//! How the time is shared among the cases, and how much is written at most.
+//! Divides the time among the cases, and computes the maximum number of bytes written.
 //!
-//! Guarantees: no case begins after the time is up. A case begins a further round only if, by the
-//! time of its rounds so far, that round ends within the case's share. So at most one round of a
-//! case runs over.
+//! Guarantees: no case begins after the time is up. A case begins a further round only if the round
+//! would end within the case's share of the time, as estimated from earlier rounds. So at most one
+//! round of a case exceeds the share.
 
 use std::time::{Duration, Instant};
 
@@ -10,16 +10,16 @@ use super::rows::{Case, Cost};
 
 /// The time to fill the disk.
 const FILLING: Duration = Duration::from_secs(4);
-/// A shorter sample measures mostly its own beginning and end.
+/// In a shorter sample its beginning and end would dominate the result.
 const MIN_SAMPLE_TIME: Duration = Duration::from_millis(20);
-/// A longer sample tells no more than another round does.
+/// A longer sample gives no more information than another round.
 const MAX_SAMPLE_TIME: Duration = Duration::from_millis(1500);
-/// The time between samples and after their ends, as a part of their time.
+/// The time between samples and after their ends, as a fraction of the samples' time.
 const BETWEEN: f64 = 0.2;
 
 /// The plan of all cases.
 pub struct Schedule {
-    /// When it began.
+    /// The time when the plan began.
     pub begin: Instant,
     /// How long one sample lasts.
     pub sample_time: Duration,
@@ -29,12 +29,12 @@ pub struct Schedule {
     pub most: Duration,
     /// Bytes that are written at most.
     pub written: u64,
-    /// Of the cases that were not begun yet, in units of time of which only proportions count.
+    /// The time of the cases that have not begun, in arbitrary units: only the proportions matter.
     outstanding: f64,
 }
 
 impl Schedule {
-    /// Shares `most` out among the cases. It begins now.
+    /// Divides `most` among the cases. The plan begins now.
     pub fn new<'a>(
         most: Duration,
         cases: impl Iterator<Item = &'a Case<'a>>,
@@ -54,7 +54,7 @@ impl Schedule {
         Self { begin: Instant::now(), sample_time, expected, most, written, outstanding }
     }
 
-    /// Until when the next case may go on; `None` when there is no time left for it.
+    /// The time until which the next case may run; `None` if no time is left for it.
     pub fn next(&mut self, case: &Case<'_>, now: Instant) -> Option<Instant> {
         let left = (self.begin + self.most).checked_duration_since(now)?;
         let cost: f64 = case.variants.iter().map(|one| time(one.cost, self.sample_time)).sum();

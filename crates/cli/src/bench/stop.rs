@@ -1,5 +1,6 @@
 //! Ctrl-C and SIGTERM end a measurement between two requests, and its files are removed. A second
-//! signal ends it at once, even while it waits, and its files are removed, too.
+//! signal ends the process at once, even while it waits for requests; the files are removed then
+//! too.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -12,7 +13,7 @@ use signal_hook::iterator::Signals;
 
 use blockhouse_daemon::stop_request::StopRequest;
 
-/// Attempts to remove the folder: other threads may still add files to it.
+/// Attempts to remove the folder. One may fail, because other threads may still add files to it.
 const ATTEMPTS: usize = 5;
 
 /// Whether a signal has asked the measurement to stop.
@@ -54,12 +55,12 @@ impl Stop {
         self.0.folder.get_or_init(|| folder.to_owned());
     }
 
-    /// Whether a signal has asked to stop.
+    /// Whether a signal has requested a stop.
     pub fn is_asked(&self) -> bool {
         self.0.asked.get().is_some()
     }
 
-    /// Fails if a signal has asked to stop.
+    /// Fails if a signal has requested a stop.
     ///
     /// # Errors
     /// The measurement was interrupted.
@@ -90,7 +91,8 @@ fn is_removed(folder: &Path) -> bool {
     std::fs::remove_dir_all(folder).is_ok() || !folder.exists()
 }
 
-/// Prints a message, unless that would block: the other threads may wait for the same output.
+/// Prints a message, unless that would block, because other threads may be blocked on the same
+/// output.
 fn say(what: &str) {
     let output = rustix::stdio::stderr();
     let mut room = [PollFd::new(&output, PollFlags::OUT)];

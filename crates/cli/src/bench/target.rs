@@ -1,8 +1,9 @@
 //! The file or device that a measurement writes to, and the removal of its files.
 //!
-//! It writes to a new folder with a unique name, in the folder that the user gave or next to the
-//! file; dropping the value removes the new folder. An existing file or block device is written to
-//! only if the user says that its data may be destroyed, and it is locked meanwhile.
+//! The measurement writes to a new folder with a unique name, in the folder that the user gave or
+//! next to the file; dropping the [`Target`] removes the new folder. An existing file or block
+//! device is written to only if the user says that its data may be destroyed, and it is locked
+//! meanwhile.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -26,16 +27,16 @@ use blockhouse_config::size;
 /// Bytes of one write while the file is filled.
 const CHUNK_SIZE: usize = 1 << 20;
 
-/// The treatment of data that is there already.
+/// The treatment of existing data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExistingData {
-    /// It stays.
+    /// The data is kept.
     Kept,
-    /// It may be written over.
+    /// The data may be overwritten.
     Destroyed,
 }
 
-/// Where the measurement writes.
+/// The place that the measurement writes to.
 #[derive(Debug)]
 pub struct Target {
     kind: TargetKind,
@@ -104,7 +105,7 @@ impl Target {
         }
     }
 
-    /// The folder that the user named, or the file or device that is written over, for people.
+    /// The folder that the user named, or the file or device that is overwritten, for messages.
     pub fn place(&self) -> String {
         let path = match &self.kind {
             TargetKind::Folder(folder) => folder.path().parent().unwrap_or(folder.path()),
@@ -113,7 +114,7 @@ impl Target {
         std::path::absolute(path).as_deref().unwrap_or(path).display().to_string()
     }
 
-    /// Whether files there can be opened for direct I/O.
+    /// Whether files in the folder can be opened for direct I/O.
     pub fn takes_direct_io(&self) -> bool {
         let flags = OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC;
         match &self.kind {
@@ -121,7 +122,7 @@ impl Target {
                 let probe = folder.path().join("probe");
                 let mode = Mode::RUSR | Mode::WUSR;
                 let opened = rustix::fs::open(&probe, flags | OFlags::CREATE, mode);
-                // If this fails, the file is removed with the folder.
+                // If the removal fails, the file is removed later with the folder.
                 let _ = std::fs::remove_file(&probe);
                 opened.is_ok()
             }
@@ -175,8 +176,8 @@ async fn open_direct(path: &Path) -> Result<(ImageStorage, CacheMode)> {
     }
 }
 
-/// Writes data everywhere: reads of a hole would not reach the device, and measured writes would
-/// allocate its space.
+/// Writes data everywhere. Otherwise reads of a hole would not reach the device, and measured
+/// writes would have to allocate space.
 async fn fill(disk: &ImageDisk, size: u64, stop: &Stop) -> Result<()> {
     ensure!(
         disk.size() >= size,

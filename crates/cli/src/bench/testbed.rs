@@ -1,5 +1,5 @@
-//! The common surroundings of every question: the disk that is measured, the engines, and how long
-//! a sample lasts.
+//! The common environment of all questions: the disk that is measured, the engines, and the
+//! duration of a sample.
 
 use std::cell::{Cell, OnceCell};
 use std::sync::Arc;
@@ -19,13 +19,13 @@ pub const DISK_SIZE: u64 = 256 << 20;
 
 /// The disk that is measured, and what its measurements have in common.
 pub struct Testbed {
-    /// Made by [`fill`](Self::fill).
+    /// The disk, once [`fill`](Self::fill) has created it.
     disk: OnceCell<(Arc<ImageDisk>, CacheMode)>,
     engines: Vec<Engine>,
     device: Option<Device>,
     sample_time: Cell<Duration>,
     stop: Stop,
-    /// The last field, so that its files are removed after everything that uses them.
+    /// The last field, so that its files are removed after everything that uses them was dropped.
     target: Target,
 }
 
@@ -33,7 +33,7 @@ impl Testbed {
     /// A testbed on an unused target.
     ///
     /// # Errors
-    /// The host allows no engine.
+    /// The host allows no I/O engine.
     pub fn new(target: Target, stop: Stop) -> Result<Self> {
         let usable = |engine: &Engine| EventLoop::new(EngineChoice::Only(*engine)).is_ok();
         let engines: Vec<_> = Engine::ALL.into_iter().filter(usable).collect();
@@ -74,7 +74,7 @@ impl Testbed {
         &self.engines
     }
 
-    /// The device below the target, where the kernel has statistics of it.
+    /// The device below the target, if the kernel has statistics of it.
     pub fn device(&self) -> Option<&Device> {
         self.device.as_ref()
     }

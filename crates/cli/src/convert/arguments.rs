@@ -180,7 +180,8 @@ impl Arguments {
             settings,
             size,
             if_there: self.if_there(),
-            // A resumed copy would keep the bitmaps of the partial copy, which may lack changes.
+            // A copy with bitmaps cannot be resumed, because it would keep the bitmaps of the
+            // partial copy, which may lack changes.
             can_resume: !self.bitmaps,
             compress: self.compress,
             cache: self.cache,
@@ -289,7 +290,7 @@ async fn open_source(arguments: &Arguments, source: &Path) -> Result<ImageDisk> 
     let options = arguments.source_cache.apply(options);
     let opened = open(&path, options.at_snapshot(snapshot.as_deref())).await;
     opened.map_err(|error| match error.kind() {
-        // With a snapshot, the error may be that it does not exist, and not the format.
+        // With a snapshot, the cause may be that the snapshot does not exist, and not the format.
         ErrorKind::InvalidInput if format.is_none() && snapshot.is_none() => {
             // In `convert`, --format is the format of the target.
             anyhow!(error.to_string().replace("--format ", "--source-format "))

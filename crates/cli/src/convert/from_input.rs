@@ -1,8 +1,9 @@
 //! `blockhouse convert - TARGET`: a raw disk from standard input.
 //!
-//! Guarantees: a new target is as long as the stream, rounded up to whole sectors; an existing one
-//! keeps its size. An empty stream is an error, because a failed command before the pipe leaves
-//! one. A stream that looks like an image of another format is copied only with `-f raw`.
+//! Guarantees: a new target is as long as the stream, rounded up to whole sectors; an existing
+//! target keeps its size. An empty stream is an error, because it is what a failed command at the
+//! other end of the pipe produces. A stream that looks like an image of another format is copied
+//! only with `-f raw`.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -33,7 +34,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     refuse(arguments, format, &settings);
     let shown = Progress::start(arguments.progress)?;
     let mut event_loop = EventLoop::new(EngineChoice::Auto)?;
-    // The stream is checked before the target is created, which would have to be removed.
+    // The stream is checked before the target is created, because otherwise the target would have
+    // to be removed after an error.
     let input = event_loop.block_on(begin(arguments))?;
     let spec = arguments.target_spec(format, settings, 0, &[]);
     let spec = crate::copy_target::TargetSpec { can_resume: false, ..spec };
@@ -47,7 +49,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     event_loop.block_on(target.finish(copied))
 }
 
-/// Ends the program if an option needs a source that is no stream.
+/// Ends the program if an option does not work with a stream as the source.
 fn refuse(arguments: &Arguments, format: ImageFormat, settings: &[Setting]) {
     let is_of_image = arguments.snapshot.is_some() || arguments.bitmaps;
     let is_preallocated = |one: &Setting| matches!(one, Setting::Preallocation(_));

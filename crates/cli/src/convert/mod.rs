@@ -1,11 +1,11 @@
 //! `blockhouse convert`: a copy of an image in another format.
 //!
-//! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails stays in
-//! `TARGET.part`, and `--resume` continues it: it is compared with the source, and differences are
-//! copied.
+//! Guarantees: those of [`copy_target`](crate::copy_target). A copy that fails is kept in
+//! `TARGET.part`, and `--resume` continues it: the partial copy is compared with the source, and
+//! differences are copied.
 //!
-//! Pipes: `-` as the source is a raw disk on standard input (`from_input`), `-` as the target one
-//! on standard output (`to_output`).
+//! Pipes: `-` as the source is a raw disk on standard input (`from_input`), and `-` as the target
+//! is a raw disk on standard output (`to_output`).
 
 mod arguments;
 mod from_input;
@@ -87,10 +87,10 @@ fn run_between_images(arguments: &Arguments) -> Result<()> {
 /// The bitmaps of the source that are to be copied.
 ///
 /// # Errors
-/// One of them lacks changes.
+/// A bitmap lacks changes.
 async fn bitmaps_to_copy(source: &ImageDisk, skip_broken: bool) -> Result<Vec<Bitmap>> {
     let mut good = Vec::new();
-    // The latest first: QEMU names them so.
+    // The latest bitmap is the first, which is QEMU's order in messages.
     for bitmap in source.bitmaps().list().await?.into_iter().rev() {
         let (image, name) = (source.name(), bitmap.name.escape_debug());
         match (bitmap.is_inconsistent, skip_broken) {

@@ -58,7 +58,7 @@ pub fn run(arguments: &Arguments, kind: ForeignKind, settings: &[Setting]) -> Re
     target.copy(&mut event_loop, &progress, whole(&sources), arguments.how())
 }
 
-/// Ends the program if an option asks for a feature that such an image does not have.
+/// Ends the program if an option requests a feature that such an image does not have.
 fn refuse(arguments: &Arguments, kind: ForeignKind, subformat: Subformat) {
     let format = kind.as_str();
     if !matches!(arguments.if_there(), IfThere::Fail | IfThere::Replace) {

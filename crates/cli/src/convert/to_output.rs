@@ -1,7 +1,7 @@
 //! `blockhouse convert SOURCE... -`: a disk as raw bytes on standard output.
 //!
-//! Guarantees: all bytes of the disk are written, in order, holes as zeros, and the exit status is
-//! 0 only if a reader took all of them. Progress goes to standard error.
+//! Guarantees: all bytes of the disk are written in order, holes as zeros, and the exit status is 0
+//! only if all bytes were written to standard output. Progress goes to standard error.
 
 use std::io::IsTerminal;
 use std::sync::Arc;
@@ -76,7 +76,8 @@ async fn write(sources: &[Arc<ImageDisk>], progress: &ToolProgress) -> Result<()
     let written = output.finish();
     outcome?;
     match written {
-        // The reader is gone: an incomplete disk must not end with status 0.
+        // The reader has closed the pipe. The status must not be 0, because the reader has an
+        // incomplete disk.
         Err(error) if is_broken_pipe(&error) => end_by_sigpipe(),
         written => written,
     }

@@ -1,4 +1,5 @@
-//! `ctl SOCKET fork`: disks continue in overlays; other disks can use the old content, too.
+//! `ctl SOCKET fork`: disks continue in new overlays. Other disks can then use the old images as
+//! backing files too.
 
 use std::path::{Path, PathBuf};
 

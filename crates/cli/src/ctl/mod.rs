@@ -404,7 +404,7 @@ pub fn run(arguments: Arguments) -> Result<()> {
     if text.is_empty() { Ok(()) } else { output::print(&text) }
 }
 
-/// The server's error, with the names of `ctl` commands in place of the methods.
+/// The server's error, with the names of `ctl` commands in place of the names of methods.
 fn in_words_of_people(error: anyhow::Error) -> anyhow::Error {
     const WORDS: [(&str, &str); 7] = [
         ("'disk.list'", "'ctl SOCKET disks'"),
@@ -614,7 +614,7 @@ fn parse_object(text: &str) -> Result<Map<String, Value>, String> {
     serde_json::from_str(text).map_err(|error| format!("not an object of JSON: {error}"))
 }
 
-/// Prints what an address without a scheme means, because an NBD client cannot use it.
+/// Prints what an address without a scheme means, because an NBD client cannot use such an address.
 fn tell_of_kind(address: &str) {
     if !address.contains("://") && !output::is_quiet() {
         output::tell(&format!(

@@ -1,6 +1,6 @@
 //! Formats the results of `ctl` for people.
 //!
-//! Texts that others chose (names, paths) are escaped: they cannot control the terminal.
+//! Texts that others chose (names, paths) are escaped, so that they cannot control the terminal.
 
 use blockhouse_config::size;
 use blockhouse_daemon::control::Listed;
@@ -231,7 +231,7 @@ pub fn event(event: &Value) -> String {
     std::iter::once(text(&event["event"])).chain(fields).collect()
 }
 
-/// A line for each thing that a reload did, or could not do.
+/// A line for each change that a reload made, or could not make.
 fn reloaded(result: &Value) -> String {
     let of = |key: &str| {
         let all = result[key].as_array().into_iter().flatten();

@@ -2,8 +2,9 @@
 //! command line.
 //!
 //! Guarantee: the files describe exactly the options of this program, because they are made from
-//! the definition by which it parses. They depend on nothing else, so they are the same on each
-//! machine. The command is hidden from the help: it is for packagers and for `cargo xtask dist`.
+//! the definition by which it parses. The files depend on nothing else, so they are the same on
+//! each machine. The command is hidden from the help, because it is only for packagers and for
+//! `cargo xtask dist`.
 //!
 //! | file | content |
 //! | --- | --- |
@@ -32,7 +33,7 @@ const WORD: &str = "__generate";
 pub fn folder(words: impl Iterator<Item = OsString>) -> Option<PathBuf> {
     let words: Vec<_> = words.skip(1).take(3).collect();
     match &words[..] {
-        // An option is no folder: the parser then reports an unknown command.
+        // An option is not taken as the folder; the parser then reports an unknown command.
         [word, folder] if word == WORD && !folder.as_encoded_bytes().starts_with(b"-") => {
             Some(folder.into())
         }
@@ -40,7 +41,7 @@ pub fn folder(words: impl Iterator<Item = OsString>) -> Option<PathBuf> {
     }
 }
 
-/// Makes everything from `command`. Files that are there are replaced.
+/// Makes all files from `command`. Existing files are replaced.
 ///
 /// # Errors
 /// A file cannot be written; the error has its path.
@@ -71,7 +72,7 @@ pub fn run(folder: &Path, mut command: Command) -> Result<()> {
 /// process, because `Command` requires that.
 fn without_hidden(command: &Command) -> Command {
     let name: &'static str = command.get_name().to_owned().leak();
-    // Each command gets these two anew.
+    // clap adds these two arguments to each command again.
     let is_made_anew = |argument: &&Arg| ["help", "version"].contains(&argument.get_id().as_str());
     let shown = |argument: &&Arg| !argument.is_hide_set() && !is_made_anew(argument);
     let mut copy = Command::new(name).disable_help_subcommand(true);
@@ -82,7 +83,8 @@ fn without_hidden(command: &Command) -> Command {
         copy = copy.about(about.clone());
     }
     let arguments = command.get_arguments().filter(shown);
-    // A hidden one may stand for a shown one.
+    // `required_unless_present` may name a hidden argument, which the copy does not have, so it is
+    // reset.
     let complete = |argument| {
         values::complete(argument, command).required_unless_present(Resettable::<Id>::Reset)
     };

@@ -60,7 +60,7 @@ fn item(argument: &Arg) -> String {
     let help = argument.get_long_help().or(argument.get_help());
     let mut text = help.map(ToString::to_string).unwrap_or_default();
     let mut more = Vec::new();
-    // A flag has a default of its own, which says nothing.
+    // The default of a flag is omitted, because it has no information.
     if argument.get_action().takes_values() {
         let defaults = argument.get_default_values().iter().map(|value| value.to_string_lossy());
         let defaults: Vec<_> = defaults.map(|value| format!("`{value}`")).collect();

@@ -1,4 +1,4 @@
-//! The values that completions offer for an option, and where they offer files.
+//! The values that completions offer for an option, and the options for which they offer files.
 //!
 //! Guarantee: each offered word is accepted, because the option's own parser decides. A new value
 //! of any option only has to be added to [`WORDS`].
@@ -42,11 +42,11 @@ const WORDS: &[&str] = &[
     "zstd",
 ];
 
-/// A word that is no value of anything: an option that accepts it takes any text.
+/// A word that is not a value of any option. An option that accepts this word accepts any text.
 const NO_WORD: &str = "no.such.word";
 
-/// The option of `command` as completions need it: with the words that it accepts, or a hint where
-/// it has none.
+/// The option of `command` for completions: with the words that the option accepts, or with a hint
+/// if there are none.
 pub(super) fn complete(argument: &Arg, command: &Command) -> Arg {
     let argument = argument.clone();
     let is_plain =

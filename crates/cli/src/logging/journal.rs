@@ -1,4 +1,4 @@
-//! Lines on their way to systemd's journal, with their fields (systemd.io/JOURNAL_NATIVE_PROTOCOL).
+//! Sends log lines to systemd's journal, with their fields (systemd.io/JOURNAL_NATIVE_PROTOCOL).
 //!
 //! The thread that writes the log gets lines of JSON and sends each as a datagram. A line that
 //! the journal does not accept is written to standard error, which the journal reads as well, with
@@ -28,7 +28,7 @@ impl Journal {
     }
 
     fn at(path: &Path) -> Option<Self> {
-        // The path must be a socket: without a journal it may be any file.
+        // The path must be a socket. On a host without a journal it may be any file.
         std::fs::metadata(path).ok().filter(|file| file.st_mode() & 0o170_000 == 0o140_000)?;
         let socket = UnixDatagram::unbound().ok()?;
         socket.connect(path).ok()?;
@@ -61,7 +61,7 @@ fn priority(object: &Map<String, Value>) -> u32 {
     }
 }
 
-/// The fields of an entry. Those of our own begin with `BLOCKHOUSE_`.
+/// The fields of an entry. Fields that this program defines begin with `BLOCKHOUSE_`.
 fn datagram(object: &Map<String, Value>) -> Vec<u8> {
     let mut datagram = Vec::new();
     add(&mut datagram, "SYSLOG_IDENTIFIER", "blockhouse");
@@ -70,7 +70,7 @@ fn datagram(object: &Map<String, Value>) -> Vec<u8> {
         let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         match &name[..] {
             "message" => add(&mut datagram, "MESSAGE", &text),
-            // The journal has its own.
+            // The journal records time and priority itself.
             "time" | "level" => {}
             name => {
                 let is_word = |c: char| c.is_ascii_alphanumeric();
@@ -82,7 +82,8 @@ fn datagram(object: &Map<String, Value>) -> Vec<u8> {
     datagram
 }
 
-/// `NAME=value`, or, where the value has several lines, the name, the value's length and the value.
+/// Adds a field as `NAME=value`. If the value has several lines, adds the name, the value's length
+/// and the value instead.
 fn add(datagram: &mut Vec<u8>, name: &str, value: &str) {
     datagram.extend(name.as_bytes());
     if value.contains('\n') {

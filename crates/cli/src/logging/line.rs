@@ -13,7 +13,7 @@ use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 pub enum LineFormat {
     /// Level, message and fields: for a person who has just typed a command.
     Plain,
-    /// The same after the time, in UTC.
+    /// As `Plain`, after the time in UTC.
     Timed,
     /// A JSON object with `time`, `level`, `target`, `message` and the fields.
     Json,
@@ -30,7 +30,7 @@ pub struct Line {
 }
 
 impl Line {
-    /// A line of the log itself.
+    /// A line that the log writes about itself.
     pub fn of_log(level: Level, message: String) -> Self {
         Self { level, target: "blockhouse", message, fields: Vec::new() }
     }
@@ -70,7 +70,7 @@ impl Line {
         for (name, value) in &self.fields {
             add(name, value.clone());
         }
-        // These are what they say, whatever fields there are.
+        // These keys are added last, so that fields of the same name do not replace them.
         add("time", now().into());
         add("level", level_name(self.level).into());
         add("target", self.target.into());
@@ -79,10 +79,10 @@ impl Line {
     }
 }
 
-/// A text as one line, with control characters escaped: names that others chose can neither begin a
-/// line nor control the terminal.
+/// A text as one line, with control characters escaped, so that names that others chose can neither
+/// begin a new line nor control the terminal.
 fn visible(text: &str) -> String {
-    // Characters that change the order in which a line is shown.
+    // Characters that change the direction of text, and so the order in which a line is shown.
     let reorders = |c| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let mut line = String::with_capacity(text.len() + 1);
     for c in text.chars() {

@@ -1,15 +1,14 @@
 //! The log on standard error: warnings, and with `--verbose` lines for debugging.
 //!
-//! A server's lines begin with the time, unless standard error is a stream to systemd's journal:
-//! that gets them with their fields (`journal`). With `--log-format json` every line is a JSON
-//! object, also in the journal (`line`).
+//! A server's lines begin with the time, unless standard error is a stream to systemd's journal. In
+//! that case the lines are sent to the journal with their fields (`journal`). With `--log-format
+//! json` every line is a JSON object, also in the journal (`line`).
 //!
 //! A server's event loops write to the log as well, and standard error may be a pipe that no
-//! process reads. So `serve` has its lines written by a thread of their own (`queue`): a line costs
-//! a loop a copy, never a wait, and lines beyond the queue's bound are dropped and counted. The
-//! lines of each call site are limited in rate (`rate`), so that clients cannot flood the log.
-//! Lines that are waiting are written before the process ends, for at most [`EXIT_LIMIT`], also
-//! when it ends by a panic.
+//! process reads. So a separate thread writes the lines of `serve` (`queue`): a loop only copies a
+//! line and never waits, and lines beyond the queue's bound are dropped and counted. The lines of
+//! each call site are limited in rate (`rate`), so that clients cannot flood the log. Before the
+//! process ends, also by a panic, it writes the waiting lines for at most [`EXIT_LIMIT`].
 
 mod journal;
 mod line;
@@ -28,20 +27,20 @@ use line::{Line, LineFormat};
 use queue::Queue;
 use rate::RateLimit;
 
-/// How long the process waits at its end for a standard error that is blocked.
+/// How long the process waits at its end if standard error is blocked.
 const EXIT_LIMIT: Duration = Duration::from_secs(1);
 
-/// The queue of this process, if its lines go by a thread.
+/// The queue of this process, if a separate thread writes its lines.
 static QUEUE: OnceLock<Queue> = OnceLock::new();
 /// The form of lines.
 static FORMAT: OnceLock<LineFormat> = OnceLock::new();
 
-/// How lines get to standard error.
+/// How lines are written to standard error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
     /// The thread that logs writes them.
     Direct,
-    /// A thread of their own writes them: for processes with event loops that may not wait.
+    /// A separate thread writes the lines. For processes whose event loops must not block.
     Queued,
 }
 
@@ -74,13 +73,13 @@ pub fn start(level: Level, format: LogFormat, delivery: Delivery) {
         .init();
 }
 
-/// Starts the thread that writes. The form of lines that it writes, or, without a thread, that are
-/// written directly.
+/// Starts the thread that writes lines. Returns the format of lines for the thread, or for direct
+/// writes if no thread can be started.
 fn start_queue(format: LineFormat, limit: &'static RateLimit) -> LineFormat {
     let summaries = |now| limit.take_summaries(now);
     let journal = (format == LineFormat::Timed).then(Journal::of_standard_error).flatten();
     let (own, queue) = match journal {
-        // It makes entries of JSON.
+        // The journal's entries are made from JSON lines.
         Some(journal) => {
             let write = move |lines: &[u8]| journal.send(lines);
             (LineFormat::Json, Queue::start(LineFormat::Json, summaries, write))
@@ -97,8 +96,8 @@ fn start_queue(format: LineFormat, limit: &'static RateLimit) -> LineFormat {
     }
 }
 
-/// Says something to the person at standard error, in order with the log: as it is, or as a line of
-/// the log where that is of JSON.
+/// Writes a message to standard error, in order with the log: as plain text, or as a line of the
+/// log if the log is JSON.
 pub fn tell(text: &str, level: Level) {
     match FORMAT.get() {
         Some(LineFormat::Json) => {
@@ -117,7 +116,8 @@ fn write(lines: &[u8]) {
     }
 }
 
-/// Writes the queued lines, for at most [`EXIT_LIMIT`]. It blocks: not for event loops that serve.
+/// Writes the queued lines, for at most [`EXIT_LIMIT`]. Blocks, so event loops that serve must not
+/// call it.
 pub fn flush() {
     if let Some(queue) = QUEUE.get() {
         queue.flush(EXIT_LIMIT);
@@ -134,8 +134,8 @@ pub fn finish() {
     flush();
 }
 
-/// Has panics told in the log, and the log written before the process aborts. The usual report
-/// would wait for a standard error that takes nothing.
+/// Makes panics be reported in the log, and the log be written before the process aborts. The
+/// default report would block if standard error is blocked.
 fn report_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let thread = std::thread::current();
@@ -150,7 +150,7 @@ fn report_panics() {
     }));
 }
 
-/// Where the formatted lines go.
+/// The writer that gets the formatted lines.
 struct StandardError;
 
 impl<'a> MakeWriter<'a> for StandardError {
@@ -162,7 +162,7 @@ impl<'a> MakeWriter<'a> for StandardError {
 }
 
 impl io::Write for StandardError {
-    /// Never fails: there is no other place to report it.
+    /// Never fails, because there is no other place to report an error.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         write(line);
         Ok(line.len())

@@ -1,7 +1,7 @@
 //! Queue of log lines that a separate thread writes to standard error.
 //!
-//! Guarantees: [`Queue::push`] waits for no system call, so event loops may call it; memory is
-//! bounded; lines keep their order; the number of dropped lines is written in their place.
+//! Guarantees: [`Queue::push`] never waits for a write, so event loops may call it; memory is
+//! bounded; lines keep their order; in place of dropped lines their number is written.
 
 use std::collections::VecDeque;
 use std::io;
@@ -18,17 +18,18 @@ use super::line::{Line, LineFormat};
 
 /// Maximum bytes of waiting lines.
 const CAPACITY: usize = 256 << 10;
-/// Delay of summaries of repeated lines after the last line, and their period while lines come.
+/// The delay of summaries of omitted lines after the last line, and the period of summaries while
+/// lines keep coming.
 const SUMMARY_PERIOD: Duration = Duration::from_secs(10);
 
-/// See the module's page. Lives as long as the process.
+/// The queue of log lines. It exists as long as the process.
 pub struct Queue(Arc<Shared>);
 
 struct Shared {
     state: Mutex<State>,
     /// Format of the queue's own lines.
     format: LineFormat,
-    /// Notified when there are lines.
+    /// Notified when lines are added.
     filled: Condvar,
     /// Notified when all lines are written.
     empty: Condvar,
@@ -77,7 +78,8 @@ impl Queue {
         self.0.filled.notify_one();
     }
 
-    /// Waits until everything is written, but not longer than `limit`. Returns whether it is.
+    /// Waits until all lines are written, for at most `limit`. Returns whether all lines are
+    /// written.
     pub fn flush(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         let Some(mut state) = self.0.state.try_lock_for(limit) else { return false };
@@ -124,7 +126,7 @@ impl SummarySchedule {
         self.deadline = Some(now + SUMMARY_PERIOD);
     }
 
-    /// Whether summaries are due now; this call clears that.
+    /// Whether summaries are due now. If so, marks them as written.
     fn take_due(&mut self, now: Instant) -> bool {
         let is_past_deadline = self.deadline.take_if(|deadline| *deadline <= now).is_some();
         let is_due = is_past_deadline || now.duration_since(self.last) >= SUMMARY_PERIOD;
@@ -169,8 +171,8 @@ impl Shared {
     }
 }
 
-/// Writes all bytes to standard error, without the runtime's lock: a thread that waits here would
-/// hold it. Bytes that cannot be written are dropped.
+/// Writes all bytes to standard error without the Rust runtime's lock, because a thread that waits
+/// here would hold the lock. Bytes that cannot be written are dropped.
 pub fn write_to_standard_error(bytes: &[u8]) {
     write_all(rustix::stdio::stderr(), bytes);
 }

@@ -1,7 +1,7 @@
 //! How often one place in the code may write to the log.
 //!
-//! Each call site may write [`BURST`] lines in [`PERIOD`]. Further ones are omitted and counted;
-//! one line gives their number and the text of one of them. Lines that only `--verbose` shows are
+//! Each call site may write [`BURST`] lines in [`PERIOD`]. Further lines are omitted and counted;
+//! one line reports their number and the text of one of them. Lines that only `--verbose` shows are
 //! not limited.
 
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ use super::line::{Line, LineFormat};
 
 /// Lines of one call site in a period.
 const BURST: u32 = 10;
-/// See [`BURST`].
+/// The period in which a call site may write [`BURST`] lines.
 const PERIOD: Duration = Duration::from_secs(10);
 
 /// The counts of all call sites.
@@ -42,8 +42,8 @@ impl RateLimit {
         LIMIT.get_or_init(Self::default)
     }
 
-    /// The lines that the call site may write at `now`: its line, which `line` makes, after one
-    /// about the period's lines that were left out.
+    /// The lines that the call site may write at `now`: its own line, which `line` makes, and
+    /// before that a line about the omitted lines of an earlier period, if any.
     fn admit(&self, site: Identifier, now: Instant, line: impl FnOnce() -> Line) -> Vec<Line> {
         let mut sites = self.0.lock();
         let fresh = || Site { start: now, written: 0, left_out: 0, example: String::new() };
@@ -76,7 +76,7 @@ impl RateLimit {
     }
 
     fn summaries(&self, now: Instant, is_due: impl Fn(&Site) -> bool) -> Vec<Line> {
-        // A panic may have come while the lock was held; then there are no summaries.
+        // A thread may have panicked while it held the lock. Then there are no summaries.
         let Some(mut sites) = self.0.try_lock_for(Duration::from_millis(100)) else {
             return Vec::new();
         };
@@ -86,7 +86,7 @@ impl RateLimit {
 }
 
 impl Site {
-    /// The line about what was left out, if there was any.
+    /// The line about omitted lines; `None` if no line was omitted.
     fn take_summary(&mut self, now: Instant) -> Option<Line> {
         let left_out = std::mem::take(&mut self.left_out);
         let example = std::mem::take(&mut self.example);
@@ -99,14 +99,14 @@ impl Site {
     }
 }
 
-/// Formats events, as far as the limit lets them through.
+/// Formats the events that the rate limit admits.
 pub struct Limited {
     format: LineFormat,
     limit: &'static RateLimit,
 }
 
 impl Limited {
-    /// Formats them so.
+    /// Formats events in this format, within this limit.
     pub fn new(format: LineFormat, limit: &'static RateLimit) -> Self {
         Self { format, limit }
     }

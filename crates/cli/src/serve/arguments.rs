@@ -352,7 +352,7 @@ impl FromStr for UblkId {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "any" => Ok(Self(None)),
-            // The driver has no larger minor numbers.
+            // The driver supports no larger device numbers.
             _ => match text.parse() {
                 Ok(id @ ..1_048_576) => Ok(Self(Some(id))),
                 _ => Err("write the number of a device, or nothing and the image before it".into()),
@@ -379,7 +379,7 @@ fn parse_discard(name: &str) -> Result<Discard, String> {
 }
 
 impl Arguments {
-    /// Translates qemu-nbd's options into those of `serve`. Wrong usage ends the program.
+    /// Translates qemu-nbd's options into options of `serve`. Wrong usage ends the program.
     pub(super) fn obey_habits(&mut self) {
         self.nbd.extend(self.habits.uri().unwrap_or_else(|why| refuse(&why)));
         self.name.extend(self.habits.name().map(str::to_owned));
@@ -606,7 +606,7 @@ impl Arguments {
     }
 
     fn disk(&self, image: &Path, name: String, limits: LimitsConfig) -> DiskConfig {
-        // An image that is taken over exists.
+        // With a hand-over, the image exists already.
         let create = self.create.filter(|_| !self.hand_over);
         let on_full = self.hold.on_full().unwrap_or_else(|why| refuse(&why));
         let keys = self.keys.files();
@@ -635,7 +635,7 @@ impl Arguments {
             key_files: keys.keys,
             passphrase_files: keys.passphrases,
             bitmaps: self.bitmap.clone(),
-            // As in qemu-nbd.
+            // As in qemu-nbd, bitmaps that the image lacks are looked up in its backing files.
             bitmaps_behind: called_as::is_qemu_nbd(),
             bitmaps_in: self.side_file.bitmaps.clone(),
             trust_bitmaps: self.side_file.trust_bitmaps,

@@ -1,4 +1,5 @@
-//! `blockhouse serve`: arguments become a description of the server. `crates/daemon` runs it.
+//! `blockhouse serve`: translates the arguments into a description of the server, which
+//! `crates/daemon` runs.
 
 mod arguments;
 mod export_list;
@@ -39,7 +40,7 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
         match &arguments.vhost_user_blk[..] {
             _ if arguments.in_background => {}
             _ if !arguments.wants_hint() || called_as::is_qemu_nbd() => {}
-            // A unit of the service manager has no use for either.
+            // Under a service manager nothing is printed.
             _ if std::env::var_os("NOTIFY_SOCKET").is_some() => {}
             [] => print_hint(service),
             [socket, ..] if verbose || std::io::stderr().is_terminal() => {
@@ -77,8 +78,8 @@ fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
     }
 }
 
-/// Prints that everything listens, and tells the service manager. It serves also where these lines
-/// cannot be printed.
+/// Prints that everything listens, and notifies the service manager. The server runs even if these
+/// lines cannot be printed.
 fn announce(service: &Service, verbose: bool, in_background: bool) {
     // The findings in the images are logged before anything is served, also by a server that is
     // killed at once.
@@ -88,13 +89,15 @@ fn announce(service: &Service, verbose: bool, in_background: bool) {
         lines.clear();
     }
     if in_background {
-        // Says that these are all.
+        // The empty line ends the list of lines.
         lines.push(String::new());
     }
-    // Clients may find the sockets without these lines.
+    // An error does not end a server in the foreground, because clients may know the sockets
+    // without these lines.
     let written = if lines.is_empty() { Ok(()) } else { output::write(&lines.join("\n")) };
     if in_background && written.is_err() {
-        // The command that started it has ended: its user does not know of the server.
+        // The command that started this server has ended, so its user does not know that the server
+        // runs.
         let _ = raise(SIGTERM);
     }
     service.notify_ready();
@@ -112,8 +115,8 @@ fn print_hint(service: &Service) {
     }
 }
 
-/// A machine that has the disk at a vhost-user-blk socket. A comma in an option of QEMU is written
-/// twice.
+/// QEMU's options for a machine that uses the disk at a vhost-user-blk socket. A comma in an option
+/// of QEMU is written twice.
 fn device_hint(socket: &Path, queues: u16) -> String {
     let path = socket.display().to_string().replace(',', ",,");
     format!(

@@ -1,5 +1,6 @@
-//! The options of qemu-nbd that `serve` accepts. All but `-k` are hidden from its help, because
-//! `--nbd`, `--snapshot` and `--limit` have the same meaning.
+//! The options of qemu-nbd that `serve` accepts. The help of `serve` shows only `-k` of them,
+//! because `serve` has options of its own (such as `--nbd`, `--snapshot` and `--limit`) for the
+//! others.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -77,7 +78,7 @@ pub struct NbdHabits {
 /// The engine that QEMU's `--aio` names.
 ///
 /// # Errors
-/// A text that names the modes.
+/// A text that lists the valid modes, if the name is none of them.
 pub fn parse_aio(name: &str) -> Result<EngineChoice, String> {
     match name {
         "native" => Ok(EngineChoice::Only(Engine::LinuxAio)),
@@ -88,10 +89,10 @@ pub fn parse_aio(name: &str) -> Result<EngineChoice, String> {
 }
 
 impl NbdHabits {
-    /// The address that these options name; `None` if they name none.
+    /// The address that these options give; `None` if they give none.
     ///
     /// # Errors
-    /// Why the options give no valid address, as a text.
+    /// The reason why the options give no valid address, as a text.
     pub fn uri(&self) -> Result<Option<NbdUri>, String> {
         if self.port.is_some() || self.bind.is_some() {
             let (host, port) = (self.bind.as_deref().unwrap_or("0.0.0.0"), self.port);
@@ -118,27 +119,28 @@ impl NbdHabits {
         with_tls(&uri, &tls).map_err(|error| error.to_string())
     }
 
-    /// Whether an option describes an export.
+    /// Whether one of these options describes an export.
     pub(super) fn is_of_export(&self) -> bool {
         let is_named = self.export.is_some() || self.description.is_some();
         let is_changed = self.offset.is_some() || self.nocache || self.aio.is_some();
         is_named || is_changed || self.allocation_depth || self.load_snapshot.is_some()
     }
 
-    /// The rights of clients. Under the name qemu-nbd they are those that qemu-nbd gives.
+    /// The rights of clients. If the program is called as qemu-nbd, clients get the rights that
+    /// qemu-nbd gives.
     pub(super) fn rights(&self) -> ExportRights {
         let usual = ExportRights::default();
         ExportRights { has_depth: self.allocation_depth || !called_as::is_qemu_nbd(), ..usual }
     }
 
-    /// The most clients that each socket serves at once. Under the name qemu-nbd the default is
-    /// one.
+    /// The most clients that each socket serves at once; `None` is no limit. The default is no
+    /// limit, or one client if the program is called as qemu-nbd.
     pub(super) fn max_connections(&self) -> Option<NonZeroUsize> {
         let usual = if called_as::is_qemu_nbd() { 1 } else { 0 };
         NonZeroUsize::new(self.shared.unwrap_or(usual) as usize)
     }
 
-    /// The name of the export, if no URI of these options contains it.
+    /// The name of the export, if the options form no URI that contains the name.
     pub fn name(&self) -> Option<&str> {
         let has_uri = self.socket.is_some() || self.port.is_some() || self.bind.is_some();
         self.export.as_deref().filter(|_| !has_uri)

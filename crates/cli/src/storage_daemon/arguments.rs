@@ -53,18 +53,18 @@ struct Options {
     in_background: bool,
 }
 
-/// Options whose order counts.
+/// Options that are executed in the order of the command line.
 const IN_ORDER: [&str; 6] = ["blockdev", "nbd_server", "export", "object", "chardev", "monitor"];
 
 /// The command line.
 pub struct Arguments {
-    /// The options whose order counts, each with its argument.
+    /// The options that are executed in order, each with its argument.
     words: Vec<(&'static str, String)>,
     /// Whether the server continues in a background process.
     pub daemonize: bool,
     /// The file for the process id.
     pub pidfile: Option<PathBuf>,
-    /// Whether only the version is wanted.
+    /// Whether only the version is requested.
     pub version: bool,
     /// Whether this process is the one in the background.
     pub in_background: bool,
@@ -101,7 +101,7 @@ impl FromArgMatches for Arguments {
     }
 }
 
-/// The commands and devices that the command line asks for.
+/// The commands and devices that the command line requests.
 #[derive(Debug, Default)]
 pub struct Plan {
     /// Commands of QMP, in the order of the words.
@@ -114,7 +114,7 @@ pub struct Plan {
     pub threads: usize,
 }
 
-/// The proof that a party of TLS shows.
+/// The kind of credentials for TLS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TlsKind {
     /// Certificates.
@@ -194,7 +194,8 @@ impl Plan {
         Ok(())
     }
 
-    /// Records threads and TLS credentials, which must exist before anything listens.
+    /// Records iothread and TLS objects, because threads and credentials must exist before anything
+    /// listens.
     fn note_object(&mut self, arguments: &Map<String, Value>) -> Result<(), String> {
         let text = |name: &str| arguments.get(name).and_then(Value::as_str).unwrap_or_default();
         let kind = match text("qom-type") {
@@ -206,7 +207,7 @@ impl Plan {
             "tls-creds-psk" => TlsKind::Psk,
             _ => return Ok(()),
         };
-        // The command itself reads a client's credentials.
+        // Credentials of a client are not recorded, because the QMP command reads them.
         if text("endpoint") != "server" {
             return Ok(());
         }

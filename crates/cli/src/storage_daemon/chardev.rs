@@ -1,7 +1,7 @@
 //! Character devices: how QMP clients connect.
 //!
-//! A listening socket serves several clients at once (QEMU: one after the other), and startup waits
-//! for no client. A connecting socket has one client, and so have standard input and output.
+//! A listening socket serves several clients at once (QEMU: one after the other), and startup does
+//! not wait for a client. A connecting socket has one client, as do standard input and output.
 
 use std::io::{self, Write};
 use std::net::Shutdown;
@@ -40,7 +40,7 @@ pub enum Kind {
 /// Parses `socket,id=ID,path=PATH[,server=on|off][,wait=on|off]` or `stdio,id=ID`.
 ///
 /// # Errors
-/// Why there is no such device.
+/// The reason why `text` describes no device.
 pub fn parse(text: &str) -> Result<Chardev, String> {
     let mut parts = split(text).into_iter();
     let backend = parts.next().unwrap_or_default();
@@ -56,7 +56,8 @@ pub fn parse(text: &str) -> Result<Chardev, String> {
             ("id", _) => id = Some(value.to_owned()),
             ("path", "socket") => path = Some(PathBuf::from(value)),
             ("server", "socket") => is_server = switch(key, value)?,
-            // Checked, but without effect: no client is waited for.
+            // These values are checked but have no effect, because startup does not wait for a
+            // client.
             ("wait", "socket") | ("signal", "stdio") => _ = switch(key, value)?,
             ("host" | "port" | "fd", "socket") => {
                 return Err(format!(
@@ -97,14 +98,14 @@ impl Stdio {
         let (own, given) = UnixStream::pair()?;
         let (input, mut output) = (own.try_clone()?, own);
         thread::Builder::new().name("blockhouse-stdin".into()).spawn(move || {
-            // The server may have closed its end.
+            // An error is ignored, because the server may have closed its end.
             let _ = io::copy(&mut io::stdin().lock(), &mut &input);
             let _ = input.shutdown(Shutdown::Write);
         })?;
         let (told, written) = channel();
         thread::Builder::new().name("blockhouse-stdout".into()).spawn(move || {
             let mut stdout = io::stdout();
-            // Its reader may have gone.
+            // An error is ignored, because the reader of standard output may have closed it.
             let _ = io::copy(&mut output, &mut stdout).and_then(|_| stdout.flush());
             let _ = told.send(());
         })?;

@@ -1,8 +1,9 @@
 //! QEMU's `KEY=VALUE,...` with dotted keys:
 //! `driver=qcow2,file.driver=file,file.filename=disk.qcow2`, or the same as JSON.
 //!
-//! Guarantee: the result is one object whose values are text, as that of QEMU's `keyval_parse`.
-//! Keys with dots become objects in it, and objects with the keys 0, 1 and so on become lists.
+//! Guarantee: for `KEY=VALUE` the result is the same as that of QEMU's `keyval_parse`: one object
+//! whose values are text. Keys with dots become nested objects, and objects with the keys 0, 1 and
+//! so on become lists.
 
 use serde_json::{Map, Value};
 
@@ -42,7 +43,8 @@ pub fn parse(text: &str, implied: Option<&str>) -> Result<Parsed, String> {
     Ok(Parsed { arguments, are_words: true })
 }
 
-/// Splits text at commas. Two commas are one comma in a value; a comma at the end begins no part.
+/// Splits text at commas. Two commas are one comma in a value. A comma at the end does not begin
+/// another part.
 pub fn split(text: &str) -> Vec<String> {
     let mut parts = crate::create_options::split(text);
     parts.pop_if(|last| last.is_empty());
@@ -68,7 +70,7 @@ fn insert(
     let before = &key[..key.len() - rest.len() + name.len()];
     let clash = || format!("Parameters '{before}.*' used inconsistently");
     match (below, object.get_mut(name)) {
-        // The last value of a key counts.
+        // If a key is repeated, the last value is used.
         (None, None | Some(Value::String(_))) => {
             object.insert(name.to_owned(), value.into());
             Ok(())

@@ -1,6 +1,7 @@
-//! `blockhouse qemu-storage-daemon`, and the program under that name. QEMU's command line becomes
-//! QMP commands, which a server without disks executes in order before it is ready. So a QMP client
-//! could request all of it, except what must exist before the commands: sockets, threads and TLS.
+//! `blockhouse qemu-storage-daemon`, and the program under that name. QEMU's command line is
+//! translated into QMP commands, which a server without disks executes in order before it is ready.
+//! So a QMP client could do the same, except for what must exist before the commands: sockets,
+//! threads and TLS.
 //!
 //! - `arguments`: the options, and the commands for them; `keyval`: the syntax of their arguments;
 //!   `chardev`: how QMP clients connect
@@ -53,7 +54,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             let _ = output::write("ready\n");
         }
     });
-    // This closes the copy of the socket in the setup.
+    // The drop closes the copy of the socket in the setup.
     drop(setup);
     stdio.into_iter().for_each(Stdio::finish);
     outcome.map(|()| ExitCode::SUCCESS)

@@ -66,7 +66,7 @@ pub struct History {
     pub rates: VecDeque<u64>,
     /// The median of latencies, in microseconds.
     pub p50: VecDeque<u64>,
-    /// Their 99th percentile, in microseconds.
+    /// The 99th percentile of latencies, in microseconds.
     pub p99: VecDeque<u64>,
 }
 
@@ -91,7 +91,7 @@ pub struct App {
     pub is_paused: bool,
     /// Whether the keys are explained.
     pub shows_help: bool,
-    /// Why the last reading failed, if it did.
+    /// The reason why the last reading failed; `None` if it succeeded.
     pub failure: Option<String>,
     next_reading: Instant,
 }
@@ -131,7 +131,7 @@ impl App {
         !self.is_paused && self.time_to_reading().is_zero()
     }
 
-    /// Shows a reading, or why it failed.
+    /// Shows a reading, or the reason why it failed.
     pub fn take(&mut self, reading: Result<Snapshot>) {
         self.next_reading = Instant::now() + self.interval;
         let snapshot = match reading {
@@ -159,8 +159,8 @@ impl App {
         self.failure.as_ref().map(|_| self.snapshot.at.elapsed())
     }
 
-    /// Selects the disk with the highest rate, if its rate is more than twice that of the selected
-    /// disk: the selection must not alternate between two equally busy disks.
+    /// Selects the disk with the highest rate, if its rate is more than twice the rate of the
+    /// selected disk. Otherwise the selection could alternate between two equally busy disks.
     fn select_busiest(&mut self) {
         let rate = |row: &Row| row.all.rate;
         let busiest = self.rows.iter().max_by(|one, other| rate(one).total_cmp(&rate(other)));

@@ -1,5 +1,4 @@
-//! Reading a server's metrics as JSON: by HTTP from its metrics address, or from its control
-//! socket.
+//! Reads a server's metrics as JSON: by HTTP from its metrics address, or from its control socket.
 
 use std::fmt;
 use std::io::{Read, Write};
@@ -14,12 +13,12 @@ use serde_json::Value;
 
 use super::model::Snapshot;
 
-/// The message for a socket of another kind, mostly that of an NBD export.
+/// The message for a socket of another kind, usually the socket of an NBD export.
 const NO_JSON: &str = "the answer is not JSON; start the server with --metrics unix:PATH or --control PATH, and \
                        name that path here";
 /// How long the server may take to receive the request, and to answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// The most bytes of an answer: some ten thousand disks.
+/// Maximum bytes of an answer, which suffice for some ten thousand disks.
 const MAX_ANSWER: u64 = 256 << 20;
 const HTTP_REQUEST: &[u8] =
     b"GET /metrics.json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";

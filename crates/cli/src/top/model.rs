@@ -1,4 +1,4 @@
-//! A reading of those metrics of a server that the view shows.
+//! A reading of a server's metrics, as far as the view shows them.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -10,7 +10,7 @@ use serde_json::Value;
 /// All disks at a moment.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// When it was read.
+    /// The time of the reading.
     pub at: Instant,
     /// The server's version.
     pub version: String,
@@ -25,13 +25,14 @@ pub struct DiskReading {
     pub format: String,
     /// Its size in bytes.
     pub size: u64,
-    /// The space that it takes on the host, in bytes.
+    /// The space that the disk occupies on the host, in bytes.
     pub allocated: u64,
     /// Requests in flight.
     pub in_flight: u64,
     /// Requests that wait for free space on the host.
     pub held: u64,
-    /// The file that the oldest read of a backing file waits for, and since how many seconds.
+    /// The file that the oldest read of a backing file waits for, and the number of seconds that it
+    /// has waited.
     pub wait: Option<(String, u64)>,
     /// Clients of each kind of export.
     pub clients: BTreeMap<String, u64>,

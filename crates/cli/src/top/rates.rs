@@ -14,7 +14,7 @@ pub struct Row {
     pub format: String,
     /// Its size in bytes.
     pub size: u64,
-    /// The space that it takes on the host, in bytes.
+    /// The space that the disk occupies on the host, in bytes.
     pub allocated: u64,
     /// The number of its clients.
     pub clients: u64,
@@ -22,7 +22,7 @@ pub struct Row {
     pub in_flight: u64,
     /// Requests that wait for free space on the host.
     pub held: u64,
-    /// The backing file that a request waits for, and since how many seconds.
+    /// The backing file that a request waits for, and the number of seconds that it has waited.
     pub wait: Option<(String, u64)>,
     /// The activity of all requests.
     pub all: Activity,

@@ -14,7 +14,7 @@ use super::app::App;
 use super::rates::{Detail, Row};
 use super::table;
 
-/// A screen with fewer columns shows the detail tables one below the other.
+/// On a screen with fewer columns, the detail tables are one below the other.
 const MIN_BESIDE: u16 = 100;
 /// Two tables one below the other need this many lines.
 const MIN_BELOW: u16 = 12;

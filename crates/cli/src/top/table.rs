@@ -29,8 +29,8 @@ const MIN_NAME: usize = 16;
 /// The columns of a table that fit in `width`, one space apart, and their widths.
 ///
 /// Whole columns are dropped, in the order of `first_to_go`, so no digit and no heading is cut off.
-/// The first column is a name and is never dropped: it gets at least two fifths of `width` if it
-/// needs them, and the space that the other columns leave.
+/// The first column is a name and is never dropped. It gets at least two fifths of `width` if it
+/// needs them, and the space that the other columns do not use.
 pub fn fit<const N: usize>(
     lines: &[[String; N]],
     first_to_go: &[usize],
@@ -72,7 +72,8 @@ pub fn shorten(name: &str, width: usize) -> String {
 /// The cells of a disk.
 pub fn cells(row: &Row) -> [String; 12] {
     [
-        // Names come from outside: escaped, they cannot control the terminal.
+        // Names are not chosen by this program, so they are escaped: otherwise they could control
+        // the terminal.
         row.name.escape_debug().to_string(),
         row.clients.to_string(),
         row.in_flight.to_string(),
@@ -110,7 +111,7 @@ pub fn as_text(rows: &[Row]) -> String {
     lines.iter().map(text).chain(waits).collect::<Vec<_>>().join("\n")
 }
 
-/// What a disk waits for, in words: a backing file, or free space on the host.
+/// A description of what a disk waits for: a backing file, or free space on the host.
 pub fn wait(row: &Row) -> Option<String> {
     let file =
         |(file, seconds): &(String, u64)| format!("waits {seconds} s for {}", file.escape_debug());
@@ -159,7 +160,7 @@ pub fn time(time: Option<Duration>) -> String {
     }
 }
 
-/// With one digit after the point, unless that is 0.
+/// The number with one digit after the point, unless the digit is 0.
 fn tenths(value: f64, unit: &str) -> String {
     let text = format!("{value:.1}");
     format!("{}{unit}", text.strip_suffix(".0").unwrap_or(&text))

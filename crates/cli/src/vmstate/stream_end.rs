@@ -1,5 +1,5 @@
-//! Checks that a machine's state is complete. At the end of a pipe, a writer that finished looks
-//! the same as one that died.
+//! Checks that a machine's state is complete. Reason: at the end of a pipe, a reader cannot tell a
+//! writer that has finished from a writer that has died.
 //!
 //! QEMU's stream begins with "QEVM" and ends with a byte 0, then a byte 6, the length of a
 //! description of its devices (32 bits, big-endian), and the description, a JSON object. Streams of
@@ -7,7 +7,8 @@
 
 const MAGIC: &[u8] = b"QEVM";
 const BEFORE: [u8; 2] = [0, 6];
-/// The most bytes of the stream's end that are kept. A description has some ten thousand.
+/// Maximum number of bytes of the stream's end that are kept. A description usually has some ten
+/// thousand bytes.
 const KEPT: usize = 2 << 20;
 
 /// The first and the last bytes of a stream.

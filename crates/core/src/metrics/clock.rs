@@ -87,7 +87,7 @@ pub fn now() -> Timestamp {
 
 /// A time later than `earlier`: the last reading if this thread has read the clock since `earlier`,
 /// else a new reading. For a loop that reads the time after each step: after a step that has read
-/// the clock itself, this is free, and the step's later work counts to the next step.
+/// the clock itself, this is free, and the step's later work is counted as part of the next step.
 pub fn later_than(earlier: Timestamp) -> Timestamp {
     READING.with(|reading| match Timestamp(reading.time.get()) {
         // A reading with no uses left is out of date.
@@ -117,7 +117,7 @@ pub fn renew() {
 
 fn read() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
-    // The clock counts from the start of the machine: neither part is negative.
+    // The clock counts from the start of the machine, so both parts are at least zero.
     (time.tv_sec as u64).wrapping_mul(1_000_000_000).wrapping_add(time.tv_nsec as u64)
 }
 

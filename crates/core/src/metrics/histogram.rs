@@ -52,8 +52,8 @@ pub const fn upper_bound(bucket: usize) -> Option<u64> {
 #[derive(Debug)]
 #[repr(C)]
 pub struct Histogram {
-    /// Nanoseconds. It lies before the buckets, of which the first ones are used most, so that
-    /// recording touches one cache line less.
+    /// The sum of the durations in nanoseconds. It lies before the buckets, because the first
+    /// buckets are used most: recording then touches one cache line less.
     sum: AtomicU64,
     buckets: [AtomicU64; BUCKETS],
 }
@@ -88,7 +88,7 @@ impl Histogram {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HistogramReading {
     buckets: [u64; BUCKETS],
-    /// Nanoseconds.
+    /// The sum of the durations in nanoseconds.
     sum: u64,
 }
 

@@ -10,10 +10,10 @@ use crate::{Result, WorkBudget};
 /// Runs the futures of a stream, at most `limit` at a time, and waits for all that were begun, even
 /// if one fails.
 ///
-/// The caller can rely on this if its request must not access the disk or its memory after the
-/// reply. After a failure `has_failed` is set, so that the stream can end; futures that it still
-/// yields are run. Between completions it yields if `budget` is spent; the futures charge their
-/// work to `budget`.
+/// A caller whose request must not access the disk or its memory after the reply relies on this.
+/// After a failure `has_failed` is set, so that the stream can end; futures that it still yields
+/// are run. Between completions it yields if `budget` is spent; the futures charge their work to
+/// `budget`.
 ///
 /// # Errors
 /// The first one in order of completion.
@@ -33,7 +33,7 @@ pub async fn run_bounded<F: Future<Output = Result<()>>>(
     outcome
 }
 
-/// As [`run_bounded`], of futures that compute little: those that follow a failure are not begun.
+/// As [`run_bounded`], for futures that compute little. After a failure no further future is begun.
 ///
 /// # Errors
 /// The first one in order of completion.

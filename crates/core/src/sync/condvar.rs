@@ -29,7 +29,7 @@ impl Condvar {
                 return value;
             }
             let changed = self.listen();
-            // Again: a notification before `listen` did not reach this task.
+            // Check again, because a notification before `listen` did not reach this task.
             if let Some(value) = check() {
                 return value;
             }

@@ -47,7 +47,7 @@ pub struct EpochGuard<'a> {
 }
 
 impl Epochs {
-    /// Nothing in flight.
+    /// A new value, with no operation in flight.
     pub fn new() -> Self {
         Self::default()
     }

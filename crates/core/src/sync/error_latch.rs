@@ -6,9 +6,9 @@ use crate::{Error, Result};
 
 /// Remembers the first failure that is reported to it, and repeats it from then on.
 ///
-/// For failures after which the state is unknown, such as a failed flush: the host may have dropped
-/// data, and its next flush may still succeed. Later failures follow from the first, so they are
-/// not kept.
+/// It is for failures after which the state is unknown, such as a failed flush: the host may have
+/// dropped data, and its next flush may still succeed. Later failures follow from the first, so
+/// they are not stored.
 #[derive(Debug)]
 pub struct ErrorLatch {
     first: OnceLock<Error>,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Condvar;
 use super::parts::{AtomicUsize, EventListener, Ordering};
 
-/// Counts operations in flight, and lets tasks wait until all have ended. Clones count together.
+/// Counts operations in flight, and lets tasks wait until all have ended. Clones share one count.
 ///
 /// Use it where the task that waits also keeps new operations from beginning. If they continue to
 /// begin, use [`Epochs`](super::Epochs), which waits for the older ones only.
@@ -24,7 +24,7 @@ struct Count {
 pub struct WaitGuard(Arc<Count>);
 
 impl WaitGroup {
-    /// Nothing in flight.
+    /// A count with nothing in flight.
     pub fn new() -> Self {
         Self::default()
     }

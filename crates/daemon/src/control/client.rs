@@ -48,7 +48,7 @@ fn is_socket(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|found| found.file_type().is_socket())
 }
 
-/// The kind of a socket that is no control socket, by its server's first line.
+/// The kind of a socket that is not a control socket, derived from the first line that it sends.
 fn other_kind(line: &str) -> Option<&'static str> {
     let kinds = [("NBDMAGIC", "serves a disk by NBD"), ("HTTP/", "serves metrics")];
     kinds.iter().find(|(begin, _)| line.starts_with(begin)).map(|(_, kind)| *kind)
@@ -101,7 +101,8 @@ impl Connection {
     /// Calls a method, and waits for its result.
     ///
     /// # Errors
-    /// The server has ended. If it refuses, the error is an [`RpcError`].
+    /// The server closed the connection. If the server refuses the call, the error is an
+    /// [`RpcError`].
     pub fn call(&mut self, method: &str, params: Value) -> Result<Value> {
         let id = self.next_id;
         self.next_id += 1;
@@ -129,7 +130,7 @@ impl Connection {
     /// Waits for the next event that was subscribed to.
     ///
     /// # Errors
-    /// The server is gone.
+    /// The server closed the connection.
     pub fn next_event(&mut self) -> Result<Value> {
         loop {
             let mut message = self.receive()?;
@@ -152,7 +153,8 @@ impl Connection {
     }
 }
 
-/// The server has done nothing: it executes a request only when its line is complete.
+/// The server has executed nothing, because it executes a request only when the whole line has
+/// arrived.
 fn cannot_ask(name: &dyn fmt::Display) -> String {
     format!("{name}: the server ended the connection before it was asked; ask again")
 }

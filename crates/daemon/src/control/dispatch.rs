@@ -1,4 +1,4 @@
-//! The implementation of each method, or the call of it.
+//! Executes each method, or calls the function that does.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ use crate::running::{Refreshed, Running, RunningDisk, RunningExport};
 
 /// Executes a request that changes or queries disks, exports or jobs. `server` handles requests
 /// about the connection or the process. A long call stops soon after `is_cancelled` returns true,
-/// if that is still possible.
+/// if the call can still be cancelled.
 pub(crate) async fn call(
     running: &Running,
     answers: &Answers,
@@ -260,7 +260,7 @@ fn exports(running: &Running) -> Vec<ExportInfo> {
     running.exports().list().into_iter().map(info).collect()
 }
 
-/// The disk of this name, or all.
+/// The disk of this name; without a name, all disks.
 fn named_disks(running: &Running, name: Option<&str>) -> Result<Vec<Arc<RunningDisk>>> {
     match name {
         Some(name) => Ok(vec![running.disks().get(name)?]),

@@ -26,7 +26,8 @@ pub struct Inside<'a>(&'a Gate);
 pub struct Closed<'a>(&'a Gate);
 
 impl Gate {
-    /// Waits until requests may be executed. `None` if the gate is sealed: none will be.
+    /// Waits until requests may be executed. `None` if the gate is sealed, because no request is
+    /// executed after that.
     pub async fn enter(&self) -> Option<Inside<'_>> {
         self.opened
             .wait_until(|| {

@@ -40,8 +40,8 @@ pub fn line_stream(stream: Stream) -> (LineReader, LineWriter) {
 }
 
 impl LineReader {
-    /// The next line; `None` when the peer has closed the connection. Must not be dropped before it
-    /// is ready: bytes would be lost.
+    /// The next line; `None` when the peer has closed the connection. The future must not be
+    /// dropped before it is ready, because received bytes would be lost.
     pub async fn next(&mut self) -> io::Result<Option<Frame>> {
         let mut searched = 0;
         loop {
@@ -69,7 +69,7 @@ impl LineReader {
         let mut list = IoVectorList::new();
         list.push(self.received.lend());
         let (result, list) = self.stream.receive(list).await;
-        // This ends the loan of the buffer.
+        // The list borrows the buffer until this point.
         drop(list);
         result
     }
@@ -91,7 +91,7 @@ impl LineWriter {
     /// Sends a line.
     ///
     /// # Errors
-    /// The kernel's, and `TimedOut` for a peer that does not read.
+    /// The kernel's error, or `TimedOut` if the peer does not read.
     pub async fn send(&self, line: &[u8]) -> io::Result<()> {
         let mut buffer = Buffer::new(line.len() + 1);
         let (text, end) = buffer.bytes_mut().split_at_mut(line.len());

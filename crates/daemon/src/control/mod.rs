@@ -2,7 +2,7 @@
 //!
 //! A Unix stream socket that its owner alone may connect to. Each line is a message of JSON-RPC 2.0
 //! (docs/control.md; `cargo xtask options` makes its schema). The requests of one connection are
-//! executed one after the other, those of different connections concurrently.
+//! executed one after the other, the requests of different connections concurrently.
 //!
 //! - [`methods`]: the methods, their parameters and results; `dispatch`: their implementations;
 //!   `job_methods` and `jobs`: methods of jobs; likewise for bitmaps, backups, forks, transactions

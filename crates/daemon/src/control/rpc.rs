@@ -14,8 +14,8 @@ pub(super) const UNKNOWN_METHOD: i64 = -32601;
 pub(super) const INVALID_PARAMS: i64 = -32602;
 /// The request is valid but failed; the message says why, in one line.
 pub(super) const FAILED: i64 = -32000;
-/// As `FAILED`, because a bitmap lacks changes: an increment cannot be made, and a full backup is
-/// needed.
+/// The request failed because a bitmap lacks changes. An incremental backup is not possible; a full
+/// backup is needed.
 pub const LACKS_CHANGES: i64 = -32001;
 
 /// A request.

@@ -52,7 +52,7 @@ pub struct Control {
     over: Submission<()>,
     listener: Listener,
     address: Address,
-    /// Removed at the end.
+    /// The socket's file, which is removed at the end.
     file: Option<SocketFile>,
     gate: Arc<Gate>,
     upgrades: UpgradeRequests,
@@ -110,22 +110,24 @@ impl Control {
         &self.gate
     }
 
-    /// Takes no more requests, and completes those in progress. Returns the loop: disks may have
-    /// connections on it, and need them until they are closed.
+    /// Accepts no more requests, and completes the requests in progress. Returns the loop, because
+    /// disks may have connections on the loop that they need until they are closed.
     pub fn stop(mut self) -> Workers {
         // Remove the file while the socket still listens: see `SocketFile`.
         self.file = None;
         self.finish()
     }
 
-    /// As [`stop`](Self::stop), if another process continues with the socket and its file.
+    /// Stops as [`stop`](Self::stop) does, but leaves the socket's file to the process that
+    /// continues with the socket.
     pub fn leave(mut self) {
         std::mem::forget(self.file.take());
         self.finish().stop();
     }
 
     fn finish(self) -> Workers {
-        // The main thread would carry out upgrades, but it runs this function.
+        // Only the main thread executes upgrades. It runs this function, so waiting upgrades are
+        // cancelled.
         self.upgrades.end();
         // The accept loop may have ended already.
         let _ = self.stop.send(());
@@ -324,7 +326,7 @@ async fn call_method(
     }
 }
 
-/// Waits until another process has taken over, or has failed to.
+/// Requests an upgrade, and waits until another process has taken over or the upgrade has failed.
 async fn upgrade(
     served: &Served,
     binary: Option<PathBuf>,

@@ -26,7 +26,7 @@ pub struct ListenSocket {
     pub bound: BoundSocket,
     /// Whether its clients must use TLS, even if the setup makes TLS optional.
     pub security: Security,
-    /// Empty only if control has added the socket.
+    /// The exports of the socket. Empty only if a control request has added the socket.
     pub offers: Vec<Offer>,
     /// The connections that another process has paused.
     pub connections: Vec<(Stream, PausedSession)>,

@@ -71,7 +71,7 @@ impl FailureTeller {
 }
 
 impl State {
-    /// How many failures the event that is due counts; `None` if it is too early for an event.
+    /// The number of failures to report if an event is due; `None` if it is too early for an event.
     fn due(&mut self, operation: Operation, errno: i32, now: Instant) -> Option<u64> {
         let kind = (operation.as_str(), errno);
         match self.kinds.get_mut(&kind) {

@@ -19,9 +19,10 @@ use rustix::net::{
 
 use super::format::{BATCH, HEADER_BYTES, MAGIC, Message, VERSION};
 
-/// The maximum number of bytes of JSON, and of the bytes after it. Every connection with a request
-/// of the largest size fits.
+/// The maximum number of bytes of JSON in a frame.
 const MAX_JSON: u64 = 64 << 20;
+/// The maximum number of bytes after the JSON: every connection can have a request of the largest
+/// size in flight.
 const MAX_BYTES: u64 = 16 << 30;
 /// The maximum number of descriptors in a frame.
 const MAX_DESCRIPTORS: u32 = 1 << 20;
@@ -53,7 +54,7 @@ impl Channel {
     /// A channel over this socket that uses this version of the format.
     ///
     /// # Errors
-    /// The kernel's, if the descriptor is not a socket.
+    /// The kernel's error, if the descriptor is not a socket.
     pub fn new(socket: OwnedFd, version: u32) -> io::Result<Self> {
         sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(SEND_TIMEOUT))?;
         Ok(Self { socket, version })
@@ -62,7 +63,7 @@ impl Channel {
     /// Sends a frame.
     ///
     /// # Errors
-    /// The kernel's: EPIPE where the other process has ended.
+    /// The kernel's error: EPIPE if the other process has ended.
     pub fn send(
         &self,
         message: &Message,
@@ -106,7 +107,8 @@ impl Channel {
     /// has ended.
     ///
     /// # Errors
-    /// The kernel's; `TimedOut` at the deadline; another version of the format; an invalid frame.
+    /// The kernel's error; `TimedOut` at the deadline; another version of the format; an invalid
+    /// frame.
     pub fn receive(&self, deadline: Option<Instant>) -> Result<Option<Frame>> {
         let mut header = [0; HEADER_BYTES];
         if !self.fill(&mut header, &mut Vec::new(), deadline)? {

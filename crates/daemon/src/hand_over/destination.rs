@@ -162,7 +162,7 @@ fn prepare(
     let connections = paused_sessions(&connections, &mut descriptors, &bytes, sockets.len())?;
     let frontends = prepare_all(&workers, setup, frontends, &devices, &mut descriptors)?;
     reach(Step::DestinationOpened);
-    // The source may have ended by now: then there is no other owner.
+    // The send fails if the source has ended. In that case there is no other owner.
     let _ = channel.send(&Message::Mine, &[], &[]);
     reach(Step::DestinationTook);
     let learnt = flush_failures.into_iter().zip(counts);

@@ -9,7 +9,7 @@
 pub enum Step {
     /// The source has sent its offer.
     SourceOffered,
-    /// The source executes nothing.
+    /// The source has stopped executing requests.
     SourceSettled,
     /// The source has sent [`Message::Yours`](super::format::Message::Yours).
     SourceGave,

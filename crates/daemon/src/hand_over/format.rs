@@ -63,7 +63,7 @@ pub enum Message {
         /// Why, in one line.
         why: String,
     },
-    /// The source executes nothing. The destination may take over.
+    /// The source has stopped executing requests. The destination may take over.
     Yours(Yours),
     /// The destination owns images and connections from now on.
     Mine,
@@ -178,8 +178,8 @@ pub struct Yours {
     pub frontends: Vec<Option<Frontend>>,
 }
 
-/// A connection. Its received bytes are in the frame's bytes, after those of the connections before
-/// it.
+/// A connection. Its received bytes are in the frame's bytes, after the received bytes of the
+/// connections before it.
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Connection {
@@ -242,7 +242,7 @@ pub struct Vring {
     pub size: u16,
     /// `SET_VRING_ADDR`.
     pub addresses: Option<UserAddresses>,
-    /// The index of the next available entry, which is also that of the next used entry.
+    /// The index of the next available entry, which is also the index of the next used entry.
     pub base: u16,
     /// `SET_VRING_KICK`.
     pub kick: Option<KickName>,
@@ -260,7 +260,7 @@ pub struct Vring {
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum KickName {
-    /// By an eventfd.
+    /// The guest signals an eventfd.
     Event,
     /// The guest does not kick: the ring is polled.
     Polled,

@@ -184,7 +184,8 @@ fn check_keys(service: &Service) -> Result<()> {
     }
 }
 
-/// Refuses if a disk holds writes that got ENOSPC: they could not complete while clients wait.
+/// Refuses if a disk holds writes that got ENOSPC, because these writes could not complete while
+/// clients wait.
 fn check_held(service: &Service) -> Result<()> {
     let held = |disk: &Arc<RunningDisk>| disk.disk.hold().count();
     match service.disks().iter().find(|disk| held(disk) > 0) {

@@ -189,7 +189,7 @@ async fn commit(
     };
     match end {
         JobEnd::Completed { .. } => disk.jobs().unlock_former(),
-        // Settled, so that a crash leaves no mark of an open image in the base.
+        // The base is settled, so that a later crash does not leave it marked as open.
         JobEnd::Cancelled | JobEnd::Failed(_) => {
             let settled = base.image().settle().await;
             settled.unwrap_or_else(|error| tracing::warn!("{}: {error}", job.name));

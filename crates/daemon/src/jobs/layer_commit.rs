@@ -24,7 +24,8 @@ use crate::running::rollbacks::check_nobody_stands;
 use crate::running::{Running, RunningDisk};
 
 /// Starts a commit of the layers from `top` on. When this returns, the base is open for writing and
-/// has the length of `top`, and the job is listed. The caller has claimed the disk; it has no job.
+/// has the length of `top`, and the job is listed. The caller has claimed the disk, which has no
+/// job.
 ///
 /// # Errors
 /// `top` is no backing file, or the base is not below it; one of the layers has other overlays or

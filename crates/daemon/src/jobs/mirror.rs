@@ -123,7 +123,7 @@ pub(crate) fn check_target_disk(
 }
 
 /// Asks a job to complete, and waits for its end. Returns for how long the guest's changes were
-/// held off. The job's result is durable then.
+/// held off. When this returns, the job's result is durable.
 ///
 /// # Errors
 /// There is no such job; it fails or is cancelled; or it cannot complete yet and continues.

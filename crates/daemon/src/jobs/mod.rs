@@ -65,7 +65,7 @@ pub(crate) struct Jobs(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// In the order in which they were started.
+    /// The jobs, in the order in which they were started.
     jobs: Vec<Arc<RunningJob>>,
     /// Jobs that are no longer listed but may have operations in flight at their target.
     unanswered: Vec<Arc<RunningJob>>,
@@ -91,7 +91,7 @@ pub(crate) struct RunningJob {
     pub(crate) target_disk: Option<String>,
     /// The disk's image. A weak reference, so that the job does not keep it open.
     source: Weak<ImageDisk>,
-    /// Its requests and its progress.
+    /// The requests to the job (such as complete or cancel), and the job's progress.
     pub(crate) control: Arc<JobControl>,
     /// For a commit of layers below the disk's image, the depths of the layers that it removes from
     /// the chain.
@@ -304,9 +304,9 @@ impl Jobs {
     }
 
     /// Cancels all jobs, waits a few seconds for their end, and refuses new ones. Calls that wait
-    /// for a job return. Returns the loop of jobs: moved disks may have connections on it, which
-    /// they need until they are closed. Returns `None` if a job is still waiting for its target;
-    /// that job is then ended as failed, and the loop is stopped.
+    /// for a job return. Returns the loop of jobs, because moved disks may have connections on it
+    /// and need these until the disks are closed. Returns `None` if a job is still waiting for its
+    /// target; that job is then ended as failed, and the loop is stopped.
     pub(crate) fn stop(&self) -> Option<Workers> {
         let (jobs, workers) = {
             let mut state = self.0.lock();
@@ -351,8 +351,8 @@ where
 }
 
 /// Runs a job's work. If the outcome is decided and the work then takes too long, the job ends
-/// before its work: its disk is free then, and the image that does not answer stays open until it
-/// does.
+/// before its work. The disk is free then, and the image whose storage does not answer stays open
+/// until the storage answers.
 async fn until_overdue(job: &RunningJob, work: impl Future<Output = ()>) {
     let overdue = async {
         let end = job.control.decided().await;

@@ -108,8 +108,8 @@ pub(crate) async fn start_stream(
     Ok(job)
 }
 
-/// Releases detached backing files, and removes `files`, when the last read from them has ended:
-/// mostly at once.
+/// Releases detached backing files, and removes `files`, when the last read from them has ended.
+/// Usually no read is in flight, so this happens at once.
 pub(super) async fn release_detached(disk: Arc<ImageDisk>, files: Option<LeftFiles>) {
     let release = move |disk: &ImageDisk| {
         disk.jobs().release_detached();

@@ -19,7 +19,7 @@ use blockhouse_storage::Location;
 pub(crate) struct TargetSetup {
     /// An absolute path, or the address of an image on another server.
     pub(crate) location: PathBuf,
-    /// Its format; `None`: a file's name decides; anything else is raw.
+    /// The target's format. `None`: for a file, its name decides; any other target is raw.
     pub(crate) format: Option<ImageFormat>,
     /// Whether an existing target is overwritten.
     pub(crate) overwrite: bool,

@@ -145,7 +145,8 @@ pub(crate) struct LaunchRules {
     pub(crate) user: Option<UserIds>,
     /// The programs that it may start besides its own.
     pub(crate) programs: Vec<PathBuf>,
-    /// Where the server can write: the launcher starts no program from there except its own.
+    /// The paths that the server can write. The launcher starts no program from there except its
+    /// own.
     pub(crate) reach: Reach,
     /// The capabilities that it keeps, for the programs that it starts.
     pub(crate) capabilities: u64,

@@ -33,7 +33,7 @@ pub fn run() -> Result<()> {
     // By default the process's name would be "exe". A failure is ignored, because only people read
     // the name.
     let _ = rustix::thread::set_name(c"blockhouse-run");
-    // First, before another file can replace the program.
+    // The program is opened first, before another file can replace it at its path.
     let own = Own::open()?;
     let socket = take_stdin().context("this is for 'blockhouse serve' alone")?;
     let channel = Channel::new(UnixStream::from(socket));

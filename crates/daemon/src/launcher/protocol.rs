@@ -41,7 +41,7 @@ pub(super) struct Rules {
     pub(super) arguments: Vec<Vec<u8>>,
     /// The paths of the programs that may be started beside the launcher's own.
     pub(super) programs: Vec<Vec<u8>>,
-    /// Where the server can write: these programs must be elsewhere.
+    /// The paths that the server can write. `programs` must not be there.
     pub(super) reach: ToldReach,
     /// The capabilities that the launcher keeps, a bit for each.
     pub(super) capabilities: u64,
@@ -49,10 +49,10 @@ pub(super) struct Rules {
     pub(super) user: Option<(u32, u32)>,
 }
 
-/// Where a server can write.
+/// The paths that a server can write.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) enum ToldReach {
-    /// Wherever its user may write.
+    /// All paths that the server's user may write.
     #[default]
     User,
     /// Below these paths.
@@ -94,7 +94,7 @@ impl Channel {
     /// Sends a message, then one byte that carries the descriptor if there is one.
     ///
     /// # Errors
-    /// The kernel's: EPIPE where the other end is closed.
+    /// The kernel's error: EPIPE if the other end is closed.
     pub(super) fn send(
         &self,
         message: &impl Serialize,
@@ -122,7 +122,7 @@ impl Channel {
     /// Waits for a message. `None` when the other end is closed.
     ///
     /// # Errors
-    /// The kernel's, or an invalid message.
+    /// The kernel's error, or an invalid message.
     pub(super) fn receive<T: DeserializeOwned>(&self) -> io::Result<Option<(T, Option<OwnedFd>)>> {
         let mut length = [0; 4];
         match (&self.0).read_exact(&mut length) {

@@ -31,7 +31,7 @@ pub(super) fn told(reach: &Reach) -> ToldReach {
 /// The canonical path of a program.
 ///
 /// # Errors
-/// The program is missing, or the server can write there, or that cannot be determined.
+/// The program is missing, the server can write to it, or it is unknown whether the server can.
 pub(super) fn check(program: &Path, reach: &ToldReach) -> Result<PathBuf> {
     let found = program.canonicalize()?;
     let folders = match reach {
@@ -62,8 +62,8 @@ pub(super) fn check(program: &Path, reach: &ToldReach) -> Result<PathBuf> {
     }
 }
 
-/// Parses a mount table and looks a path up in it: for fuzz targets. Whether `/opt/a b/c` is in a
-/// mount and can be changed from below `/opt`.
+/// Parses a mount table and looks a path up in it, for fuzz targets. Returns whether `/opt/a b/c`
+/// is in a mount and can be changed from below `/opt`.
 pub fn read_mounts(text: &[u8]) -> bool {
     Mounts::parse(text).is_some_and(|mounts| {
         let place = mounts.place_in(Path::new("/opt/a b/c"), None);
@@ -126,8 +126,8 @@ impl Mounts {
         self.place_in(path, id.map(|found| found.stx_mnt_id))
     }
 
-    /// As [`place`](Self::place), for the mount with this id. If the id is unknown, for the mount
-    /// with the longest mount point, and of several the last.
+    /// As [`place`](Self::place), in the mount with this id. If the id is unknown, the mount with
+    /// the longest mount point is used; if several mounts have that mount point, the last one.
     fn place_in(&self, path: &Path, id: Option<u64>) -> Option<(&str, PathBuf)> {
         let mut above = self.0.iter().filter(|mount| path.starts_with(&mount.point));
         let mount = match id {

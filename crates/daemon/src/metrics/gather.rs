@@ -61,7 +61,7 @@ impl StartTime {
         Self(seconds)
     }
 
-    /// In seconds since 1970.
+    /// The time in seconds since 1970.
     pub(crate) fn seconds(self) -> u64 {
         self.0
     }

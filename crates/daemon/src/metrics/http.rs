@@ -1,9 +1,9 @@
 //! The part of HTTP/1.1 that a scrape and the page need: one GET or HEAD on a connection, which is
 //! then closed.
 //!
-//! Guarantees: any other request is refused with a reply that gives the reason. Pages of other
-//! sites cannot read anything: not through another name of this machine, not from a script or an
-//! image, not in a frame.
+//! Guarantees: any other request is refused with a reply that gives the reason. A page of another
+//! site cannot read anything, whether it uses another name of this machine, a script, an image or a
+//! frame.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -15,13 +15,13 @@ pub const MAX_REQUEST: usize = 8 << 10;
 /// The resource that a request asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resource {
-    /// `/metrics`.
+    /// `/metrics`, in this text format.
     Text(Form),
-    /// `/metrics.json`.
+    /// `/metrics.json`, the metrics as JSON.
     Json,
     /// A file of the page.
     Page(&'static PageFile),
-    /// `/events`.
+    /// `/events`, the event stream of the page.
     Events,
 }
 
@@ -52,8 +52,8 @@ const PAGE: [&PageFile; 3] = [
     },
 ];
 
-/// With these headers the browser runs only the page's own script and style, and shows the page in
-/// no frame.
+/// With these headers, a browser runs only the page's own script and style, and does not show the
+/// page in a frame of another page.
 const HEADERS: &str = "Cache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n\
     Content-Security-Policy: default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
     base-uri 'none'; form-action 'none'; frame-ancestors 'none'\r\n\
@@ -68,7 +68,7 @@ pub struct Request {
     pub wants_body: bool,
 }
 
-/// A request that cannot be answered: a status and a line for people.
+/// The refusal of a request: the HTTP status, and the reason in one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
     status: &'static str,
@@ -103,8 +103,8 @@ const METHOD: Refusal =
 pub enum Hosts {
     /// Any name: only programs of this host can reach the socket.
     Any,
-    /// Names of the loopback addresses. This prevents DNS rebinding: a page of another site whose
-    /// name resolves to this machine would use that name.
+    /// Only names of the loopback addresses. This prevents DNS rebinding: if another site's name
+    /// resolves to this machine, requests of that site's page have that name in `Host`.
     Loopback,
 }
 
@@ -123,10 +123,11 @@ impl Hosts {
     }
 }
 
-/// Parses a request to one of these host names; `None` if its end has not been received.
+/// Parses a request to one of these host names; `None` if the end of the request has not been
+/// received.
 ///
 /// # Errors
-/// The request must be refused.
+/// The reply with which the request must be refused.
 pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> {
     let Some(end) = received.windows(4).position(|window| window == b"\r\n\r\n") else {
         // Bytes that cannot begin a request are refused without waiting for more.
@@ -153,7 +154,7 @@ pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> 
     if !values("host").all(|host| hosts.have(host)) {
         return Err(OTHER_HOST);
     }
-    // Browsers send in this header which site's page makes the request.
+    // In this header, browsers say whether a page of another site makes the request.
     let is_of_other_site =
         values("sec-fetch-site").any(|site| !matches!(site, "same-origin" | "none"));
     let wants_body = match method {
@@ -175,8 +176,8 @@ pub fn parse(received: &[u8], hosts: Hosts) -> Result<Option<Request>, Refusal> 
     Ok(Some(Request { resource, wants_body }))
 }
 
-/// OpenMetrics if the client accepts it, as Prometheus does; else Prometheus' older text, which
-/// more tools read.
+/// OpenMetrics if the client accepts it (Prometheus does); otherwise the older text format of
+/// Prometheus, which more tools can parse.
 fn form<'a>(mut accepted: impl Iterator<Item = &'a str>) -> Form {
     let accepts = accepted.any(|types| types.contains("application/openmetrics-text"));
     if accepts { Form::OpenMetrics } else { Form::Prometheus }
@@ -188,17 +189,17 @@ fn may_be_request(received: &[u8]) -> bool {
     method.len() <= 16 && method.iter().all(u8::is_ascii_uppercase)
 }
 
-/// A file of the page.
+/// The reply with a file of the page.
 pub fn page(file: &PageFile, wants_body: bool) -> Vec<u8> {
     with_head("200 OK", file.content_type, file.text, wants_body)
 }
 
-/// The head of a stream, which ends with the connection.
+/// The head of the reply that streams events. The stream ends when the connection is closed.
 pub fn stream_head() -> Vec<u8> {
     format!("HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{HEADERS}\r\n").into_bytes()
 }
 
-/// The answer to a request.
+/// The reply to a request, with this body.
 pub fn answer(content_type: &str, body: &str, wants_body: bool) -> Vec<u8> {
     with_head("200 OK", content_type, body, wants_body)
 }

@@ -4,9 +4,9 @@
 //! Guarantees: at most [`MAX_CLIENTS`] clients at once, each with one request and one answer, for
 //! [`TIMEOUT`] each. A further client replaces the oldest client that has not sent its request; or
 //! else the oldest client that has not received its answer, if it is older than [`GRACE`]. So
-//! silent and slow clients cannot block a scrape for longer. If there is no such client, the
-//! further one is disconnected. At most [`MAX_STREAMS`] clients read a stream, so that scrapes can
-//! connect.
+//! silent and slow clients cannot block a scrape for longer than that. If there is no such client,
+//! the further one is disconnected. At most [`MAX_STREAMS`] clients read a stream, so that scrapes
+//! can connect.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -49,7 +49,7 @@ const RECEIVE_SIZE: usize = 4096;
 /// Listens at an address, and has the service manager keep the socket.
 ///
 /// # Errors
-/// The kernel's, also if another process listens at the address.
+/// The kernel's error, for example because another process listens at the address.
 pub(crate) fn bind(address: &MetricsAddress) -> Result<BoundSocket> {
     let bound = kept_sockets::bind(&address.address(), address.permissions());
     bound.with_context(|| format!("--metrics {address}"))
@@ -109,7 +109,7 @@ impl MetricsServer {
         Self { workers, stop, over }
     }
 
-    /// Ends, and removes the socket's file, unless the service manager keeps the socket.
+    /// Stops the server, and removes the socket's file unless the service manager keeps the socket.
     pub fn stop(self) {
         // The server may have ended already.
         let _ = self.stop.send(());
@@ -122,7 +122,8 @@ impl MetricsServer {
 async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
     let BoundSocket { socket, file, address } = bound;
     let listener = Listener::new(socket)?;
-    // Declared after the listener, so dropped while that still listens: see `SocketFile`.
+    // `_file` is declared after the listener, so it is dropped first, while the socket still
+    // listens: see `SocketFile`.
     let _file = file;
     let hosts = match address {
         Address::Tcp { host, port } => {
@@ -135,7 +136,7 @@ async fn serve(bound: BoundSocket, observed: &dyn Observed) -> io::Result<()> {
         Address::Unix(_) => Hosts::Any,
     };
     let mut accepted = pin!(accepted(listener.clone()).fuse());
-    // Each stream holds a clone.
+    // Each stream holds a clone, so the reference count tells the number of streams.
     let streams = Rc::new(());
     let mut clients: FuturesUnordered<LocalBoxFuture<'_, ()>> = FuturesUnordered::new();
     let mut unfinished = Unfinished::default();

@@ -41,7 +41,7 @@ struct Kept {
 /// The kept sockets that this process has received and not used.
 static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 
-/// Whether a server of ours has stored the descriptor with this name.
+/// Whether a server of this program has stored the descriptor with this name.
 pub(crate) fn is_name(name: &str) -> bool {
     parse(name).is_some()
 }
@@ -55,7 +55,7 @@ pub(crate) fn take_in(name: &str, socket: OwnedFd) {
 /// socket at the service manager.
 ///
 /// # Errors
-/// As [`bind_for`].
+/// The errors of [`bind_for`].
 pub(crate) fn bind(address: &Address, permissions: SocketPermissions) -> Result<BoundSocket> {
     if let Some(bound) = find(address) {
         if let Some(file) = &bound.file {
@@ -108,7 +108,7 @@ pub(crate) fn give_up_left(address: &Address) {
     name_of(address, identity).iter().for_each(|name| service_manager::forget(name));
 }
 
-/// Removes the kept sockets that are not used from the store, and their files.
+/// Removes from the store the kept sockets that this process has not used, and removes their files.
 pub(crate) fn give_up_unused() {
     for Kept { name, .. } in std::mem::take(&mut *KEPT.lock()) {
         tracing::info!("{name}: a socket that the service manager kept is no longer used");

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 /// Stores a key. Returns the path of its file, which exists as long as the descriptor is open.
 ///
 /// # Errors
-/// The host's: no memory, or no descriptor.
+/// The host's error: it has no memory or no descriptor left.
 pub fn keep(key: impl AsRef<[u8]>) -> io::Result<(PathBuf, OwnedFd)> {
     let mut file = File::from(rustix::fs::memfd_create("key", rustix::fs::MemfdFlags::CLOEXEC)?);
     file.write_all(key.as_ref())?;

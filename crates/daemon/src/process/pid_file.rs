@@ -21,7 +21,7 @@ impl PidFile {
     /// Writes the id of this process. An existing file is replaced atomically.
     ///
     /// # Errors
-    /// That of the kernel, with the path.
+    /// The kernel's error, with the path.
     pub(crate) fn write(path: &Path) -> Result<Self> {
         let name = path.display();
         let failed = |error: io::Error| {

@@ -8,7 +8,7 @@ use rustix::fs::{Mode, OFlags, open};
 /// Takes the socket. Standard input reads as empty from then on.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub(crate) fn take_stdin() -> io::Result<OwnedFd> {
     let socket = io::stdin().as_fd().try_clone_to_owned()?;
     let null = open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;

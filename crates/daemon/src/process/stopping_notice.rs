@@ -16,7 +16,8 @@ use crate::process::service_manager;
 
 /// Interval of the requests for more time.
 const EVERY: Duration = Duration::from_secs(5);
-/// The requested time: on a loaded machine the next request may be late.
+/// The requested time. It exceeds the interval because the next request may be late on a loaded
+/// machine.
 const MORE: Duration = Duration::from_secs(20);
 
 /// A stop in progress.
@@ -46,10 +47,10 @@ impl StoppingNotice {
         Self { ended, thread }
     }
 
-    /// Ends the reports: the stop is over.
+    /// Ends the reports, because the stop has completed.
     pub fn end(self) {
         drop(self.ended);
-        // The thread does nothing but wait.
+        // The thread only waits for `ended`, so it ends at once.
         self.thread.map(JoinHandle::join);
     }
 }

@@ -11,7 +11,7 @@ use blockhouse_engine::{
 
 /// Running event loops.
 pub struct Workers {
-    /// Never empty.
+    /// At least one thread.
     threads: Vec<LoopThread>,
 }
 
@@ -25,7 +25,7 @@ impl Workers {
     /// Starts one loop for work that is not for guests; it does not busy-poll.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// The errors of [`start`](Self::start).
     pub fn start_aside(engine: EngineChoice) -> Result<Self> {
         let (polling, fixed_files, io_poll) = (Duration::ZERO, FixedFiles::Off, IoPoll::Off);
         let commands = DeviceCommands::Refused;

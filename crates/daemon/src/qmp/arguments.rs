@@ -72,7 +72,7 @@ impl Arguments {
         })
     }
 
-    /// A text.
+    /// A text that must be given.
     pub(super) fn text(&mut self, name: &str) -> Result<String, QmpError> {
         let text = self.some_text(name)?;
         self.needed(name, text)
@@ -91,7 +91,7 @@ impl Arguments {
         Ok(flag.unwrap_or(otherwise))
     }
 
-    /// Whether something holds.
+    /// A boolean that must be given.
     pub(super) fn needed_flag(&mut self, name: &str) -> Result<bool, QmpError> {
         self.needed(name, self.given.contains_key(name).then_some(()))?;
         self.flag(name, false)
@@ -120,13 +120,13 @@ impl Arguments {
             .transpose()
     }
 
-    /// A number that is not below zero.
+    /// A number that must be given, and is not below zero.
     pub(super) fn needed_unsigned(&mut self, name: &str) -> Result<u64, QmpError> {
         let number = self.some_unsigned(name)?;
         self.needed(name, number)
     }
 
-    /// A number.
+    /// A number that must be given.
     pub(super) fn integer(&mut self, name: &str) -> Result<i64, QmpError> {
         let number = self.some_integer(name)?;
         self.needed(name, number)
@@ -140,7 +140,7 @@ impl Arguments {
         })
     }
 
-    /// A list.
+    /// A list that must be given.
     pub(super) fn list(&mut self, name: &str) -> Result<Vec<Value>, QmpError> {
         let list = self.some_list(name)?;
         self.needed(name, list)
@@ -157,13 +157,14 @@ impl Arguments {
         Ok(object.map(|given| Self { given, path, are_words, is_option }))
     }
 
-    /// An object.
+    /// An object that must be given.
     pub(super) fn object(&mut self, name: &str) -> Result<Self, QmpError> {
         let object = self.some_object(name)?;
         self.needed(name, object)
     }
 
-    /// An object. A text instead of an object stays in the arguments, and the result is `None`.
+    /// An object that may be left out. A text instead of an object stays in the arguments, and the
+    /// result is `None`.
     pub(super) fn some_object_or_text(&mut self, name: &str) -> Result<Option<Self>, QmpError> {
         match self.given.get(name) {
             Some(Value::String(_)) => Ok(None),
@@ -194,7 +195,7 @@ impl Arguments {
         known.copied().map(Some).ok_or_else(|| self.rejects(name, &text))
     }
 
-    /// One of the given words.
+    /// One of the given words; it must be given.
     pub(super) fn needed_word(
         &mut self,
         name: &str,

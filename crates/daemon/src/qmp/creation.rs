@@ -16,7 +16,7 @@ use super::state::FileNode;
 /// The drivers with which QEMU creates images. Only `file` and `qcow2` are supported here.
 const DRIVERS: [&str; 11] =
     ["file", "qcow2", "luks", "parallels", "qcow", "qed", "rbd", "ssh", "vdi", "vhdx", "vmdk"];
-/// Drivers that create no images.
+/// QEMU's drivers that cannot create images.
 const OTHERS: [&str; 5] = ["nbd", "raw", "null-co", "throttle", "host_device"];
 
 /// An image to create.

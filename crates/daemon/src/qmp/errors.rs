@@ -10,9 +10,9 @@ use crate::control::Failure;
 pub(super) enum Class {
     /// All errors without a class of their own.
     Generic,
-    /// There is no such command, or not now.
+    /// The command does not exist, or cannot be used at the moment.
     CommandNotFound,
-    /// There is no such job.
+    /// The job does not exist.
     DeviceNotActive,
 }
 
@@ -29,7 +29,7 @@ impl QmpError {
         Self { class: Class::Generic, desc: desc.into() }
     }
 
-    /// There is no such command, or not now.
+    /// The command does not exist, or cannot be used at the moment.
     pub(super) fn not_found(desc: impl Into<String>) -> Self {
         Self { class: Class::CommandNotFound, desc: desc.into() }
     }

@@ -130,7 +130,7 @@ fn block_job(context: &Context, name: &str) -> Value {
     })
 }
 
-/// Bytes that are done.
+/// The number of bytes that the job has completed.
 pub(super) fn offset(progress: JobProgress) -> u64 {
     progress.total.saturating_sub(progress.remaining)
 }

@@ -145,7 +145,7 @@ fn check_id(context: &Context, id: &str) -> Result<(), QmpError> {
 }
 
 /// Refuses a writable export of a read-only disk. An inactive disk becomes active, unless the
-/// export allows it to stay so.
+/// export allows it to stay inactive.
 async fn check_access(
     context: &Context,
     disk: &str,
@@ -304,7 +304,8 @@ pub(super) async fn start_server(context: &Rc<Context>, mut given: Arguments) ->
     let uri = NbdUri { security, address, export: String::new() };
     let mut params = json!({ "address": uri.to_string() });
     max_connections.into_iter().for_each(|max| params["max-connections"] = max.into());
-    // Noted before it is there, so that another client's command starts no second one meanwhile.
+    // Recorded before the server listens, so that a command of another client does not start a
+    // second server meanwhile.
     let mut server = NbdServer { address: uri.address, tls };
     context.state.borrow_mut().nbd_server = Some(server.clone());
     let added = context.call("socket.add", params).await;

@@ -56,7 +56,7 @@ impl Job {
         self.0["kind"] != "create"
     }
 
-    /// Bytes that are done.
+    /// The number of bytes that the job has completed.
     pub(super) fn offset(&self) -> u64 {
         self.number("total").saturating_sub(self.number("remaining"))
     }

@@ -116,11 +116,12 @@ pub(super) async fn cancel(context: &Context, job: &Job) -> Returned {
     Ok(json!({}))
 }
 
-/// The maximum wait for the end of jobs before the server ends, and the interval between checks.
+/// The maximum wait for the end of jobs before the server ends.
 const MAX_END: Duration = Duration::from_secs(1);
+/// The interval at which the jobs are checked during that wait.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Ends all jobs without their results.
+/// Cancels all jobs, and waits up to [`MAX_END`] for their end.
 pub(super) async fn cancel_all(context: &Context) {
     for job in list(context).await.unwrap_or_default() {
         // The job may have ended.

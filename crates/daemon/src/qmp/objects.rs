@@ -2,8 +2,8 @@
 //!
 //! An object starts nothing by itself. A throttle group becomes the group of a disk's limits when a
 //! node names it, and a secret becomes a key file. An iothread adds no thread: exports use the
-//! server's threads. TLS of the server is set up before anything listens; that of a client becomes
-//! a part of a node's URI.
+//! server's threads. The TLS settings of the server are applied before anything listens; the TLS
+//! settings of a client become a part of a node's URI.
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;

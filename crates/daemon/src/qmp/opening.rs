@@ -1,4 +1,4 @@
-//! Nodes of files and formats, each of which opens or closes a disk.
+//! Adds and removes nodes of files and formats. Each such change opens or closes a disk.
 //!
 //! A file node (`file`, `host_device`) is a raw disk of the same name until a format node is added
 //! over it. The format node's disk then replaces the raw disk, and the file node is listed as the
@@ -174,8 +174,8 @@ impl Asked {
         }
     }
 
-    /// The parameters of [`Context::open`]. Without a cache mode of its own, a node gets that of
-    /// the node below.
+    /// The parameters of [`Context::open`]. A node without a cache mode of its own gets the cache
+    /// mode of the node below.
     fn params(&self, name: &str, path: &str, below: Option<&Self>) -> Value {
         let format = if below.is_none() { "raw" } else { self.driver };
         let cache = self.cache.or(below.and_then(|below| below.cache));
@@ -309,7 +309,7 @@ async fn stand_on(
     let is_named = match path {
         None => false,
         Some(path) if path == below.path() => true,
-        // Both are null devices. The options are those of the node, not those in the image's
+        // Both are null devices. The options of the node are used, not the options in the image's
         // header.
         Some(path) if is_null(&path) && is_null(&below.path()) => false,
         Some(path) => {

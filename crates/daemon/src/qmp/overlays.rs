@@ -19,9 +19,9 @@ use super::state::FormatNode;
 
 /// A requested overlay.
 pub(super) struct Overlay {
-    /// The disk whose image it becomes.
+    /// The disk whose image the overlay becomes.
     disk: String,
-    /// The disk's image before.
+    /// The disk's image before the change.
     before: PathBuf,
     /// The path of the overlay, which may not exist yet.
     path: PathBuf,

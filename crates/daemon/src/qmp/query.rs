@@ -9,7 +9,7 @@ use super::arguments::Arguments;
 use super::context::Context;
 use super::errors::Returned;
 
-/// The version of QEMU that the commands follow, and that of this program.
+/// The version of QEMU that the commands follow, and the version of this program.
 pub(super) fn version() -> Value {
     json!({
         "qemu": { "major": 10, "minor": 0, "micro": 0 },

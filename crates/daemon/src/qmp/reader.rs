@@ -15,7 +15,7 @@ pub(super) const MAX_MESSAGE: usize = MAX_TEXT;
 /// The maximum number of nested lists and objects.
 const MAX_NESTING: usize = 128;
 
-/// A value, or the reason why the bytes are no value.
+/// A value, or the reason why the bytes are not a value.
 pub(super) type Message = Result<Value, String>;
 
 /// Parses bytes into messages.

@@ -29,7 +29,7 @@ use crate::process::kept_sockets;
 use crate::process::workers::Workers;
 use crate::running::Running;
 
-/// The delay after an address was in use.
+/// The delay before another attempt to bind an address that was in use.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
 /// A QMP socket that is served.
@@ -46,7 +46,8 @@ pub(crate) struct Served {
     pub(crate) bound: Vec<BoundSocket>,
     /// Clients that are connected already.
     pub(crate) connections: Vec<OwnedFd>,
-    /// The control methods that are allowed here. A command exists only if all that it calls are.
+    /// The control methods that are allowed here. A command exists only if all methods that it
+    /// calls are allowed.
     pub(crate) answers: Answers,
     /// The id of the QMP object with the credentials of the server's TLS.
     pub(crate) tls_object: Option<String>,
@@ -102,7 +103,7 @@ impl Qmp {
         let (told, outcome) = std::sync::mpsc::channel();
         let later = move |_| async move { Some(served) }.boxed_local();
         let qmp = Self::start_at(workers, running, Some(told), later);
-        // No answer: the process is ending, and the loop with it.
+        // There is no answer if the process is ending, because then the loop ends too.
         (qmp, outcome.recv().unwrap_or(Ok(())))
     }
 
@@ -184,9 +185,9 @@ impl Qmp {
         &self.gate
     }
 
-    /// Takes no more commands, finishes those that were begun, and removes the socket's file.
-    /// Returns its loop, which must run until the disks are closed: they may have connections on
-    /// it.
+    /// Accepts no more commands, completes the commands in progress, and removes the socket's file.
+    /// Returns the loop, which must run until the disks are closed, because they may have
+    /// connections on it.
     pub(crate) fn stop(self) -> Workers {
         // The task may have ended already.
         let _ = self.stop.send(());
@@ -195,7 +196,7 @@ impl Qmp {
     }
 }
 
-/// Carries commands out, until one fails.
+/// Executes commands until one fails.
 async fn carry_out_first(context: &Rc<Context>, commands: Vec<FirstCommand>) -> Result<()> {
     for FirstCommand { said, name, arguments, are_words } in commands {
         let arguments = Arguments::of_option(arguments, are_words);

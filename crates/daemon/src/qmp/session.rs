@@ -44,7 +44,7 @@ struct Messages {
 
 impl Messages {
     /// The next message; `None` when the client has closed the connection. The future must not be
-    /// dropped before it completes: bytes would be lost.
+    /// dropped before it completes, because received bytes would be lost.
     async fn next(&mut self) -> io::Result<Option<Message>> {
         loop {
             if let Some(message) = self.reader.next() {
@@ -54,7 +54,7 @@ impl Messages {
                 let mut list = IoVectorList::new();
                 list.push(self.received.lend());
                 let (count, list) = self.stream.receive(list).await;
-                // This ends the loan of the receive buffer.
+                // The list borrows the receive buffer until this point.
                 drop(list);
                 match count? {
                     0 => return Ok(None),
@@ -84,7 +84,7 @@ impl Client {
 /// Serves one client until the client or the server ends.
 pub(super) async fn serve_client(context: Rc<Context>, stream: Stream) {
     let writer = LineWriter::new(stream.clone());
-    // The client has disconnected, or does not read.
+    // An error means that the client has disconnected or does not read.
     let _ = converse(&context, &writer, stream).await;
 }
 

@@ -220,7 +220,7 @@ pub(super) struct JobArguments {
 }
 
 impl JobArguments {
-    /// Takes them.
+    /// Takes these arguments from the arguments of a command.
     pub(super) fn take(given: &mut Arguments) -> Result<Self, QmpError> {
         let name = given.some_text("job-id")?.unwrap_or_default();
         let speed = given.some_unsigned("speed")?.unwrap_or_default();
@@ -268,7 +268,7 @@ pub(super) async fn start_all(
         if let Some(traits) = context.state.borrow_mut().jobs.get_mut(name) {
             traits.is_started = true;
         }
-        // All events of a job that has ended already were sent.
+        // For a job that has ended already, all events were sent.
         if find(context, name).await?.is_some_and(|job| job.status() != "concluded") {
             context.events.tell_begin(name);
         }

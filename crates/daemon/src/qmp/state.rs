@@ -21,9 +21,9 @@ const PROTOCOL_SUFFIX: &str = "-file";
 pub(super) struct NamedExport {
     /// Its id.
     pub(super) id: String,
-    /// The export, as `export.list` has it.
+    /// The export's address in `export.list`.
     pub(super) address: String,
-    /// The node that it was asked for.
+    /// The node that the client has named.
     pub(super) node: String,
     /// Whether the node may be inactive.
     pub(super) allows_inactive: bool,
@@ -54,7 +54,7 @@ pub(super) struct FormatNode {
 }
 
 impl FormatNode {
-    /// One that a client has added.
+    /// A node that a client has added.
     pub(super) fn owned(name: &str) -> Self {
         Self { name: name.to_owned(), is_owned: true, params: None }
     }
@@ -84,12 +84,12 @@ pub(super) struct Filter {
     pub(super) is_implicit: bool,
 }
 
-/// Where NBD clients are served.
+/// The NBD server that a client has started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct NbdServer {
     /// The address.
     pub(super) address: Address,
-    /// The object that has its certificates or keys, where clients must use TLS.
+    /// The object with its certificates or keys, if clients must use TLS.
     pub(super) tls: Option<String>,
 }
 
@@ -120,23 +120,23 @@ pub(super) enum Object {
     ThrottleGroup(Map<String, Value>),
     /// The certificates or keys of the server's TLS.
     ServerTls,
-    /// Those of a client of other servers.
+    /// The certificates or keys for connections to other servers.
     ClientTls(ClientTls),
 }
 
 /// QMP's own state.
 #[derive(Debug, Default)]
 pub(super) struct State {
-    /// Where NBD clients are served, if a client has started that.
+    /// The NBD server, if a client has started it.
     pub(super) nbd_server: Option<NbdServer>,
-    /// In the order in which they were added.
+    /// The exports, in the order in which they were added.
     pub(super) exports: Vec<NamedExport>,
-    /// The nodes of disks, by the disk: that of its image, then those of backing files. A disk that
-    /// is not here has one node of its name.
+    /// The nodes of each disk, by the disk's name: the node of its image, then the nodes of its
+    /// backing files. A disk without an entry has one node, with the disk's name.
     pub(super) chains: BTreeMap<String, Vec<FormatNode>>,
     /// The parameters of `Context::open` of the disks that clients have added.
     pub(super) opened: BTreeMap<String, Value>,
-    /// Nodes that disks have left by a mirror: their images are not disks any more.
+    /// The nodes of images from which a mirror has moved a disk. These images are no longer disks.
     pub(super) left: BTreeSet<String>,
     /// Disks whose backing content is another open node, by name: targets of backups of that node.
     pub(super) over: BTreeMap<String, String>,
@@ -158,20 +158,21 @@ pub(super) struct State {
 }
 
 impl State {
-    /// The id of an export.
+    /// The id of the export at this address.
     pub(super) fn id_of(&self, address: &str) -> String {
         let named = self.exports.iter().find(|export| export.address == address);
         named.map_or_else(|| address.to_owned(), |export| export.id.clone())
     }
 
-    /// The node of an export: the filter that it was asked for, or that of its disk's image.
+    /// The node of an export: the filter that the client has named, or the node of the disk's
+    /// image.
     pub(super) fn node_of<'a>(&'a self, address: &str, disk: &'a str) -> &'a str {
         let named = self.exports.iter().find(|export| export.address == address);
         let filter = named.filter(|export| self.filters.contains_key(&export.node));
         filter.map_or_else(|| self.top_of(disk), |export| &export.node)
     }
 
-    /// The nodes of a disk: that of its image, then those of backing files that have names.
+    /// The nodes of a disk: the node of its image, then the nodes of backing files that have names.
     pub(super) fn nodes_of(&self, disk: &str) -> Vec<FormatNode> {
         let own = || vec![FormatNode::owned(disk)];
         self.chains.get(disk).cloned().unwrap_or_else(own)
@@ -218,7 +219,8 @@ impl State {
         }
     }
 
-    /// Notes how a disk, its backing files, and the files below their nodes, are opened again.
+    /// Records whether a disk, its backing files, and the files below their nodes are active when
+    /// they are opened again.
     pub(super) fn note_activity(&mut self, disk: &str, is_active: bool) {
         let top = self.top_of(disk).to_owned();
         let behind = self.chains.get(disk).into_iter().flatten().map(|node| node.name.clone());
@@ -236,7 +238,8 @@ impl State {
         }
     }
 
-    /// Forgets a node that a mirror has left. Returns whether there was one.
+    /// Forgets the node of an image from which a mirror has moved a disk. Returns whether there was
+    /// one.
     pub(super) fn forget_left(&mut self, node: &str) -> bool {
         let is_left = self.left.remove(node);
         if is_left && let Some((file, _)) = self.take_back_file(node) {
@@ -274,7 +277,7 @@ impl State {
         filters.find(|(_, filter)| filter.disk == disk).map(|(name, _)| name.as_str())
     }
 
-    /// The export of an id.
+    /// The address of the export with this id.
     pub(super) fn address_of(&self, id: &str) -> String {
         let named = self.exports.iter().find(|export| export.id == id);
         named.map_or_else(|| id.to_owned(), |export| export.address.clone())

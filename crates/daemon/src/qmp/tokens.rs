@@ -1,10 +1,10 @@
-//! The tokens of QMP's JSON: those of RFC 8259, and strings in single quotes, as QEMU takes them.
+//! The tokens of QMP's JSON: the tokens of RFC 8259 and, as in QEMU, strings in single quotes.
 //!
 //! The input is a stream of bytes, which need not be divided into lines. A byte that is invalid
 //! where it stands is reported as an error; then bytes are skipped up to one that can begin a
 //! token. Guarantees: a token has at most [`MAX_TEXT`] bytes.
 
-/// Bytes of a token, at most.
+/// The maximum number of bytes in a token.
 pub(super) const MAX_TEXT: usize = 64 << 10;
 
 /// A token.
@@ -25,7 +25,7 @@ pub(super) enum Token {
 pub(super) enum Lexed {
     /// A token.
     Token(Token),
-    /// Bytes that fit nowhere.
+    /// Bytes that are not valid where they stand.
     Stray(String),
     /// A token is longer than [`MAX_TEXT`].
     TooLong,
@@ -39,9 +39,9 @@ enum State {
     Keyword,
     /// Inside of a string that ends with this quote.
     Text(u8),
-    /// Inside of such a string, after a backslash.
+    /// Inside of a string that ends with this quote, after a backslash.
     Escape(u8),
-    /// After bytes that fit nowhere.
+    /// After invalid bytes, until a byte that can begin a token.
     Recovery,
 }
 
@@ -153,7 +153,7 @@ impl Lexer {
     }
 }
 
-/// Whether a number is valid in JSON: Rust's parser accepts more forms.
+/// Whether a number is valid in JSON. Rust's parser is not enough, because it accepts more forms.
 fn is_number(text: &str) -> bool {
     let digits = text.strip_prefix('-').unwrap_or(text).as_bytes();
     let has_zero = digits.len() > 1 && digits[0] == b'0' && digits[1].is_ascii_digit();

@@ -10,7 +10,7 @@ use super::context::Context;
 use super::errors::{QmpError, Returned};
 use super::{backups, bitmaps, overlays, snapshots};
 
-/// The kinds of actions that there are.
+/// The kinds of actions that are supported.
 const KINDS: &[&str] = &[
     "abort",
     "block-dirty-bitmap-add",

@@ -15,7 +15,7 @@ impl Running {
     ///
     /// # Errors
     /// There is no such disk, a job or a backup uses it, its changes cannot be made durable, or its
-    /// image cannot be opened in the new mode: the disk stays as it was.
+    /// image cannot be opened in the new mode. In these cases the disk stays as it was.
     pub(crate) async fn set_active(&self, name: &str, is_active: bool) -> Result<()> {
         let claimed = self.claim_disk(name).await?;
         let disk = &claimed.disk;

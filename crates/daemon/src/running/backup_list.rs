@@ -10,16 +10,16 @@ use parking_lot::Mutex;
 
 use super::disk::RunningDisk;
 
-/// Bytes of a backup's name, at most.
+/// The maximum number of bytes in a backup's name.
 const MAX_NAME: usize = 255;
 
 /// A backup that has begun.
 pub(crate) struct RunningBackup {
     /// Its unique name.
     pub(crate) name: String,
-    /// As in its setup.
+    /// The bitmap that has begun on each disk, if its setup names one.
     pub(crate) bitmap: Option<String>,
-    /// As in its setup.
+    /// The bitmap that clients may query for changes, if its setup names one.
     pub(crate) since: Option<String>,
     /// The time for which changes were paused.
     pub(crate) pause: Duration,
@@ -55,7 +55,7 @@ pub(crate) struct Backups(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// In the order in which they began.
+    /// The backups, in the order in which they began.
     backups: Vec<Arc<RunningBackup>>,
     /// The names of backups that are about to begin.
     beginning: Vec<String>,

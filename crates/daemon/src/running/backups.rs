@@ -71,7 +71,7 @@ pub(crate) struct BackupSetup {
     pub(crate) bitmap: Option<String>,
     /// The bitmap of each disk that clients may query for changes.
     pub(crate) since: Option<String>,
-    /// The folder of the scratch files; `None`: that of each disk's image.
+    /// The folder of the scratch files; `None`: the folder of each disk's image.
     pub(crate) scratch: Option<PathBuf>,
     /// Bytes that each scratch file may take; `None`: as many as its disk has.
     pub(crate) scratch_size: Option<u64>,
@@ -80,7 +80,7 @@ pub(crate) struct BackupSetup {
 /// A disk to be backed up.
 struct Source {
     disk: Arc<RunningDisk>,
-    /// The setup's bitmap, if the disk has it: then its backup is incremental.
+    /// The setup's bitmap, if the disk has it. In that case the backup of the disk is incremental.
     since: Option<String>,
 }
 
@@ -350,7 +350,7 @@ pub(crate) async fn end_backup(running: &Running, name: &str) -> Result<()> {
 }
 
 async fn end_frozen(running: &Running, disk: &BackupDisk) -> Result<()> {
-    // The exports end before the thaw: until then their reads get the old bytes.
+    // The exports end before the thaw, because their reads get the old bytes only until then.
     for export in running.exports.of_disk(disk.frozen.name()) {
         running.exports.end(&export).await?;
     }

@@ -18,7 +18,7 @@ use crate::events::room_watch::RoomWatch;
 
 /// A disk that is open.
 pub(crate) struct RunningDisk {
-    /// How it was opened.
+    /// The configuration with which it was opened.
     pub(crate) setup: DiskConfig,
     /// The canonical path of the image that it was opened with.
     pub(super) path: PathBuf,
@@ -117,7 +117,7 @@ impl RunningDisk {
 /// An image that has replaced the image that a disk was opened with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Moved {
-    /// Where it is.
+    /// The path of the image.
     pub(crate) path: PathBuf,
     /// Its format.
     pub(crate) format: ImageFormat,
@@ -127,15 +127,15 @@ pub(crate) struct Moved {
 
 /// A disk that is going to run.
 pub(crate) struct OpenedDisk {
-    /// How it was opened.
+    /// The configuration with which it was opened.
     pub(crate) setup: DiskConfig,
     /// The disk.
     pub(crate) disk: Arc<ImageDisk>,
-    /// Its past in the process that has handed it over.
+    /// The state that the process before the hand-over had for it, if there was a hand-over.
     pub(crate) earlier: Option<EarlierLife>,
 }
 
-/// The past of a disk in another process.
+/// The state of a disk in the process that has handed it over.
 #[derive(Clone, Debug)]
 pub(crate) struct EarlierLife {
     /// The image that it was moved to, if it was.

@@ -15,7 +15,7 @@ const MAX_NAMED: usize = 8;
 pub(crate) struct DiskList(pub(super) Mutex<Vec<Arc<RunningDisk>>>);
 
 impl DiskList {
-    /// All of them.
+    /// All open disks.
     pub(crate) fn all(&self) -> Vec<Arc<RunningDisk>> {
         self.0.lock().clone()
     }

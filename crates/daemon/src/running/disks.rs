@@ -42,7 +42,7 @@ pub(crate) struct Resized {
     pub(crate) new: u64,
 }
 
-/// The findings on a disk's storage.
+/// The result of a refresh of a disk's size.
 pub(crate) struct Refreshed {
     /// The disk's bytes.
     pub(crate) size: u64,
@@ -142,7 +142,8 @@ impl Running {
         Ok(ClaimedDisk { disk: self.disks.get(name)?, _claim: claim })
     }
 
-    /// Opens a disk, and serves it at its addresses; if one cannot be used, closes it again.
+    /// Opens a disk, and serves it at its addresses. If an address cannot be used, the disk is
+    /// closed again.
     ///
     /// # Errors
     /// There is a disk of its name, the image cannot be opened, there is no group of limits of the
@@ -176,8 +177,8 @@ impl Running {
         named.into_iter().try_for_each(|path| self.sandbox().check(path))?;
         let state = self.state_use(&setup)?;
         let disk = open_disk(&setup, &state).await?;
-        // The image says whether the disk is inactive now; images that are opened for it later are
-        // not.
+        // From now on the open image says whether the disk is inactive; images that are opened for
+        // the disk later are active.
         let setup = DiskConfig { is_inactive: false, ..setup };
         let disk = self.adopt(setup, Arc::new(disk), None);
         self.events.tell(Event::DiskOpened { disk: name.clone() });

@@ -19,7 +19,7 @@ use crate::endpoints::vhost_user::ServedDevice;
 /// An export that is served.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RunningExport {
-    /// Where.
+    /// The address at which it is served.
     pub(crate) address: ExportAddress,
     /// The name of its disk.
     pub(crate) disk: String,
@@ -29,7 +29,8 @@ pub(crate) struct RunningExport {
 
 /// A listening socket of NBD clients.
 pub(crate) struct ServedSocket {
-    /// Dropped first, while the task that accepts clients still listens: see `SocketFile`.
+    /// The socket's file. Dropped first, while the task that accepts clients still listens: see
+    /// `SocketFile`.
     pub(super) file: Option<SocketFile>,
     pub(super) listener: Listener,
     pub(super) address: Address,
@@ -60,12 +61,12 @@ impl ServedSocket {
         &self.listener
     }
 
-    /// Where it listens.
+    /// The address at which it listens.
     pub(crate) fn address(&self) -> &Address {
         &self.address
     }
 
-    /// Its file, if this process must remove that.
+    /// The socket's file, if this process must remove it.
     pub(crate) fn file(&self) -> Option<&SocketFile> {
         self.file.as_ref()
     }
@@ -99,7 +100,7 @@ impl RunningDevice {
         self.access
     }
 
-    /// Ends it: guests' requests in flight complete.
+    /// Stops the device. The guests' requests in flight complete.
     pub(crate) fn stop(self) {
         self.served.stop();
     }

@@ -1,8 +1,8 @@
-//! The exports that run: at the sockets of NBD clients (`nbd_sockets`), at those of guests' devices
-//! (`devices`), and as block devices of this host (`ublk_devices`).
+//! The exports that are served: at the sockets of NBD clients (`nbd_sockets`), at the sockets of
+//! vhost-user-blk devices (`devices`), and as block devices of this host (`ublk_devices`).
 //!
-//! Guarantee: the list shows what runs: an export is listed from the start of its service until
-//! nothing of it is served. A task that adds or removes one has claimed its disk and its socket.
+//! Guarantee: an export is listed from the start of its service until it no longer serves any
+//! request. A task that adds or removes an export has claimed the export's disk and socket.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -48,7 +48,7 @@ pub(super) struct State {
     pub(super) sockets: Vec<Arc<ServedSocket>>,
     /// How many sockets were served so far.
     pub(super) served_sockets: usize,
-    /// In the order in which they were added.
+    /// The exports, in the order in which they were added.
     pub(super) exports: Vec<RunningExport>,
     pub(super) devices: Vec<Arc<RunningDevice>>,
     pub(super) ublk: Vec<Arc<RunningUblk>>,
@@ -88,7 +88,7 @@ impl ExportList {
         &self.server
     }
 
-    /// All of them, in the order in which they were added.
+    /// All exports, in the order in which they were added.
     pub(crate) fn list(&self) -> Vec<RunningExport> {
         self.state.lock().exports.clone()
     }

@@ -28,7 +28,7 @@ pub(crate) struct ForkReport {
     pub(crate) disks: Vec<ForkedDisk>,
 }
 
-/// Limit of the number in the name of a new file.
+/// The maximum number in the name of a new file.
 const MAX_NUMBER: u32 = 100_000;
 
 /// Forks disks, all at the same moment. When this returns, the layers are durable, and other
@@ -241,7 +241,7 @@ fn take_in_child(
     running.events.tell(Event::DiskOpened { disk: name.to_owned() });
 }
 
-/// Warns if the image needs an allowed path to name its layer as backing file.
+/// Warns if the image can be opened only with an allowed path for its layer, the backing file.
 fn tell_if_not_free(image: &Path, layer: &Path) {
     if !AllowedPaths::is_free_to_name(image, layer.as_os_str().as_bytes()) {
         tracing::warn!(

@@ -24,7 +24,7 @@ pub(crate) async fn name_backing(running: &Running, disk: &str, name: &str) -> R
 /// replaces an existing file.
 ///
 /// # Errors
-/// A file is there without `overwrite`, or is in use; the host refuses.
+/// The file exists and `overwrite` is not set, the file is in use, or the host fails to create it.
 pub(crate) async fn create_image(
     running: &Running,
     path: &Path,

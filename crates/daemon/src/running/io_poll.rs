@@ -10,7 +10,7 @@ use blockhouse_engine::{Engine, EngineReport, check_io_poll};
 /// yet, the folder is checked.
 ///
 /// # Errors
-/// The engine cannot poll, or an image's device has no poll queues; with advice.
+/// The engine cannot poll, or an image's device has no poll queues. The error has advice.
 pub fn check(report: &EngineReport, disks: &[DiskConfig]) -> Result<()> {
     if report.engine != Engine::IoUring {
         bail!(

@@ -1,8 +1,8 @@
 //! Limits of disks while they are served: `ctl limits` and `ctl limit`.
 //!
 //! Guarantees: a group of limits exists from when the first disk joins it until the last one leaves
-//! it or is closed. Disks whose groups have one name share one group. Changed limits apply to
-//! waiting requests, too, and no request fails because of a change.
+//! it or is closed. Disks with the same group name share one group. Changed limits apply to waiting
+//! requests, too, and no request fails because of a change.
 
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ impl DiskList {
     /// over, without credit or debt.
     ///
     /// # Errors
-    /// None if the limits come from a server that ran with them.
+    /// There is no error if the limits come from a server that ran with them.
     pub(crate) fn limit_as_before(&self, disk: &RunningDisk, limits: &LimitsConfig) -> Result<()> {
         if let Some(name) = &limits.group
             && group(&self.0.lock(), name).is_none()

@@ -13,8 +13,8 @@ use blockhouse_disk::{
 };
 use futures_util::stream::{self, StreamExt};
 
-/// How many disks are opened at the same time: opening an image waits for the host's storage more
-/// than once.
+/// The maximum number of disks that are opened at the same time. Opening several saves time,
+/// because each open waits for the host's storage more than once.
 const MAX_OPENINGS: usize = 32;
 
 /// The use of the state that outlives the server, which will run as `user`. A requested directory
@@ -64,7 +64,7 @@ fn try_keep(dir: blockhouse_core::Result<StateDir>) -> Result<StateUse> {
     }
 }
 
-/// How a disk is opened, with the secrets for its encrypted images.
+/// The options for opening a disk, with the secrets for its encrypted images.
 ///
 /// # Errors
 /// An allowed path is missing.
@@ -85,7 +85,7 @@ pub(crate) fn image_options(
         block_sizes: disk.block_sizes().map_err(anyhow::Error::msg)?,
         on_full: disk.on_full().map_err(anyhow::Error::msg)?,
         locking: if disk.is_inactive { Locking::Inactive } else { Locking::Held },
-        // The state of the program that changes the image is its own.
+        // Another program changes the image of an inactive disk, and has a state of its own.
         state: if disk.is_inactive { StateUse::Off } else { state.clone() },
         allowed_paths: if disk.no_references {
             AllowedPaths::refusing_all()
@@ -101,11 +101,11 @@ pub(crate) fn image_options(
     .in_part(disk.part))
 }
 
-/// As [`open_disk_with`], by the keys in the disk's files. Blocks while a pipe among them has no
-/// data.
+/// Opens a disk as [`open_disk_with`] does, with the keys in the disk's key files. Blocks while a
+/// key file is a pipe without data.
 ///
 /// # Errors
-/// As there; a key cannot be read.
+/// The errors of [`open_disk_with`], or a key cannot be read.
 pub(crate) async fn open_disk(setup: &DiskConfig, state: &StateUse) -> Result<ImageDisk> {
     open_disk_with(setup, state, setup.keys().read()?).await
 }
@@ -178,8 +178,8 @@ pub(crate) async fn open_disk_with(
     }
 }
 
-/// Opens disks, several at a time. Returns the outcomes in the order of `disks`, without those of
-/// disks whose opening had not begun at the first failure.
+/// Opens disks, several at a time. Returns the outcomes in the order of `disks`, except for disks
+/// whose opening had not begun at the first failure.
 pub(crate) async fn open_all(disks: &[DiskConfig], state: &StateUse) -> Vec<Result<ImageDisk>> {
     let has_failed = Cell::new(false);
     let has_failed = &has_failed;

@@ -20,7 +20,8 @@ use crate::running::open::image_options;
 /// off; `None` for other disks, which stay as they are. The caller has claimed the disk.
 ///
 /// # Errors
-/// A job works on the disk; the sandbox forbids files beside the image; as [`start_recording`].
+/// A job works on the disk; the sandbox forbids files beside the image; the errors of
+/// [`start_recording`].
 pub(crate) async fn ensure_side_file(
     running: &Running,
     disk: &RunningDisk,
@@ -28,7 +29,7 @@ pub(crate) async fn ensure_side_file(
     if !disk.disk.image().lacks_side_file() {
         return Ok(None);
     }
-    // A mirror would replace the image.
+    // The disk must have no job, because a mirror would replace the image.
     running.jobs.check_free(disk.name())?;
     let (path, options) = opened_as_raw(running, disk)?;
     running.sandbox().check(&path)?;

@@ -55,7 +55,7 @@ impl ReloadResult {
 /// are added, changed and removed. Disks and exports that requests have added stay as they are.
 ///
 /// # Errors
-/// The file cannot be read, or something in it is wrong: then nothing was done.
+/// The file cannot be read or is invalid. In these cases nothing has changed.
 pub(crate) async fn reload(running: &Running, path: &Path) -> Result<ReloadResult> {
     let _claim = running.claims.claim([Name::Configuration]).await;
     let wanted = known_by_address(running, file::read(path)?.disks);

@@ -12,7 +12,7 @@ use blockhouse_disk::{
 /// when the disk is dropped or the process ends.
 ///
 /// # Errors
-/// Errors of the host.
+/// The host's error.
 pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> {
     let path = create_file(folder, size).await?;
     let options = |cache| ImageOptions {
@@ -22,8 +22,9 @@ pub(crate) async fn open_scratch(folder: &Path, size: u64) -> Result<ImageDisk> 
         purpose: Purpose::Image,
         ..ImageOptions::default()
     };
-    // Long sequential writes are read once: the page cache would only copy them. It is used if the
-    // file system has no direct I/O. The file is never flushed: it is useless after a crash.
+    // Direct I/O, because the data of long sequential writes is read only once, and the page cache
+    // would only add a copy. If the file system has no direct I/O, the page cache is used. The file
+    // is never flushed, because it is useless after a crash.
     let opened = match open(&path, options(CacheMode::None)).await {
         Ok(disk) => Ok(disk),
         Err(_) => open(&path, options(CacheMode::Unsafe)).await,
@@ -42,7 +43,7 @@ async fn create_file(folder: &Path, size: u64) -> Result<PathBuf> {
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let path = folder.join(format!(".blockhouse-{process}-{number}.scratch"));
-        // If another process creates the file just now, `create` fails.
+        // If another process creates the file after this check, `create` fails.
         if !exists(&path).await? {
             create(&path, size, ImageFormat::Raw).await?;
             return Ok(path);

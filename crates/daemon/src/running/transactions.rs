@@ -48,7 +48,7 @@ pub(crate) enum BackupKind {
     },
     /// Clients of the disk that was frozen.
     Served {
-        /// The folder of the scratch file; `None`: that of the image.
+        /// The folder of the scratch file; `None`: the folder of the image.
         scratch: Option<PathBuf>,
     },
 }
@@ -286,7 +286,7 @@ fn own_changes(changes: &[PartChange]) -> Vec<BitmapChange> {
     changes.iter().filter_map(PartChange::own).cloned().collect()
 }
 
-/// The changes of each disk, including merges from bitmaps of other disks. All are quiesced.
+/// The changes of each disk, including merges from bitmaps of other disks. All disks are quiesced.
 async fn with_merged(running: &Running, parts: &[DiskChanges]) -> Result<Vec<Vec<BitmapChange>>> {
     let mut all = Vec::new();
     for (target, changes) in parts {

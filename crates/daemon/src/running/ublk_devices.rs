@@ -23,7 +23,7 @@ impl ExportList {
     /// Serves a disk by the device that was prepared for it.
     ///
     /// # Errors
-    /// The kernel refuses it.
+    /// The kernel refuses the device.
     pub(crate) fn serve_ublk(
         self: &Arc<Self>,
         device: PreparedUblk,
@@ -40,7 +40,7 @@ impl ExportList {
         Ok(())
     }
 
-    /// All of them, in the order in which they were added.
+    /// All ublk devices, in the order in which they were added.
     pub(crate) fn ublk_devices(&self) -> Vec<Arc<RunningUblk>> {
         self.state.lock().ublk.clone()
     }
@@ -60,7 +60,7 @@ impl ExportList {
         Ok(())
     }
 
-    /// Gives the block devices of a disk its size.
+    /// Sets the size of a disk's block devices to the size of the disk.
     pub(super) fn resize_ublk(&self, disk: &str) {
         let mut devices = self.state.lock().ublk.clone();
         devices.retain(|device| device.disk == disk);

@@ -88,9 +88,9 @@ pub(crate) struct FileRules {
     pub(crate) for_requests: Vec<PathBuf>,
 }
 
-/// The rules of this server, which has `opened`. They follow from its own setup. In an upgrade the
-/// previous process names disks and sockets, which give no access here, because that process may
-/// have been compromised.
+/// The rules of this server, which has `opened`. They follow from its own setup. In an upgrade, the
+/// disks and sockets that the previous process names get no rules, because that process may have
+/// been compromised.
 pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
     let mut all = FileRules::default();
     let sockets: Vec<_> = opened.sockets.iter().filter(|path| is_own(setup, path)).collect();
@@ -106,7 +106,7 @@ pub(super) fn rules(setup: &Setup, needs: Needs, opened: &Opened) -> FileRules {
     }
     match setup.tls.as_ref().map(|tls| &tls.files) {
         Some(TlsFiles::Certificates(folder)) => all.add(folder.clone(), reading()),
-        // The file may be replaced.
+        // The rule is for the folder, because the file may be replaced.
         Some(TlsFiles::Psk(file)) => all.add(parent(file), reading()),
         None => {}
     }
@@ -140,7 +140,7 @@ impl FileRules {
         }
     }
 
-    /// Adds to a ruleset those of the rights that it handles.
+    /// Adds the rules to a ruleset, limited to the rights that the ruleset handles.
     fn add_to(
         &self,
         mut created: RulesetCreated,
@@ -248,7 +248,7 @@ fn is_own(setup: &Setup, socket: &Path) -> bool {
 fn files_to_connect(image: &Path) -> Option<PathBuf> {
     match Location::of(image) {
         Ok(Location::Nbd { uri, .. }) => match uri.tls.psk() {
-            // The file may be replaced.
+            // The rule is for the folder, because the file may be replaced.
             Some((_, file)) => Some(parent(file)),
             None => uri.tls.certificates().map(Path::to_owned),
         },
@@ -257,8 +257,8 @@ fn files_to_connect(image: &Path) -> Option<PathBuf> {
     }
 }
 
-/// The folder of an image, in which there may be others. For a block device it is the device alone,
-/// because its folder has all disks of the host.
+/// The folder of an image, in which there may be other images. For a block device it is the device
+/// alone, because its folder has all disks of the host.
 fn place_of_image(path: PathBuf) -> PathBuf {
     let is_device = path.metadata().is_ok_and(|found| found.file_type().is_block_device());
     if is_device { path } else { parent(&path.canonicalize().unwrap_or(path)) }
@@ -307,10 +307,11 @@ pub(super) fn make(rules: &FileRules, setup: &Setup, needs: Needs) -> Result<Opt
     Ok(made.into())
 }
 
-/// As [`make`], of [`rules_of_writing`]: reading, sockets and ports stay as they are.
+/// Gives the rules of [`rules_of_writing`] to the kernel. Reading, sockets and ports are not
+/// restricted.
 ///
 /// # Errors
-/// As [`make`].
+/// The errors of [`make`].
 pub(super) fn make_of_writing(rules: &FileRules) -> Result<Option<OwnedFd>> {
     let handled = (AccessFs::from_write(VERSION) | AccessFs::Execute) & !AccessFs::IoctlDev;
     let created = Ruleset::default().handle_access(handled).and_then(|ruleset| ruleset.create());
@@ -366,7 +367,7 @@ pub(crate) fn check(allowed: &[PathBuf], path: &Path) -> Result<()> {
         let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
         Ok::<_, io::Error>(parent(path).canonicalize()?.join(name))
     });
-    // A path that cannot be found fails for that reason.
+    // Opening a path that cannot be found fails later, with an error that says so.
     let Ok(canonical) = canonical else { return Ok(()) };
     if allowed.iter().any(|allowed| canonical.starts_with(allowed)) {
         return Ok(());

@@ -1,10 +1,11 @@
 //! The sandbox: the restrictions of a server after it has opened its files and sockets.
 //!
-//! Guarantees: it applies to all threads before the first client is served, later threads inherit
-//! it, and nothing can lift it. A server that takes over from another process enters it before it
-//! reads the first byte from that process, which an attacker may control: [`enter_to_take_over`]. A
-//! part that the kernel lacks is logged once; the other parts still apply. README.md here has the
-//! purpose of each part; docs/security.md has the guarantees for users.
+//! Guarantees: the sandbox applies to all threads before the first client is served, later threads
+//! inherit it, and nothing can lift it. A server that takes over from another process enters it
+//! before it reads the first byte from that process, which an attacker may control:
+//! [`enter_to_take_over`]. A part that the kernel lacks is logged once; the other parts still
+//! apply. README.md here has the purpose of each part; docs/security.md has the guarantees for
+//! users.
 //!
 //! - `needs`: the later operations of this server, from its setup, and the capabilities that they
 //!   need
@@ -39,7 +40,8 @@ pub(crate) use self::files::FileRules;
 use self::needs::Needs;
 use crate::process::workers::Workers;
 
-/// Rings for signals to guests of devices that are added later. Without a ring, Linux AIO signals.
+/// The number of spare rings for signals to guests of devices that are added later. Without a ring,
+/// guests are signalled through Linux AIO.
 const SPARE_SIGNAL_RINGS: usize = 16;
 
 /// The restrictions that apply.
@@ -55,7 +57,7 @@ pub struct SandboxReport {
 /// The paths that a process can write.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// Where the process's user may: the kernel does not restrict the process.
+    /// Every path that the process's user may write: the kernel does not restrict the process.
     #[default]
     User,
     /// Below these canonical paths.
@@ -65,7 +67,7 @@ pub(crate) enum Reach {
 }
 
 impl SandboxReport {
-    /// Where the process can write.
+    /// The paths that the process can write.
     pub(crate) fn reach(&self) -> &Reach {
         &self.reach
     }
@@ -78,7 +80,8 @@ impl SandboxReport {
         self.for_requests.as_ref().map_or(Ok(()), |allowed| files::check(allowed, path))
     }
 
-    /// As [`check`](Self::check), of an image wherever it is: the files that its URI names for TLS.
+    /// As [`check`](Self::check), for an image. For an image on another server, checks the files
+    /// that its URI names for TLS.
     pub(crate) fn check_image(&self, name: &Path) -> Result<()> {
         match Location::of(name) {
             Ok(location) => location.local_path().map_or(Ok(()), |path| self.check(path)),
@@ -117,11 +120,11 @@ pub(crate) struct Opened {
 }
 
 /// Confines a process that is going to take over, whose loops are `workers`, according to its setup
-/// alone. It may do its later operations and those of the hand-over. [`enter`] drops the rest, and
-/// reports what the kernel lacks.
+/// alone. The process may still do its later operations and those of the hand-over. [`enter`] drops
+/// the rest, and reports what the kernel lacks.
 ///
 /// # Errors
-/// As [`enter`].
+/// The errors of [`enter`].
 pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()> {
     let needs = Needs::to_take_over(setup);
     let sockets = files::own_sockets(setup);
@@ -151,8 +154,8 @@ pub(crate) fn enter_to_take_over(setup: &Setup, workers: &Workers) -> Result<()>
 /// at the start.
 ///
 /// # Errors
-/// The process cannot become the configured user. It may be partly confined, and the caller ends
-/// it.
+/// The process cannot become the configured user. The process may then be partly confined, so the
+/// caller must end it.
 pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result<SandboxReport> {
     let mut report = SandboxReport::default();
     let needs = Needs::of(setup);
@@ -171,7 +174,7 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
     if !setup.hand_over {
         prepare(setup, needs, opened);
     }
-    // Confine before the filter applies, because it forbids these calls.
+    // Confine before the filter applies, because the filter forbids these calls.
     match confine_threads(ruleset, needs, setup, opened) {
         Ok(()) => {
             report.parts.push("landlock");
@@ -207,8 +210,8 @@ pub(crate) fn enter(setup: &Setup, workers: &Workers, opened: &Opened) -> Result
 }
 
 /// Drops root's capabilities, and the rights to write outside the server's own paths. This must
-/// precede the threads of Ceph's library: no restriction can be applied to them later. Returns the
-/// rules for writes, if the kernel restricts them.
+/// precede the start of the threads of Ceph's library, because no restriction can be applied to
+/// these threads later. Returns the rules for writes, if the kernel restricts them.
 pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
     if !drops_before_ceph(setup) {
         return None;
@@ -231,7 +234,7 @@ pub(crate) fn enter_before_ceph(setup: &Setup) -> Option<FileRules> {
 }
 
 /// Whether a server that may have an image in Ceph drops capabilities before it opens any. A server
-/// that changes its user has none afterwards, and a server of block devices needs them.
+/// that changes its user has no capabilities afterwards, and a server of ublk devices needs them.
 fn drops_before_ceph(setup: &Setup) -> bool {
     let is_ceph = |name: &Path| matches!(Location::of(name), Ok(Location::Rbd(_)));
     // The backing file of a local image may be in Ceph, too, if that is allowed.

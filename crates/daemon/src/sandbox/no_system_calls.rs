@@ -4,12 +4,12 @@ use anyhow::{Result, bail};
 
 use super::needs::Needs;
 
-/// How many system calls are allowed: there is no list.
+/// The number of allowed system calls: 0, because there is no list for this processor.
 pub(crate) fn allowed_count(_: Needs) -> usize {
     0
 }
 
-/// Puts the filter on all threads.
+/// Fails, because there is no filter for this processor.
 ///
 /// # Errors
 /// Always.

@@ -9,8 +9,8 @@
 //! - EPERM, for everything else. Reason: a library may try a call and continue without it, and that
 //!   must not cost a guest its disk. New rings are among these calls, because a new ring has no
 //!   restrictions;
-//! - the end of the process (SIGSYS), for what only an attacker calls: to execute a program, to
-//!   trace or read another process, to load code into the kernel, to leave the namespaces or the
+//! - the end of the process (SIGSYS), for calls that only an attacker makes: to execute a program,
+//!   to trace or read another process, to load code into the kernel, to leave the namespaces or the
 //!   root.
 //!
 //! `clone3` answers ENOSYS, because a filter cannot see its flags: the C library then calls
@@ -28,7 +28,7 @@ use seccompiler::{
 
 use super::needs::Needs;
 
-/// Allowed with all arguments.
+/// System calls that are allowed with all arguments.
 const ALWAYS: &[c_long] = &[
     // Files that are open.
     SYS_read,
@@ -119,7 +119,7 @@ const ALWAYS: &[c_long] = &[
     SYS_getgid,
 ];
 
-/// As [`ALWAYS`], where the architecture still has them.
+/// Older system calls that are allowed with all arguments, if the architecture still has them.
 #[cfg(target_arch = "x86_64")]
 const ALWAYS_OLD: &[c_long] = &[
     SYS_stat,
@@ -134,21 +134,21 @@ const ALWAYS_OLD: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const ALWAYS_OLD: &[c_long] = &[];
 
-/// To open files by their paths.
+/// System calls that open files by their paths.
 const OPENS: &[c_long] = &[SYS_openat, SYS_openat2, SYS_getdents64];
 #[cfg(target_arch = "x86_64")]
 const OPENS_OLD: &[c_long] = &[SYS_open];
 #[cfg(not(target_arch = "x86_64"))]
 const OPENS_OLD: &[c_long] = &[];
 
-/// To open more disks, to find the data file of a disk, and to keep the keys of encrypted disks out
-/// of the swap device.
+/// System calls for opening more disks, for finding the data file of a disk, and for keeping the
+/// keys of encrypted disks out of the swap device.
 const CHANGES: &[c_long] = &[SYS_mkdirat, SYS_statfs, SYS_flock, SYS_mlock, SYS_fgetxattr];
 
-/// To listen at further sockets.
+/// System calls for listening at further sockets.
 const LISTENS: &[c_long] = &[SYS_bind, SYS_listen, SYS_connect];
 
-/// To connect to another server, whose name is looked up first.
+/// System calls for connecting to another server, whose name is looked up first.
 const CONNECTS: &[c_long] = &[SYS_connect, SYS_bind, SYS_recvmmsg, SYS_epoll_create1];
 
 /// More calls for connections of Ceph's library, which ends the process if one of them fails.
@@ -157,7 +157,7 @@ const CONNECTS_OLD: &[c_long] = &[SYS_epoll_create];
 #[cfg(not(target_arch = "x86_64"))]
 const CONNECTS_OLD: &[c_long] = &[];
 
-/// To be confined once more, after taking over from another process.
+/// System calls that confine the process once more, after it has taken over from another process.
 const CONFINES: &[c_long] = &[
     SYS_landlock_create_ruleset,
     SYS_landlock_add_rule,
@@ -166,7 +166,7 @@ const CONFINES: &[c_long] = &[
     SYS_capset,
 ];
 
-/// To create the rings for ublk commands.
+/// System calls that create the rings for ublk commands.
 const MAKES_RINGS: &[c_long] = &[SYS_io_uring_setup, SYS_io_uring_register];
 
 /// The allowed commands of `fcntl`: copies of descriptors, flags, locks, sizes of pipes, seals.
@@ -190,9 +190,9 @@ const FILE_CONTROLS: &[c_int] = &[
     F_GET_SEALS,
 ];
 
-/// The bits of a mode that are no permissions: set-user-id and the like.
+/// The bits of a mode that are not permissions: set-user-ID, set-group-ID and sticky.
 const SPECIAL_MODE: u64 = 0o7000;
-/// The bits of a socket's type that are no flags.
+/// The bits of a socket's type that are not flags.
 const SOCKET_TYPE: u64 = 0xf;
 /// A user for `chown` that leaves the owner as it is.
 const SAME_USER: u64 = u32::MAX as u64;
@@ -257,7 +257,7 @@ fn count(rules: &Rules) -> [usize; 2] {
 /// privileges.
 ///
 /// # Errors
-/// Errors of the kernel; the architecture is unknown.
+/// The kernel's error, or the architecture is unknown.
 pub(super) fn restrict(needs: Needs) -> Result<()> {
     let deadly = DEADLY.iter().map(|call| (*call, Vec::new())).collect();
     apply(deadly, SeccompAction::Allow, SeccompAction::KillProcess)?;
@@ -266,11 +266,11 @@ pub(super) fn restrict(needs: Needs) -> Result<()> {
     restrict_further(needs)
 }
 
-/// Restricts a process that takes over further than [`restrict`] did. This filter is the last one,
-/// because it allows no further filter.
+/// After [`restrict`], adds further restrictions to a process that takes over. This filter is the
+/// last one, because it allows no further filter.
 ///
 /// # Errors
-/// As [`restrict`].
+/// The errors of [`restrict`].
 pub(super) fn restrict_further(needs: Needs) -> Result<()> {
     apply(rules(needs)?, SeccompAction::Errno(EPERM as u32), SeccompAction::Allow)
 }

@@ -7,8 +7,8 @@ use blockhouse_config::user_options::UserIds;
 use blockhouse_engine::become_user;
 use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat, lstat};
 
-/// Becomes this user, and gives it the Unix sockets that were bound, so that the owner's
-/// permissions of their modes are this user's.
+/// Becomes this user, and gives it the Unix sockets that were bound, so that the owner permissions
+/// in the sockets' modes apply to this user.
 ///
 /// # Errors
 /// This process is not permitted to do so.

@@ -44,13 +44,14 @@ use crate::server::warnings;
 use crate::service::Service;
 
 /// Serves until a signal asks for the end, or another process takes over. `ready` is called when
-/// everything listens, except after a takeover: the previous process has announced the exports.
+/// everything listens, except after a takeover, because the previous process has announced the
+/// exports.
 ///
 /// # Errors
 /// The reason why it cannot start, or did not end in order. [`WrongUsage`] where `setup`
 /// contradicts what the service manager passed.
 pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
-    // Before any thread starts, so that no signal is missed.
+    // The handlers are installed before any thread starts, so that no signal is missed.
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR2]).context("cannot watch for signals")?;
     // With a handler, a write beyond the limit on file sizes fails with EFBIG and does not kill the
@@ -86,7 +87,8 @@ pub fn run(setup: &Setup, ready: impl FnOnce(&Service)) -> Result<()> {
                     return Ok(());
                 }
                 Upgrade::Lost(error) => {
-                    // Nothing of the service may be touched.
+                    // The service is not dropped, because dropping it would access images that may
+                    // belong to another process.
                     std::mem::forget(service);
                     return Err(error);
                 }
@@ -136,7 +138,7 @@ fn write_pid_of_daemon(setup: &Setup) -> Result<Option<PidFile>> {
     if setup.storage_daemon.is_some() { write_pid(setup) } else { Ok(None) }
 }
 
-/// The loops other than those of guests. They start before the sandbox forbids the creation of
+/// The event loops that serve no guests. They start before the sandbox forbids the creation of
 /// rings.
 struct LoopsAside {
     control: Option<Workers>,
@@ -169,7 +171,7 @@ impl LoopsAside {
 struct Opened {
     workers: Workers,
     disks: Vec<OpenedDisk>,
-    /// The configured disks; `None`: those that are going to be served.
+    /// The configured disks; `None`: the disks that are going to be served.
     configured: Option<Vec<DiskConfig>>,
     sockets: Vec<ListenSocket>,
     devices: Vec<DeviceOfDisk>,
@@ -183,7 +185,7 @@ struct Opened {
 }
 
 impl Opened {
-    /// Confines the process. `others` are bound already.
+    /// Confines the process. `others` are further sockets that are bound already.
     fn confine(
         &self,
         setup: &Setup,
@@ -216,7 +218,7 @@ impl Opened {
         let mut service = Service::start(workers, disks, sockets, setup, (tls, sandbox), since)?;
         service.add_devices(devices)?;
         match service.add_ublk(ublk) {
-            // Disks that were taken over are served whatever happens to one device.
+            // After a takeover, everything else is served even if a device fails.
             Err(error) if setup.hand_over => tracing::error!("{error:#}"),
             outcome => outcome?,
         }
@@ -268,7 +270,7 @@ fn start(
     let disks = open_disks(&workers, setup, &state)?;
     let ublk =
         ublk::prepare(setup, &workers, &disks).inspect_err(|_| close_all(&workers, &disks))?;
-    // A storage daemon writes it after its first commands.
+    // A storage daemon writes the pid file after its first commands.
     let pid_file = if setup.storage_daemon.is_some() { Ok(None) } else { write_pid(setup) };
     let pid_file = pid_file.inspect_err(|_| close_all(&workers, &disks))?;
     let disks = setup.disks.iter().cloned().zip(disks);
@@ -372,7 +374,7 @@ fn take_over(
         control,
         tls,
         since,
-        // Instead of them, the sandbox applies that `destination::take_over` has entered.
+        // Not needed, because the sandbox that `destination::take_over` has entered applies.
         rules_of_writing: None,
     };
     let sandbox = opened.confine(setup, launcher, &[])?;
@@ -384,7 +386,7 @@ fn take_over(
     Ok((service, pid_file.unwrap_or_default()))
 }
 
-/// The process that serves after upgrades were asked for.
+/// The process that serves after the requested upgrades.
 enum Upgrade {
     /// This process.
     GoesOn,
@@ -394,7 +396,7 @@ enum Upgrade {
     Lost(anyhow::Error),
 }
 
-/// Carries out the upgrades that were asked for, until one succeeds.
+/// Executes the requested upgrades until one succeeds.
 fn upgrade(service: &Service, launcher: &Launcher, upgrades: &UpgradeRequests) -> Upgrade {
     let mut request = upgrades.take();
     loop {

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use crate::process::stopping_notice::StoppingNotice;
 use crate::service::Service;
 
-/// The thread that ends the service, while the main thread goes on receiving signals.
+/// The thread that ends the service, while the main thread continues to receive signals.
 pub(crate) struct Stopper {
     service: mpsc::Sender<Service>,
     thread: JoinHandle<Option<Result<()>>>,

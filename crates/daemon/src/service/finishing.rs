@@ -1,9 +1,9 @@
 //! The end of requests in flight, in bounded time.
 //!
 //! Accepted requests complete and are answered. A request whose storage does not answer cannot
-//! complete; it delays neither the end of the server nor the closing of other disks. Its disk is
-//! then flushed, so that all acknowledged changes are durable, but not closed, because requests in
-//! flight may still change it. So the image looks as after a kill.
+//! complete, but does not delay the end of the server or the closing of other disks. The disk of
+//! such a request is flushed, so that all acknowledged changes are durable, but not closed, because
+//! requests in flight may still change it. So the image looks as after a kill.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -19,20 +19,21 @@ use crate::process::workers::Workers;
 use crate::qmp::Qmp;
 use crate::running::{Running, RunningDisk};
 
-/// The longest time without a completed request while some are in flight. Then they are dropped.
+/// The maximum time without a completed request while requests are in flight. After that time these
+/// are dropped.
 const MAX_STUCK: Duration = Duration::from_secs(10);
 /// The interval of the checks whether a request has completed.
 const LOOK: Duration = Duration::from_millis(250);
 /// How long the last flush of a disk may take.
 const MAX_CLOSE: Duration = Duration::from_secs(60);
-/// How long the flush may take of a disk whose storage seems not to answer.
+/// The maximum time for the flush of a disk whose storage seems not to answer.
 const MAX_FLUSH: Duration = Duration::from_secs(15);
 
 /// A part of the server that has requests in flight.
 pub(crate) struct Finishing {
     /// The server's disks and exports.
     pub(crate) running: Arc<Running>,
-    /// The loop that clients are waited for on.
+    /// The loop on which the server waits for the end of its clients.
     pub(crate) handle: Handle,
     /// The control socket.
     pub(crate) control: Option<Control>,
@@ -47,7 +48,7 @@ pub(crate) struct Finished {
 }
 
 impl Finishing {
-    /// Accepts nothing more, and completes what is in flight. `None` if that does not complete.
+    /// Accepts nothing more, and completes the requests in flight. `None` if they do not complete.
     pub(crate) fn finish(self) -> Option<Finished> {
         let (running, finishing) = (Arc::clone(&self.running), Arc::new(Mutex::new(Some(self))));
         let (sender, finished) = channel();
@@ -59,7 +60,7 @@ impl Finishing {
         };
         let thread = std::thread::Builder::new().name("blockhouse-finish".into()).spawn(work);
         if thread.is_err() {
-            // Without a thread it runs here, without a time limit.
+            // If no thread can be started, the work runs here, without a time limit.
             return finishing.lock().take().map(Self::complete);
         }
         let (mut last, mut since) = (Progress::of(&running), Instant::now());
@@ -74,7 +75,7 @@ impl Finishing {
                 (last, since) = (now, Instant::now());
             }
             let patience = match now.in_flight {
-                // Clients take their replies, or something is opened.
+                // Clients are receiving their replies, or something is being opened.
                 0 => running.exports().server().drain_time() + MAX_STUCK,
                 _ => MAX_STUCK,
             };
@@ -125,7 +126,7 @@ impl Progress {
 }
 
 /// Makes all disks durable, concurrently, and closes those that have nothing in flight. Returns
-/// whether that is all of them, and the first error.
+/// whether all disks were closed, and the first error.
 pub(crate) async fn close_all(
     disks: Vec<Arc<RunningDisk>>,
     is_finished: bool,
@@ -150,7 +151,7 @@ async fn close(disk: &RunningDisk) -> (bool, Result<()>) {
     }
 }
 
-/// Leaves a disk as a kill does, but flushed.
+/// Flushes a disk without closing it, so its image looks as after a kill.
 async fn give_up(disk: &RunningDisk, in_flight: u64) -> Result<()> {
     let name = disk.name();
     let cause = match disk.disk.stats().backing_wait() {

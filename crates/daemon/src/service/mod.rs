@@ -107,7 +107,7 @@ impl Service {
         self.running.exports().ublk_devices()
     }
 
-    /// Runs jobs on this loop: those that are requested, and the prefetches of disks.
+    /// Runs jobs on this loop: requested jobs, and the prefetches of disks.
     pub(crate) fn add_jobs(&self, workers: Option<Workers>) {
         let Some(workers) = workers else { return };
         let (handle, running) = (workers.first().clone(), Arc::clone(&self.running));
@@ -119,7 +119,7 @@ impl Service {
         }));
     }
 
-    /// Serves requests at a control socket: those for the methods of `answers`.
+    /// Serves the methods in `answers` at a control socket.
     pub(crate) fn add_control(
         &mut self,
         socket: BoundSocket,
@@ -218,8 +218,8 @@ impl Service {
         &self.running
     }
 
-    /// Holds off requests of the control socket and of QMP, after those that run now. `None` if
-    /// these take longer than `time`.
+    /// Holds off requests of the control socket and of QMP once the requests in progress have
+    /// completed. `None` if these take longer than `time`.
     pub(crate) fn pause_control(&self, time: Duration) -> Option<Vec<Closed<'_>>> {
         let deadline = Instant::now() + time;
         let control = self.control.iter().map(Control::gate);
@@ -227,8 +227,8 @@ impl Service {
         gates.map(|gate| pause(gate, deadline)).collect()
     }
 
-    /// Ends without touching what another process has taken over: removes no socket file, releases
-    /// no lock, closes no connection. The exit of this process does that.
+    /// Ends without touching the sockets and images that another process has taken over: removes no
+    /// socket file, releases no lock, closes no connection. The exit of this process does that.
     pub(crate) fn leave(mut self) {
         // The client that requested the upgrade gets its reply.
         self.control.take().into_iter().for_each(Control::leave);

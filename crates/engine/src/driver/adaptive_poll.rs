@@ -30,37 +30,38 @@ pub const DEFAULT_POLLING: Duration = Duration::from_micros(50);
 /// How many estimates there are. Sources that share an estimate only make it less exact.
 const ESTIMATES: usize = 1024;
 
-/// An interval counts as at most this many times the longest poll time, so that the estimate falls
-/// within few events when a source becomes fast again.
+/// An interval is recorded as at most this many times the longest poll time, so that the estimate
+/// falls within few events when a source becomes fast again.
 const MAX_INTERVAL: u64 = 4;
 
-/// An estimate moves this fraction of the way to each interval that is seen. The two estimates that
-/// compare polling with sleeping move more slowly, because single intervals differ by more than the
-/// two choices do.
+/// An estimate moves a quarter of the way to each interval that is seen.
 const WEIGHT: u64 = 4;
+/// The two estimates that compare polling with sleeping move only an eighth of the way, because
+/// single intervals differ by more than the two choices do.
 const SLOW_WEIGHT: u64 = 8;
 
-/// Polling wins if it makes the interval shorter by at least this fraction.
+/// Polling wins if it makes the interval shorter by at least one part in this many.
 const MIN_GAIN: u64 = 8;
 
-/// The number of waits before the other choice is probed: at first, and after it has lost often.
+/// The number of waits before the other choice is probed, at first.
 const MIN_BACKOFF: u16 = 16;
+/// The number of waits before the other choice is probed, after it has lost often.
 const MAX_BACKOFF: u16 = 256;
 
 /// If the estimate is above the limit, but events are not rare, one wait in this many still polls:
 /// the estimate of a sleeping loop includes the time of the wake-up.
 const PROBE_ONE_IN: u32 = 8;
 
-/// A loop may waste this fraction of its working time, and accumulates at most this budget, in
-/// nanoseconds.
+/// A loop may waste an eighth of its working time.
 const WASTE_SHARE: u64 = 8;
+/// The maximum budget of wasted time that a loop accumulates, in nanoseconds.
 const MAX_BUDGET: u64 = 1_000_000;
 
 /// The source of an event: an index of the table of estimates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct EventSource(u16);
 
-/// Which event of an operation.
+/// The event of an operation that is an event source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
     Submitted,
@@ -95,27 +96,28 @@ impl EventSource {
 struct Estimate {
     /// How soon the next event follows.
     interval: u64,
-    /// As `interval`, for waits in which the loop polled, and for those in which it slept; `None`
-    /// before the first.
+    /// As `interval`, only for waits in which the loop polled; `None` before the first.
     polled: Option<u64>,
+    /// As `interval`, only for waits in which the loop slept; `None` before the first.
     blocked: Option<u64>,
     /// Whether polling won the last comparison.
     polling_wins: bool,
-    /// The number of waits left before the other choice is probed, and their number at the start.
+    /// The number of waits left before the other choice is probed.
     until_probe: u16,
+    /// The value at which `until_probe` starts.
     backoff: u16,
 }
 
 /// Decides for one loop how long it polls.
 pub(crate) struct PollGovernor {
     max_poll_time: u64,
-    /// By source.
+    /// The estimates, by source.
     estimates: Box<[Estimate]>,
-    /// The source of the last event, and of the last event before the present wait, whose end is
-    /// another event.
+    /// The source of the last event.
     last: EventSource,
+    /// The source of the last event before the present wait, which another event ends.
     waiting_after: EventSource,
-    /// Waits in which the estimate was against polling.
+    /// The number of waits in which the estimate was against polling.
     declined: u32,
     budget: u64,
     /// The end of the last wait, or its start while the loop waits. From its end until the next

@@ -23,7 +23,7 @@ impl BrokenWait {
         self.0 = 0;
     }
 
-    /// The call failed with an error that is no part of its ordinary work. Pauses.
+    /// Counts an unexpected failure of the call, and pauses.
     ///
     /// # Panics
     /// If the call has failed for seconds without one success.

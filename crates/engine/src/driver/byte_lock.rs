@@ -17,7 +17,7 @@ pub fn lock_byte_shared(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
 /// Releases the lock on the byte at `offset`.
 ///
 /// # Errors
-/// As [`lock_byte_shared`].
+/// The errors of [`lock_byte_shared`].
 pub fn unlock_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
     call(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte(offset)).map(drop)
 }
@@ -25,7 +25,7 @@ pub fn unlock_byte(file: BorrowedFd<'_>, offset: u64) -> io::Result<()> {
 /// Whether another open of the file holds any lock on the byte.
 ///
 /// # Errors
-/// As [`lock_byte_shared`].
+/// The errors of [`lock_byte_shared`].
 pub fn is_byte_locked(file: BorrowedFd<'_>, offset: u64) -> io::Result<bool> {
     let lock = call(file, libc::F_OFD_GETLK, libc::F_WRLCK, byte(offset))?;
     Ok(i32::from(lock.l_type) != libc::F_UNLCK)

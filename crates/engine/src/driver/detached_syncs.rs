@@ -1,7 +1,7 @@
 //! Syncs and durable writes whose future was dropped.
 //!
 //! The host reports each failure to make data durable once (`errseq_t` in Linux). When the future
-//! of a sync or a durable write is dropped, the operation is *detached*: it goes on, and its
+//! of a sync or a durable write is dropped, the operation is *detached*: it continues, and its
 //! outcome must not be lost. The next flush of the file waits until all detached operations have
 //! completed, and fails if one failed.
 
@@ -36,7 +36,7 @@ impl DetachedSyncs {
         }
     }
 
-    /// Waits until none is in flight.
+    /// Waits until no detached operation is in flight.
     pub(crate) async fn drained(&self) {
         let is_drained = || (self.in_flight.load(Ordering::Acquire) == 0).then_some(());
         self.completed.wait_until(is_drained).await;

@@ -24,7 +24,7 @@ pub enum Engine {
 }
 
 impl Engine {
-    /// All of them, best first: the order in which `auto` tries.
+    /// All engines, the best first. `auto` tries them in this order.
     pub const ALL: [Self; 3] = [Self::IoUring, Self::LinuxAio, Self::Threads];
 
     /// The name on the command line.
@@ -49,7 +49,7 @@ pub enum EngineChoice {
     /// The best that this host allows.
     #[default]
     Auto,
-    /// This one or none.
+    /// Only this engine.
     Only(Engine),
 }
 

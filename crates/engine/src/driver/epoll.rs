@@ -264,8 +264,9 @@ impl Driver for Epoll {
     }
 }
 
-/// Makes epoll notify once when a waiter of the socket may continue. The peer's end of stream
-/// counts as input; it is not watched separately, because it does not let a waiting send continue.
+/// Makes epoll notify once when a waiter of the socket may continue. The peer's end of stream is
+/// reported as input. It is not watched separately, because it does not let a waiting send
+/// continue.
 fn watch(
     epoll: &OwnedFd,
     socket: BorrowedFd<'_>,

@@ -25,7 +25,8 @@ pub(crate) struct File {
     pub(crate) registrations: Registrations<FileId>,
     /// The completions that can be polled for.
     pub(crate) pollable: Pollable,
-    /// Whether the drop releases the file's locks: not if they also belong to another process.
+    /// Whether the drop releases the file's locks. It does not if they also belong to another
+    /// process.
     releases_locks: AtomicBool,
 }
 
@@ -81,7 +82,7 @@ impl File {
     /// opened.
     ///
     /// # Errors
-    /// The kernel's; ESTALE if there is no /proc and another file is at `path` by now.
+    /// The kernel's error; ESTALE if there is no /proc and another file is at `path` by now.
     pub(crate) fn reopen_cached(&self, access: OFlags, path: &Path) -> rustix::io::Result<Self> {
         let flags = access | OFlags::CLOEXEC;
         let link = format!("/proc/self/fd/{}", self.raw());

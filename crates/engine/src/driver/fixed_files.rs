@@ -4,10 +4,10 @@
 //! A file gets a small id when it is opened, unique in the process. Each ring finds the file's slot
 //! by one look into an array. A slot is filled by the file's first request on that ring.
 //!
-//! Guarantees: a slot is emptied only after the file was closed. That is after its last request
-//! completed, as each request owns the file; so no request finds another file in its slot. An id is
-//! reused only after every ring has emptied the file's slot. Requests of a file without a slot use
-//! its descriptor.
+//! Guarantees: a slot is emptied only after the file was closed. Each request owns its file, so
+//! this is after the file's last request has completed, and no request finds another file in its
+//! slot. An id is reused only after every ring has emptied the file's slot. Requests of a file
+//! without a slot use its descriptor.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use crate::driver::registrations::{Registrations, Unregister};
 
-/// Slots of one ring. A ring with more images uses the descriptors of the others.
+/// The number of slots of one ring. For further files, the ring uses their descriptors.
 const SLOTS: u32 = 256;
 
 /// Whether the rings identify open files by slots of their own tables.
@@ -85,9 +85,9 @@ enum FileSlot {
 pub(crate) struct FixedTable {
     owner: Arc<dyn Unregister<FileId>>,
     state: State,
-    /// By the file's id.
+    /// The state of each file, by the file's id.
     file_slots: Vec<FileSlot>,
-    /// By slot: the id of its file, which is not reused while the slot is in use.
+    /// For each slot, the id of its file. The id is not reused while the slot is in use.
     slots: Vec<Option<Arc<FileId>>>,
     free: Vec<u32>,
 }
@@ -97,7 +97,8 @@ enum State {
     /// The kernel was not asked for a table yet.
     Pending,
     Registered,
-    /// Not requested, or refused: the kernel is too old, or the limit on open files too low.
+    /// The table was not requested, or the kernel refused it because it is too old or the limit on
+    /// open files is too low.
     Absent,
 }
 
@@ -146,8 +147,8 @@ impl FixedTable {
         if fill(ring, slot, descriptor).is_err() {
             self.free.push(slot);
             self.file_slots[index] = FileSlot::Rejected;
-            // With this the mark is removed when the file closes, and the next file of that id does
-            // not inherit it.
+            // Registered so that the mark is removed when the file closes. Otherwise the next file
+            // with this id would inherit the mark.
             file.add(&self.owner);
             return None;
         }

@@ -1,6 +1,6 @@
 //! The completions on a file that can be polled for, instead of waiting for the device's
-//! interrupts: those of direct I/O on a block device with poll queues. For a file in a file system
-//! on such a device, only reads can be polled for.
+//! interrupts. These are completions of direct I/O on a block device with poll queues. For a file
+//! in a file system on such a device, only reads can be polled for.
 //!
 //! The support is determined at open, from the kernel's description of the device. If the kernel
 //! refuses to poll nevertheless, polling ends from then on. This module changes no settings.
@@ -66,7 +66,7 @@ enum PollableWrites {
 }
 
 impl Pollable {
-    /// No operation: the page cache or memory completes all of them.
+    /// No operation can be polled for, because the page cache or memory completes all of them.
     pub(crate) fn none() -> Self {
         Self { reads: false.into(), writes: PollableWrites::None }
     }
@@ -106,7 +106,7 @@ impl Pollable {
 
 #[cfg(test)]
 impl Pollable {
-    /// Every operation, for any device.
+    /// Every operation can be polled for, on any device.
     pub(crate) fn everything() -> Self {
         Self { reads: true.into(), writes: PollableWrites::All }
     }

@@ -76,8 +76,8 @@ pub(crate) struct LinuxAio {
 
 impl LinuxAio {
     /// # Errors
-    /// The kernel's: ENOSYS if it is not built in, EAGAIN if `/proc/sys/fs/aio-max-nr` is used up,
-    /// EPERM if it is forbidden.
+    /// The kernel's error: ENOSYS if Linux AIO is not built in, EAGAIN if `/proc/sys/fs/aio-max-nr`
+    /// is used up, EPERM if it is forbidden.
     pub(crate) fn open() -> io::Result<Self> {
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
         let event = rustix::event::eventfd(0, flags)?;
@@ -218,7 +218,7 @@ impl Drop for LinuxAio {
 /// Signals an eventfd by the completion of an operation that does nothing (see `event_signal`).
 pub(crate) struct Signaller {
     context: u64,
-    /// An eventfd of ours that is always readable: a poll of it completes at once.
+    /// A private eventfd that is always readable, so that a poll of it completes at once.
     readable: OwnedFd,
     /// The eventfd to signal.
     event: OwnedFd,
@@ -226,7 +226,8 @@ pub(crate) struct Signaller {
 
 impl Signaller {
     /// # Errors
-    /// The kernel's: `EINVAL` when `event` is no eventfd; as [`LinuxAio::open`].
+    /// The kernel's error: `EINVAL` if `event` is not an eventfd; or the errors of
+    /// [`LinuxAio::open`].
     pub(crate) fn new(event: BorrowedFd<'_>) -> io::Result<Self> {
         let readable = rustix::event::eventfd(1, rustix::event::EventfdFlags::CLOEXEC)?;
         let event = event.try_clone_to_owned()?;

@@ -80,8 +80,8 @@ impl<M> Mailbox<M> {
         }
     }
 
-    /// Declares the loop asleep, unless there are messages. For the loop's thread; after `true` it
-    /// waits for the notification, or for anything else that it waits for.
+    /// Declares the loop asleep, unless there are messages. For the loop's thread: after `true`,
+    /// the loop sleeps until the notification or another event.
     pub(crate) fn prepare_to_sleep(&self) -> bool {
         let mut inbox = self.lock();
         inbox.asleep = inbox.messages.is_empty();

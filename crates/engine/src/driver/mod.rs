@@ -67,15 +67,15 @@ pub(crate) trait Driver {
     /// The next event of a watch that the last `poll` found.
     fn next_event(&mut self) -> Option<WatchKey>;
 
-    /// Whether files get slots in the engine's own table, from now on. No operation may be in
+    /// Sets whether files get slots in the engine's own table from now on. No operation may be in
     /// flight.
     fn set_fixed_files(&mut self, fixed: FixedFiles);
 
-    /// A file that may have a slot was closed: the slot is free.
+    /// Empties the slot of a closed file, if the file has one.
     fn unregister_file(&mut self, file: &FileId);
 
-    /// Whether completions on files are polled for, where engine and file allow it, from now on. No
-    /// operation is in flight.
+    /// Sets whether completions on files are polled for from now on, where engine and file allow
+    /// it. No operation is in flight.
     fn io_poll(&mut self, io_poll: IoPoll);
 
     /// Whether operations are in flight that only `poll` completes, without an interrupt. While
@@ -85,13 +85,13 @@ pub(crate) trait Driver {
     /// Puts memory into slots of the engine's own table, if it has such a table.
     ///
     /// # Errors
-    /// The kernel's; requests for memory without a slot still work.
+    /// The kernel's error; requests for memory without a slot still work.
     fn register_memory(&mut self, memory: &Registrations<Mapping>) -> io::Result<()>;
 
-    /// This memory, which may have slots, is no longer used: frees the slots.
+    /// Frees the slots of memory that is no longer used, if it has slots.
     fn unregister_memory(&mut self, mapping: &Mapping);
 
-    /// Gives back all slots of memory. No operation is in flight.
+    /// Frees all slots of memory. No operation is in flight.
     fn unregister_all_memory(&mut self);
 
     /// Submits deferred operations, then sleeps as `wait` says until an event (a completion, a
@@ -117,11 +117,11 @@ pub(crate) struct Completion {
 /// How long `poll` may sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Wait {
-    /// Not at all: there is other work.
+    /// `poll` does not sleep, because there is other work.
     Never,
-    /// Until something happens.
+    /// `poll` sleeps until an event.
     Event,
-    /// Until an event, or for this time.
+    /// `poll` sleeps until an event, but at most for this time.
     AtMost(Duration),
 }
 

@@ -44,12 +44,14 @@ pub(crate) enum Operation {
 }
 
 impl Operation {
-    /// Whether it waits for a peer: it may take any time to complete, and can be asked to stop.
+    /// Whether the operation waits for a peer. Such an operation may take any time to complete, and
+    /// can be cancelled.
     pub(crate) fn is_on_socket(&self) -> bool {
         matches!(self, Self::Receive(_) | Self::Send(_) | Self::Accept { .. })
     }
 
-    /// Whether it may take any time to complete, because it waits for a peer or a driver.
+    /// Whether the operation may take any time to complete, because it waits for a peer or a
+    /// driver.
     pub(crate) fn waits_for_others(&self) -> bool {
         self.is_on_socket() || matches!(self, Self::Command(_))
     }

@@ -30,7 +30,7 @@ impl QueuedFlag {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// A poll begins: wake-ups count for the next one.
+    /// Clears the flag when a poll begins: later wake-ups queue the task for another poll.
     pub(crate) fn clear(&self) {
         self.0.swap(false, Ordering::AcqRel);
     }

@@ -9,9 +9,9 @@
 //!   mapping that its address is in, the table owns the mapping of each of its slots, and two
 //!   mappings that exist have no address in common. So an address is not given to other memory
 //!   while a slot names it.
-//! - A slot is emptied only after the last owner of the memory is gone, which is after the last
-//!   request completed, as each owns its memory. So no request finds an empty slot, or other memory
-//!   there.
+//! - A slot is emptied only after the last owner of the memory was dropped. Each request owns its
+//!   memory, so this is after the last request has completed, and no request finds an empty slot or
+//!   other memory there.
 
 use std::io;
 use std::ptr;
@@ -30,7 +30,7 @@ const SLOTS: u16 = 4096;
 const MAX_SLOT_BYTES: usize = 1 << 30;
 
 /// Maximum bytes that the kernel accepts for one request in several segments of a slot
-/// (`MAX_RW_COUNT`). Of a longer request without a slot it carries out the beginning.
+/// (`MAX_RW_COUNT`). Without a slot, the kernel carries out only the beginning of a longer request.
 const MAX_VECTORED_BYTES: usize = 0x7fff_f000;
 
 /// Memory in one slot.
@@ -53,7 +53,7 @@ pub(crate) struct BufferTable {
     owner: Arc<dyn Unregister<Mapping>>,
     /// Whether the kernel has a table for this ring.
     exists: bool,
-    /// By ascending address. They do not overlap.
+    /// The buffers, by ascending address. They do not overlap.
     buffers: Vec<BufferSlot>,
     free: Vec<u16>,
 }
@@ -64,12 +64,13 @@ impl BufferTable {
         Self { owner, exists: false, buffers: Vec::new(), free: Vec::new() }
     }
 
-    /// Puts all memory without a slot into slots. On an error the rest is used without a slot.
+    /// Puts all memory without a slot into slots. On an error, the memory that is left is used
+    /// without a slot.
     ///
     /// # Errors
-    /// The kernel's: it is too old for such tables (before 5.19), cannot pin memory of this kind,
-    /// or may not pin as much (`ENOMEM`, for `RLIMIT_MEMLOCK`); or `ENOSPC` for a table that is
-    /// full.
+    /// The kernel's error: it is too old for such tables (before 5.19), cannot pin memory of this
+    /// kind, or may not pin as much (`ENOMEM`, for `RLIMIT_MEMLOCK`); or `ENOSPC` for a table that
+    /// is full.
     pub(crate) fn add(
         &mut self,
         ring: &Submitter<'_>,
@@ -142,7 +143,7 @@ impl BufferTable {
     }
 }
 
-/// How memory is divided: addresses and lengths.
+/// The parts into which memory is divided: their addresses and lengths.
 fn slots_of(start: usize, length: usize) -> impl Iterator<Item = (usize, usize)> {
     let offsets = (0..length).step_by(MAX_SLOT_BYTES);
     offsets.map(move |offset| (start + offset, (length - offset).min(MAX_SLOT_BYTES)))

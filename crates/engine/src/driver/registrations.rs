@@ -1,8 +1,8 @@
 //! Which loops' rings have a resource in slots of their tables: an open file, a mapping of memory.
 //!
-//! Guarantee: when the resource's last owner is gone, every loop that has it in a slot is asked to
-//! empty it. Until the slot is empty, the loop owns the resource (its id, its address), which
-//! cannot be reused.
+//! Guarantee: when the resource's last owner is dropped, every loop that has it in a slot is asked
+//! to empty the slot. Until the slot is empty, the loop owns the resource (its id, its address),
+//! which cannot be reused.
 
 use std::sync::{Arc, Weak};
 
@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 /// A loop that has resources of this kind in slots.
 pub(crate) trait Unregister<T>: Send + Sync {
-    /// The resource is no longer used: the loop empties its slots, on its own thread.
+    /// Empties the loop's slots of a resource that is no longer used, on the loop's own thread.
     fn unregister(&self, resource: Arc<T>);
 }
 
@@ -30,7 +30,7 @@ impl<T> Registrations<T> {
         &self.resource
     }
 
-    /// Records that a loop has it in a slot.
+    /// Records that a loop has the resource in a slot.
     pub(crate) fn add(&self, table: &Arc<dyn Unregister<T>>) {
         let mut tables = self.tables.lock();
         tables.retain(|table| table.strong_count() > 0);

@@ -8,8 +8,8 @@ use rustix::fs::{FileType, Stat};
 
 /// The queue of the block device that a file is or lies on.
 pub(crate) struct RequestQueue {
-    /// The device's folder. `None` if the file system has no device: the kernel gives those the
-    /// major number 0, and no folder.
+    /// The device's folder. `None` if the file system has no device: such a file system has the
+    /// major number 0 and no folder.
     device: Option<PathBuf>,
 }
 

@@ -4,7 +4,7 @@
 //! Guarantees: after [`enable`] has returned, the ring carries out no other opcode and accepts no
 //! other registration, and no call can lift that. Reason: a seccomp filter sees no requests of a
 //! ring, so code that an attacker runs in this process could otherwise open files and connect
-//! sockets by a ring of ours.
+//! sockets by such a ring.
 //!
 //! The ring must be made disabled (`IORING_SETUP_R_DISABLED`), since the kernel takes restrictions
 //! only before it is enabled. Registrations that are needed once, to examine or fill the ring, are
@@ -37,8 +37,8 @@ pub(crate) mod registration {
     pub(crate) const BUFFERS_UPDATE: u8 = 16;
 }
 
-/// Whether a loop's ring accepts commands to devices (`IORING_OP_URING_CMD`): what those do is up
-/// to a device's driver, so only loops that serve such a device have them.
+/// Whether a loop's ring accepts commands to devices (`IORING_OP_URING_CMD`): the device's driver
+/// decides what a command does, so only loops that serve such a device allow them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceCommands {
     /// The kernel refuses them.
@@ -93,12 +93,12 @@ pub(crate) struct Allowed {
 }
 
 impl Allowed {
-    /// The same, with or without requests in several segments of registered memory.
+    /// The same operations, with or without requests in several segments of registered memory.
     pub(crate) fn with_slots(self, vectored_slots: VectoredSlots) -> Self {
         Self { vectored_slots, ..self }
     }
 
-    /// The same, with or without commands to devices.
+    /// The same operations, with or without commands to devices.
     pub(crate) fn with(self, commands: DeviceCommands) -> Self {
         Self { commands, ..self }
     }
@@ -160,7 +160,7 @@ pub(crate) const SIGNAL: Allowed = Allowed {
 /// calling thread must be the one that submits to it.
 ///
 /// # Errors
-/// The kernel's: EBADFD for a ring that is enabled already.
+/// The kernel's error: EBADFD for a ring that is enabled already.
 pub(crate) fn enable<E: squeue::EntryMarker>(
     ring: &IoUring<E, cqueue::Entry>,
     allowed: &Allowed,

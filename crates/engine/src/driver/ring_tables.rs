@@ -6,11 +6,11 @@
 use std::io;
 use std::path::Path;
 
-/// The most queries of a busy ring.
+/// The maximum number of times that a busy ring is queried.
 const MAX_ATTEMPTS: u32 = 10_000;
 
 /// The number of registered buffers of `length` bytes in all io_uring rings of a process. `process`
-/// is its folder in `/proc`. A ring that is closed meanwhile counts as empty.
+/// is its folder in `/proc`. A ring that is closed meanwhile is treated as empty.
 ///
 /// # Errors
 /// Host errors, if the process has ended or belongs to another user; `TimedOut` if a ring stays

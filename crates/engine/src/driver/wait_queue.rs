@@ -2,7 +2,7 @@
 //!
 //! Guarantees:
 //! - A slot that becomes free while a task waits is reserved for the task that waits longest. Tasks
-//!   that had a slot just now cannot overtake it again and again.
+//!   that have just released a slot cannot overtake it again and again.
 //! - A task that was woken and then dropped passes its slot on to the next.
 //! - To wait costs one entry, however often a task is polled.
 
@@ -12,7 +12,7 @@ use std::task::Waker;
 /// The tasks that wait for a slot.
 #[derive(Default)]
 pub(crate) struct WaitQueue {
-    /// In the order of their tickets.
+    /// The waiting tasks, in the order of their tickets.
     waiting: VecDeque<(Ticket, Waker)>,
     issued: u64,
     woken: usize,
@@ -38,7 +38,7 @@ impl WaitQueue {
         ticket
     }
 
-    /// Whether the holder was woken: then it has the reserved slot, and the ticket is used up.
+    /// Whether the holder was woken. If so, it has the reserved slot, and the ticket is used up.
     /// Otherwise `waiter` replaces its waker.
     pub(crate) fn try_acquire(&mut self, ticket: Ticket, waiter: &Waker) -> bool {
         match self.find(ticket) {
@@ -61,7 +61,7 @@ impl WaitQueue {
         Some(waiter)
     }
 
-    /// Ends the wait of a ticket's holder. If that was woken already, its slot is passed on:
+    /// Ends the wait of a ticket's holder. If the holder was woken already, its slot is passed on:
     /// returns the waker of the next task, which the caller wakes.
     #[must_use]
     pub(crate) fn cancel(&mut self, ticket: Ticket) -> Option<Waker> {

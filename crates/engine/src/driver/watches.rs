@@ -18,7 +18,8 @@ pub trait PollSource {
     fn enable_notify(&self) -> bool;
 }
 
-/// For an eventfd that is signalled at every event.
+/// The poll source of an eventfd that is signalled at every event, so that nothing needs to be
+/// polled.
 impl PollSource for () {
     fn is_ready(&self) -> bool {
         false
@@ -97,8 +98,8 @@ impl Watches {
         drop(entry);
     }
 
-    /// Passes an event to its watch, unless that was removed. Returns the event's source, unless
-    /// the loop has already polled the event: such an event does not predict the next one.
+    /// Passes an event to its watch, unless the watch was removed. Returns the event's source,
+    /// unless the loop has already polled the event: such an event does not predict the next one.
     pub(crate) fn signal(&self, key: WatchKey) -> Option<EventSource> {
         let list = self.list.borrow();
         let entry = list.iter().find(|entry| entry.key == key)?;

@@ -26,8 +26,8 @@ impl EventSignal {
     /// A way to signal `event`.
     ///
     /// # Errors
-    /// `InvalidInput` if it is no eventfd; the kernel's if neither io_uring nor Linux AIO can be
-    /// used.
+    /// `InvalidInput` if `event` is not an eventfd; the kernel's error if neither io_uring nor
+    /// Linux AIO can be used.
     pub fn new(event: impl AsFd) -> io::Result<Self> {
         let event = event.as_fd();
         let by_aio = || Signaller::new(event).map(Way::Aio);
@@ -47,7 +47,7 @@ impl EventSignal {
         })
     }
 
-    /// Adds 1 to the counter, unless it is full: then a signal is pending anyway.
+    /// Adds 1 to the counter, unless it is full. If it is full, a signal is pending already.
     pub fn signal(&self) {
         match &self.0 {
             Way::Ring(ring) => ring.borrow_mut().signal(),
@@ -56,7 +56,7 @@ impl EventSignal {
     }
 }
 
-/// Whether the kernel's error means that a descriptor is no eventfd.
+/// Whether the kernel's error means that a descriptor is not an eventfd.
 fn is_other_kind(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EBADF))
 }

@@ -79,17 +79,17 @@ impl Local {
         }
     }
 
-    /// Busy-polls for events at most this long before it sleeps.
+    /// Sets the maximum time for which the loop busy-polls for events before it sleeps.
     pub(crate) fn set_max_poll_time(&self, time: Duration) {
         *self.governor.borrow_mut() = PollGovernor::new(time);
     }
 
-    /// Whether the ring identifies files by slots. No operation may be in flight.
+    /// Sets whether the ring identifies files by slots. No operation may be in flight.
     pub(crate) fn set_fixed_files(&self, fixed: FixedFiles) {
         self.driver.borrow_mut().set_fixed_files(fixed);
     }
 
-    /// Whether completions on files are polled for. No operation is in flight.
+    /// Sets whether completions on files are polled for. No operation is in flight.
     pub(crate) fn set_io_poll(&self, io_poll: IoPoll) {
         self.io_poll.set(io_poll);
         self.driver.borrow_mut().io_poll(io_poll);
@@ -100,7 +100,7 @@ impl Local {
         self.driver.borrow_mut().register_memory(memory)
     }
 
-    /// Gives back all slots of memory. No operation is in flight.
+    /// Frees all slots of memory. No operation is in flight.
     pub(crate) fn unregister_all_memory(&self) {
         self.driver.borrow_mut().unregister_all_memory();
     }
@@ -287,7 +287,7 @@ impl Local {
         self.governor.borrow_mut().update(interval, PollResult::Slept { wasted });
     }
 
-    /// Returns whether an event arrived in time.
+    /// Busy-polls until `until`. Returns whether an event arrived in time.
     fn busy_poll(&self, until: Timestamp, done: &mut Vec<Completion>) -> bool {
         while clock::read_now() < until {
             if self.driver.borrow_mut().may_have_events() {
@@ -321,7 +321,7 @@ impl Local {
     fn run_driver(&self, wait: Wait, done: &mut Vec<Completion>) {
         let mut driver = self.driver.borrow_mut();
         driver.poll(wait, &self.operations.borrow(), done);
-        // Completions count as of now; requests that begin in this iteration begin now.
+        // Completions get the present time, and so do requests that begin in this iteration.
         clock::renew();
         while let Some(key) = driver.next_event() {
             self.note_event(self.watches.signal(key));

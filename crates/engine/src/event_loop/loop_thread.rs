@@ -42,7 +42,7 @@ impl LoopThread {
     /// configures the loop before it runs.
     ///
     /// # Errors
-    /// As [`EventLoop::new`]; or the kernel's, if the thread cannot be started.
+    /// The errors of [`EventLoop::new`]; or the kernel's error, if the thread cannot be started.
     pub fn start(
         name: String,
         choice: EngineChoice,
@@ -54,7 +54,7 @@ impl LoopThread {
     /// As [`start`](Self::start), with a loop from [`EventLoop::with_commands`].
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    /// The errors of [`start`](Self::start).
     pub fn start_with_commands(
         name: String,
         choice: EngineChoice,
@@ -88,7 +88,7 @@ impl LoopThread {
         &self.handle
     }
 
-    /// The engine in use, and why no better one is.
+    /// The engine in use, and why no better engine is used.
     pub fn report(&self) -> &EngineReport {
         &self.report
     }

@@ -37,8 +37,8 @@ use crate::event_loop::local::{EnterGuard, Local, try_current};
 use crate::event_loop::spawn::spawn_party;
 
 /// How often the tasks that are ready are polled between two system calls. A request goes from task
-/// to task (receiver, handler, sender). With one poll for each iteration it would need one system
-/// call for each of them.
+/// to task (receiver, handler, sender). With one poll in each iteration, a request would need one
+/// system call for each of these tasks.
 const MAX_POLLS_PER_ITERATION: usize = 3;
 
 /// A loop that runs futures on this thread. It stays on the thread that made it.
@@ -77,7 +77,7 @@ impl EventLoop {
     /// its whole life. The other engines carry out none.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn with_commands(choice: EngineChoice, commands: DeviceCommands) -> io::Result<Self> {
         let shared = LoopShared::new()?;
         let (driver, report) = engine::open(choice, commands, &shared)?;
@@ -86,17 +86,17 @@ impl EventLoop {
     }
 
     /// Before it sleeps, the loop busy-polls for up to `time` if it expects an event that soon;
-    /// zero means never. A new loop does for [`DEFAULT_POLLING`].
+    /// zero means never. A new loop busy-polls for up to [`DEFAULT_POLLING`].
     ///
     /// [`DEFAULT_POLLING`]: crate::DEFAULT_POLLING
     pub fn set_max_poll_time(&mut self, time: Duration) {
         self.local.set_max_poll_time(time);
     }
 
-    /// Whether this loop's ring keeps open files in a table of its own, [`FixedFiles::Off`] unless
-    /// set here. Without effect on the other engines. A file that is dropped on another thread, or
-    /// while this loop does not run, stays open in the table until the loop's next iteration; its
-    /// locks are released at once.
+    /// Sets whether this loop's ring keeps open files in a table of its own; [`FixedFiles::Off`] by
+    /// default. This has no effect on engines other than io_uring. A file that is dropped on
+    /// another thread, or while this loop does not run, stays open in the table until the loop's
+    /// next iteration; its locks are released at once.
     ///
     /// # Panics
     /// While operations are in flight.
@@ -108,12 +108,12 @@ impl EventLoop {
         self.local.set_fixed_files(fixed);
     }
 
-    /// Whether this loop polls for completions where [`check_io_poll`] finds nothing against it;
-    /// [`IoPoll::Off`] unless set here. These are completions of direct reads, and on block devices
-    /// of writes, including durable ones if the device needs no flush for them. While any such
+    /// Sets whether this loop polls for completions on files for which [`check_io_poll`] succeeds;
+    /// [`IoPoll::Off`] by default. These are completions of direct reads, and on block devices of
+    /// writes, including durable ones if the device needs no flush for them. While any such
     /// operation is in flight the loop does not sleep; with none, it sleeps as usual. Everything
-    /// else, and operations that the kernel refuses to poll for, complete by interrupts. Without
-    /// effect on engines other than io_uring.
+    /// else, and operations that the kernel refuses to poll for, complete by interrupts. This has
+    /// no effect on engines other than io_uring.
     ///
     /// [`check_io_poll`]: crate::check_io_poll
     ///
@@ -134,7 +134,7 @@ impl EventLoop {
         self.local.report.engine
     }
 
-    /// The engine in use and why.
+    /// The engine in use, and why no better engine is used.
     pub fn report(&self) -> &EngineReport {
         &self.local.report
     }
@@ -176,8 +176,8 @@ impl EventLoop {
 
 impl Drop for EventLoop {
     /// Drops all tasks, then waits until the kernel has completed all operations, except commands
-    /// to devices: these complete when their device is stopped, which may have been refused. They
-    /// keep their memory and their files until the process ends.
+    /// to devices: these complete when their device is stopped, which may have been refused. These
+    /// commands keep their memory and their files until the process ends.
     fn drop(&mut self) {
         let local = &self.local;
         let _entered = EnterGuard::new(local);

@@ -49,7 +49,7 @@ impl SignalRing {
     /// A ring without an eventfd.
     ///
     /// # Errors
-    /// The kernel's, where io_uring is forbidden and the reserve is empty.
+    /// The kernel's error, if io_uring is forbidden and the reserve is empty.
     pub(crate) fn new() -> io::Result<Self> {
         let reserved = RESERVE.lock().rings.pop();
         let ring = reserved.map_or_else(make, Ok)?;
@@ -59,7 +59,7 @@ impl SignalRing {
     /// Makes completions signal `event`.
     ///
     /// # Errors
-    /// The kernel's: EINVAL or EBADF if it is no eventfd.
+    /// The kernel's error: EINVAL or EBADF if `event` is not an eventfd.
     pub(crate) fn attach(&self, event: BorrowedFd<'_>) -> io::Result<()> {
         self.0.submitter().register_eventfd(event.as_raw_fd())
     }
@@ -67,7 +67,7 @@ impl SignalRing {
     /// Makes completions signal nothing.
     ///
     /// # Errors
-    /// The kernel's: ENXIO if nothing is attached.
+    /// The kernel's error: ENXIO if nothing is attached.
     pub(crate) fn detach(&self) -> io::Result<()> {
         self.0.submitter().unregister_eventfd()
     }

@@ -20,7 +20,7 @@ pub struct Sleep {
 const MAX_SLEEP: Duration = Duration::from_secs(1 << 30);
 
 /// Waits for `duration`, or a little longer: engines without io_uring count in milliseconds. A
-/// longer `duration` than thirty years counts as thirty years.
+/// `duration` of more than thirty years is shortened to thirty years.
 pub fn sleep(duration: Duration) -> Sleep {
     Sleep { due: clock::read_now() + duration.min(MAX_SLEEP), key: None }
 }
@@ -30,8 +30,8 @@ pub fn has_timers() -> bool {
     local::try_current(|_| ()).is_some()
 }
 
-/// Waits for the future, but not longer than `limit`: then the future is dropped, and there is no
-/// output.
+/// Waits for the future, but not longer than `limit`. After that time the future is dropped, and
+/// the result is `None`.
 pub async fn timeout<T>(limit: Duration, future: impl Future<Output = T>) -> Option<T> {
     let (mut future, mut end) = (pin!(future), sleep(limit));
     poll_fn(|cx| match future.as_mut().poll(cx) {

@@ -28,7 +28,7 @@ pub(crate) struct Submit {
 
 enum Stage {
     New,
-    /// For a slot in the loop's table.
+    /// The future waits for a slot in the loop's table.
     Waiting(Rc<Local>, Ticket),
     InFlight(Rc<Local>, Token),
     Over,

@@ -4,11 +4,11 @@
 //! a client's connection or a guest's queue, with all tasks that it spawns. A party that computes
 //! for long (a task of it yields, or many of its tasks are ready at once) is *deferred*. Deferred
 //! parties run in turns of [`InFlightLimits::turn`], one party a turn, and between two turns the
-//! other parties run, with the completions that the kernel has for them. So a party that waits for
-//! I/O, and computes little, waits for one such turn at most, whatever the others do. A deferred
+//! other parties run, with the completions that the kernel has for them. So a party that mostly
+//! waits for I/O is delayed by at most one such turn, whatever the other parties do. A deferred
 //! party gets a turn at least in every third iteration of the loop.
 //!
-//! A party that is the only one of its loop keeps no other waiting. So all of its ready tasks are
+//! A party that is the only one of its loop delays no other party. So all of its ready tasks are
 //! polled before the loop calls the kernel, and one system call submits the operations of all. This
 //! is limited in time, so that the kernel gets work meanwhile.
 
@@ -30,7 +30,7 @@ use crate::driver::queued_flag::QueuedFlag;
 struct TaskEntry {
     header: Arc<TaskHeader>,
     party: Rc<Party>,
-    /// Taken out while it is polled.
+    /// The task's future, taken out while it is polled.
     work: Option<Work>,
 }
 
@@ -44,7 +44,7 @@ struct Work {
 struct Party {
     /// Whether it is deferred.
     is_deferred: Cell<bool>,
-    /// While it is deferred: its tasks that are ready.
+    /// The ready tasks of the party while it is deferred.
     ready: RefCell<VecDeque<Arc<TaskHeader>>>,
     /// The number of the last iteration in which its tasks were polled, and how many were polled in
     /// it.
@@ -56,8 +56,8 @@ struct Party {
 /// How many tasks of a party are polled in an iteration before it is deferred.
 const MAX_POLLS: u32 = 32;
 
-/// For how long a party that is alone continues beyond that. If its tasks compute for longer, the
-/// operations that the first ones started should not wait for the others.
+/// For how long a party that is alone continues beyond [`MAX_POLLS`]. If its tasks compute for
+/// longer, the operations that the first ones started should not wait for the others.
 const MAX_TIME_ALONE: Duration = Duration::from_millis(1);
 
 /// How many times in a row deferred parties let the others go first.
@@ -187,8 +187,8 @@ impl Tasks {
         self.waited.set(0);
         let next = self.deferred.borrow_mut().pop_front();
         let Some(party) = next else { return };
-        // The clock is not read again after a task that has read it itself. So a turn is longer at
-        // most by the work of the last task after its reading.
+        // The clock is not read again after a task that has read it itself. So a turn exceeds its
+        // limit by at most the work of the last task after its reading.
         let mut now = clock::now();
         let (end, end_alone) = (now + InFlightLimits::DEFAULT.turn, now + MAX_TIME_ALONE);
         let mut has_yielded = false;
@@ -297,7 +297,8 @@ impl Tasks {
                 None
             }
             Some(entry) => {
-                // Cleared before the poll: a wake-up during the poll counts for the next iteration.
+                // Cleared before the poll, so that a wake-up during the poll queues the task for
+                // the next iteration.
                 header.queued.clear();
                 Some((Rc::clone(&entry.party), entry.work.take()?))
             }

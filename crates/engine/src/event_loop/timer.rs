@@ -17,12 +17,12 @@ pub(crate) struct Timers {
 pub(crate) type Key = (Timestamp, u64);
 
 impl Timers {
-    /// When the next timer is due.
+    /// The time at which the next timer is due.
     pub(crate) fn next(&self) -> Option<Timestamp> {
         self.queue.borrow().first_key_value().map(|(&(due, _), _)| due)
     }
 
-    /// Wakes all that are due.
+    /// Wakes all tasks whose timers are due.
     pub(crate) fn fire(&self) {
         if self.queue.borrow().is_empty() {
             return;

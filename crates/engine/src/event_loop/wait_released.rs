@@ -14,7 +14,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// thread.
 ///
 /// # Errors
-/// The first of `is_released`.
+/// The first error of `is_released`.
 pub fn wait_until_released<E>(mut is_released: impl FnMut() -> Result<bool, E>) -> Result<bool, E> {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {

@@ -1,8 +1,8 @@
 //! Waiting for events that others signal by an eventfd, such as a guest's kicks.
 //!
 //! Guarantee: an event after [`Watch::new`], or between two waits, ends the next wait. Events that
-//! come together may count as one. The engine reports each change of the counter, so it is never
-//! read: an event costs no further system call, and a blocking descriptor does no harm.
+//! come together may be reported as one. The engine reports each change of the counter, so it is
+//! never read: an event costs no further system call, and a blocking descriptor does no harm.
 //!
 //! With a [`PollSource`] the loop polls for events while it is awake, and enables signals only
 //! before it sleeps. So a busy source need not signal at all.
@@ -27,11 +27,11 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Watches an eventfd from the current thread's loop. A counter that is not zero counts as an
-    /// event. The loop polls `poll_source` for events that do not signal the eventfd.
+    /// Watches an eventfd from the current thread's loop. A counter that is not zero is treated as
+    /// an event. The loop polls `poll_source` for events that do not signal the eventfd.
     ///
     /// # Errors
-    /// `InvalidInput` if the descriptor is no eventfd; or the kernel's.
+    /// `InvalidInput` if the descriptor is not an eventfd; or the kernel's error.
     ///
     /// # Panics
     /// Outside of an event loop.

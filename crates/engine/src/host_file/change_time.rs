@@ -1,10 +1,10 @@
 //! The time of a file's last change (`st_ctime`), by which later changes are detected.
 //!
 //! Guarantee: a change that begins after the return has another time. File systems stamp with a
-//! clock that has ticks, so two changes in one tick may have the same time. (Since 6.13 the kernel
-//! gives the second its own time if the first was read before.) So this waits until the tick is
-//! over. It returns `None` for a file system that keeps whole seconds (ext4 with small inodes) or
-//! has a clock that is ahead of this host's.
+//! clock that has ticks, so two changes in one tick may have the same time. (Since Linux 6.13, the
+//! second change gets its own time if the time of the first was read before it.) So this waits
+//! until the tick is over. It returns `None` for a file system that keeps whole seconds (ext4 with
+//! small inodes) or has a clock that is ahead of this host's.
 //!
 //! A block device has no such time. The amount written to it is used instead (`device_writes`).
 
@@ -19,7 +19,8 @@ use crate::event_loop::sleep::sleep;
 
 /// Length of one wait.
 const PAUSE: Duration = Duration::from_millis(1);
-/// Number of waits after which it stops: then the file system has another host's clock.
+/// The number of waits after which it gives up, because the file system then uses another host's
+/// clock.
 const MAX_PAUSES: usize = 50;
 
 pub(super) async fn last_change(file: &HostFile) -> Result<Option<Duration>> {

@@ -1,10 +1,10 @@
 //! The kernel's count of sectors written to a block device. A higher count later shows a write.
 //!
 //! Guarantee: the count includes each completed write, discard and zeroing that any process of this
-//! host sent to the device itself. It does not include writes to the same bytes by another way: to
-//! a partition by its disk, to a loop device by its file, to a volume by another host. The count
-//! starts from zero when the kernel finds the device again. So it is valid for one *era*: one boot
-//! of the host, and one attachment of the disk (`diskseq`, Linux 5.15).
+//! host sent to the device itself. It does not include writes that reach the same bytes in another
+//! way: a partition through its disk, a loop device through its file, a volume from another host.
+//! The count starts from zero when the kernel finds the device again. So it is valid for one *era*:
+//! one boot of the host, and one attachment of the disk (`diskseq`, Linux 5.15).
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;

@@ -21,7 +21,7 @@ const BLOCK: usize = 4096;
 /// begin with a block of 4096 bytes that are not all zero.
 ///
 /// # Errors
-/// The host's; `InvalidInput` for a file that begins otherwise.
+/// The host's error; `InvalidInput` for a file that does not begin with such a block.
 ///
 /// # Panics
 /// Outside of an event loop.

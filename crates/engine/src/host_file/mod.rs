@@ -1,11 +1,11 @@
 //! A regular file or block device of the host as a [`Storage`].
 //!
 //! Guarantees: a short transfer is continued and never turned into an error of its own; a durable
-//! write is one request (`RWF_DSYNC`), and refused where kernel or file do not allow that; every
-//! error names the file and the offset and keeps its errno; a failure to write back is reported to
-//! a flush, also where a durable write has reported it already. All operations run on the loop of
-//! the thread that polls them, so one `HostFile` may serve many threads; `capabilities` answers for
-//! the engine of the loop that asks.
+//! write is one request (`RWF_DSYNC`), and is refused if the kernel or the file does not support
+//! that; every error names the file and the offset and keeps its errno; a flush reports each
+//! writeback failure, even if a durable write has reported it already. All operations run on the
+//! loop of the thread that polls them, so one `HostFile` may serve many threads; `capabilities`
+//! describes the engine of the calling thread's loop.
 
 mod change_time;
 mod device_writes;
@@ -54,8 +54,9 @@ const BLKDISCARD: libc::Ioctl = 0x1277;
 /// An open file or block device.
 pub struct HostFile {
     file: Arc<File>,
-    /// For the last partial block, which direct I/O cannot access: the same file through the page
-    /// cache. For writing, a block is then at least a page, so that the two ways never share one.
+    /// The same file through the page cache, for the last partial block, which direct I/O cannot
+    /// access. In a file that is open for writing, a block is then at least a page, so that direct
+    /// I/O and the page cache never access the same page.
     tail: Option<Arc<File>>,
     /// The open file that is flushed. The kernel reports a failure to write back once to each open
     /// file (`errseq_t`, Linux 4.13), to its next fsync or durable write. So if our bytes may be in
@@ -72,9 +73,9 @@ pub struct HostFile {
     probed_fua: Fua,
     fua_cost: FuaCost,
     write_cache: WriteCache,
-    /// The operations that the kernel has refused so far. Support is found out per file, once.
+    /// The operations that the kernel has refused so far. Support is detected once for each file.
     unsupported: Unsupported,
-    /// For a block device: how much was written to it.
+    /// The count of the sectors written, for a block device.
     writes: Option<WriteCounter>,
 }
 
@@ -98,16 +99,17 @@ impl HostFile {
     /// the total.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub async fn query_file_system(&self) -> Result<(u64, u64)> {
         let found = written_zeros::file_system(&self.file).await;
         found.map_err(|error| self.error("cannot find the free space", error))
     }
 
-    /// The same at once: blocks if the file system hangs.
+    /// As [`query_file_system`](Self::query_file_system), without a future: blocks if the file
+    /// system hangs.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn file_system_room(&self) -> Result<(u64, u64)> {
         let found = written_zeros::room_of(&self.file);
         found.map_err(|error| self.error("cannot find the free space", error))
@@ -118,7 +120,7 @@ impl HostFile {
     /// written out first.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub async fn device_writes(&self) -> Result<Option<DeviceWrites>> {
         let Some(counter) = &self.writes else { return Ok(None) };
         self.write_out(ByteRange::between(0, self.size())).await?;
@@ -134,8 +136,8 @@ impl HostFile {
         })
     }
 
-    /// Precedes zeroing or discarding of a range: answered writes must not be only in pages that
-    /// the kernel drops for that.
+    /// Must precede zeroing or discarding a range. Writes out the device's page cache, because the
+    /// kernel drops the range's pages then, and acknowledged writes may be only in these pages.
     async fn keep_answered(&self, range: ByteRange) -> Result<()> {
         match (self.kind, self.file.caching) {
             (FileKind::BlockDevice, Caching::PageCache) => self.write_out(range).await,
@@ -151,16 +153,16 @@ impl HostFile {
     /// The size of the file on the host, which another process may have changed.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn query_size(&self) -> Result<u64> {
         let size = probe::size(&*self.file);
         size.map_err(|error| Error::host("cannot find the size", error).on(&self.name))
     }
 
-    /// The space that the file takes on the host in bytes; all of a block device.
+    /// The space that the file takes on the host in bytes; for a block device, its size.
     ///
     /// # Errors
-    /// The host's.
+    /// The host's error.
     pub fn query_allocated(&self) -> Result<u64> {
         match self.kind {
             FileKind::BlockDevice => self.query_size(),
@@ -187,7 +189,7 @@ impl HostFile {
         self.error(what, error).at(offset)
     }
 
-    /// The open file for this range: the last partial block has one of its own.
+    /// The open file for this range. The last partial block uses `tail`.
     fn file_for(&self, offset: u64, length: usize) -> Arc<File> {
         match &self.tail {
             Some(tail) if self.is_in_tail(offset, length) => Arc::clone(tail),
@@ -201,12 +203,13 @@ impl HostFile {
         bits != 0 && self.tail.is_some()
     }
 
-    /// Why the kernel refused a write, and whether that concerns nothing but its range.
+    /// The error of a write that the kernel failed, marked as confined if it affects only the
+    /// write's range.
     fn write_failed(&self, error: Errno, offset: u64, through: WriteThrough) -> Error {
         let failed = self.error_at("cannot write", error, offset);
         let is_confined = match failed.kind() {
             // The kernel found no memory at the data's addresses: it stops before it syncs
-            // anything. So a guest that takes its memory away fails no flush of others.
+            // anything. So a guest that removes its memory does not make flushes of others fail.
             _ if error == Errno::FAULT => true,
             // Losses of older writes are still reported to the next flush.
             ErrorKind::NoSpace => through == WriteThrough::Yes && self.reports_twice(),
@@ -215,15 +218,15 @@ impl HostFile {
         if is_confined { failed.confined() } else { failed }
     }
 
-    /// Whether a failure to write back that a durable write has reported is reported to the next
-    /// flush as well. In memory, and past the page cache, there is no such failure.
+    /// Whether the next flush also reports a writeback failure that a durable write has reported.
+    /// True for files in memory and for direct I/O, because they have no such failure.
     fn reports_twice(&self) -> bool {
         !Arc::ptr_eq(&self.file, &self.flushed)
             || self.file.medium == Medium::Memory
             || self.file.caching == Caching::Direct
     }
 
-    /// Writes everything. The size that is remembered follows, also where only a part was written.
+    /// Writes all bytes. Updates the recorded size, even if only a part was written.
     async fn write_all(&self, offset: u64, from: IoVector, through: WriteThrough) -> Result<()> {
         let end = offset.saturating_add(from.len() as u64);
         let outcome = self.transfer_all(offset, from, through).await;
@@ -236,7 +239,7 @@ impl HostFile {
         outcome
     }
 
-    /// A write failed that may have made the file longer.
+    /// Updates the recorded size after a failed write, which may have made the file longer.
     fn note_part_written(&self) {
         self.query_size().into_iter().for_each(|size| self.set_min_size(size));
     }
@@ -267,7 +270,7 @@ impl HostFile {
         Ok(())
     }
 
-    /// Goes on with a read that the kernel answered with `result`.
+    /// Continues a read whose first operation returned `result`.
     async fn read_rest(
         &self,
         mut transfer: Transfer,
@@ -279,8 +282,8 @@ impl HostFile {
                 Err(error) => return Err(self.error_at("cannot read", error, transfer.offset)),
                 Ok(count) if count == transfer.vector.len() => return Ok(()),
                 // A short read is the end of the file or a partial transfer. Another read would
-                // decide, but at the end the rest is usually not aligned for O_DIRECT. So check the
-                // size.
+                // decide, but at the end of the file the remaining range is usually not aligned for
+                // O_DIRECT. So check the size.
                 Ok(count) => {
                     advance(&mut transfer, count);
                     if count == 0 || self.ends_at(transfer.offset)? {
@@ -295,8 +298,8 @@ impl HostFile {
         }
     }
 
-    /// Whether the file ends at `offset` or before. The size is queried again: another process may
-    /// have made it longer, and bytes past the assumed end would read as zeros.
+    /// Whether the file ends at `offset` or before. The size is queried again, because another
+    /// process may have made the file longer: bytes past the recorded end would read as zeros.
     fn ends_at(&self, offset: u64) -> Result<bool> {
         let size = probe::size(&*self.file);
         let size =
@@ -332,8 +335,8 @@ impl HostFile {
         }
     }
 
-    /// Zeros with allocated space. If the file system cannot do that in one step (tmpfs, NFS), a
-    /// hole that is then allocated.
+    /// Zeroes a range and leaves its space allocated. If the file system cannot do that in one step
+    /// (tmpfs, NFS), punches a hole and then allocates it.
     async fn zero_with_space(&self, range: ByteRange) -> Result<()> {
         let Unsupported { punch_hole, zero_range, set_aside, .. } = &self.unsupported;
         match self.allocate(FallocateFlags::ZERO_RANGE, range, zero_range, &ZEROES).await {
@@ -347,9 +350,10 @@ impl HostFile {
         self.allocate(FallocateFlags::empty(), range, set_aside, &ZEROES).await
     }
 
-    /// Whether a durable write is one request. The kernel may refuse that; and to writes to a block
-    /// device that the calling thread waits for it adds a flush, so that the engine that has no
-    /// others is better off with a plain write and a flush, which several can share.
+    /// Whether a durable write is one request. The kernel may refuse that. Also, the kernel adds a
+    /// flush to each synchronous durable write to a block device. The engine `threads` has only
+    /// synchronous writes, so for it a plain write and a flush, which several writes can share, are
+    /// cheaper.
     fn fua(&self) -> Fua {
         let is_direct_device =
             self.kind == FileKind::BlockDevice && self.file.caching == Caching::Direct;
@@ -357,8 +361,8 @@ impl HostFile {
         if pays_twice { Fua::Emulated } else { self.probed_fua }
     }
 
-    /// A file in memory has nothing to flush. Through the page cache it is a write and a flush, for
-    /// any disk.
+    /// A file in memory has nothing to flush. Through the page cache, a durable write is a write
+    /// and a flush on any disk.
     fn fua_cost(&self) -> FuaCost {
         match (self.file.medium, self.file.caching) {
             (Medium::Memory, _) => FuaCost::NoFlush,
@@ -367,10 +371,11 @@ impl HostFile {
         }
     }
 
-    /// In the page cache durable writes to one file go one after the other, each with a flush of
-    /// its own, while plain ones are copies. With direct I/O they run in parallel and the kernel
-    /// makes them share flushes, as many as the engine has in flight: with the engine `threads`
-    /// each needs a thread until the disk has flushed, and further ones wait.
+    /// Through the page cache, durable writes to one file run one after the other, each with its
+    /// own flush, while plain writes are only copies. With direct I/O, durable writes run in
+    /// parallel, and those in flight share flushes in the kernel. With the engine `threads`, each
+    /// durable write occupies a thread until the disk has flushed, and further writes wait for a
+    /// thread.
     fn group_commit(&self) -> GroupCommit {
         let has_few_in_flight = || local::engine() == Some(Engine::Threads);
         match (self.fua_cost(), self.file.caching) {
@@ -445,7 +450,7 @@ const DISCARD: ErrorText =
 
 const DURABLE_WRITE: &str = "a durable write as one request";
 
-/// Why no operation of another kind can be returned.
+/// The reason why an operation that is returned has the kind that was submitted.
 const CAME_BACK: &str = "an operation comes back as it went";
 
 fn advance(transfer: &mut Transfer, count: usize) {
@@ -500,7 +505,7 @@ impl Storage for HostFile {
         if result == Ok(transfer.vector.len()) {
             return Ok(());
         }
-        // Boxed, so that the future of the common way stays small.
+        // Boxed, so that the future of the common case stays small.
         Box::pin(self.read_rest(transfer, result)).await
     }
 
@@ -522,8 +527,8 @@ impl Storage for HostFile {
         self.kind == FileKind::Regular
     }
 
-    /// Whole blocks first, because only they can be refused. The edges of a device's blocks are
-    /// written.
+    /// Zeroes the whole blocks first, because only this can be refused. The partial blocks at the
+    /// edges of a device's range are then written.
     async fn write_zeroes(&self, range: ByteRange, unmap: Unmap) -> Result<()> {
         let Some(whole) = range.align_inward(self.offload_block.into()) else {
             return self.write_few_zeros(range).await;
@@ -600,13 +605,13 @@ impl Storage for HostFile {
                 other => break other,
             }
         };
-        // Both in any case: each failure is reported once.
+        // Both failures are taken in any case, because each is reported only once.
         let earlier = self.file.detached_syncs.take_failure();
         result.and(earlier).map_err(|error| self.error("cannot flush", error))
     }
 
-    /// The file's position, which no request uses, goes no further than files of its file system
-    /// do.
+    /// Sets the file's position, which no request uses: the kernel refuses a position beyond the
+    /// maximum file size of the file system.
     fn check_size(&self, size: u64) -> Result<()> {
         match rustix::fs::seek(&*self.file, SeekFrom::Start(size)) {
             Err(Errno::INVAL) if self.kind == FileKind::Regular => {
@@ -634,8 +639,8 @@ impl Storage for HostFile {
         change_time::last_change(self).await
     }
 
-    /// Allocates the last sector: unlike truncating to a larger size, that can never cut off bytes
-    /// written beyond it concurrently.
+    /// Allocates the last sector. Unlike `ftruncate` to the larger size, this can never cut off
+    /// bytes that a concurrent write has stored beyond it.
     async fn extend_hint(&self, size: u64) {
         let refused = &self.unsupported.extend;
         if size <= self.size() || refused.load(Relaxed) {
@@ -665,7 +670,7 @@ impl Storage for HostFile {
             let file = Arc::clone(&self.file);
             let advise =
                 move || rustix::fs::fadvise(&*file, range.offset(), length, Advice::WillNeed);
-            // Advice: a kernel that does not take it leaves everything as it was.
+            // An error is ignored, because this is only advice to the kernel.
             let _ = blocking(advise).await;
         }
         Ok(())
@@ -696,7 +701,7 @@ fn next_status(file: &File, range: ByteRange) -> rustix::io::Result<(Allocation,
         }
         match rustix::fs::seek(file, SeekFrom::Hole(start)) {
             Ok(hole) if hole > start => return Ok((Allocation::Data, hole.min(end) - start)),
-            // The data of the call before has vanished: try again.
+            // The data that the previous call found has vanished: try again.
             Ok(_) | Err(Errno::NXIO) => {}
             Err(error) => return Err(error),
         }

@@ -72,8 +72,8 @@ impl HostFile {
     /// 0600 less the umask: only the owner may read guests' disks, and their memory in snapshots.
     ///
     /// # Errors
-    /// The kernel's: EEXIST for an existing file, which stays unchanged. If the size cannot be set,
-    /// or the new file cannot be opened as requested, it is removed again.
+    /// The kernel's error: EEXIST for an existing file, which stays unchanged. If the size cannot
+    /// be set, or the new file cannot be opened as requested, it is removed again.
     pub fn create(path: &Path, size: u64, cache: PageCache) -> Result<Self> {
         Self::create_as(path, size, cache, NewFile::default())
     }
@@ -82,7 +82,7 @@ impl HostFile {
     /// [`NewFile::is_in_place`] an existing file is emptied instead, and stays on an error.
     ///
     /// # Errors
-    /// As [`create`](Self::create).
+    /// The errors of [`create`](Self::create).
     pub fn create_as(path: &Path, size: u64, cache: PageCache, how: NewFile) -> Result<Self> {
         let failed = |what: &'static str, error: Errno| {
             Error::host(what, error.into()).on(&path.display().to_string())
@@ -117,7 +117,7 @@ impl HostFile {
     /// Opens an existing file or block device.
     ///
     /// # Errors
-    /// The kernel's; [`ErrorKind::InvalidInput`] if it is neither a file nor a block device;
+    /// The kernel's error; [`ErrorKind::InvalidInput`] if it is neither a file nor a block device;
     /// [`ErrorKind::Locked`] for writing to a block device that is mounted, or in use by another
     /// writer.
     pub fn open(path: &Path, access: OpenMode, cache: PageCache) -> Result<Self> {
@@ -134,7 +134,7 @@ impl HostFile {
             Caching::Direct => OFlags::DIRECT,
         };
         let mode = access.flags();
-        // NONBLOCK: otherwise the open of a pipe for reading would wait for a writer.
+        // NONBLOCK, because otherwise the open of a pipe for reading would wait for a writer.
         let flags = mode | direct | OFlags::CLOEXEC | OFlags::NONBLOCK;
         let opened = match access {
             OpenMode::ReadOnly => rustix::fs::open(place, flags, Mode::empty()),
@@ -142,7 +142,7 @@ impl HostFile {
         };
         let descriptor = opened.map_err(|error| {
             let found = std::fs::metadata(place);
-            // The error of direct I/O for a folder or a pipe misleads.
+            // The error that direct I/O returns for a folder or a pipe is misleading.
             if found.as_ref().is_ok_and(|found| !is_disk(found)) {
                 return no_disk(&name);
             }
@@ -168,8 +168,8 @@ impl HostFile {
     /// messages.
     ///
     /// # Errors
-    /// As [`open`](Self::open); ESTALE if /proc is not mounted and the path leads to another file
-    /// by now.
+    /// The errors of [`open`](Self::open); ESTALE if /proc is not mounted and the path leads to
+    /// another file by now.
     pub fn open_found(
         found: BorrowedFd<'_>,
         path: &Path,
@@ -199,7 +199,7 @@ impl HostFile {
     /// the value does not release them.
     ///
     /// # Errors
-    /// The kernel's; ENOMEM where descriptors run out.
+    /// The kernel's error; ENOMEM if descriptors run out.
     pub fn adopt(
         path: &Path,
         files: OpenFiles<OwnedFd>,
@@ -217,7 +217,7 @@ impl HostFile {
     /// `path`. The locks belong to this value until they are [moved](Self::move_locks_to).
     ///
     /// # Errors
-    /// The kernel's; ENOMEM where descriptors run out.
+    /// The kernel's error; ENOMEM if descriptors run out.
     pub fn share(&self, path: &Path, access: OpenMode) -> Result<Self> {
         let OpenFiles { file, tail, flushed } = self.open_files();
         let copy = |file: BorrowedFd<'_>| {
@@ -242,7 +242,7 @@ impl HostFile {
     /// unchanged.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel's error.
     pub fn fill_last_block(&mut self) -> Result<()> {
         let failed = |error| Error::host("cannot make it longer", error).on(&self.name);
         let alignment = probe::alignment(&self.file, self.kind).map_err(failed)?;
@@ -271,8 +271,8 @@ impl HostFile {
             failed(error).hint("it cannot do direct I/O: try --cache writeback")
         })?;
         if access == OFlags::RDWR && !size.is_multiple_of(u64::from(alignment.offset)) {
-            // So that no other block shares a page with the last partial block, which is written
-            // through the page cache.
+            // A block is at least a page, so that no other block shares a page with the last
+            // partial block, which is written through the page cache.
             let page = rustix::param::page_size() as u32;
             alignment.offset = alignment.offset.max(page);
         }
@@ -383,7 +383,7 @@ fn set_file_flags(descriptor: &OwnedFd, flags: OFlags) -> rustix::io::Result<()>
     }
 }
 
-/// Warns of a file for which a loop that polls for completions cannot do so.
+/// Warns if the loop polls for completions but cannot do so for this file.
 fn tell_if_not_pollable(path: &Path) {
     let io_poll = local::try_current(|local| local.io_poll.get());
     if io_poll == Some(IoPoll::On)

@@ -6,7 +6,7 @@ use crate::driver::file::File;
 
 /// `cachestat` of `<asm-generic/unistd.h>`, the same number on all architectures (Linux 6.5).
 pub const SYS_CACHESTAT: libc::c_long = 451;
-/// Bytes of a page where pages are smallest. With larger pages, a range counts as not cached.
+/// Bytes of a page where pages are smallest. With larger pages, a range is reported as not cached.
 const PAGE: u64 = 4096;
 
 /// `struct cachestat` of `<linux/mman.h>`: pages in the cache, and four counts of other kinds.
@@ -18,8 +18,8 @@ struct CacheStat {
 }
 
 /// Whether all bytes of a range, which is not empty, are in the page cache. `false` on an older
-/// kernel, on one that tells only the file's owner, and on a file system that cannot read without
-/// waiting.
+/// kernel, on a kernel that reports this only to the file's owner, and on a file system that cannot
+/// read without waiting.
 pub(super) fn has_all(file: &File, range: ByteRange) -> bool {
     let pages = range.end().div_ceil(PAGE) - range.offset() / PAGE;
     let (asked, mut found) = ([range.offset(), range.length()], CacheStat::default());

@@ -1,6 +1,7 @@
 //! Determines the kind of an open file and its requirements, once at open.
 //!
-//! Nothing here changes the file. If the kernel does not tell, the safe answer is used.
+//! Nothing here changes the file. If the kernel does not report a property, the safe answer is
+//! used.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -12,8 +13,9 @@ use crate::driver::file::{Caching, File, Medium};
 use crate::driver::operation::is_fua_refusal;
 use crate::driver::request_queue::RequestQueue;
 
-/// `STATX_DIOALIGN` (kernel 6.1), and the type of file systems that live in memory (`statfs(2)`).
+/// `STATX_DIOALIGN` (Linux 6.1).
 const DIOALIGN: StatxFlags = StatxFlags::from_bits_retain(0x2000);
+/// The types of file systems that live in memory (`statfs(2)`).
 const TMPFS_MAGIC: u32 = 0x0102_1994;
 const RAMFS_MAGIC: u32 = 0x8584_58f6;
 
@@ -29,7 +31,7 @@ pub enum FileKind {
     BlockDevice,
 }
 
-/// The kind and size of an open file.
+/// The kind of an open file; `None` if it is neither a regular file nor a block device.
 pub(crate) fn kind(file: &File) -> io::Result<Option<FileKind>> {
     let status = rustix::fs::fstat(file)?;
     Ok(match FileType::from_raw_mode(status.st_mode) {

@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Whether two paths lead to the same file, through any links. If one leads to no accessible file,
-/// such as the address of a server, whether both are the same text.
+/// Whether two paths lead to the same file, through any links. If a path leads to no accessible
+/// file, for example because it is the address of a server: whether both paths are the same text.
 pub fn is_same_file(one: &Path, other: &Path) -> bool {
     let identity = |path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
     one == other || matches!((identity(one), identity(other)), (Ok(one), Ok(other)) if one == other)

@@ -1,9 +1,9 @@
 //! Writes out bytes of a block device that are only in the page cache.
 //!
-//! When the kernel zeroes or discards a range, it first drops the range's pages, also dirty ones.
-//! If the process is killed in between, the device has its older data, and acknowledged writes are
-//! lost. So dirty pages are written out first. Another reason: the kernel counts a write to a
-//! device (`device_writes`) only once it is written out.
+//! When the kernel zeroes or discards a range, it first drops the range's pages, including dirty
+//! ones. If the process is killed in between, the device has its older data, and acknowledged
+//! writes are lost. So dirty pages are written out first. Another reason: the kernel counts a write
+//! to a device (`device_writes`) only once it is written out.
 //!
 //! Guarantee: when the call returns, all earlier writes to the range have reached the device. They
 //! are stable only after a flush. The next flush also reports a failure seen here, because it uses
@@ -17,7 +17,7 @@ use crate::driver::file::File;
 use crate::driver::thread_pool::blocking;
 
 /// # Errors
-/// The host's; pages that could not be written since the file was opened.
+/// The host's error, also if pages could not be written out since the file was opened.
 pub(super) async fn write_out(file: &Arc<File>, range: ByteRange) -> std::io::Result<()> {
     let file = Arc::clone(file);
     blocking(move || {

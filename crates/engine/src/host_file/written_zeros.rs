@@ -38,7 +38,7 @@ pub(super) async fn write(file: &Arc<File>, range: ByteRange, held: IoVector) ->
     }
 }
 
-/// Whether an error means that this is not supported here.
+/// Whether an error means that the mode is not supported here.
 pub(super) fn is_refusal(error: Errno) -> bool {
     matches!(error, Errno::OPNOTSUPP | Errno::NOSYS | Errno::NODEV | Errno::INVAL)
 }

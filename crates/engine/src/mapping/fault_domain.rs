@@ -36,7 +36,8 @@ pub(super) const MAX_REPLACED_PAGES: u32 = 64;
 /// may share (509), since operations keep sets of regions that were replaced.
 pub(super) const MAX_DOMAIN_MAPPINGS: usize = 4 * 512;
 
-/// A group of mappings with one user, such as a front-end, which a fault in any of them ends.
+/// A group of mappings with one user, such as a front-end. A fault in any of the mappings ends that
+/// user.
 #[derive(Debug)]
 pub struct FaultDomain {
     failed: AtomicBool,
@@ -47,7 +48,7 @@ pub struct FaultDomain {
     mappings: AtomicUsize,
     /// How many pages were replaced one by one, or should have been.
     replaced_pages: AtomicU32,
-    /// Shut down at the first fault.
+    /// The connection that is shut down at the first fault.
     connection: Option<OwnedFd>,
 }
 
@@ -91,13 +92,13 @@ impl FaultDomain {
         })
     }
 
-    /// The mark itself, for vectors of the memory.
+    /// The flag that marks the domain as failed, for vectors of its memory.
     pub(crate) fn mark(&self) -> &AtomicBool {
         &self.failed
     }
 
-    /// Marks the domain. Async-signal-safe. Two first faults at once may leave the address of one
-    /// and the kind of the other.
+    /// Marks the domain. Async-signal-safe. If two threads have the first fault at the same time,
+    /// the address of one fault and the kind of the other may be recorded.
     pub(super) fn fail(&self, fault: Fault) {
         if !self.failed.load(Ordering::Relaxed) {
             self.address.store(fault.address(), Ordering::Relaxed);
@@ -112,7 +113,7 @@ impl FaultDomain {
         self.mappings.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).is_ok()
     }
 
-    /// A counted mapping was removed.
+    /// Counts a mapping as removed.
     pub(super) fn release_mapping(&self) {
         self.mappings.fetch_sub(1, Ordering::Relaxed);
     }

@@ -70,7 +70,8 @@ impl Mapping {
     /// not contain the pages.
     ///
     /// # Errors
-    /// The kernel's; `QuotaExceeded` if there are too many mappings, in all or of `domain`.
+    /// The kernel's error; `QuotaExceeded` if there are too many mappings, in this process or of
+    /// `domain`.
     pub(crate) fn of(
         file: impl AsFd,
         offset: u64,

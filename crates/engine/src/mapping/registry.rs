@@ -50,7 +50,7 @@ impl fmt::Debug for Registration {
     }
 }
 
-/// Empty while `length` is 0.
+/// A slot, which is empty while `length` is 0.
 struct Slot {
     /// Odd while the other fields change.
     version: AtomicU32,
@@ -65,12 +65,12 @@ pub(super) struct Registry<const N: usize> {
     slots: [Slot; N],
     /// Slots from here on have never been used.
     used: AtomicUsize,
-    /// Slots below that are empty.
+    /// The empty slots below `used`.
     free: Mutex<Vec<u32>>,
 }
 
 impl<const N: usize> Registry<N> {
-    /// All bits are zero, so that only slots in use take memory.
+    /// A table in which all bits are zero, so that only slots in use take memory.
     pub(super) const fn new() -> Self {
         Self {
             slots: [const { Slot::empty() }; N],

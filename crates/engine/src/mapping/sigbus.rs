@@ -12,8 +12,8 @@
 //!
 //! A report of broken memory that nothing has read (`BUS_MCEERR_AO`) is ignored: the kernel has
 //! removed the page, and a later access to it raises its own fault. The report is not passed to the
-//! earlier handler: that would take it for a fault and restore the default action, which ends the
-//! process at the next fault in a guest's memory.
+//! earlier handler, because that handler would take it for a fault and restore the default action,
+//! which ends the process at the next fault in a guest's memory.
 //!
 //! A fault elsewhere, and a signal that was sent (`kill -BUS`), are passed to the handler of SIGBUS
 //! that was installed before (the standard library installs one to report stack overflows), or else
@@ -47,7 +47,7 @@ type PlainHandler = extern "C" fn(c_int);
 /// Installs the handler, once for the process.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub(super) fn install() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let install = || {

@@ -13,7 +13,7 @@ use std::sync::atomic::{Ordering, compiler_fence};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-/// Private pages: see the module's comment.
+/// Private pages with the guarantees of this module.
 struct Pages {
     start: NonNull<u8>,
     length: usize,
@@ -73,7 +73,7 @@ pub struct Locked<T> {
 }
 
 impl<T> Locked<T> {
-    /// Moves the value into such memory.
+    /// Moves the value into memory for keys.
     ///
     /// # Errors
     /// The kernel has no memory for it.
@@ -119,7 +119,7 @@ impl LockedBytes {
     /// Memory of this length, full of zeros.
     ///
     /// # Errors
-    /// As [`Locked::new`].
+    /// The errors of [`Locked::new`].
     pub fn new(length: usize) -> io::Result<Self> {
         Ok(Self { pages: Pages::new(length)?, length })
     }
@@ -127,7 +127,7 @@ impl LockedBytes {
     /// A copy of these bytes.
     ///
     /// # Errors
-    /// As [`Locked::new`].
+    /// The errors of [`Locked::new`].
     pub fn copy_of(bytes: &[u8]) -> io::Result<Self> {
         let mut copy = Self::new(bytes.len())?;
         copy.copy_from_slice(bytes);
@@ -139,7 +139,7 @@ impl LockedBytes {
         self.length = self.length.min(length);
     }
 
-    /// As [`Locked::is_in_memory`].
+    /// Whether the kernel keeps the bytes off the swap devices.
     pub fn is_in_memory(&self) -> bool {
         self.pages.is_in_memory
     }

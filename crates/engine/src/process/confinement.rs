@@ -46,8 +46,8 @@ pub struct Confinement<'a> {
 /// privileges. The calling thread is restricted last.
 ///
 /// # Errors
-/// The kernel's; `TimedOut` if a thread blocks the signal. Some threads may then be restricted
-/// already.
+/// The kernel's error; `TimedOut` if a thread blocks the signal. Some threads may then be
+/// restricted already.
 pub fn confine(confinement: Confinement<'_>) -> io::Result<()> {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _guard = ONE_AT_A_TIME.lock();

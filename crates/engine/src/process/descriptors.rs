@@ -21,7 +21,7 @@ const REPORT_PERIOD: Duration = Duration::from_secs(60);
 /// descriptors below 1024. This program does not use it.
 ///
 /// # Errors
-/// The kernel's; the limit stays as it is.
+/// The kernel's error; the limit stays as it is.
 pub fn raise_descriptor_limit() -> io::Result<Option<u64>> {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
@@ -35,7 +35,7 @@ pub fn raise_descriptor_limit() -> io::Result<Option<u64>> {
 /// process that has one keeps its address in use.
 ///
 /// # Errors
-/// The kernel's: ENOSYS or EINVAL before Linux 5.11.
+/// The kernel's error: ENOSYS or EINVAL before Linux 5.11.
 pub fn keep_descriptors_from_children() -> io::Result<()> {
     /// `CLOSE_RANGE_CLOEXEC` of `<linux/close_range.h>`.
     const CLOEXEC: libc::c_uint = 4;

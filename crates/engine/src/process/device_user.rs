@@ -34,7 +34,7 @@ pub fn device_user(device: Dev) -> Option<String> {
 }
 
 /// Whether a block device is mounted, part of another device, or open exclusively by a program. A
-/// device that this process may not open counts as free.
+/// device that this process may not open is reported as free.
 pub fn is_in_use(device: Dev) -> bool {
     // The link's target is the device's folder, whose name has '!' instead of the node's '/'.
     let Ok(folder) = device_folder(device).canonicalize() else { return false };

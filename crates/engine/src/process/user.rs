@@ -8,8 +8,8 @@ use std::io;
 /// thread.
 ///
 /// # Errors
-/// Errors of the kernel: EPERM for a process that may not. The switch may then be partly done, and
-/// the process must end.
+/// Errors of the kernel: EPERM if the process may not switch. The switch may then be partly done,
+/// and the process must end.
 pub fn become_user(user: u32, group: u32) -> io::Result<()> {
     let is_so = |ids: [libc::uid_t; 3], wanted| ids == [wanted; 3];
     let (mut users, mut groups) = ([0; 3], [0; 3]);

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 /// the deadline.
 ///
 /// # Errors
-/// The kernel's.
+/// The kernel's error.
 pub fn wait_readable(descriptor: &impl AsFd, deadline: Instant) -> io::Result<bool> {
     loop {
         let rest = deadline.saturating_duration_since(Instant::now());

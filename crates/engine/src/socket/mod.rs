@@ -29,8 +29,8 @@ impl Stream {
     /// Takes over a connected stream socket.
     ///
     /// # Errors
-    /// The kernel's, if the descriptor cannot be made blocking. The engines expect that: each has
-    /// its own way to avoid blocking the loop.
+    /// The kernel's error, if the descriptor cannot be made blocking. The engines need a blocking
+    /// socket, and each has its own way to avoid blocking the loop.
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, false)?;
         Ok(Self(Arc::new(socket)))
@@ -44,10 +44,10 @@ impl Stream {
         (result.map_err(Into::into), list_of(operation))
     }
 
-    /// As [`receive`](Self::receive), until `is_stopped` returns true, which otherwise registers
-    /// the task to be woken. Then the receive ends soon: with the bytes that the kernel has taken
-    /// out of the socket, or, if there are none, with an error that [`is_stopped`] recognizes. No
-    /// byte is lost.
+    /// As [`receive`](Self::receive), until `is_stopped` returns true. If `is_stopped` returns
+    /// false, it has registered the task to be woken. After it has returned true, the receive ends
+    /// soon: with the bytes that the kernel has taken out of the socket, or, if there are none,
+    /// with an error that [`is_stopped`] recognizes. No byte is lost.
     pub async fn receive_until(
         &self,
         into: IoVectorList,
@@ -117,7 +117,7 @@ pub fn is_stopped(error: &io::Error) -> bool {
 const SHORTAGE_PAUSE: Duration = Duration::from_millis(100);
 
 /// A listening socket. Several loops may accept from clones of it, if all have the same engine:
-/// some engines need it to be blocking, others not.
+/// some engines need it to be blocking, others nonblocking.
 #[derive(Clone, Debug)]
 pub struct Listener {
     socket: Arc<OwnedFd>,
@@ -128,7 +128,7 @@ impl Listener {
     /// Takes over a listening stream socket.
     ///
     /// # Errors
-    /// As [`Stream::new`].
+    /// The errors of [`Stream::new`].
     pub fn new(socket: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&socket, false)?;
         Ok(Self { socket: Arc::new(socket), shortages: Arc::default() })
@@ -139,18 +139,19 @@ impl Listener {
     /// kernel's queue, with one warning a minute.
     ///
     /// # Errors
-    /// The kernel's (`accept4(2)`): some, like ECONNABORTED, are about one connection only, and the
-    /// next call may succeed.
+    /// The kernel's error (`accept4(2)`): some, like ECONNABORTED, are about one connection only,
+    /// and the next call may succeed.
     pub async fn accept(&self) -> io::Result<Stream> {
         self.accept_until(|_| false).await
     }
 
-    /// As [`accept`](Self::accept), until `is_stopped` returns true, which otherwise registers the
-    /// task to be woken. Then it ends soon: with a connection that was accepted in that moment, or
-    /// with an error that [`is_stopped`] recognizes. No connection is lost.
+    /// As [`accept`](Self::accept), until `is_stopped` returns true. If `is_stopped` returns false,
+    /// it has registered the task to be woken. After it has returned true, the wait ends soon: with
+    /// a connection that was accepted in that moment, or with an error that [`is_stopped`]
+    /// recognizes. No connection is lost.
     ///
     /// # Errors
-    /// As [`accept`](Self::accept).
+    /// The errors of [`accept`](Self::accept).
     pub async fn accept_until(
         &self,
         mut is_stopped: impl FnMut(&Context<'_>) -> bool,

@@ -2,8 +2,8 @@
 //! host's page cache.
 //!
 //! Guarantees: filling waits for no page that is in the cache, and sending never waits in a system
-//! call. The pages are those of the file: a write to the file before the peer has received them
-//! changes what it receives.
+//! call. The pages belong to the file, so a write to the file before the peer has received them
+//! changes the bytes that the peer receives.
 
 use std::cell::RefCell;
 use std::io;
@@ -21,7 +21,7 @@ const CAPACITY: usize = 1 << 20;
 /// Bytes of the longest read that fits at any offset. Reason: a read that is not aligned to pages
 /// needs one page more in the pipe.
 const MAX_BYTES: usize = CAPACITY - (4 << 10);
-/// The most pipes of a connection. Each has two descriptors.
+/// The maximum number of pipes of a connection. Each has two descriptors.
 const MAX_PIPES: usize = 8;
 /// Bytes that are copied for a send that waits until the socket has space.
 const WAITING_BYTES: usize = 4 << 10;
@@ -94,7 +94,7 @@ impl EmptyPipe {
 pub struct Pages {
     /// `None` once the pipe is free again.
     pipe: Option<Pipe>,
-    /// Bytes that are still in it.
+    /// Bytes that are still in the pipe.
     length: usize,
     free: FreePipes,
 }
@@ -105,7 +105,7 @@ impl Pages {
         self.length
     }
 
-    /// Whether all of it was sent.
+    /// Whether all bytes were sent.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
@@ -114,7 +114,7 @@ impl Pages {
     /// flight.
     ///
     /// # Errors
-    /// The kernel's.
+    /// The kernel's error.
     pub async fn send_some(&mut self, stream: &Stream, pool: &BufferPool) -> io::Result<()> {
         let Some(pipe) = &self.pipe else { return Ok(()) };
         match stream.splice(pipe.read.as_fd(), self.length) {

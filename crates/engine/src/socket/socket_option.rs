@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd};
 /// process's PID namespace. `None` if the peer has no PID there.
 ///
 /// # Errors
-/// The kernel's (`getsockopt(2)`).
+/// The kernel's error (`getsockopt(2)`).
 pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
     let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
@@ -36,7 +36,7 @@ pub fn peer_process(socket: impl AsFd) -> io::Result<Option<i32>> {
 /// receive; it is freed in units of up to 36 KiB.
 ///
 /// # Errors
-/// The kernel's (`ioctl(2)`).
+/// The kernel's error (`ioctl(2)`).
 pub fn unsent_bytes(socket: impl AsFd) -> io::Result<usize> {
     let mut count: libc::c_int = 0;
     // SAFETY: TIOCOUTQ, which is SIOCOUTQ on sockets, writes one `int` to `count`, which is live

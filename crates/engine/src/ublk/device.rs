@@ -37,7 +37,7 @@ const OTHER_WAYS: u64 = ublk_flag::SUPPORT_ZERO_COPY
 pub struct UblkDevice {
     file: Arc<OwnedFd>,
     info: UblkInfo,
-    /// One for each queue.
+    /// The descriptors of each queue.
     descriptors: Vec<Descriptors>,
 }
 
@@ -97,8 +97,9 @@ impl UblkDevice {
     /// Opens device `id`, which was added or whose recovery was started.
     ///
     /// # Errors
-    /// The kernel's: `NotFound` if its file did not appear, `ResourceBusy` if another process has
-    /// it open; `Unsupported` for a device whose data is not transferred by plain copies.
+    /// The kernel's error: `NotFound` if the device's file did not appear, `ResourceBusy` if
+    /// another process has it open; `Unsupported` for a device whose data is not transferred by
+    /// plain copies.
     pub fn open(control: &mut UblkControl, id: u32) -> io::Result<Self> {
         let info = control.info(id)?;
         if info.flags & OTHER_WAYS != 0 {
@@ -136,7 +137,7 @@ impl UblkDevice {
     ///
     /// # Errors
     /// ENODEV when the device was stopped; EACCES on a loop that does not accept commands,
-    /// EOPNOTSUPP on a loop without io_uring; or the driver's.
+    /// EOPNOTSUPP on a loop without io_uring; or the driver's error.
     ///
     /// # Panics
     /// When the memory is not one segment, or shorter than the longest request of the device.
@@ -149,10 +150,10 @@ impl UblkDevice {
     /// the data of a read.
     ///
     /// # Errors
-    /// As [`fetch`](Self::fetch).
+    /// The same as for [`fetch`](Self::fetch).
     ///
     /// # Panics
-    /// As [`fetch`](Self::fetch).
+    /// The same as for [`fetch`](Self::fetch).
     pub async fn commit(
         &self,
         queue: u16,

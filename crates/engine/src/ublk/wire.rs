@@ -103,8 +103,8 @@ impl UblkCommand {
     }
 }
 
-/// A control command as the driver reads it in a submission queue entry. `address` and `length` are
-/// those of the buffer.
+/// A control command as the driver reads it in a submission queue entry. `address` and `length`
+/// describe the buffer.
 pub(super) fn control_bytes(id: u32, address: u64, length: u16, argument: u64) -> [u8; 80] {
     let mut bytes = [0; 80];
     bytes[0..4].copy_from_slice(&id.to_ne_bytes());

@@ -1,5 +1,5 @@
-//! Images whose disk has no metadata to write: every byte has a host offset from the beginning, or
-//! the image is only read.
+//! Images without metadata that changes when the disk is written, because every byte has a fixed
+//! host offset, or because the image is only read.
 //!
 //! [`Raw`] is the disk byte for byte; its bitmaps are in a [`SideFile`]. The I/O path decrypts the
 //! disk of a [`Luks`] container. [`Foreign`] images are those of other programs.
@@ -16,7 +16,7 @@ pub use side_file::SideFile;
 
 use crate::{Foreign, Intent, Luks, Qcow2};
 
-/// An image whose disk has no metadata to write. See the module's comment.
+/// An image without metadata that changes when the disk is written. See the module's comment.
 pub enum Flat<S: Storage> {
     /// The image is the disk, byte for byte.
     Raw(Raw<S>),
@@ -89,7 +89,7 @@ impl<S: Storage> Flat<S> {
         }
     }
 
-    /// Does nothing for an extent that was written: it was visible from the beginning.
+    /// Does nothing for an extent that was written, because its data is visible without a link.
     pub(crate) fn link(&self) -> Result<()> {
         match self {
             Self::Raw(_) | Self::WithSideFile(_) | Self::Luks(_) => Ok(()),
@@ -106,7 +106,7 @@ impl<S: Storage> Flat<S> {
         }
     }
 
-    /// As [`SizeChange::grow`](crate::SizeChange::grow), or to a smaller size.
+    /// As [`SizeChange::grow`](crate::SizeChange::grow), but the new size may also be smaller.
     pub(crate) async fn resize(&self, size: u64) -> Result<()> {
         match self {
             Self::Raw(raw) => raw.resize(size).await,

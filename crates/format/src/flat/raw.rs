@@ -44,8 +44,9 @@ impl<S: Storage> Raw<S> {
     }
 
     /// One extent for all of `range`, except that a last partial block is an extent of its own: a
-    /// storage accepts no other unaligned range. For zeroing and discards, so is a sector that
-    /// reaches past the end of the storage, because the storage can do them only inside.
+    /// storage accepts no other unaligned range. For zeroing and discards, a sector that extends
+    /// past the end of the storage is also an extent of its own, because the storage can zero and
+    /// discard only before its end.
     pub(crate) fn map(&self, range: ByteRange, intent: Intent) -> Extent {
         let end = match intent {
             Intent::Read | Intent::Write => self.size(),

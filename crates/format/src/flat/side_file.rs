@@ -1,8 +1,8 @@
 //! The side file of a raw image: a qcow2 image that has the raw image's bitmaps, and no data.
 //!
 //! The raw image is the data file of that qcow2 image (`data_file_raw`), whose tables exist for
-//! other programs. Here each guest offset is its host offset, so a change of the disk leaves the
-//! tables alone: it is recorded in the bitmaps, and written.
+//! other programs. Here each guest offset is its host offset, so a change of the disk does not
+//! change the tables. The change is recorded in the bitmaps, then written to the raw image.
 
 use blockhouse_core::{ByteRange, Extent, Result, Storage};
 

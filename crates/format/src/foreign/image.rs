@@ -56,7 +56,8 @@ impl ForeignKind {
 /// file, and empties it. `write_id` is a new random GUID. Returns whether there was a log.
 ///
 /// # Errors
-/// As [`Foreign::open`]; `NoSpace`; what the storage answers. The log is still there then.
+/// As [`Foreign::open`]; `NoSpace`; errors of the storage. After an error the log is still in the
+/// file.
 pub async fn replay_vhdx_log<S: Storage>(storage: &S, write_id: [u8; 16]) -> Result<bool> {
     Vhdx::repair(storage, write_id).await.map_err(|error| error.on(storage.name()))
 }
@@ -99,7 +100,7 @@ impl<S: Storage> Foreign<S> {
         Ok(Self { storage, data: None, cache, mapping, is_surveyed })
     }
 
-    /// Which format it is.
+    /// The format of the image.
     pub fn kind(&self) -> ForeignKind {
         match self.mapping {
             Mapping::Vdi(_) => ForeignKind::Vdi,
@@ -190,12 +191,12 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Attaches the [files](Self::extent_files) that the image names: `data` has them one after the
-    /// other, each in its range of `ranges`, in the order of their names. Must be called before any
-    /// read.
+    /// Attaches the [files](Self::extent_files) that the image names: `data` contains the files one
+    /// after the other, each in its range of `ranges`, in the order of their names. Must be called
+    /// before any read.
     ///
     /// # Errors
-    /// `InvalidInput` if the image names none, or another number of files; otherwise as
+    /// `InvalidInput` if the image names no files, or another number of files; otherwise as
     /// [`open`](Self::open).
     pub(crate) async fn with_extents(mut self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         let opened = match &mut self.mapping {
@@ -251,7 +252,8 @@ impl<S: Storage> Foreign<S> {
                 if rest.is_empty() {
                     break;
                 }
-                // Damage further on is reported by the read that reaches it.
+                // An error here only ends the extent; the read that reaches the damaged piece
+                // reports it.
                 match self.piece(rest).await {
                     Ok(next) if piece.continues_as(&next) => piece.length += next.length,
                     _ => break,

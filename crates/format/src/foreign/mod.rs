@@ -1,10 +1,11 @@
 //! Formats of other programs: their images can be served, compared and converted, and a disk can be
 //! stored in a new image for such a program.
 //!
-//! Guarantees: an existing image is never written to. Every field of a header is checked before it
-//! is used, and metadata is read page by page when it is needed, so an image takes no more memory
-//! than [`tables`] allows, whatever its header states. A read of guest data that is missing because
-//! the file was truncated fails; it never returns zeros.
+//! Guarantees: an existing image is never written to, except when a caller replays a VHDX log into
+//! its file ([`replay_vhdx_log`]). Every field of a header is checked before it is used, and
+//! metadata is read page by page when it is needed, so an image takes no more memory than
+//! [`tables`] allows, whatever its header states. A read of guest data that is missing because the
+//! file was truncated fails; it never returns zeros.
 //!
 //! - [`image`]: the only type that the rest of the crate uses, [`Foreign`]; it calls the format's
 //!   code by a `match`.

@@ -8,9 +8,9 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use super::refusal::corrupt;
 use crate::CheckReport;
 
-/// How many blocks in use a check counts: 128 MiB of memory.
+/// Maximum number of blocks in use that a check counts, which take 128 MiB of memory.
 const MAX_BLOCKS: usize = 16 << 20;
-/// How many problems are described in the report.
+/// Maximum number of problems that are described in the report.
 const MAX_PROBLEMS: usize = 1000;
 
 /// The findings of a check so far.
@@ -50,7 +50,7 @@ impl Survey {
     }
 
     /// Records the start of a block that the caller counts as a problem, without counting it as
-    /// allocated: other blocks must not share its data, either.
+    /// allocated, because other blocks must not share its data either.
     ///
     /// # Errors
     /// As [`add`](Self::add).

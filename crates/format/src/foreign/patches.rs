@@ -14,11 +14,11 @@ use crate::aligned_write::write;
 /// Bytes of a page, the unit of changes.
 pub(super) const PAGE: usize = 4096;
 
-/// How many pages are kept: 32 MiB.
+/// Maximum number of pages in memory, which take 32 MiB.
 const MAX_PAGES: usize = 8192;
-/// How many zeros are written at once, in bytes.
+/// Bytes of zeros in one write.
 const ZEROS_AT_ONCE: usize = 1 << 20;
-/// How many ranges of zeros are kept.
+/// Maximum number of ranges of zeros in memory.
 const MAX_ZEROS: usize = 4096;
 
 /// The changes; empty by default.

@@ -17,7 +17,7 @@ use crate::aligned_read::read;
 
 /// Bytes of a page, a multiple of the size of each kind of table entry.
 const PAGE_SIZE: u64 = 16 << 10;
-/// How many pages are kept: 4 MiB in all.
+/// Maximum number of pages in memory, which take 4 MiB.
 const MAX_PAGES: usize = 256;
 
 /// The pages of one image.
@@ -31,7 +31,7 @@ pub(super) struct PageCache {
 #[derive(Default)]
 struct Pages {
     by_number: HashMap<u64, Cached>,
-    /// Counts uses.
+    /// The number of uses so far, from which the least recently used page is determined.
     clock: u64,
 }
 

@@ -20,7 +20,7 @@ pub(super) const MAX_SALT: usize = 64;
 pub struct LuksHeader {
     /// 1 or 2.
     pub version: u32,
-    /// The container's UUID, as the header has it.
+    /// The container's UUID, as the header contains it.
     pub uuid: String,
     /// How the disk's sectors are encrypted.
     pub cipher: LuksCipher,
@@ -45,9 +45,9 @@ pub struct LuksHeader {
 /// A key slot: the disk's key, encrypted by a passphrase.
 #[derive(Clone, Debug)]
 pub struct LuksSlot {
-    /// Its number in the header.
+    /// The number of the slot in the header.
     pub number: u32,
-    /// The parameters that open it, or the reason why that is not supported.
+    /// The parameters that open the slot, or the reason why the slot is not supported.
     pub key: Result<LuksSlotKey, String>,
 }
 
@@ -75,9 +75,9 @@ pub struct LuksSlotKey {
 pub enum LuksKdf {
     /// PBKDF2 (RFC 8018).
     Pbkdf2 {
-        /// Of its HMAC.
+        /// The hash of PBKDF2's HMAC.
         hash: LuksHash,
-        /// Rounds.
+        /// Iterations of PBKDF2.
         iterations: u32,
         /// Its salt.
         salt: Vec<u8>,
@@ -86,11 +86,11 @@ pub enum LuksKdf {
     Argon2 {
         /// Whether it is Argon2id, otherwise Argon2i.
         is_id: bool,
-        /// Passes over its memory.
+        /// Passes over the memory.
         passes: u32,
-        /// Its memory in KiB.
+        /// The memory in KiB.
         memory_kib: u32,
-        /// Its lanes.
+        /// The degree of parallelism (lanes).
         lanes: u32,
         /// Its salt.
         salt: Vec<u8>,
@@ -100,13 +100,13 @@ pub enum LuksKdf {
 /// PBKDF2 of the disk's key, by which the right key is recognized.
 #[derive(Clone, Debug)]
 pub struct LuksDigest {
-    /// Of its HMAC.
+    /// The hash of PBKDF2's HMAC.
     pub hash: LuksHash,
-    /// Rounds.
+    /// Iterations of PBKDF2.
     pub iterations: u32,
     /// Its salt.
     pub salt: Vec<u8>,
-    /// Its result.
+    /// The result of PBKDF2.
     pub digest: Vec<u8>,
 }
 
@@ -149,7 +149,7 @@ impl LuksCipher {
         Self::AesCbcEssivSha256,
     ];
 
-    /// Its name, as `dm-crypt` has it.
+    /// The name of the cipher in `dm-crypt`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::AesXtsPlain => "aes-xts-plain",
@@ -188,7 +188,7 @@ impl LuksCipher {
 impl LuksHash {
     const ALL: [Self; 5] = [Self::Sha1, Self::Sha224, Self::Sha256, Self::Sha384, Self::Sha512];
 
-    /// Its name in headers.
+    /// The name of the hash function in headers.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Sha1 => "sha1",

@@ -1,8 +1,9 @@
 //! Changes of the key slots of a LUKS header of version 1.
 //!
 //! Order: a slot's area is durable before its record marks it as in use. When a slot is erased, its
-//! area is overwritten durably before the record changes, so that an old copy of the record opens
-//! nothing. After a crash between the two writes, the slot is marked as in use but opens nothing.
+//! area is overwritten durably before the record changes, so that no passphrase opens the slot even
+//! with an old copy of the record. After a crash between the two writes, the slot is marked as in
+//! use, but no passphrase opens it.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -12,9 +13,9 @@ use crate::aligned_read;
 
 /// The content of a key slot.
 pub struct NewLuksSlot {
-    /// Iterations of the passphrase's derivation.
+    /// Iterations of the key derivation from the passphrase.
     pub iterations: u32,
-    /// Its salt.
+    /// The salt of the key derivation.
     pub salt: [u8; 32],
     /// The encrypted stripes of the disk's key.
     pub material: Vec<u8>,

@@ -1,8 +1,8 @@
 //! The header of LUKS version 2 as bytes ("LUKS2 On-Disk Format Specification", version 1.1.1): two
 //! copies, each a sector of 4 KiB and an area of JSON, with a checksum over both.
 //!
-//! Of two good copies, the one with the higher sequence number counts. A copy with a wrong checksum
-//! is not parsed.
+//! Of two valid copies, the one with the higher sequence number is used. A copy with a wrong
+//! checksum is not parsed.
 
 use serde_json::Value;
 use sha2::{Digest, Sha256, Sha512};
@@ -65,7 +65,7 @@ pub(super) fn parse(bytes: &[u8], offset: u64) -> Result<Copy, (String, usize)> 
     Ok(Copy { sequence: be64(bytes, 16), uuid: text(bytes, 168, 40), json })
 }
 
-/// The checksum of a whole copy, with the checksum field taken as zeros.
+/// The checksum of a whole copy, computed with zeros in the checksum field.
 fn checksum<D: Digest>(bytes: &[u8]) -> Vec<u8> {
     let mut hash = D::new();
     hash.update(&bytes[..CHECKSUM.start]);

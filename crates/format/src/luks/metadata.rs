@@ -1,7 +1,7 @@
 //! The JSON of a LUKS2 header: one encrypted segment, and the key slots that open it.
 //!
-//! Refused, each with its own error: containers in the middle of a reencryption, with integrity
-//! tags, or with segments of other kinds.
+//! Containers in the middle of a reencryption, with integrity tags, or with segments of other kinds
+//! are refused, each with its own error.
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -13,7 +13,7 @@ use super::header::{
     printable, slot_area,
 };
 
-/// How many key slots a header may have.
+/// Maximum number of key slots of a header.
 const MAX_SLOTS: usize = 32;
 
 /// The container that the JSON describes; `Err` is the reason why it cannot be opened.

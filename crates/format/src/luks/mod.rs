@@ -5,9 +5,9 @@
 //!   storage.
 //! - [`Luks`] is the mapping: the disk is a contiguous range of the storage after the header.
 //!
-//! This module neither derives keys nor decrypts: the I/O path does, with `blockhouse-crypt`. So
-//! extents have the host offsets of encrypted bytes. Headers are untrusted input: at most 8 MiB are
-//! read, and every field is checked.
+//! This module neither derives keys nor decrypts; the I/O path does both with `blockhouse-crypt`.
+//! Therefore extents have the host offsets of encrypted bytes. Headers are untrusted input: at most
+//! 8 MiB are read, and every field is checked.
 
 mod header;
 mod key_slots;
@@ -45,7 +45,8 @@ impl LuksHeader {
     pub async fn read<S: Storage>(storage: &S, start: u64, room: u64) -> Result<Self> {
         let first = aligned_read::read(storage, start, luks2::BINARY).await?;
         let header = match luks1::version(&first) {
-            // The first copy of a header of version 2 may be lost.
+            // The first copy of a version 2 header may be damaged, so the second copy is searched
+            // for.
             _ if first[..6] != luks1::MAGIC => {
                 match second_copy(storage, start, &luks2::LENGTHS).await? {
                     Some(copy) => container(copy, start),
@@ -78,10 +79,11 @@ impl LuksHeader {
     }
 }
 
-/// The better of two copies of a header of version 2.
+/// Reads both copies of a header of version 2, and returns the valid one with the higher sequence
+/// number.
 async fn version_2<S: Storage>(storage: &S, binary: &[u8], start: u64) -> Result<LuksHeader> {
     let first = copy(storage, binary, luks1::MAGIC, start, 0).await?;
-    // A sound first copy states its length, which is the offset of the second copy.
+    // A valid first copy contains its length, which is the offset of the second copy.
     let second = match luks2::length(binary, luks1::MAGIC) {
         Ok(length) if first.is_ok() => second_copy(storage, start, &[length]).await?,
         _ => second_copy(storage, start, &luks2::LENGTHS).await?,
@@ -118,7 +120,7 @@ async fn copy<S: Storage>(
     Ok(luks2::parse(&bytes, offset))
 }
 
-/// The second copy of a header of version 2, at the first of `offsets` that has a sound one.
+/// The second copy of a header of version 2, at the first of `offsets` with a valid copy.
 async fn second_copy<S: Storage>(
     storage: &S,
     start: u64,
@@ -145,9 +147,9 @@ fn refusal(what: String, offset: u64) -> Error {
         .hint(OTHER_PROGRAM)
 }
 
-/// Makes `storage` a container, durably: `header` has the bytes of a [`NewLuks`] with its areas.
-/// The rest of the storage becomes the disk, which reads as whatever its bytes decrypt to, not as
-/// zeros.
+/// Durably makes `storage` a container. `header` has the bytes of a [`NewLuks`] with its areas. The
+/// rest of the storage becomes the disk. The disk does not read as zeros, because the present bytes
+/// of the storage are decrypted.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -272,7 +274,7 @@ impl<S: Storage> Luks<S> {
         &self.storage
     }
 
-    /// Its header.
+    /// The container's header.
     pub fn header(&self) -> &LuksHeader {
         &self.header
     }

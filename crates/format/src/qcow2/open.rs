@@ -1,11 +1,12 @@
-//! Opening and closing an image.
+//! Opens and closes an image.
 //!
 //! Opening:
 //!
 //! 1. The header, L1 table and refcount table are read.
 //! 2. A truncated file is detected.
 //! 3. For writing: the locations of the active tables are recorded.
-//! 4. For writing: a flush. It makes durable what a dead process left in the host's cache.
+//! 4. For writing: a flush, which makes durable the data of a dead process in the host's page
+//!    cache.
 //! 5. For writing: the refcounts of an image that was not closed are counted anew. Then the caller
 //!    replays a redo log, if there is one.
 //!
@@ -19,11 +20,11 @@
 //! Settling, before another process opens the image: as closing, but the file is not truncated, and
 //! the image stays open.
 //!
-//! The file is truncated only at closing: then no I/O is in flight and none follows, so no write
-//! can go past the new end. A cluster is cut off if its refcount is 0 in memory and on disk, and it
-//! has no active table. The refcounts of clusters that existed when the image was opened may be
-//! wrong, and a repair could still correct them: such clusters are cut off only if no table, of the
-//! active disk or of a snapshot, refers to any of them. A crash before the truncation leaves a
+//! The file is truncated only at closing, when no I/O is in flight and none follows, so no write
+//! can extend past the new end. A cluster is cut off if its refcount is 0 in memory and on disk,
+//! and it has no active table. The refcounts of clusters that existed when the image was opened may
+//! be wrong, and a repair could still correct them: such clusters are cut off only if no table, of
+//! the active disk or of a snapshot, refers to any of them. A crash before the truncation leaves a
 //! longer file.
 
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
@@ -42,8 +43,8 @@ use super::transaction::{Transactions, logged_hosts, recount, show_snapshot};
 use super::writeback::Metadata;
 use super::{Access, BitmapActivity, Discard, Qcow2};
 
-/// The maximum number of repeated searches for refcount blocks to drop at closing. Reason for
-/// repeating: after a block was dropped, the block that counted it may be empty, too.
+/// The maximum number of repeated searches for refcount blocks to drop at closing. The search is
+/// repeated because, after a block was dropped, the block that counted it may be empty too.
 const MAX_PASSES: u32 = 8;
 
 /// How an image is opened.
@@ -51,13 +52,13 @@ const MAX_PASSES: u32 = 8;
 pub struct OpenOptions {
     /// The access.
     pub access: Access,
-    /// How many bytes of L2 tables and refcount blocks are kept in memory. The minimum is four
-    /// tables, and the refcounts that their allocation needs.
+    /// Maximum bytes of L2 tables and refcount blocks in memory. The minimum is four tables, and
+    /// the refcounts that their allocation needs.
     pub cache_size: u64,
     /// What happens to discarded space.
     pub discard: Discard,
-    /// How many bytes of freed clusters may wait for a writeback that runs for another reason, even
-    /// if the file is short.
+    /// Bytes of freed clusters that may wait until a writeback runs for another reason, even if the
+    /// file is short.
     pub min_waiting_frees: u64,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
@@ -144,7 +145,7 @@ impl<S: Storage> Qcow2<S> {
         }
         if options.access == Access::ReadWrite {
             // A process that died may have written tables that no flush has covered. After this
-            // flush, the tables that are read count as durable.
+            // flush, the tables that are read are durable.
             metadata.sync(SyncMode::Data).await?;
             if is_dirty {
                 metadata.autoclear().begin_changes_before_replay().await?;
@@ -250,8 +251,8 @@ fn check_access<S: Storage>(storage: &S, header: &Header, access: Access) -> Res
 /// flight.
 ///
 /// # Errors
-/// Errors of writing tables and reading tables only. A storage that cannot be shortened is left as
-/// it is.
+/// Only errors of writing and of reading tables. If the storage cannot be truncated, its length is
+/// not changed and no error is returned.
 async fn truncate_file<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     metadata.writer().check_failure()?;
     if !metadata.lock().tables.has_counted() {

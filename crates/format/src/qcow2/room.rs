@@ -20,7 +20,7 @@ impl Search {
 
     fn run(&mut self, tables: &mut Tables) -> Step<()> {
         let geometry = tables.geometry();
-        // The refcount table covers this many clusters; those after them have no refcount.
+        // The refcount table covers this many clusters; later clusters have no refcount.
         let countable = tables.refcount_table().len() as u64 * geometry.block_refcounts();
         self.below = self.below.min(countable);
         while self.below > 0 {

@@ -1,10 +1,11 @@
-//! The handshake as a state machine: bytes of a client in, bytes for it and a decision out.
+//! The handshake as a state machine. Its input is the client's bytes; its output is the bytes to
+//! send and a decision.
 //!
 //! Fixed newstyle only ("Fixed newstyle negotiation"). Guarantees, for any input: memory stays
 //! below [`MAX_OPTION`] plus one feed and [`OUTPUT_PAUSE`] plus one reply. An option that is
-//! unknown, malformed or too long gets its error, and the next one is read. The connection ends
-//! only where the protocol has no reply. The state machine does no I/O, and finds exports through
-//! an [`ExportLookup`].
+//! unknown, malformed or too long gets an error reply, and the next option is read. The connection
+//! ends only for errors that have no reply in the protocol. The state machine does no I/O, and
+//! finds exports through an [`ExportLookup`].
 
 mod negotiation;
 mod negotiator;
@@ -24,20 +25,20 @@ use crate::proto::option::{
 pub const MAX_OPTION: u32 = 64 << 10;
 /// Option data of more than this many bytes is not skipped: the connection ends.
 pub const MAX_SKIP: u32 = 32 << 20;
-/// With this many bytes to send, no further option is answered before they are sent.
+/// If this many bytes wait to be sent, no further option is answered before they are sent.
 pub const OUTPUT_PAUSE: usize = 16 << 10;
 
-/// The step after a feed. The output is sent first in each case.
+/// What the caller does after a feed. In each case it sends the output first.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// Receive more and feed it.
+    /// Receive more bytes and feed them.
     More,
-    /// Send the output, then feed nothing: there are more replies.
+    /// Send the output, then call `feed` without bytes, because there are more replies.
     Again,
     /// The transmission phase starts; bytes received early are in [`Handshake::into_rest`].
     Transmit(NegotiatedOptions),
-    /// Send the output and do the TLS handshake, then call [`Handshake::tls_started`]. No byte
-    /// received before belongs to it.
+    /// Send the output and do the TLS handshake, then call [`Handshake::tls_started`]. No byte that
+    /// was received before belongs to the TLS handshake.
     StartTls,
     /// Close the connection.
     Close(HandshakeError),
@@ -62,7 +63,7 @@ pub struct Handshake {
     state: State,
     /// Bytes that were received and not parsed yet.
     pending: Vec<u8>,
-    /// Options so far.
+    /// The number of options so far.
     options: u32,
     negotiator: Negotiator,
 }
@@ -114,7 +115,8 @@ impl Handshake {
             let progress = match decision {
                 Ok(Answer::Next) => continue,
                 Ok(Answer::StartTls) if used == self.pending.len() => break Progress::StartTls,
-                // "STARTTLS injection", CVE-2021-3716 of nbdkit.
+                // Bytes that follow in plain text could be injected by an attacker ("STARTTLS
+                // injection", CVE-2021-3716 of nbdkit).
                 Ok(Answer::StartTls) => Progress::Close(HandshakeError::DataBeforeTls),
                 Ok(Answer::Transmit(options)) => Progress::Transmit(options),
                 Err(error) => Progress::Close(error),
@@ -126,7 +128,7 @@ impl Handshake {
         progress
     }
 
-    /// Continues under TLS, with only the client's flags kept from before.
+    /// Continues under TLS. Of the earlier state only the client's flags are kept.
     pub fn tls_started(&mut self) {
         self.negotiator.start_over_with_tls();
     }
@@ -136,8 +138,8 @@ impl Handshake {
         self.pending
     }
 
-    /// Handles one item of the pending bytes from `at` on: how many bytes it took, and the
-    /// decision. `None` when more bytes are needed.
+    /// Handles one item of the pending bytes from `at` on. Returns the number of bytes that the
+    /// item took, and the decision; `None` if more bytes are needed.
     fn step(
         &mut self,
         at: usize,

@@ -1,4 +1,4 @@
-//! The result of a handshake: the exports there are, the options that were agreed on, or the error.
+//! The input of a handshake (the exports) and its result: the negotiated options, or the error.
 
 use std::fmt;
 
@@ -10,26 +10,27 @@ use crate::proto::{ALLOCATION_CONTEXT, ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_
 /// A client that has not chosen an export after this many options is disconnected.
 pub const MAX_OPTIONS: u32 = 4096;
 
-/// An export as a client can learn of it, and as the transmission phase depends on it.
+/// The properties of an export that are reported to clients, or that the transmission phase depends
+/// on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportInfo {
     /// The canonical name.
     pub name: String,
-    /// A line for people; empty for none.
+    /// A description for users, on one line; may be empty.
     pub description: String,
     /// The size in bytes.
     pub size: u64,
-    /// Whether it can be written.
+    /// The access that clients have.
     pub access: Access,
     /// The smallest block in bytes that clients see: 1, or a sector of the disk.
     pub smallest_block: u32,
     /// The block size in bytes that avoids read-modify-write: a power of two, 512 to 32 MiB.
     pub preferred_block: u32,
-    /// Whether a client may have several connections to it at once.
+    /// Whether a client may have several connections to the export at once.
     pub is_shared: bool,
-    /// Whether it offers [`MetaContext::AllocationDepth`].
+    /// Whether the export offers [`MetaContext::AllocationDepth`].
     pub has_depth: bool,
-    /// The bitmaps that it offers, 64 at most.
+    /// The bitmaps that the export offers, 64 at most.
     pub bitmaps: Vec<String>,
 }
 
@@ -67,15 +68,16 @@ impl fmt::Display for MetaContext {
 
 /// The exports that a client may request.
 pub trait ExportLookup {
-    /// The export with this name; the empty name means the default one.
+    /// The export with this name; the empty name means the default export.
     fn find(&self, name: &str) -> Option<ExportInfo>;
     /// All exports, in the order in which they are listed.
     fn list(&self) -> Vec<ExportInfo>;
-    /// Whether there is an export with this name for clients that use TLS, which this one does not.
+    /// Whether there is an export with this name that only clients with TLS may use, while this
+    /// client has no TLS.
     fn needs_tls(&self, _name: &str) -> bool {
         false
     }
-    /// Told when a client without TLS gets an error because TLS is required.
+    /// Called when a client without TLS gets an error because TLS is required.
     fn refuse_plain(&self) {}
 }
 
@@ -85,11 +87,11 @@ pub enum TlsState {
     /// TLS is not offered.
     #[default]
     Off,
-    /// It may begin.
+    /// The client may begin TLS.
     Optional,
-    /// It must begin before any other option is answered.
+    /// The client must begin TLS before any other option is answered.
     Required,
-    /// It has begun.
+    /// TLS has begun.
     Active,
 }
 
@@ -100,8 +102,8 @@ pub struct NegotiatedOptions {
     pub export: String,
     /// The framing of requests and replies.
     pub framing: Framing,
-    /// The contexts of replies to BLOCK_STATUS, by their ids; empty if that is an error, because
-    /// none was selected for the export finally chosen.
+    /// The contexts of replies to BLOCK_STATUS, with their ids. Empty if no context was selected
+    /// for the export that was chosen; BLOCK_STATUS is an error then.
     pub contexts: Vec<(u32, MetaContext)>,
 }
 
@@ -111,10 +113,10 @@ pub enum HandshakeError {
     /// The client sent `NBD_OPT_ABORT`.
     #[error("the client ended the handshake")]
     Aborted,
-    /// It set client flags that were not offered.
+    /// The client set client flags that were not offered.
     #[error("unknown client flags 0x{0:x}")]
     UnknownFlags(u32),
-    /// An option without its magic number: the two ends are out of step.
+    /// An option without the magic number: the two ends disagree about where an option starts.
     #[error("an option starts with 0x{0:016x} instead of its magic number")]
     BadMagic(u64),
     /// EXPORT_NAME for an export that does not exist; the option has no error reply.
@@ -126,11 +128,11 @@ pub enum HandshakeError {
     /// An option that is too long even to skip.
     #[error("an option of {0} bytes")]
     OptionTooLong(u32),
-    /// EXPORT_NAME, which has no error reply, without TLS.
+    /// EXPORT_NAME without TLS where TLS is required; the option has no error reply.
     #[error("the client chose an export without TLS, which is required")]
     TlsRequired,
-    /// Bytes after STARTTLS that did not wait for its reply. They were sent in plain, perhaps by a
-    /// man in the middle.
+    /// Bytes after STARTTLS that were sent before its reply. They were sent in plain text, perhaps
+    /// by a man in the middle.
     #[error("the client sent data in plain after STARTTLS")]
     DataBeforeTls,
     /// More options than [`MAX_OPTIONS`].

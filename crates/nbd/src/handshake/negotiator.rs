@@ -1,4 +1,4 @@
-//! The server's answer to each option of a client, whatever bytes the option's data has.
+//! The server's answer to each option of a client, for any bytes in the option's data.
 
 use blockhouse_disk::Access;
 
@@ -13,19 +13,19 @@ use crate::proto::{Framing, TransmissionFlags};
 /// Whether the reply to EXPORT_NAME is padded (`NBD_FLAG_C_NO_ZEROES`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Padding {
-    /// It is, unless the client sets the flag.
+    /// The reply is padded, because the client has not set the flag.
     Sent,
-    /// The client does without.
+    /// The reply is not padded, because the client has set the flag.
     Omitted,
 }
 
 /// The answer to an option.
 pub enum Answer {
-    /// Another option.
+    /// Wait for another option.
     Next,
-    /// The TLS handshake, and then other options.
+    /// Do the TLS handshake, and then wait for other options.
     StartTls,
-    /// The transmission phase.
+    /// Start the transmission phase.
     Transmit(NegotiatedOptions),
 }
 
@@ -48,12 +48,13 @@ impl Negotiator {
         Self { tls, padding: Padding::Sent, framing: Framing::Simple, selected: None }
     }
 
-    /// Forgets the negotiation without TLS, except the client's flags, which precede all options.
+    /// Discards everything that was negotiated without TLS, except the client's flags, which are
+    /// sent before all options.
     pub fn start_over_with_tls(&mut self) {
         *self = Self { padding: self.padding, ..Self::new(TlsState::Active) };
     }
 
-    /// The error of every option but two if TLS must begin first.
+    /// The error of an option that requires TLS, if TLS must begin first.
     fn check_tls(&self, exports: &dyn ExportLookup) -> Result<(), OptionError> {
         if self.tls != TlsState::Required {
             return Ok(());
@@ -62,7 +63,7 @@ impl Negotiator {
         Err(OptionError::new(ReplyType::ErrTlsReqd, "this server requires TLS"))
     }
 
-    /// Takes the client's flags over.
+    /// Records the padding that the client's flags request.
     pub fn set_padding(&mut self, padding: Padding) {
         self.padding = padding;
     }
@@ -165,7 +166,7 @@ impl Negotiator {
                 contexts.for_each(|(_, context)| replies.context(0, &context));
             }
             ClientOption::SetMetaContext => {
-                // The old selection ends, also when this one fails.
+                // The previous selection ends, even if this option fails.
                 self.selected = None;
                 let (info, queries) = self.query(data, exports)?;
                 let contexts = info.contexts().filter(|(_, context)| queries.select(context));
@@ -306,7 +307,8 @@ impl Negotiator {
             flags |= Flag::SEND_DF;
         }
         if self.framing == Framing::Extended {
-            // Before contexts are selected, INFO reports what is possible.
+            // INFO may come before contexts are selected, so it reports the flag whether or not
+            // there is a selection.
             let has_status = option == ClientOption::Info || !self.selected_for(info).is_empty();
             flags.set(Flag::BLOCK_STATUS_PAYLOAD, has_status);
         }

@@ -5,7 +5,7 @@ use super::parse::Malformed;
 use crate::proto::option::{InfoType, REPLY_MAGIC, ReplyType};
 use crate::proto::{MAX_PAYLOAD, TransmissionFlags};
 
-/// Why an option fails; the client may send another one.
+/// The error of an option. The client may send another option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OptionError {
     kind: ReplyType,
@@ -13,7 +13,7 @@ pub struct OptionError {
 }
 
 impl OptionError {
-    /// An error of this type; `message` is for people.
+    /// An error of this type; `message` is for the client's user.
     pub fn new(kind: ReplyType, message: &'static str) -> Self {
         Self { kind, message }
     }
@@ -53,7 +53,7 @@ impl<'a> OptionReplies<'a> {
         }
     }
 
-    /// Replies that the option is done.
+    /// Replies that the option has succeeded.
     pub fn ack(&mut self) {
         self.reply(ReplyType::Ack, &[]);
     }
@@ -63,31 +63,31 @@ impl<'a> OptionReplies<'a> {
         self.reply(error.kind, &[error.message.as_bytes()]);
     }
 
-    /// One export of the list.
+    /// Replies with one export of the list.
     pub fn server(&mut self, info: &ExportInfo) {
         let length = (info.name.len() as u32).to_be_bytes();
         let parts = [&length[..], info.name.as_bytes(), info.description.as_bytes()];
         self.reply(ReplyType::Server, &parts);
     }
 
-    /// Size and flags, which every description of an export has.
+    /// Replies with the export's size and flags.
     pub fn export(&mut self, size: u64, flags: TransmissionFlags) {
         self.info(InfoType::Export, &[&size.to_be_bytes(), &flags.bits().to_be_bytes()]);
     }
 
-    /// The canonical name.
+    /// Replies with the canonical name.
     pub fn name(&mut self, name: &str) {
         self.info(InfoType::Name, &[name.as_bytes()]);
     }
 
-    /// The line for people, if there is one.
+    /// Replies with the export's description, if there is one.
     pub fn description(&mut self, description: &str) {
         if !description.is_empty() {
             self.info(InfoType::Description, &[description.as_bytes()]);
         }
     }
 
-    /// The block sizes.
+    /// Replies with the block sizes.
     pub fn block_size(&mut self, smallest: u32, preferred: u32) {
         let sizes = [smallest, preferred, MAX_PAYLOAD];
         let [smallest, preferred, payload] = sizes.map(u32::to_be_bytes);
@@ -99,7 +99,7 @@ impl<'a> OptionReplies<'a> {
         self.reply(ReplyType::Info, &[&payload]);
     }
 
-    /// A metadata context with its id, which is 0 in lists.
+    /// Replies with a metadata context and its id, which is 0 in lists.
     pub fn context(&mut self, id: u32, context: &MetaContext) {
         let name = context.to_string();
         self.reply(ReplyType::MetaContext, &[&id.to_be_bytes(), name.as_bytes()]);

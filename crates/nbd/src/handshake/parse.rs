@@ -1,10 +1,10 @@
-//! Parsing the data of options. Every length is checked against the bytes that remain.
+//! Parses the data of options. Every length is checked against the bytes that remain.
 
 use super::negotiation::MetaContext;
 use crate::proto::option::InfoType;
 use crate::proto::{ALLOCATION_DEPTH, BASE_ALLOCATION, DIRTY_BITMAP, MAX_STRING};
 
-/// The data of an option contradicts the protocol; with the reason, for the log.
+/// The data of an option violates the protocol. The text is the reason, for the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Malformed(pub &'static str);
 
@@ -64,7 +64,8 @@ enum Query<'a> {
     DirtyBitmap(&'a str),
     /// `qemu:allocation-depth`.
     AllocationDepth,
-    /// `base:`, a wildcard when listing and nothing when selecting.
+    /// `base:`. In a list request it matches every context of this namespace; in a selection it
+    /// matches none.
     AllOfBase,
     /// `qemu:`, as `base:`.
     AllOfQemu,

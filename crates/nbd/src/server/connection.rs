@@ -1,7 +1,7 @@
 //! One client from accept to close.
 //!
-//! Events of a client are logged at `debug`, or at `info` if its operator can correct the cause.
-//! Reason: an untrusted client must not fill the log with warnings.
+//! Events of a client are logged at `debug`, or at `info` if the client's operator can correct the
+//! cause. Reason: an untrusted client must not fill the log with warnings.
 
 use std::cell::{Cell, RefCell};
 use std::fmt::Write;
@@ -25,13 +25,13 @@ use crate::handshake::{
 use crate::session::{Activity, ByteLimit, End, Outcome, Session};
 use crate::tls::{AcceptError, ClientIdentity, TlsChannel, TlsMode};
 
-/// Bytes that one system call receives in the handshake; longer options come in pieces.
+/// Bytes that one system call receives in the handshake. Longer options are received in pieces.
 const RECEIVE_SIZE: usize = 4096;
 
-/// Characters of a name made up by a client that go into the log.
+/// Maximum number of characters of a client's export name that are logged.
 const MAX_LOGGED_NAME: usize = 64;
 
-/// Why no transmission phase began.
+/// The reason why no transmission phase began.
 #[derive(Debug, thiserror::Error)]
 enum SetupError {
     #[error("{0}")]
@@ -58,7 +58,7 @@ pub struct Connection<S: Storage> {
     pub stream: Stream,
     /// The client.
     pub peer: Peer,
-    /// Its entry in the registry.
+    /// The connection's entry in the registry.
     pub guard: ConnectionGuard,
     /// The exports of its socket.
     pub exports: Exports<S>,
@@ -66,7 +66,7 @@ pub struct Connection<S: Storage> {
     pub limits: Limits,
     /// The limit that the payloads of all connections share.
     pub byte_limit: Arc<ByteLimit>,
-    /// Where memory comes from.
+    /// The allocator of payloads' memory.
     pub pool: BufferPool,
 }
 
@@ -87,13 +87,13 @@ impl<S: Storage> Connection<S> {
         log_end(self.peer, outcome.await);
     }
 
-    /// Serves a client, which has done its handshake with another process, to its end.
+    /// Serves a client that has done its handshake with another process, until its connection ends.
     pub async fn go_on(self, session: PausedSession) {
         let enter = |disk: &Disk<S>, export| disk.stats().enter_client_again(export);
         log_end(self.peer, self.transmit(session, None, enter).await);
     }
 
-    /// The transmission phase: a session from pause to pause.
+    /// The transmission phase: one session after the other, with a pause between them.
     async fn transmit(
         &self,
         mut paused: PausedSession,
@@ -106,20 +106,22 @@ impl<S: Storage> Connection<S> {
         let activity = Arc::new(if paused.is_used { Activity::of_used() } else { Activity::new() });
         let credential = tls.map(|tls| Arc::clone(tls.credential()));
         let shutdown = self.guard.start_transmission(id, credential.clone(), &activity);
-        // Reading the files again from now on ends this connection. It may have happened since the
-        // handshake.
+        // From now on, a reload of the TLS files ends this connection if they refuse the client.
+        // The files may already have been reloaded since the handshake, so this is checked here.
         if let (Some(shown), Some(tls)) = (&credential, self.exports.tls())
             && !tls.server.still_admits(shown)
         {
             let why = "what it has shown was revoked meanwhile".to_owned();
             return Err(SetupError::Tls(AcceptError::Refused(why)));
         }
-        // A removal of the export from now on ends this connection.
+        // From now on, a removal of the export ends this connection; an earlier removal is detected
+        // here.
         if !self.exports.has(id) {
             return Err(SetupError::Removed(paused.options.export));
         }
         let _observed = self.exports.observe(&export.name, self.peer.to_string());
-        // Also while it is paused: it is the same client afterwards, here or in another process.
+        // The client is counted also while the connection is paused, because it remains the same
+        // client after the pause, here or in another process.
         let _client = enter(&export.disk, ExportKind::Nbd);
         loop {
             let session = Session {
@@ -173,7 +175,7 @@ fn log_end(peer: Peer, outcome: Result<End, SetupError>) {
 /// The outcome of a handshake.
 struct Negotiated {
     options: NegotiatedOptions,
-    /// The bytes that arrived after it.
+    /// The bytes that arrived after the handshake.
     received: Vec<u8>,
     tls: Option<Rc<TlsChannel>>,
 }
@@ -217,7 +219,7 @@ async fn handshake<S: Storage>(
             Progress::More => receive(stream, tls.as_deref(), &mut received).await?,
             Progress::Again => 0,
             Progress::StartTls => {
-                // It was offered.
+                // STARTTLS is offered only if the socket has TLS, so this does not happen.
                 let Some(crate::tls::SocketTls { server, .. }) = socket_tls else {
                     return Err(io::Error::from(io::ErrorKind::Unsupported).into());
                 };
@@ -279,7 +281,7 @@ async fn receive(
 struct LoggedLookup<'a, S: Storage> {
     exports: &'a Exports<S>,
     peer: Peer,
-    /// Its identity by TLS.
+    /// The client's identity by TLS.
     client: RefCell<Option<ClientIdentity>>,
     has_logged: Cell<bool>,
 }

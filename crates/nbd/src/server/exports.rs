@@ -1,7 +1,7 @@
 //! The exports that clients of a socket can find, by name.
 //!
-//! Guarantee: whatever the option of the handshake, a client can list and open only the exports of
-//! its own socket. Reason: a socket's permissions keep one guest from another's disk.
+//! Guarantee: with any option of the handshake, a client can list and open only the exports of its
+//! own socket. Reason: a socket's permissions keep one guest from the disk of another guest.
 
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -16,24 +16,25 @@ use crate::handshake::{ExportInfo, ExportLookup};
 use crate::proto::{MAX_PAYLOAD, MAX_STRING};
 use crate::tls::{ClientIdentity, SocketTls};
 
-/// How many bitmaps an export offers at most: one reply has all that a client has selected.
+/// Maximum number of bitmaps of an export. It bounds the size of a reply, which describes all
+/// selected bitmaps.
 pub const MAX_EXPORT_BITMAPS: usize = 64;
 
-/// How long the name of a bitmap may be, in bytes: as in qcow2.
+/// Maximum length of a bitmap's name in bytes, as in qcow2.
 const MAX_BITMAP_NAME: usize = 1023;
 
 /// A disk under a name.
 pub struct Export<S: Storage> {
-    /// Its name for clients: at most 4096 bytes without NUL. May be empty.
+    /// The export's name for clients: at most 4096 bytes without NUL. May be empty.
     pub name: String,
-    /// A line for people; empty for none.
+    /// A description for users, on one line; may be empty.
     pub description: String,
     /// The disk.
     pub disk: Arc<Disk<S>>,
     /// The bitmaps that clients may request: at most [`MAX_EXPORT_BITMAPS`], with names of at most
     /// 1023 bytes.
     pub bitmaps: Vec<ExportBitmap>,
-    /// The access of clients; that of the disk may be less.
+    /// The access of clients. If the disk is read-only, clients can only read in any case.
     pub access: Access,
     /// Whether clients may query which image of the disk's chain has the data
     /// (`qemu:allocation-depth`).
@@ -76,13 +77,13 @@ impl<S: Storage> Clone for Export<S> {
 /// Why an export cannot be added.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExportError {
-    /// There is one already.
+    /// There is already an export of this name.
     #[error("an export named \"{0}\" exists already; choose another name")]
     Exists(String),
-    /// The protocol cannot carry the text.
+    /// The protocol does not allow the value.
     #[error("the {what} of an export has {why}; choose another")]
     Unfit {
-        /// Name, description or list of bitmaps.
+        /// The value: the name, the description or the list of bitmaps.
         what: &'static str,
         /// The fault.
         why: &'static str,
@@ -92,32 +93,32 @@ pub enum ExportError {
 /// A client of an export connected or disconnected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientEvent {
-    /// It has chosen the export.
+    /// The client has chosen the export.
     Came,
-    /// Its connection is over.
+    /// The client's connection has ended.
     Left,
 }
 
-/// The observer of clients: the export's name, the client, and its act. Called on event loops, so
-/// it must not wait.
+/// The observer of clients. Its arguments are the export's name, the client and the event. It is
+/// called on event loops, so it must not block.
 pub type ClientObserver = Box<dyn Fn(&str, &str, ClientEvent) + Send + Sync>;
 
 /// The exports that one or several sockets offer, in the order of their addition. The first is also
-/// the default one, which clients mean by the empty name. Clones are the same set.
+/// the default export, which clients request by the empty name. Clones share one set.
 pub struct Exports<S: Storage>(Arc<Set<S>>);
 
 struct Set<S: Storage> {
     entries: RwLock<Vec<Entry<S>>>,
-    /// No socket accepts clients for them.
+    /// Whether the sockets of these exports accept no more clients.
     is_closed: AtomicBool,
     observer: Option<ClientObserver>,
-    /// TLS at the sockets where they are offered.
+    /// TLS at the sockets that offer these exports.
     tls: OnceLock<SocketTls>,
     max_connections: OnceLock<NonZeroUsize>,
 }
 
-/// An export, and its number: of all that there ever were in this process, so that a later one of
-/// the same name is another one.
+/// An export and its number. Numbers are not reused in this process, so that a removed export and a
+/// later export of the same name have different numbers.
 struct Entry<S: Storage> {
     export: Export<S>,
     id: ExportId,

@@ -16,24 +16,26 @@ pub struct Limits {
     /// Connections at once. When all are taken, a client that holds few of them gets one from
     /// those that hold many, or that never sent a request; otherwise it waits.
     pub connections: usize,
-    /// The time that a handshake may take, and that a client may wait for its turn before it.
+    /// The time that a handshake may take, and the time that a client may wait to be admitted
+    /// before its handshake.
     pub handshake: Duration,
     /// How long a client may make no progress while it receives its replies or sends a request;
-    /// `None`: without a limit.
+    /// `None` is no limit.
     pub stall: Option<Duration>,
-    /// How long a client may send no request; `None`: without a limit.
+    /// How long a client may send no request; `None` is no limit.
     pub idle: Option<Duration>,
-    /// After how much silence a TCP client is probed, and the additional time without an answer
-    /// after which the connection is dropped; `None` for never.
+    /// The time without data after which the kernel probes a TCP client, and also the additional
+    /// time without an answer after which the connection is dropped. `None` disables the probes.
     pub keepalive: Option<Duration>,
-    /// Requests in flight on one connection. Further ones wait in the socket.
+    /// Requests in flight on one connection. Further requests wait in the socket.
     pub requests: usize,
-    /// Bytes of payloads in flight on one connection; one request is always admitted. Further ones
-    /// wait in the socket.
+    /// Bytes of payloads in flight on one connection; one request is always admitted. Further
+    /// requests wait in the socket.
     pub bytes: usize,
-    /// Bytes of payloads in flight on all connections together. Half of them are reserved, in equal
-    /// parts for the maximum number of connections; of the other half no connection holds more than
-    /// is left for all others. One request of each is always admitted.
+    /// Bytes of payloads in flight on all connections together. Half of the bytes are reserved, in
+    /// equal parts for the maximum number of connections. Connections share the other half; no
+    /// connection holds more of it than is left for all others. One request of each connection is
+    /// always admitted.
     pub bytes_of_all: usize,
     /// The time that a drain leaves clients to receive their last replies.
     pub drain: Duration,

@@ -39,16 +39,16 @@ pub struct BoundSocket {
 
 /// The file of a Unix socket, removed on drop if the path still names it.
 ///
-/// A server that started later may have put its own socket there, and that one stays. Drop this
-/// while the socket still listens: then no server that connects to it first takes the path. One
-/// race remains: a program that replaces the file without connecting first, between the comparison
-/// and the removal, loses its socket.
+/// If a server that started later has put its own socket at the path, that socket is not removed.
+/// Drop this while the socket still listens, because a server that first tries to connect then does
+/// not replace the file. One race remains: if a program replaces the file without connecting first,
+/// between the comparison and the removal, its socket is removed.
 #[derive(Debug)]
 pub struct SocketFile {
     path: PathBuf,
     /// The file itself. While it is open, no other file has its inode number.
     file: OwnedFd,
-    /// Whether it stays.
+    /// Whether the file is kept when this is dropped.
     is_kept: AtomicBool,
 }
 
@@ -60,11 +60,11 @@ impl SocketFile {
         Ok(Self::adopt(path.into(), file))
     }
 
-    /// The file at a path, if it is the socket with this device and inode: that of a socket which
-    /// another process has left listening. From now on this process removes it.
+    /// The file at a path, if it has this device and inode: a socket that another process has left
+    /// listening. From now on this process removes the file.
     pub fn find(path: &Path, identity: (u64, u64)) -> Option<Self> {
         let found = Self::at(path).ok()?;
-        // It must not be removed before its identity is known.
+        // The file must not be removed before its identity is known.
         found.set_kept(true);
         let is_it = found.identity()? == identity && found.is_at_its_path();
         is_it.then(|| {
@@ -73,22 +73,22 @@ impl SocketFile {
         })
     }
 
-    /// Its device and inode; `None` if the host does not provide it.
+    /// The file's device and inode; `None` if the host does not report them.
     pub fn identity(&self) -> Option<(u64, u64)> {
         let found = fstat(&self.file).ok()?;
         Some((found.st_dev, found.st_ino))
     }
 
-    /// Whether the file stays when this is dropped: another process continues to listen, or does
-    /// not.
+    /// Sets whether the file is kept when this is dropped, because another process continues to
+    /// listen.
     pub fn set_kept(&self, is_kept: bool) {
         self.is_kept.store(is_kept, Ordering::Relaxed);
     }
 
-    /// Sets its group and its mode, by which users may connect.
+    /// Sets the file's group and mode, which determine the users that may connect.
     ///
     /// # Errors
-    /// The host's, with the path.
+    /// Errors of the host, with the path.
     pub fn permit(&self, permissions: SocketPermissions) -> Result<()> {
         permit(self, permissions).map_err(|error| error.on(&self.path.display().to_string()))
     }
@@ -114,7 +114,8 @@ impl AsFd for SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if !*self.is_kept.get_mut() && self.is_at_its_path() {
-            // The folder may have been made read-only; there is nothing else to do.
+            // An error is ignored, because nothing can be done about it; for example, the folder
+            // may be read-only now.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -124,29 +125,29 @@ impl Drop for SocketFile {
 /// can connect at any moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SocketPermissions {
-    /// The file's mode, from 0 to 0o777, independent of the umask; `None`: by the umask.
+    /// The file's mode, from 0 to 0o777, independent of the umask; `None` uses the umask.
     pub mode: Option<u32>,
-    /// The id of the file's group; `None`: the process's.
+    /// The id of the file's group; `None` is the process's group.
     pub group: Option<u32>,
 }
 
 impl SocketPermissions {
-    /// For the owner alone.
+    /// Only the owner may connect.
     pub const PRIVATE: Self = Self { mode: Some(0o600), group: None };
 }
 
 /// Listens at the address. The file of a Unix socket that no server listens to is replaced.
 ///
 /// # Errors
-/// When the address is in use, cannot be had or makes no sense; the line names it.
+/// If the address is in use, unavailable or invalid; the error names it.
 pub fn bind(address: &Address) -> Result<BoundSocket> {
     bind_for(address, SocketPermissions::default())
 }
 
-/// As [`bind`], with permissions for a Unix socket; over TCP everyone may connect.
+/// As [`bind`], with permissions for a Unix socket. Over TCP every client may connect.
 ///
 /// # Errors
-/// As [`bind`]; if the process may not give its socket to the group.
+/// As [`bind`]; also if the process may not give its socket to the group.
 pub fn bind_for(address: &Address, permissions: SocketPermissions) -> Result<BoundSocket> {
     match address {
         Address::Tcp { host, port } => bind_tcp(host, *port),
@@ -154,7 +155,7 @@ pub fn bind_for(address: &Address, permissions: SocketPermissions) -> Result<Bou
     }
 }
 
-/// Listens at a Unix socket that only its owner can connect to, from its first moment on.
+/// Listens at a Unix socket that only its owner can ever connect to.
 ///
 /// # Errors
 /// As [`bind`].
@@ -208,30 +209,31 @@ fn bind_unix(path: &Path, permissions: SocketPermissions) -> Result<BoundSocket>
     };
     let socket = bound.map_err(failed)?;
     let file = SocketFile::at(path).map_err(|errno| {
-        // The error that counts is the first one.
+        // An error here is ignored; the first error is returned.
         let _ = fs::remove_file(path);
         failed(errno)
     })?;
-    // If this fails, dropping `file` removes it. No client can connect before the socket listens.
+    // If `permit` fails, dropping `file` removes the file. No client can connect before the socket
+    // listens.
     permit(&file, permissions).map_err(|error| error.on(&name))?;
     net::listen(&socket, BACKLOG).map_err(failed)?;
     Ok(BoundSocket { socket, address: Address::Unix(path.into()), file: Some(file) })
 }
 
-/// A socket with a file, whose permissions are never wider than these.
+/// Binds a socket to a file whose permissions are never wider than `permissions`.
 fn bind_file(path: &Path, permissions: SocketPermissions) -> std::result::Result<OwnedFd, Errno> {
     let socket =
         net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     if permissions != SocketPermissions::default() {
-        // The file gets the mode that its socket has when it is bound, less the umask.
+        // When the socket is bound, the file gets the socket's mode, less the umask.
         rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     }
     net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     Ok(socket)
 }
 
-/// Gives the file its group and its mode, in this order: the former group gets no rights of the new
-/// one.
+/// Sets the file's group first and its mode second, so that the old group never gets the rights
+/// meant for the new group.
 fn permit(file: &SocketFile, permissions: SocketPermissions) -> Result<()> {
     let SocketPermissions { mode, group } = permissions;
     if let Some(group) = group {
@@ -251,7 +253,8 @@ fn permit(file: &SocketFile, permissions: SocketPermissions) -> Result<()> {
     let found = fstat(&file.file).map_err(cannot)?;
     match mode {
         Some(mode) if found.st_mode & 0o7777 != mode => {
-            // By the file itself: by now another one could be at its path.
+            // The mode is set through the open file, because another file may be at its path by
+            // now.
             let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
             rustix::fs::chmod(path, Mode::from_raw_mode(mode)).map_err(cannot)
         }
@@ -279,19 +282,20 @@ fn remove_stale_socket(path: &Path, name: &str) -> Result<()> {
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 const RETRY_DELAY: Duration = Duration::from_millis(20);
 
-/// Whether a server listens at the socket, and still does after a moment: the kernel needs that to
-/// close the socket of a killed server. A running server sees one connection, which ends as soon as
-/// the server sends its first bytes.
+/// Whether a live server listens at the socket. The check waits up to [`RELEASE_TIMEOUT`], because
+/// the kernel needs some time to close the socket of a killed server. A running server sees one
+/// connection, which is closed as soon as the server has sent its first bytes.
 fn is_listening(path: &Path) -> bool {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         match connect(path) {
             Err(Errno::CONNREFUSED | Errno::NOENT) => return false,
-            // A server that has not accepted the connection may be dying: then the kernel ends it.
+            // If the server was killed before it accepted the connection, the kernel closes the
+            // connection.
             Ok(socket) if is_alive(&socket, left) => return true,
             _ if left.is_zero() => return true,
-            // Too many wait to be accepted, or the server is dead and its socket is about to be
+            // Either the backlog is full, or the server is dead and its socket is about to be
             // closed.
             _ => sleep(RETRY_DELAY.min(left)),
         }
@@ -306,7 +310,7 @@ fn connect(path: &Path) -> std::result::Result<OwnedFd, Errno> {
     Ok(socket)
 }
 
-/// Whether the server at the other end sends something, or does not hang up in this time.
+/// Whether the server at the other end sends data, or keeps the connection open for `limit`.
 fn is_alive(socket: &OwnedFd, limit: Duration) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::IN)];
     let limit = Timespec::try_from(limit).ok();
@@ -314,7 +318,7 @@ fn is_alive(socket: &OwnedFd, limit: Duration) -> bool {
         Ok(0) => true,
         Ok(_) => net::recv(socket, &mut [0u8; 1][..], RecvFlags::DONTWAIT)
             .is_ok_and(|(count, _)| count > 0),
-        // Interrupted: asked again.
+        // The poll was interrupted; the caller tries again.
         Err(_) => false,
     }
 }

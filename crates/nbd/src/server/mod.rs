@@ -1,9 +1,10 @@
-//! The server: listening sockets, connections, their shares and their orderly end.
+//! The server: listening sockets, connections, the division of resources among them, and their
+//! orderly end.
 //!
-//! Guarantees: a client that is silent, takes no replies, or sends large or invalid requests does
-//! not block other clients. Payloads take at most [`Limits::bytes_of_all`], plus one request's
-//! payload for each connection. The pool keeps 64 MiB at most for later requests, and each
-//! connection needs about 200 KiB. A drain loses nothing that was acknowledged.
+//! Guarantees: a client that sends nothing, does not receive its replies, or sends large or invalid
+//! requests does not block other clients. Payloads take at most [`Limits::bytes_of_all`], plus one
+//! request's payload for each connection. The pool keeps 64 MiB at most for later requests, and
+//! each connection needs about 200 KiB. A drain loses nothing that was acknowledged.
 
 mod connection;
 mod exports;
@@ -43,8 +44,8 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 /// half of [`Limits::handshake`].
 const MAX_END_TIME: Duration = Duration::from_secs(5);
 
-/// An NBD server: the state shared by the clients of all its sockets. Clones are the same server.
-/// The [crate's page](crate) has a whole program.
+/// An NBD server: the state shared by the clients of all its sockets. Clones share one server. The
+/// [crate's page](crate) has a complete example.
 #[derive(Clone)]
 pub struct Server(Arc<Shared>);
 
@@ -76,15 +77,15 @@ impl Server {
     }
 
     /// Accepts connections until the server [drains](Self::drain) or [`close`](Self::close)s
-    /// `exports`, and serves them on `loops`, each on the next one. These clients see only
+    /// `exports`, and serves them on `loops` in turn. The clients of this socket see only
     /// `exports`. Several sockets may be served at once, from any loop, with the same exports or
     /// with different ones.
     ///
     /// # Errors
-    /// When the socket cannot accept connections at all. Trouble with single connections is logged.
+    /// If the socket cannot accept connections at all. Errors of single connections are logged.
     ///
     /// # Panics
-    /// Without loops.
+    /// If `loops` is empty.
     pub async fn serve<S: Storage + Send + Sync>(
         &self,
         listener: &Listener,
@@ -101,7 +102,7 @@ impl Server {
     /// As [`serve`](Self::serve).
     ///
     /// # Panics
-    /// Without loops.
+    /// If `loops` is empty.
     pub async fn serve_with<S: Storage + Send + Sync>(
         &self,
         listener: &Listener,
@@ -123,7 +124,8 @@ impl Server {
         }
         while !exports.is_closed() && registry.wait_may_accept().await {
             let _accepting = registry.begin_accepting();
-            // Checked for each client: a stream of new clients must not keep the loop from ending.
+            // The condition is checked after each client, so that a continuous arrival of new
+            // clients does not keep the loop from ending.
             while registry.may_accept() && !exports.is_closed() {
                 let (of_socket, max) = (
                     Clients::At(socket),
@@ -145,8 +147,8 @@ impl Server {
                             continue;
                         };
                         let connection = self.connection(stream, peer, guard, exports);
-                        // The connection is a party of its own on its loop. Its guard reports the
-                        // end to the registry.
+                        // The connection's task runs on its own, so the handle is dropped. The
+                        // connection's guard reports its end to the registry.
                         drop(next_loop().spawn(move || connection.serve()));
                     }
                     Err(error) if is_stopped(&error) => break,
@@ -179,8 +181,8 @@ impl Server {
         }
     }
 
-    /// Accepts no clients at the sockets where `exports` are served: their [`serve`](Self::serve)
-    /// returns. Connections continue.
+    /// Stops accepting clients at the sockets where `exports` are served, so that their
+    /// [`serve`](Self::serve) returns. Existing connections continue.
     pub fn close<S: Storage>(&self, exports: &Exports<S>) {
         exports.close();
         self.0.registry.wake();
@@ -218,8 +220,8 @@ impl Server {
     }
 
     /// Ends the connections that use TLS, as [`drain`](Self::drain) does: requests in flight
-    /// complete. Clients that have not received their replies in `time` are disconnected. If
-    /// requests do not complete, it still returns after twice that time.
+    /// complete. Clients that have not received their replies in `time` are disconnected. Returns
+    /// after twice that time at the latest, even if requests have not completed.
     pub async fn end_encrypted_clients(&self, time: Duration) {
         let ended = self.0.registry.end_clients(Clients::Encrypted, time);
         if timeout(time * 2, ended).await != Some(true) {
@@ -255,14 +257,14 @@ impl Server {
         self.0.registry.pause(time).await
     }
 
-    /// Goes on after [`pause_accepting`](Self::pause_accepting) and [`pause`](Self::pause), as if
-    /// nothing had been.
+    /// Continues after [`pause_accepting`](Self::pause_accepting) and [`pause`](Self::pause), as if
+    /// there had been no pause.
     pub fn resume(&self) {
         self.0.registry.resume();
     }
 
-    /// Accepts no more connections, and ends each one when it has sent its replies in flight: the
-    /// beginning of [`drain`](Self::drain).
+    /// Accepts no more connections, and ends each connection when the replies to its requests in
+    /// flight are sent. This is the first step of [`drain`](Self::drain).
     pub fn begin_drain(&self) {
         self.0.registry.drain();
     }
@@ -270,7 +272,7 @@ impl Server {
     /// Ends the server: accepts no more connections, and waits until every connection has completed
     /// and answered its requests in flight. Clients that make no progress for two seconds, or do
     /// not receive all of their replies in [`Limits::drain`], are disconnected; their requests
-    /// still complete. The owner of the disks must flush them.
+    /// still complete. The disks are not flushed; the caller must do that.
     pub async fn drain(&self) {
         let Shared { registry, limits, .. } = &*self.0;
         self.begin_drain();
@@ -282,7 +284,8 @@ impl Server {
     }
 }
 
-/// Whether the listening socket itself is unusable. Other errors concern one connection, or pass.
+/// Whether the listening socket itself is unusable. Other errors concern one connection, or are
+/// temporary.
 fn is_fatal(error: &io::Error) -> bool {
     use rustix::io::Errno;
     matches!(

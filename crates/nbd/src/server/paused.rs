@@ -10,10 +10,10 @@ use crate::handshake::NegotiatedOptions;
 pub struct PausedSession {
     /// The options of the handshake.
     pub options: NegotiatedOptions,
-    /// The received bytes that belong to no executed request: whole requests, and the first part
-    /// of one. Up to a request with its payload, and 128 KiB.
+    /// The received bytes that belong to no executed request: complete requests, and the first part
+    /// of another. At most one request with its payload, and 128 KiB.
     pub received: Vec<u8>,
-    /// Whether it has ever sent a request.
+    /// Whether the client has ever sent a request.
     pub is_used: bool,
 }
 
@@ -26,6 +26,6 @@ pub struct PausedConnection {
     pub socket: usize,
     /// The connection.
     pub stream: Stream,
-    /// The session to go on from.
+    /// The session from which the connection resumes.
     pub session: PausedSession,
 }

@@ -13,7 +13,8 @@ use rustix::net::{AddressFamily, getpeername, sockopt};
 pub enum Peer {
     /// A process of this host, by its id.
     Process(i32),
-    /// Another host, or this one over TCP. An IPv6 host is identified by its /64 network.
+    /// A host that connects over TCP, which may be this host. An IPv6 host is identified by its /64
+    /// network.
     Host(IpAddr),
     /// The kernel does not identify the peer, as for a process of another PID namespace.
     Unknown,
@@ -43,7 +44,7 @@ impl Transport {
         if self == Self::Unix {
             return;
         }
-        // Small replies do not wait for acknowledgements.
+        // Without Nagle's algorithm, small replies are sent before earlier data is acknowledged.
         let _ = sockopt::set_tcp_nodelay(stream, true);
         let Some(idle) = keepalive else { return };
         let _ = sockopt::set_tcp_keepidle(stream, idle);

@@ -5,13 +5,16 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// How many requests a connection has in flight, and since when it has none.
+/// The number of requests that a connection has in flight, and the time since which it has had
+/// none.
 ///
-/// Written by the connection's own thread with plain stores: it costs a request no system call and
-/// no locked instruction. Read when connections are short or an idle limit is set.
+/// The connection's own thread writes this with plain stores, so a request needs no additional
+/// system call and no locked instruction. Other threads read it if the maximum number of
+/// connections is reached, or if an idle limit is set.
 pub struct Activity {
     in_flight: AtomicUsize,
-    /// When the last request left, or the connection began: milliseconds of [`now`].
+    /// When the last request completed, or else when the connection began, in milliseconds of
+    /// [`now`].
     idle_since: AtomicU64,
     began: u64,
 }
@@ -23,7 +26,8 @@ impl Activity {
         Self { in_flight: AtomicUsize::new(0), idle_since: AtomicU64::new(began), began }
     }
 
-    /// A connection that has none in flight, and has sent some to another process.
+    /// A connection without requests in flight, whose client has sent requests to another process
+    /// before.
     pub fn of_used() -> Self {
         let activity = Self::new();
         activity.set_in_flight(0);
@@ -33,7 +37,8 @@ impl Activity {
     /// Sets how many requests are in flight.
     pub fn set_in_flight(&self, count: usize) {
         if count == 0 {
-            // Later than the beginning, also within one tick of the clock: a request came.
+            // The time is after `began`, even within one tick of the clock, because `is_unused`
+            // compares the two.
             self.idle_since.store(now().max(self.began + 1), Relaxed);
         }
         self.in_flight.store(count, Relaxed);
@@ -44,7 +49,7 @@ impl Activity {
         self.in_flight.load(Relaxed) == 0 && self.idle_since.load(Relaxed) == self.began
     }
 
-    /// For how long nothing has been in flight; `None` while a request is.
+    /// The time for which no request has been in flight; `None` while one is in flight.
     pub fn idle(&self) -> Option<Duration> {
         let since = self.idle_since.load(Relaxed);
         let is_idle = self.in_flight.load(Relaxed) == 0;
@@ -52,8 +57,8 @@ impl Activity {
     }
 }
 
-/// Milliseconds of the kernel's cheapest clock, which is read without a system call and moves with
-/// its ticks.
+/// Milliseconds of `CLOCK_MONOTONIC_COARSE`, which is read without a system call and advances with
+/// the kernel's ticks.
 fn now() -> u64 {
     let time = clock_gettime(ClockId::MonotonicCoarse);
     time.tv_sec as u64 * 1000 + time.tv_nsec as u64 / 1_000_000

@@ -1,5 +1,5 @@
-//! Block status: allocated and zero ranges, and changes recorded in bitmaps, as many as fit into
-//! one reply.
+//! Block status: allocated and zero ranges, and dirty ranges of bitmaps. A reply has as many as
+//! fit.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage, WorkBudget};
 use blockhouse_disk::{BlockStatus, BlockStatusCache};
@@ -14,17 +14,17 @@ use crate::proto::reply::{
 };
 use crate::proto::{DIRTY, Framing, StatusFlags};
 
-/// Bytes of memory of a reply: about a thousand extents with 64-bit lengths, two thousand with
-/// 32-bit ones, of all contexts together. A client sends another request for the rest, as the
-/// protocol intends.
+/// Bytes of memory of a reply. They hold about a thousand extents with 64-bit lengths, or two
+/// thousand with 32-bit lengths, of all contexts together. For the rest the client sends another
+/// request, as the protocol specifies.
 pub const REPLY_BYTES: usize = HEAD_ROOM + (16 << 10);
 
-/// Maximum extents that are looked up for a reply: neighbours of the same status become one
-/// descriptor, so the memory of the reply alone would not limit the work.
+/// Maximum number of extents that are looked up for a reply. The reply's memory alone would not
+/// limit this work, because adjacent extents of the same status share one descriptor.
 const MAX_LOOKUPS: usize = 8192;
 
-/// Describes the range, which is not empty, from its start on, in each of these contexts; of a
-/// fragmented image only the first part of it.
+/// Describes the range, which is not empty, in each of these contexts. If the range has more
+/// extents than fit, only its first part is described.
 pub async fn describe<'a, S: Storage>(
     state: &SessionState<S>,
     to: ReplyTo,
@@ -63,7 +63,8 @@ async fn allocation<S: Storage>(
     req_one: ReqOne,
     list: &mut List<'_>,
 ) -> Result<()> {
-    // For this request alone, so that the reply has all data that was acknowledged before it.
+    // The cache is used for this request only, so that the reply includes all writes that were
+    // acknowledged before it.
     let mut cache = BlockStatusCache::default();
     let flags = async |range| {
         let (status, length) = state.disk.block_status(range, &mut cache).await?;
@@ -79,7 +80,8 @@ async fn runs(
     list: &mut List<'_>,
     mut ask: impl AsyncFnMut(ByteRange) -> Result<(u32, u64)>,
 ) -> Result<()> {
-    // Cached metadata is looked up without waiting.
+    // The budget makes the task yield, because look-ups of cached metadata complete without
+    // waiting.
     let budget = WorkBudget::new();
     let (mut current, mut length) = ask(range).await?;
     let mut rest = range.skip(length);
@@ -89,7 +91,7 @@ async fn runs(
             break;
         }
         lookups += 1;
-        // The extents that are known already are a valid reply.
+        // On an error the extents found so far are a valid reply.
         let Ok((flags, more)) = ask(rest).await else { break };
         if flags == current {
             length += more;
@@ -113,8 +115,8 @@ fn allocation_flags(status: BlockStatus) -> u32 {
     flags.bits()
 }
 
-/// The changes in the bitmap of this name. If it records changes: all that were acknowledged before
-/// the request, and perhaps later ones.
+/// The dirty ranges of the bitmap of this name. If the bitmap records changes, they include all
+/// changes that were acknowledged before the request, and perhaps later ones.
 async fn dirty_bitmap<S: Storage>(
     state: &SessionState<S>,
     name: &str,
@@ -124,7 +126,7 @@ async fn dirty_bitmap<S: Storage>(
 ) -> Result<()> {
     let wanted = if req_one == ReqOne::Set { 1 } else { list.capacity() };
     let Some(bitmap) = state.bitmaps.iter().find(|bitmap| bitmap.name() == name) else {
-        // Another process has negotiated it.
+        // The bitmap was negotiated with another process, before this one resumed the connection.
         let what = format!("the export does not offer the bitmap '{name}'");
         return Err(Error::new(ErrorKind::InvalidInput, what).on(state.disk.name()));
     };
@@ -145,7 +147,7 @@ struct Chunks {
 }
 
 impl Chunks {
-    /// The descriptors of the next of `left` chunks, which share the rest of the buffer.
+    /// Begins the descriptors of the next chunk; `left` chunks share the rest of the buffer.
     fn begin(&mut self, left: usize) -> List<'_> {
         let Self { buffer, framing, end, .. } = self;
         let limit = *end + (buffer.len() - *end) / left;
@@ -153,7 +155,7 @@ impl Chunks {
         List { bytes: &mut bytes[..limit], framing: *framing, end, count: 0 }
     }
 
-    /// Ends a chunk at `end`, with its head.
+    /// Ends a chunk at `end`, and writes its header.
     fn finish(&mut self, chunk: StatusChunk, end: usize) {
         let head = &mut self.buffer.bytes_mut()[self.end..];
         encode_status_head(head, self.framing, self.to, chunk);

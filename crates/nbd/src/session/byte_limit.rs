@@ -1,11 +1,11 @@
 //! How many bytes all connections of a server may have in flight together.
 //!
-//! Each request acquires the bytes that it occupies. It waits while its connection, with this
-//! request, would hold more bytes than are left now (dynamic thresholds, as in the shared buffers
-//! of network switches). Such shares adapt to need, but a new connection would get little while
+//! Each request acquires the bytes that it occupies. The request waits while its connection, with
+//! this request, would hold more bytes than are left (dynamic thresholds, as in the shared buffers
+//! of network switches). Such shares adapt to demand, but a new connection would get little while
 //! many others hold their shares. So each connection also has a reserved part outside of this limit
-//! (`in_flight`). A connection that has nothing in flight never waits: it exceeds the limit by one
-//! request. So at most the limit and one request for each connection are in flight.
+//! (`in_flight`). A connection that has nothing in flight never waits; it may exceed the limit by
+//! one request. So the bytes in flight are at most the limit plus one request for each connection.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -24,8 +24,8 @@ impl ByteLimit {
         Self { acquired: AtomicU64::new(0), limit, released: Event::new() }
     }
 
-    /// Acquires bytes for a connection that holds `held` already, if at least `held + bytes` are
-    /// left. Returns whether it did. Zero bytes are always granted.
+    /// Acquires `bytes` for a connection that already holds `held`, if at least `held + bytes` are
+    /// left. Returns whether the bytes were acquired. Zero bytes are always granted.
     pub fn try_acquire(&self, bytes: u64, held: u64) -> bool {
         if bytes == 0 {
             return true;
@@ -37,7 +37,7 @@ impl ByteLimit {
         self.acquired.fetch_update(Ordering::SeqCst, Ordering::SeqCst, acquire).is_ok()
     }
 
-    /// Acquires bytes whether this many are left or not.
+    /// Acquires `bytes`, even if fewer are left.
     pub fn acquire_over_limit(&self, bytes: u64) {
         self.acquired.fetch_add(bytes, Ordering::SeqCst);
     }

@@ -8,7 +8,7 @@ use blockhouse_core::Error;
 use crate::command::PayloadTooLong;
 use crate::proto::request::BadMagic;
 
-/// The act of a client that the server waits for.
+/// What the server waits for its client to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Receive its replies.
@@ -34,7 +34,8 @@ pub enum End {
     /// The client closed the connection in the middle of a request.
     #[error("the connection ended inside of a request")]
     Truncated,
-    /// The server requested shutdown: it ends itself, or another client takes the place.
+    /// Shutdown was requested, because the server ends or another client is admitted in place of
+    /// this one.
     #[error("the server ended it")]
     Drained,
     /// The server requested a pause.
@@ -46,9 +47,9 @@ pub enum End {
         Direction::Receive => "did not send the rest of a request",
     })]
     Stalled {
-        /// The act that is missing.
+        /// What the client did not do.
         direction: Direction,
-        /// For how long, at least.
+        /// The minimum time that the server waited.
         limit: Duration,
     },
     /// The client sent no request.
@@ -60,7 +61,7 @@ pub enum End {
     /// ENOMEM for the connection's own memory.
     #[error("{0}")]
     NoMemory(Error),
-    /// A request without its magic number: the two ends are out of step.
+    /// A request without the magic number: the two ends disagree about where a request starts.
     #[error(transparent)]
     BadMagic(#[from] BadMagic),
     /// A payload that is longer than the announced limit.
@@ -69,7 +70,7 @@ pub enum End {
 }
 
 impl End {
-    /// The same end, if it came while a request was incomplete.
+    /// The reason for the end if a request was incomplete: `Closed` becomes `Truncated`.
     pub fn inside_request(self) -> Self {
         match self {
             Self::Closed => Self::Truncated,

@@ -16,8 +16,8 @@ use crate::handshake::MetaContext;
 use crate::proto::reply::{ReplyTo, SuccessForm, encode_read_head, read_head_length};
 use crate::status_payload::SelectedStatus;
 
-/// The shortest read that is sent from the page cache without a copy: for a shorter one the calls
-/// cost more than the copy.
+/// The shortest read that is sent from the page cache without a copy. For a shorter read the system
+/// calls take more time than the copy.
 const MIN_PAGES: usize = 64 << 10;
 
 /// How many bytes of memory a request occupies while it is in flight.
@@ -97,7 +97,7 @@ async fn execute<S: Storage>(
     Ok(Reply::Success(SuccessForm::Shortest))
 }
 
-/// The reader has passed on a command that it handles itself.
+/// The error for a command that the reader handles itself, so that a handler does not get it.
 fn unexpected(command: &Command) -> Error {
     Error::new(ErrorKind::InvalidInput, format!("a command that has no reply here: {command:?}"))
 }
@@ -138,7 +138,8 @@ async fn read<S: Storage>(
     Ok(Reply::Data(DataReply::new(buffer, start)))
 }
 
-/// The data of a read, if it can be sent from the page cache. Then the read has been carried out.
+/// The data of a read, if it is in the page cache and can be sent from there. Then no other read is
+/// needed.
 fn cached_pages<S: Storage>(state: &SessionState<S>, offset: u64, length: usize) -> Option<Pages> {
     if length < MIN_PAGES || state.tls.is_some() {
         return None;

@@ -1,4 +1,5 @@
-//! Requests that fail on the host: the line in the log, and the error that the client gets.
+//! Handles requests that fail on the host: logs the failure, and makes the error that the client
+//! gets.
 
 use std::cell::Cell;
 
@@ -23,7 +24,7 @@ impl FailureLog {
     }
 }
 
-/// The error that the client gets. It names no path of the host.
+/// The error that the client gets. Its text contains no path of the host.
 pub fn request_error(error: &Error, command: &Command) -> RequestError {
     let message = match error.kind() {
         ErrorKind::InvalidInput | ErrorKind::LacksChanges => "the request does not fit the export",
@@ -36,7 +37,7 @@ pub fn request_error(error: &Error, command: &Command) -> RequestError {
         ErrorKind::Io => "the host failed the operation",
     };
     let errno = match Errno::from_linux(error.errno()) {
-        // The protocol reserves this error for WRITE_ZEROES.
+        // The protocol allows ENOTSUP only for WRITE_ZEROES.
         Errno::NotSup if !matches!(command, Command::WriteZeroes { .. }) => Errno::Inval,
         errno => errno,
     };

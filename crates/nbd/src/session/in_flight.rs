@@ -1,8 +1,8 @@
-//! How much one connection may have in flight.
+//! The limit on the requests and bytes that one connection has in flight.
 //!
-//! A request that is beyond a limit is not refused: the server stops reading from the client until
-//! permits return. The [`ByteLimit`] that all connections share bounds what they have in flight
-//! together.
+//! If a request exceeds a limit, it is not refused; the server stops reading from the client until
+//! permits are released. The [`ByteLimit`] that all connections share bounds the bytes that they
+//! have in flight together.
 
 use std::pin::pin;
 use std::rc::Rc;
@@ -15,15 +15,15 @@ use futures_util::future::{Either, select};
 use super::activity::Activity;
 use super::byte_limit::ByteLimit;
 
-/// One request in flight and the bytes that it occupies, or several. It is held from before the
-/// receipt of a request's payload until its reply was sent, or was dropped because the client has
-/// disconnected.
+/// One or several requests in flight, and the bytes that they occupy. A permit is acquired before
+/// the payload of a request is received, and released when the reply was sent, or was dropped
+/// because the client has disconnected.
 pub type Permit = InFlightPermit<Rc<InFlightLimit>>;
 
 /// The limit of one connection.
 pub struct InFlightLimit {
     in_flight: InFlight,
-    /// Bytes outside of the shared limit: no other connection can have them.
+    /// Bytes outside of the shared limit, which no other connection can use.
     reserved: u64,
     byte_limit: Arc<ByteLimit>,
     activity: Arc<Activity>,
@@ -42,13 +42,14 @@ impl InFlightLimit {
         Self { in_flight, reserved, byte_limit, activity, released }
     }
 
-    /// Waits until a request of this many bytes is within the limits. While nothing is in flight a
-    /// request is admitted whatever its size. For one task.
+    /// Waits until a request of this many bytes is within the limits. While nothing is in flight, a
+    /// request of any size is admitted. Only one task may call this.
     pub async fn acquire(self: &Rc<Self>, bytes: usize) -> Permit {
         let bytes = bytes as u64;
         while !self.try_acquire(bytes) {
             let released = self.byte_limit.released();
-            // Tries once more before it waits, so that no release in between is missed.
+            // `wait_until` tries once more before it waits, so that a release in between is not
+            // missed.
             let acquired = pin!(self.released.wait_until(|| self.try_acquire(bytes).then_some(())));
             if let Either::Left(_) = select(acquired, released).await {
                 break;

@@ -1,9 +1,9 @@
 //! The transmission phase of one connection.
 //!
 //! A reader decodes requests, handlers execute them, a writer sends the replies; all are tasks of
-//! one thread. Guarantees: a request that fails, fails alone. What a connection has in flight is
-//! bounded, and a client that sends more waits. At the end every request that was read completes,
-//! and its reply is sent if the client is still there.
+//! one thread. Guarantees: if a request fails, other requests are not affected. The requests and
+//! bytes in flight are bounded; the server reads no more until some complete. At the end every
+//! request that was read completes, and its reply is sent if the client is still connected.
 
 mod activity;
 mod block_status;
@@ -54,9 +54,9 @@ pub struct ConnectionLimits {
     pub reserved: usize,
     /// How long the client may make no progress while it receives replies or sends a request.
     pub stall: Duration,
-    /// The same, once shutdown was requested.
+    /// As `stall`, after shutdown was requested.
     pub stall_at_end: Duration,
-    /// How long it may send no request; `None`: without a limit.
+    /// How long the client may send no request; `None` is no limit.
     pub idle: Option<Duration>,
 }
 
@@ -64,7 +64,7 @@ pub struct ConnectionLimits {
 pub struct Session<S: Storage> {
     /// The socket.
     pub stream: Stream,
-    /// TLS on it, if there is any.
+    /// TLS over the socket, if it is used.
     pub tls: Option<Rc<TlsChannel>>,
     /// The disk that is served.
     pub disk: Arc<Disk<S>>,
@@ -80,16 +80,16 @@ pub struct Session<S: Storage> {
     pub limits: ConnectionLimits,
     /// The limit that the payloads of all connections share.
     pub byte_limit: Arc<ByteLimit>,
-    /// Whether it is busy, for other threads.
+    /// Whether the connection is busy, for other threads.
     pub activity: Arc<Activity>,
 }
 
-/// Why a session is over.
+/// Why a session has ended.
 pub enum Outcome {
     /// The connection has ended.
     Ended(End),
-    /// It continues in another session, which gets these bytes: they were received, and belong to
-    /// no executed request. All replies were sent.
+    /// The connection continues in another session. These bytes were received and belong to no
+    /// executed request; the other session parses them. All replies were sent.
     Paused(Vec<u8>),
 }
 
@@ -119,8 +119,8 @@ impl<S: Storage> Session<S> {
         if let End::Paused = end {
             return Outcome::Paused(unparsed);
         }
-        // If the client has ended it, no operation on the socket is in flight, and closing it is
-        // enough.
+        // If the client has ended the connection, no operation on the socket is in flight, so
+        // closing it is enough.
         if !matches!(end, End::Disconnected | End::Closed) {
             state.stream.shutdown();
         }
@@ -131,7 +131,7 @@ impl<S: Storage> Session<S> {
     /// received bytes.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     fn into_state(self, first: &[u8]) -> Result<(Rc<SessionState<S>>, Batch, Staging)> {
         let Self { stream, tls, disk, bitmaps, access, options, .. } = self;
         let Self { pool, limits, byte_limit, activity, .. } = self;
@@ -160,8 +160,8 @@ impl<S: Storage> Session<S> {
     }
 }
 
-/// Reads requests until there are no more, and waits for those in flight. Also returns the bytes
-/// that were received and not parsed.
+/// Reads requests until the connection ends or pauses, and waits for the requests in flight. Also
+/// returns the bytes that were received and not parsed.
 async fn serve<S: Storage>(
     state: &Rc<SessionState<S>>,
     shutdown: Arc<ShutdownSignal>,
@@ -176,7 +176,7 @@ async fn serve<S: Storage>(
     (end, reader.into_unparsed())
 }
 
-/// Resolves when the client takes longer than it may.
+/// Resolves when the client has exceeded a time limit.
 async fn too_slow<S: Storage>(
     state: &SessionState<S>,
     limits: ConnectionLimits,
@@ -194,7 +194,7 @@ async fn too_slow<S: Storage>(
     }
 }
 
-/// Resolves when nothing has been in flight for this time.
+/// Resolves when no request has been in flight for `limit`.
 async fn idle_for(activity: &Activity, limit: Duration) {
     loop {
         let left = limit.saturating_sub(activity.idle().unwrap_or_default());

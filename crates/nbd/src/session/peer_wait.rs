@@ -2,12 +2,12 @@
 //!
 //! Guarantee: a client that does not receive its replies, or does not send the rest of a request,
 //! is detected within 1.25 times the limit; a client that makes progress is not. Progress is each
-//! receive, each part of a reply that the socket takes, and each decrease of the socket's send
-//! queue. The send queue shows progress earliest: the kernel takes more data only once much of its
-//! queue is free, but a Unix socket frees it in units of up to 36 KiB, and TCP as the peer's window
-//! allows. An idle client is never detected here. A request costs a few stores. A timer runs only
-//! while the connection is busy: it fires every quarter of the limit, with one system call if a
-//! reply waits to be sent.
+//! receive, each part of a reply that the socket accepts, and each decrease of the socket's send
+//! queue. The send queue shows progress earliest, because the kernel accepts more data only when
+//! much of the queue is free, while a Unix socket frees it in units of up to 36 KiB, and TCP as the
+//! peer's window allows. An idle client is never detected here. The cost of a request is a few
+//! stores. A timer runs only while the connection is busy; it fires every quarter of the limit, and
+//! makes one system call if a reply waits to be sent.
 
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
@@ -40,7 +40,7 @@ impl PeerWait {
         }
     }
 
-    /// Ends the wait for the peer in `direction`, which counts as progress.
+    /// Ends the wait for the peer in `direction`. The end is progress.
     pub fn end(&self, direction: Direction) {
         self.waits[direction as usize].set(false);
         self.step(direction);
@@ -104,8 +104,8 @@ impl Progress {
     ) -> Option<Direction> {
         let now = Instant::now();
         if peer_wait.waits[Direction::Send as usize].get() {
-            // Between two steps the server adds nothing to the queue, so only the peer can shorten
-            // it.
+            // Between two steps the server adds nothing to the send queue, so a shorter queue is
+            // progress of the peer.
             let before = std::mem::replace(&mut self.unsent, unsent_bytes(stream).ok());
             if self.unsent < before {
                 peer_wait.step(Direction::Send);

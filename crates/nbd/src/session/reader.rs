@@ -27,14 +27,14 @@ use crate::command::{Command, DecodedRequest, EmptyKind, RequestError, decode};
 use crate::proto::reply::{ReplyTo, SuccessForm};
 use crate::proto::request::RequestHeader;
 
-/// Bytes of the staging buffer: 64 requests of 4 KiB writes fill it twice.
+/// Size of the staging buffer. 64 writes of 4 KiB fill it about twice.
 pub const STAGING_BYTES: usize = 128 << 10;
 
 /// After a write of at least this size, another one is expected, and only its header is staged.
 const LARGE_WRITE: usize = 32 << 10;
 
-/// After this many requests the reader yields to the handlers, so that replies are sent while the
-/// rest is still being read.
+/// After this many requests the reader yields to the handlers, so that replies are sent while
+/// further requests are read.
 const REQUESTS_PER_YIELD: u32 = 16;
 
 /// The receiving half of a connection.
@@ -70,7 +70,7 @@ impl<S: Storage> Reader<S> {
         }
     }
 
-    /// The received bytes that belong to no request of a handler.
+    /// The received bytes that belong to no request given to a handler.
     pub fn into_unparsed(mut self) -> Vec<u8> {
         self.incomplete.extend_from_slice(self.staging.bytes());
         self.incomplete
@@ -155,7 +155,8 @@ impl<S: Storage> Reader<S> {
             if left == 0 {
                 break;
             }
-            // A pause does not interrupt this: the skipped bytes are lost.
+            // A pause does not interrupt this, because skipped bytes are not kept and the request
+            // could not be resumed.
             self.fill_refused().await?;
         }
         self.reply(to, Reply::Error(error)).await;
@@ -221,7 +222,8 @@ impl<S: Storage> Reader<S> {
         Ok(())
     }
 
-    /// As [`receive`](Self::receive), for the rest of a request, which the client must send.
+    /// As [`receive`](Self::receive), for the rest of a request. The client must send it within the
+    /// limit `stall`.
     async fn receive_inside_request(
         &mut self,
         payload: Option<Payload<'_>>,
@@ -242,7 +244,7 @@ impl<S: Storage> Reader<S> {
     ) -> Result<usize, End> {
         let Self { state, shutdown, staging, list, window, .. } = self;
         let wanted = |stop: Option<Stop>| stop.filter(|stop| stops.contains(stop));
-        // Checked first: a client that never stops sending must not delay the stop.
+        // The stop is checked first, so that a client that never stops sending does not delay it.
         if let Some(stop) = wanted(shutdown.get()) {
             return Err(ended_by(stop));
         }
@@ -273,7 +275,8 @@ impl<S: Storage> Reader<S> {
             Ok(count) => Ok(count),
             Err(error) if is_stopped(&error) => match wanted(shutdown.get()) {
                 Some(stop) => Err(ended_by(stop)),
-                // The pause is over already.
+                // The pause was cancelled meanwhile. The receive ends as if paused, and the session
+                // continues.
                 None => Err(End::Paused),
             },
             Err(error) => Err(error.into()),

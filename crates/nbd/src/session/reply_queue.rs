@@ -17,23 +17,23 @@ use crate::command::RequestError;
 use crate::proto::Framing;
 use crate::proto::reply::{MAX_SMALL_REPLY, ReplyTo, SuccessForm, encode_error, encode_success};
 
-/// Where the data of a reply starts in its buffer: at a page, so that direct I/O can fill it. The
-/// head ends right before the data, so that both are sent as one buffer.
+/// The offset of a reply's data in its buffer. The data is aligned to a page, so that direct I/O
+/// can fill it. The header ends right before the data, so that both are sent as one buffer.
 pub const HEAD_ROOM: usize = blockhouse_core::BLOCK_ALIGNMENT;
 
 /// The outcome of a request, for the client.
 pub enum Reply {
-    /// It succeeded and returns nothing.
+    /// The request succeeded and returns no data.
     Success(SuccessForm),
-    /// It failed.
+    /// The request failed.
     Error(RequestError),
-    /// It succeeded and returns data.
+    /// The request succeeded and returns data.
     Data(DataReply),
 }
 
-/// A reply with its head and its data, encoded.
+/// An encoded reply with its header and its data.
 pub struct DataReply {
-    /// Head and data up to the buffer's end; the data is not here if `pages` has it.
+    /// The header, and the data up to the buffer's end unless it is in `pages`.
     buffer: Buffer,
     /// Start of the bytes that are not lent yet.
     start: usize,
@@ -47,7 +47,7 @@ impl DataReply {
         Self { buffer, start, pages: None }
     }
 
-    /// The reply with this head, whose data is these pages.
+    /// The reply with this header, whose data is in these pages.
     pub fn of_pages(head: Buffer, pages: Pages) -> Self {
         Self { buffer: head, start: 0, pages: Some(pages) }
     }
@@ -80,7 +80,7 @@ impl Batch {
     /// An empty batch with capacity for `limit` replies.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub fn new(pool: &BufferPool, limit: usize) -> blockhouse_core::Result<Self> {
         let small = pool.get(limit * MAX_SMALL_REPLY)?;
         Ok(Self { small, small_end: 0, small_permit: None, data: VecDeque::new() })
@@ -100,7 +100,7 @@ impl Batch {
             }
             Reply::Data(data) => return self.data.push_back((data, permit)),
         };
-        // The payload of a write is back in the pool, and so is the memory of a failed request.
+        // The payload of a write and the memory of a failed request have been returned to the pool.
         permit.release_bytes();
         match &mut self.small_permit {
             Some(all) => all.merge(permit),
@@ -108,7 +108,7 @@ impl Batch {
         }
     }
 
-    /// Lends the next bytes to be sent, `limit` at most: those of the replies without data first.
+    /// Lends the next bytes to be sent, `limit` at most. The replies without data are first.
     /// Returns the number of replies with data that end in these bytes.
     pub fn lend(&mut self, list: &mut IoVectorList, limit: usize) -> usize {
         if self.small_permit.is_some() {
@@ -130,8 +130,8 @@ impl Batch {
         ended
     }
 
-    /// The pages of the first reply with data after `ended` ones, if all that precedes them was
-    /// lent.
+    /// The pages of the next reply with data, after the first `ended` ones, if all bytes before the
+    /// pages were lent.
     pub fn next_pages(&mut self, ended: usize) -> Option<&mut Pages> {
         let (reply, _) = self.data.get_mut(ended)?;
         if reply.remaining() == 0 { reply.pages.as_mut() } else { None }
@@ -141,7 +141,7 @@ impl Batch {
     /// them.
     ///
     /// # Errors
-    /// That of `take`.
+    /// The error of `take`.
     pub fn hand_out<E>(
         &mut self,
         limit: usize,
@@ -167,15 +167,15 @@ impl Batch {
         Ok(ended)
     }
 
-    /// Drops replies that were sent: those without data, and the first `ended` with data. Their
-    /// permits return.
+    /// Drops replies that were sent: the replies without data, and the first `ended` with data.
+    /// Releases their permits.
     pub fn drop_sent(&mut self, ended: usize) {
         self.small_end = 0;
         self.small_permit = None;
         self.data.drain(..ended);
     }
 
-    /// Drops all replies. Their permits return.
+    /// Drops all replies, and releases their permits.
     pub fn clear(&mut self) {
         self.drop_sent(self.data.len());
     }
@@ -203,7 +203,7 @@ pub enum WriterAction {
     Send,
     /// Drop the batch: the client has disconnected.
     Discard,
-    /// End: nothing is left.
+    /// End, because no reply is left.
     End,
 }
 
@@ -211,7 +211,7 @@ impl ReplyQueue {
     /// An empty queue with capacity for `limit` replies, which are encoded in this framing.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub fn new(pool: &BufferPool, framing: Framing, limit: usize) -> blockhouse_core::Result<Self> {
         let (waiting, state) = (RefCell::new(Batch::new(pool, limit)?), Cell::new(State::Open));
         Ok(Self { framing, waiting, state, changed: LocalCondvar::default() })

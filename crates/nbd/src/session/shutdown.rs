@@ -8,10 +8,10 @@ use futures_util::task::AtomicWaker;
 /// What a connection does instead of reading further requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// To pause between two requests, or in the middle of a payload, until it is resumed or handed
-    /// over.
+    /// Pause between two requests, or in the middle of a payload, until the connection is resumed
+    /// here or by another process.
     Pause,
-    /// To end.
+    /// End the connection.
     Shutdown,
 }
 
@@ -19,7 +19,7 @@ const NONE: u8 = 0;
 const PAUSE: u8 = 1;
 const SHUTDOWN: u8 = 2;
 
-/// Asks a connection to read no further request.
+/// Requests that a connection read no further request.
 #[derive(Default)]
 pub struct ShutdownSignal {
     requested: AtomicU8,
@@ -45,7 +45,7 @@ impl ShutdownSignal {
     }
 
     fn change(&self, from: u8, to: u8) {
-        // Any state other than `from` stays: a shutdown request is final.
+        // A state other than `from` is not changed, because a shutdown request is final.
         let _ = self.requested.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire);
         self.waiter.wake();
     }

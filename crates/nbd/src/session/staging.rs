@@ -39,8 +39,8 @@ impl Staging {
     }
 
     /// Lends up to `limit` bytes of free memory for the bytes that follow. Bytes that were not
-    /// consumed, at most a part of a header, move to the front first: so there is always free
-    /// memory.
+    /// consumed, at most a part of a header, are moved to the front first, so that there is always
+    /// free memory.
     pub fn lend(&mut self, limit: usize) -> IoVector {
         let free = self.make_room(limit);
         self.buffer.lend_range(self.end, free)

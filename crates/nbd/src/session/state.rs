@@ -21,7 +21,7 @@ use crate::tls::TlsChannel;
 pub struct SessionState<S: Storage> {
     /// The socket.
     pub stream: Stream,
-    /// TLS on it, if there is any.
+    /// TLS over the socket, if it is used.
     pub tls: Option<Rc<TlsChannel>>,
     /// The disk that is served.
     pub disk: Arc<Disk<S>>,

@@ -11,8 +11,8 @@ use super::reply_queue::{Batch, WriterAction};
 use super::state::SessionState;
 use crate::tls;
 
-/// Maximum bytes of replies that one system call sends. The rest waits for the next call, so that
-/// memory is freed while the client still receives.
+/// Maximum bytes of replies that one system call sends. The rest is sent by later calls, so that
+/// memory is freed while the client is still receiving.
 pub const SEND_LIMIT: usize = 1 << 20;
 
 /// Sends replies until the queue is closed. `batch` is empty and has capacity for the maximum

@@ -22,7 +22,7 @@ use super::{ClientIdentity, TlsServer, pace};
 /// Why the TLS handshake with a client failed.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceptError {
-    /// The fault of the client, or of its certificate or key.
+    /// The reason why the client, its certificate or its key is refused.
     #[error("{0}")]
     Refused(String),
     /// The client closed the connection.
@@ -41,11 +41,11 @@ pub struct TlsChannel {
 }
 
 impl TlsChannel {
-    /// Does the handshake. The client was told to begin TLS, and none of its handshake was received
-    /// yet.
+    /// Does the handshake. The client has got the reply to STARTTLS, and no byte of its handshake
+    /// was received yet.
     ///
     /// # Errors
-    /// Why the client is refused, in words for the operator; the client was sent an alert.
+    /// The reason why the client is refused, for the operator. The client gets a TLS alert.
     pub async fn accept(
         stream: &Stream,
         server: &TlsServer,
@@ -77,8 +77,8 @@ impl TlsChannel {
                         return Err(AcceptError::Closed);
                     }
                     session.put_input(input, count);
-                    // A step computes for up to some milliseconds, so other tasks of the loop run
-                    // first.
+                    // A step may compute for some milliseconds, so other tasks of the loop run
+                    // before it.
                     match pace::wait() {
                         Duration::ZERO => yield_now().await,
                         time => sleep(time).await,
@@ -117,7 +117,7 @@ impl TlsChannel {
     /// they are not a whole record.
     ///
     /// # Errors
-    /// The socket's; EPROTO-like ones if the client violates TLS.
+    /// Errors of the socket; an error like EPROTO if the client violates TLS.
     pub async fn read(
         &self,
         stream: &Stream,
@@ -162,7 +162,7 @@ impl TlsChannel {
     /// Encrypts and sends bytes.
     ///
     /// # Errors
-    /// As [`encrypt`](Self::encrypt), and the socket's.
+    /// As [`encrypt`](Self::encrypt), and errors of the socket.
     pub async fn send(&self, stream: &Stream, bytes: &[u8]) -> io::Result<()> {
         self.encrypt(bytes)?;
         let batch = self.take_batch()?;
@@ -182,9 +182,9 @@ fn identity_of(session: &TlsSession, note: Note) -> ClientIdentity {
     ClientIdentity { names }
 }
 
-/// Makes a Unix socket's buffer large enough for a batch while the client reads the one before: by
-/// default it holds less than one, and both sides would wait for each other. TCP grows its buffer
-/// by itself.
+/// Makes a Unix socket's send buffer large enough for a batch, so that the server can queue a batch
+/// while the client reads the previous one. The default size is less than a batch, so both sides
+/// would wait for each other. TCP grows its buffer by itself.
 fn make_room(stream: &Stream) {
     if sockopt::socket_domain(stream) == Ok(AddressFamily::UNIX) {
         // The kernel doubles the value, and caps it at the host's limit.

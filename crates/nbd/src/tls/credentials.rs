@@ -1,8 +1,8 @@
-//! A server's certificates and keys: reading their files, also at a reload, and the check of
-//! clients against them.
+//! A server's certificates and keys. Reads them from files, also at a reload, and checks clients
+//! against them.
 //!
 //! Guarantee: the credentials in use are always a complete, consistent set of files. If a reload
-//! fails, the old set stays.
+//! fails, the old set stays in use.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -42,10 +42,11 @@ pub(crate) struct Secrets {
 enum ClientCheck {
     /// Clients are not authenticated.
     None,
-    /// By certificates of an authority. Validity times are ignored: a certificate that has expired
-    /// since the handshake, or an outdated revocation list, ends no connection.
+    /// By certificates of an authority. The check after a reload ignores validity times, so a
+    /// certificate that has expired since the handshake, or an outdated revocation list, does not
+    /// end a connection.
     Certificates(X509Store),
-    /// By pre-shared keys: the hash of each.
+    /// By pre-shared keys: the hash of the key for each identity.
     Keys(HashMap<String, [u8; 32]>),
 }
 
@@ -80,7 +81,7 @@ impl TlsServer {
         Ok(server)
     }
 
-    /// Reads the files again, for connections from now on.
+    /// Reads the files again. New connections use the new content.
     ///
     /// # Errors
     /// As [`load`](Self::load); then the earlier files stay in use.
@@ -124,12 +125,12 @@ impl TlsServer {
         }
     }
 
-    /// Whether an export is for certain clients only.
+    /// Whether an export admits only the clients in its list.
     pub fn is_restricted(&self, export: &str) -> bool {
         self.allowed.iter().any(|(name, _)| name == export)
     }
 
-    /// Whether a client may use an export; `None` is one without TLS.
+    /// Whether a client may use an export; `None` is a client without TLS.
     pub fn admits(&self, export: &str, client: Option<&ClientIdentity>) -> bool {
         let is_it = |(name, allowed): &(String, String)| {
             name == export && client.is_some_and(|client| client.names.contains(allowed))
@@ -188,7 +189,8 @@ fn is_signed(store: &X509StoreRef, certificate: &X509Ref, chain: &[X509]) -> boo
         let mut context = X509StoreContext::new()?;
         context.init(store, certificate, &between, |context| context.verify_cert())
     };
-    // Without memory the check has no result: assume a good signature.
+    // If memory runs out, the check has no result; the signature is then assumed to be good, so
+    // that the connection is not ended.
     verify().unwrap_or(true)
 }
 

@@ -2,13 +2,14 @@
 //! session.
 //!
 //! Guarantees: a client is served only after its handshake, with the identity proved in it. State
-//! from before the handshake is discarded. Sessions are never resumed and never renegotiated, so a
-//! credential revoked by a reload is refused on every later connection; the server ends the
-//! existing ones. A refusal is one line that says what is wrong with the client's credentials.
+//! from before the handshake is discarded. TLS sessions are never resumed and never renegotiated,
+//! so a credential that a reload revokes is refused on every later connection; the server ends the
+//! existing connections. A refusal is logged as one line that states what is wrong with the
+//! client's credentials.
 //!
 //! `blockhouse-tls` does the cryptography and no I/O; [`TlsChannel`] moves bytes between it and the
-//! socket. A connection without TLS has no channel, and costs one test of an `Option` at each
-//! system call.
+//! socket. A connection without TLS has no channel; its additional cost is one test of an `Option`
+//! for each system call.
 
 mod channel;
 mod credentials;
@@ -28,8 +29,8 @@ pub use credentials::TlsServer;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TlsFiles {
     /// A folder with `server-cert.pem` and `server-key.pem`. With `ca-cert.pem`, clients must show
-    /// a certificate that it signed; with `ca-crl.pem`, one that is not in this list of revoked
-    /// ones. The names are QEMU's.
+    /// a certificate that this authority has signed. With `ca-crl.pem`, the certificate must not be
+    /// in this revocation list. The names are QEMU's.
     Certificates(PathBuf),
     /// A file with a line `IDENTITY:KEY` for each client, the key in hexadecimal digits, as psktool
     /// writes it.
@@ -49,16 +50,16 @@ pub enum TlsMode {
 /// TLS at a socket.
 #[derive(Clone, Debug)]
 pub struct SocketTls {
-    /// The secrets, and which clients they admit.
+    /// The secrets, and the clients that each export admits.
     pub server: Arc<TlsServer>,
-    /// The rule.
+    /// Whether clients must use TLS.
     pub mode: TlsMode,
 }
 
 /// The identity that a client has shown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ClientIdentity {
-    /// The common names and DNS names of its certificate, or its PSK identity. Empty if nothing was
-    /// requested.
+    /// The common names and DNS names of the client's certificate, or its PSK identity. Empty if
+    /// the server requests no credential.
     pub names: Vec<String>,
 }

@@ -1,14 +1,14 @@
-//! Limits the time that a loop spends on handshakes: a signature takes up to milliseconds, and
-//! untrusted clients can request any number.
+//! Limits the time that a loop spends on handshakes, because a signature may take milliseconds and
+//! untrusted clients can start any number of handshakes.
 //!
 //! Guarantee: each iteration of a loop runs at most one step of a handshake, and all steps take at
-//! most a quarter of the loop's time, so its guests and clients have the rest. Handshakes run in
-//! the order of their arrival.
+//! most a quarter of the loop's time. The rest of the time is left for the loop's guests and
+//! clients. Handshakes run in the order of their arrival.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-/// Handshakes get one part in this many of the loop's time.
+/// Handshakes get 1/`SHARE` of the loop's time.
 const SHARE: u32 = 4;
 
 /// Schedule of the handshake steps of a loop.
@@ -42,7 +42,7 @@ pub(super) fn took(time: Duration) {
     PACE.with_borrow_mut(|pace| pace.took(time));
 }
 
-/// For how long a step on this thread's loop has to wait for its turn.
+/// The time that a step on this thread's loop has to wait before it may run.
 pub(super) fn wait() -> Duration {
     PACE.with_borrow_mut(|pace| pace.wait(Instant::now()))
 }

@@ -1,4 +1,4 @@
-//! What OpenSSL's callbacks found out about a client, for the line in the log.
+//! The findings of OpenSSL's callbacks about a client, for the log.
 //!
 //! The callbacks run inside a step of a handshake. Nothing interrupts a step, so a thread's note is
 //! about the client whose step runs.
@@ -15,7 +15,7 @@ pub struct Note {
     pub identity: Option<String>,
     /// Whether there is no key for this identity.
     pub is_unknown: bool,
-    /// The fault of its certificate, with the certificate's names and the reason.
+    /// The fault of the client's certificate, with the certificate's names and the reason.
     pub certificate: Option<String>,
 }
 
@@ -28,12 +28,13 @@ pub fn note(change: impl FnOnce(&mut Note)) {
     NOTE.with_borrow_mut(change);
 }
 
-/// Makes a client's note the current one for a step, and takes it back after it.
+/// Exchanges `note` and the thread's current note. Called before and after each step of the
+/// client's handshake.
 pub fn swap(note: &mut Note) {
     NOTE.with_borrow_mut(|current| std::mem::swap(current, note));
 }
 
-/// Why a handshake failed, for operators.
+/// The reason why a handshake failed, for operators.
 pub fn describe(note: &Note, error: &ssl::Error) -> String {
     if let Some(why) = &note.certificate {
         return why.clone();

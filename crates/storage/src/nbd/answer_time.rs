@@ -1,8 +1,8 @@
 //! How long a request waits for a server that keeps the connection and does not answer.
 //!
-//! A guest's request waits without a limit: the server may come back. Opening and closing an image
-//! have a limit, because a person or a program waits for them. Only a whole answer counts: a server
-//! could send parts of one, or keep-alives, without end.
+//! A guest's request waits without a limit, because the server may recover. Opening and closing an
+//! image have a limit, because a person or a program waits for them. Only a complete answer ends
+//! the wait: a server could send parts of an answer, or keep-alives, without end.
 
 use std::future::Future;
 use std::pin::pin;
@@ -14,16 +14,16 @@ use blockhouse_core::{Error, ErrorKind, Result};
 use blockhouse_engine::timeout;
 use futures_util::future::{Either, select};
 
-/// The limit of the wait for an answer; see the module.
+/// The limit of the wait for an answer.
 #[derive(Default)]
 pub(super) struct AnswerTime {
-    /// In milliseconds; 0 for no limit.
+    /// The limit in milliseconds; 0 is no limit.
     limit: AtomicU64,
     changed: Condvar,
 }
 
 impl AnswerTime {
-    /// Sets the limit, also for syncs in flight. `None` removes it.
+    /// Sets the limit, also for flushes in flight. `None` removes the limit.
     pub(super) fn set(&self, limit: Option<Duration>) {
         let millis = limit.map_or(0, |limit| limit.as_millis().max(1) as u64);
         self.limit.store(millis, Ordering::Relaxed);
@@ -38,7 +38,8 @@ impl AnswerTime {
     /// Waits for an answer.
     ///
     /// # Errors
-    /// The answer's error, or an error if the answer is late. `name` is the export's, for messages.
+    /// The answer's error, or an error if no answer comes within the limit. `name` is the name of
+    /// the export, for messages.
     pub(super) async fn wait<T>(
         &self,
         name: &str,
@@ -50,7 +51,8 @@ impl AnswerTime {
         }
     }
 
-    /// As [`wait`](Self::wait); a limit set during the wait counts from then on.
+    /// As [`wait`](Self::wait). If a limit is set during the wait, the time is measured from that
+    /// moment.
     pub(super) async fn wait_for_sync(
         &self,
         name: &str,

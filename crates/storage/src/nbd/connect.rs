@@ -1,4 +1,4 @@
-//! Connecting to a server.
+//! Connects to a server.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -40,8 +40,8 @@ fn connect_blocking(address: &Address, time: Duration) -> io::Result<OwnedFd> {
     }
 }
 
-/// Connects within `time`. If the server's backlog is full, the kernel's connect waits as long as
-/// the socket's send timeout.
+/// Connects within `time`. The limit is set as the socket's send timeout, which is how long the
+/// kernel's `connect` waits if the server's backlog is full.
 fn connect_unix(path: &Path, time: Duration) -> io::Result<OwnedFd> {
     let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
     socket.set_write_timeout(Some(time))?;

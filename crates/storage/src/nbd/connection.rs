@@ -2,13 +2,13 @@
 //!
 //! 1. [`Transmission::submit`] takes a request.
 //! 2. The writer sends all that is queued with one system call.
-//! 3. The reader receives replies, data straight into the memory of the requests, and completes
-//!    them.
+//! 3. The reader receives replies, with their data straight into the memory of the requests, and
+//!    completes the requests.
 //! 4. If the stream fails, the reader and the writer end. If reconnecting is allowed, the requests
 //!    wait for another stream and are sent again over it; otherwise they fail.
-//! 5. Before the next stream is made, the end of a stream is checked against the writes that were
-//!    answered and not flushed (`storage/nbd/unflushed`). This also happens when the loop ends and
-//!    its stream with it; then requests of other loops on this connection fail.
+//! 5. When a stream ends, and before the next stream is opened, `storage/nbd/unflushed` checks
+//!    whether writes were answered and not flushed. The check also happens when the stream ends
+//!    because its loop ends; then requests of other loops on this connection fail.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,14 +24,14 @@ use super::unflushed::{StreamGuard, UnflushedWrites};
 use super::writer::{self, Batch};
 use crate::detached::DetachedSyncs;
 
-/// The pause after an attempt that did not reach the server.
+/// The pause after a failed attempt to connect.
 pub(super) const RETRY_DELAY: Duration = Duration::from_millis(200);
 
-/// Starts the transmission over `stream` on the current thread's loop: the connection `number` of a
-/// storage.
+/// Starts the transmission over `stream` on the current thread's loop. `number` is the index of
+/// this connection in the storage's list.
 ///
 /// # Errors
-/// ENOMEM where memory runs out.
+/// ENOMEM if memory runs out.
 pub(super) fn start(
     dial: Arc<Dial>,
     detached: Arc<DetachedSyncs>,
@@ -44,14 +44,14 @@ pub(super) fn start(
     let guard = transmission.begin_stream();
     let served = Arc::clone(&transmission);
     spawn_detached(async move {
-        // Dropped last, when the stream has ended.
+        // Dropped when the task ends, or with its loop.
         let _ending = LoopGuard(Arc::clone(&served));
         run(served, stream, guard, halves).await;
     });
     Ok(transmission)
 }
 
-/// Ends a connection with its loop.
+/// Marks the connection as ended when its task or its loop ends.
 struct LoopGuard(Arc<Transmission>);
 
 impl Drop for LoopGuard {
@@ -100,8 +100,9 @@ async fn run(
     }
 }
 
-/// Makes another stream to the same export. Requests wait for it for the reconnect time, then fail.
-/// `None`: the connection has ended.
+/// Opens another stream to the same export. Requests wait for the stream for the reconnect time,
+/// then fail; the attempts continue. `None` if the connection is being closed, or if the reconnect
+/// time is zero.
 async fn reconnect(transmission: &Transmission) -> Option<Link> {
     let failure = transmission.take_link_failure();
     let dial = transmission.dial();

@@ -1,16 +1,19 @@
 //! The connections of a storage: the choice of one for a request, and the scope of a flush.
 //!
 //! Guarantees:
-//! - Each loop has a connection of its own where the export allows that (`CAN_MULTI_CONN`) and the
-//!   server grants it, up to a limit. Otherwise all loops share the first one whose loop runs.
+//! - Each loop has a connection of its own if the export allows several (`CAN_MULTI_CONN`) and the
+//!   server accepts another, up to [`MAX_CONNECTIONS`]. Otherwise all loops share the first
+//!   connection whose loop runs.
 //! - While any connection has a running loop, no request waits for a new connection to be opened:
-//!   it uses that shared one until its own loop has one. Reason: a server may refuse another
-//!   client, or not greet it before the first one has disconnected (`qemu-nbd`, nbdkit's `limit`).
-//! - A flush goes to the connection with the oldest stream, also if it is another loop's;
-//!   `storage/nbd/unflushed` says why. It is answered only while that loop runs.
+//!   it uses the shared connection until its own loop has a connection. Reason: a server may refuse
+//!   a second connection, or not greet it before the first has been closed (`qemu-nbd`, nbdkit's
+//!   `limit`).
+//! - A flush is sent over the connection with the oldest stream, even if another loop serves that
+//!   connection; `storage/nbd/unflushed` explains why. The flush completes only while that loop
+//!   runs.
 //! - Once the oldest stream has ended with writes that were answered and not flushed, every flush
-//!   fails. This includes a flush that was in flight then and was answered by the server after the
-//!   reconnect.
+//!   fails. This includes a flush that was in flight when the stream ended, and that the server
+//!   answered after the reconnect.
 
 use std::sync::Arc;
 use std::thread::ThreadId;
@@ -30,7 +33,7 @@ use super::transmission::{Command, Transmission};
 use super::unflushed::UnflushedWrites;
 use crate::detached::DetachedSyncs;
 
-/// Connections of one storage.
+/// The most connections of one storage.
 const MAX_CONNECTIONS: usize = 16;
 
 /// A loop that was refused a connection of its own tries again after this time.
@@ -52,9 +55,10 @@ struct Shared {
 #[derive(Default)]
 struct List {
     /// Each connection with the thread of its loop; not empty once the storage is connected. For an
-    /// export without `CAN_MULTI_CONN`, requests share one whose loop runs.
+    /// export without `CAN_MULTI_CONN`, all requests share the first connection whose loop runs.
     connections: Vec<(ThreadId, Arc<Transmission>)>,
-    /// The loops that have tried to get a connection of their own, and when they may try again.
+    /// The loops that have tried to get a connection of their own, and the time when each may try
+    /// again.
     asked: Vec<(ThreadId, Instant)>,
     is_closed: bool,
 }
@@ -62,7 +66,7 @@ struct List {
 /// How a request gets a connection.
 enum Choice {
     Known(Arc<Transmission>),
-    /// This shared one at first, while the loop tries to get its own.
+    /// The shared connection, until the loop has got its own.
     Meanwhile(Arc<Transmission>),
     /// No connection has a loop that runs.
     New,
@@ -85,7 +89,7 @@ impl Connections {
     /// The connection for requests of this loop.
     ///
     /// # Errors
-    /// As [`Dial::again`], after trying for as long as requests wait for a server.
+    /// As [`Dial::again`], after attempts for the reconnect time.
     pub(super) async fn own(&self) -> Result<Arc<Transmission>> {
         let choice = self.shared.choose();
         match choice {
@@ -97,7 +101,7 @@ impl Connections {
             Choice::New => {
                 let stream = self.connect().await?;
                 let mut list = self.shared.list.lock();
-                // Several requests may have connected at the same time.
+                // Another request may have connected during the wait.
                 let known = list.running().next().map(|(_, known)| Arc::clone(known));
                 match known {
                     Some(known) => {
@@ -110,8 +114,7 @@ impl Connections {
         }
     }
 
-    /// Makes another stream. If the server cannot be reached, tries again for as long a time as
-    /// requests of a failed connection would wait.
+    /// Opens another stream. If the server cannot be reached, tries again for the reconnect time.
     async fn connect(&self) -> Result<Link> {
         let dial = &self.shared.dial;
         let end = Instant::now() + dial.reconnect_time();
@@ -134,7 +137,7 @@ impl Connections {
     /// Waits for the flushes and durable writes in flight whose futures were dropped.
     ///
     /// # Errors
-    /// The failure of one of them that was not reported yet.
+    /// The first failure of these requests that was not reported yet.
     pub(super) async fn drained(&self) -> Result<()> {
         self.shared.detached.drained().await
     }
@@ -142,7 +145,7 @@ impl Connections {
     /// Makes all writes durable that were answered before the call.
     ///
     /// # Errors
-    /// Errors of the server; and EIO, for good, where answered writes may be lost.
+    /// Errors of the server. EIO from every later flush too, if answered writes may be lost.
     pub(super) async fn flush(&self) -> Result<()> {
         let unflushed = &self.shared.unflushed;
         unflushed.check()?;
@@ -153,8 +156,8 @@ impl Connections {
         };
         let (kind, flags, body) = (kind::FLUSH, CommandFlags::empty(), Body::Flush(mark));
         let flushed = connection.submit(Command { kind, flags, offset: 0, length: 0, body }).await;
-        // If the stream has ended meanwhile, the flush was sent again over another one, whose
-        // success does not prove that all writes are durable.
+        // If the stream has ended meanwhile, the flush was sent again over a new stream. Its
+        // success there does not prove that all writes are durable.
         unflushed.check()?;
         flushed.map(drop)
     }
@@ -185,7 +188,8 @@ impl Shared {
         }
     }
 
-    /// Adds a connection of this loop over `stream`, replacing one whose loop has ended, if any.
+    /// Adds a connection of this loop over `stream`. It replaces a connection whose loop has ended,
+    /// if there is one.
     fn add(&self, list: &mut List, stream: Link) -> Result<Arc<Transmission>> {
         let (dial, detached) = (Arc::clone(&self.dial), Arc::clone(&self.detached));
         let unflushed = Arc::clone(&self.unflushed);
@@ -201,9 +205,9 @@ impl Shared {
         Ok(connection)
     }
 
-    /// Gives the loop a connection of its own over `stream`, unless other loops have got the last
-    /// ones meanwhile, or a connection that was lost is waiting for the server: a server that
-    /// limits its clients must serve that one first.
+    /// Gives the loop a connection of its own over `stream`. Closes `stream` instead if the maximum
+    /// number of connections has been reached meanwhile, or if a failed connection is waiting to
+    /// reconnect: a server that limits its clients might serve this stream in its place.
     fn adopt(&self, stream: Link) -> Result<()> {
         let mut list = self.list.lock();
         let is_full = list.running().count() >= MAX_CONNECTIONS;

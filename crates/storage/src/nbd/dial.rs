@@ -1,4 +1,4 @@
-//! The way to an export: its address, and the options that were negotiated.
+//! How to connect to an export: the server's address, and the options that were negotiated.
 
 use std::io;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use super::link::Link;
 use super::refusal::Refusal;
 use super::tls::ClientTls;
 
-/// Time limit for connecting, and again for the handshake.
+/// Time limit for connecting. The handshake has another limit of the same length.
 pub(super) const CONNECT_TIME: Duration = Duration::from_secs(30);
 
-/// A server's address and TLS.
+/// A server's address, and the TLS parameters.
 struct Way {
     uri: NbdUri,
     tls: Option<Arc<ClientTls>>,
 }
 
-/// The way to an export.
+/// Connects to one export, also again after a failure.
 pub(super) struct Dial {
     way: Way,
     name: String,
@@ -50,10 +50,10 @@ impl Dial {
         Ok((Self { way, name, context, reconnect_time, export }, link))
     }
 
-    /// Another connection to the same export.
+    /// Opens another connection to the same export.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect); and if the export has changed.
+    /// As [`connect`](Self::connect). Also an error if the export's size or options have changed.
     pub(super) async fn again(&self) -> Result<Link> {
         if let Some(tls) = &self.way.tls {
             tls.refresh();
@@ -120,7 +120,7 @@ async fn attempt(
     Ok(negotiated)
 }
 
-/// A connection to the server of this URI; errors have `name`.
+/// Connects to the server of this URI. Errors contain `name`.
 pub(super) async fn connect_stream(uri: &NbdUri, name: &str) -> Result<Stream> {
     let failed = |error: io::Error| {
         let hint = match error.kind() {
@@ -138,7 +138,7 @@ pub(super) async fn connect_stream(uri: &NbdUri, name: &str) -> Result<Stream> {
     Stream::new(socket).map_err(failed)
 }
 
-/// A refusal of the server with the `name` of its URI.
+/// The error for a refusal of the server; `name` is the URI.
 pub(super) fn refused(refusal: Refusal, name: &str) -> Error {
     let error = Error::new(ErrorKind::Io, refusal.what).on(name);
     match refusal.hint {

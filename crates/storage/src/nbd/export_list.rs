@@ -2,8 +2,8 @@
 //! types").
 //!
 //! Guarantees: the number of exports and contexts is limited by the maximum number of replies to an
-//! option, and the length of names by that of a reply. A server that ends the list with a refusal
-//! is reported as an error.
+//! option, and the length of names by the maximum length of a reply. If a server ends the list with
+//! an error reply, the result is an error.
 
 use std::sync::Arc;
 
@@ -23,18 +23,18 @@ use super::tls::ClientTls;
 /// An export as its server describes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListedExport {
-    /// Its name; empty for the default one.
+    /// The export's name; empty for the default export.
     pub name: String,
-    /// A line for people; may be empty.
+    /// A description for users, on one line; may be empty.
     pub description: String,
-    /// Bytes of the disk, and the transmission flags including unknown ones; `None` from a server
-    /// that lists only names.
+    /// The size in bytes, and the transmission flags including unknown ones; `None` if the server
+    /// reports only names.
     pub size_and_flags: Option<(u64, u16)>,
     /// The minimum, the preferred and the maximum block size, in bytes.
     pub blocks: Option<[u32; 3]>,
     /// Whether requests may have lengths of 64 bits.
     pub has_extended_headers: bool,
-    /// The names of its metadata contexts.
+    /// The names of the export's metadata contexts.
     pub contexts: Vec<String>,
 }
 
@@ -76,7 +76,7 @@ async fn list(stream: Stream, tls: Option<&Arc<ClientTls>>) -> Result<Vec<Listed
             contexts(&mut wire, export).await?;
         }
     }
-    // Optional: the server may have disconnected.
+    // An error is ignored: the list is complete, and the server may have disconnected.
     let _ = wire.option(ClientOption::Abort, &[]).await;
     Ok(exports)
 }
@@ -118,7 +118,7 @@ async fn names(wire: &mut Wire) -> Result<Vec<ListedExport>, Refusal> {
     }
 }
 
-/// Requests an export's size, flags and blocks; `false` if the server returns nothing.
+/// Requests an export's size, flags and block sizes; `false` if the server does not report them.
 async fn describe(wire: &mut Wire, export: &mut ListedExport) -> Result<bool, Refusal> {
     let mut data = string(&export.name);
     data.extend(1u16.to_be_bytes());
@@ -141,7 +141,7 @@ async fn describe(wire: &mut Wire, export: &mut ListedExport) -> Result<bool, Re
 /// Asks for the names of an export's contexts.
 async fn contexts(wire: &mut Wire, export: &mut ListedExport) -> Result<(), Refusal> {
     let mut data = string(&export.name);
-    // No query: all of them.
+    // Zero queries request all contexts.
     data.extend(0u32.to_be_bytes());
     let contexts = &mut export.contexts;
     ask(wire, ClientOption::ListMetaContext, &data, |reply| {

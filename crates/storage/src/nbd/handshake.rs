@@ -1,9 +1,9 @@
-//! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): TLS where the URI says so,
-//! extended headers or else structured replies where the server has them, a metadata context, then
-//! GO.
+//! The handshake of a client (`doc/proto.md`, "Newstyle negotiation"): TLS if the URI requests it;
+//! extended headers, or else structured replies, if the server supports them; a metadata context;
+//! then GO.
 //!
-//! With a server that does not know GO, or no options at all, the export is chosen by EXPORT_NAME.
-//! An oldstyle server has one export without a name.
+//! If the server does not support GO, or any other option, the export is chosen by EXPORT_NAME. An
+//! oldstyle server has one export without a name.
 //!
 //! Guarantees: with TLS, only the request for TLS is sent in the clear. Every length that a server
 //! sends is checked against a limit before memory is allocated for it. The export's size and block
@@ -23,9 +23,10 @@ use super::link::Link;
 use super::refusal::Refusal;
 use super::tls::ClientTls;
 
-/// The longest reply to an option. A name of 4096 bytes and its fields need much less.
+/// The longest reply to an option that is accepted. A name of 4096 bytes and its fields need much
+/// less.
 const MAX_REPLY: u32 = 64 << 10;
-/// How many replies one option may have.
+/// The most replies to one option; more are an error.
 pub(super) const MAX_REPLIES: usize = 1000;
 /// The largest minimum block size that is accepted.
 const MAX_MINIMUM_BLOCK: u32 = 64 << 10;
@@ -52,24 +53,25 @@ pub(super) struct Negotiated {
     pub(super) minimum_block: u32,
     /// The longest read or write, in bytes: a multiple of `minimum_block`.
     pub(super) max_payload: u32,
-    /// Whether block status has the requested context.
+    /// Whether block status was negotiated with the requested context.
     pub(super) has_block_status: bool,
 }
 
-/// The request of a client.
+/// The export and options that a client requests.
 pub(super) struct Wish<'a> {
     pub(super) export: &'a str,
     /// The metadata context.
     pub(super) context: &'a str,
     /// TLS, which the server must have.
     pub(super) tls: Option<&'a Arc<ClientTls>>,
-    /// Whether the server ends the connection at the first option that it does not know.
+    /// Whether to choose the export by EXPORT_NAME and negotiate nothing else, because the server
+    /// ends the connection at an option that it does not know.
     pub(super) is_plain: bool,
 }
 
 /// Why the negotiation failed.
 pub(super) enum Failure {
-    /// The server has ended the connection at the first option: it may know only EXPORT_NAME.
+    /// The server has ended the connection at the first option; it may support only EXPORT_NAME.
     Options(Refusal),
     Other(Refusal),
 }
@@ -125,8 +127,9 @@ pub(super) async fn negotiate(
     Ok((wire.link, agreed))
 }
 
-/// Answers the greeting of a server, and begins with TLS. Returns the handshake flags that both
-/// sides have; `None` for an oldstyle server, of which only the magic numbers were read.
+/// Answers the greeting of a server, and starts TLS if it is requested. Returns the handshake flags
+/// that both sides have. Returns `None` for an oldstyle server; then only its magic numbers were
+/// read.
 pub(super) async fn greet(
     stream: Stream,
     tls: Option<&Arc<ClientTls>>,
@@ -155,7 +158,7 @@ pub(super) async fn greet(
     Ok((wire, Some(flags)))
 }
 
-/// Chooses the export by EXPORT_NAME, at a server that does not know GO. The server ends the
+/// Chooses the export by EXPORT_NAME, if the server does not support GO. The server ends the
 /// connection if it has no export of this name.
 async fn by_name(
     wire: &mut Wire,
@@ -205,7 +208,7 @@ fn without_tls() -> Refusal {
     Refusal { what: "the server has no TLS".into(), hint: Some(hint) }
 }
 
-/// Makes the server begin TLS.
+/// Requests TLS from the server (STARTTLS).
 async fn start_tls(wire: &mut Wire) -> Result<(), Refusal> {
     wire.option(ClientOption::StartTls, &[]).await?;
     let reply = wire.reply(ClientOption::StartTls).await?;
@@ -265,7 +268,7 @@ async fn block_status(wire: &mut Wire, export: &str, context: &str) -> Result<bo
 
 pub(super) const TOO_MANY: &str = "the server sends too many replies to an option";
 
-/// Chooses the export; `false` if the server does not know the option.
+/// Chooses the export by GO; `false` if the server does not support GO.
 async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<bool, Refusal> {
     let mut data = string(export);
     data.extend(1u16.to_be_bytes());
@@ -289,7 +292,8 @@ async fn go(wire: &mut Wire, export: &str, agreed: &mut Negotiated) -> Result<bo
     Err(TOO_MANY.into())
 }
 
-/// Records the server's information on the export. Returns whether it had the export's size.
+/// Records one item of information about the export. Returns whether the item was the export's
+/// size.
 fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
     const MALFORMED: &str = "the server sends malformed information on the export";
     let number = |at: usize, length: usize| {
@@ -300,7 +304,7 @@ fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
     if kind == InfoType::Export as u64 {
         agreed.size = number(2, 8)?;
         agreed.flags = TransmissionFlags::from_bits_truncate(number(10, 2)? as u16);
-        // The limit of POSIX for files (`off_t`).
+        // The largest size of a file in POSIX (`off_t`).
         if i64::try_from(agreed.size).is_err() {
             return Err(
                 format!("the server gives the export a size of {} bytes", agreed.size).into()
@@ -322,7 +326,7 @@ fn info(data: &[u8], agreed: &mut Negotiated) -> Result<bool, Refusal> {
     Ok(false)
 }
 
-/// Returns the error of a refusal after which no other option would succeed.
+/// Returns an error if the reply is a refusal after which every further option would fail too.
 fn check_not_final(reply: &OptionReply) -> Result<(), Refusal> {
     match reply.kind {
         ERR_POLICY | ERR_TLS_REQUIRED | ERR_SHUTDOWN => Err(refusal(reply, "")),

@@ -1,4 +1,4 @@
-//! The byte stream of a connection to a server: the socket's, or TLS over it.
+//! The byte stream of a connection to a server: the socket's stream, or TLS over the socket.
 //!
 //! Guarantees: with or without TLS, a receive returns the bytes that have arrived, and a send
 //! completes when all bytes are sent. Without TLS each call costs one test of an `Option`. The
@@ -22,7 +22,7 @@ const PLAIN_BYTES: usize = 16 << 10;
 /// Memory that a connection keeps for encrypted bytes.
 const POOL_BYTES: usize = 1 << 20;
 
-/// A connection. Clones are the same one.
+/// A connection. Clones share one connection.
 #[derive(Clone)]
 pub(super) struct Link {
     stream: Stream,
@@ -42,10 +42,10 @@ impl Link {
         Self { stream, tls: None }
     }
 
-    /// Carries out the TLS handshake with a server that was told to begin.
+    /// Carries out the TLS handshake with a server that has accepted STARTTLS.
     ///
     /// # Errors
-    /// Why the handshake failed.
+    /// The reason why the handshake failed.
     pub(super) async fn secured(stream: Stream, tls: &Arc<ClientTls>) -> Result<Self, Refusal> {
         let library = |error: openssl::error::ErrorStack| Refusal::from(error.to_string());
         let mut beginning = tls.begin(BufferPool::new(POOL_BYTES)).map_err(library)?;
@@ -66,7 +66,7 @@ impl Link {
                 return Err("the server has closed the connection in the TLS handshake".into());
             }
             beginning.session.put_input(input, count);
-            // A step computes for up to some milliseconds, so other tasks of the loop run first.
+            // A step may compute for some milliseconds, so other tasks of the loop run before it.
             yield_now().await;
         }
         tls.check(&beginning.session)?;
@@ -76,7 +76,7 @@ impl Link {
         Ok(Self { stream, tls: Some(Rc::new(secured)) })
     }
 
-    /// Whether it has TLS.
+    /// Whether the connection has TLS.
     pub(super) fn is_secured(&self) -> bool {
         self.tls.is_some()
     }
@@ -123,7 +123,7 @@ impl Link {
         (Ok(()), from)
     }
 
-    /// Ends the connection in both directions: operations in flight on it complete.
+    /// Shuts the connection down in both directions, so that operations in flight on it complete.
     pub(super) fn shutdown(&self) {
         if let Some(tls) = &self.tls
             && let Some(output) = tls.session.borrow_mut().close()
@@ -137,8 +137,8 @@ impl Link {
 }
 
 impl Secured {
-    /// Decrypts received bytes into the list; returns their number. `None`: no whole record was
-    /// received.
+    /// Decrypts received bytes into the list; returns their number. `None` if no complete TLS
+    /// record was received yet.
     fn decrypt(&self, into: &mut IoVectorList) -> io::Result<Option<usize>> {
         let (mut session, mut plain) = (self.session.borrow_mut(), self.received.borrow_mut());
         let room = into.len().min(plain.len());

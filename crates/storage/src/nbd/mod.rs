@@ -1,26 +1,29 @@
 //! An export of an NBD server as storage.
 //!
 //! Guarantees:
-//! - [`Capabilities`] report what the server cannot do: an export without FUA has no durable
-//!   writes. Without block status, the whole export is reported as data.
+//! - [`Capabilities`] report only what the server supports; for example, an export without FUA has
+//!   no durable writes. Without block status, the whole export is reported as data.
 //! - A request that is longer than the server's limit is split.
 //! - With `nbds` all data of an export is encrypted, and goes only to a server that has proved its
 //!   identity.
 //! - If the server supports several connections with consistent caches (`CAN_MULTI_CONN`) and
 //!   accepts them, each loop that uses the storage has a connection of its own. Otherwise all loops
 //!   share one.
-//! - If a connection fails, requests wait for the server for the time that the caller allows, and
-//!   are sent again; the server may then carry out each of them twice. After that time they fail.
+//! - If a connection fails, requests wait for a new connection for the time that the caller allows,
+//!   and are sent again; the server may then carry out each of them twice. After that time the
+//!   requests fail.
 //! - No order is guaranteed between the two executions. A server that continues the requests of a
-//!   closed connection may carry out the first one after its repetition, and after a later write to
-//!   the same bytes. The protocol has no request that waits for them. A server that ends with its
-//!   connections, or drops their requests with them, keeps the order.
+//!   closed connection may carry out the original request after the repeated one, and after a later
+//!   write to the same bytes. The protocol has no request that waits for such executions. The order
+//!   is kept if the server exits with its connections, or drops their requests when they are
+//!   closed.
 //! - If the connection fails while answered writes are not flushed, every flush fails from then on,
-//!   until the storage is opened again. With several connections this holds for the oldest one,
-//!   over which all flushes are sent. Reason: a server that has lost its volatile cache answers the
-//!   next flush with success, and a client cannot detect the loss. The client keeps no copies of
-//!   such writes to send them again: memory would limit them, and each read of each connection
-//!   would have to wait until they are sent.
+//!   until the storage is opened again. With several connections only the failure of the oldest
+//!   connection has this effect, because all flushes are sent over it. Reason: a server that has
+//!   lost its volatile cache answers the next flush with success, and a client cannot detect the
+//!   loss. The client keeps no copies of answered writes to send them again: memory would limit
+//!   their number, and after a reconnect each read of each connection would have to wait until they
+//!   are sent.
 
 mod answer_time;
 mod connect;
@@ -67,8 +70,8 @@ const MAX_COMPACT_RANGE: u64 = 1 << 30;
 /// The longest range of one zero write or trim with extended headers.
 const MAX_EXTENDED_RANGE: u64 = 1 << 40;
 
-/// How long a request waits for its answer while the storage is being closed: a flush may take
-/// minutes.
+/// How long a request waits for its answer while the storage is being closed. The limit is this
+/// long because a flush may take minutes.
 const CLOSE_TIME: Duration = Duration::from_secs(120);
 
 /// An export of an NBD server.
@@ -82,12 +85,12 @@ impl NbdStorage {
     /// Connects to a server. If the connection fails later, requests wait for `reconnect_time`
     /// until the server is back.
     ///
-    /// If writes were answered when the connection failed, and not flushed, the server may have
-    /// lost them: every flush fails with EIO from then on.
+    /// If there were answered writes without a flush when the connection failed, the server may
+    /// have lost them, so every flush fails with EIO from then on.
     ///
     /// # Errors
-    /// The failure, with the URI: there is no server, it refuses the export, it takes longer than
-    /// 30 seconds, or there is no TLS with it as the URI asks for.
+    /// The failure, with the URI: there is no server, the server refuses the export, connecting or
+    /// the handshake takes longer than 30 seconds, or TLS with the server fails.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -122,7 +125,7 @@ impl NbdStorage {
     /// [`context_extent`](Self::context_extent). [`Storage::block_status`] uses this context alone.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect); `InvalidInput` if the server does not offer it.
+    /// As [`connect`](Self::connect); `InvalidInput` if the server does not offer the context.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -140,8 +143,8 @@ impl NbdStorage {
         }
     }
 
-    /// The status of the first bytes of `range` in the context of the connection, and for how many
-    /// bytes it holds. `range` is inside of the export and not empty.
+    /// The status of the first bytes of `range` in the context of the connection, and the number of
+    /// bytes that have this status. `range` is inside of the export and not empty.
     ///
     /// # Errors
     /// Errors of the server.
@@ -161,8 +164,8 @@ impl NbdStorage {
         Ok(Self { dial, connections, answer_time: AnswerTime::default() })
     }
 
-    /// Whether the first bytes of `range` are dirty in the bitmap of the connection, and for how
-    /// many bytes that holds. `range` is inside of the export and not empty.
+    /// Whether the first bytes of `range` are dirty in the bitmap of the connection, and the number
+    /// of bytes with this state. `range` is inside of the export and not empty.
     ///
     /// # Errors
     /// Errors of the server.
@@ -171,7 +174,7 @@ impl NbdStorage {
         Ok((flags.bits() & DIRTY != 0, length))
     }
 
-    /// The flags of the first bytes of a range, and for how many bytes they hold.
+    /// The flags of the first bytes of a range, and the number of bytes that have these flags.
     async fn first_status(&self, range: ByteRange) -> Result<(StatusFlags, u64)> {
         // The range is extended to whole blocks of the server; the last block may end with the
         // export.
@@ -214,8 +217,8 @@ impl NbdStorage {
         answer.await.map_err(|error| error.at(offset))
     }
 
-    /// From now on a request fails if it has no answer within this time; with `None`, the default,
-    /// it waits without limit. The limit is at least the reconnect time.
+    /// From now on a request fails if the server does not answer within this time. With `None`, the
+    /// default, requests wait without limit. The limit is at least the reconnect time.
     pub fn set_answer_time(&self, time: Option<Duration>) {
         self.answer_time.set(time.map(|time| time.max(self.dial.reconnect_time())));
     }
@@ -237,7 +240,7 @@ impl NbdStorage {
         Ok(())
     }
 
-    /// Ends the connections to the server. Every later request fails.
+    /// Closes the connections to the server. Every later request fails.
     pub fn disconnect(&self) {
         self.connections.close();
     }

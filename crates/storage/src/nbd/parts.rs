@@ -1,15 +1,15 @@
 //! The memory of one read, in parts, while its data arrives.
 //!
-//! Guarantees: a part is found in logarithmic time, and the number of parts is limited to what a
-//! server needs that reports holes and data sector by sector. Reason: the server chooses how it
-//! divides a reply, and the lock of the connection is held during the search.
+//! Guarantees: a part is found in logarithmic time, and the number of parts is limited; the limit
+//! suffices if the server reports holes and data sector by sector. Reason: the server chooses how
+//! it divides a reply, and the lock of the connection is held during the search.
 
 use std::collections::BTreeMap;
 
 use blockhouse_core::IoVector;
 use smallvec::SmallVec;
 
-/// Minimum average length of the parts of a reply.
+/// Minimum average length of the parts of a reply, in bytes: a sector.
 const MIN_PART: usize = 512;
 /// Number of parts that even a short reply may have.
 const FEW_PARTS: usize = 16;
@@ -17,20 +17,20 @@ const FEW_PARTS: usize = 16;
 /// A part of the export, with the memory for it.
 type Part = (u64, IoVector);
 
-/// The memory of a read. The caller takes a part out to receive its data, and gives it back.
+/// The memory of a read. The caller takes a part out, receives data into it, and gives it back.
 pub(super) struct Parts {
-    /// The first missing part. Usually there is no other.
+    /// A part without data. Usually it is the only one.
     first: Option<Part>,
-    /// More parts that are missing, by their offsets.
+    /// The other parts without data, by their offsets.
     rest: BTreeMap<u64, IoVector>,
     filled: SmallVec<[Part; 1]>,
-    /// How many parts are taken out.
+    /// How many parts are taken out now.
     taken: usize,
     max_parts: usize,
 }
 
 impl Parts {
-    /// All of a read that begins at `offset`: no data has arrived.
+    /// The memory of a read that begins at `offset`, before any data has arrived.
     pub(super) fn new(offset: u64, into: IoVector) -> Self {
         Self {
             max_parts: FEW_PARTS + into.len() / MIN_PART,
@@ -74,7 +74,7 @@ impl Parts {
         Some(taken)
     }
 
-    /// Takes everything out. `None` if any data has arrived.
+    /// Takes all the memory out. `None` if a part was taken out before.
     pub(super) fn take_all(&mut self) -> Option<(u64, IoVector)> {
         if !self.rest.is_empty() || self.taken > 0 || !self.filled.is_empty() {
             return None;
@@ -90,7 +90,7 @@ impl Parts {
         self.filled.push((offset, memory));
     }
 
-    /// Whether all data is there.
+    /// Whether all data has arrived.
     pub(super) fn is_complete(&self) -> bool {
         self.first.is_none() && self.rest.is_empty() && self.taken == 0
     }

@@ -4,14 +4,13 @@
 //! not complete are queued again, with the same bytes.
 //!
 //! Guarantees:
-//! - A request's memory is kept until the request is complete, also when its future was dropped. No
-//!   future is ready while the connection still uses memory of its request.
-//! - A server cannot write outside of the range that a request reads, nor twice to the same bytes:
-//!   a reply that would do so is an error of the connection.
+//! - A request's memory is kept until the request is complete, even if its future was dropped. A
+//!   future becomes ready only after the connection has stopped using the memory of its request.
+//! - A server's reply can fill only the memory of the range that the request reads, and each byte
+//!   once. Any other reply ends the connection with an error.
 //! - A cookie is not reused until a counter of 32 bits wraps, so that a duplicate reply is
 //!   detected.
-//! - A write that is answered and not flushed is counted before its future is ready
-//!   (`UnflushedWrites`).
+//! - An answered write is counted as not flushed (`UnflushedWrites`) before its future is ready.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,20 +25,21 @@ use super::parts::Parts;
 use super::unflushed::{FlushMark, UnflushedWrites};
 use crate::detached::DetachedSyncs;
 
-/// The server's status of the first blocks of a range: for how many bytes it holds, and its flags.
+/// The server's status of the first blocks of a range: the number of bytes that have the status,
+/// and its flags.
 pub(super) type BlockStatus = (u64, StatusFlags);
 
-/// The payload of a request, and that of its reply.
+/// The payload of a request, or the memory for the payload of its reply.
 pub(super) enum Body {
     /// No payload; the reply has only success or an error.
     None,
-    /// As `None`, for a flush that covers these writes.
+    /// As `None`, for a flush that covers the writes up to this mark.
     Flush(FlushMark),
     /// The bytes to write.
     Payload(IoVector),
-    /// Data for this memory.
+    /// The memory for the data of a read.
     Data(Parts),
-    /// The status of the first blocks.
+    /// The reply has the status of the first blocks.
     Status,
     /// A payload that is being sent.
     BeingSent,
@@ -48,7 +48,7 @@ pub(super) enum Body {
 /// A request whose outcome was not returned yet.
 struct Slot {
     header: RequestHeader,
-    /// Whether it makes data durable.
+    /// Whether the request makes data durable: a flush, or a request with FUA.
     is_sync: bool,
     body: Body,
     status: Option<BlockStatus>,
@@ -61,14 +61,14 @@ struct Slot {
 /// All requests of a connection whose outcome was not returned yet.
 pub(super) struct Pending {
     slots: Slab<Slot>,
-    /// The cookies of those that were not sent.
+    /// The cookies of the requests that were not sent.
     queue: VecDeque<u64>,
     unflushed: Arc<UnflushedWrites>,
     /// The upper half of the last cookie.
     generation: u32,
 }
 
-/// A reply that the protocol does not allow: the connection cannot continue.
+/// A reply that the protocol does not allow. It ends the connection.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Violation(pub(super) &'static str);
 
@@ -83,12 +83,13 @@ fn key(cookie: u64) -> usize {
 }
 
 impl Pending {
-    /// No requests. Their writes are counted in `unflushed`.
+    /// A connection without requests. Later requests count their writes in `unflushed`.
     pub(super) fn new(unflushed: Arc<UnflushedWrites>) -> Self {
         Self { slots: Slab::new(), queue: VecDeque::new(), unflushed, generation: 0 }
     }
 
-    /// Queues a request; `is_sync` if it makes data durable. Returns its cookie.
+    /// Queues a request; `is_sync` says whether it makes data durable. Returns the request's
+    /// cookie.
     pub(super) fn insert(&mut self, mut header: RequestHeader, body: Body, is_sync: bool) -> u64 {
         self.generation = self.generation.wrapping_add(1);
         let entry = self.slots.vacant_entry();
@@ -109,7 +110,8 @@ impl Pending {
         cookie
     }
 
-    /// Takes the next request to send, with its payload. The caller gives the payload back.
+    /// Takes the next request to send, with its payload. The caller returns the payload with
+    /// [`give_back`](Self::give_back).
     pub(super) fn next_queued(&mut self) -> Option<(RequestHeader, Option<IoVector>)> {
         let slot = &mut self.slots[key(self.queue.pop_front()?)];
         let payload = match std::mem::replace(&mut slot.body, Body::None) {
@@ -131,7 +133,8 @@ impl Pending {
     }
 
     /// Gives a payload back after it was sent, or after sending has failed. Returns the task to
-    /// wake if the request is complete: the reply may have arrived before.
+    /// wake if the request is complete, since the reply may have arrived before the payload came
+    /// back.
     pub(super) fn give_back(
         &mut self,
         cookie: u64,
@@ -156,8 +159,9 @@ impl Pending {
         find(&mut self.slots, cookie)
     }
 
-    /// Takes the memory for data of `range`, or with `None` for all of a read. Also returns the
-    /// offset of its first byte. The caller gives the memory back.
+    /// Takes the memory for the data of `range`, or with `None` the memory of the whole read. Also
+    /// returns the offset of the memory's first byte. The caller returns the memory with
+    /// [`return_memory`](Self::return_memory).
     pub(super) fn take_memory(
         &mut self,
         cookie: u64,
@@ -182,7 +186,7 @@ impl Pending {
         }
     }
 
-    /// Whether a simple reply with success brings data.
+    /// Whether data follows a successful simple reply to this request.
     pub(super) fn is_read(&mut self, cookie: u64) -> Result<bool, Violation> {
         Ok(matches!(self.find(cookie)?.body, Body::Data(_)))
     }
@@ -197,13 +201,13 @@ impl Pending {
         Ok(())
     }
 
-    /// Records an error; the first error of a request counts.
+    /// Records an error. Only the first error of a request is kept.
     pub(super) fn set_error(&mut self, cookie: u64, error: Error) -> Result<(), Violation> {
         self.find(cookie)?.error.get_or_insert(error);
         Ok(())
     }
 
-    /// Ends a request whose reply is complete. Returns the task to be woken.
+    /// Completes a request whose reply has been received. Returns the task to wake, if any.
     pub(super) fn complete(
         &mut self,
         cookie: u64,
@@ -225,7 +229,8 @@ impl Pending {
         Ok(self.publish(cookie, detached))
     }
 
-    /// Makes the outcome visible to the future, once the connection has no memory of the request.
+    /// Makes the outcome visible to the future, unless the payload is still being sent. Then
+    /// [`give_back`](Self::give_back) does so.
     fn publish(&mut self, cookie: u64, detached: &DetachedSyncs) -> Option<Waker> {
         let slot = &mut self.slots[key(cookie)];
         if matches!(slot.body, Body::BeingSent) {
@@ -242,8 +247,8 @@ impl Pending {
         None
     }
 
-    /// Queues all requests with incomplete replies again, the oldest first. Nothing may be in the
-    /// middle of being sent or received.
+    /// Queues all requests with incomplete replies again, the oldest first. No request may be in
+    /// the middle of being sent, and no reply in the middle of being received.
     pub(super) fn queue_again(&mut self) {
         let mut again = Vec::new();
         for (_, slot) in self.slots.iter_mut().filter(|(_, slot)| slot.outcome.is_none()) {
@@ -253,13 +258,14 @@ impl Pending {
             }
             again.push(slot.header.cookie);
         }
-        // By generation; after a wrap-around, the distance to the last one counts.
+        // Sorted by age: the distance of the cookie's generation from the last one, which is right
+        // also after the counter has wrapped.
         let last = self.generation;
         again.sort_by_key(|cookie| std::cmp::Reverse(last.wrapping_sub((cookie >> 32) as u32)));
         self.queue = again.into();
     }
 
-    /// Ends all requests with an error. Returns the tasks to be woken.
+    /// Ends all requests with an error. Returns the tasks to wake.
     pub(super) fn fail_all(&mut self, error: &Error, detached: &DetachedSyncs) -> Vec<Waker> {
         self.queue.clear();
         let open = |(_, slot): (usize, &Slot)| slot.outcome.is_none().then_some(slot.header.cookie);
@@ -271,7 +277,7 @@ impl Pending {
         cookies.into_iter().filter_map(fail).collect()
     }
 
-    /// The outcome of a request, once; until then `waker` is kept.
+    /// The outcome of a request, returned once. While there is no outcome, `waker` is stored.
     pub(super) fn poll(
         &mut self,
         cookie: u64,
@@ -287,7 +293,7 @@ impl Pending {
         None
     }
 
-    /// The future of a request was dropped before it was ready.
+    /// Records that the future of a request was dropped before it was ready.
     pub(super) fn detach(&mut self, cookie: u64, detached: &DetachedSyncs) {
         let slot = &mut self.slots[key(cookie)];
         if slot.is_sync {

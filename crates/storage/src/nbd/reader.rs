@@ -2,8 +2,8 @@
 //!
 //! Headers and short payloads are received in bulk into a buffer of fixed size. Data of reads is
 //! received straight into the memory of the request; only the bytes that came together with the
-//! header are copied. All lengths that a server sends are bounded by the request: a longer one ends
-//! the connection.
+//! header are copied. Every length that a server sends is checked against the request; a length
+//! that is too large ends the connection.
 
 use std::sync::Arc;
 
@@ -18,15 +18,15 @@ use super::link::Link;
 use super::pending::Violation;
 use super::transmission::Transmission;
 
-/// Bytes that are received in bulk.
+/// Size of the buffer for bytes that are received in bulk.
 const STAGING_BYTES: usize = 128 << 10;
 /// The longest chunk without data: an error has a message of 4096 bytes at most, and block status
 /// is requested for one extent.
 const MAX_SMALL_PAYLOAD: u64 = 64 << 10;
-/// After data of at least this many bytes, more such data is expected, and only a header is
-/// received in bulk.
+/// After data of at least this many bytes, more such data is expected, so only a header is received
+/// in bulk and the data needs no copy.
 const LARGE_DATA: usize = 32 << 10;
-/// A header, and the offset of a chunk's data.
+/// Bytes received in bulk after large data: a header, and the offset of a chunk's data.
 const HEADER_WINDOW: usize = 40;
 
 /// The receiving half.
@@ -39,11 +39,11 @@ pub(super) struct Reader {
     list: IoVectorList,
     /// How many bytes the next system call receives in bulk.
     window: usize,
-    /// Makes the task yield: a server may divide a reply into any number of chunks.
+    /// Makes the task yield, because a server may divide a reply into any number of chunks.
     budget: WorkBudget,
 }
 
-/// Why the reader ends.
+/// The reason why the reader ends.
 enum End {
     /// The server has closed the connection.
     Closed,
@@ -64,10 +64,10 @@ impl From<std::io::Error> for End {
 }
 
 impl Reader {
-    /// A reader of a connection from which nothing was received yet.
+    /// A reader of a stream from which nothing was received yet.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub(super) fn new(transmission: Arc<Transmission>, stream: Link) -> Result<Self> {
         let (staging, list) = (Buffer::try_new(STAGING_BYTES)?, IoVectorList::new());
         let (window, budget) = (STAGING_BYTES, WorkBudget::new());
@@ -88,7 +88,7 @@ impl Reader {
             End::Host(error) => transmission.host_error(error),
             End::Violation(what) => error(format!("the server breaks the NBD protocol: {what}")),
         });
-        // This makes the writer end too.
+        // The shutdown makes the writer end too.
         self.stream.shutdown();
     }
 
@@ -202,7 +202,7 @@ impl Reader {
         &self.staging.bytes()[self.start..self.end]
     }
 
-    /// Lends the free memory after the unconsumed bytes, which are moved to the front.
+    /// Moves the unconsumed bytes to the front of the buffer, and lends the free memory after them.
     fn lend_free(&mut self) -> IoVector {
         if self.start > 0 {
             self.staging.bytes_mut().copy_within(self.start..self.end, 0);
@@ -223,8 +223,8 @@ impl Reader {
         Ok(())
     }
 
-    /// Receives data of a read, and the bytes after it. The memory goes back to its request, even
-    /// if the stream fails.
+    /// Receives data of a read, and the bytes that follow the data. The memory is returned to its
+    /// request, even if the stream fails.
     async fn receive_part(
         &mut self,
         cookie: u64,
@@ -270,8 +270,8 @@ impl Reader {
     }
 }
 
-/// The error of a server, with its errno: the protocol's values are those of Linux. Unknown values
-/// become EIO.
+/// The error that a server has sent. The protocol's error numbers are equal to Linux's errno
+/// values; an unknown number becomes EIO.
 fn server_error(name: &str, error: u32, message: &str) -> Error {
     let code = match error {
         1 | 5 | 12 | 22 | 28 | 75 | 95 | 108 => error as i32,

@@ -1,5 +1,5 @@
-//! The reason why there is no export, as one line for users. Code that moves bytes passes it on as
-//! an `io::Error`.
+//! The reason why an export cannot be used, as one line for users. Code that sends and receives
+//! bytes returns the reason inside an `io::Error`.
 
 /// A reason, with advice if known.
 #[derive(Debug)]

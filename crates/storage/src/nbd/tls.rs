@@ -1,11 +1,11 @@
-//! TLS to a server: the credentials that a URI names, read from files, and the authorities to
-//! trust.
+//! TLS to a server: the credentials, read from the files that a URI names, and the trusted
+//! certificate authorities.
 //!
 //! Guarantees: the files are read when the storage is opened, and again for each later connection,
-//! so a renewed certificate is used. If they cannot be read then, the content read before stays in
-//! use. A server that does not prove its identity is refused before anything is sent to it, with
-//! one line that states the fault. With a pre-shared key, the server must have that key: no
-//! certificate replaces it.
+//! so a renewed certificate is used. If the files cannot be read for a later connection, the
+//! content read before stays in use. A server that does not prove its identity is refused before
+//! anything is sent to it, with one line that states the fault. With a pre-shared key, the server
+//! must have that key: no certificate replaces it.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -46,10 +46,10 @@ pub(super) struct ClientTls {
     current: Mutex<SslContext>,
 }
 
-/// The fault of the server's certificate.
+/// The fault of the server's certificate, which the verification callback stores.
 type Fault = Arc<Mutex<Option<String>>>;
 
-/// A session that begins.
+/// A session before or during its handshake.
 pub(super) struct Beginning {
     pub(super) session: TlsSession,
     fault: Fault,
@@ -76,7 +76,7 @@ impl ClientTls {
         Ok(Some(Self { parameters: uri.tls.clone(), hostname, current: Mutex::new(read) }))
     }
 
-    /// Reads the files again; on error warns and keeps those read before.
+    /// Reads the files again. On an error, logs a warning and keeps the content read before.
     pub(super) fn refresh(&self) {
         match read(&self.parameters) {
             Ok(context) => *self.current.lock() = context,
@@ -102,7 +102,8 @@ impl ClientTls {
         };
         let noted = Arc::clone(&fault);
         ssl.set_verify_callback(mode, move |is_good, context| {
-            // A server that has the key shows no certificate.
+            // A server that has the pre-shared key shows no certificate, so a certificate is
+            // refused.
             let is_good = is_good && !has_key;
             if !is_good {
                 noted.lock().get_or_insert_with(|| describe_certificate(context));
@@ -113,11 +114,11 @@ impl ClientTls {
         Ok(Beginning { session: TlsSession::new(ssl, pool)?, fault })
     }
 
-    /// Whether the server has presented the required certificate or key, after a handshake without
-    /// an error.
+    /// Checks, after a successful handshake, that the server has proved to have the pre-shared key,
+    /// if one is required.
     ///
     /// # Errors
-    /// The server does not have the key.
+    /// The server has not proved to have the key.
     pub(super) fn check(&self, session: &TlsSession) -> Result<(), Refusal> {
         match self.parameters.psk() {
             Some((identity, _)) if !session.is_by_key() => Err(refusal_of_keyless(identity)),
@@ -228,8 +229,9 @@ fn read(parameters: &TlsParameters) -> Result<SslContext, TlsError> {
     Ok(builder.build())
 }
 
-/// Trusts the authorities that `$SSL_CERT_FILE` and `$SSL_CERT_DIR` name, else those that the
-/// system trusts. A distribution's OpenSSL has their paths; one built from source does not.
+/// Trusts the authorities that `$SSL_CERT_FILE` and `$SSL_CERT_DIR` name, or else the system's. A
+/// distribution's OpenSSL knows the paths of the system's authorities; an OpenSSL built from source
+/// does not.
 fn trust_system(builder: &mut SslContextBuilder) -> Result<(), TlsError> {
     let is_named =
         ["SSL_CERT_FILE", "SSL_CERT_DIR"].iter().any(|name| std::env::var_os(name).is_some());
@@ -273,13 +275,14 @@ fn use_key(builder: &mut SslContextBuilder, identity: &str, file: &Path) -> Resu
 }
 
 fn describe_certificate(context: &X509StoreContextRef) -> String {
-    // The refused certificate may be the authority's; the server's certificate is the first.
+    // The refused certificate may be an authority's. The server's own certificate is the first in
+    // the chain.
     let own = context.chain().and_then(|chain| chain.get(0)).or(context.current_cert());
     let names = own.map(names_of).unwrap_or_default();
     format!("({}) is refused: {}", names.join(", "), context.error().error_string())
 }
 
-/// OpenSSL's reasons, without its codes.
+/// The reasons that OpenSSL gives, without its error codes.
 fn reason(error: &ssl::Error) -> String {
     let errors = error.ssl_error().map(ErrorStack::errors).unwrap_or_default();
     let reasons: Vec<_> = errors.iter().filter_map(openssl::error::Error::reason).collect();

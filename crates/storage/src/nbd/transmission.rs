@@ -1,6 +1,7 @@
-//! The requests of a connection: begun by any thread, sent and answered by tasks on one loop.
+//! The requests of a connection. Any thread can begin a request; tasks on one loop send the
+//! requests and receive the replies.
 //!
-//! Guarantees: each request ends, with its reply or with the error that ended the connection.
+//! Guarantee: each request ends, with its reply or with the error that ended the connection.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -32,7 +33,7 @@ pub(super) struct Transmission {
     dial: Arc<Dial>,
     detached: Arc<DetachedSyncs>,
     unflushed: Arc<UnflushedWrites>,
-    /// Its number among the storage's connections.
+    /// The index of this connection in the storage's list.
     number: usize,
     state: Mutex<State>,
     /// Notified when a request was queued or the stream has ended.
@@ -41,22 +42,22 @@ pub(super) struct Transmission {
 
 struct State {
     pending: Pending,
-    /// Why the stream has ended.
+    /// The reason why the stream has ended.
     link_failure: Option<Error>,
-    /// Why requests fail at once: the server could not be reached for the time that requests may
-    /// wait.
+    /// The error with which requests fail at once, because the server could not be reached within
+    /// the reconnect time. `None`: requests wait.
     outage: Option<Error>,
     is_closing: bool,
-    /// No further request is sent, for good.
+    /// Whether the connection has ended for good, so that no further request is sent.
     is_over: bool,
-    /// The loop that served it has ended.
+    /// Whether the loop that served the connection has ended.
     has_no_loop: bool,
-    /// Whether requests are sent; otherwise they wait for the reconnect.
+    /// Whether there is a stream to send requests over. Without one they wait for the reconnect.
     has_stream: bool,
 }
 
 impl Transmission {
-    /// No requests.
+    /// A connection without requests.
     pub(super) fn new(
         dial: Arc<Dial>,
         detached: Arc<DetachedSyncs>,
@@ -88,7 +89,7 @@ impl Transmission {
     }
 
     /// Takes the reason why the stream has ended; after that, requests may be sent over another
-    /// one.
+    /// stream.
     pub(super) fn take_link_failure(&self) -> Error {
         let failure = self.state.lock().link_failure.take();
         failure.unwrap_or_else(|| self.dial.error("the connection has ended"))
@@ -129,8 +130,8 @@ impl Transmission {
         Submitted { transmission: Some(Arc::clone(self)), result: Ok(cookie) }
     }
 
-    /// Waits for requests to be sent, and takes `limit` of them at most. `false`: the stream has
-    /// ended.
+    /// Waits for queued requests, and takes at most `limit` of them to send. `false` if the stream
+    /// has ended.
     pub(super) async fn next_requests(
         &self,
         requests: &mut Vec<(RequestHeader, Option<IoVector>)>,
@@ -155,7 +156,7 @@ impl Transmission {
             .await
     }
 
-    /// Gives a payload back that was sent.
+    /// Returns a payload to its request after it was sent.
     pub(super) fn give_back(&self, cookie: u64, payload: IoVector) {
         let waker =
             self.with_pending(|pending, detached| pending.give_back(cookie, payload, detached));
@@ -170,7 +171,7 @@ impl Transmission {
         step(&mut self.state.lock().pending, &self.detached)
     }
 
-    /// Records that the stream has failed; the reader and the writer end.
+    /// Records that the stream has failed, which ends the reader and the writer.
     pub(super) fn link_failed(&self, error: Error) {
         let mut state = self.state.lock();
         state.link_failure.get_or_insert(error);
@@ -179,8 +180,8 @@ impl Transmission {
         self.changed.notify_all();
     }
 
-    /// Ends all requests, present and future ones, with an error, for good or until there is
-    /// another stream.
+    /// Fails all present and future requests with `error`: for good if `is_final`, otherwise until
+    /// there is another stream.
     pub(super) fn fail_all(&self, error: Error, is_final: bool) {
         let mut state = self.state.lock();
         let wakers = state.pending.fail_all(&error, &self.detached);
@@ -193,8 +194,8 @@ impl Transmission {
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    /// The loop of this connection has ended: all requests fail, unless they have failed for good
-    /// before.
+    /// Records that the loop of this connection has ended. All requests fail, unless the connection
+    /// had ended for good before.
     pub(super) fn loop_ended(&self) {
         let mut state = self.state.lock();
         if state.is_over {
@@ -205,7 +206,7 @@ impl Transmission {
         self.fail_all(self.dial.error("the thread of the connection has ended"), false);
     }
 
-    /// Whether the loop that served it has ended.
+    /// Whether the loop that served the connection has ended.
     pub(super) fn has_no_loop(&self) -> bool {
         self.state.lock().has_no_loop
     }
@@ -215,7 +216,8 @@ impl Transmission {
         self.state.lock().has_stream
     }
 
-    /// Queues a disconnect request to the server, after all other requests.
+    /// Starts closing the connection: the writer sends a disconnect request after all other
+    /// requests.
     pub(super) fn close(&self) {
         self.state.lock().is_closing = true;
         self.changed.notify_all();
@@ -227,11 +229,11 @@ impl Transmission {
     }
 }
 
-/// A request that was begun. If it is dropped, the request continues; its memory stays with the
-/// connection until the reply has arrived.
+/// The future of a request that was begun. If the future is dropped, the request continues, and the
+/// connection keeps its memory until the reply has arrived.
 pub(super) struct Submitted {
     transmission: Option<Arc<Transmission>>,
-    /// The cookie, or why the request could not be begun.
+    /// The cookie, or the error if the request could not be begun.
     result: Result<u64>,
 }
 

@@ -1,19 +1,20 @@
-//! How many answered writes may still be in the server's volatile cache, and which flush covers
-//! them.
+//! Tracks whether answered writes may still be in the server's volatile cache, and which flush
+//! covers them.
 //!
 //! Guarantees:
-//! - A write, zero write or trim without FUA counts from its answer until the end of a flush that
-//!   was begun afterwards on the oldest stream. A write with FUA never counts: it is durable when
-//!   it is answered.
-//! - The end of the oldest stream while writes count is remembered for good: the server may have
-//!   lost them.
-//! - Memory is constant: some counters, however much a guest writes.
+//! - A write, zero write or trim without FUA is counted as unflushed from its answer until the end
+//!   of a flush that was begun afterwards on the oldest stream. A write with FUA is not counted,
+//!   because it is durable when it is answered.
+//! - If the oldest stream ends while writes are unflushed, this is recorded permanently, because
+//!   the server may have lost the writes.
+//! - Memory use is constant (some counters), however much a guest writes.
 //!
 //! Only a flush on the oldest stream proves that the writes are durable. Its answer proves that the
-//! server has run since before the other streams were made, so the same server process has answered
-//! all counted writes. A flush on a younger stream may be answered by a restarted server that has
-//! lost the writes of older streams. So it does not matter when each loop notices the end of its
-//! stream, nor whether the loop still runs.
+//! server process has run since before the other streams were opened, so the same process has
+//! answered all unflushed writes. A flush on a younger stream may be answered by a restarted server
+//! that has lost the writes of older streams. Since only the oldest stream is relevant, the result
+//! does not depend on when a loop detects the end of a younger stream, or whether that loop still
+//! runs.
 
 use std::sync::Arc;
 
@@ -31,7 +32,7 @@ const LOST_HINT: &str =
 pub(super) struct UnflushedWrites {
     /// The name of the export, for messages.
     name: String,
-    /// Without FLUSH there is no cache that could be lost.
+    /// Whether the server supports FLUSH. Without FLUSH, no write is volatile.
     has_flush: bool,
     state: Mutex<State>,
     lost: ErrorLatch,
@@ -42,31 +43,32 @@ struct State {
     writes: Count,
     /// The connections whose streams are in use, the oldest stream first.
     streams: Vec<usize>,
-    /// Nothing uses the storage.
+    /// Whether the storage was closed, so that lost writes are not reported.
     is_closed: bool,
 }
 
 /// Answered writes.
 #[derive(Debug, Default)]
 struct Count {
-    /// How many were answered, ever.
+    /// How many writes were answered in total.
     answered: u64,
-    /// How many of these, from the first one on, a flush has covered.
+    /// How many of the answered writes, from the first one on, a flush has covered.
     flushed: u64,
 }
 
-/// Which writes a flush covers: those that were answered before it was begun.
+/// The writes that a flush covers: the number of writes that were answered before the flush was
+/// begun.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FlushMark(u64);
 
-/// A stream in use; it ends when this is dropped.
+/// A stream in use. Dropping the guard records the end of the stream.
 pub(super) struct StreamGuard {
     unflushed: Arc<UnflushedWrites>,
     connection: usize,
 }
 
 impl UnflushedWrites {
-    /// For an export without writes yet.
+    /// The state of an export that has no writes yet.
     pub(super) fn new(name: &str, has_flush: bool) -> Self {
         let (name, lost) = (name.into(), ErrorLatch::new(LOST_HINT));
         Self { name, has_flush, state: Mutex::default(), lost }
@@ -86,28 +88,28 @@ impl UnflushedWrites {
         }
     }
 
-    /// For a flush that begins now: the connection with the oldest stream (`None`: any, there is no
-    /// stream), and the writes that the flush covers.
+    /// Begins a flush. Returns the connection with the oldest stream (`None` if there is no stream:
+    /// then any connection will do), and the writes that the flush covers.
     pub(super) fn begin_flush(&self) -> (Option<usize>, FlushMark) {
         let state = self.state.lock();
         (state.streams.first().copied(), FlushMark(state.writes.answered))
     }
 
-    /// Records that a flush has succeeded. If its first stream has ended, it was sent again on
-    /// another one. That is correct: at the end of the first stream, every write that the flush
-    /// covers was either flushed or recorded as lost.
+    /// Records that a flush has succeeded. If the stream that the flush was first sent on has
+    /// ended, the flush was sent again on another stream. That is correct: at the end of the first
+    /// stream, every write that the flush covers was either flushed or recorded as lost.
     pub(super) fn flushed(&self, FlushMark(covered): FlushMark) {
         let writes = &mut self.state.lock().writes;
         writes.flushed = writes.flushed.max(covered);
     }
 
     /// # Errors
-    /// Answered writes may be lost, from now on for good.
+    /// Every call fails once answered writes may have been lost.
     pub(super) fn check(&self) -> Result<()> {
         self.lost.check()
     }
 
-    /// Nothing uses the storage any more, so its unflushed writes no longer matter.
+    /// Records that the storage is closed. Unflushed writes are not reported as lost after that.
     pub(super) fn close(&self) {
         self.state.lock().is_closed = true;
     }
@@ -122,7 +124,8 @@ impl UnflushedWrites {
                 format!("the connection broke when answered writes were not flushed ({count})");
             let lost = Error::new(ErrorKind::Io, what).on(&self.name);
             tracing::error!("{lost}; every flush fails from now on");
-            // Set under the lock: a flush that sees no unflushed writes also sees the loss.
+            // The error is set under the lock, so that a flush that finds no unflushed writes also
+            // finds the error.
             self.lost.set(&lost);
         }
     }
@@ -135,7 +138,7 @@ impl Drop for StreamGuard {
 }
 
 impl Count {
-    /// Returns how many writes are not flushed, and resets this to none.
+    /// Returns the number of unflushed writes, and resets it to 0.
     fn take(&mut self) -> u64 {
         let count = self.answered - self.flushed;
         self.flushed = self.answered;

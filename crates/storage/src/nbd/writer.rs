@@ -24,10 +24,10 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Capacity for the bytes of one system call.
+    /// An empty batch with memory for the headers of one system call.
     ///
     /// # Errors
-    /// ENOMEM.
+    /// ENOMEM if memory runs out.
     pub(super) fn new() -> Result<Self> {
         let length = (MAX_REQUESTS + 1) * EXTENDED_LENGTH;
         Ok(Self {
@@ -63,7 +63,7 @@ impl Batch {
         }
     }
 
-    /// Gives the payloads back to their requests.
+    /// Returns the payloads to their requests.
     fn give_back(&mut self, transmission: &Transmission) {
         let mut vectors = self.list.take_vectors();
         for cookie in self.payloads.drain(..) {
@@ -90,7 +90,8 @@ pub(super) async fn run(transmission: Arc<Transmission>, stream: Link, mut batch
     if transmission.is_closing() {
         batch.requests.push((disconnect(), None));
         batch.fill(transmission.framing());
-        // The message is optional: the end of the stream has the same meaning.
+        // An error of the send is ignored, because the server treats the end of the stream in the
+        // same way.
         let _ = stream.send(take(&mut batch.list)).await;
     }
     stream.shutdown();

@@ -1,15 +1,16 @@
-//! An open image and its operations in flight. Any number of loops begin and complete operations.
+//! An open image and its operations in flight. Any number of loops can begin and complete
+//! operations.
 //!
 //! librbd signals an eventfd for each completion. Each loop that has begun an operation watches the
-//! eventfd, and fetches all completions. So a loop completes its own operations without another
+//! eventfd, and fetches all completions. So a loop's operations complete without help from another
 //! thread. Operations of a loop that has ended are completed by the other loops, or by the close.
 //!
 //! Guarantees:
-//! - Every operation that was begun completes, also while the image is being closed, and keeps its
-//!   memory until then. If the future of a blocking call was dropped, the image is closed at the
-//!   end of that call.
-//! - After the client was fenced, every operation fails with the first error that reported the
-//!   fencing.
+//! - Every operation that was begun completes, also while the image is being closed, and its memory
+//!   is kept until then. If the image is closed during a blocking call whose future was dropped, it
+//!   stays open until that call ends.
+//! - After the cluster has fenced this client (put it on the blocklist), every operation fails with
+//!   the first error that reported this.
 
 use std::future::Future;
 use std::io;
@@ -30,7 +31,7 @@ use super::slot::Slot;
 use crate::blocking::run_blocking;
 use crate::detached::DetachedSyncs;
 
-/// The hint when another client has fenced this one.
+/// The hint if this client was fenced.
 const FENCED_HINT: &str = "this client was fenced (put on the cluster's blocklist), so another may use the image now: \
                            make sure that it is free, then open it again";
 
@@ -61,7 +62,8 @@ struct Outcomes {
 }
 
 impl Outcomes {
-    /// Makes the error of an operation. An error that reports fencing is remembered.
+    /// Makes the error of an operation. An error that reports fencing is stored for later
+    /// operations.
     fn error(&self, what: &'static str, offset: Option<u64>, source: io::Error) -> Error {
         let error = Error::host(what, source).on(&self.name);
         let error = match offset {
@@ -83,14 +85,14 @@ pub(super) struct Connection {
     image: RwLock<Option<Arc<Image>>>,
     /// The eventfd of the completions.
     notifier: OwnedFd,
-    /// The threads whose loops watch its eventfd.
+    /// The threads whose loops watch the eventfd.
     reapers: Mutex<Vec<ThreadId>>,
-    /// One blocking call at a time, so that the number of threads is bounded.
+    /// Held during a blocking call: one at a time, so that the number of threads is bounded.
     blocking: async_lock::Mutex<()>,
 }
 
 impl Connection {
-    /// For an image that was just opened.
+    /// The connection of an image that was just opened.
     ///
     /// # Errors
     /// The process has no descriptor left.
@@ -116,7 +118,8 @@ impl Connection {
         &self.outcomes.detached
     }
 
-    /// Makes the error of an operation. An error that reports fencing is remembered.
+    /// Makes the error of an operation. An error that reports fencing is stored for later
+    /// operations.
     pub(super) fn error(
         &self,
         what: &'static str,
@@ -126,7 +129,8 @@ impl Connection {
         self.outcomes.error(what, offset, source)
     }
 
-    /// Begins an operation; `what` names it in errors. `is_sync`: it makes data durable.
+    /// Carries out an operation; `what` names the operation in errors. `is_sync` says whether the
+    /// operation makes data durable.
     ///
     /// # Panics
     /// Outside of an event loop.
@@ -142,7 +146,7 @@ impl Connection {
         let slot = Arc::new(Slot::new(is_sync));
         let outcomes = Arc::clone(&self.outcomes);
         let waiter = Pending { outcomes, slot: Arc::clone(&slot), what, offset };
-        // The lock is not held across the wait.
+        // The lock is released before the wait.
         let begun = match &*self.image.read() {
             Some(image) => image.submit(command, waiter),
             None => return Err(self.closed()),
@@ -170,7 +174,7 @@ impl Connection {
     /// call closes it.
     pub(super) fn take_image(&self) -> Option<Image> {
         let image = self.image.write().take();
-        // This makes the watching tasks end.
+        // The signal makes the watching tasks end.
         let _ = rustix::io::write(&self.notifier, &1_u64.to_ne_bytes());
         Arc::into_inner(image?)
     }
@@ -240,8 +244,8 @@ async fn reap_events(watch: Watch, registration: Registration) {
     }
 }
 
-/// An operation in flight in librbd. If it is dropped, the operation continues; its memory stays
-/// with librbd until it has completed.
+/// The future of an operation in flight in librbd. If the future is dropped, the operation
+/// continues, and its memory is kept until librbd has completed it.
 struct InFlight<'a> {
     connection: &'a Connection,
     slot: Arc<Slot>,

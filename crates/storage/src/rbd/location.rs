@@ -1,11 +1,11 @@
 //! The location of an image in Ceph: `rbd:POOL/IMAGE[@SNAPSHOT][?conf=FILE&id=USER]`.
 //!
 //! The part before the question mark is the image's name as Ceph's tools write it (`rbd(8)`), with
-//! a namespace as `POOL/NAMESPACE/IMAGE`. A percent sign and two digits stand for a byte, as in a
-//! URI: `%3F` for a question mark.
+//! a namespace as `POOL/NAMESPACE/IMAGE`. A percent sign and two hexadecimal digits stand for a
+//! byte, as in a URI; for example, `%3F` is a question mark.
 //!
-//! QEMU's form is accepted too: `rbd:POOL/IMAGE[@SNAPSHOT]:conf=FILE:id=USER`. In it a backslash
-//! escapes the next character.
+//! QEMU's form is accepted too: `rbd:POOL/IMAGE[@SNAPSHOT]:conf=FILE:id=USER`. In that form a
+//! backslash escapes the next character.
 
 use std::fmt;
 use std::str::FromStr;
@@ -17,7 +17,7 @@ pub(crate) const SCHEME: &str = "rbd:";
 
 /// Characters that must be escaped in a name or a value.
 const ENCODED: &AsciiSet = &CONTROLS.add(b'%').add(b'?').add(b'&').add(b'@').add(b' ').add(b':');
-/// Options that mark a name as one of QEMU's form.
+/// A name that contains one of these options is in QEMU's form.
 const QEMU_OPTIONS: [&str; 6] = ["id", "conf", "mon_host", "auth_supported", "key", "keyring"];
 
 /// An image in Ceph, or a snapshot of one.
@@ -37,7 +37,7 @@ impl RbdLocation {
         &self.pool
     }
 
-    /// The namespace in the pool; `None` is the default one.
+    /// The namespace in the pool; `None` is the default namespace.
     pub fn namespace(&self) -> Option<&str> {
         self.namespace.as_deref()
     }
@@ -52,12 +52,13 @@ impl RbdLocation {
         self.snapshot.as_deref()
     }
 
-    /// The path of the cluster's configuration file; `None`: `$CEPH_CONF`, or the usual files.
+    /// The path of the cluster's configuration file. `None` is the file in `$CEPH_CONF`, or else
+    /// librados's default files.
     pub fn configuration(&self) -> Option<&str> {
         self.configuration.as_deref()
     }
 
-    /// The user, without `client.`; `None`: `admin`.
+    /// The user, without `client.`; `None` is `admin`.
     pub fn user(&self) -> Option<&str> {
         self.user.as_deref()
     }
@@ -112,7 +113,8 @@ impl RbdLocation {
 }
 
 impl RbdLocation {
-    /// Parses `rest`, the part after the scheme in QEMU's form, by conversion to our form.
+    /// Parses `rest`, the part after the scheme in QEMU's form. Converts it to the form with a
+    /// question mark first.
     fn parse_of_qemu(rest: &str) -> Result<Self, String> {
         let mut parts = split_escaped(rest).into_iter();
         let mut text = format!("{SCHEME}{}?", parts.next().unwrap_or_default());
@@ -138,7 +140,7 @@ fn is_of_qemu(rest: &str) -> bool {
     !rest.contains('?') && rest.split(':').skip(1).any(is_option)
 }
 
-/// The parts between colons, encoded as in our form. A backslash escapes the next character.
+/// The parts between colons, percent-encoded. A backslash in `text` escapes the next character.
 fn split_escaped(text: &str) -> Vec<String> {
     const ESCAPED: &AsciiSet = &ENCODED.add(b'/').add(b'=');
     let mut parts = vec![String::new()];

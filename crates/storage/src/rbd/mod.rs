@@ -1,13 +1,14 @@
 //! An image in Ceph (RBD) as storage, by librbd.
 //!
 //! Guarantees:
-//! - A write is on all replicas when it completes, because librbd's cache is off: FUA costs
-//!   nothing, and a flush has nothing to do. If the image's own metadata turns the cache on,
-//!   [`Capabilities`] report a volatile cache without FUA, and flushes make writes durable.
-//! - Every request ends: if the configuration has no limit, a request that the cluster does not
-//!   answer fails after 30 seconds. The cluster may still carry it out later.
-//! - An image that is open for writing has its exclusive lock. A client that loses it because it
-//!   was fenced fails every request from then on.
+//! - A write is on all replicas when it completes, because librbd's cache is off. So FUA has no
+//!   additional cost, and a flush has nothing to do. If the image's own metadata turns the cache
+//!   on, [`Capabilities`] report a volatile cache without FUA, and flushes make writes durable.
+//! - Every request ends. A request that the cluster does not answer fails after the timeout in the
+//!   configuration, or after 30 seconds if none is configured. The cluster may still carry out such
+//!   a request later.
+//! - While an image is open for writing, this client holds its exclusive lock. If the client loses
+//!   the lock because it was fenced, every later request fails.
 //! - Requests begin and complete on the loop that made them; calls that block in librbd run on a
 //!   thread of their own.
 
@@ -38,14 +39,14 @@ pub use names::{clone_rbd_image, create_rbd_image, remove_rbd_image, rename_rbd_
 use open::Opened;
 pub use open::RbdAccess;
 
-/// The longest range of one zero write or discard: librbd has an operation in memory for each
-/// object of it.
+/// The longest range of one zero write or discard. The limit bounds memory, because librbd
+/// allocates an operation for each object of the range.
 const MAX_RANGE: u64 = 1 << 30;
-/// The longest range whose extents are queried at once: without an object map that is a message for
-/// each object.
+/// The longest range whose extents are queried at once. The limit bounds the time, because without
+/// an object map librbd sends a message for each object.
 const MAX_STATUS_RANGE: u64 = 4 << 30;
-/// An image that grows by writes past its end becomes longer by a multiple of this, since each
-/// change of its size notifies all its clients.
+/// If a write past the end makes an image grow, its size is rounded up to a multiple of this.
+/// Reason: each change of the size notifies all clients of the image.
 const GROWTH: u64 = 64 << 20;
 
 /// An image in Ceph.
@@ -54,7 +55,7 @@ pub struct RbdStorage {
     /// The pool, and the namespace in it.
     pool: String,
     size: AtomicU64,
-    /// One change of the size or the snapshots at a time.
+    /// Held during a change of the size or the snapshots, so that there is one at a time.
     resizing: async_lock::Mutex<()>,
     is_cached: bool,
 }
@@ -62,7 +63,7 @@ pub struct RbdStorage {
 impl RbdStorage {
     /// Opens an image, and locks it for this `access`.
     ///
-    /// If a client that is gone holds the lock, waits until the cluster detects that, usually 30
+    /// If a client that has died holds the lock, waits until the cluster detects that, usually 30
     /// seconds.
     ///
     /// # Errors
@@ -108,7 +109,7 @@ impl RbdStorage {
     /// name.
     ///
     /// # Errors
-    /// The cluster's.
+    /// Errors of the cluster.
     pub async fn id(&self) -> Result<String> {
         let ask = |image: &connection::Image| image.id();
         let id = self.connection.run_blocking("cannot ask for the image's id", ask).await?;
@@ -118,13 +119,13 @@ impl RbdStorage {
     /// The current size of the image; another client may have changed it.
     ///
     /// # Errors
-    /// The cluster's.
+    /// Errors of the cluster.
     pub async fn query_size(&self) -> Result<u64> {
         let ask = |image: &connection::Image| image.size();
         self.connection.run_blocking("cannot ask for the size", ask).await
     }
 
-    /// Accepts a new size; a smaller one than the current size is ignored.
+    /// Accepts a new size. A size that is less than the current one is ignored.
     pub fn set_min_size(&self, size: u64) {
         self.size.fetch_max(size, Ordering::AcqRel);
     }
@@ -165,7 +166,7 @@ impl Storage for RbdStorage {
             write_zeroes: Offload::Available,
             prepare_zeroes: Offload::Unavailable,
             discard: Offload::Available,
-            // librbd ignores ranges smaller than a part of an object.
+            // librbd does not discard ranges that are less than its discard granularity.
             read_after_discard: ReadAfterDiscard::Undefined,
         }
     }
@@ -211,7 +212,8 @@ impl Storage for RbdStorage {
         }
         let (what, command) = ("cannot write", Command::Write(offset, from));
         let written = self.connection.run(what, Some(offset), command, is_durable).await;
-        // Writes that completed before are durable already.
+        // Without the cache, a failed write affects no earlier write: writes that completed before
+        // are durable.
         let written = if self.is_cached { written } else { written.map_err(Error::confined) };
         written.map(drop)
     }
@@ -237,7 +239,7 @@ impl Storage for RbdStorage {
     }
 
     async fn extend_hint(&self, size: u64) {
-        // An error is ignored, because this is a hint: the write that needs the space reports it.
+        // An error is ignored, because the write that needs the space will report it.
         let _ = self.grow(size).await;
     }
 

@@ -1,4 +1,4 @@
-//! Creates, clones, removes and renames images by name; no client has them open.
+//! Creates, clones, removes and renames images by name. No client may have them open.
 
 use std::io;
 
@@ -12,7 +12,7 @@ use crate::blocking::run_blocking;
 /// Makes an image of `size` bytes, all holes, with the features in the cluster's configuration.
 ///
 /// # Errors
-/// The failure, with the location: there is one of this name (errno 17), or no such pool.
+/// The failure, with the location: there is an image of this name (errno 17), or no such pool.
 pub async fn create_rbd_image(location: &RbdLocation, size: u64) -> Result<()> {
     check_no_snapshot(location)?;
     let name = location.image().to_owned();
@@ -20,12 +20,12 @@ pub async fn create_rbd_image(location: &RbdLocation, size: u64) -> Result<()> {
     made.map_err(with_hint)
 }
 
-/// Makes an image with the content of the snapshot `of`, which is in the same pool. Both share
-/// their objects until one of them changes. The snapshot may be deleted; the cluster keeps what the
-/// clone needs.
+/// Makes an image with the content of the snapshot `of`, which is in the same pool. The clone
+/// shares each object with the snapshot until the clone writes to it. The snapshot may be deleted;
+/// the cluster keeps the objects that the clone needs.
 ///
 /// # Errors
-/// The failure, with the location: there is one of this name (errno 17), or no such snapshot.
+/// The failure, with the location: there is an image of this name (errno 17), or no such snapshot.
 pub async fn clone_rbd_image(of: &RbdLocation, location: &RbdLocation) -> Result<()> {
     check_no_snapshot(location)?;
     let (image, name) = (of.image().to_owned(), location.image().to_owned());
@@ -44,7 +44,7 @@ fn with_hint(error: Error) -> Error {
 /// Removes an image that no client has open.
 ///
 /// # Errors
-/// The failure, with the location: a client has it open, or it has snapshots.
+/// The failure, with the location: a client has the image open, or the image has snapshots.
 pub async fn remove_rbd_image(location: &RbdLocation) -> Result<()> {
     check_no_snapshot(location)?;
     let name = location.image().to_owned();
@@ -54,7 +54,7 @@ pub async fn remove_rbd_image(location: &RbdLocation) -> Result<()> {
 /// Gives an image the name of `new`, which is in the same pool.
 ///
 /// # Errors
-/// The failure, with the location: there is one of the new name (errno 17).
+/// The failure, with the location: there is an image of the new name (errno 17).
 pub async fn rename_rbd_image(location: &RbdLocation, new: &RbdLocation) -> Result<()> {
     check_no_snapshot(location)?;
     if location.with_image(new.image()) != *new {

@@ -1,4 +1,5 @@
-//! Opening an image: its options, its lock, and the meaning of its completions.
+//! Opens an image: sets options, takes the lock, and finds out whether completed writes are
+//! durable.
 
 use std::ffi::CStr;
 use std::io;
@@ -15,8 +16,8 @@ use super::ffi::{CallError, LockHolder};
 use super::location::RbdLocation;
 use crate::blocking::run_blocking;
 
-/// The options that are always set: a completion means that a write is durable, waits for hung
-/// clusters are short, and librbd does not log to stderr.
+/// The options that are always set. With them a completed write is durable, waits for a hung
+/// cluster are short, and librbd does not log to stderr.
 pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"rbd_cache", c"false"),
     (c"client_mount_timeout", c"30"),
@@ -24,11 +25,13 @@ pub(super) const OPTIONS: &[(&CStr, &CStr)] = &[
     (c"err_to_stderr", c"false"),
 ];
 
-/// Timeouts in seconds that are set if the configuration has none: no request waits forever.
+/// Timeouts in seconds that are set if the configuration has none, so that no request waits
+/// forever.
 pub(super) const TIMEOUTS: &[(&CStr, &CStr)] =
     &[(c"rados_osd_op_timeout", c"30"), (c"rados_mon_op_timeout", c"30")];
 
-/// If a lock is not acquired in this time, its holder is taken as hung.
+/// If the lock is not acquired within this time, its holder is taken to be hung: a warning is
+/// logged, and the wait continues.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// How an image is opened.

@@ -1,7 +1,7 @@
 //! The waiter of one operation.
 //!
-//! Guarantees: each operation ends once; the failure of a detached flush or durable write goes to
-//! the next flush.
+//! Guarantees: each operation ends once. If the future of a flush or durable write was dropped, its
+//! failure is reported by the next flush.
 
 use std::task::{Poll, Waker};
 
@@ -12,14 +12,14 @@ use crate::detached::DetachedSyncs;
 
 /// The progress of an operation.
 pub(super) struct Slot {
-    /// Whether it makes data durable.
+    /// Whether the operation makes data durable.
     is_sync: bool,
     state: Mutex<State>,
 }
 
 enum State {
     InFlight(Option<Waker>),
-    /// The future was dropped.
+    /// The future of the operation was dropped.
     Detached,
     /// The number of bytes, or the error.
     Ended(Result<u64>),
@@ -28,12 +28,12 @@ enum State {
 }
 
 impl Slot {
-    /// For an operation that is about to begin.
+    /// The state of an operation that is about to begin.
     pub(super) fn new(is_sync: bool) -> Self {
         Self { is_sync, state: Mutex::new(State::InFlight(None)) }
     }
 
-    /// The operation has ended.
+    /// Records the end of the operation, and wakes its task.
     pub(super) fn complete(&self, outcome: Result<u64>, detached: &DetachedSyncs) {
         let mut state = self.state.lock();
         match std::mem::replace(&mut *state, State::Over) {
@@ -47,7 +47,7 @@ impl Slot {
         }
     }
 
-    /// Takes the outcome, or registers the task to be woken by it.
+    /// Takes the outcome, or registers the task to wake when there is one.
     pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<u64>> {
         let mut state = self.state.lock();
         match &mut *state {
@@ -67,7 +67,7 @@ impl Slot {
         Poll::Pending
     }
 
-    /// The future was dropped.
+    /// The future of the operation was dropped.
     pub(super) fn detach(&self, detached: &DetachedSyncs) {
         let mut state = self.state.lock();
         match &*state {

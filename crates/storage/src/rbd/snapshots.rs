@@ -4,8 +4,8 @@ use blockhouse_core::{ByteRange, Error, ErrorKind, Result, SnapshotChange, Stora
 
 use super::connection::{Connection, Image};
 
-/// The longest range that one call queries for changes: each of its objects is a message, and a
-/// request may have changed as little as a sector.
+/// The longest range that one call queries for changes. The limit bounds time and memory: librbd
+/// sends a message for each object, and each changed extent may be as short as a sector.
 const MAX_CHANGE_RANGE: u64 = 1 << 30;
 
 /// Carries a change out.

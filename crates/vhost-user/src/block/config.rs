@@ -40,8 +40,8 @@ const READ_ONLY: u64 = bit(VIRTIO_BLK_F_RO);
 /// A driver that accepted neither of these expects every write to be durable.
 pub const KNOWS_WRITE_CACHE: u64 = bit(VIRTIO_BLK_F_FLUSH) | bit(VIRTIO_BLK_F_CONFIG_WCE);
 
-/// The write cache as a driver with these features finds it (virtio 1.2, section 5.2.5.2): durable
-/// if the driver may turn it off but cannot flush it.
+/// The initial mode of the write cache for a driver with these features (virtio 1.2, section
+/// 5.2.5.2): writethrough if the driver may change the mode but cannot flush.
 pub fn initial_cache(features: u64) -> WriteCache {
     if features & KNOWS_WRITE_CACHE == bit(VIRTIO_BLK_F_CONFIG_WCE) {
         WriteCache::None
@@ -50,8 +50,8 @@ pub fn initial_cache(features: u64) -> WriteCache {
     }
 }
 
-/// The current features of a device for this disk. A read-only export, or a disk that became
-/// read-only while it is served, does not offer the features of changes.
+/// The current features of a device for this disk. Features for changing the disk are not offered
+/// if the export is read-only, or if the disk became read-only while it is served.
 pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     match (disk.access(), export) {
         (Access::ReadWrite, Access::ReadWrite) => basic_features() | change_features(disk),
@@ -59,8 +59,8 @@ pub fn features<S: Storage>(disk: &Disk<S>, export: Access) -> u64 {
     }
 }
 
-/// The features that a driver may have negotiated at any time, while the disk was read-only or not.
-/// A front-end that reconnects with older features of its driver is accepted.
+/// All features that a driver may ever have negotiated, whether the disk was read-only at that time
+/// or not. A front-end that reconnects with older features of its driver is accepted.
 pub fn acceptable_features<S: Storage>(disk: &Disk<S>) -> u64 {
     basic_features() | change_features(disk) | READ_ONLY
 }
@@ -82,7 +82,7 @@ fn basic_features() -> u64 {
     .fold(LOG_ALL | PROTOCOL_FEATURES, |all, feature| all | bit(feature))
 }
 
-/// The features of changes other than writes, if the disk may ever be changed.
+/// The features for discards and zero writes, if the image is writable.
 fn change_features<S: Storage>(disk: &Disk<S>) -> u64 {
     match (disk.image().access(), disk.capabilities().discard) {
         (Access::ReadOnly, _) => 0,
@@ -115,10 +115,10 @@ fn space<S: Storage>(disk: &Disk<S>, queues: u16, cache: WriteCache) -> Vec<u8> 
     put(&(disk.size() / SECTOR).to_le_bytes());
     put(&SIZE_MAX.to_le_bytes());
     put(&SEG_MAX.to_le_bytes());
-    // Cylinders, heads and sectors: none.
+    // The geometry (cylinders, heads, sectors) is not reported.
     put(&[0; 4]);
-    // The minimum request is one logical block; the topology fields give the cheaper alignment, in
-    // logical blocks.
+    // The minimum request is one logical block. The topology fields report the alignment that
+    // avoids read-modify-write, in logical blocks.
     put(&(logical as u32).to_le_bytes());
     let exponent = (block / logical).ilog2() as u8;
     put(&[exponent, 0]);

@@ -19,11 +19,11 @@ pub const SECTOR: u64 = 512;
 /// The outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// It succeeded.
+    /// The request succeeded.
     Ok,
-    /// It failed, or was invalid.
+    /// The request failed, or was invalid.
     Failed,
-    /// The device has no such request.
+    /// The device does not support the request.
     Unsupported,
 }
 
@@ -65,7 +65,7 @@ pub enum Command {
 /// Takes the header out of a chain and decodes it.
 ///
 /// # Errors
-/// The status to reply with instead, and the reason.
+/// The status to reply with, and the reason.
 pub fn decode_header(
     chain: &mut Chain,
     memory: &GuestMemory,
@@ -97,7 +97,8 @@ pub fn decode_header(
     }
 }
 
-/// Checks the buffers of a read or a write, and that there are none for the other direction.
+/// Checks the buffers of a read or a write, and that the chain has no buffers for the other
+/// direction.
 fn check_data(data: &Buffers, others: &Buffers, limits: RequestLimits) -> Result<(), &'static str> {
     let length = limits.check(data)?;
     if length == 0 || !length.is_multiple_of(SECTOR) {

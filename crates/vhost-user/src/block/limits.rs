@@ -1,14 +1,15 @@
-//! How large one request may be, and how much a queue may have in flight.
+//! Limits on the size of one request, and on the requests and bytes that a queue has in flight.
 //!
 //! The descriptors of a chain may name the same memory many times, so neither the guest's memory
 //! nor its disk bounds the size of one request. `size_max` and `seg_max` (virtio 1.2, section
 //! 5.2.4) are announced and apply to drivers that accepted them; the limit of the whole request
 //! applies to every driver. A longer request fails with an I/O error and has no other effect.
 //!
-//! The limits slow no driver down. Linux sends at most 4 MiB in a request unless told otherwise,
-//! and the largest request is as long as both limits allow. EDK2's driver accepts neither feature
-//! and sends requests as long as its caller's, up to 1 GiB in one buffer, for example a whole file.
-//! (QEMU's own device takes 2 GiB less a sector; SPDK announces 128 KiB in each of 126 buffers.)
+//! The limits do not slow down any known driver. Linux sends at most 4 MiB in a request unless told
+//! otherwise, and the largest request is as long as both limits allow. EDK2's driver accepts
+//! neither feature and sends each request of its caller as one request, up to 1 GiB in one buffer,
+//! for example a whole file. (QEMU's own device takes 2 GiB less a sector; SPDK announces 128 KiB
+//! in each of 126 buffers.)
 
 use blockhouse_core::InFlightLimits;
 use virtio_bindings::bindings::virtio_blk::{VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX};
@@ -53,7 +54,7 @@ impl RequestLimits {
     /// Checks the data buffers of a read or a write. Returns the bytes of all.
     ///
     /// # Errors
-    /// Why the request is refused.
+    /// The reason why the request is refused.
     pub fn check(&self, buffers: &Buffers) -> Result<u64, &'static str> {
         if buffers.len() > self.buffers {
             return Err("more buffers of data than seg_max");
@@ -61,7 +62,7 @@ impl RequestLimits {
         if buffers.iter().any(|buffer| buffer.length > self.buffer_bytes) {
             return Err("a buffer of data that is longer than size_max");
         }
-        // At most MAX_CHAIN times 4 GiB: it does not overflow.
+        // The sum is at most MAX_CHAIN times 4 GiB, so it does not overflow.
         let length = buffers.iter().map(|buffer| u64::from(buffer.length)).sum();
         if length > QUEUE_LIMITS.request_bytes {
             return Err("more data than the largest request has");

@@ -45,8 +45,8 @@ pub enum BlockRequests {
 }
 
 impl BlockRequests {
-    /// Maximum number of bytes of the chain's writable buffers, from the first one on, that may
-    /// have changed, also if the request fails.
+    /// The number of bytes of the chain's writable buffers, from the first one on, that may change
+    /// even if the request fails.
     pub fn written(&self) -> u64 {
         match self {
             Self::None => SERIAL_BYTES as u64,
@@ -103,8 +103,9 @@ pub fn decode(
     })
 }
 
-/// The range, if it is inside of the disk. [`Disk`](blockhouse_disk::Disk) checks this too; the
-/// check here comes before any part of the request is carried out.
+/// The range, if it is inside of the disk. [`Disk`](blockhouse_disk::Disk) checks this too, but
+/// only when it carries out each part. The check here refuses the guest's request before any part
+/// is carried out.
 fn inside(context: &RequestContext<'_>, offset: u64, length: u64) -> Result<ByteRange, Status> {
     let range = ByteRange::new(offset, length).filter(|range| range.end() <= context.size);
     range.ok_or(Status::Failed)

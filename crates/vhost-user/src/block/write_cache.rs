@@ -1,4 +1,5 @@
-//! The write cache mode: reported to the guest, and applied to its writes; the two never differ.
+//! The write cache mode. The mode that is reported to the guest is always the mode that is applied
+//! to its writes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -7,7 +8,7 @@ use blockhouse_disk::Disk;
 
 /// The mode of the write cache: writeback (volatile) or writethrough.
 pub struct WriteCacheMode {
-    /// Whether writes need no flush, whatever the driver negotiated.
+    /// Whether the disk has no volatile cache, so that the mode is writethrough for every driver.
     forced_writethrough: bool,
     volatile: AtomicBool,
     /// Whether the driver flushes, or sets the mode.
@@ -27,7 +28,7 @@ impl WriteCacheMode {
         if self.volatile.load(Ordering::Acquire) { WriteCache::Volatile } else { WriteCache::None }
     }
 
-    /// The effective write cache: the reported one, but none for a driver that cannot flush it.
+    /// The effective mode: the reported mode, but writethrough for a driver that cannot flush.
     pub fn state(&self) -> WriteCache {
         if self.driver_flushes.load(Ordering::Acquire) { self.reported() } else { WriteCache::None }
     }
@@ -57,8 +58,8 @@ impl WriteCacheMode {
 /// Whether a driver knows of a possible volatile write cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DriverFlushes {
-    /// It flushes, or turns the cache off.
+    /// The driver flushes, or turns the cache off.
     Yes,
-    /// It expects every write to be durable.
+    /// The driver expects every write to be durable.
     No,
 }

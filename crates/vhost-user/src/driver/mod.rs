@@ -1,7 +1,7 @@
-//! A front-end and driver of our own, for tests and measurements.
+//! A front-end with a virtio driver, for tests and measurements.
 //!
-//! It speaks the protocol and drives rings as a guest does, in memory that it shares; the caller
-//! builds the requests, valid or not. Only with the feature `driver`.
+//! It implements the protocol and drives rings in shared memory as a guest does. The caller builds
+//! the requests, which may be invalid. Only compiled with the feature `driver`.
 
 mod queue;
 
@@ -33,7 +33,7 @@ const USER: u64 = 0x7000_0000_0000;
 pub struct Options {
     /// Queues.
     pub queues: u16,
-    /// Entries of each.
+    /// Entries of each queue.
     pub entries: u16,
     /// Bytes of memory after the rings, for requests.
     pub memory: usize,
@@ -94,7 +94,7 @@ impl TestDriver {
         Ok(driver)
     }
 
-    /// Connects again, after the server was restarted, with the rings as they are.
+    /// Connects again after the server was restarted. The rings keep their content.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
@@ -115,11 +115,11 @@ impl TestDriver {
         self.features
     }
 
-    /// Truncates the file of the shared memory, as a faulty front-end may do. The rest reads as
-    /// zeros in this process too.
+    /// Truncates the file of the shared memory, as a faulty front-end may do. The removed part then
+    /// reads as zeros in this process too.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Errors of the kernel.
     pub fn cut_memory(&self, length: usize) -> io::Result<()> {
         Ok(rustix::fs::ftruncate(&self.file, length as u64)?)
     }
@@ -182,10 +182,10 @@ impl TestDriver {
         Ok(())
     }
 
-    /// Starts one queue, with its rings as they are.
+    /// Starts one queue. Its rings keep their content.
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn start_queue(&mut self, index: usize) -> io::Result<()> {
         let (queue, frontend) = (&self.queues[index], &mut self.frontend);
         let entries = self.options.entries;
@@ -214,7 +214,7 @@ impl TestDriver {
     /// request that was begun is answered.
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn stop_queue(&mut self, index: usize) -> io::Result<()> {
         self.frontend.get_vring_base(index).map(drop).map_err(failed)
     }
@@ -222,7 +222,7 @@ impl TestDriver {
     /// Starts one stopped queue with empty rings.
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn reset_queue(&mut self, index: usize) -> io::Result<()> {
         self.queues[index].reset();
         self.start_queue(index)
@@ -232,7 +232,7 @@ impl TestDriver {
     /// start again.
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn track(&mut self) -> io::Result<()> {
         let Options { queues, entries, .. } = self.options;
         for index in 0..self.queues.len() {
@@ -246,7 +246,7 @@ impl TestDriver {
     /// Bytes of the configuration space.
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn config(&mut self, offset: u32, length: u32) -> io::Result<Vec<u8>> {
         let empty = vec![0; length as usize];
         let flags = VhostUserConfigFlags::empty();
@@ -257,7 +257,7 @@ impl TestDriver {
     /// The size of the disk in bytes.
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn capacity(&mut self) -> io::Result<u64> {
         let bytes = self.config(0, 8)?;
         let sectors: [u8; 8] = bytes.try_into().map_err(|_| io::Error::other("a short answer"))?;
@@ -267,9 +267,9 @@ impl TestDriver {
     /// Turns the volatile write cache on (1) or off (0).
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn set_writeback(&mut self, on: u8) -> io::Result<()> {
-        // No flag: the guest changes the cache, not a migration.
+        // No flag is set, which means that the guest changes the mode, and not a migration.
         let flags = VhostUserConfigFlags::empty();
         self.frontend.set_config(WRITEBACK, flags, &[on]).map_err(failed)
     }
@@ -277,7 +277,7 @@ impl TestDriver {
     /// Whether the device reports a volatile write cache.
     ///
     /// # Errors
-    /// The server's.
+    /// Errors of the server.
     pub fn writeback(&mut self) -> io::Result<bool> {
         Ok(self.config(WRITEBACK, 1)? == [1])
     }

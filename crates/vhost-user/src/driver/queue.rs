@@ -21,7 +21,7 @@ pub struct DescriptorSpec {
     pub address: u64,
     /// Bytes.
     pub length: u32,
-    /// Flags of its descriptor, except [`NEXT`] if that follows from the chain.
+    /// Flags of the descriptor. [`NEXT`] is added automatically inside of a chain.
     pub flags: u16,
 }
 
@@ -104,7 +104,7 @@ impl DriverQueue {
         Self::parts(self.start, self.entries)
     }
 
-    /// The index at which the device continues by default: after its used entries.
+    /// The index at which the device continues by default: the number of the next used entry.
     pub(super) fn base(&self) -> u16 {
         self.next_used
     }
@@ -147,7 +147,7 @@ impl DriverQueue {
             self.used.load_u16(0, Relaxed) & 1 == 0
         };
         if wanted {
-            // The write fails only if the counter is full: then the device is kicked anyway.
+            // The write fails only if the counter is full; then a kick is pending anyway.
             let _ = self.kick.write(1);
         }
     }

@@ -1,4 +1,4 @@
-//! Whether changes of the guest's memory are logged, and where.
+//! The log of changes of the guest's memory: whether it is enabled, and its memory.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,11 +11,11 @@ use super::memory::MemoryTable;
 use crate::protocol::{LogDescription, Result};
 use crate::queue::{Call, DirtyLog};
 
-/// The log of a queue: the log, if changes are logged, the used ring's address for it, and the
-/// front-end's eventfd.
+/// The dirty logging of a queue: the log if it is enabled, the guest's address of the used ring to
+/// log, and the front-end's eventfd.
 pub type QueueLog = (Option<DirtyLog>, Option<u64>, Option<Call>);
 
-/// A front-end's log.
+/// A front-end's dirty logging.
 #[derive(Default)]
 pub struct DirtyLogging {
     is_enabled: bool,
@@ -49,7 +49,7 @@ impl DirtyLogging {
     /// The description of the log, and its file, for another process.
     ///
     /// # Errors
-    /// The kernel's, if no more descriptors are available.
+    /// If no more descriptors are available.
     pub fn describe(&self) -> io::Result<Option<(LogDescription, OwnedFd)>> {
         let describe = |(given, file): &(_, OwnedFd)| Ok((*given, file.try_clone()?));
         self.area.as_ref().map(describe).transpose()

@@ -7,8 +7,8 @@ use blockhouse_engine::is_eventfd;
 use crate::protocol::{Result, refused};
 use crate::queue::Call;
 
-/// Checks that a descriptor can be signalled and watched. Allocates nothing, because a front-end
-/// can send descriptors at little cost.
+/// Checks that a descriptor is an eventfd, which can be signalled and watched. Allocates nothing,
+/// because a front-end can send any number of descriptors.
 pub fn check_eventfd(descriptor: Option<&OwnedFd>, purpose: &str) -> Result<()> {
     if descriptor.is_none_or(is_eventfd) {
         Ok(())

@@ -2,8 +2,8 @@
 //!
 //! Guarantees: after [`Frontend::pause`] no request is in flight, and this process stores nothing
 //! in rings or logs until [`Frontend::resume`], so another process may use the guest's memory. A
-//! [`PreparedFrontend`] has stored nothing there either, and sends no signal. The other process
-//! continues exactly as this one would.
+//! [`PreparedFrontend`] has stored nothing in rings or logs either, and sends no signal. The other
+//! process continues exactly as this process would.
 
 use std::io;
 use std::net::Shutdown;
@@ -27,7 +27,8 @@ use crate::protocol::{BackendChannel, Result, feature, refused};
 impl<S: Storage + Send + Sync> Frontend<S> {
     /// Ends all running queues until the deadline, and describes the current state.
     /// [`resume`](Self::resume) follows, also after an error. `None` if the front-end has
-    /// disconnected, or if its memory is lost, so that its connection is about to end.
+    /// disconnected, or if its memory can no longer be accessed, so that its connection is about to
+    /// end.
     pub fn pause(&mut self, deadline: Instant) -> Result<Option<PausedFrontend>, PauseError> {
         let running = |vring: &Vring| vring.is_running();
         self.paused = (0..self.vrings.len()).filter(|&at| running(&self.vrings[at])).collect();
@@ -50,7 +51,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
             if let Err(why) = self.start_queue(index) {
                 let disk = self.device.export.disk.name();
                 tracing::error!(disk, "front-end dropped: queue {index} cannot go on: {why}");
-                // This fails only if the connection has ended already.
+                // The shutdown fails only if the connection has ended already.
                 let _ = self.stream.shutdown(Shutdown::Both);
             }
         }
@@ -77,7 +78,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         })
     }
 
-    /// A front-end that paused in another process. [`resume`](Self::resume) follows.
+    /// Takes over a front-end that paused in another process. The caller then calls
+    /// [`resume`](Self::resume).
     pub fn restore(device: Arc<Device<S>>, prepared: PreparedFrontend) -> Self {
         let PreparedFrontend { stream, features, protocol_features, .. } = prepared;
         let PreparedFrontend { memory, inflight, log, vrings, paused, .. } = prepared;
@@ -107,8 +109,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     }
 }
 
-/// A front-end that paused in another process. All steps that can fail, mapping and checks, are
-/// done.
+/// A front-end that paused in another process. Its memory is mapped and its state is checked, so
+/// the steps that remain cannot fail.
 pub struct PreparedFrontend {
     stream: UnixStream,
     features: u64,
@@ -119,7 +121,7 @@ pub struct PreparedFrontend {
     backend_channel: Option<BackendChannel>,
     write_cache: PausedWriteCache,
     vrings: Vec<Vring>,
-    /// The queues that run when the device does.
+    /// The queues that were running before the pause, and run again after it.
     paused: Vec<usize>,
 }
 
@@ -128,7 +130,8 @@ impl PreparedFrontend {
     /// this many queues. Memory to be registered is populated first.
     ///
     /// # Errors
-    /// Memory that cannot be mapped, a queue outside of it, or a part unknown to this version.
+    /// Memory that cannot be mapped, a queue outside of the memory, or a part that this version
+    /// does not know.
     pub fn new(
         paused: PausedFrontend,
         queues: u16,

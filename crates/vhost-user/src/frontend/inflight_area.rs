@@ -19,14 +19,14 @@ const MAX_QUEUES: u16 = 1024;
 pub struct InflightArea {
     memory: Arc<SharedMemory>,
     given: InflightDescription,
-    /// The memory's file, for a process that takes over.
+    /// The memory's file, for a process that continues the device.
     file: OwnedFd,
-    /// The device's part; `None` in memory that another kind of server made.
+    /// The device's part; `None` if another implementation made the memory.
     device: Option<VolatileSlice>,
 }
 
 impl InflightArea {
-    /// New memory, for the front-end to keep.
+    /// Allocates new memory, which the front-end keeps.
     pub fn create(wanted: &InflightDescription) -> Result<(InflightDescription, OwnedFd)> {
         check(wanted)?;
         let InflightDescription { queues, entries, .. } = *wanted;
@@ -36,7 +36,7 @@ impl InflightArea {
         Ok((InflightDescription { size, offset: 0, queues, entries }, file))
     }
 
-    /// Memory that the front-end kept.
+    /// Maps memory that the front-end has kept.
     pub fn map(given: InflightDescription, file: OwnedFd, table: &MemoryTable) -> Result<Self> {
         check(&given)?;
         let InflightDescription { size, offset, queues, entries } = given;
@@ -48,7 +48,7 @@ impl InflightArea {
     /// The description of the memory, and its file, for another process.
     ///
     /// # Errors
-    /// The kernel's, if no more descriptors are available.
+    /// If no more descriptors are available.
     pub fn describe(&self) -> io::Result<(InflightDescription, OwnedFd)> {
         Ok((self.given, self.file.try_clone()?))
     }
@@ -58,8 +58,8 @@ impl InflightArea {
         &self.memory
     }
 
-    /// The in-flight log of a queue of `size` entries, whose next used entry is number `used`;
-    /// `None` if the memory has no part for it.
+    /// The in-flight log of a queue of `size` entries, whose next used entry is number `used`.
+    /// `None` if the memory has no part for the queue.
     pub fn open_queue(
         &self,
         index: usize,
@@ -71,12 +71,12 @@ impl InflightArea {
         InflightQueue::open(part, entries.max(size), used)
     }
 
-    /// The state of the write cache as an earlier server left it, if one did.
+    /// The state of the write cache that an earlier server stored; `None` if no server stored one.
     pub fn write_cache(&self) -> Option<WriteCache> {
         self.device.as_ref().and_then(inflight::write_cache)
     }
 
-    /// Keeps the state of the write cache for a server that takes over.
+    /// Stores the state of the write cache for the next server.
     pub fn keep_write_cache(&self, cache: WriteCache) {
         if let Some(device) = &self.device {
             inflight::keep_write_cache(device, cache);

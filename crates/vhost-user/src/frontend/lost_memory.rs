@@ -1,4 +1,4 @@
-//! The log line about lost memory of a front-end.
+//! The log line about memory of a front-end that can no longer be accessed (lost memory).
 
 use blockhouse_engine::{Fault, GuestMemory, MemoryKind, SharedMemory};
 

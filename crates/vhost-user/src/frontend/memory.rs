@@ -25,7 +25,7 @@ pub struct MemoryTable {
     registration: Registration,
 }
 
-/// A region as a front-end described it. The file is kept for a process that takes over.
+/// A region as a front-end described it. The file is kept for a process that continues the device.
 type Region = (MemoryRegion, Arc<OwnedFd>);
 
 /// The guest's memory after a change that is not applied yet.
@@ -48,7 +48,8 @@ impl ChangedMemory {
         domain: &Arc<FaultDomain>,
     ) -> Result<()> {
         let MemoryRegion { guest, size, user, offset } = region;
-        // A region may have any size: libblkio has its rings in one of 15,120 bytes.
+        // A region need not be a multiple of the page size; for example, libblkio puts its rings
+        // into a region of 15,120 bytes.
         let memory = Arc::new(map(&file, offset, size, "guest memory", domain)?);
         if !self.guest.add(GuestRegion { guest, user_addr: user, memory: Arc::clone(&memory) }) {
             return Err(refused("regions of memory that overlap"));
@@ -60,8 +61,8 @@ impl ChangedMemory {
 }
 
 impl MemoryTable {
-    /// No memory yet; memory added later belongs to this fault domain, and is registered if
-    /// `wanted`.
+    /// A table without memory. Memory that is added later belongs to this fault domain, and is
+    /// registered if `wanted` says so.
     pub fn new(domain: Arc<FaultDomain>, wanted: RegisteredMemory) -> Self {
         let registration = Registration::new(wanted);
         Self { domain, guest: GuestMemory::new(), regions: Vec::new(), registration }
@@ -77,7 +78,7 @@ impl MemoryTable {
         &self.domain
     }
 
-    /// A line for the log about memory that has vanished, if any has.
+    /// The log line about memory that can no longer be accessed; `None` if there is none.
     pub fn lost(&self, inflight: Option<&SharedMemory>) -> Option<String> {
         self.domain.fault().map(|fault| lost_memory::describe(fault, &self.guest, inflight))
     }
@@ -117,7 +118,7 @@ impl MemoryTable {
         if !changed.guest.remove(region.guest, region.user, region.size) {
             return Err(refused("there is no such region of memory"));
         }
-        // Regions do not overlap: the guest's address names one.
+        // Regions do not overlap, so the guest's address identifies one region.
         changed.regions.retain(|(other, _)| other.guest != region.guest);
         Ok(changed)
     }
@@ -131,7 +132,7 @@ impl MemoryTable {
     /// The regions with their files, for another process.
     ///
     /// # Errors
-    /// The kernel's, if no more descriptors are available.
+    /// If no more descriptors are available.
     pub fn describe(&self) -> io::Result<Vec<(MemoryRegion, OwnedFd)>> {
         let describe = |(region, file): &Region| Ok((*region, file.try_clone()?));
         self.regions.iter().map(describe).collect()

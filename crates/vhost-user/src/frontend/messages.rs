@@ -1,9 +1,9 @@
 //! The messages of the protocol (vhost-user specification, "Front-end message types").
 //!
 //! Guarantees: a message takes effect as a whole, or is refused and nothing changed. A refusal is
-//! reported to the front-end where the protocol can (`REPLY_ACK`, or the request's own reply), and
-//! the connection continues. The connection ends only if the front-end would otherwise assume that
-//! the message took effect.
+//! reported to the front-end if the protocol allows it (by `REPLY_ACK`, or the request's own
+//! reply), and the connection continues. The connection ends only if the front-end would otherwise
+//! assume that the message took effect.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -24,7 +24,7 @@ use crate::queue::{Kick, StopMode};
 enum Reply {
     /// Only the acknowledgement that the front-end may have requested.
     Done,
-    /// This payload, and a descriptor.
+    /// A reply with this payload, and a descriptor if any.
     Payload(Vec<u8>, Option<OwnedFd>),
 }
 
@@ -62,8 +62,8 @@ pub fn handle<S: Storage + Send + Sync>(
                 frontend.log_refusal(&why);
                 return connection.reply(request, &1u64.to_ne_bytes(), None);
             }
-            // Not reported: the guest makes its front-end send this message, and reads the result
-            // back.
+            // The refusal is not reported: the guest has caused its front-end to send this message,
+            // and reads the result back.
             if request == request::SET_CONFIG {
                 frontend.log_refusal(&why);
                 return Ok(());
@@ -109,7 +109,7 @@ fn execute<S: Storage + Send + Sync>(
         request::ADD_MEM_REG => {
             frontend.add_memory(payload.single_region()?, only_descriptor(descriptors)?)?;
         }
-        // Some front-ends send a descriptor with it, which was not taken.
+        // Some front-ends send a descriptor with this message, which was not received.
         request::REM_MEM_REG => frontend.remove_memory(&payload.single_region()?)?,
         request::SET_LOG_BASE => {
             frontend.set_log(payload.log()?, only_descriptor(descriptors)?)?;

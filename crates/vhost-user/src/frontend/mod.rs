@@ -62,7 +62,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
     /// A front-end that has sent no message yet.
     ///
     /// # Errors
-    /// The kernel's, when the connection cannot be duplicated.
+    /// If the connection cannot be duplicated.
     pub fn new(device: Arc<Device<S>>, stream: &UnixStream) -> std::io::Result<Self> {
         let domain = FaultDomain::of_connection(stream.try_clone()?);
         let memory = MemoryTable::new(domain, device.export.memory);
@@ -87,13 +87,13 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         &self.device
     }
 
-    /// The log line about lost memory of the front-end; `None`: no memory is lost. After a loss the
-    /// connection must end.
+    /// The log line about memory of the front-end that can no longer be accessed; `None` if there
+    /// is none. Otherwise the connection must end.
     pub fn lost_memory(&self) -> Option<String> {
         self.memory.lost(self.inflight.as_ref().map(InflightArea::memory))
     }
 
-    /// Logs a refused message: only the first one as a warning, because a guest can cause many.
+    /// Logs a refused message. Only the first one is a warning, because a guest can cause many.
     pub fn log_refusal(&mut self, why: &str) {
         let disk = self.device.export.disk.name();
         if std::mem::replace(&mut self.has_logged_refusal, true) {
@@ -108,7 +108,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.vrings.iter_mut().for_each(|vring| vring.stop(mode));
     }
 
-    /// Resets to a new connection's state; memory, in-flight area and protocol features stay.
+    /// Resets the front-end to the state of a new connection, except its memory, in-flight area and
+    /// protocol features.
     pub fn reset(&mut self) {
         self.stop_all(StopMode::Graceful);
         self.vrings.iter_mut().for_each(|vring| *vring = Vring::default());
@@ -119,7 +120,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.keep_cache();
     }
 
-    /// The driver's features.
+    /// Sets the driver's features.
     pub fn set_features(&mut self, features: u64) -> Result<()> {
         let unknown = features & !config::acceptable_features(&*self.device.export.disk);
         if unknown != 0 {
@@ -128,7 +129,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         let was_negotiated = self.features & config::KNOWS_WRITE_CACHE;
         let is_negotiated = features & config::KNOWS_WRITE_CACHE;
         self.features = features;
-        // This is another driver, not the same one after a restart of the server.
+        // A new driver has started; it is not the same driver after a restart of the server.
         if was_negotiated != is_negotiated && !self.is_cache_restored {
             self.cache.set(config::initial_cache(features));
             self.keep_cache();
@@ -223,8 +224,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         for vring in &self.vrings {
             vring.move_to(self.memory.guest(), &self.log)?;
         }
-        // Registered only now, when no queue uses the replaced regions: so old and new regions are
-        // not pinned at the same time.
+        // The new regions are registered only now, when no queue uses the replaced regions, so that
+        // old and new regions are not pinned at the same time.
         let export = &self.device.export;
         for (index, vring) in self.vrings.iter().enumerate() {
             if vring.is_running() {
@@ -262,11 +263,12 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         self.cache.reported()
     }
 
-    /// The driver turns the write cache on or off.
+    /// Turns the write cache on or off, as the driver requests.
     pub fn set_write_cache(&mut self, cache: WriteCache) -> Result<()> {
         let before = self.cache.reported();
         self.cache.set(cache);
-        // From now on the driver assumes that all its writes are durable, also earlier ones.
+        // From now on the driver assumes that all its writes are durable, including earlier writes,
+        // so these are flushed.
         if (before, self.cache.reported()) == (WriteCache::Volatile, WriteCache::None)
             && let Err(error) = self.flush()
         {
@@ -285,10 +287,11 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         outcome.map_err(refused)
     }
 
-    /// Takes over memory for in-flight tracking.
+    /// Maps memory for in-flight tracking, with the state that an earlier server stored there.
     pub fn set_inflight(&mut self, given: InflightDescription, file: OwnedFd) -> Result<()> {
         let area = InflightArea::map(given, file, &self.memory)?;
-        // The guest has set the cache mode once; it does not set it again after a server restart.
+        // The mode is restored, because the guest does not set it again after the server has
+        // restarted.
         if let Some(cache) = area.write_cache() {
             self.cache.set(cache);
             self.is_cache_restored = true;
@@ -298,7 +301,7 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         Ok(())
     }
 
-    /// Keeps the state of the write cache for a server that takes over.
+    /// Stores the state of the write cache for the next server.
     fn keep_cache(&self) {
         if let Some(area) = &self.inflight {
             area.keep_write_cache(self.cache.reported());

@@ -1,7 +1,7 @@
 //! A front-end whose device has paused: everything that another process needs to continue it.
 //!
-//! It has the current settings from the front-end's messages, with the descriptors that came with
-//! them.
+//! The state consists of the settings that the front-end's messages have made, and the descriptors
+//! that came with the messages.
 
 use std::os::fd::OwnedFd;
 
@@ -10,8 +10,8 @@ use blockhouse_core::WriteCache;
 use crate::protocol::{InflightDescription, LogDescription, MemoryRegion, UserAddresses};
 use crate::queue::Kick;
 
-/// A front-end that has paused: no request of its queues is in flight, every one that was popped is
-/// in the used ring, and no message is partly received.
+/// A front-end that has paused: no request of its queues is in flight, every request that was
+/// popped is in the used ring, and no message is partly received.
 #[derive(Debug)]
 pub struct PausedFrontend {
     /// The connection.
@@ -43,7 +43,7 @@ pub struct PausedWriteCache {
     pub reported: WriteCache,
     /// Whether the driver flushes, or sets the state.
     pub driver_flushes: bool,
-    /// Whether the state comes from an earlier server, by the in-flight memory.
+    /// Whether the state was restored from the in-flight memory, where an earlier server stored it.
     pub is_restored: bool,
 }
 
@@ -68,7 +68,7 @@ pub struct PausedVring {
     pub is_running: bool,
 }
 
-/// Why a device has not paused. It continues.
+/// The reason why a device has not paused. The device continues.
 #[derive(Debug, thiserror::Error)]
 pub enum PauseError {
     /// Requests are still in flight.
@@ -77,7 +77,7 @@ pub enum PauseError {
     /// The device's thread executes a message, or waits for the rest of one.
     #[error("a message of the front-end was not carried out in time")]
     Message,
-    /// The kernel gives no more descriptors.
+    /// The host failed, for example because no more descriptors are available.
     #[error("a front-end's state cannot be copied: {0}")]
     Host(#[from] std::io::Error),
 }

@@ -1,4 +1,4 @@
-//! Starting the queue of a ring on its loop.
+//! Starts the queue of a ring on its event loop.
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -22,15 +22,16 @@ use crate::ring::{Broken, EventIndex, SplitRing};
 pub struct QueueStart<'a, S: Storage> {
     /// The device.
     pub device: &'a Device<S>,
-    /// The connection. It ends if the driver breaks a queue that has no eventfd for errors.
+    /// The connection. It is shut down if the driver breaks a queue that has no eventfd for errors,
+    /// or if the front-end's memory is unmapped.
     pub stream: &'a UnixStream,
     /// The negotiated features.
     pub features: u64,
     /// The front-end's memory.
     pub memory: &'a mut MemoryTable,
-    /// Its in-flight tracking.
+    /// The front-end's in-flight area; `None` if it has none.
     pub inflight: Option<&'a InflightArea>,
-    /// Its log of changes.
+    /// The log of the guest pages that the queues write.
     pub log: &'a DirtyLogging,
     /// The state of the write cache.
     pub cache: &'a Arc<WriteCacheMode>,
@@ -40,9 +41,11 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
     /// Starts the queue with this number.
     pub fn start(self, index: usize, vring: &mut Vring) -> Result<()> {
         let export = &self.device.export;
-        // A copy for each queue, so that the threads of queues do not share a reference count.
+        // Each queue has a copy of its own, so that the threads of queues do not contend for one
+        // reference count.
         let memory = Arc::new(self.memory.guest().clone());
-        // Steps that may fail for lack of descriptors come before the ring is taken over.
+        // File descriptors are duplicated first: if none is free, the call fails before it opens
+        // the ring and its in-flight area.
         let call = vring.duplicate_call()?;
         let Some(kick) = vring.duplicate_kick()? else { return Ok(()) };
         let mut virtqueue = self.virtqueue(index, vring, &memory).map_err(refused)?;
@@ -59,14 +62,14 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
             let error_handler = Box::new(error_handler);
             let setup =
                 Setup { disk, access, serial, cache, virtqueue, kick, limits, error_handler };
-            // The receiver may have been dropped.
+            // The send fails only if the receiver was dropped; then the result is not needed.
             let _ = ended.send(queue::run(setup, receiver).await);
         }));
         vring.set_running(RunningQueue { requests, end });
         Ok(())
     }
 
-    /// The ring with its state.
+    /// The ring with the state that its in-flight area and the dirty log have for it.
     fn virtqueue(
         &self,
         index: usize,
@@ -100,10 +103,10 @@ impl<S: Storage + Send + Sync> QueueStart<'_, S> {
     }
 }
 
-/// Handles the end of queue `index` after an error of its driver: it is logged, and signalled to
-/// the front-end by the queue's eventfd for errors. Other queues continue; this queue runs again
-/// when its ring is set up again. The connection ends if the front-end gave no such eventfd, or if
-/// its memory is lost.
+/// Handles the end of queue `index` after an error. The error is logged, and signalled to the
+/// front-end by the queue's eventfd for errors. Other queues continue; this queue runs again when
+/// its ring is set up again. The connection is shut down if the front-end gave no such eventfd, or
+/// if the front-end's memory can no longer be accessed.
 fn error_handler(
     index: usize,
     stream: &UnixStream,
@@ -115,7 +118,7 @@ fn error_handler(
     move |why| {
         error.iter().for_each(Call::signal);
         match why {
-            // The device's thread logs it, once for all queues.
+            // The device's thread logs lost memory, once for all queues.
             Broken::MemoryLost => {}
             _ if error.is_some() => {
                 tracing::error!(
@@ -126,7 +129,7 @@ fn error_handler(
             }
             _ => tracing::error!(disk, "front-end dropped: queue {index} is broken: {why}"),
         }
-        // This fails only if the connection has ended already.
+        // The shutdown fails only if the connection has ended already.
         let _ = stream.as_ref().map(|stream| stream.shutdown(Shutdown::Both));
     }
 }

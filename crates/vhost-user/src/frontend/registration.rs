@@ -1,8 +1,8 @@
 //! Registers a guest's memory with the rings that serve it, so that the kernel need not find and
 //! pin its pages for each request.
 //!
-//! It affects only speed: memory that cannot be registered still works, and the log says so once
-//! for each front-end.
+//! Registration affects only speed. Memory that cannot be registered still works; this is logged
+//! once for each front-end.
 
 use std::io;
 
@@ -24,7 +24,7 @@ impl Registration {
     }
 
     /// Populates new memory that will be registered: its pages are allocated now, on this thread,
-    /// which may block. On a loop this would delay all its guests.
+    /// which may block. On a loop's thread this would delay all guests of the loop.
     pub fn prepare(&self, memory: &SharedMemory) {
         if self.wanted == RegisteredMemory::On {
             memory.populate();
@@ -32,8 +32,8 @@ impl Registration {
     }
 
     /// Registers the memory with the ring of `event_loop`, if that is wanted, and waits until it is
-    /// registered. Regions that are registered already stay so; removed regions are unregistered
-    /// automatically.
+    /// registered. Regions that are registered already stay registered; removed regions are
+    /// unregistered automatically.
     pub fn register(&mut self, memory: &GuestMemory, event_loop: &Handle, disk: &str) {
         if self.wanted == RegisteredMemory::Off {
             return;

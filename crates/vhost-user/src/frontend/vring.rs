@@ -20,8 +20,8 @@ use crate::ring::{Broken, RingAddresses, SplitRing};
 pub struct RunningQueue {
     /// The channel for its commands.
     pub requests: mpsc::UnboundedSender<QueueRequest>,
-    /// Receives the number of the next available entry when the queue ends. Without a sender the
-    /// loop has ended.
+    /// Receives the number of the next available entry when the queue ends. If the sender was
+    /// dropped without a value, the loop has ended.
     pub end: Receiver<u16>,
 }
 
@@ -62,8 +62,8 @@ impl Vring {
         self.running.is_some()
     }
 
-    /// Whether the queue can be started. Without the protocol's features, rings are enabled from
-    /// the start.
+    /// Whether the queue can be started. If protocol features were not negotiated, rings are
+    /// enabled from the start.
     pub fn can_start(&self, has_protocol_features: bool) -> bool {
         let is_enabled = self.is_enabled || !has_protocol_features;
         self.running.is_none() && self.kick.is_some() && is_enabled
@@ -156,7 +156,7 @@ impl Vring {
         self.is_enabled = true;
     }
 
-    /// Ends the queue: no requests are popped until [`enable`](Self::enable).
+    /// Ends the queue. No requests are popped until [`enable`](Self::enable).
     pub fn disable(&mut self) {
         self.is_enabled = false;
         self.stop(StopMode::Graceful);
@@ -179,7 +179,7 @@ impl Vring {
     /// logging.
     pub fn move_to(&self, memory: &GuestMemory, log: &DirtyLogging) -> Result<()> {
         let (Some(addresses), true) = (&self.addresses, self.is_running()) else { return Ok(()) };
-        // Each queue has its own copy, so that threads do not share a reference count.
+        // Each queue has a copy of its own, so that threads do not contend for one reference count.
         let memory = Arc::new(memory.clone());
         let addresses = to_guest(addresses, &memory).map_err(refused)?;
         self.send(QueueCommand::Move(memory, addresses)).map_err(refused)?;
@@ -198,7 +198,7 @@ impl Vring {
     /// Sends a command to the running queue, if there is one, and waits until it is applied.
     ///
     /// # Errors
-    /// Errors of the queue. A queue that has ended by itself gets no commands.
+    /// Errors of the queue. No error if the queue has ended by itself; it gets no commands.
     fn send(&self, command: QueueCommand) -> Result<(), Broken> {
         match self.post(command).map(futures_executor::block_on) {
             Some(Ok(outcome)) => outcome,
@@ -219,8 +219,8 @@ impl Vring {
     pub fn stop(&mut self, mode: StopMode) {
         // A stop does not fail.
         let _ = self.send(QueueCommand::Stop(mode));
-        // The front-end is blocked until the queue ends. So it cannot free the host space for which
-        // held requests wait.
+        // Requests that wait for free space on the host fail now. Reason: the front-end is blocked
+        // until the queue ends, so it cannot free the space.
         let _ = self.post(QueueCommand::EndHolding);
         if let Some(running) = self.running.take()
             && let Ok(base) = running.end.recv()
@@ -247,7 +247,8 @@ impl Vring {
         true
     }
 
-    /// Resumes the queue unless its requested end has happened. Then the queue no longer runs.
+    /// Cancels the requested end of the queue. If the queue has already ended, records that it no
+    /// longer runs.
     pub fn take_back_end(&mut self) {
         let goes_on = self.post(QueueCommand::Continue).map(futures_executor::block_on);
         if !matches!(goes_on, Some(Ok(_)))
@@ -258,10 +259,10 @@ impl Vring {
         }
     }
 
-    /// The description that another process needs to continue with the ring.
+    /// The description that another process needs to continue the ring.
     ///
     /// # Errors
-    /// The kernel's, if no more descriptors are available.
+    /// If no more descriptors are available.
     pub fn describe(&self, is_running: bool) -> io::Result<PausedVring> {
         let duplicate =
             |event: &Option<OwnedFd>| event.as_ref().map(OwnedFd::try_clone).transpose();

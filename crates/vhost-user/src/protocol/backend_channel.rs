@@ -31,16 +31,17 @@ impl BackendChannel {
     /// Another handle of the socket.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Errors of the kernel.
     pub fn duplicate(&self) -> io::Result<OwnedFd> {
         self.0.try_clone()
     }
 
-    /// Notifies the front-end that the configuration has changed. Requests no acknowledgement: the
-    /// device would wait for it while the front-end waits for a reply of the device, a deadlock.
+    /// Notifies the front-end that the configuration has changed. Requests no acknowledgement,
+    /// because the device would wait for it while the front-end waits for a reply of the device,
+    /// which is a deadlock.
     ///
     /// # Errors
-    /// The kernel's; `WouldBlock` when the front-end does not read its messages.
+    /// Errors of the kernel; `WouldBlock` if the front-end does not read its messages.
     pub fn notify_config_change(&self) -> io::Result<()> {
         let mut message = [0; HEADER_BYTES];
         message[..4].copy_from_slice(&CONFIG_CHANGE.to_ne_bytes());

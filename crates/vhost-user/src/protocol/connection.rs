@@ -1,13 +1,14 @@
 //! A front-end's connection: receives messages with their descriptors, and sends replies.
 //!
 //! Guarantees: a message is read exactly to its end, in however many pieces it arrives, because
-//! descriptors belong to the message whose bytes they came with. A message that stays incomplete,
-//! or that comes with more than [`MAX_DESCRIPTORS`], ends the connection. A front-end that does not
-//! read its replies does not block the server: its connection ends too.
+//! descriptors belong to the message whose bytes they came with. If a message stays incomplete, or
+//! comes with more than [`MAX_DESCRIPTORS`], the connection ends. A front-end that does not read
+//! its replies does not block the server: its connection ends too.
 //!
-//! Descriptors that come with a request that takes none are never received: the kernel drops them.
-//! Reason: closing the descriptor of a FUSE file waits for its daemon, which may not answer, and no
-//! signal interrupts that. Front-ends send one with `REM_MEM_REG`.
+//! Descriptors that come with a request that takes none are never received, so the kernel closes
+//! them. Reason: if this process closed the descriptor of a FUSE file, it would wait for the file's
+//! daemon, which may not answer, and no signal interrupts that wait. Front-ends send a descriptor
+//! with `REM_MEM_REG`.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -25,16 +26,16 @@ use rustix::net::{
 
 use super::numbers::{HEADER_BYTES, VERSION, VERSION_MASK, takes_descriptors};
 
-/// Maximum bytes of a payload. The longest supported message, a table of 32 regions, has a quarter
-/// of that.
+/// Maximum bytes of a payload. The longest supported message, a table of 32 regions, needs a
+/// quarter of that.
 const MAX_PAYLOAD: usize = 4096;
 
 /// Maximum descriptors of a message: one for each region of `SET_MEM_TABLE`.
 pub const MAX_DESCRIPTORS: usize = 32;
 
 /// How long a message may take from its first bytes to its last. Front-ends send whole messages.
-/// Without the limit, one that stops in the middle would block the device and keep the received
-/// descriptors open forever.
+/// Without the limit, a front-end that stops in the middle of a message would block the device and
+/// keep the received descriptors open forever.
 const MAX_MESSAGE_TIME: Duration = Duration::from_secs(10);
 
 /// `VHOST_USER_REPLY_MASK`, `VHOST_USER_NEED_REPLY_MASK`.
@@ -46,11 +47,11 @@ const NEED_REPLY: u32 = 1 << 3;
 pub struct Message {
     /// The type of the request.
     pub request: u32,
-    /// Whether the front-end waits for a reply even if the request has none of its own.
+    /// Whether the front-end waits for an acknowledgement if the request has no reply of its own.
     pub needs_reply: bool,
     /// The bytes after the header.
     pub payload: Vec<u8>,
-    /// The descriptors that came with it.
+    /// The descriptors that came with the message.
     pub descriptors: Vec<OwnedFd>,
 }
 
@@ -58,7 +59,7 @@ pub struct Message {
 #[derive(Debug)]
 pub struct Connection {
     stream: UnixStream,
-    /// See [`MAX_MESSAGE_TIME`].
+    /// The time limit of a message: [`MAX_MESSAGE_TIME`].
     message_time: Duration,
 }
 
@@ -75,9 +76,9 @@ pub enum Arrival {
 #[derive(Default)]
 struct Partial {
     descriptors: Vec<OwnedFd>,
-    /// When the rest must be there; `None` before the first bytes.
+    /// The time by which the rest must have arrived; `None` before the first bytes.
     deadline: Option<Instant>,
-    /// Whether its request takes descriptors; `None` before that is known.
+    /// Whether the message's request takes descriptors; `None` before that is known.
     takes_descriptors: Option<bool>,
 }
 
@@ -97,7 +98,7 @@ impl Connection {
     }
 
     /// Waits until there is something to [`receive`](Self::receive), or `other` is readable. If
-    /// both, the message goes first.
+    /// both are true, returns [`Arrival::Message`].
     ///
     /// # Errors
     /// The kernel's.
@@ -178,8 +179,8 @@ impl Connection {
                             "descriptors were lost: too many in one message, or open in this process",
                         ));
                     }
-                    // The kernel limits only the descriptors of each piece, so a message in many
-                    // pieces may have thousands.
+                    // The kernel limits only the descriptors of each piece, so the descriptors of a
+                    // message in many pieces have to be counted here.
                     let count = partial.descriptors.len();
                     if count > MAX_DESCRIPTORS {
                         return Err(invalid(format!("a message with {count} descriptors")));
@@ -208,7 +209,7 @@ impl Connection {
             match recv(&self.stream, &mut request, RecvFlags::PEEK) {
                 Ok((_, count)) => return Ok((count == 4).then(|| u32::from_ne_bytes(request))),
                 Err(Errno::INTR) => {}
-                // The next read finds the end again.
+                // The next read reports the end again.
                 Err(Errno::CONNRESET) => return Ok(None),
                 Err(error) => return Err(error.into()),
             }
@@ -228,7 +229,8 @@ impl Connection {
     /// Replies to a request.
     ///
     /// # Errors
-    /// The kernel's; `WouldBlock` when replies that the front-end has not read fill the socket.
+    /// Errors of the kernel; `WouldBlock` if replies that the front-end has not read fill the
+    /// socket.
     pub fn reply(
         &self,
         request: u32,

@@ -8,7 +8,8 @@ pub const VERSION: u32 = 1;
 /// The mask of the version in the flags.
 pub const VERSION_MASK: u32 = 3;
 
-/// Types of requests (`VHOST_USER_*`). Requests of features that are not offered are left out.
+/// Types of requests (`VHOST_USER_*`). Requests that belong to features that are not offered are
+/// omitted.
 pub mod request {
     pub const GET_FEATURES: u32 = 1;
     pub const SET_FEATURES: u32 = 2;
@@ -43,7 +44,7 @@ pub mod request {
 pub mod feature {
     const MQ: u64 = 1 << 0;
     const LOG_SHMFD: u64 = 1 << 1;
-    /// A front-end may ask for an acknowledgement of each message.
+    /// A front-end may request an acknowledgement of each message.
     pub const REPLY_ACK: u64 = 1 << 3;
     const BACKEND_REQ: u64 = 1 << 5;
     const CONFIG: u64 = 1 << 9;

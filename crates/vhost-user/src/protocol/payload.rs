@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::refusal::{Result, refused};
 
-/// In the payload of a message with a ring's descriptor: the ring's number, and the bit for "no
-/// descriptor".
+/// The fields in the payload of a message with a ring's descriptor: the ring's number, and the bit
+/// that means "no descriptor".
 const RING_MASK: u64 = 0xff;
 const NO_DESCRIPTOR: u64 = 1 << 8;
 
@@ -24,7 +24,7 @@ pub struct MemoryRegion {
     pub size: u64,
     /// The front-end's own address of the first byte.
     pub user: u64,
-    /// Its offset in the file.
+    /// The offset of the memory in the file.
     pub offset: u64,
 }
 
@@ -34,11 +34,11 @@ pub struct MemoryRegion {
 pub struct InflightDescription {
     /// Bytes.
     pub size: u64,
-    /// Its offset in the file.
+    /// The offset of the memory in the file.
     pub offset: u64,
     /// Queues.
     pub queues: u16,
-    /// Entries of each.
+    /// Entries of each queue.
     pub entries: u16,
 }
 
@@ -48,7 +48,7 @@ pub struct InflightDescription {
 pub struct LogDescription {
     /// Bytes.
     pub size: u64,
-    /// Its offset in the file.
+    /// The offset of the memory in the file.
     pub offset: u64,
 }
 
@@ -172,7 +172,7 @@ impl<'a> Payload<'a> {
     }
 
     /// The description of in-flight memory. Depending on the front-end's compiler, padding follows
-    /// it.
+    /// the description.
     pub fn inflight(&mut self) -> Result<InflightDescription> {
         let (size, offset) = (self.u64()?, self.u64()?);
         Ok(InflightDescription { size, offset, queues: self.u16()?, entries: self.u16()? })

@@ -1,8 +1,8 @@
-//! Why a message is refused, for the log.
+//! The reason why a message is refused, for the log.
 
 use std::fmt;
 
-/// The reason.
+/// The reason of a refusal.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Refusal(String);

@@ -21,21 +21,21 @@ pub enum QueueCommand {
     /// The log of changed pages, the used ring's address in it, and the eventfd that notifies the
     /// front-end.
     SetLog(Option<DirtyLog>, Option<u64>, Option<Call>),
-    /// The queue pops no more requests. It ends when the requests in flight have completed. A
-    /// graceful stop also executes those that an earlier server had begun, since the returned base
-    /// counts them as popped.
+    /// The queue pops no more requests, and ends when the requests in flight have completed. A
+    /// graceful stop also executes the requests that an earlier server had begun, since the
+    /// returned base counts them as popped.
     Stop(StopMode),
     /// Requests in flight in the queue no longer wait for free space on the host (`Disk::hold`):
     /// they fail.
     EndHolding,
-    /// The queue continues, if it was told to stop gracefully and has not ended yet.
+    /// Cancels a graceful stop, if the queue has not ended yet.
     Continue,
 }
 
 /// How a queue ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopMode {
-    /// The driver learns of everything that completed.
+    /// All completed requests are published to the driver.
     Graceful,
     /// The front-end has disconnected. The ring and the in-flight log stay as they are, so that
     /// requests without a published completion are executed again when a front-end reconnects.
@@ -46,6 +46,6 @@ pub enum StopMode {
 pub struct QueueRequest {
     /// The command.
     pub command: QueueCommand,
-    /// The outcome.
+    /// Receives the outcome of the command.
     pub done: oneshot::Sender<Result<(), Broken>>,
 }

@@ -6,7 +6,7 @@ use blockhouse_engine::{GuestRange, VolatileSlice};
 /// Bytes per bit.
 const PAGE: u64 = 4096;
 
-/// The log, in memory of the front-end. Clones are the same log.
+/// The log, in memory of the front-end. Clones share one log.
 #[derive(Clone, Debug)]
 pub struct DirtyLog(VolatileSlice);
 
@@ -16,7 +16,7 @@ impl DirtyLog {
         Self(view)
     }
 
-    /// Marks the pages of bytes that were changed. Pages that the log has no bit for are left out.
+    /// Marks the pages of bytes that were changed. Pages without a bit in the log are ignored.
     pub fn mark(&self, address: u64, length: u64) {
         let Some(last) = length.checked_sub(1).and_then(|more| address.checked_add(more)) else {
             return;

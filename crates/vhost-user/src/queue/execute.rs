@@ -20,7 +20,7 @@ use crate::ring::{Broken, Chain};
 /// other tasks after 16 requests of 4 KiB, or after one long request.
 const REQUEST_COST: u64 = WorkBudget::QUANTUM / 32;
 
-/// Publishes completed requests, and wakes handlers for those that are available.
+/// Publishes completed requests, and wakes handlers for the available requests.
 pub fn process_ring<S: Storage>(queue: &Rc<Queue<S>>) {
     if queue.stop_mode() == Some(StopMode::Disconnected) {
         return;
@@ -80,7 +80,8 @@ async fn run<S: Storage>(queue: Rc<Queue<S>>) {
         let element = match queue.stop_mode() {
             None if !queue.has_room() => Ok(None),
             None => queue.virtqueue.borrow_mut().pop(&mut chain),
-            // The base that a stop returns counts these as popped.
+            // The base that a graceful stop returns counts these requests as popped, so they are
+            // executed first.
             Some(StopMode::Graceful) => queue.virtqueue.borrow_mut().pop_resubmit(&mut chain),
             Some(StopMode::Disconnected) => Ok(None),
         };
@@ -128,7 +129,8 @@ async fn serve<S: Storage>(
     let permit = queue.in_flight.acquire(length);
     let failed = |status| (Outcome { status, written: 0 }, CompletionKind::Inline);
     let (outcome, kind) = match decode(&queue.request_context(), &element.memory, chain) {
-        // The request was read from memory that has vanished, so it is not executed.
+        // The request was read from memory that can no longer be accessed, so it may be wrong and
+        // is not executed.
         _ if queue.has_lost_memory() => failed(Status::Failed),
         Ok(requests) => {
             let written = requests.written();

@@ -43,7 +43,7 @@ pub enum NextHandler {
 }
 
 impl Handlers {
-    /// No handlers yet; later `limit` at most.
+    /// A queue without handlers, which may get up to `limit`.
     pub fn new(limit: usize) -> Self {
         Self { idle: RefCell::default(), count: Cell::new(0), limit }
     }

@@ -1,10 +1,11 @@
-//! In-flight I/O tracking: memory of the front-end that records the requests in flight. After a
-//! server was killed, the next server executes them again.
+//! In-flight I/O tracking: memory of the front-end that records the requests in flight. If a server
+//! is killed, the next server executes these requests again.
 //!
 //! The layout and the order of stores are those of the vhost-user specification for split queues
 //! ("Inflight I/O tracking"): after each single store, a new server can find in the memory which
-//! requests to resubmit. Requests are resubmitted in the order in which they came. The memory past
-//! the queues holds the state of the write cache, because the guest does not set it again.
+//! requests to resubmit. Requests are resubmitted in the order in which they came. The memory after
+//! the queues' parts holds the state of the write cache, because the guest does not set that state
+//! again.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -14,11 +15,11 @@ use blockhouse_core::WriteCache;
 use blockhouse_engine::{SharedMemory, VolatileSlice};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-/// Bytes of the head before a queue's entries, and of an entry.
+/// Bytes of the header before a queue's entries, and of an entry.
 const HEAD_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
 
-/// Offsets in the head.
+/// Offsets in the header.
 const VERSION: usize = 8;
 const COUNT: usize = 10;
 const LAST_BATCH: usize = 12;
@@ -48,8 +49,8 @@ pub fn size(queues: u16, entries: u16) -> usize {
     part(entries) * usize::from(queues) + DEVICE_BYTES
 }
 
-/// A memory file of `size` bytes, sealed against changes of its size. Reason: the server maps it,
-/// and access to a page that the front-end has truncated away ends the connection.
+/// A memory file of `size` bytes, sealed against changes of its size. Reason: the server maps the
+/// file, and if the front-end truncated it, an access to a removed page would end the connection.
 ///
 /// # Errors
 /// The kernel's.
@@ -61,13 +62,14 @@ pub fn new_file(size: u64) -> rustix::io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// The part of queue `index`; `None` if the memory is too small for it.
+/// The part of queue `index`; `None` if the memory is too small for this part.
 pub fn queue(memory: &Arc<SharedMemory>, index: u16, entries: u16) -> Option<VolatileSlice> {
     let start = part(entries) * usize::from(index);
     VolatileSlice::new(Arc::clone(memory), start, part(entries)).filter(|view| view.is_aligned(8))
 }
 
-/// The device's part. `None` if the memory ends before it, because another program made the memory.
+/// The device's part. `None` if the memory has no such part, because another program made the
+/// memory.
 pub fn device(memory: &Arc<SharedMemory>, queues: u16, entries: u16) -> Option<VolatileSlice> {
     VolatileSlice::new(Arc::clone(memory), part(entries) * usize::from(queues), DEVICE_BYTES)
 }
@@ -108,8 +110,8 @@ pub struct Recovery {
 }
 
 impl InflightQueue {
-    /// Takes a queue's part over. `used` is the number of the next entry in its used ring. `None`
-    /// when the part is too small.
+    /// Opens a queue's part, which an earlier server may have used. `used` is the number of the
+    /// next entry in the used ring. `None` if the part is too small.
     pub fn open(view: VolatileSlice, entries: u16, used: u16) -> Option<(Self, Recovery)> {
         if view.len() < HEAD_BYTES + ENTRY_BYTES * usize::from(entries) {
             return None;
@@ -136,7 +138,8 @@ impl InflightQueue {
     fn clear_last_batch(&mut self, used: u16) {
         let known = self.view.load_u16(USED, Relaxed);
         let mut head = self.view.load_u16(LAST_BATCH, Relaxed);
-        // The front-end can write this memory: the loop is bounded by the number of entries.
+        // The front-end can write any value to this memory, so the loop is bounded by the number of
+        // entries.
         for _ in 0..used.wrapping_sub(known).min(self.entries) {
             if head >= self.entries {
                 break;

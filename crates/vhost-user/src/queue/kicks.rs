@@ -22,9 +22,9 @@ const MAX_INTERVAL: Duration = Duration::from_millis(1);
 /// How a guest announces new requests.
 #[derive(Debug)]
 pub enum Kick {
-    /// It signals an eventfd.
+    /// The guest signals an eventfd.
     Event(OwnedFd),
-    /// It does not kick: the ring is polled.
+    /// The guest does not kick, so the ring is polled.
     Polled,
 }
 
@@ -32,7 +32,7 @@ impl Kick {
     /// A duplicate with its own descriptor.
     ///
     /// # Errors
-    /// The kernel's.
+    /// Errors of the kernel.
     pub fn try_clone(&self) -> io::Result<Self> {
         Ok(match self {
             Self::Event(event) => Self::Event(event.try_clone()?),
@@ -49,15 +49,15 @@ pub struct Kicks {
     timer: Option<Timer>,
 }
 
-/// When a polled ring is read next.
+/// The time when a polled ring is read next.
 struct Timer {
     interval: Duration,
     sleep: Pin<Box<Sleep>>,
 }
 
 impl Kicks {
-    /// Watches the ring in the way that the front-end requested. The descriptor can be watched:
-    /// others were refused earlier.
+    /// Watches the ring in the way that the front-end requested. The descriptor is an eventfd;
+    /// other descriptors were refused when the front-end sent them.
     pub fn new(ring: Rc<dyn PollSource>, kick: Kick) -> Self {
         let (descriptor, timer) = match kick {
             Kick::Event(descriptor) => (Some(descriptor), None),
@@ -67,7 +67,7 @@ impl Kicks {
         Self { watch, timer }
     }
 
-    /// Whether the ring may have new entries; if not, the task is woken when it has.
+    /// Whether the ring may have new entries. If not, the task is woken when there may be some.
     pub fn poll(&mut self, context: &mut Context<'_>, has_available: impl Fn() -> bool) -> bool {
         let mut is_kicked = false;
         while self.watch.as_ref().is_some_and(|watch| watch.poll_event(context).is_ready()) {

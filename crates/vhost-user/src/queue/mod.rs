@@ -1,15 +1,15 @@
 //! One queue of a guest on one event loop.
 //!
-//! Handlers are long-lived tasks that pop requests from the ring and execute them. A handler whose
-//! request completes inline pops the next one at once; a handler that has to wait wakes as many
-//! others as there are requests. The ring task is woken for new requests and for commands of the
-//! device's thread, and publishes completed requests. While the loop is awake it polls the ring,
-//! and the guest need not kick.
+//! Handlers are long-lived tasks that pop requests from the ring and execute them. If a handler's
+//! request completes inline, the handler pops the next request at once. If a handler has to wait,
+//! it wakes as many other handlers as there are requests. The ring task is woken for new requests
+//! and for commands of the device's thread, and publishes completed requests. While the loop is
+//! awake, the ring is polled and the guest need not kick.
 //!
 //! Guarantees: every request that was popped is executed to its end. One notification is sent for
 //! all requests that complete together; it is delayed only by other requests that complete inline.
 //! No request waits in the ring while the loop sleeps (the ring is read once more after kicks were
-//! enabled), except those beyond what a queue may have in flight
+//! enabled), except requests above the limit of a queue
 //! ([`QUEUE_LIMITS`](crate::block::QUEUE_LIMITS)).
 
 mod call;
@@ -71,10 +71,10 @@ pub async fn run<S: Storage>(
     })
     .await;
     queue.end();
-    // The handlers still hold the queue for a moment, so the number is copied out of it.
+    // The handlers have not dropped their references to the queue yet, so the number is copied.
     let mut virtqueue = queue.virtqueue.borrow_mut();
     if queue.stop_mode() != Some(StopMode::Disconnected) {
-        // A handler that yields after its request may not have requested the publishing yet.
+        // A handler that has yielded after its request may not have woken the ring task yet.
         virtqueue.publish();
     }
     virtqueue.last_avail_idx()

@@ -21,7 +21,7 @@ use crate::ring::Broken;
 pub struct Setup<S: Storage> {
     /// The disk.
     pub disk: Arc<Disk<S>>,
-    /// Whether the guest may change it.
+    /// Whether the guest may change the disk.
     pub access: Access,
     /// The disk's serial, padded with zeros.
     pub serial: [u8; SERIAL_BYTES],
@@ -41,7 +41,7 @@ pub struct Setup<S: Storage> {
 pub struct Queue<S: Storage> {
     /// The disk.
     pub(super) disk: Arc<Disk<S>>,
-    /// Whether the guest may change it.
+    /// Whether the guest may change the disk.
     access: Access,
     serial: [u8; SERIAL_BYTES],
     cache: Arc<WriteCacheMode>,
@@ -53,13 +53,13 @@ pub struct Queue<S: Storage> {
     pub(super) handlers: Handlers,
     /// Requests that were popped and did not complete yet.
     pub(super) in_flight: InFlight,
-    /// Whether the last requests completed asynchronously: then a handler is woken for each
+    /// Whether the last requests completed asynchronously. If so, a handler is woken for each
     /// request.
     pub(super) recently_async: Cell<bool>,
     stop: Cell<Option<StopMode>>,
-    /// The queue's changes that wait for free space on the host.
+    /// The queue's writes that wait for free space on the host.
     held: PartyHold<S>,
-    /// Whether the ring task has ended: handlers end, too.
+    /// Whether the ring task has ended, so that the handlers must end too.
     is_ended: Cell<bool>,
     /// Whether a failure of the host was logged.
     has_logged_failure: Cell<bool>,
@@ -90,14 +90,14 @@ impl<S: Storage> Queue<S> {
             is_ended: Cell::new(false),
             has_logged_failure: Cell::new(false),
             is_polled: Cell::new(false),
-            // There may be requests already.
+            // The ring may contain requests already.
             wake_pending: Cell::new(true),
             ring_task: RefCell::default(),
         };
         (queue, kick)
     }
 
-    /// Keeps the waker of the ring task.
+    /// Stores the waker of the ring task.
     pub fn register_ring_task(&self, context: &Context<'_>) {
         let mut ring_task = self.ring_task.borrow_mut();
         match &mut *ring_task {
@@ -125,7 +125,7 @@ impl<S: Storage> Queue<S> {
         self.wake_pending.take()
     }
 
-    /// How the queue has to end, if it was told to.
+    /// The mode of the requested stop; `None` if the queue shall not stop.
     pub fn stop_mode(&self) -> Option<StopMode> {
         self.stop.get()
     }
@@ -175,7 +175,7 @@ impl<S: Storage> Queue<S> {
     }
 
     /// How many requests have to be resubmitted before a graceful stop is complete. A disconnected
-    /// queue resubmits none: they stay in the in-flight log for the next server.
+    /// queue resubmits none, because they stay in the in-flight log for the next server.
     pub fn left_to_resubmit(&self) -> usize {
         match self.stop.get() {
             Some(StopMode::Disconnected) => 0,
@@ -220,14 +220,15 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Whether the ring, or a request's memory, may differ from the driver's data.
+    /// Whether data read from the ring or the guest's memory may be wrong, because memory can no
+    /// longer be accessed.
     pub fn has_lost_memory(&self) -> bool {
         self.virtqueue.borrow().has_lost_memory()
     }
 
     /// Breaks the queue after an error of its driver: no more requests are popped.
     pub fn break_off(&self, why: &Broken) {
-        // Lost memory reads as zeros, which may look like any violation of the rules.
+        // Lost memory reads as zeros, which may look like a violation of the rules by the driver.
         let why = if self.has_lost_memory() { &Broken::MemoryLost } else { why };
         if self.stop.get().is_none() {
             self.stop.set(Some(StopMode::Disconnected));
@@ -235,7 +236,8 @@ impl<S: Storage> Queue<S> {
         }
     }
 
-    /// Logs that the host failed a request, once for each queue: a broken disk fails every request.
+    /// Logs that a request failed on the host. Logged once for each queue, because a broken disk
+    /// fails every request.
     pub fn log_failure(&self, error: &Error) {
         if self.has_lost_memory() {
             // The loss of memory is logged at the end of the connection.
@@ -243,8 +245,8 @@ impl<S: Storage> Queue<S> {
         }
         let disk = self.disk.name();
         if error.errno() == errno::EFAULT {
-            // Not a failure of the host: the guest gave invalid addresses, or its memory begins to
-            // vanish, which is logged at the end of the connection.
+            // This is no failure of the host: the guest gave invalid addresses, or its memory is
+            // being lost, which is logged at the end of the connection.
             tracing::debug!(disk, "no memory is at the addresses of a guest's request: {error}");
             return;
         }

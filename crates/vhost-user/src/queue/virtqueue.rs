@@ -16,9 +16,9 @@ use crate::ring::{Broken, Chain, RingAddresses, SplitRing};
 /// driver can process them in parallel.
 const INDEX_INTERVAL: u16 = 4;
 
-/// While up to this many requests are available, the driver is notified after each quarter of them,
-/// so that it works in parallel. More are signalled together: waking a sleeping driver takes as
-/// long as several requests.
+/// If at most this many requests are available, the driver is notified after each quarter of them,
+/// so that it works in parallel. With more requests one notification covers more of them, because
+/// waking a sleeping driver takes as long as several requests.
 const FEW_REQUESTS: u16 = 16;
 
 /// Maximum number of requests per notification of the driver.
@@ -28,7 +28,7 @@ const MAX_BATCH: u16 = 64;
 /// about 40 microseconds.
 const MAX_BATCH_BYTES: u64 = 256 << 10;
 
-/// Everything of a queue that lies in memory of the guest or the front-end.
+/// The state of a queue in the memory of the guest or the front-end.
 pub struct Virtqueue {
     ring: SplitRing,
     memory: Arc<GuestMemory>,
@@ -41,29 +41,29 @@ pub struct Virtqueue {
     log: Option<DirtyLog>,
     /// The guest's address of the used ring, if its changes are logged.
     logged_used: Option<u64>,
-    /// The eventfd that notifies the front-end of changes of the log, if it gave one.
+    /// The eventfd that notifies the front-end of changes of the log, if the front-end sent one.
     log_call: Option<Call>,
     /// How many requests were completed since the driver was last notified.
     unsignalled: u16,
     unsignalled_bytes: u64,
-    /// After how many requests that completed inline the driver is notified.
+    /// The number of inline completions after which the driver is notified.
     batch: u16,
 }
 
-/// Whether a request completed without waiting.
+/// Whether a request completed inline or asynchronously.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CompletionKind {
-    /// It completed without waiting.
+    /// The request completed without waiting.
     Inline,
-    /// It waited; other requests could run in between.
+    /// The request waited, and other requests could run in between.
     Async,
 }
 
 /// A request that was popped from the ring.
 pub struct Element {
-    /// Its first descriptor.
+    /// The index of the request's first descriptor.
     pub head: u16,
-    /// The memory that its addresses belong to.
+    /// The memory that the request's addresses refer to.
     pub memory: Arc<GuestMemory>,
 }
 
@@ -72,7 +72,8 @@ pub struct Element {
 pub struct Outcome {
     /// The status for the guest.
     pub status: Status,
-    /// How many bytes of its writable buffers, from the first one on, may have changed.
+    /// The number of bytes of the request's writable buffers, from the first one on, that may have
+    /// changed.
     pub written: u64,
 }
 
@@ -101,15 +102,15 @@ impl Virtqueue {
         }
     }
 
-    /// Whether some memory that was read so far had vanished.
+    /// Whether some memory that was read so far was lost.
     pub fn has_lost_memory(&self) -> bool {
         self.domain.has_failed()
     }
 
-    /// Checks that no memory that was read so far had vanished.
+    /// Checks that no memory that was read so far was lost.
     ///
     /// # Errors
-    /// `MemoryLost` if some had vanished.
+    /// `MemoryLost` if some memory was lost.
     fn check_memory(&self) -> Result<(), Broken> {
         if self.has_lost_memory() { Err(Broken::MemoryLost) } else { Ok(()) }
     }
@@ -126,7 +127,7 @@ impl Virtqueue {
         (self.log, self.logged_used, self.log_call) = (log, used, call);
     }
 
-    /// Moves the ring to other memory, or to another address in it.
+    /// Moves the ring to other memory, or to other addresses.
     pub fn move_to(
         &mut self,
         memory: Arc<GuestMemory>,
@@ -137,7 +138,7 @@ impl Virtqueue {
         Ok(())
     }
 
-    /// How many requests there can be at once.
+    /// The maximum number of requests at once: the number of entries.
     pub fn entries(&self) -> usize {
         self.ring.size().into()
     }
@@ -147,12 +148,13 @@ impl Virtqueue {
         self.ring.last_avail_idx()
     }
 
-    /// How many requests wait, as far as is known without reading the driver's index.
+    /// The number of requests that are known to be available without another read of the driver's
+    /// index.
     pub fn cached_available(&self) -> usize {
         self.resubmit.len() + usize::from(self.ring.cached_available())
     }
 
-    /// How many requests wait. If any do, the driver need not kick.
+    /// The number of available requests. If there are any, disables kicks of the driver.
     pub fn available(&mut self) -> Result<usize, Broken> {
         let count = usize::from(self.ring.update_avail_idx()?) + self.resubmit.len();
         if count > 0 && self.ring.disable_notify() {
@@ -176,8 +178,8 @@ impl Virtqueue {
         is_available
     }
 
-    /// Logs a change of `length` bytes of the used ring, after the store: otherwise a migration
-    /// could clear the bit and copy the page before the store.
+    /// Logs a change of `length` bytes of the used ring. This must follow the store, because
+    /// otherwise a migration could clear the bit and copy the page before the store.
     fn log_used(&self, offset: usize, length: u64) {
         if let (Some(log), Some(used)) = (&self.log, self.logged_used)
             // The address is the front-end's; if the sum overflows, there is no page to mark.
@@ -196,8 +198,8 @@ impl Virtqueue {
             self.batch = batch_of(self.ring.update_avail_idx()?);
         }
         let Some(head) = self.ring.pop()? else { return Ok(None) };
-        // Checked before the entry in the in-flight log is made: otherwise a server that takes over
-        // would execute a request that does not exist.
+        // The check comes before the entry in the in-flight log is made, because otherwise the next
+        // server would execute a request that does not exist.
         self.check_memory()?;
         self.inflight.iter_mut().for_each(|inflight| inflight.begin(head));
         self.walk(head, chain).map(Some)
@@ -228,7 +230,7 @@ impl Virtqueue {
         outcome: Outcome,
         kind: CompletionKind,
     ) {
-        // The walk found the status there, in memory that the element has kept.
+        // The walk has checked that the status is in this memory, which the element keeps mapped.
         let _ = element.memory.write(chain.status(), &[outcome.status.byte()]);
         if let Some(log) = &self.log {
             log.mark(chain.status(), 1);

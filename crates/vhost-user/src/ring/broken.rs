@@ -23,7 +23,8 @@ pub enum Broken {
     /// An indirect table is inside of another one, or its descriptor also has `NEXT` or `WRITE`.
     #[error("an indirect table that virtio does not allow: flags {0:#x}, {1} bytes")]
     Indirect(u16, u32),
-    /// Memory that the front-end shares has vanished: data read from it is invalid.
+    /// Memory that the front-end shares can no longer be accessed, for example because its file was
+    /// truncated. Data read from it is invalid.
     #[error("memory that the front-end shares has vanished")]
     MemoryLost,
     /// A request has no byte for the status, so its outcome cannot be reported.

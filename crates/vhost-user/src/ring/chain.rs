@@ -41,7 +41,7 @@ impl Chain {
         self.reject_reason
     }
 
-    /// How many bytes of data the request moves, either way.
+    /// The number of bytes of data in both directions.
     pub fn length(&self) -> u64 {
         bytes_of(&self.readable) + bytes_of(&self.writable)
     }
@@ -59,7 +59,7 @@ impl Chain {
     /// Walks the chain that begins with descriptor `head` of `table`.
     ///
     /// # Errors
-    /// When there is no byte for the status, or virtio's rules for chains are broken.
+    /// If there is no byte for the status, or a rule that the queue depends on is broken.
     pub fn walk(
         &mut self,
         memory: &GuestMemory,

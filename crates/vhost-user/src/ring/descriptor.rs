@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use blockhouse_engine::{GuestRange, VolatileSlice};
 use smallvec::SmallVec;
 
-/// Maximum number of entries of a queue; QEMU's limit too.
+/// Maximum number of entries of a queue, which is also QEMU's limit.
 pub const MAX_ENTRIES: u16 = 1024;
 
 /// Maximum number of descriptors of a chain, also in an indirect table: a header, a status, and 4
@@ -34,7 +34,7 @@ pub struct Descriptor {
     pub length: u32,
     /// [`NEXT`], [`WRITE`], [`INDIRECT`].
     pub flags: u16,
-    /// The next one's index, with `NEXT`.
+    /// The index of the next descriptor, if [`NEXT`] is set.
     pub next: u16,
 }
 

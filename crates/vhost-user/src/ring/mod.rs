@@ -1,8 +1,8 @@
 //! A split virtqueue in a guest's memory (virtio 1.2, section 2.7): rings, descriptors and chains
 //! of them.
 //!
-//! Nothing here knows what a request means. The driver may be hostile: see `split_ring` and
-//! [`chain`].
+//! This module does not interpret requests. The driver may be hostile; `split_ring` and [`chain`]
+//! explain the checks.
 
 mod broken;
 pub mod chain;

@@ -1,10 +1,10 @@
 //! The device's side of a split virtqueue (virtio 1.2, section 2.7).
 //!
 //! The driver may be hostile, and change its memory at any time. So each field is read once and
-//! checked before use. No count or index of the driver sets the length of a loop or the place of a
-//! store. Driver and device share three structures and an order of accesses: a device that reads an
-//! index (acquire) sees all that the driver stored before it published the index. The driver
-//! likewise sees the device's stores (release).
+//! checked before use. No unchecked count or index of the driver determines the length of a loop or
+//! the address of a store. Driver and device share three structures. After the device has read an
+//! index (acquire), it sees everything that the driver stored before it published the index. The
+//! driver sees the device's stores in the same way (release).
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{Ordering, fence};
@@ -37,7 +37,7 @@ pub struct RingAddresses {
 pub enum EventIndex {
     /// The feature was negotiated.
     Negotiated,
-    /// The feature was not negotiated: each side has a flag.
+    /// The feature was not negotiated, so each side has a flag.
     Absent,
 }
 
@@ -216,8 +216,8 @@ impl SplitRing {
         self.available.load_u16(2, Relaxed) != self.last_avail_idx
     }
 
-    /// Asks the driver for a notification of the next entry. Returns whether entries are available
-    /// already.
+    /// Requests a notification of the next entry from the driver. Returns whether entries are
+    /// available already.
     pub fn enable_notify(&mut self) -> bool {
         if self.is_notify_enabled() {
             return self.has_available();

@@ -2,7 +2,7 @@
 //! time: with no durability, with a flush after each write, and with durability as a part of the
 //! write.
 //!
-//! It measures the rate, and the number of requests that the device gets for each write.
+//! The benchmark measures the rate, and the number of requests that the device gets for each write.
 
 use crate::bench::load::{Load, LoopSetup, Pattern, Work};
 use crate::bench::rows::{Case, Cases, Cost, Variant};

@@ -1,8 +1,8 @@
 //! `bench fixed-files`: small reads, 64 in flight, through a registered file of the ring and
 //! through a file descriptor.
 //!
-//! Guarantees: right before a loop is measured, a probe finds out whether its requests use the
-//! registered file (`blockhouse_engine::probe_fixed_file`), and the result says so.
+//! Guarantee: right before a loop is measured, a probe checks whether its requests use the
+//! registered file (`blockhouse_engine::probe_fixed_file`), and the result reports this.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -17,7 +17,7 @@ use crate::bench::testbed::{DISK_SIZE, Testbed};
 
 const BLOCK: usize = 4096;
 const DEPTH: usize = 64;
-/// With more threads, they only compete for the disk.
+/// More threads would only compete for the disk.
 const MAX_THREADS: usize = 4;
 /// The text for the page of results.
 pub const ABOUT: &str = "io_uring takes a reference to the file for every request, unless the file is in the ring's \

@@ -36,7 +36,7 @@ const PIECES: [usize; 4] = [64, 512, 4096, 32 << 10];
 pub enum Storing {
     /// Each piece is a write of its own, one at a time.
     Unbuffered,
-    /// Through the stream, in windows.
+    /// Pieces are collected by the stream and written in larger windows.
     Buffered,
 }
 
@@ -132,7 +132,7 @@ fn sample(
     outcome
 }
 
-/// Stores pieces until the time or the limit is used up, then makes all of it durable. Returns the
+/// Stores pieces until the time or the limit is used up, then makes all pieces durable. Returns the
 /// nanoseconds that each piece took.
 pub async fn store<S: Storage>(
     disk: &Disk<S>,
@@ -193,7 +193,7 @@ struct WriteSequence<'a> {
 
 impl<'a> WriteSequence<'a> {
     fn new(limits: Limits, until: (Duration, &'a Stop)) -> Self {
-        // No zeros, because zeros take no space in an image.
+        // The content has no zeros, because zeros take no space in an image.
         let content = (0..limits.piece).map(|_| fastrand::u8(1..)).collect();
         let now = Instant::now();
         Self { limits, until, content, given: 0, begin: now, last: now, latency: new_histogram() }

@@ -1,4 +1,4 @@
-//! `bench wakeup`: the cost when a request does not wake the sleeping loop that executes it.
+//! `bench wakeup`: the cost if a request does not wake the sleeping loop that executes it.
 //!
 //! The published case: pieces of 128 KiB are read with direct I/O in batches of 16, with a pause of
 //! 1 ms before each batch is submitted and 1 ms after each completion is handled; the process is
@@ -6,8 +6,9 @@
 //! when a batch arrives.
 //!
 //! With wake-ups, the thread submits through the loop's handle, as every user of the engine does.
-//! Without, it puts the requests into a channel that the loop reads when an unrelated timer fires.
-//! The channel belongs to this file: the engine has no way to suppress a wake-up.
+//! Without wake-ups, the thread puts the requests into a channel that the loop reads when an
+//! unrelated timer fires. This file implements the channel, because the engine has no way to
+//! suppress a wake-up.
 
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -30,7 +31,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// The part of the disk that is read.
 const SPAN: u64 = 128 << 20;
 
-/// The interval of the unrelated timer that wakes the loop in the end.
+/// The interval of the unrelated timer that eventually wakes the loop.
 pub const UNRELATED_TIMER: Duration = Duration::from_millis(499);
 
 /// The text for the page of results.
@@ -99,7 +100,7 @@ pub fn measure<S: Storage + Send + Sync + 'static>(
     sample
 }
 
-/// How a request gets from one thread to the other.
+/// How a request is passed from one thread to the other.
 enum SubmitMethod<S: Storage> {
     Handle(Handle),
     Unannounced(mpsc::Sender<Piece<S>>),
@@ -120,7 +121,7 @@ type Done = (Buffer, Duration, blockhouse_core::Result<()>);
 async fn read<S: Storage>(piece: Piece<S>) {
     let Piece { disk, offset, mut buffer, submitted, done } = piece;
     let outcome = disk.submit(Request::Read { offset, into: buffer.lend() }).await;
-    // The send fails if another piece failed: the receiver is dropped then.
+    // The send fails only if another piece has failed, because then the receiver is dropped.
     let _ = done.send((buffer, submitted.elapsed(), outcome));
 }
 

@@ -2,7 +2,7 @@
 //!
 //! For each variant a sentence gives the speed relative to the baseline: the median over the cases,
 //! and the extremes. Noisy cases are only counted. If all cases are noise, the sentence gives their
-//! range and calls it noise.
+//! range and says that it is noise.
 
 use blockhouse_figures::Spread;
 
@@ -11,7 +11,7 @@ use super::plot::digits;
 use crate::bench::questions::Question;
 use crate::bench::rows::{Ratio, Row};
 
-/// A smaller difference counts as no difference.
+/// A smaller difference is treated as no difference.
 const MIN_DIFFERENCE: f64 = 0.03;
 
 /// The name of each question that was asked, with its answer.

@@ -1,4 +1,4 @@
-//! The results as one page of HTML that needs nothing else: no network, no script.
+//! The results as one self-contained HTML page, without scripts or external resources.
 //!
 //! Plots and tables never make the page wider than a phone's screen. All colours come from two
 //! palettes, light and dark, of which the reader's theme picks one. A test renders the page in a

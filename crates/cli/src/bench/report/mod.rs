@@ -27,7 +27,7 @@ pub struct Report {
     pub time: u64,
     /// The folder, or the file that was written over.
     pub path: String,
-    /// Where it was measured.
+    /// The machine on which it was measured.
     pub machine: Machine,
     /// The disk's storage.
     pub storage: Storage,
@@ -46,7 +46,7 @@ pub struct Report {
 pub struct ResourceUse {
     /// How long it takes.
     pub time: Duration,
-    /// Bytes that are written to devices; `None` where the kernel does not tell.
+    /// Bytes that are written to devices; `None` if the kernel does not report them.
     pub written: Option<u64>,
 }
 
@@ -70,7 +70,7 @@ pub struct Skipped {
     pub question: &'static str,
     /// The case; `None` if the whole question was skipped.
     pub case: Option<String>,
-    /// Why.
+    /// The reason why there are no results.
     pub why: String,
 }
 
@@ -115,7 +115,7 @@ pub struct Storage {
 }
 
 impl Report {
-    /// Of the rows.
+    /// The report of these rows.
     pub fn new(
         testbed: &Testbed,
         rows: Vec<Row>,
@@ -153,7 +153,7 @@ impl Report {
         )
     }
 
-    /// As JSON.
+    /// The report as JSON.
     pub fn json(&self) -> Value {
         let Machine { processor, processors, kernel } = &self.machine;
         let Storage { file_system, cache, fua, device } = &self.storage;
@@ -204,7 +204,8 @@ fn file_system(path: &Path) -> String {
         return "block device".into();
     }
     let Ok(found) = rustix::fs::statfs(path) else { return "unknown".into() };
-    // Widths and signs differ between architectures; the magic numbers have 32 bits.
+    // The field's width and sign differ between architectures, so only the 32 bits of the magic
+    // number are compared.
     let magic = found.f_type as u64 & 0xffff_ffff;
     let known = FILE_SYSTEMS.iter().find(|(number, _)| *number == magic);
     known.map_or_else(|| format!("file system {magic:#x}"), |(_, name)| (*name).to_owned())

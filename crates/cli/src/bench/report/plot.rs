@@ -7,7 +7,7 @@ use std::fmt::Write;
 
 use crate::bench::rows::{Ratio, Row};
 
-/// Wide enough for labels at the size of text on a phone.
+/// The width of a plot: wide enough for labels that are readable on a phone.
 const WIDTH: f64 = 360.0;
 /// Space left and right of the plot.
 const MARGIN: f64 = 14.0;
@@ -58,7 +58,7 @@ struct Scale {
 }
 
 impl Scale {
-    /// Over all the values, from a tick to a tick.
+    /// A scale over all the values, with a margin.
     fn over(values: impl Iterator<Item = f64>, places: (f64, f64)) -> Self {
         let (low, high) = values
             .filter(|value| *value > 0.0)

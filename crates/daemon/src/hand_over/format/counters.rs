@@ -1,5 +1,5 @@
-//! The counters of a disk, handed over so that none decreases. Their keys are the labels of the
-//! metrics; a counter that this version does not have is left out.
+//! The counters of a disk, handed over so that none decreases. The keys are the labels of the
+//! metrics. A counter that this version does not know is ignored.
 
 use std::time::Duration;
 
@@ -37,9 +37,9 @@ pub struct Requests {
     pub export: String,
     /// The operation.
     pub operation: String,
-    /// How many were submitted.
+    /// The number of submitted requests.
     pub started: u64,
-    /// Their counters.
+    /// The counters of these requests.
     pub done: Done,
 }
 
@@ -51,7 +51,7 @@ pub struct StageOf {
     pub stage: String,
     /// The operation.
     pub operation: String,
-    /// Their counters.
+    /// The counters of this stage.
     pub done: Done,
 }
 
@@ -61,7 +61,7 @@ pub struct StageOf {
 pub struct Done {
     /// Bytes.
     pub bytes: u64,
-    /// Nanoseconds in all.
+    /// The sum of the durations in nanoseconds.
     pub time: u64,
     /// The histogram's buckets that are not empty, each with its index.
     pub buckets: Vec<(usize, u64)>,

@@ -132,7 +132,7 @@ pub struct MovedTo {
     pub cache: String,
 }
 
-/// Limits, which begin with nothing saved and nothing owed.
+/// Limits. The destination applies them without the burst credit or debt that the source had.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Limits {
@@ -153,17 +153,17 @@ pub struct Limits {
 pub struct Configured {
     /// The options with which the next server opens it.
     pub opened: Opened,
-    /// Where the next server serves it.
+    /// The addresses at which the next server serves it.
     pub exports: Vec<Export>,
 }
 
-/// Where a disk is served.
+/// The address at which a disk is served.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Export {
-    /// To NBD clients: a URI.
+    /// An export to NBD clients, by its URI.
     Nbd(String),
-    /// To a guest: the bytes of the socket's path.
+    /// A vhost-user-blk device, by the bytes of its socket's path.
     VhostUser(Vec<u8>),
     /// A block device of the host, by its number.
     Ublk(u32),
@@ -185,7 +185,7 @@ impl Opened {
     /// The record of a disk for the other process.
     ///
     /// # Errors
-    /// None if the description was checked.
+    /// There is no error if the description was checked.
     pub fn of(disk: &DiskConfig) -> Result<Self> {
         let hold_seconds = disk.on_full().map_err(Error::msg)?.seconds();
         // The pattern lists all fields, so that the compiler reports a new option that is not
@@ -255,7 +255,7 @@ impl Opened {
     /// The disk's configuration.
     ///
     /// # Errors
-    /// A name that this version does not know.
+    /// The record has a name that this version does not know.
     pub fn config(self) -> Result<DiskConfig> {
         let [logical_block_size, physical_block_size, discard_granularity] = self.block_sizes;
         let (bitmaps_in, trust_bitmaps) = self.bitmaps_in.unzip();
@@ -317,7 +317,7 @@ impl MovedTo {
     /// Parses the record.
     ///
     /// # Errors
-    /// A name that this version does not know.
+    /// The record has a name that this version does not know.
     pub fn moved(self) -> Result<Moved> {
         Ok(Moved {
             path: path_of(self.path),
@@ -331,7 +331,7 @@ impl Limits {
     /// The record of the limits for the other process; `None` if there are no limits.
     ///
     /// # Errors
-    /// None if the limits were checked.
+    /// There is no error if the limits were checked.
     pub fn of(limits: &LimitsConfig) -> Result<Option<Self>> {
         if limits.is_off() {
             return Ok(None);
@@ -385,7 +385,7 @@ impl Configured {
     /// The record of a disk for the other process.
     ///
     /// # Errors
-    /// None if the description was checked.
+    /// There is no error if the description was checked.
     pub fn of(disk: &DiskConfig) -> Result<Self> {
         let exports = disk.exports.iter().map(Export::from).collect();
         Ok(Self { opened: Opened::of(disk)?, exports })
@@ -394,7 +394,7 @@ impl Configured {
     /// The disk's configuration, with its exports.
     ///
     /// # Errors
-    /// A name that this version does not know.
+    /// The record has a name that this version does not know.
     pub fn disk(self) -> Result<DiskConfig> {
         let address = |export| match export {
             Export::Nbd(uri) => {

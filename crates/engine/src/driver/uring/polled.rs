@@ -33,13 +33,13 @@ pub(super) struct PolledRing {
 }
 
 enum State {
-    /// Not asked for, or refused.
+    /// The ring was not requested, or the kernel refused it.
     Off,
     Open(Box<Ring>),
 }
 
 impl PolledRing {
-    /// No ring yet, and none requested.
+    /// A value without a ring, which was not requested yet.
     pub(super) fn new(shared: &Arc<LoopShared>) -> Self {
         let (shared, fixed) = (Arc::clone(shared), FixedFiles::Off);
         Self { shared, fixed, state: State::Off, in_flight: 0, ready: Vec::new() }

@@ -69,7 +69,7 @@ impl Ring {
     /// A ring for the calling thread, whose loop is `shared`.
     ///
     /// # Errors
-    /// The kernel's, if io_uring is missing, forbidden or too old.
+    /// The kernel's error, if io_uring is missing, forbidden or too old.
     pub(super) fn open(
         shared: &Arc<LoopShared>,
         completions: CompletionMode,
@@ -132,11 +132,12 @@ impl Ring {
         match entered {
             Ok(_) => self.broken_wait.worked(),
             Err(error) => match error.raw_os_error() {
-                // Interrupted, timed out, or completions must be reaped first: the caller reaps
-                // them next anyway.
+                // Interrupted, timed out, or completions must be reaped first. In each case the
+                // caller reaps completions next.
                 Some(libc::EINTR | libc::ETIME | libc::EBUSY) => self.broken_wait.worked(),
                 Some(libc::EBADR) => end_process_without_completions(),
-                // No memory for a request. Reaping a completion may help; without one, only time.
+                // The kernel has no memory for a request. Reaping a completion may free some;
+                // without a completion, the loop pauses and tries again.
                 Some(libc::EAGAIN) if !self.uring.completion().is_empty() => {}
                 _ => self.broken_wait.failed("io_uring_enter", &error),
             },

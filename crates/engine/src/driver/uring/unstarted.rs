@@ -6,9 +6,9 @@
 //! operation on a file. So the operation was not carried out, and a thread of the pool makes its
 //! system call. The call's result is final.
 //!
-//! EAGAIN means the same, and for a transfer so does ENOMEM. To repeat a part of a transfer does no
-//! harm: it is the same range and the same data. A *sync* that ends with ENOMEM has run: the kernel
-//! reports each failure to write back once, so a second sync would hide the loss.
+//! EAGAIN means the same, and ENOMEM means the same for a transfer. Repeating a part of a transfer
+//! does no harm, because the range and the data are the same. A *sync* that ends with ENOMEM has
+//! run: the kernel reports each failure to write back once, so a second sync would hide the loss.
 
 use std::sync::Arc;
 

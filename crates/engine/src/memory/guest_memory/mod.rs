@@ -68,7 +68,7 @@ pub struct GuestRange {
 }
 
 impl GuestMemory {
-    /// No memory.
+    /// A set without regions.
     pub fn new() -> Self {
         Self::default()
     }
@@ -82,8 +82,8 @@ impl GuestMemory {
     /// past the end of the guest's addresses.
     ///
     /// # Panics
-    /// If its fault domain differs from that of the other regions: all memory of a front-end shares
-    /// one.
+    /// If its fault domain differs from the fault domain of the other regions: all memory of a
+    /// front-end shares one fault domain.
     #[must_use]
     pub fn add(&mut self, region: GuestRegion) -> bool {
         let is_foreign =
@@ -212,7 +212,7 @@ impl GuestMemory {
 
     /// Calls `f` for each region's part of the range, in order, until it returns `false`. Returns
     /// `false` if a part is missing, if there are more parts than [`MIN_PIECE`] allows, or if `f`
-    /// did.
+    /// returned `false`.
     fn each_part(
         &self,
         mut address: u64,

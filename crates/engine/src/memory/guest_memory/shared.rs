@@ -90,7 +90,7 @@ impl SharedMemory {
     /// # Errors
     /// `Unsupported` for a file whose pages are not in memory, `InvalidInput` if the file ends
     /// before the range, `QuotaExceeded` beyond 16,384 mappings in this process or 2048 of
-    /// `domain`, or the kernel's.
+    /// `domain`, or the kernel's error.
     pub fn map(
         file: impl AsFd,
         offset: u64,
@@ -119,7 +119,7 @@ impl SharedMemory {
         Ok(Self { address, length, kind, pages: Registrations::new(pages) })
     }
 
-    /// The kind of its file.
+    /// The kind of the memory's file.
     pub fn kind(&self) -> MemoryKind {
         self.kind
     }
@@ -149,7 +149,7 @@ impl SharedMemory {
         &self.pages
     }
 
-    /// How many bytes.
+    /// The length in bytes.
     pub fn len(&self) -> usize {
         self.length
     }
@@ -162,7 +162,7 @@ impl SharedMemory {
     /// The address of `length` bytes from `offset` on.
     ///
     /// # Panics
-    /// When the range is not inside.
+    /// If the range is not inside the memory.
     fn at(&self, offset: usize, length: usize) -> NonNull<u8> {
         let inside = offset.checked_add(length).is_some_and(|end| end <= self.length);
         assert!(inside, "{length} bytes at {offset} of a mapping of {}", self.length);
@@ -185,7 +185,7 @@ impl SharedMemory {
     /// Copies bytes out: headers and the like.
     ///
     /// # Panics
-    /// When the range is not inside.
+    /// If the range is not inside the memory.
     pub fn read(&self, offset: usize, into: &mut [u8]) {
         let source = self.at(offset, into.len()).as_ptr();
         // SAFETY: inside of the mapping, just checked; this process accesses it only by atomics or
@@ -196,7 +196,7 @@ impl SharedMemory {
     /// Copies bytes in.
     ///
     /// # Panics
-    /// When the range is not inside.
+    /// If the range is not inside the memory.
     pub fn write(&self, offset: usize, from: &[u8]) {
         let target = self.at(offset, from.len()).as_ptr();
         // SAFETY: as in `read`, with the roles exchanged.
@@ -230,7 +230,7 @@ impl fmt::Debug for SharedMemory {
     }
 }
 
-/// A part of shared memory. Clones are the same bytes. Values are little-endian, as virtio has
+/// A part of shared memory. Clones refer to the same bytes. Values are little-endian, as virtio has
 /// them; offsets are in bytes from the start of the slice. An access panics when it is not inside,
 /// or when its address is not a multiple of its size.
 #[derive(Clone, Debug)]
@@ -247,12 +247,12 @@ impl VolatileSlice {
         inside.then_some(Self { memory, start, length })
     }
 
-    /// How many bytes.
+    /// The length in bytes.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether there are none.
+    /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }

@@ -1,4 +1,4 @@
-//! Clusters at the end of the file, with the refcount blocks that count them.
+//! Allocates clusters at the end of the file, with the refcount blocks that count them.
 //!
 //! The space comes from the reserve. The host has allocated it, so a writeback of these tables
 //! never fails with ENOSPC.
@@ -17,7 +17,7 @@ use super::{Allocator, check_not_active, mark_allocated};
 /// The parts that are placed together: refcount blocks, a refcount table, then the requested
 /// clusters.
 struct EndLayout {
-    /// Indexes of the refcount table entries that get a block.
+    /// Indexes of the refcount table entries for which a refcount block is added.
     blocks: Vec<u64>,
     /// Clusters of a new refcount table, 0 for none.
     table: u64,
@@ -124,8 +124,9 @@ impl Allocator {
             if at - start < count {
                 continue;
             }
-            // Others may have taken some of the clusters since the scan. This check caches the
-            // refcounts of free ones, so no row is taken in part.
+            // Other allocations may have taken some of the clusters since the scan. This check also
+            // loads the refcounts of free clusters into the cache, so that a row is allocated
+            // entirely or not at all.
             match first_allocated(tables, start..at)? {
                 Some(allocated) => self.rows.go_to(allocated + 1),
                 None => {
@@ -137,8 +138,8 @@ impl Allocator {
         Ok(Room::None)
     }
 
-    /// Moves the file's end to `cluster`, from which on no cluster is counted, unless clusters were
-    /// taken from the end so far.
+    /// Lowers the file's end to `cluster`, after which no refcount block counts a cluster, unless
+    /// clusters were already taken from the end.
     fn end_at(&mut self, tables: &mut Tables, cluster: u64) -> Room {
         let last = tables.active.iter().max().map_or(0, |&last| last + 1);
         let cluster = cluster.max(last);
@@ -167,7 +168,8 @@ fn plan(tables: &Tables, start: u64, count: u64) -> Result<EndLayout, Error> {
         }
         let entries = last + 1;
         layout.table = if entries > tables.refcount_table().len() as u64 {
-            // Half as much again, so that growing stays rare.
+            // The new table has half as many entries again as needed, so that it is rarely
+            // replaced.
             let wanted = geometry.clusters_for((entries + entries / 2) * 8);
             wanted.min(MAX_REFCOUNT_TABLE >> geometry.cluster_bits)
         } else {

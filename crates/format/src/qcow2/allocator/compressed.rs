@@ -1,9 +1,10 @@
-//! Allocates space for compressed clusters, one after the other.
+//! Allocates space for compressed clusters, one directly after the other in the file.
 //!
 //! Compressed data is shorter than a cluster, so several compressed clusters share a host cluster.
-//! Its refcount counts each of them. One may reach into the next host cluster, which counts it,
-//! too. One host cluster at a time is open for more data, while any data is in it. Freed space
-//! inside a cluster is not reused: the cluster becomes free with its last user.
+//! The refcount of the host cluster counts each of them. If compressed data extends into the next
+//! host cluster, the refcount of that cluster counts it too. At most one host cluster is open for
+//! more data; it is closed when its last data is freed. Freed space inside a host cluster is not
+//! reused before all data in the cluster is freed.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -14,8 +15,8 @@ use crate::qcow2::tables::{Step, Tables};
 use super::Allocator;
 
 impl Allocator {
-    /// Allocates `length` bytes, less than a cluster, in the open cluster, in it and the next one,
-    /// or in a new one. They start at a multiple of `block`.
+    /// Allocates `length` bytes, less than a cluster, in the open cluster, in the open cluster and
+    /// the next one, or in a new cluster. The bytes start at a multiple of `block`.
     pub(crate) fn alloc_bytes(
         &mut self,
         tables: &mut Tables,
@@ -24,7 +25,7 @@ impl Allocator {
     ) -> Step<u64> {
         let geometry = tables.geometry();
         let next = self.free_byte_offset.map(|end| end.next_multiple_of(block));
-        // At the end of a cluster, no cluster is open.
+        // If the previous data ended at the end of a cluster, no cluster is open.
         let next = next.filter(|&next| !geometry.is_cluster_aligned(next));
         if let Some(start) = next {
             let cluster = geometry.cluster_of(start);
@@ -57,9 +58,10 @@ impl Allocator {
         Ok(start)
     }
 
-    /// Adds no more compressed data to a cluster, which is free now.
+    /// Stops adding compressed data to a cluster that has become free.
     pub(super) fn close_compressed(&mut self, geometry: Geometry, cluster: u64) {
-        // The end of a full cluster lies in the next one.
+        // The end of a full cluster is the start of the next cluster, so the last byte's cluster is
+        // compared.
         if self.free_byte_offset.is_some_and(|end| geometry.cluster_of(end - 1) == cluster) {
             self.free_byte_offset = None;
         }

@@ -1,46 +1,46 @@
 //! Clusters that wait to be freed, and their states.
 //!
-//! 1. *Pending free*: their reference has left the tables in memory; entries on disk may still
-//!    refer to them.
-//! 2. *In writeback*: a writeback that began after that is running. If it fails, they are pending
-//!    again.
+//! 1. *Pending free*: the tables in memory no longer refer to the clusters; entries on disk may
+//!    still do.
+//! 2. *In writeback*: a writeback that began after the references were removed is running. If it
+//!    fails, the clusters are pending again.
 //! 3. *Freeable*: that writeback is durable. Clusters that no table ever referred to begin here.
-//! 4. *Being freed*: reads that may have looked them up have ended; their refcounts are decremented
-//!    one by one.
+//! 4. *Being freed*: reads that may have looked up the clusters have ended; the refcounts are
+//!    decremented one by one.
 //!
 //! A writeback does not start by itself, so trimmed clusters might never become free while the
-//! guest's writes extend the file. Two things start one: a task that frees clusters when many wait
-//! ([`DeferredFrees::has_many`]), and an allocation if the host may have no more space
+//! guest's writes extend the file. Two things start a writeback: a task that frees clusters when
+//! many wait ([`DeferredFrees::has_many`]), and an allocation if the host may have no more space
 //! (`writeback/fill_reserve`).
 
 use std::collections::VecDeque;
 use std::ops::Range;
 
-/// Bytes that may always wait to be freed. A disk writes them in about the time of the flushes of a
-/// writeback.
+/// Bytes that may wait to be freed, whatever the length of the file. A disk writes that many bytes
+/// in about the time that the flushes of a writeback take.
 pub(crate) const MIN_WAITING: u64 = 4 << 20;
-/// Maximum bytes that may wait, for files of any length.
+/// Maximum bytes that may wait to be freed, whatever the length of the file.
 const MAX_WAITING: u64 = 1 << 30;
 
-/// Whether the space is returned to the host.
+/// Whether the space of freed clusters is returned to the host by punching a hole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Punch {
-    /// The space stays for the next allocation.
+    /// The space remains allocated in the host's file system, for the next allocation.
     No,
     /// The space becomes a hole.
     Yes,
 }
 
-/// Whether a cluster loses its last reference.
+/// Who refers to a cluster after its refcount has been decremented.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Users {
-    /// The cluster becomes free.
+    /// No table refers to the cluster, so it becomes free.
     None,
-    /// The cluster does not, or may not, become free: a snapshot refers to it.
+    /// A snapshot refers, or may refer, to the cluster, so it is not expected to become free.
     Others,
 }
 
-/// Clusters whose refcounts are one too high.
+/// Clusters whose refcounts are one higher than the number of references in the tables in memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct DeferredFree {
     pub(crate) clusters: Range<u64>,
@@ -49,12 +49,12 @@ pub(crate) struct DeferredFree {
 }
 
 impl DeferredFree {
-    /// Clusters that become free, with their space kept.
+    /// Clusters that become free and whose host space is not punched.
     pub(crate) fn of(clusters: Range<u64>) -> Self {
         Self { clusters, punch: Punch::No, users: Users::None }
     }
 
-    /// Appends the clusters to a list.
+    /// Appends the clusters to a list, merged with its last entry if they are adjacent and alike.
     pub(crate) fn join(self, list: &mut Vec<Self>) {
         match list.last_mut() {
             Some(last)
@@ -77,7 +77,8 @@ impl DeferredFree {
     }
 }
 
-/// See the module's page.
+/// All clusters of an image that wait to be freed, in a list for each state; see the module's
+/// documentation.
 pub(crate) struct DeferredFrees {
     pending: Vec<DeferredFree>,
     in_writeback: Vec<DeferredFree>,
@@ -88,7 +89,7 @@ pub(crate) struct DeferredFrees {
     waiting: u64,
     /// The number of clusters being freed that become free.
     freeing: u64,
-    /// Bytes that may always wait.
+    /// Bytes that may wait to be freed, whatever the length of the file.
     min_waiting: u64,
 }
 
@@ -105,7 +106,8 @@ impl DeferredFrees {
         }
     }
 
-    /// Frees clusters soon to which no table refers and no write is in flight.
+    /// Defers freeing clusters to which no table refers and no write is in flight; no writeback is
+    /// needed first.
     pub(crate) fn defer_unlinked(&mut self, clusters: Range<u64>) {
         self.defer_freeable(DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) });
     }
@@ -116,8 +118,8 @@ impl DeferredFrees {
         self.freeable.push_back(free);
     }
 
-    /// Frees clusters that no table ever referred to, after the table writes in flight now have
-    /// completed: these may write to the clusters.
+    /// Frees clusters that no table ever referred to, after the table writes that are now in flight
+    /// have completed, because these may write to the clusters.
     pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
         let free = DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) };
         self.waiting += free.gain();
@@ -133,15 +135,15 @@ impl DeferredFrees {
         abandoned.into_iter().map(|free| free.clusters).collect()
     }
 
-    /// Frees clusters whose references have left the tables in memory. When that is durable, the
-    /// refcount of each is decremented.
+    /// Defers freeing clusters that the tables in memory no longer refer to. When those tables are
+    /// durable, the refcount of each cluster is decremented.
     pub(crate) fn defer(&mut self, free: DeferredFree) {
         self.waiting += free.gain();
         free.join(&mut self.pending);
     }
 
-    /// Merges pending clusters into runs: tables lie among the data that they refer to, and each
-    /// run is a request to the host.
+    /// Sorts pending clusters and merges them into runs, because tables lie among the data that
+    /// they refer to, and each run costs one request to the host.
     pub(crate) fn join_pending(&mut self) {
         let mut all = std::mem::take(&mut self.pending);
         all.sort_by_key(|one| one.clusters.start);
@@ -177,15 +179,15 @@ impl DeferredFrees {
         !self.pending.is_empty() || !self.abandoned.is_empty()
     }
 
-    /// How many entries of the list are freeable.
+    /// The number of entries in the freeable list.
     pub(crate) fn freeable(&self) -> usize {
         self.freeable.len()
     }
 
     /// Whether enough clusters wait, in a file of `end` clusters, to make a writeback worth its
-    /// flushes: an eighth of the file, by which it may be longer than needed anyway. So each
-    /// writeback frees a constant share of the file, and a guest that trims and writes extends the
-    /// file by no more than that.
+    /// flushes. The threshold is an eighth of the file, at most [`MAX_WAITING`] and at least
+    /// `min_waiting`. So each writeback frees a constant share of the file, and a guest that trims
+    /// and writes extends the file by at most that share.
     pub(crate) fn has_many(&self, end: u64, cluster_bits: u32) -> bool {
         let share = (end / 8).min(MAX_WAITING >> cluster_bits);
         self.waiting > share.max(self.min_waiting >> cluster_bits)
@@ -200,8 +202,9 @@ impl DeferredFrees {
         Some(free)
     }
 
-    /// Makes clusters that were being freed freeable again. Those being punched stay allocated, a
-    /// leak: their hole may be punched at any time.
+    /// Makes clusters that were being freed freeable again. Clusters that are being punched remain
+    /// allocated and leak, because their hole may still be punched at any time, after a
+    /// reallocation too.
     pub(crate) fn stop_freeing(&mut self, free: DeferredFree) {
         self.end_freeing(&free);
         if free.punch == Punch::No {
@@ -209,7 +212,8 @@ impl DeferredFrees {
         }
     }
 
-    /// Ends the freeing of these clusters: they are free, or freeing has stopped.
+    /// Removes these clusters from the count of clusters being freed, after they became free or
+    /// freeing has stopped.
     pub(super) fn end_freeing(&mut self, free: &DeferredFree) {
         self.freeing -= free.gain();
     }

@@ -1,4 +1,5 @@
-//! The end of the file: the search for the last cluster in use, when the image is closed.
+//! Searches for the last cluster in use when the image is closed, so that the file can be truncated
+//! after it.
 //!
 //! Refcount blocks that count only themselves would keep a file long after its data was freed, so
 //! the search removes them from the refcount table. `transaction/close` says when it runs, and
@@ -10,7 +11,7 @@ use super::Allocator;
 use super::deferred_free::DeferredFree;
 
 /// The maximum number of slices of refcounts that the search examines: 2 TiB of free space with
-/// clusters of 64 KiB. Free space before them is not found.
+/// clusters of 64 KiB. Free space before these slices is not found.
 const MAX_SLICES: u64 = 1 << 14;
 
 /// A search for the last cluster in use, from the end of the file backwards.
@@ -18,7 +19,7 @@ pub(crate) struct BackwardScan {
     /// All clusters from here on are free.
     below: u64,
     slices_left: u64,
-    /// Refcount blocks that were dropped.
+    /// The number of refcount blocks that were removed from the refcount table.
     dropped: u64,
     /// The refcount block that is being examined, and the cluster up to which it counts only
     /// itself. If a slice must be read first, the step ends, and the next step continues there.
@@ -31,12 +32,13 @@ impl BackwardScan {
         Self { below, slices_left: MAX_SLICES, dropped: 0, looked: None }
     }
 
-    /// A new search, with the number of slices that this one has left.
+    /// A new search from `below`, limited to the number of slices that this search has left.
     pub(crate) fn again(&self, below: u64) -> Self {
         Self { slices_left: self.slices_left, ..Self::new(below) }
     }
 
-    /// Whether refcount blocks were dropped, which may make another one empty.
+    /// Whether refcount blocks were dropped. A block that counted a dropped block may then count
+    /// only itself.
     pub(crate) fn has_dropped(&self) -> bool {
         self.dropped > 0
     }
@@ -79,16 +81,16 @@ impl Allocator {
             }
             scan.below -= 1;
             scan.dropped += 1;
-            // Reason: all slices of the block were examined, and there may be hundreds of thousands
-            // of such blocks.
+            // The examined slices are subtracted from the limit, because there may be hundreds of
+            // thousands of such blocks.
             let slices = geometry.block_refcounts() / geometry.slice_refcounts();
             scan.slices_left = scan.slices_left.saturating_sub(slices);
         }
         Ok(())
     }
 
-    /// Removes the refcount block in this cluster from the refcount table if it counts no other
-    /// cluster. Returns whether it did.
+    /// Removes the refcount block in this cluster from the refcount table if the block counts no
+    /// other cluster. Returns whether it did.
     fn drop_empty_block(
         &mut self,
         tables: &mut Tables,

@@ -1,32 +1,34 @@
-//! The known free clusters: runs that became free, and the part that was not scanned since the
-//! image was opened. Refcounts (`tables`) define which clusters are free.
+//! The known free clusters are the runs that became free. The clusters that were not scanned since
+//! the image was opened are tracked too. Refcounts (`tables`) define which clusters are free.
 //! [`FileEnd`](crate::qcow2::tables::FileEnd) defines the end of the file.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// The maximum number of runs of free clusters in memory. The scan after the next open finds the
-/// others again.
+/// The maximum number of runs of free clusters in memory. Further runs are not recorded; the scan
+/// after the next open finds them.
 const MAX_RUNS: usize = 1 << 16;
 
-/// See the module's page.
+/// The runs of free clusters, and the range that is still to be scanned; see the module's
+/// documentation.
 pub(crate) struct FreeSpace {
     /// Clusters below this have been scanned.
     cursor: u64,
-    /// Where the cursor stops: the end of the file when it was opened.
+    /// The cluster where the cursor stops: at first, the end of the file when it was opened.
     scan_end: u64,
     /// Clusters in use below this were written, or existed when the image was opened.
     written_end: u64,
     /// Length of the file in clusters, including extensions that failed.
     length: u64,
-    /// The storage's size in bytes when extending it failed. Perhaps it can never be extended.
+    /// The storage's size in bytes when extending it in advance failed. Writes may still make it
+    /// longer.
     limit: Option<u64>,
-    /// First cluster and length of free runs, without clusters that the cursor scans later.
+    /// First cluster and length of each free run, without clusters that the cursor scans later.
     free_runs: BTreeMap<u64, u64>,
 }
 
 impl FreeSpace {
-    /// For a file of this many clusters.
+    /// A state for a file of this many clusters, none of them scanned.
     pub(crate) fn new(clusters: u64) -> Self {
         Self {
             cursor: 0,
@@ -56,7 +58,8 @@ impl FreeSpace {
         self.length
     }
 
-    /// Sets the size in bytes past which an extension alone failed; `None`: it did not fail.
+    /// Sets the size in bytes past which extending the file in advance failed; `None` if that did
+    /// not fail.
     pub(crate) fn set_limit(&mut self, limit: Option<u64>) {
         self.limit = limit;
     }
@@ -70,12 +73,14 @@ impl FreeSpace {
         (self.cursor, self.scan_end) = (cluster, cluster);
     }
 
-    /// The cluster where the cursor stops. All clusters taken from the end of the file are beyond.
+    /// The cluster where the cursor stops. All clusters that were taken from the end of the file
+    /// lie after it.
     pub(crate) fn scan_end(&self) -> u64 {
         self.scan_end
     }
 
-    /// No refcount block counts the clusters from `cluster` on. These are taken at the end.
+    /// Ends the scan and the free runs at `cluster`, because no refcount block counts the clusters
+    /// from there on. Those clusters are allocated as the end of the file.
     pub(crate) fn end_at(&mut self, cluster: u64) {
         self.forget_runs_from(cluster);
         self.scan_end = self.scan_end.min(cluster);
@@ -138,7 +143,7 @@ impl FreeSpace {
         }
     }
 
-    /// Records free clusters that no run has yet, and that the cursor does not scan later.
+    /// Records free clusters that are in no run yet, and that the cursor does not scan later.
     pub(crate) fn free_range(&mut self, clusters: Range<u64>) {
         if !clusters.is_empty() && self.free_runs.len() < MAX_RUNS {
             self.free_runs.insert(clusters.start, clusters.end - clusters.start);

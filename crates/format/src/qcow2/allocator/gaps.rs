@@ -1,8 +1,10 @@
-//! Refcount blocks in the middle of a file that cannot grow: on a block device, or on a full host.
+//! Places refcount blocks in the middle of a file that cannot grow, because it is a block device or
+//! because the host is full.
 //!
-//! An image may lack refcounts on disk, because a process that died had them only in memory.
-//! Refcount blocks that it had allocated are lost, so their clusters are free. The new count of
-//! references says which other clusters are in use ([`Gaps`]), because no refcount does yet.
+//! An image may lack refcounts on disk, because a process that died had them only in memory. No
+//! table on disk refers to the refcount blocks that this process had allocated, so their clusters
+//! are free. A new count of all references ([`Gaps`]) tells which other clusters are in use,
+//! because the refcounts are missing.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -10,7 +12,7 @@ use crate::qcow2::tables::{Step, Tables};
 
 use super::Allocator;
 
-/// A search for clusters that nothing uses, from the start of the file on.
+/// A search for unused clusters, from the start of the file on.
 pub(crate) struct Gaps<'a> {
     /// Whether a cluster is in use, whatever its refcount is.
     is_taken: &'a (dyn Fn(u64) -> bool + Send + Sync),
@@ -43,7 +45,8 @@ impl Allocator {
         while is_in_table && let Some(gap) = gaps.rest.clone().next() {
             let counted_by = geometry.refcount_index(gap).table_index;
             if counted_by != index && tables.refcount_block(counted_by)?.is_none() {
-                // The gap's refcount would need another block.
+                // Neither the new block nor an existing one counts this cluster, so a second new
+                // block would be needed.
                 gaps.rest.start = (counted_by + 1) * geometry.block_refcounts();
                 continue;
             }

@@ -1,4 +1,5 @@
-//! Space on the host: the reserve for metadata (`reserve`), and the length of the file.
+//! Functions of the allocator for space on the host: the reserve for metadata (`reserve`), and the
+//! length of the file.
 
 use std::ops::Range;
 
@@ -18,8 +19,8 @@ impl Allocator {
         }
     }
 
-    /// Drops the unused reserve at the end of the file, and what is prepared there, so that other
-    /// tables can take the space.
+    /// Drops the unused reserve and the prepared clusters at the end of the file, so that other
+    /// tables can use the space.
     pub(crate) fn drop_end_reserve(&mut self) {
         let _ = self.reserve.take_at_end();
         self.drop_prepared();
@@ -67,13 +68,14 @@ impl Allocator {
         self.reserve.put_row(clusters);
     }
 
-    /// Whether the file is known to have only fewer clusters than `needed`.
+    /// Whether the file is known to have fewer clusters than `needed`.
     pub(crate) fn is_file_short(&self, needed: u64) -> bool {
         self.space.length() < needed
     }
 
     /// Records the result of extending the file to `length` clusters, of which `needed` are needed
-    /// now: it has `size` bytes. If that is too short for `needed`, `size` becomes the limit.
+    /// now. The file then has `size` bytes. If these are too few for `needed`, `size` becomes the
+    /// limit.
     pub(crate) fn note_extended(
         &mut self,
         geometry: Geometry,
@@ -86,8 +88,9 @@ impl Allocator {
         self.space.set_limit(is_limited.then_some(size));
     }
 
-    /// Removes the limit if the storage, of `size` bytes, has become longer than it: such a storage
-    /// grows by writes, and only cannot be extended in advance. Returns whether it did.
+    /// Removes the limit if the storage, of `size` bytes, has become longer than the limit, because
+    /// such a storage grows by writes although it cannot be extended in advance. Returns whether
+    /// the limit was removed.
     pub(crate) fn lift_limit(&mut self, size: u64) -> bool {
         let is_growing = self.space.limit().is_some_and(|limit| size > limit);
         if is_growing {

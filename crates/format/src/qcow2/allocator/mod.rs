@@ -1,5 +1,5 @@
-//! Free space of the image's file: which clusters can be allocated, and when clusters are free
-//! again.
+//! Manages the free space of the image's file: which clusters can be allocated, and when clusters
+//! are free again.
 //!
 //! The life of a cluster. The refcount in memory (`tables`) is authoritative; writebacks write it
 //! to the disk.
@@ -14,14 +14,15 @@
 //! ```
 //!
 //! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; a cursor
-//!    that passes once over the space that was there when the image was opened; clusters that were
+//!    that scans once the space that the file had when the image was opened; clusters that were
 //!    prepared for durable writes (`prepared`); the end of the file. So no allocation looks at more
 //!    than a few refcount slices.
 //! 2. Metadata at the end of the file ([`Allocator::allocate_at_end`]) and L2 tables get clusters
 //!    from the *reserve*: space that the host has allocated already, so a writeback never fails
-//!    with ENOSPC. If the end has no space, the reserve is clusters in a row elsewhere (`rows`).
+//!    with ENOSPC. If the file cannot be extended, the reserve consists of contiguous clusters
+//!    elsewhere (`rows`).
 //! 3. [`DeferredFrees::defer`] takes clusters that no entry in memory refers to. They become free
-//!    when a writeback has made that durable (`deferred_free`).
+//!    when a writeback has made the new entries durable (`deferred_free`).
 //! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while
 //!    the image is open, because the late write would corrupt the new owner.
 //!
@@ -59,13 +60,14 @@ use prepared::Prepared;
 use reserve::Reserve;
 use rows::RowSearch;
 
-/// How many refcount slices one allocation looks at before it takes from the end.
+/// Maximum number of refcount slices that one allocation examines before it uses the end of the
+/// file.
 const SLICES_PER_ALLOCATION: u32 = 4;
 
-/// Clusters that were allocated.
+/// The result of an allocation for data.
 pub(crate) struct Allocated {
     pub(crate) clusters: Range<u64>,
-    /// Whether all of them hold written zeros, durably.
+    /// Whether all of the clusters durably hold written zeros.
     pub(crate) is_prepared: bool,
 }
 
@@ -83,12 +85,14 @@ pub(crate) struct Allocator {
     rows: RowSearch,
     pub(crate) frees: DeferredFrees,
     quarantined: HashSet<u64>,
-    /// Offset for the next compressed data: the end of the last. Its cluster is in use.
+    /// Offset for the next compressed data: the end of the last compressed data, whose cluster is
+    /// in use.
     free_byte_offset: Option<u64>,
 }
 
 impl Allocator {
-    /// For a file of `clusters` clusters. `min_waiting` bytes of them may always wait to be freed.
+    /// The allocator of a file of `clusters` clusters. Up to `min_waiting` bytes may wait to be
+    /// freed, whatever the length of the file.
     pub(crate) fn new(clusters: u64, min_waiting: u64) -> Self {
         Self {
             space: FreeSpace::new(clusters),
@@ -101,7 +105,7 @@ impl Allocator {
         }
     }
 
-    /// Forgets all free space that was known, because other tables became the active ones.
+    /// Discards the known free space, because other tables became the active ones.
     pub(crate) fn replace_tables(&mut self, clusters: u64) {
         self.space = FreeSpace::new(clusters);
         self.prepared = Prepared::default();
@@ -109,7 +113,7 @@ impl Allocator {
         self.free_byte_offset = None;
     }
 
-    /// How many clusters before `end` became free and are not allocated again.
+    /// The number of clusters before `end` that became free and were not allocated again.
     pub(crate) fn freed_before(&self, end: u64) -> u64 {
         self.space.free_before(end)
     }
@@ -188,7 +192,8 @@ impl Allocator {
         }
     }
 
-    /// The first cluster not all within the storage, if the storage could not be made longer.
+    /// The first cluster that does not lie entirely within the storage, if extending the storage
+    /// failed.
     fn host_limit(&self, geometry: Geometry) -> u64 {
         self.space.limit().map_or(u64::MAX, |bytes| bytes >> geometry.cluster_bits)
     }
@@ -203,8 +208,8 @@ impl Allocator {
             self.space.advance_cursor((index + gap as u64) * geometry.block_refcounts());
             return;
         }
-        // No refcount block covers clusters from here on: a block device after its last cluster in
-        // use. A table that lies there is passed.
+        // No refcount block covers clusters from here on, for example on a block device after the
+        // last cluster in use. The cursor skips active tables that lie there.
         let last = tables.active.iter().filter(|&&table| table >= cluster).max();
         let in_block = geometry.block_refcounts();
         let start = last.map_or(cluster, |&table| (table / in_block + 1) * in_block);
@@ -216,7 +221,8 @@ impl Allocator {
         }
     }
 
-    /// Drops a cluster's reference, which is durably gone. A cluster without references is free.
+    /// Decrements the refcount of a cluster after the removal of a reference to it is durable. A
+    /// cluster with refcount 0 is free.
     pub(crate) fn decrement_refcount(&mut self, tables: &mut Tables, cluster: u64) -> Step<()> {
         let count = tables.refcounts().get(cluster)?;
         if count == 0 {
@@ -271,9 +277,9 @@ impl Allocator {
         tables.refcounts().set(cluster, value)
     }
 
-    /// Counts a dead process's reference to a cluster, which may be counted already. If it is
-    /// `shared` with other references, it is counted again, up to the maximum refcount: that
-    /// process had counted all of them.
+    /// Counts a dead process's reference to a cluster, which may be counted already. If the cluster
+    /// is `shared` with other references, its refcount is incremented again, up to the maximum
+    /// refcount, because that process had counted each of the references.
     pub(crate) fn count_reference(
         &mut self,
         tables: &mut Tables,
@@ -301,7 +307,8 @@ impl Allocator {
             rest.start += 1;
         }
         if !rest.is_empty() {
-            // An error is returned to the next caller that processes frees.
+            // If decrementing fails, the rest is freed later, and the next caller that processes
+            // frees gets the error.
             self.frees.defer_freeable(DeferredFree::of(rest));
         }
     }
@@ -315,7 +322,8 @@ impl Allocator {
         new: Entry,
         punch: Punch,
     ) -> Option<DeferredFree> {
-        // In a data file each cluster has one host offset, which no other cluster can have.
+        // In a data file each guest cluster has a fixed host offset, so no host cluster is freed
+        // for another use.
         if geometry.has_data_file {
             return None;
         }
@@ -358,7 +366,7 @@ impl Allocator {
         self.space.note_written(end);
     }
 
-    /// Whether the writes in flight make the file longer.
+    /// Whether the writes in flight extend the file.
     pub(crate) fn is_growing(&self, tables: &Tables) -> bool {
         self.space.written_end() < tables.file.end()
     }

@@ -9,8 +9,9 @@
 //! 2. The next allocation at the end of the file is blocked, and claims a run of clusters there
 //!    ([`Allocator::claim_to_prepare`]). The end moves past the run, so no other allocation takes
 //!    it meanwhile.
-//! 3. `writeback/fill_reserve` zeroes the run, and flushes. Only then it is prepared space: writers
-//!    do not write the rest of a cluster, and a durable entry must not expose old data there.
+//! 3. `writeback/fill_reserve` zeroes the run, and flushes. The run is prepared space only after
+//!    the flush, because writers do not write the rest of a prepared cluster, and a durable entry
+//!    must not expose old data there.
 //! 4. Allocations take prepared clusters from the front.
 //!
 //! Prepared clusters have refcount 0, and no table refers to them. So after a crash the file may
@@ -27,7 +28,8 @@ use super::{Allocator, check_not_active};
 /// The minimum number of clusters, and the maximum number of bytes, that one preparation takes.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 64 << 20;
-/// Minimum cluster size: several smaller clusters would share a block of the file system.
+/// Minimum cluster size for preparation, because several smaller clusters would share a block of
+/// the file system.
 const MIN_CLUSTER: u64 = 4096;
 /// At most 1/`MAX_SHARE` of the host's free space is prepared.
 const MAX_SHARE: u64 = 16;
@@ -38,8 +40,8 @@ pub(crate) struct Prepared {
     clusters: Range<u64>,
     /// Whether durable writes have taken new space since the last preparation.
     is_wanted: bool,
-    /// No preparation before the file has this many clusters: the last one failed, or the host was
-    /// short of space.
+    /// No preparation begins before the file has this many clusters, because the last preparation
+    /// failed or the host was short of space.
     not_before: u64,
 }
 
@@ -53,7 +55,7 @@ impl Prepared {
         self.clusters.clone()
     }
 
-    /// Removes the clusters before `end`: they are in use, or no longer prepared.
+    /// Removes the clusters before `end`, because they are in use or no longer prepared.
     pub(super) fn advance(&mut self, end: u64) {
         self.clusters.start = end.min(self.clusters.end);
     }
@@ -81,7 +83,8 @@ fn clusters_ahead(geometry: Geometry, end: u64, free: Option<u64>) -> u64 {
 }
 
 impl Allocator {
-    /// A durable write takes new space: requests that further space is prepared, if possible.
+    /// Requests that further space is prepared, if possible, because a durable write takes new
+    /// space.
     pub(crate) fn want_prepared(&mut self) {
         self.prepared.want();
     }
@@ -91,8 +94,8 @@ impl Allocator {
         !self.prepared.clusters.is_empty()
     }
 
-    /// Claims a run of free clusters at the end of the file, to be prepared; `None` if none is to
-    /// be prepared. `free` is the host's free space in bytes, if known.
+    /// Claims a run of free clusters at the end of the file for preparation; `None` if no
+    /// preparation is due. `free` is the host's free space in bytes, if known.
     pub(crate) fn claim_to_prepare(
         &mut self,
         tables: &mut Tables,
@@ -110,7 +113,7 @@ impl Allocator {
         loop {
             let end = tables.file.end();
             let in_file = self.space.length().saturating_sub(end);
-            // A device never becomes larger: the run must fit into it.
+            // A device never becomes larger, so the run must fit into it.
             let count = if free.is_none() && in_file > 0 { wanted.min(in_file) } else { wanted };
             match tables.refcounts().scan(end, count)? {
                 Scan::Free(clusters) => {
@@ -120,7 +123,8 @@ impl Allocator {
                     return Ok(Some(clusters));
                 }
                 Scan::Allocated(count) => tables.file.advance(end + count),
-                // The allocation places the refcount block, and takes unprepared clusters.
+                // No refcount block counts these clusters. The next allocation places the block and
+                // uses unprepared clusters, so preparation is retried after it.
                 Scan::NoRefcountBlock => {
                     self.prepared.not_before = end + 1;
                     return Ok(None);
@@ -136,8 +140,8 @@ impl Allocator {
         self.prepared.clusters = clusters;
     }
 
-    /// Returns claimed clusters that could not be prepared: they are free as before. The next
-    /// attempt is not made soon.
+    /// Returns claimed clusters that could not be prepared, so that they are free as before. The
+    /// next attempt waits until the file is longer.
     pub(crate) fn give_up_preparing(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         tables.file.unreserve(clusters.end, clusters.start);
         if tables.file.end() > clusters.start {

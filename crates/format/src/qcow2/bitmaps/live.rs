@@ -3,26 +3,28 @@
 //! A *session* lasts from the first change to the closing of the image. Its marks on disk:
 //!
 //! - The flag `in-use` of each enabled bitmap tells other programs not to use it: it is not saved.
-//! - The autoclear bit [`LIVE_BITMAPS`] tells this program that bitmaps in use and enabled contain
-//!   all changes. Other programs clear bits that they do not know before they change the disk.
+//! - The autoclear bit [`LIVE_BITMAPS`] tells this program that bitmaps which are enabled and in
+//!   use contain all changes. Other programs clear bits that they do not know before they change
+//!   the disk.
 //!
 //! Steps that begin a session, each durable before the next: bitmaps that lack changes are
 //! disabled, because they must not be mistaken for those of the session; the autoclear bit is set;
-//! the flags are set; the change is recorded in the bitmaps, and made. Steps that end it, each
-//! durable before the next: the bitmaps' bits are written; the flags are cleared; the autoclear bit
-//! is cleared. After a crash between any two steps the bitmaps contain all changes, whichever
-//! program reads them.
+//! the flags are set; the change is recorded in the bitmaps; the change is made. Steps that end a
+//! session, each durable before the next: the bitmaps' bits are written; the flags are cleared; the
+//! autoclear bit is cleared. After a crash between any two steps the bitmaps contain all changes,
+//! whichever program reads them.
 //!
 //! If there is no space for a bitmap's bits, the bitmap becomes coarser (`coarser`). If a change
 //! cannot be recorded even then, because the storage is full or fails, the bitmap is lost. Before
 //! the change is made, it is durably disabled and keeps `in-use`, so every program sees that it
-//! lacks changes. Neither step needs space. The guest's change succeeds in both cases.
+//! lacks changes. Neither the disabling nor a coarser bitmap needs space. The guest's change
+//! succeeds in both cases.
 //!
 //! When a session ends, the header of a side file gets the time of the raw disk's last change
 //! (`side_file`).
 //!
-//! Flags are changed in place: each lies in one sector, and its meaning does not depend on the
-//! flags of other bitmaps.
+//! Flags are changed in place, because each flag lies in one sector, and its meaning does not
+//! depend on the flags of other bitmaps.
 
 mod coarser;
 
@@ -52,7 +54,8 @@ use super::reader::BitsReader;
 use super::side_file;
 use super::tracker::LiveBitmap;
 
-/// Maximum number of enabled bitmaps: each costs one more operation when a change begins.
+/// Maximum number of enabled bitmaps, because each of them costs one more operation when a change
+/// begins.
 pub(crate) const MAX_LIVE: usize = 64;
 /// Bytes of the disk that are recorded at a time. A multiple of the largest cluster.
 const MAX_RECORDED: u64 = 256 << 20;
@@ -62,7 +65,7 @@ const MAX_IN_FLIGHT: usize = 16;
 /// See the module's page.
 pub(crate) struct LiveBitmaps {
     set: RwLock<Arc<BitmapSet>>,
-    /// Whether any bitmap is enabled, or may be, because the bitmaps are not loaded.
+    /// Whether any bitmap is enabled, or may be enabled because the bitmaps are not loaded yet.
     has_live: AtomicBool,
     /// Whether the bitmaps have to be read before the next change.
     is_forgotten: AtomicBool,
@@ -72,8 +75,8 @@ pub(crate) struct LiveBitmaps {
     is_marked: AtomicBool,
     /// Held to begin or end the session, to drop or coarsen a bitmap, and to write a voucher.
     begin_lock: Semaphore,
-    /// Whether a write of flags has failed or was dropped: flags that are read from the disk may
-    /// not be durable.
+    /// Whether a write of flags has failed or was dropped. If so, flags that are read from the disk
+    /// may not be durable.
     is_flags_write_unknown: AtomicBool,
     /// Function that makes the vouchers of a side file.
     vouch: OnceLock<fn() -> Option<Voucher>>,
@@ -87,7 +90,7 @@ pub(crate) struct LiveBitmaps {
 /// The loss to a bitmap when its storage is full or fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapLoss {
-    /// More than the changed bytes count as changed.
+    /// The bitmap reports more bytes as changed than were changed.
     Precision,
     /// The bitmap lacks changes.
     Changes,
@@ -111,11 +114,11 @@ struct BitmapSet {
 /// The use of a bitmap by a session.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// It is enabled: changes are recorded.
+    /// The bitmap is enabled, so changes are recorded in it.
     Live,
-    /// It lacks changes.
+    /// The bitmap lacks changes.
     Lost,
-    /// It is disabled.
+    /// The bitmap is disabled.
     Idle,
 }
 
@@ -242,7 +245,7 @@ impl BitmapSet {
         self.roles.iter().filter(|role| **role == Role::Live).count()
     }
 
-    /// Writes the flags that differ from `wanted`. Returns whether any differed: they are not
+    /// Writes the flags that differ from `wanted`. Returns whether any differed; those are not
     /// durable yet.
     async fn write_flags<S: Storage>(
         &self,
@@ -259,7 +262,7 @@ impl BitmapSet {
         .await
     }
 
-    /// Changes the directory in place. Returns whether any byte changed: the change is not durable
+    /// Changes the directory in place. Returns whether any byte changed; the change is not durable
     /// yet.
     async fn write_directory<S: Storage>(
         &self,
@@ -293,7 +296,7 @@ fn in_session(role: Role, flags: BitmapFlags) -> BitmapFlags {
     }
 }
 
-/// Whether an error means that the storage of a bitmap is full or fails.
+/// Whether an error shows that the storage of a bitmap is full or fails.
 fn is_of_its_place(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io)
 }
@@ -304,7 +307,7 @@ fn first_recorded(range: ByteRange) -> ByteRange {
 }
 
 impl LiveBitmaps {
-    /// For an image whose bitmaps are not loaded yet.
+    /// The state for an image whose bitmaps are not loaded yet.
     pub(crate) fn new(activity: BitmapActivity) -> Self {
         Self {
             set: RwLock::default(),
@@ -346,8 +349,8 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Forgets the bitmaps, outside of a session. The next change [loads](Self::load) them, unless
-    /// they were loaded before it.
+    /// Discards the loaded bitmaps, outside of a session. They are [loaded](Self::load) again
+    /// before or with the next change.
     pub(crate) fn forget(&self) {
         self.has_live.store(true, Ordering::Release);
         self.is_forgotten.store(true, Ordering::Release);
@@ -383,8 +386,8 @@ impl LiveBitmaps {
         set.live.iter().map(|bitmap| bitmap.max_excess()).max().unwrap_or(0).min(metadata.size())
     }
 
-    /// As [`record`](Self::record), if nothing has to be written, because the disk has the record
-    /// already; else `None`.
+    /// As [`record`](Self::record), if nothing has to be written because the change is already
+    /// recorded on disk; else `None`.
     pub(crate) fn try_record(&self, range: ByteRange) -> Option<ByteRange> {
         if !self.has_live.load(Ordering::Acquire) {
             return Some(range);
@@ -423,7 +426,7 @@ impl LiveBitmaps {
     }
 
     /// Records a change in all enabled bitmaps. Returns false if a coarser bitmap replaced one of
-    /// them: then the caller tries again.
+    /// them, so that the caller must retry.
     async fn record_in_all<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -481,8 +484,9 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Changes the flags on disk that differ from `wanted`, durably. After a write that failed or
-    /// was dropped it always flushes: flags that are read may be lost in a crash.
+    /// Durably changes the flags on disk that differ from `wanted`. After a write that failed or
+    /// was dropped the function always flushes, because flags that are read back may still be lost
+    /// in a crash.
     async fn set_flags<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -500,10 +504,10 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Calls `observer` for each bitmap that becomes coarser or is lost from now on. Only the first
-    /// observer counts.
+    /// Calls `observer` for each bitmap that becomes coarser or is lost from now on. Later
+    /// observers are ignored.
     pub(crate) fn observe_losses(&self, observer: BitmapLossObserver) {
-        // An observer that is set already stays.
+        // If an observer is already set, it remains.
         let _ = self.loss_observer.set(observer);
     }
 
@@ -550,8 +554,8 @@ impl LiveBitmaps {
                 .hint("disable some of them (bitmap disable)"));
         }
         self.disable_lost(metadata).await?;
-        // The voucher of a side file is also set if a process that died began the session: it is
-        // this process's session now.
+        // The voucher of a side file is also set if a process that died began the session, because
+        // this process continues that session.
         let voucher = self.voucher();
         if !self.is_marked.load(Ordering::Acquire) || voucher.is_some() {
             metadata
@@ -587,7 +591,7 @@ impl LiveBitmaps {
 
     /// Makes each session begin with a voucher of `vouch`.
     pub(crate) fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
-        // The first one stays: there is one clock.
+        // If a function is already set, it remains, because there is only one clock.
         let _ = self.vouch.set(vouch);
     }
 
@@ -614,7 +618,7 @@ impl LiveBitmaps {
         metadata.write_header(|header| DataFileMark::set_voucher(header, voucher)).await
     }
 
-    /// Notes that this program, and no other, changed the size of the disk, and with a side file
+    /// Records that this program, and no other, changed the size of the disk and, with a side file,
     /// that of the data file.
     ///
     /// # Errors
@@ -627,11 +631,11 @@ impl LiveBitmaps {
         }
     }
 
-    /// Ends the session, also that of a process that died: then the bitmaps are valid for all
-    /// programs. No change may be in flight. The next change begins a new session.
+    /// Ends the session, even one that a process which died had begun, so that the bitmaps are
+    /// valid for all programs. No change may be in flight. The next change begins a new session.
     ///
     /// # Errors
-    /// Errors of the storage: the bitmaps stay marked, and contain all changes.
+    /// Errors of the storage. The bitmaps then remain marked, and contain all changes.
     pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let header = metadata.lock().tables.headers.disk().clone();
         // They could not be read after a resize, which leaves a session.

@@ -10,7 +10,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 /// rest of a lookup.
 pub(super) type NumberMap<T> = HashMap<u64, T, BuildHasherDefault<NumberHasher>>;
 
-/// Spreads consecutive numbers: a multiplication, and a rotation, because the upper bits of the
+/// Spreads consecutive numbers by a multiplication, then a rotation, because the upper bits of the
 /// product are mixed best.
 #[derive(Default)]
 pub(super) struct NumberHasher(u64);

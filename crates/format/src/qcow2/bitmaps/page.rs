@@ -13,7 +13,7 @@ use std::ops::Range;
 use super::bits::{all_set, set_bits};
 use super::number_map::NumberMap;
 
-/// See the module's comment.
+/// A page of a live bitmap. See the module's comment.
 pub(super) struct Page {
     bits: Vec<u8>,
     /// Active extents, by their number in the page.
@@ -27,22 +27,22 @@ pub(super) struct Page {
     /// Whether the future of a write of the page was dropped, so that the write may still be in
     /// flight.
     was_dropped: bool,
-    /// Whether bits may be set on disk in excess: in extents that are no longer active.
+    /// Whether excess bits may be set on disk, in extents that are no longer active.
     is_stale: bool,
 }
 
 /// An active extent.
 struct Active {
-    /// The version with which it became active.
+    /// The version of the page with which the extent became active.
     version: u64,
-    /// Whether it was changed since the last attempt to make it inactive.
+    /// Whether the extent was changed since the last attempt to make it inactive.
     is_used: bool,
 }
 
 /// What must happen after [`Page::mark`] before the change may be made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Marked {
-    /// Nothing: the bits are set on disk already.
+    /// Nothing, because the bits are set on disk already.
     Durable,
     /// The page has to be durable up to this version.
     Needs(u64),
@@ -144,7 +144,7 @@ impl Page {
         self.is_stale = false;
     }
 
-    /// Ends a write: a version is durable, or the content may not be on disk.
+    /// Records the end of a write: either a version is durable, or the content may not be on disk.
     pub(super) fn end_write(&mut self, end: WriteEnd) {
         self.is_writing = false;
         match end {
@@ -167,7 +167,7 @@ pub(super) enum WriteEnd {
     /// The content is durable with the next flush.
     Written,
     Failed,
-    /// Its future was dropped.
+    /// The future of the write was dropped.
     Dropped,
 }
 

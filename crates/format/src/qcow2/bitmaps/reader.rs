@@ -1,4 +1,4 @@
-//! Reading the bits of a bitmap from the image, cluster by cluster.
+//! Reads the bits of a bitmap from the image, cluster by cluster.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 

@@ -13,9 +13,9 @@ use super::tracker::LiveBitmap;
 /// A part of the disk, and whether it changed according to a bitmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitmapExtent {
-    /// In bytes.
+    /// The length of the part in bytes.
     pub length: u64,
-    /// Whether it changed.
+    /// Whether the part changed.
     pub is_dirty: bool,
 }
 
@@ -63,7 +63,7 @@ impl Extents {
     }
 
     fn is_complete(&self, max: usize) -> bool {
-        // The last extent may continue, so one more than `max` is needed.
+        // The last extent may continue, so one extent more than `max` is needed.
         self.rest.is_empty() || self.extents.len() > max
     }
 }

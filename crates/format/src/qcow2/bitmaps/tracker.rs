@@ -3,23 +3,23 @@
 //!
 //! The steps of a change:
 //!
-//! 1. Its bits are set in memory. Where the extent of any of them is not active and the bit was not
-//!    set, the extent becomes active: its page of bits is written with all bits of active extents
-//!    set, durably, before the change is made. So after any crash the bitmap on disk contains the
-//!    change.
+//! 1. The bits of the change are set in memory. If such a bit was not set and its extent is not
+//!    active, the extent becomes active: the page of bits is written durably, with all bits of
+//!    active extents set, before the change is made. After any crash the bitmap on disk therefore
+//!    contains the change.
 //! 2. Further changes in an active extent, and changes of blocks whose bits are already set on
 //!    disk, need no I/O.
 //! 3. If many extents are active, those without recent changes become inactive: their pages are
 //!    written with only the bits that are set, and flushed.
 //!
 //! So after a crash, bits are set in excess in at most `max_active` extents ([`BitmapActivity`]),
-//! and in those of requests in flight.
+//! and in the extents of requests in flight.
 //!
-//! At most one write of a page is in flight; the changes that need a write in the meantime share
-//! the next one. A cluster of bits is allocated in the same order as an L2 table: refcount and
-//! zeros become durable, then the entry of the table. If there is no space for a cluster, the whole
-//! bitmap becomes coarser (`coarser`), or the entry states that all of the cluster's bits are set:
-//! neither takes space.
+//! At most one write of each page is in flight; changes that need a write in the meantime share the
+//! next write. A cluster of bits is allocated in the same order as an L2 table: refcount and zeros
+//! become durable, then the entry of the table. If there is no space for a cluster, the whole
+//! bitmap becomes coarser (`coarser`), or the table's entry states that all bits of the cluster are
+//! set. Neither needs space.
 
 mod coarser;
 
@@ -44,7 +44,7 @@ use super::number_map::NumberMap;
 use super::page::{Marked, Page, WriteEnd};
 use super::reader::Bits;
 
-/// Bytes of a page: of bits that are written together, unless clusters are smaller.
+/// Bytes of a page, which is the unit in which bits are written, unless clusters are smaller.
 const PAGE: u64 = 4096;
 /// The maximum number of concurrent writes of pages.
 const MAX_IN_FLIGHT: usize = 16;
@@ -77,11 +77,11 @@ pub(super) struct LiveBitmap {
 /// Whether this bitmap, or one that replaces it, records changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// This bitmap does.
+    /// This bitmap records changes.
     Open,
     /// Another bitmap has replaced it, or is about to.
     Superseded,
-    /// The replacement was begun and not finished: the bitmap lacks changes.
+    /// The replacement was begun and not finished, so the bitmap lacks changes.
     Abandoned,
 }
 
@@ -91,7 +91,8 @@ struct State {
     pages: NumberMap<Page>,
     /// Active extents, in the order in which they became active.
     active: VecDeque<u64>,
-    /// How many extents have become inactive while bits in them may still be set on disk in excess.
+    /// The number of extents that have become inactive while excess bits may still be set in them
+    /// on disk.
     going_to_rest: usize,
     /// Whether a write of the table is in flight, or its outcome is unknown: it failed, or was
     /// dropped and may still be in flight.
@@ -101,9 +102,9 @@ struct State {
     is_exact_write_unknown: bool,
 }
 
-/// The step that is left for a change after its bits were set in memory.
+/// What a change must do after its bits were set in memory.
 pub(super) enum Next {
-    /// Nothing.
+    /// The bits are durable on disk already.
     Done,
     /// Read this page, and set the bits again.
     Load(u64),
@@ -217,7 +218,7 @@ impl LiveBitmap {
     /// the caller then uses the other bitmap.
     ///
     /// # Errors
-    /// Errors of the storage: the change must not be made.
+    /// Errors of the storage. The change must not be made then.
     pub(super) async fn record<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -252,7 +253,7 @@ impl LiveBitmap {
         Error::new(ErrorKind::Io, what).at(self.table_offset)
     }
 
-    /// Records that the bitmap has become coarser. Returns false if it was already.
+    /// Records that the bitmap has become coarser. Returns false if it was coarser already.
     pub(super) fn note_coarser(&self) -> bool {
         !self.is_coarser.swap(true, Ordering::AcqRel)
     }
@@ -335,8 +336,8 @@ impl LiveBitmap {
         Ok(())
     }
 
-    /// Writes a page durably. Returns whether it is durable up to the version: no page is written
-    /// while another bitmap is about to replace this one, and that may still fail.
+    /// Writes a page durably. Returns whether the page is durable up to the version. It may not be,
+    /// because no page is written while another bitmap is about to replace this one.
     async fn make_durable<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -396,7 +397,7 @@ impl LiveBitmap {
     /// first time that the bitmap becomes coarser.
     ///
     /// # Errors
-    /// Errors of the storage: the change must not be made.
+    /// Errors of the storage. The change must not be made then.
     pub(super) async fn fill_lacking<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -447,7 +448,7 @@ impl LiveBitmap {
         let allocated = metadata.marking(allocated.await).await?;
         let host = self.geometry.bytes_of(allocated.clone());
         if let Err(error) = self.fill_and_refer(metadata, cluster, host).await {
-            // If the entry may be on disk, the cluster stays allocated: at most it is leaked.
+            // If the entry may be on disk, the cluster remains allocated; at most, it leaks.
             if !self.state.lock().is_table_write_unknown {
                 let mut state = metadata.lock();
                 let state = &mut *state;
@@ -514,8 +515,8 @@ impl LiveBitmap {
                 }
             };
             let stale = self.rest_down_to(rest_to);
-            // If this fails, bits in these extents stay set on disk in excess, and their pages
-            // stale: closing tries again. The storage itself remembers that a flush failed.
+            // If this fails, excess bits remain set on disk in these extents, and their pages
+            // remain stale, until closing retries. A failed flush is recorded by the writer.
             if self.write_stale(metadata, stale).await.is_ok() {
                 let _ = metadata.sync(SyncMode::Data).await;
             }
@@ -565,8 +566,9 @@ impl LiveBitmap {
         run_all(MAX_IN_FLIGHT, writes).await
     }
 
-    /// Writes the bits without any excess; durable with the next flush. No change may be in flight.
-    /// Pages are dropped from memory: even after a failure, all changes are recorded on disk.
+    /// Writes the bits without any excess; they are durable with the next flush. No change may be
+    /// in flight. Pages are dropped from memory, because all changes are recorded on disk even
+    /// after a failure.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -608,8 +610,8 @@ impl LiveBitmap {
     }
 }
 
-/// The only write in flight of a page. If this is dropped before the write's end, the write may
-/// still be in flight.
+/// The only write in flight of a page. If the guard is dropped before the write's end, the write
+/// may still be in flight.
 struct PageWrite<'a> {
     bitmap: &'a LiveBitmap,
     page: u64,

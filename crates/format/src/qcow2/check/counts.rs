@@ -1,9 +1,10 @@
-//! The counted references of each cluster of a file.
+//! The number of references to each cluster of a file.
 //!
-//! A hostile file may be exabytes long and almost empty, so there is no counter for every cluster:
-//! memory depends on the counted references. A page of counters exists only after one of them was
-//! set. It is a list of the counters that are not 0, until the list would take more memory than all
-//! counters of the page. Running out of memory is an error, and does not end the process.
+//! A hostile file may be exabytes long and almost empty, so there is no counter for every cluster,
+//! and memory depends on the counted references. A page of counters is allocated when its first
+//! counter is set. The page is a list of the counters that are not 0, until the list would take
+//! more memory than all counters of the page. Running out of memory is an error, and does not end
+//! the process.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,7 +25,7 @@ pub(crate) struct Counts {
 
 /// Counters of `PAGE` clusters.
 enum Page {
-    /// All have this value.
+    /// All counters have this value.
     Uniform(u32),
     /// The counters that are not 0, in order.
     Listed(Vec<(u16, u32)>),
@@ -37,12 +38,12 @@ impl Counts {
         Self { clusters, pages: BTreeMap::new() }
     }
 
-    /// How many clusters can be counted.
+    /// The number of clusters that can be counted.
     pub(crate) fn clusters(&self) -> u64 {
         self.clusters
     }
 
-    /// Makes room for clusters up to `clusters`.
+    /// Extends the counters to `clusters` clusters.
     pub(crate) fn extend_to(&mut self, clusters: u64) {
         self.clusters = self.clusters.max(clusters);
     }
@@ -89,7 +90,7 @@ impl Counts {
         self.pages.iter().flat_map(|(&number, page)| page.iter_from(number * PAGE))
     }
 
-    /// Those of `clusters` whose count is not 0, in order, with their counts.
+    /// The clusters in the range `clusters` whose count is not 0, in order, with their counts.
     pub(crate) fn range(&self, clusters: Range<u64>) -> impl Iterator<Item = (u64, u32)> {
         let pages = self.pages.range(clusters.start / PAGE..clusters.end.div_ceil(PAGE));
         let all = pages.flat_map(|(&number, page)| page.iter_from(number * PAGE));

@@ -103,7 +103,7 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
         while let Some((data, mut table)) = self.reader.read(&mut rest).await? {
             let before = table.clone();
             for index in 0..table.len() / geometry.l2_entry_size() as usize {
-                // An entry that differs from the new one only in ignored bits stays as it is,
+                // An entry that differs from the new one only in ignored bits is not rewritten,
                 // unless a check reports such a bit.
                 if let Some(new) = editor.l2(&table, index)
                     && (Entry::read(&table, index, geometry) != Ok(new)
@@ -124,7 +124,7 @@ impl<'a, S: Storage, E: Editor> Edit<'a, S, E> {
     }
 }
 
-/// Removes from entries all that violates the format or lies past the end of the file: see
+/// Removes from entries the parts that violate the format or point past the end of the file: see
 /// [`Entry::sanitize`]. An L1 entry that cannot refer to an L2 table is cleared.
 pub(crate) struct SanitizeEntries {
     geometry: Geometry,

@@ -1,8 +1,8 @@
 //! Checks, repairs and creates images that are not open.
 //!
-//! This module reads and writes tables on a storage, as the format defines them, and does not use
-//! the memory of an open image. Opening an image calls two of its functions: one finds the loss in
-//! a truncated file, the other counts the references to each cluster.
+//! This module reads and writes the tables in a storage, and does not use the in-memory state of an
+//! open image. Opening an image calls two functions of this module: one detects a truncated file,
+//! the other counts the references to each cluster.
 
 mod bitmaps;
 mod counts;

@@ -1,4 +1,4 @@
-//! Sets refcounts on disk to given values, while the image is not open: in place, or in a new
+//! Sets refcounts on disk to given values while the image is not open, either in place, or in a new
 //! refcount table with new blocks if the old ones are invalid.
 //!
 //! The new structures are written after all clusters in use, and are durable before one write of
@@ -36,7 +36,7 @@ pub(crate) async fn store_in_place<S: Storage>(
     for (index, word) in (0..).zip(read_table(storage, header).await?) {
         let Ok(Some(block)) = entry::refcount_block(word, geometry) else { continue };
         let mut range = ByteRange::between(block, block + geometry.cluster_size());
-        // The block has only zeros, and so have the counts.
+        // The block on disk and the new counts are both all zeros, so no write is needed.
         if !counts.has_any(index * in_block..(index + 1) * in_block)
             && reader.next_data(&mut range).await.is_none()
         {
@@ -118,8 +118,7 @@ fn block_bytes(geometry: Geometry, counts: &Counts, index: u64) -> Vec<u8> {
     let mut bytes = vec![0; geometry.cluster_size() as usize];
     let first = index * geometry.block_refcounts();
     for (cluster, count) in counts.range(first..first + geometry.block_refcounts()) {
-        // A count that is too large to be stored becomes the maximum: the cluster is never freed
-        // then.
+        // A count that is too large to be stored becomes the maximum.
         let count = u64::from(count).min(geometry.max_refcount());
         refcount::set(&mut bytes, geometry.refcount_order, (cluster - first) as usize, count);
     }

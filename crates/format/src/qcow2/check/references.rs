@@ -2,7 +2,7 @@
 //!
 //! An error is recorded and the walk continues, so that one damaged entry does not hide the rest.
 //! Each table is read from disk once, however many references it has, and holes of the file are
-//! skipped: so time and memory depend on the data in the file, not on its length.
+//! skipped, so that time and memory depend on the data in the file, not on its length.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +26,7 @@ pub(crate) struct References<'a, S> {
     header: &'a Header,
     reader: SparseReader<'a, S>,
     geometry: Geometry,
-    /// By host cluster.
+    /// The number of references, by host cluster.
     pub(crate) counts: Counts,
     /// Guest clusters that are compressed, or have a host cluster of their own.
     pub(crate) allocated: u64,
@@ -42,7 +42,7 @@ pub(crate) struct References<'a, S> {
     l1_clusters: ClusterRanges,
     /// L2 tables by offset, and how many L1 entries refer to each.
     l2_tables: BTreeMap<(u64, TableOwner), u32>,
-    /// How many of the corruptions concern the refcount table: they do not affect the counting of
+    /// The number of corruptions of the refcount table, which do not affect the counting of
     /// references.
     pub(crate) broken_refcounts: u64,
     /// Clusters of the refcount table and refcount blocks.
@@ -125,12 +125,12 @@ impl<'a, S: Storage> References<'a, S> {
         }
     }
 
-    /// Counts one reference to these bytes, which are `what`.
+    /// Counts one reference to these bytes. `what` describes them in messages.
     fn add(&mut self, what: &str, offset: u64, length: u64) -> Result<()> {
         self.add_times(what, offset, length, 1)
     }
 
-    /// Counts this many references to these bytes, which are `what`.
+    /// Counts `times` references to these bytes. `what` describes them in messages.
     fn add_times(&mut self, what: &str, offset: u64, length: u64, times: u32) -> Result<()> {
         if length == 0 {
             return Ok(());
@@ -181,7 +181,8 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    /// The length of all L2 tables found so far; active ones count twice.
+    /// The length of all L2 tables found so far. Active tables are counted twice, because they are
+    /// read twice.
     fn bytes_to_read(&self) -> u64 {
         let active = self.l2_tables.keys().filter(|(_, owner)| *owner == TableOwner::Active);
         ((self.l2_tables.len() + active.count()) as u64) << self.geometry.cluster_bits
@@ -245,8 +246,8 @@ impl<'a, S: Storage> References<'a, S> {
                 if which == TableOwner::Active {
                     self.allocated += 1;
                     self.compressed += 1;
-                    // A compressed cluster does not fill a host cluster, so it is read with parts
-                    // of its neighbours.
+                    // A compressed cluster is always counted as fragmented: it does not fill a host
+                    // cluster, so it is read with parts of its neighbours.
                     self.fragmented += 1;
                 }
                 self.add_times("a compressed cluster", data.offset, data.length, times)
@@ -312,8 +313,8 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    /// Reports an active L1 table that shares a cluster with other data, whatever the refcounts
-    /// are: it is changed in place.
+    /// Reports an active L1 table that shares a cluster with other data, even if the refcounts
+    /// include both, because the table is changed in place.
     fn find_shared_l1(&mut self) {
         let location = L1Location::active(self.header);
         if !location.is_possible(self.geometry) {
@@ -326,8 +327,8 @@ impl<'a, S: Storage> References<'a, S> {
         }
     }
 
-    /// Reports refcounts that share a cluster with other data, whatever the refcounts are: they are
-    /// changed in place.
+    /// Reports refcount tables and blocks that share a cluster with other data, even if the
+    /// refcounts include both, because they are changed in place.
     fn find_overlaps(&mut self) {
         for cluster in self.refcount_clusters.clone() {
             if self.counts.get(cluster) != 1 {

@@ -7,23 +7,25 @@
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
 //! 3. if the repair will change the disk's content, enabled bitmaps mark the whole disk as changed;
 //!    damaged ones are removed;
-//! 4. entries that violate the format or point past the end of the file lose their invalid parts;
+//! 4. the invalid parts of entries that violate the format or point past the end of the file are
+//!    removed;
 //! 5. references are counted, and the COPIED flag is cleared in entries whose refcount is not one;
 //! 6. refcounts are set to the counted references: in place, or if the refcount table is broken, in
 //!    a new table to which one write of the header switches. So no refcount is lowered before the
-//!    reference is gone;
+//!    reference is removed on disk;
 //! 7. entries whose refcount is one get the COPIED flag. An entry without it is harmless: its
 //!    cluster is copied once more than necessary. In a repair of leaks only, a missing flag is the
 //!    only intermediate state that a check reports as an error;
-//! 8. space without references is given back to the host;
+//! 8. space without references is discarded on the host;
 //! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are removed. If it finds
 //!    corruption, an image that was not marked before the repair is not marked after it, because a
 //!    repair must not make an image read-only. Exception: a cluster with more users than a refcount
 //!    can count, because a change would lose data.
 //!
-//! If two guest clusters share a host cluster, both keep it, with a refcount of two: it is copied
-//! when one of them is written. (The other entry then lacks the COPIED flag, which the next repair
-//! corrects.) If some references are unknown (a damaged bitmap directory), no refcount is lowered.
+//! If two guest clusters share a host cluster, both entries still refer to it, and its refcount
+//! becomes 2, so that the cluster is copied when one of them is written. (The other entry then
+//! lacks the COPIED flag, which the next repair corrects.) If some references are unknown (a
+//! damaged bitmap directory), no refcount is lowered.
 
 use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
 
@@ -42,11 +44,11 @@ use super::report::{CheckReport, check_tables};
 use super::snapshot_survey::{L1Location, SnapshotSurvey};
 use crate::qcow2::layout::bitmap_directory::{BITMAPS_CONSISTENT, LIVE_BITMAPS};
 
-/// Autoclear features that stay valid when tables are repaired: consistent bitmaps, and a data file
-/// that reads as the disk.
+/// Autoclear features that remain valid when tables are repaired: consistent bitmaps, and a data
+/// file that reads as the disk.
 const KNOWN_AUTOCLEAR: u64 = BITMAPS_CONSISTENT | header::RAW_DATA_FILE;
-/// As [`KNOWN_AUTOCLEAR`], for a repair that changes nothing that a guest could read: bitmaps in
-/// which a process recorded changes until it died still have all changes.
+/// As [`KNOWN_AUTOCLEAR`], for a repair that does not change the disk's content. After such a
+/// repair, bitmaps in which a process recorded changes until it died still contain all changes.
 const KNOWN_WHERE_DATA_STAYS: u64 = KNOWN_AUTOCLEAR | LIVE_BITMAPS;
 
 /// The number of passes of a repair over an image: a check, the counting, and another check.
@@ -55,11 +57,11 @@ pub const REPAIR_PASSES: u64 = 3;
 /// The scope of a repair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Repair {
-    /// Only leaks: clusters with a refcount but without references. Nothing that a guest could read
-    /// changes.
+    /// Only leaks: clusters with a refcount but without references. The disk's content does not
+    /// change.
     Leaks,
-    /// All faults that can be repaired safely. Data that cannot be found reads as zeros (in version
-    /// 2: as the backing file) afterwards.
+    /// All faults that can be repaired safely. Data that cannot be found reads as zeros afterwards
+    /// (in version 2, from the backing file).
     All,
 }
 
@@ -76,12 +78,12 @@ pub struct RepairReport {
 }
 
 impl RepairReport {
-    /// How many corruptions are gone.
+    /// The number of corruptions that were repaired.
     pub fn corruptions_fixed(&self) -> u64 {
         self.found.corruptions.saturating_sub(self.left.corruptions)
     }
 
-    /// How many leaks are gone.
+    /// The number of leaks that were repaired.
     pub fn leaks_fixed(&self) -> u64 {
         self.found.leaks.saturating_sub(self.left.leaks)
     }
@@ -100,7 +102,7 @@ pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairRepor
 /// As [`repair`]; `progress` counts tables that were read, in [`REPAIR_PASSES`].
 ///
 /// # Errors
-/// As there.
+/// As [`repair`].
 pub async fn repair_with<S: Storage>(
     storage: &S,
     what: Repair,
@@ -119,7 +121,8 @@ pub async fn repair_with<S: Storage>(
     let left = check_tables(storage, &image.header, progress).await?;
     let remaining = match left {
         CheckReport { corruptions: 0, .. } => Incompatible::empty(),
-        // The cluster would be freed while some of its users still refer to it.
+        // A cluster has more references than its refcount can count. If writes were allowed, it
+        // would be freed while some entries still refer to it.
         CheckReport { uncountable: 1.., .. } if header_can_be_marked => {
             marks | Incompatible::CORRUPT
         }
@@ -129,7 +132,7 @@ pub async fn repair_with<S: Storage>(
     image.header.incompatible.remove(Incompatible::CORRUPT | Incompatible::DIRTY);
     image.header.incompatible.insert(remaining);
     // Autoclear bits that this program does not know may state something that the repair made
-    // untrue. Without bitmaps, the bits of bitmaps mean nothing.
+    // untrue. Without bitmaps, the autoclear bits of bitmaps are cleared too.
     let has_bitmaps = extensions::find(&image.header.extensions, BITMAPS).is_some();
     let known = if has_bitmaps { KNOWN_WHERE_DATA_STAYS } else { header::RAW_DATA_FILE };
     let unknown = image.header.autoclear & !(known | SESSION_BITS) != 0;
@@ -154,24 +157,24 @@ struct RepairRun<'a, S> {
 
 /// The counted references, and the refcounts on disk.
 struct Counted {
-    /// The right value of each refcount.
+    /// The value that each refcount must get.
     wanted: Counts,
     recorded: DiskRefcounts,
     /// Whether all references could be found.
     is_complete: bool,
-    /// Whether the refcount table and its blocks cannot be kept.
+    /// Whether the refcount table and its blocks must be replaced by new ones.
     is_broken: bool,
     /// The clusters of the refcount table and its blocks.
     refcount_clusters: Vec<u64>,
 }
 
 impl Counted {
-    /// The first cluster from which on nothing is in use.
+    /// The end of the last cluster in use.
     fn end(&self) -> u64 {
         if self.is_complete { self.wanted.end() } else { self.wanted.clusters() }
     }
 
-    /// Removes the references of the old refcount table and its blocks.
+    /// Removes the counted references to the old refcount table and its blocks.
     fn leave_refcounts(&mut self) -> Result<()> {
         for &cluster in &self.refcount_clusters {
             self.wanted.set(cluster, self.wanted.get(cluster).saturating_sub(1))?;
@@ -291,7 +294,8 @@ impl<S: Storage> RepairRun<'_, S> {
         Ok((snapshots, scrub))
     }
 
-    /// Removes from all entries what violates the format or lies past the end of the file, durably.
+    /// Durably removes from all entries the parts that violate the format or point past the end of
+    /// the file.
     async fn scrub(&self) -> Result<()> {
         let geometry = self.header.geometry;
         let (snapshots, scrub) = self.sanitizer().await?;
@@ -325,7 +329,7 @@ impl<S: Storage> RepairRun<'_, S> {
     }
 
     /// Discards clusters that had a refcount and are free now, so that the host can reuse the
-    /// space. Best effort.
+    /// space. Errors are ignored.
     async fn give_back(&self, counts: &Counted) {
         let geometry = self.header.geometry;
         let mut freed = beside(&counts.wanted, &counts.recorded)

@@ -1,5 +1,5 @@
-//! The snapshot table of an image that is not open, however damaged: the snapshots that can still
-//! be used, and the faults of the others.
+//! Reads the snapshot table of an image that is not open, even if the table is damaged: finds the
+//! snapshots that can still be used, and the faults of the others.
 //!
 //! A snapshot is usable if its entry is valid and its L1 table can be at the entry's offset. If an
 //! entry's length is unknown, so are the offsets of the entries after it.
@@ -11,7 +11,7 @@ use crate::qcow2::layout::header::Header;
 use crate::qcow2::layout::limits::{MAX_L1_BYTES, MAX_OFFSET, MAX_SNAPSHOTS};
 use crate::qcow2::layout::snapshot_table::{SnapshotEntry, TableReader};
 
-/// Location of an L1 table.
+/// The offset and length of an L1 table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct L1Location {
     pub(crate) offset: u64,
@@ -48,7 +48,7 @@ impl L1Location {
 /// The fault of a part of the snapshot table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Fault {
-    /// How many entries are affected.
+    /// The number of entries that are affected.
     pub(crate) count: u64,
     pub(crate) what: String,
 }

@@ -1,14 +1,15 @@
-//! Files that end before their image does: a copy or download that was cut off.
+//! Detects truncated files, which are shorter than their image, for example because a copy or
+//! download was interrupted.
 //!
 //! The last cluster may begin in the file and end past its end: QEMU writes such files, and the
 //! part past the end reads as zeros. A cluster that begins past the end is lost: reads of it fail
 //! with `Corrupt`, and never return zeros. An image with such a loss is not opened for writing,
-//! because new clusters would be allocated at the offsets of the missing part. So the file can
-//! still be completed, or repaired, which replaces lost clusters by zeros.
+//! because new clusters would be allocated at the offsets of the missing part. Therefore the file
+//! can still be completed, or repaired; a repair replaces lost clusters by zeros.
 //!
 //! To detect a loss, opening an intact image reads at most one refcount block. L2 tables are read
-//! only if a cluster past the end may have a refcount that is not zero (a crash can leave that,
-//! too).
+//! only if a cluster past the end may have a refcount that is not zero (this is also possible after
+//! a crash).
 
 use std::fmt;
 
@@ -197,7 +198,8 @@ impl<S: Storage> Search<'_, S> {
 /// The offset in the image's file of the data of an L2 entry; `None` if it has no data there.
 fn data_offset(table: &[u8], index: usize, geometry: Geometry) -> Option<u64> {
     match Entry::read(table, index, geometry).ok()? {
-        // The offset of the last byte: its cluster begins before the end of an intact file.
+        // The offset of the last byte is returned, because the cluster with that byte begins before
+        // the end of an intact file.
         Entry::Compressed(data) => Some(data.offset + data.length.saturating_sub(1)),
         Entry::Standard { host: Some(host), subclusters }
             if subclusters.data != 0 && !geometry.has_data_file =>

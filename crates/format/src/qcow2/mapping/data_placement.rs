@@ -4,13 +4,13 @@
 //! cluster is its guest offset, as in QEMU: nothing is allocated or counted, and host clusters are
 //! never reused for other guest clusters. The L2 entry says whether the data there is valid.
 //!
-//! - Zero writes and discards of data are made in the data file, and the L2 entries stay. So no
-//!   range has to be punched after a writeback, when the cluster may have data again. The zero flag
-//!   is set only in entries without data.
+//! - Zero writes and discards of data are made in the data file, and the L2 entries do not change.
+//!   So no range has to be punched after a writeback, when the cluster may have data again. The
+//!   zero flag is set only in entries without data.
 //! - If the data file is the raw disk (`data_file_raw`), the zero flag is never set: all zeros are
 //!   written to the data file, so that it reads as the disk without the image.
-//! - A write whose future was dropped may still write its COW padding. There is no other host
-//!   cluster to go to, so the next change of the cluster waits for that write.
+//! - A write whose future was dropped may still write its COW padding. The cluster has a fixed host
+//!   offset, so the next change of the cluster waits for that write.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -32,7 +32,7 @@ pub(super) enum DataPlacement {
 
 /// The state of the mapping for a data file.
 pub(super) struct DataFilePlacement {
-    /// Bytes of a block of the data file: writes there are aligned to it.
+    /// Bytes of a block of the data file. Writes to the data file are aligned to blocks.
     block: u64,
     is_raw_disk: bool,
     /// Writes in flight with COW padding.

@@ -1,4 +1,4 @@
-//! The end of a pending change: a link sets its entries in memory, an abort frees its clusters.
+//! Ends pending changes: a link sets the entries in memory, an abort frees the allocated clusters.
 
 use std::ops::Range;
 

@@ -10,8 +10,8 @@
 //!    later. Or *abort* ([`Mapper::abort`]): the allocated clusters are free again, or quarantined
 //!    if a dropped write may still modify them.
 //!
-//! The overwrite of a mapped cluster allocates nothing and changes no entry. It is counted while it
-//! is in flight, so no change frees the cluster meanwhile. It reads `tables` and these counts.
+//! The overwrite of a mapped cluster allocates nothing and changes no entry. Overwrites are counted
+//! while they are in flight, so that no change frees the cluster meanwhile.
 //!
 //! Locking: the image's one lock protects [`Mapping`], the tables and the allocator; a step borrows
 //! all three as a [`Mapper`]. No function here waits. Each request locks its guest clusters in
@@ -44,13 +44,14 @@ use data_placement::DataPlacement;
 use pending_changes::PendingChanges;
 use runs_ahead::RunsAhead;
 
-/// See the module's page.
+/// The changes and overwrites in flight, and what the mapping depends on besides the tables; see
+/// the module's documentation.
 pub(crate) struct Mapping {
     changes: PendingChanges,
     data: DataPlacement,
     runs: RunsAhead,
-    /// End of the backing file's bytes: 0 without one; the maximum while it is unknown, and before
-    /// the image gets a backing file.
+    /// End of the backing file in bytes: 0 without a backing file; the maximum while the end is
+    /// unknown, and before the image gets a backing file.
     backing_end: u64,
 }
 
@@ -81,7 +82,7 @@ impl Mapping {
         Mapper { tables, allocator, mapping: self }
     }
 
-    /// End of the backing file: past it the backing file reads as zeros.
+    /// Sets the end of the backing file, past which the backing file reads as zeros.
     pub(crate) fn set_backing_end(&mut self, end: u64) {
         self.backing_end = end;
     }
@@ -97,7 +98,7 @@ impl Mapping {
         self.data.track_cow_write(from)
     }
 
-    /// How many changes are pending.
+    /// The number of pending changes.
     pub(crate) fn pending_changes(&self) -> usize {
         self.changes.len()
     }
@@ -109,7 +110,8 @@ impl Mapping {
 }
 
 impl Mapper<'_> {
-    /// Whether clusters without an entry are read from a backing file, or will be soon.
+    /// Whether clusters without an entry are read from a backing file, or will be once the image
+    /// gets one.
     fn has_backing(&self) -> bool {
         self.tables.header().backing.is_some() || self.mapping.backing_end > 0
     }
@@ -119,7 +121,8 @@ impl Mapper<'_> {
         self.tables.check_dirty_limit()?;
         let checked = self.tables.redo.check_room(self.mapping.changes.len());
         match self.mapping.changes.first() {
-            // The prepared changes take all space of the log: a writeback frees none.
+            // The prepared changes take all space of the log, and a writeback does not free that
+            // space.
             Some(pending) if checked.is_err() && self.tables.redo.is_empty() => {
                 Err(Blocked::NoRoom(pending.listen()))
             }

@@ -1,8 +1,10 @@
-//! Locks of guest clusters, and the changes that wait for others.
+//! Locks guest clusters for pending changes, so that changes of the same cluster wait for each
+//! other.
 //!
 //! A pending change locks its clusters: other changes of them wait until it is linked or aborted.
-//! Overwrites in place run concurrently. A change that would remove their host cluster waits for
-//! their end. Reads never wait: they see the old mapping until the link.
+//! Overwrites in place run concurrently. A change that would remove the host cluster of an
+//! overwrite waits for the end of the overwrite. Reads never wait: they see the old mapping until
+//! the link.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -25,8 +27,8 @@ pub(super) enum Change {
     Zero { keep: bool },
     /// The clusters have no host cluster, and read as zeros if that can be encoded.
     Discard,
-    /// The subclusters in `mask` of the one cluster change to `state`. If no subcluster has data
-    /// then, the cluster loses its host cluster, unless `keep` is set.
+    /// The subclusters in `mask` of one cluster change to `state`. If no subcluster has data after
+    /// that, the entry no longer refers to a host cluster, unless `keep` is set.
     Subclusters { mask: u32, state: SubclusterState, keep: bool },
 }
 
@@ -52,7 +54,7 @@ impl PendingChange {
     }
 }
 
-/// See the module's page.
+/// The pending changes and the overwrites in flight; see the module's documentation.
 #[derive(Default)]
 pub(super) struct PendingChanges {
     /// Keyed by the first cluster; the ranges do not overlap.

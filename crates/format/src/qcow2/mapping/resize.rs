@@ -1,4 +1,4 @@
-//! The steps of growing or shrinking a disk: entries are added or removed.
+//! The steps that add or remove entries when a disk grows or shrinks.
 
 use crate::qcow2::allocator::{DeferredFree, Punch, Users};
 use crate::qcow2::layout::entry::Entry;
@@ -62,7 +62,8 @@ impl Mapper<'_> {
         Ok(next)
     }
 
-    /// Removes an L2 table, with all that it refers to, from the L1 table.
+    /// Removes an L2 table from the L1 table, and defers freeing the clusters that the L2 table
+    /// refers to.
     pub(crate) fn drop_l2_table(&mut self, l1_index: usize) -> Step<()> {
         let geometry = self.tables.geometry();
         let first = l1_index as u64 * geometry.l2_entries();
@@ -82,7 +83,8 @@ impl Mapper<'_> {
 
     /// Shrinks the disk and its L1 table. On disk, nothing beyond `size` may be in use.
     pub(crate) fn cut(&mut self, size: u64) -> Step<()> {
-        // An L1 table without entries is unusual: other programs may not expect it.
+        // At least one L1 entry is kept, because other programs may not expect an L1 table without
+        // entries.
         let entries = self.tables.geometry().l1_entries_for(size).max(1);
         let unused = self.tables.truncate_l1(entries.min(self.tables.l1().len() as u64));
         if !unused.is_empty() {

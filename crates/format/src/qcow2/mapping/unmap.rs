@@ -1,5 +1,4 @@
-//! Mapping for zero writes and discards: by changes of entries if these suffice, otherwise by
-//! writes.
+//! Maps zero writes and discards, by changes of entries if these suffice, otherwise by writes.
 
 use std::ops::Range;
 
@@ -85,7 +84,7 @@ impl Mapper<'_> {
         self.prepare_unmapping(range, clusters, Change::Discard, needs)
     }
 
-    /// Whether a cluster without an entry may read as the backing file. In an image with zero
+    /// Whether a cluster without an entry may read from the backing file. In an image with zero
     /// flags, that is assumed up to the disk's end, even if the backing file is shorter now.
     fn is_backed(&self, cluster: u64) -> bool {
         let geometry = self.tables.geometry();
@@ -113,7 +112,7 @@ impl Mapper<'_> {
         if to_border > 0 {
             return first.truncate(to_border);
         }
-        // The part beyond the disk's end counts as covered.
+        // The part beyond the disk's end is treated as covered.
         match first.length() / size * size {
             _ if first.end() >= self.tables.header().size => first,
             0 => first,
@@ -176,7 +175,7 @@ impl Mapper<'_> {
     }
 
     /// The whole clusters that `range` covers from its start on; `None` if there are none. Bytes
-    /// beyond the disk's end count as covered.
+    /// beyond the disk's end are treated as covered.
     fn whole_clusters(&self, range: ByteRange) -> Option<Range<u64>> {
         let geometry = self.tables.geometry();
         if !geometry.is_cluster_aligned(range.offset()) {
@@ -191,9 +190,9 @@ impl Mapper<'_> {
         (!clusters.is_empty()).then_some(clusters)
     }
 
-    /// Prepares a change by entries alone, for the first of `clusters` that all need it (by
-    /// `needs`). If the first cluster does not need it, returns an extent without work for those
-    /// that do not.
+    /// Prepares a change of entries alone, for the longest run at the start of `clusters` that
+    /// needs the change according to `needs`. If the first cluster does not need it, returns an
+    /// extent without work for the run that does not.
     fn prepare_unmapping(
         &mut self,
         range: ByteRange,

@@ -1,4 +1,4 @@
-//! Mapping for a write: in place, or to new space.
+//! Maps writes, either in place or to new host clusters.
 
 use std::ops::Range;
 
@@ -15,7 +15,8 @@ use super::pending_changes::Change;
 pub(super) enum WriteMethod {
     /// In place, byte for byte.
     InPlace { host: u64 },
-    /// In its allocated host cluster, from which the range does not read yet.
+    /// In its allocated host cluster. The entry does not yet make the range read from this host
+    /// cluster.
     Preallocated { host: u64 },
     /// In a new host cluster; no old data has to be copied.
     Allocate,
@@ -37,7 +38,7 @@ pub(super) enum CowReason {
 /// The host space for the data of a prepared write.
 pub(super) struct Target {
     pub(super) host: u64,
-    /// Whether it was allocated for this write.
+    /// Whether the host space was allocated for this write.
     pub(super) allocated: bool,
     /// Whether the host space reads as zeros, as do the replaced clusters.
     pub(super) zeroed: bool,
@@ -137,7 +138,7 @@ impl Mapper<'_> {
     }
 
     /// Whether a cluster can be in one extent with the cluster that is `count` clusters before it.
-    /// `method` is how that cluster is written, `next` how this one is.
+    /// `method` is the method of that earlier cluster, `next` the method of this cluster.
     fn is_contiguous(&self, method: WriteMethod, count: u64, next: WriteMethod) -> bool {
         use WriteMethod::{Allocate, Cow, InPlace, Preallocated};
         let geometry = self.tables.geometry();
@@ -178,7 +179,7 @@ impl Mapper<'_> {
         slice: SliceId,
         clusters: Range<u64>,
     ) -> Step<(Range<u64>, Target)> {
-        // Space past the end of the file is unwritten, unless the file was longer before.
+        // Space past the end of the file has never been written, unless the file was longer before.
         let unused = self.tables.file.end();
         let count = clusters.end - clusters.start;
         let ahead = self.clusters_ahead(slice, &clusters)?;

@@ -1,5 +1,5 @@
-//! The slices that a writeback writes: everything that is dirty when it begins, copied at one
-//! moment.
+//! The slices that a writeback writes: a copy, made at one moment, of everything that is dirty when
+//! the writeback begins.
 //!
 //! A copy is consistent, because an L2 entry changes in memory only after the refcounts that it
 //! depends on. Changes that come later wait for the next writeback. `writeback` decides the order
@@ -17,11 +17,12 @@ use super::slice_cache::{DataStability, SliceCopy, SliceId, SliceKind};
 /// Why metadata is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WritebackReason {
-    /// A change whose data is stable, or that has none.
+    /// A change without data, or whose data is stable.
     StableData,
     /// Data that was written without FUA, including all such writes in flight.
     PendingData,
-    /// Nothing may stay dirty: the cache is full, or the tables are about to be changed as a whole.
+    /// No metadata may remain dirty, because the cache is full or the tables are about to be
+    /// changed as a whole.
     Full,
 }
 
@@ -69,9 +70,9 @@ impl L1Update {
 /// A copy of the metadata that was dirty at one moment, grouped by the order of the writes.
 pub(crate) struct WritebackBatch {
     scope: WritebackScope,
-    /// The version that is durable once this batch is.
+    /// The number of the last change that the batch contains.
     version: u64,
-    /// Refcounts, and tables that nothing on disk refers to: they need no order.
+    /// Refcounts, and tables that nothing on disk refers to. They can be written in any order.
     unordered: Vec<TableWrite>,
     /// Entries of the refcount table, if the table stays at its offset.
     refcount_table: Vec<TableWrite>,
@@ -81,7 +82,7 @@ pub(crate) struct WritebackBatch {
     l1_update: Option<L1Update>,
     /// Whether the header on disk may differ from the one that was written last.
     header_write_unknown: bool,
-    /// Whether something on disk may refer to the new tables: then these are durable.
+    /// Whether something on disk may refer to the new tables, which are durable then.
     new_tables_linked: AtomicBool,
     /// Whether data that `mappings` (or `unordered`) refer to needs a flush.
     stability: DataStability,
@@ -98,7 +99,7 @@ impl WritebackBatch {
         self.scope
     }
 
-    /// Refcounts, and tables that nothing on disk refers to: they need no order.
+    /// Refcounts, and tables that nothing on disk refers to. They can be written in any order.
     pub(crate) fn unordered(&self) -> &[TableWrite] {
         &self.unordered
     }

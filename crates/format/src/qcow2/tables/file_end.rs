@@ -1,4 +1,4 @@
-//! The end of the image's file: an entry that refers to a cluster past it is damaged.
+//! The end of the image's file. An entry that refers to a cluster past the end is damaged.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ pub(crate) struct FileEnd {
     /// The length of the file when the image was opened: clusters from here on read as zeros until
     /// they are written.
     opened: u64,
-    /// Whether bytes that the file gains when it grows may be other than zeros.
+    /// Whether bytes that are added when the file grows may be other than zeros.
     has_stale_growth: bool,
 }
 
@@ -19,8 +19,8 @@ impl FileEnd {
         Self { end: clusters, opened: clusters, has_stale_growth: false }
     }
 
-    /// The end of a file that has this many clusters now, but not before the old end: a write that
-    /// failed in its middle, or was dropped, may have stored bytes up to there.
+    /// The end of a file that now has this many clusters, but at least the old end, because a write
+    /// that failed in its middle, or was dropped, may have stored bytes up to the old end.
     pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
         let has_stale_growth = self.has_stale_growth;
         Self { has_stale_growth, ..Self::new(clusters.max(self.bound())) }

@@ -1,10 +1,10 @@
-//! Freezing the tables while the image is changed as a whole.
+//! Freezes the tables while the image is changed as a whole.
 //!
 //! 1. A transaction freezes the tables: steps that change tables wait for its end.
-//! 2. The transaction ends: the tables are active again, at once or when writes that are still in
-//!    flight have completed.
-//! 3. The transaction fails at its last step: the active tables on disk are unknown, and every
-//!    change fails until the image is opened again.
+//! 2. The transaction ends: steps may change the tables again, at once or when writes that are
+//!    still in flight have completed.
+//! 3. If the transaction fails at its last step, it is unknown which tables are active on disk, and
+//!    every change fails until the image is opened again.
 
 use blockhouse_core::Error;
 use blockhouse_core::sync::WaitGroup;
@@ -31,7 +31,7 @@ impl FreezeState {
         matches!(self, Self::Active)
     }
 
-    /// Blocked until the tables are active.
+    /// Blocked until steps may change the tables.
     pub(crate) fn wait_thawed(&mut self) -> Step<()> {
         let waiting = match self {
             Self::Active => return Ok(()),
@@ -48,7 +48,7 @@ impl FreezeState {
         }
     }
 
-    /// Fails if the active tables on disk are unknown.
+    /// Fails if it is unknown which tables are active on disk.
     ///
     /// # Errors
     /// The failure of the transaction.

@@ -68,10 +68,11 @@ pub(crate) struct Tables {
     pub(crate) file: FileEnd,
     /// Whether any refcount was changed since the image was opened.
     has_counted: bool,
-    /// The number of changes that a flush makes durable, and of those that are durable.
+    /// The number of the last change that a flush must make durable (`version`), and of the last
+    /// change that is durable.
     version: u64,
     durable_version: u64,
-    /// The log of changes of entries, for a process that follows this one.
+    /// The log of changed entries, which another process replays if this one is killed.
     pub(crate) redo: RedoLog,
     pub(crate) freeze: FreezeState,
     /// The slices that change while the tables are being copied.
@@ -110,14 +111,14 @@ impl Tables {
         }
     }
 
-    /// Makes other tables, all of them on disk, the active ones.
+    /// Replaces the active tables by others that are entirely on disk.
     pub(crate) fn replace(&mut self, active: ActiveTables) -> Result<(), Error> {
         self.file = self.file.with_clusters(active.clusters);
         self.switch(active.header, active.l1, active.refcount_table)
     }
 
-    /// As [`replace`](Self::replace), by tables in clusters that the current refcounts include, so
-    /// the end of the file stays the same.
+    /// As [`replace`](Self::replace), by tables whose clusters the current refcounts count already,
+    /// so the end of the file remains the same.
     pub(crate) fn switch(
         &mut self,
         header: Header,
@@ -173,7 +174,7 @@ impl Tables {
         self.has_counted
     }
 
-    /// Blocked at the limit of dirty slices: a writeback runs first.
+    /// Blocked if the limit of dirty slices is reached, so that a writeback runs first.
     pub(crate) fn check_dirty_limit(&self) -> Step<()> {
         if self.cache.is_over_dirty_limit() { Err(Blocked::DirtyLimit) } else { Ok(()) }
     }
@@ -217,7 +218,8 @@ impl Tables {
                 self.note_table("a refcount block", cluster..cluster + 1)?;
             }
         }
-        // L1 entries may share a table that none of them changes in place.
+        // Several L1 entries may refer to one table if none of them has the copied flag, because
+        // such a table is not changed in place.
         let mut shared = HashSet::new();
         for index in 0..self.l1.len() {
             if let Some(table) = self.l2_table(index)? {

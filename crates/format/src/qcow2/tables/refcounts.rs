@@ -1,4 +1,4 @@
-//! Refcounts in memory, which alone decide which clusters are in use.
+//! Refcounts in memory. They alone define which clusters are in use.
 
 use std::ops::Range;
 
@@ -15,7 +15,8 @@ pub(crate) enum Scan {
     Free(Range<u64>),
     /// The number of clusters that are in use.
     Allocated(u64),
-    /// The cluster has no refcount block: it is free, but needs one.
+    /// No refcount block counts the cluster. It is free, but a block must be added before it is
+    /// allocated.
     NoRefcountBlock,
 }
 
@@ -90,8 +91,8 @@ impl Refcounts<'_> {
         Ok(())
     }
 
-    /// Up to `limit` free clusters from `cluster` on, or how many clusters there are in use, within
-    /// one slice.
+    /// Up to `limit` free clusters from `cluster` on, or the number of clusters in use from there
+    /// on, within one slice.
     pub(crate) fn scan(&mut self, cluster: u64, limit: u64) -> Step<Scan> {
         self.tables.check_within_limits(cluster)?;
         let Some((id, first)) = self.slice(cluster)? else {
@@ -168,7 +169,8 @@ impl Refcounts<'_> {
         self.tables.version += 1;
     }
 
-    /// Moves the refcount table to these clusters, where it is longer. Returns the old clusters.
+    /// Moves the refcount table to these clusters, which have space for more entries. Returns the
+    /// old clusters.
     pub(crate) fn move_table(&mut self, clusters: Range<u64>) -> Range<u64> {
         let geometry = self.tables.geometry;
         let count = clusters.end - clusters.start;

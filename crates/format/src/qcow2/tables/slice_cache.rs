@@ -75,7 +75,7 @@ pub(crate) struct Slice {
     /// Entries that are dirty or under writeback and whose data only a flush makes stable.
     unstable: Entries,
     used: bool,
-    /// Whether the slice was read, and not looked up since.
+    /// Whether the slice was not looked up since it was read.
     is_new: bool,
     /// The step that used the slice last.
     step: u64,
@@ -130,9 +130,9 @@ pub(crate) struct SliceCache {
 pub(crate) enum Fetch {
     /// The caller reads the slice, then passes it to [`SliceCache::loaded`].
     Read(Arc<Event>),
-    /// Another task is reading it.
+    /// Another task is reading the slice.
     Wait(EventListener),
-    /// Another task has read it.
+    /// Another task has read the slice.
     Present,
 }
 
@@ -211,8 +211,8 @@ impl SliceCache {
         let group = slice.group_of(index);
         (slice.used, slice.step) = (true, self.step);
         slice.dirty.insert(group);
-        // An entry that was unstable before stays so: even a host cluster that reads as zeros must
-        // exist.
+        // An entry that was unstable before remains unstable, because its host cluster must exist
+        // in the file even if the entry now reads as zeros.
         if stability == DataStability::Unstable {
             slice.unstable.insert(group);
         }
@@ -312,8 +312,9 @@ impl SliceCache {
         slot
     }
 
-    /// A clean slice that was not used since the hand passed; `None` below the capacity, or when
-    /// all are dirty (then the cache grows: `is_over_dirty_limit` bounds by how much).
+    /// A clean slice that was not used since the hand passed; `None` if the cache is below its
+    /// capacity, or if all slices are dirty. In the latter case the cache grows;
+    /// `is_over_dirty_limit` bounds the growth.
     fn victim(&mut self) -> Option<usize> {
         if self.slots.len() < self.capacity {
             return None;

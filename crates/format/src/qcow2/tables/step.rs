@@ -2,8 +2,8 @@
 //!
 //! 1. The caller takes the lock and runs the step.
 //! 2. The step completes, or changes nothing and returns why it is [`Blocked`].
-//! 3. The caller releases the lock, removes the obstacle (`writeback/steps`) and runs the step
-//!    again.
+//! 3. The caller releases the lock, does or awaits what the step needs (`writeback/steps`), and
+//!    runs the step again.
 
 use blockhouse_core::Error;
 use event_listener::EventListener;
@@ -17,9 +17,10 @@ pub(crate) type Step<T> = Result<T, Blocked>;
 pub(crate) enum Blocked {
     /// A slice is not cached: it has to be read.
     CacheMiss(SliceId),
-    /// Another operation is in the way: the listener is notified when that ends.
+    /// Another operation must end first; the listener is notified when it ends.
     Wait(EventListener),
-    /// Prepared changes take all space of the redo log: the listener is notified when one ends.
+    /// Prepared changes take all space of the redo log; the listener is notified when one of the
+    /// changes ends.
     NoRoom(EventListener),
     /// Too many slices are dirty: a writeback has to run first.
     DirtyLimit,
@@ -35,24 +36,25 @@ impl From<Error> for Blocked {
     }
 }
 
-/// Space that a step lacks.
+/// The host space that a blocked step needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReserveRequest {
     /// This many clusters at the end, with refcounts of 0.
     AtEnd(u64),
-    /// `count` consecutive clusters: `total` at the end as above, or elsewhere with refcounts of
-    /// one.
+    /// `count` consecutive clusters: either `total` clusters at the end with refcounts of 0, or
+    /// `count` clusters elsewhere with refcounts of 1.
     Row {
         /// The number of consecutive clusters.
         count: u64,
-        /// The number of these clusters and of the refcount blocks for them, at the end.
+        /// The number of these clusters plus that of the refcount blocks for them, if they are at
+        /// the end.
         total: u64,
     },
     /// A file that is this many clusters long, if the storage can be made longer.
     Length(u64),
     /// Clusters at the end that hold written zeros, if the storage can prepare them.
     WrittenZeros,
-    /// The clusters of pending frees, because the host may have space for no others.
+    /// The clusters of pending frees, because the host may have no space for other clusters.
     Frees,
     /// A cluster with a refcount of one for the L2 table of this L1 entry.
     L2Table(usize),

@@ -1,10 +1,11 @@
 //! Writes the tables of an open image, and flushes them, without the image's lock.
 //!
-//! 1. A write owns its bytes. It is counted until the storage has completed it, even if its future
-//!    was dropped: a later write of the same table waits for that ([`TableWriter::drained`]).
+//! 1. A write owns its bytes. A write is counted as in flight until the storage has completed it,
+//!    even if its future was dropped, so that a later write of the same table can wait for it
+//!    ([`TableWriter::drained`]).
 //! 2. Writes of the header go one at a time, since each replaces the whole first sector.
-//! 3. The first failure is kept: no table is written until the image is opened again. A write that
-//!    failed with ENOSPC is repeated, which also completes a partial write.
+//! 3. The first failure is stored, and no table is written until the image is opened again. ENOSPC
+//!    is not stored: the write is repeated, which also completes a partial write.
 
 use std::future::Future;
 
@@ -16,9 +17,9 @@ use crate::qcow2::layout::header::SECTOR;
 use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
 
-/// How many writes of tables are in flight together.
+/// Maximum number of table writes in flight.
 const MAX_IN_FLIGHT: usize = 16;
-/// How many bytes of zeros are written at a time.
+/// Bytes of zeros in one write.
 const CHUNK_SIZE: u64 = 1 << 20;
 
 /// The hint about tables that could not be written.
@@ -29,7 +30,7 @@ pub(crate) struct TableWriter<S> {
     storage: S,
     /// The data file, if the guest's clusters are not in `storage`.
     data: Option<S>,
-    /// Why tables could not be written.
+    /// The first failure to write tables.
     failure: ErrorLatch,
     writes: WaitGroup,
     /// Held by the task that changes the header.
@@ -64,7 +65,8 @@ impl<S: Storage> TableWriter<S> {
         self.data.as_ref()
     }
 
-    /// Writes tables concurrently, and waits for all writes that were begun, also when one fails.
+    /// Writes tables concurrently, and waits for all writes that were begun, even if one of them
+    /// fails.
     pub(crate) async fn write(&self, writes: &[TableWrite], durability: Durability) -> Result<()> {
         let writes = writes.iter().map(|write| self.write_one(write, durability));
         run_all(MAX_IN_FLIGHT, writes).await
@@ -129,9 +131,9 @@ impl<S: Storage> TableWriter<S> {
         &self.writes
     }
 
-    /// Flushes the data file, then the image: tables that refer to data are written after this. A
-    /// failure is recorded whatever its kind, because it may have lost data that tables are
-    /// about to refer to.
+    /// Flushes the data file, then the image. Tables that refer to the data are written afterwards.
+    /// A failure is recorded whatever its kind, because it may have lost data that tables are about
+    /// to refer to.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         let data = match &self.data {
             Some(data) => data.flush(sync).await,
@@ -172,7 +174,7 @@ impl<S: Storage> TableWriter<S> {
         }
     }
 
-    /// Records a failure of any kind. The first one counts.
+    /// Records a failure of any kind, unless an earlier one is recorded.
     pub(crate) fn fail(&self, error: &Error) {
         self.failure.set(error);
     }

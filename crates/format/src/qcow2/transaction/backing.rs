@@ -1,7 +1,7 @@
-//! Changes an image's backing file: only its header changes.
+//! Changes an image's backing file, by changes of the header only.
 //!
 //! The name, its format (a header extension) and the fields that point to them must change
-//! together, and only 512 bytes are written at once by every disk. So:
+//! together, but only a write of 512 bytes is atomic on every disk. So:
 //!
 //! 1. what goes beyond the first 512 bytes (the new name, and the end of the new extensions) goes
 //!    to a part of the first cluster that neither the old name nor the old extensions use, durably;
@@ -10,8 +10,9 @@
 //!    table (an extension only for messages) is left out if space is short. If everything fits, the
 //!    name follows the extensions, as in other programs' images.
 //!
-//! Where clusters have 512 bytes, all is in the first ones. A crash leaves the old backing file or
-//! the new one. Where the extensions do not fit, the change is refused.
+//! If clusters have 512 bytes, the whole header is in the first 512 bytes. After a crash the image
+//! has either the old backing file or the new one. If the extensions do not fit, the change is
+//! refused.
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -25,9 +26,9 @@ use crate::qcow2::layout::words::be64;
 use crate::qcow2::writeback::Metadata;
 
 impl<S: Storage> Qcow2Header<'_, S> {
-    /// Gives the image another backing file or none, durably. The [facts](crate::Qcow2::facts) stay
-    /// what they were when the image was opened; the caller closes the image after this. The caller
-    /// ensures that the new file has the content that the image relies on.
+    /// Durably gives the image another backing file, or none. The [facts](crate::Qcow2::facts)
+    /// remain those of the image when it was opened; the caller closes the image after this. The
+    /// caller ensures that the new file has the content that the image relies on.
     ///
     /// # Errors
     /// `InvalidInput` for a name that is empty, too long, or too long for the header; storage
@@ -37,7 +38,7 @@ impl<S: Storage> Qcow2Header<'_, S> {
     }
 }
 
-/// Where the name goes.
+/// The location of the backing file's name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NamePlace {
     /// Directly after the extensions, as in images of other programs.
@@ -96,8 +97,8 @@ async fn change_backing<S: Storage>(
     Ok(())
 }
 
-/// Moves the name of the backing file out of the first sector, if it is there and clusters are
-/// larger, to make space for extensions: durably.
+/// Durably moves the name of the backing file out of the first sector to make space for extensions,
+/// if the name is there and clusters are larger than a sector.
 ///
 /// # Errors
 /// As [`Qcow2Header::set_backing`].
@@ -113,7 +114,7 @@ pub(super) async fn free_first_sector<S: Storage>(metadata: &Metadata<S>) -> Res
     change_backing(metadata, backing, NamePlace::BeyondFirstSector).await
 }
 
-/// Writes the blocks of the first cluster that hold a part of it, durably.
+/// Durably writes the blocks that contain a part of the first cluster.
 async fn write_header_part<S: Storage>(
     metadata: &Metadata<S>,
     bytes: &[u8],

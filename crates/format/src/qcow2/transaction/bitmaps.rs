@@ -1,10 +1,10 @@
 //! Changes of the persistent bitmaps: added, removed, cleared, enabled, disabled, merged.
 //!
-//! Each is a transaction, so that a crash leaves all of the old bitmaps or all of the new. New
-//! tables, bits and a new directory are written beside the old ones, and the header extension that
-//! names the directory changes with the one write of the header's first sector. So the extension
-//! has to lie in that sector. Where the header has it elsewhere, or the backing file's name takes
-//! the space, both are moved first.
+//! Each change is a transaction, so that after a crash the image has either all old bitmaps or all
+//! new ones. New tables, bits and a new directory are written beside the old ones, and the header
+//! extension that names the directory changes with the one write of the header's first sector.
+//! Therefore the extension must be in that sector. If it is elsewhere, or the backing file's name
+//! occupies the space, both are moved first.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
@@ -44,33 +44,33 @@ pub struct NewBitmap {
 /// The change of one bitmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapAction {
-    /// It is gone.
+    /// The bitmap is removed.
     Remove,
-    /// Nothing has changed as far as it knows.
+    /// All bits of the bitmap are cleared.
     Clear,
-    /// Changes are recorded in it from now on.
+    /// Changes are recorded in the bitmap from now on.
     Enable,
-    /// Changes are not recorded in it from now on.
+    /// Changes are not recorded in the bitmap from now on.
     Disable,
 }
 
 /// A change of one bitmap, of several that are made together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BitmapChange {
-    /// It is added without any changes in it.
+    /// A bitmap is added, with all bits clear.
     Add(NewBitmap),
-    /// It is changed.
+    /// A bitmap is changed.
     Change {
         /// Its name.
         name: String,
         /// The change of this bitmap.
         action: BitmapAction,
     },
-    /// It gets the changes of another bitmap of the image.
+    /// The changes in another bitmap of the image are merged into a bitmap.
     Merge {
         /// Its name.
         name: String,
-        /// The name of the other one.
+        /// The name of the other bitmap.
         source: String,
     },
 }
@@ -89,7 +89,7 @@ impl<S: Storage> Qcow2<S> {
 }
 
 impl<S: Storage> Bitmaps<'_, S> {
-    /// Whether there are any that are in step with the disk. Of an image that is open for writing.
+    /// Whether an image that is open for writing has bitmaps that are consistent with the disk.
     pub fn has_any(&self) -> bool {
         self.image.bitmaps.has_any()
     }
@@ -101,7 +101,8 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// `Corrupt` if the directory contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
-        // A concurrent change of the bitmaps must not give a cluster of the old ones to the guest.
+        // The read guard prevents that a concurrent change of the bitmaps frees clusters of the old
+        // ones, and the guest's data is written there.
         let _read = metadata.begin_read();
         let header = metadata.lock().tables.headers.disk().clone();
         let entries = bitmap_directory::read(metadata.storage(), &header).await?;
@@ -141,8 +142,8 @@ impl<S: Storage> Bitmaps<'_, S> {
         extents_of(metadata, live, entry, range, max).await
     }
 
-    /// Calls `observer` for each bitmap that is lost from now on, because a change could not be
-    /// recorded in it. Only the first observer of an image counts.
+    /// Calls `observer` for each bitmap that becomes coarser or is lost from now on, because a
+    /// change could not be recorded in it. Later observers of an image are ignored.
     pub fn observe_losses(&self, observer: BitmapLossObserver) {
         self.image.bitmaps.observe_losses(observer);
     }
@@ -161,9 +162,9 @@ impl<S: Storage> Bitmaps<'_, S> {
         self.image.bitmaps.renew_voucher(&self.image.metadata).await
     }
 
-    /// Maximum bytes that each enabled bitmap may mark as changed although they have not, because a
-    /// process was killed that recorded changes in it; 0 if none was. For an image that is open for
-    /// writing.
+    /// For an image that is open for writing: the maximum number of unchanged bytes that each
+    /// enabled bitmap may report as changed, because a process that recorded changes in it was
+    /// killed; 0 if none was killed.
     pub fn excess(&self) -> u64 {
         self.image.bitmaps.excess(&self.image.metadata)
     }
@@ -213,7 +214,7 @@ impl<S: Storage> Bitmaps<'_, S> {
                 let removed = remove_in_place(self.image, name, error).await;
                 let _ = live.load(metadata).await;
                 removed?;
-                // The bitmap is gone, even if its clusters cannot be freed.
+                // The bitmap is removed even if its clusters cannot be freed.
                 let _ = metadata.reclaim().await;
                 Ok(())
             }
@@ -391,8 +392,8 @@ async fn run_prepared<S: Storage>(
     outcome
 }
 
-/// Before a transaction that changes the directory: ends the session; its marks belong to bitmaps
-/// that stay.
+/// Ends the session before a transaction that changes the directory, because the session's marks
+/// belong to bitmaps that remain.
 pub(super) async fn prepare_directory<S: Storage>(
     metadata: &Metadata<S>,
     live: &LiveBitmaps,

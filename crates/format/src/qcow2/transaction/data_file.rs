@@ -6,8 +6,9 @@ use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::layout::header::Header;
 use crate::qcow2::writeback::Metadata;
 
-/// Makes the data file as long as a disk of `size` bytes, durably, or leaves it longer: it is never
-/// shorter than the disk, even after a crash. Before that `note` changes the header of a side file.
+/// Durably extends the data file to a disk of `size` bytes, unless it is longer already. So the
+/// data file is never shorter than the disk, even after a crash. Before the data file is extended,
+/// `note` changes the header of a side file.
 pub(super) async fn lengthen_data_file<S: Storage>(
     metadata: &Metadata<S>,
     size: u64,
@@ -20,8 +21,8 @@ pub(super) async fn lengthen_data_file<S: Storage>(
     metadata.sync(SyncMode::Full).await
 }
 
-/// Changes the header of a side file, durably: that of an image with a mark of its data file.
-/// Others stay as they are.
+/// Durably changes the header of a side file, which is an image with a mark of its data file. The
+/// headers of other images remain as they are.
 pub(super) async fn note_in_side_file<S: Storage>(
     metadata: &Metadata<S>,
     note: impl FnOnce(&mut Header),

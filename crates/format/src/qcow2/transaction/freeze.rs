@@ -1,4 +1,4 @@
-//! Keeping the tables frozen while a transaction runs.
+//! Keeps the tables frozen while a transaction runs.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -18,12 +18,12 @@ pub(super) struct FreezeGuard<'a, S: Storage> {
 enum Stage {
     /// The old tables are the active ones, on disk and in memory.
     Building,
-    /// Which ones are is being decided.
+    /// The header is being written, so it is unknown which tables are active on disk.
     Switching,
 }
 
 impl<'a, S: Storage> FreezeGuard<'a, S> {
-    /// Freezes the tables. Then all dirty metadata is on disk.
+    /// Freezes the tables. All dirty metadata is on disk when the function returns.
     pub(super) async fn freeze(metadata: &'a Metadata<S>) -> Result<Self> {
         {
             let mut state = metadata.lock();
@@ -43,12 +43,13 @@ impl<'a, S: Storage> FreezeGuard<'a, S> {
         Ok(freeze)
     }
 
-    /// The write that switches the tables begins: from now on it is unknown which are active.
+    /// Records that the write which switches the tables begins. From now on it is unknown which
+    /// tables are active.
     pub(super) fn begin_switch(&mut self) {
         self.stage = Stage::Switching;
     }
 
-    /// The tables in memory are those on disk again.
+    /// Records that the tables in memory are again those on disk.
     pub(super) fn end_switch(&mut self) {
         self.stage = Stage::Building;
     }
@@ -64,12 +65,13 @@ impl<S: Storage> Drop for FreezeGuard<'_, S> {
         }
         let mut state = self.metadata.lock();
         state.tables.freeze = match writer.failure() {
-            // It is unknown which tables are active: none may be overwritten.
+            // It is unknown which tables are active, so neither the old nor the new ones may be
+            // overwritten.
             Some(error) if self.stage == Stage::Switching => {
                 FreezeState::Failed(error.duplicate().hint("open the image again"))
             }
-            // Writes of a dropped transaction may still be in flight to clusters that count as
-            // free.
+            // Writes of a dropped transaction may still be in flight to clusters whose refcounts
+            // are 0.
             _ if writer.writes().listen().is_some() => {
                 FreezeState::Draining(writer.writes().clone())
             }

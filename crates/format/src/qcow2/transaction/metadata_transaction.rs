@@ -1,4 +1,5 @@
-//! New tables beside the active ones, and the one write of the header that makes them active.
+//! A metadata transaction writes new tables to free clusters, then makes them active by one write
+//! of the header.
 
 use std::mem;
 use std::ops::Range;
@@ -23,7 +24,8 @@ use super::data_file::lengthen_data_file;
 use super::freeze::FreezeGuard;
 use super::shadow_refcounts::{NewRefcounts, ShadowRefcounts};
 
-/// How many L2 tables are read, and tables written, together.
+/// Maximum number of L2 tables that are read in parallel, and of new tables that are collected for
+/// one batch of writes.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// Whether references are added or removed.
@@ -36,20 +38,20 @@ pub(super) enum RefcountDelta {
 /// Which L1 tables refer to the active L2 tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum L1Users {
-    /// The active one alone.
+    /// The active L1 table alone.
     Active,
-    /// So does that of a snapshot that is being taken.
+    /// The active L1 table and that of a snapshot that is being taken.
     ActiveAndSnapshot,
 }
 
-/// Changes of the image as a whole: one at a time.
+/// Serializes changes of the image as a whole.
 pub(crate) struct Transactions {
     lock: Semaphore,
-    /// Held while a change of the snapshots is prepared, which other transactions do not wait for.
+    /// Held while a change of the snapshots is prepared. Other transactions do not wait for it.
     preparation: Semaphore,
 }
 
-/// All metadata after the change.
+/// The metadata of the image as it will be after the transaction.
 pub(super) struct MetadataTransaction<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     geometry: Geometry,
@@ -62,7 +64,7 @@ pub(super) struct MetadataTransaction<'a, S: Storage> {
     snapshots: Vec<SnapshotEntry>,
     old_snapshots_length: u64,
     waiting: Vec<TableWrite>,
-    /// How long the data file becomes before the tables are active.
+    /// The data file is extended to this length before the tables become active.
     data_length: u64,
 }
 
@@ -71,19 +73,19 @@ impl Transactions {
         Self { lock: Semaphore::new(1), preparation: Semaphore::new(1) }
     }
 
-    /// Waits for the transaction that runs; none other begins until the result is dropped.
+    /// Waits for the running transaction. No other transaction begins until the result is dropped.
     pub(super) async fn begin(&self) -> SemaphoreGuard<'_> {
         self.lock.acquire().await
     }
 
-    /// Waits for the change of the snapshots that is being prepared; none other is until the result
-    /// is dropped.
+    /// Waits until no other change of the snapshots is being prepared. No other preparation begins
+    /// until the result is dropped.
     pub(super) async fn begin_preparation(&self) -> SemaphoreGuard<'_> {
         self.preparation.acquire().await
     }
 
-    /// Makes a change of the whole image, durably. No change of the guest's may be in flight;
-    /// changes that begin during it wait.
+    /// Makes a change of the whole image durably. The caller ensures that no guest write is in
+    /// flight; guest writes that begin during the change wait.
     pub(super) async fn run<S: Storage, T>(
         &self,
         metadata: &Metadata<S>,
@@ -96,8 +98,8 @@ impl Transactions {
         self.run_begun(metadata, change).await
     }
 
-    /// As [`run`](Self::run), for a change that affects neither the guest's data nor its clusters:
-    /// bitmaps stay in step with the disk, and a data file is no obstacle.
+    /// As [`run`](Self::run), for a change that affects neither the guest's data nor its clusters.
+    /// Therefore the bitmaps remain consistent, and the image may have a data file.
     pub(super) async fn run_beside_guest_data<S: Storage, T>(
         &self,
         metadata: &Metadata<S>,
@@ -119,15 +121,16 @@ impl Transactions {
         let mut transaction = MetadataTransaction::begin(metadata).await?;
         let outcome = change(&mut transaction).await?;
         let freed = transaction.commit(&mut freeze).await?;
-        // A cluster that a read has looked up is not reallocated.
+        // A read may have looked up a freed cluster; if the cluster were reallocated before the
+        // read ends, the read would return another owner's data.
         metadata.reads_ended().await;
         metadata.give_to_host(&freed).await;
         Ok(outcome)
     }
 }
 
-/// Refuses snapshots, whose disks share clusters, for an image with a data file: there each guest
-/// cluster has one host offset.
+/// Refuses snapshots for an image with a data file. Snapshots share clusters with the active disk,
+/// but in a data file each guest cluster has one fixed host offset.
 ///
 /// # Errors
 /// `Unsupported`.
@@ -183,7 +186,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.metadata.lock().tables.headers.disk().clone()
     }
 
-    /// The header, but for the locations of tables that this transaction places.
+    /// The header after the transaction, except the locations of tables that the transaction
+    /// writes.
     pub(super) fn header(&self) -> &Header {
         &self.header
     }
@@ -211,7 +215,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     }
 
     /// Changes fields of the header that [`Header::patch`] stores, and its extensions. `sector` is
-    /// its first sector, as it is now.
+    /// the present first sector of the header.
     ///
     /// # Errors
     /// `InvalidInput` if the header has no space.
@@ -237,8 +241,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     }
 
     /// Changes the second size that the data file of a side file may have beside the disk's size;
-    /// `larger` is the larger of the two. Its bitmaps are marked as in use by a session, so that
-    /// changes count as this process's even if it is killed.
+    /// `larger` is the larger of the two. The side file's bitmaps are marked as in use by a
+    /// session, so that changes are attributed to this process even if it is killed.
     pub(super) fn set_data_size(&mut self, size: u64, larger: u64, voucher: Option<Voucher>) {
         self.data_length = size;
         if DataFileMark::of(&self.header).is_some() {
@@ -270,7 +274,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(words::words_of(&table))
     }
 
-    /// Counts every reference of the tree under an L1 table once more or once less.
+    /// Increments or decrements the refcount of each cluster in the tree under an L1 table, once
+    /// for each reference.
     pub(super) async fn count_tree(&mut self, l1: &[u64], how: RefcountDelta) -> Result<()> {
         let tables: Vec<Reference> = references(self.metadata, l1)?.into_iter().flatten().collect();
         for some in tables.chunks(MAX_IN_FLIGHT) {
@@ -283,7 +288,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(())
     }
 
-    /// Counts the references of an L2 table's entries. `offset` is for messages.
+    /// Increments or decrements the refcounts of the clusters that an L2 table refers to. `offset`
+    /// is for error messages.
     pub(super) fn count_entries(
         &mut self,
         l2: &[u8],
@@ -306,7 +312,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(())
     }
 
-    /// Counts one reference to a cluster more or less.
+    /// Increments or decrements the refcount of a cluster.
     pub(super) fn count_one(&mut self, cluster: u64, how: RefcountDelta) -> Result<()> {
         match how {
             RefcountDelta::Increment => self.refcounts.increment(cluster),
@@ -314,7 +320,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         }
     }
 
-    /// An entry of an L2 table. `offset` is for messages.
+    /// An entry of an L2 table. `offset` is for error messages.
     pub(super) fn entry(&self, l2: &[u8], index: usize, offset: u64) -> Result<Entry> {
         Entry::read(l2, index, self.geometry).map_err(|violation| {
             let offset = offset + index as u64 * self.geometry.l2_entry_size();
@@ -347,8 +353,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         reads.collect::<Vec<_>>().await.into_iter().collect()
     }
 
-    /// Makes the copied flags of the active tables agree with the new refcounts. An L2 table in
-    /// which any changes is copied.
+    /// Makes the copied flags of the active tables agree with the new refcounts. If a flag in an L2
+    /// table changes, the table is written to a new cluster.
     pub(super) async fn update_copied_flags(&mut self, users: L1Users) -> Result<()> {
         let mut l1 = mem::take(&mut self.l1);
         let tables = references(self.metadata, &l1)?;
@@ -366,7 +372,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(())
     }
 
-    /// The offset of the L2 table with the right flags.
+    /// Returns the offset of the L2 table with the right flags: the old table if none changed,
+    /// otherwise a copy.
     async fn update_copied_flags_of(
         &mut self,
         old: u64,
@@ -419,7 +426,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(offset)
     }
 
-    /// Writes all bytes that were [put](Self::put): then they can be read.
+    /// Writes all bytes that were [put](Self::put), so that they can be read from the file.
     pub(super) async fn write_waiting(&mut self) -> Result<()> {
         let writes = mem::take(&mut self.waiting);
         write_beside(self.metadata, &writes).await
@@ -436,7 +443,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.refcounts.decrement_all(first..first + self.geometry.clusters_for(length))
     }
 
-    /// Writes the rest, durably, and switches. Returns the clusters that are free now.
+    /// Writes the remaining tables durably, then switches to them by writing the header. Returns
+    /// the clusters that this frees.
     async fn commit(mut self, freeze: &mut FreezeGuard<'_, S>) -> Result<Vec<Range<u64>>> {
         self.put_l1().await?;
         self.put_snapshots().await?;
@@ -447,7 +455,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         write_beside(metadata, &writes).await?;
         drop(writes);
         metadata.sync(SyncMode::Data).await?;
-        // No step that could get ENOSPC is left.
+        // The space of all new tables is allocated and durable, so the remaining steps need no new
+        // space in the image.
         lengthen_data_file(metadata, data_length, |disk_header| {
             disk_header.autoclear |= header.autoclear & LIVE_BITMAPS;
             DataFileMark::copy(&header, disk_header);
@@ -459,7 +468,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         let wanted = header.clone();
         let switched = metadata.rewrite_header(|disk_header| *disk_header = wanted).await;
         if let Err(error) = switched {
-            // Also after ENOSPC: it is unknown which header is on disk.
+            // After any error, even ENOSPC, it is unknown which header is on disk, so further
+            // writes must fail.
             metadata.writer().fail(&error);
             return Err(error);
         }
@@ -504,8 +514,9 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
     }
 }
 
-/// Writes tables that are not active. After writes past the file's end, new clusters no longer read
-/// as zeros: also when the transaction is dropped while its writes are still in flight.
+/// Writes tables that are not active. The known end of the file is advanced before the writes,
+/// because clusters past the old end may no longer read as zeros, even if the transaction is
+/// dropped while its writes are in flight.
 async fn write_beside<S: Storage>(metadata: &Metadata<S>, writes: &[TableWrite]) -> Result<()> {
     let end = |write: &TableWrite| write.offset + write.bytes.len() as u64;
     if let Some(end) = writes.iter().map(end).max() {
@@ -515,7 +526,7 @@ async fn write_beside<S: Storage>(metadata: &Metadata<S>, writes: &[TableWrite])
     metadata.writer().write(writes, Durability::None).await
 }
 
-/// The tables in memory become those that the header on disk names now.
+/// Replaces the tables in memory by those that the header on disk now refers to.
 fn activate<S: Storage>(metadata: &Metadata<S>, active: ActiveTables) -> Result<()> {
     let (size, clusters) = (active.header.size, active.clusters);
     let outcome = {

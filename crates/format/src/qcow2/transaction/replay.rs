@@ -1,5 +1,5 @@
-//! Replays the redo log of a process that has died (`tables/redo`): the changes that it answered
-//! become durable.
+//! Replays the redo log of a process that has died (`tables/redo`), so that the changes whose
+//! requests it had completed become durable.
 //!
 //! The caller has checked that the log belongs to this file and to this boot of the host. The
 //! *session bits*, autoclear bits of the header, show that no other program has changed the image
@@ -7,17 +7,18 @@
 //! (`docs/interop/qcow2.txt` of QEMU, "autoclear feature bits"), and each process with a log sets
 //! different ones. Images of version 2 have none.
 //!
-//! Before any change the image is compared with the whole log: a log that cannot belong to this
-//! file leaves the file as it is.
+//! Before any change the whole log is checked against the image. If the log cannot belong to this
+//! file, the file is not changed.
 //!
-//! 1. Of each guest cluster the latest change counts (`LatestChanges`).
-//! 2. Host clusters that these refer to and that are not counted yet get a refcount of one, and no
-//!    new table takes one of them (`recount`). Compressed data adds to the refcounts of its
-//!    clusters, which may be counted already: a leak at most. One that is counted more than once,
-//!    because the process died before a lower refcount was written, leaks as well: its entry says
-//!    that it is shared.
-//! 3. Entries are set by ordinary steps. What they referred to before is freed as always.
-//! 4. A writeback brings all of it to the disk.
+//! 1. For each guest cluster only the latest change is replayed (`LatestChanges`).
+//! 2. Host clusters that these changes refer to and whose refcount is 0 get a refcount of 1, and no
+//!    new table is placed in one of them (`recount`). Compressed data increments the refcounts of
+//!    its clusters, which may be counted already; at most, that leaks a cluster. A cluster whose
+//!    refcount is too high, because the process died before a lower refcount was written, leaks as
+//!    well.
+//! 3. Ordinary steps set the entries. The clusters that the entries referred to before are freed as
+//!    usual.
+//! 4. A writeback makes all of these changes durable.
 //!
 //! A crash during a replay is harmless: the log still exists, and a replay neither frees nor reuses
 //! host clusters that it refers to.
@@ -54,14 +55,15 @@ impl<S: Storage> Qcow2<S> {
 }
 
 impl<S: Storage> ImageRedo<'_, S> {
-    /// Words of [`StateMemory`] for the log. Less memory is enough for a log with fewer changes.
+    /// The number of words of [`StateMemory`] for the log. With less memory, the log holds fewer
+    /// changes.
     pub fn words(&self) -> usize {
         REDO_LOG_WORDS
     }
 
     /// Replays the linked changes of a killed process that had the image open: `memory` is the log
-    /// that it had attached. Durable when it returns; the log stays as it is, so that a crash
-    /// during this loses nothing. To be called before any change, and before
+    /// that it had attached. The changes are durable when it returns. The log is not modified, so
+    /// that a crash during the replay loses nothing. To be called before any change, and before
     /// [`attach`](Self::attach), for an image that was [opened for it](Qcow2::open_before_replay).
     ///
     /// The caller guarantees that the log belongs to this file, and that the host has not started
@@ -105,7 +107,7 @@ impl<S: Storage> ImageRedo<'_, S> {
 
     /// As [`attach`](Self::attach), replacing a process that has settled the image and no longer
     /// changes it: its session continues, so that the header need not be written before the first
-    /// change. `log` replaces that process's, which is no longer found.
+    /// change. `log` replaces the log of that process, which cannot be found any more.
     pub fn take_over(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
         let found = metadata.lock().tables.headers.disk().autoclear & SESSION_BITS;
@@ -119,8 +121,8 @@ impl<S: Storage> ImageRedo<'_, S> {
         }
     }
 
-    /// Whether a [`replay`](Self::replay) finds out that other programs have changed the image: not
-    /// of version 2, of which only the storage may know.
+    /// Whether a [`replay`](Self::replay) detects that other programs have changed the image. For
+    /// images of version 2 it does not; only the storage may detect such changes.
     pub fn detects_changes(&self) -> bool {
         self.image.metadata.geometry().version >= 3
     }
@@ -132,7 +134,7 @@ impl<S: Storage> ImageRedo<'_, S> {
     }
 }
 
-/// Why the image is not as the process left it.
+/// The reason why the image is not in the state in which the process left it, if it is not.
 fn refusal<S: Storage>(metadata: &Metadata<S>, session: u64) -> Option<String> {
     let state = metadata.lock();
     let header = state.tables.headers.disk();
@@ -146,8 +148,8 @@ fn refusal<S: Storage>(metadata: &Metadata<S>, session: u64) -> Option<String> {
     })
 }
 
-/// The latest changes inside the disk. Changes beyond its end belong to a resize in progress, which
-/// was not answered.
+/// The latest changes inside the disk. Changes beyond the disk's end belong to a resize that had
+/// not completed.
 fn on_disk<S: Storage>(
     metadata: &Metadata<S>,
     records: &[RedoRecord],
@@ -162,7 +164,7 @@ fn on_disk<S: Storage>(
     })
 }
 
-/// Why changes cannot belong to this file: their data would lie past its end.
+/// The reason why changes cannot belong to this file, if their data would lie past its end.
 fn missing_data<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Option<String> {
     let geometry = metadata.geometry();
     if geometry.has_data_file {
@@ -173,7 +175,7 @@ fn missing_data<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Op
     (last > clusters).then(|| "the file is shorter than it was".into())
 }
 
-/// The host clusters of the entries after a change, as far as its record has them.
+/// The host clusters to which the entries refer after a change, if the record contains them.
 fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> {
     let count = record.clusters.end - record.clusters.start;
     match record.change {
@@ -186,9 +188,9 @@ fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> 
     }
 }
 
-/// Why changes cannot belong to this file: their data would lie in its tables. Reads all tables of
-/// the changes, and changes nothing: an image that contradicts itself is not marked as corrupt
-/// either.
+/// The reason why changes cannot belong to this file, if their data would lie in its tables. Reads
+/// all tables that the changes affect. Changes nothing, so even a corrupt image is not marked as
+/// corrupt.
 async fn misplaced_data<S: Storage>(
     metadata: &Metadata<S>,
     latest: &[RedoRecord],
@@ -215,7 +217,7 @@ async fn misplaced_data<S: Storage>(
     Ok(None)
 }
 
-/// Makes the changes in memory. Returns how many entries differed.
+/// Makes the changes in memory. Returns the number of entries that differed.
 async fn apply<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Result<u64> {
     if !metadata.geometry().has_data_file {
         count_hosts(metadata, latest).await?;
@@ -236,7 +238,7 @@ async fn apply<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Res
     Ok(changes)
 }
 
-/// Counts each host cluster of the changes.
+/// Makes the refcounts include each host cluster of the changes.
 async fn count_hosts<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Result<()> {
     let geometry = metadata.geometry();
     let hosts = hosts_of(geometry, latest);
@@ -256,7 +258,7 @@ async fn count_hosts<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) 
     Ok(())
 }
 
-/// The host clusters that a log refers to, as far as it is one of an image of this geometry.
+/// The host clusters that a log refers to, if it is the log of an image with this geometry.
 pub(crate) fn logged_hosts(geometry: Geometry, log: Option<&dyn StateMemory>) -> ClusterRanges {
     let records = log.and_then(|log| RedoLog::read(log, geometry).ok()).unwrap_or_default();
     let latest: Vec<_> = LatestChanges::of(&records, geometry).iter().collect();

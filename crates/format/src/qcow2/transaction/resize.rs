@@ -1,12 +1,13 @@
-//! Longer and shorter disks.
+//! Changes the size of a disk.
 //!
-//! A longer one gets its L1 entries first and its size last, so that the caller can make what would
-//! become visible read as zeros in between. What may find no room comes before its data file
-//! becomes longer. A side file says in its header which size its data file may have beside the
-//! disk's: after a crash in between it is cut to the disk. A shorter one loses the clusters beyond
-//! its new end first: what a crash leaves has the old size, and nothing can come back when the disk
-//! grows again. Its size and the number of L1 entries change with one write of the header. Where
-//! the image has bitmaps, that is the write of a transaction that changes their tables, too.
+//! To grow, the L1 entries are added first and the size is changed last, so that in between the
+//! caller can zero the bytes that would become visible. All steps that may fail with ENOSPC come
+//! before the data file is extended. The header of a side file has a second size that its data file
+//! may have; after a crash during the change the data file is truncated to the disk's size. To
+//! shrink, the clusters beyond the new end are removed first. After a crash the disk has the old
+//! size, and old data does not reappear when the disk grows again. The size and the number of L1
+//! entries change with one write of the header. If the image has bitmaps, this write is that of a
+//! transaction that changes the bitmaps' tables too.
 
 use std::ops::Range;
 
@@ -22,7 +23,8 @@ use crate::qcow2::writeback::Metadata;
 use super::bitmaps::resize_with_bitmaps;
 use super::data_file::{lengthen_data_file, note_in_side_file};
 
-/// After how many clusters they are freed, so that the list of them stays short.
+/// Maximum number of clusters that are removed before a writeback frees them, so that the list of
+/// pending frees stays short.
 const MAX_CLUSTERS_PER_WRITEBACK: u64 = 1 << 19;
 
 /// Changes of the size of an image's disk.
@@ -45,7 +47,7 @@ impl<S: Storage> Qcow2<S> {
         let tables = metadata.geometry().l1_entries_for(metadata.size()) as usize;
         drop_l2_tables(metadata, 0..tables).await?;
         if let Some(data) = metadata.writer().data_file() {
-            // Nothing refers to it. Only a hint, as everywhere.
+            // No entry refers to the range. The discard is only a hint, so its errors are ignored.
             let end = metadata.size().next_multiple_of(metadata.geometry().cluster_size());
             if let Some(range) = table_io::whole_blocks(data, ByteRange::between(0, end)) {
                 let _ = data.discard(range).await;
@@ -59,14 +61,16 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
     /// Whether the disk may have this size, as far as that is known without a change.
     ///
     /// # Errors
-    /// The image may not be changed; `InvalidInput`.
+    /// An error if the image must not be changed; `InvalidInput` for a size that the format does
+    /// not allow.
     pub fn check(&self, size: u64) -> Result<()> {
         check_size(&self.image.metadata, size)?;
         self.image.metadata.writer().data_file().map_or(Ok(()), |data| data.check_size(size))
     }
 
-    /// Makes entries for a disk of `size` bytes, which keeps its size; it has those up to `from`
-    /// already. VM state that lies after the disk is dropped before the first of them.
+    /// Adds the entries for a disk of `size` bytes without changing the disk's size. Entries up to
+    /// `from` exist already. VM state that lies after the disk is removed before the first entry is
+    /// added.
     pub async fn prepare(&self, from: u64, size: u64) -> Result<()> {
         let metadata = &self.image.metadata;
         check_size(metadata, size)?;
@@ -80,7 +84,7 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
     }
 
     /// Makes the disk longer. Bytes past the old end in the last cluster or in the backing file
-    /// become visible, unless they were made zeros before.
+    /// become visible, unless the caller has zeroed them before.
     pub async fn grow(&self, size: u64) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         check_size(metadata, size)?;
@@ -133,7 +137,7 @@ impl<S: Storage> Qcow2SizeChange<'_, S> {
     }
 }
 
-/// In a raw disk all clusters have their entries.
+/// Adds the entries; in a raw disk every cluster needs an entry.
 async fn make_entries<S: Storage>(metadata: &Metadata<S>, from: u64, size: u64) -> Result<()> {
     metadata.step(|state| state.thawed_mapper()?.grow_l1(size)).await?;
     let is_raw = |file: &DataFile| file.is_raw_disk();
@@ -146,15 +150,15 @@ async fn make_entries<S: Storage>(metadata: &Metadata<S>, from: u64, size: u64) 
     while cluster < end {
         let first = cluster;
         cluster = metadata.step(|state| state.thawed_mapper()?.map_raw_slice(first, end)).await?;
-        // Other tasks of the loop have their turn: a step that finds its slice in memory never
+        // Lets other tasks of the loop run, because a step that finds its slice in memory never
         // waits.
         budget.spend((cluster - first) * WorkBudget::LOOK_UP).await;
     }
     Ok(())
 }
 
-/// Drops clusters of the active tables after the disk's end: a guest with a longer disk would read
-/// them there.
+/// Removes clusters of the active tables after the disk's end, because a guest would read them
+/// after the disk has grown.
 async fn drop_vm_state<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     let of_disk = metadata.geometry().l1_entries_for(metadata.size()) as usize;
     let (has_any, entries) = {
@@ -165,9 +169,10 @@ async fn drop_vm_state<S: Storage>(metadata: &Metadata<S>) -> Result<()> {
     if has_any { drop_l2_tables(metadata, of_disk..entries).await } else { Ok(()) }
 }
 
-/// Takes these L2 tables out of the L1 table and frees all they refer to, durably.
+/// Durably removes these L2 tables from the L1 table, and frees the clusters that they refer to.
 async fn drop_l2_tables<S: Storage>(metadata: &Metadata<S>, indexes: Range<usize>) -> Result<()> {
-    // Tables about to be freed must no longer be written.
+    // Everything dirty is written first, because tables that are about to be freed must not be
+    // written later.
     metadata.flush(SyncMode::Data).await?;
     let entries = metadata.geometry().l2_entries();
     let together = (MAX_CLUSTERS_PER_WRITEBACK / entries).max(1) as usize;

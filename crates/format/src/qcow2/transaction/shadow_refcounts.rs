@@ -1,4 +1,4 @@
-//! New refcounts, built beside the active ones.
+//! Builds new refcounts without changing the active ones.
 //!
 //! A change of snapshots modifies refcounts all over the image, in copies of the tables. Every
 //! changed refcount block and the refcount table are written to new clusters. Then one write of the
@@ -27,7 +27,7 @@ use super::shadow_slices::ShadowSlices;
 /// Maximum parts of blocks that are read concurrently.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// See the module's page.
+/// The old and new refcounts of a transaction; see the module's documentation.
 pub(crate) struct ShadowRefcounts {
     geometry: Geometry,
     name: String,
@@ -37,9 +37,10 @@ pub(crate) struct ShadowRefcounts {
     slices: ShadowSlices,
     /// Blocks that change and have no new cluster yet.
     unallocated_blocks: BTreeSet<u64>,
-    /// Clusters of active tables: if one counts as free, the image is corrupt.
+    /// Clusters of active tables. If the refcount of one is 0, the image is corrupt.
     tables: HashSet<u64>,
-    /// Clusters that a dropped write may still modify: their refcounts never become 0.
+    /// Clusters that a dropped write may still modify. Their refcounts must not become 0, because
+    /// the late write would corrupt a new owner's data.
     quarantined: HashSet<u64>,
     /// No cluster below this one is free.
     cursor: u64,
@@ -57,7 +58,7 @@ pub(crate) struct NewRefcounts {
     pub(crate) table: Vec<u64>,
     pub(crate) table_offset: u64,
     pub(crate) table_clusters: u32,
-    /// The clusters without any reference.
+    /// The clusters that no longer have any reference.
     pub(crate) freed: Vec<Range<u64>>,
 }
 
@@ -215,7 +216,8 @@ impl ShadowRefcounts {
         self.decrement_all(self.old_table.clone())?;
         let mut table = 0..0;
         loop {
-            // Allocation changes blocks, maybe one that was unchanged before.
+            // An allocation changes a refcount block, possibly one that was unchanged before, so
+            // the set may grow in the loop.
             while let Some(index) = self.unallocated_blocks.pop_first() {
                 let cluster = self.allocate(1)?;
                 let absent = Block { offset: None, new_cluster: None };

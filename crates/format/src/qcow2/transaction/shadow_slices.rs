@@ -1,12 +1,13 @@
-//! Slices of refcounts in memory: the present ones and the new ones. A missing slice is all zeros.
+//! Slices of refcounts in memory, with their old content (as on disk) and their new content. A
+//! missing slice is all zeros.
 //!
-//! The slice that was used last is found without a lookup by number: references to clusters come in
-//! runs.
+//! The slice that was used last is found without a lookup by number, because successive references
+//! are often to neighbouring clusters.
 
 use std::cell::Cell;
 use std::collections::HashMap;
 
-/// See the module's page.
+/// The slices of refcounts by their number; see the module's documentation.
 #[derive(Default)]
 pub(super) struct ShadowSlices {
     slices: Vec<Slice>,
@@ -18,12 +19,12 @@ pub(super) struct ShadowSlices {
 
 struct Slice {
     now: Vec<u8>,
-    /// As on disk, if it differs; empty for zeros.
+    /// The content on disk, if the slice was changed; empty if that is all zeros.
     before: Option<Vec<u8>>,
 }
 
 impl ShadowSlices {
-    /// A slice that was read.
+    /// Adds a slice that was read from disk.
     pub(super) fn insert(&mut self, number: u64, now: Vec<u8>) {
         self.index.insert(number, self.slices.len());
         self.slices.push(Slice { now, before: None });
@@ -40,26 +41,26 @@ impl ShadowSlices {
         }
     }
 
-    /// A slice as it will be; empty for zeros.
+    /// The new content of a slice; empty if it is all zeros.
     pub(super) fn now(&self, number: u64) -> &[u8] {
         self.find(number).map_or(&[], |at| &self.slices[at].now)
     }
 
-    /// A slice as it is on disk; empty for zeros.
+    /// The content of a slice on disk; empty if it is all zeros.
     pub(super) fn before(&self, number: u64) -> &[u8] {
         let Some(at) = self.find(number) else { return &[] };
         let Slice { now, before } = &self.slices[at];
         before.as_ref().unwrap_or(now)
     }
 
-    /// A slice that was changed before, to change it again.
+    /// A slice for a further change; `None` if it was not changed before.
     pub(super) fn changed_mut(&mut self, number: u64) -> Option<&mut [u8]> {
         let at = self.find(number)?;
         let Slice { now, before } = &mut self.slices[at];
         before.is_some().then_some(now)
     }
 
-    /// A slice of this many bytes, to change it for the first time.
+    /// A slice of `size` bytes for its first change.
     pub(super) fn begin_change(&mut self, number: u64, size: usize) -> &mut [u8] {
         let at = self.find(number).unwrap_or_else(|| {
             self.insert(number, Vec::new());
@@ -71,7 +72,7 @@ impl ShadowSlices {
         now
     }
 
-    /// The slices that changed, in order: number, as on disk, as it will be.
+    /// The changed slices in order of their numbers: number, content on disk, new content.
     pub(super) fn changed(&self) -> impl Iterator<Item = (u64, &[u8], &[u8])> {
         let mut numbers: Vec<(u64, usize)> =
             self.index.iter().map(|(&number, &at)| (number, at)).collect();
@@ -82,7 +83,7 @@ impl ShadowSlices {
         })
     }
 
-    /// Gives a slice away as it will be; empty for zeros.
+    /// Removes a slice and returns its new content; empty if it is all zeros.
     pub(super) fn take(&mut self, number: u64) -> Vec<u8> {
         let at = self.find(number);
         at.map_or_else(Vec::new, |at| std::mem::take(&mut self.slices[at].now))

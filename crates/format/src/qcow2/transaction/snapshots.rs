@@ -1,8 +1,8 @@
 //! Snapshots of the disk, with or without the machine's state: taken, applied, deleted, renamed.
 //!
-//! Taking one costs reading and writing the image's tables, never its data: the refcounts of all
-//! clusters are incremented, and clusters are copied when they are next written. Each of these
-//! changes is atomic, even in a crash (see the folder's page). The machine's state lies in the
+//! Taking a snapshot reads and writes the image's tables, never its data, because the refcounts of
+//! all clusters are incremented and clusters are copied when they are next written. Each of these
+//! changes is atomic, even in a crash (see the folder's `mod.rs`). The machine's state lies in the
 //! snapshot's tables after the disk, at the size of the disk rounded up to the range of an L1
 //! entry. As in QEMU, a snapshot without a VM state of its own gets the active tables' data there,
 //! and reverting to it restores that data.
@@ -35,8 +35,8 @@ pub struct NewSnapshot {
     pub vm_clock: Duration,
 }
 
-/// The snapshots of an image. Changes are atomic, and durable when they return. No change of the
-/// guest's data may be in flight.
+/// The snapshots of an image. Changes are atomic, and durable when they return. The caller ensures
+/// that no change of the guest's data is in flight.
 pub struct InternalSnapshots<'a, S: Storage> {
     pub(super) image: &'a Qcow2<S>,
 }

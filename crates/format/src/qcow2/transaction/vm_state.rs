@@ -17,7 +17,8 @@ use crate::qcow2::layout::limits::MAX_L1_BYTES;
 
 use super::metadata_transaction::{MetadataTransaction, RefcountDelta, check_no_data_file};
 
-/// See the module's page. Offsets of the state count from its own beginning.
+/// The tables of a VM state; see the module's documentation. Offsets are relative to the start of
+/// the state.
 pub struct VmStateTables {
     geometry: Geometry,
     /// L1 entries before those of the state.
@@ -30,12 +31,12 @@ pub struct VmStateTables {
     size: u64,
 }
 
-/// The encoding of zeros that take no cluster.
+/// How a cluster of zeros is encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZeroEncoding {
     /// The zero flag of an entry.
     ZeroFlag,
-    /// No entry: there is no backing file.
+    /// No entry, because there is no backing file.
     Unallocated,
     /// Zeros are stored as data.
     None,
@@ -44,7 +45,7 @@ enum ZeroEncoding {
 /// Location of a cluster of the state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmStateCluster {
-    /// Not stored; it reads as zeros.
+    /// The cluster is not stored and reads as zeros.
     Zero,
     /// At this offset of the storage.
     Data(u64),
@@ -65,7 +66,7 @@ impl<S: Storage> Qcow2<S> {
 }
 
 impl<S: Storage> VmStates<'_, S> {
-    /// Bytes of a cluster: machine states are stored in whole ones.
+    /// Bytes of a cluster. Machine states are stored in whole clusters.
     pub fn cluster_size(&self) -> u64 {
         self.image.cluster_size()
     }
@@ -109,8 +110,8 @@ impl<S: Storage> VmStates<'_, S> {
         VmStateTables::new(metadata.lock().tables.header(), metadata.size())
     }
 
-    /// Allocates one to `limit` clusters in a row. No table refers to them: the caller
-    /// [reserves](VmStateTables::reserve) or [frees](Self::free_clusters) them.
+    /// Allocates one to `limit` clusters in a row. No table refers to the clusters, so the caller
+    /// must [reserve](VmStateTables::reserve) or [free](Self::free_clusters) them.
     ///
     /// # Errors
     /// `NoSpace`, `ReadOnly`, or an earlier failure to write tables; `Unsupported` for an image

@@ -1,5 +1,5 @@
-//! Filling the reserve (`allocator/reserve`): space on the host for metadata, before anything
-//! relies on it.
+//! Fills the reserve (`allocator/reserve`): allocates space on the host for metadata before a step
+//! uses the space.
 //!
 //! If the host has no space, the request that needs it fails without any change.
 
@@ -10,16 +10,16 @@ use crate::qcow2::tables::ReserveRequest;
 
 use super::Metadata;
 
-/// Limits of the space ahead, by which the file is longer than needed: it is an eighth, but at
-/// least `MIN_AHEAD` clusters, and at most `MAX_AHEAD` bytes.
+/// The file is extended by an eighth of its length more than needed, but by at least `MIN_AHEAD`
+/// clusters, and at most `MAX_AHEAD` bytes.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 1 << 30;
 
-/// Gets what steps lack.
+/// Allocates the host space that blocked steps need.
 pub(super) struct ReserveFiller<'a, S: Storage>(pub(super) &'a Metadata<S>);
 
 impl<S: Storage> ReserveFiller<'_, S> {
-    /// Gets what a step lacked.
+    /// Allocates the host space without which a step was blocked.
     ///
     /// # Errors
     /// `NoSpace` if the host has no space; other storage errors.
@@ -51,8 +51,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
         }
     }
 
-    /// Makes the file longer than needed now: file systems process writes that extend a file one at
-    /// a time.
+    /// Makes the file longer than needed now, because file systems serialize writes that extend a
+    /// file.
     async fn extend_file(&self, needed: u64) {
         let _alone = self.0.end_lock.acquire().await;
         if !self.0.state.lock().allocator.is_file_short(needed) {
@@ -69,11 +69,11 @@ impl<S: Storage> ReserveFiller<'_, S> {
     /// Prepares clusters at the end for durable writes, if the storage can, and the host has enough
     /// space.
     ///
-    /// A host that cannot is no failure: space is taken as without it. A flush that fails is one
-    /// for all requests, as any other.
+    /// If the host cannot prepare clusters, no error is returned, and unprepared clusters are
+    /// allocated. A failed flush is recorded as a failure of the image, as any other failed flush.
     async fn prepare_zeros(&self) -> Result<()> {
         let _alone = self.0.end_lock.acquire().await;
-        // As for the reserve: a transaction that freezes the tables later waits for the guard.
+        // As for the reserve, a transaction that freezes the tables later waits for the guard.
         let free = self.0.storage().free_space().await.unwrap_or(Some(0));
         let claim = self.0.step(|state| {
             state.tables.freeze.wait_thawed()?;
@@ -81,7 +81,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
             Ok(claimed.map(|claimed| (claimed, self.0.writer.writes().enter())))
         });
         let Some((claimed, _writing)) = rare(claim).await? else { return Ok(()) };
-        // Dropped in the middle, the clusters stay unused: they may be zeroed at any time.
+        // If this future is dropped in the middle, the clusters remain unused, because they may
+        // still be zeroed at any time.
         let range = self.0.geometry.bytes_of(claimed.clone());
         let outcome = self.0.writer.prepare_zeros(range).await;
         let outcome = match outcome {
@@ -91,7 +92,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
         let mut state = self.0.state.lock();
         let state = &mut *state;
         match outcome {
-            // A transaction that waits for the guard may take them: this task must forget them.
+            // A transaction that waits for the guard may allocate the clusters, so this task must
+            // not use them.
             Ok(()) if !state.tables.freeze.is_active() => {}
             Ok(()) => state.allocator.put_prepared(claimed),
             Err(_) => state.allocator.give_up_preparing(&mut state.tables, claimed),
@@ -99,11 +101,11 @@ impl<S: Storage> ReserveFiller<'_, S> {
         Ok(())
     }
 
-    /// Runs pending frees, unless the storage grows with writes: then only extending it ahead has
-    /// failed.
+    /// Runs pending frees, unless the storage has grown by writes, because then only extending it
+    /// in advance has failed.
     ///
     /// # Errors
-    /// Why tables cannot be written, which keeps those clusters from being freed.
+    /// The reason why tables cannot be written, which prevents the clusters from being freed.
     async fn reclaim_at_limit(&self) -> Result<()> {
         if self.0.state.lock().allocator.lift_limit(self.0.storage().size()) {
             return Ok(());
@@ -119,15 +121,16 @@ impl<S: Storage> ReserveFiller<'_, S> {
 
     async fn fill_at_end(&self, count: u64) -> Result<()> {
         let _alone = self.0.end_lock.acquire().await;
-        // A transaction that freezes the tables later waits for the guard: nothing is reserved,
-        // written or given back in space that it has taken.
+        // A transaction that freezes the tables later waits for the guard, so this task does not
+        // reserve, write or free clusters that the transaction has allocated.
         let reserve = self.0.step(|state| {
             state.tables.freeze.wait_thawed()?;
             let reserved = state.allocator.begin_end_reserve(&mut state.tables, count);
             Ok(reserved.map(|reserved| (reserved, self.0.writer.writes().enter())))
         });
         let Some((reserved, _writing)) = rare(reserve).await? else { return Ok(()) };
-        // Dropped in the middle, the clusters stay unused: the write may still be in flight.
+        // If this future is dropped in the middle, the clusters remain unused, because the write
+        // may still be in flight.
         let outcome = self.0.writer.write_zeros(self.0.geometry.bytes_of(reserved.clone())).await;
         let mut state = self.0.state.lock();
         match outcome {
@@ -155,8 +158,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
             Room::End => return Ok(true),
             Room::None => return Ok(false),
         };
-        // Dropped in the middle, they stay allocated: a leak, because the write may still be in
-        // flight.
+        // If this future is dropped in the middle, the clusters remain allocated and leak, because
+        // the write may still be in flight.
         let outcome = self.0.writer.write_zeros(self.0.geometry.bytes_of(row.clone())).await;
         let mut state = self.0.state.lock();
         let state = &mut *state;

@@ -2,8 +2,9 @@
 //!
 //! 1. Before the first change of an image its autoclear bits are cleared, durably, except those of
 //!    features that this program keeps consistent (bitmaps, for example). If a redo log is
-//!    attached, the same write sets the session bits. Other programs clear them before they change
-//!    the image, and another process with a redo log sets different ones: a replay detects both.
+//!    attached, the same write sets the session bits. Other programs clear these bits before they
+//!    change the image, and another process with a redo log sets different session bits, so a
+//!    replay detects both.
 //! 2. If an image that is open for writing contradicts itself, it is marked as corrupt, durably,
 //!    and not changed again while it is open.
 
@@ -23,7 +24,8 @@ use super::Metadata;
 pub(super) struct AutoclearState {
     /// Whether the bits must be changed before the first change.
     is_due: AtomicBool,
-    /// The bits that stay set, because this program keeps them true: those of bitmaps.
+    /// The bits that remain set, because this program keeps the features consistent: those of
+    /// bitmaps.
     kept: AtomicU64,
     lock: Semaphore,
 }
@@ -50,7 +52,8 @@ impl<S: Storage> Autoclear<'_, S> {
         self.0.autoclear.is_due.load(Ordering::Acquire)
     }
 
-    /// Makes the autoclear bits true, durably. Called before the first change.
+    /// Durably clears or sets the autoclear bits so that they are true. Called before the first
+    /// change.
     pub(crate) async fn begin_changes(&self) -> Result<()> {
         if self.needs_begin_changes() {
             let _alone = self.0.autoclear.lock.acquire().await;
@@ -113,7 +116,7 @@ impl<S: Storage> Autoclear<'_, S> {
         self.0.autoclear.kept.load(Ordering::Acquire)
     }
 
-    /// Determines whether autoclear bits must be changed before the first change.
+    /// Determines whether the autoclear bits must be updated before the first change of the image.
     fn look_at_autoclear(&self) {
         let kept = self.kept_autoclear();
         let state = self.0.state.lock();
@@ -124,7 +127,7 @@ impl<S: Storage> Autoclear<'_, S> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// The autoclear bits: the first change waits until they are true.
+    /// Access to the autoclear bits, which are made true before the first change.
     pub(crate) fn autoclear(&self) -> Autoclear<'_, S> {
         Autoclear(self)
     }
@@ -151,7 +154,7 @@ impl<S: Storage> Metadata<S> {
         Ok(())
     }
 
-    /// Flushes data and image.
+    /// Flushes the data file, if there is one, and the image.
     pub(crate) async fn sync(&self, sync: SyncMode) -> Result<()> {
         self.writer.check_failure()?;
         self.sync_despite_failure(sync).await
@@ -169,7 +172,8 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Flushes an image whose changes are all written, for another process that opens it. The
-    /// session bits stay: this process may continue, and the other one keeps a redo log, too.
+    /// session bits remain set, because this process may continue, and the other process keeps a
+    /// redo log too.
     pub(crate) async fn settle(&self) -> Result<()> {
         self.sync(SyncMode::Data).await?;
         self.mark_clean(0).await
@@ -195,8 +199,9 @@ impl<S: Storage> Metadata<S> {
         .await
     }
 
-    /// The outcome of a step. If the image contradicts itself and is open for writing, it is marked
-    /// as corrupt on disk, and not changed again while it is open.
+    /// Returns the outcome of a step. If the outcome is that the image is corrupt, and the image is
+    /// open for writing, the image is marked as corrupt on disk and not changed again while it is
+    /// open.
     pub(crate) async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
         if let Err(error) = &outcome
             && error.kind() == ErrorKind::Corrupt
@@ -211,8 +216,8 @@ impl<S: Storage> Metadata<S> {
         outcome
     }
 
-    /// Marks the image as corrupt, durably, even if tables could not be written before: a storage
-    /// that refuses flushes returns that error itself.
+    /// Durably marks the image as corrupt, even if writes of tables failed before. If the storage
+    /// fails flushes, its error is returned.
     async fn mark_as_corrupt(&self) -> Result<()> {
         if self.state.lock().tables.headers.is_marked_durably(Incompatible::CORRUPT) {
             return Ok(());

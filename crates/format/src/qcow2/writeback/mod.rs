@@ -1,25 +1,25 @@
-//! Runs steps, and writes their changes to the disk in an order that is right after a crash at any
-//! point.
+//! Runs steps, and writes their changes to the disk in an order that keeps the image consistent if
+//! a crash happens at any point.
 //!
 //! The life of a writeback. One runs at a time; tasks that need one share it.
 //!
 //! 1. A task needs changes to be durable (a flush, a durable write that allocated, the dirty limit,
-//!    closing). If a writeback runs, it waits for that one, and then for another one if its changes
-//!    came too late.
-//! 2. A writeback that serves writes without FUA waits for the data of others like them that is in
-//!    flight: else their own writeback would follow at once. It waits for writes of tables of a
-//!    dropped writeback.
-//! 3. Under the lock it takes a copy of everything that is dirty (`tables`), and the pending frees
-//!    (`allocator`).
+//!    closing). If a writeback runs, the task waits for it, and then for another writeback if the
+//!    first one began before the task's changes.
+//! 2. A writeback that serves writes without FUA waits for the data of other such writes in flight,
+//!    because otherwise these would need another writeback at once. It also waits for the table
+//!    writes of a dropped writeback.
+//! 3. Under the lock, the writeback copies all dirty metadata (`tables`), and takes the pending
+//!    frees (`allocator`).
 //! 4. It writes the copy, without the lock (`order`).
-//! 5. Under the lock: the copy is clean, and the frees are freeable. Or, where it failed or its
-//!    future was dropped, all of it is dirty again, and the next one repeats it.
-//! 6. It processes what is freeable (`reclaim`).
+//! 5. Under the lock: the copy is clean, and the frees are freeable. If the writeback failed or its
+//!    future was dropped, everything in the copy is dirty again, and the next writeback repeats it.
+//! 6. It frees the freeable clusters (`reclaim`).
 //!
-//! Locking: [`State`] is what the image's one short lock guards; it is never held over I/O. A step
-//! that is blocked gives it back (`steps`). The semaphores are taken without it. Their order is:
-//! the lock for L2 tables, the lock for the end of the file, the lock for frees, the lock for the
-//! header.
+//! Locking: The image's one short lock protects [`State`]; the lock is never held during I/O. A
+//! blocked step releases the lock (`steps`). The semaphores are acquired without the lock. Their
+//! order is: the lock for L2 tables, the lock for the end of the file, the lock for frees, the lock
+//! for the header.
 
 mod fill_reserve;
 mod header;
@@ -51,7 +51,7 @@ pub(crate) struct State {
     pub(crate) tables: Tables,
     pub(crate) allocator: Allocator,
     pub(crate) mapping: Mapping,
-    /// Whether a writeback runs, or is kept from running.
+    /// Whether a writeback runs, or writebacks are blocked ([`WritebackBlock`]).
     is_running: bool,
 }
 
@@ -73,17 +73,18 @@ pub(crate) struct Metadata<S: Storage> {
     geometry: Geometry,
     access: Access,
     discard: Discard,
-    /// Whether the guest's data is encrypted: then zeros of the file are not zeros of the disk.
+    /// Whether the guest's data is encrypted. If it is, zeros in the file do not read as zeros on
+    /// the guest's disk.
     is_encrypted: bool,
     writer: TableWriter<S>,
     state: Mutex<State>,
-    /// Bytes of the guest's disk: the truth is in the header, this is for asking without the lock.
+    /// Bytes of the guest's disk: a copy of the header's field that is read without the lock.
     size: AtomicU64,
     autoclear: AutoclearState,
-    /// A writeback ended, or may run again.
+    /// Notified when a writeback has ended, or writebacks are no longer blocked.
     done: Event,
     reads: Epochs,
-    /// Data of durable writes that a writeback serves.
+    /// The data writes in flight for which a writeback waits.
     data_writes: Epochs,
     // Semaphores of one permit: the mutex of the same crate reads the clock when it is contended.
     /// Held by the task that lowers refcounts, or changes the image as a whole.
@@ -120,7 +121,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Numbers of the image that never change.
+    /// The sizes of the image's structures, which never change.
     pub(crate) fn geometry(&self) -> Geometry {
         self.geometry
     }
@@ -130,12 +131,13 @@ impl<S: Storage> Metadata<S> {
         self.size.load(Ordering::Acquire)
     }
 
-    /// The disk has another size from now on, in the header or in a snapshot that is shown.
+    /// Sets the size of the disk that is read without the lock, after the header or the shown
+    /// snapshot has changed it.
     pub(crate) fn publish_size(&self, size: u64) {
         self.size.store(size, Ordering::Release);
     }
 
-    /// The image's storage, which has its tables.
+    /// The storage that contains the image's tables.
     pub(crate) fn storage(&self) -> &S {
         self.writer.storage()
     }
@@ -144,7 +146,7 @@ impl<S: Storage> Metadata<S> {
         &self.writer
     }
 
-    /// The guest's clusters are in another file.
+    /// Sets the data file, in which the guest's clusters are.
     pub(crate) fn set_data_file(&mut self, data: S) {
         self.writer.set_data_file(data);
     }
@@ -154,17 +156,17 @@ impl<S: Storage> Metadata<S> {
         self.state.lock()
     }
 
-    /// A lookup for reading begins.
+    /// Begins a lookup for reading.
     pub(crate) fn begin_read(&self) -> ReadGuard<'_> {
         ReadGuard { _read: self.reads.enter() }
     }
 
-    /// Waits for reads that may have looked up clusters freed before.
+    /// Waits for reads in flight, which may have looked up clusters that were freed since.
     pub(crate) async fn reads_ended(&self) {
         self.reads.synchronize().await;
     }
 
-    /// Data that needs metadata after it is about to be written without FUA.
+    /// Begins a data write without FUA whose metadata is written after it.
     pub(crate) fn begin_data_write(&self) -> DataWriteGuard<'_> {
         DataWriteGuard { _data: self.data_writes.enter() }
     }

@@ -5,8 +5,8 @@
 //! 2. if the refcount table changed: its entries, or the header with its new location; flush;
 //! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices alone carry FUA instead.
 //!
-//! A failed write of a table is recorded, and nothing that depends on it is written. One that
-//! failed with ENOSPC changed nothing, and the next writeback tries again.
+//! A failed write of a table is recorded, and no table that depends on it is written. A write that
+//! failed with ENOSPC changed nothing, so the next writeback retries it.
 
 use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
 
@@ -16,8 +16,8 @@ use crate::qcow2::tables::{WritebackBatch, WritebackScope};
 
 use super::Metadata;
 
-/// The most changes, and writes of a kind, that are written by FUA rather than with a flush. Only
-/// one where FUA brings a flush with it.
+/// Maximum number of changes, and of writes of a kind, that use FUA rather than a flush. If FUA
+/// implies a flush, the maximum is 1.
 pub(super) const MAX_FUA_WRITES: usize = 3;
 
 /// Whether a flush was part of the operation.
@@ -31,7 +31,7 @@ pub(super) enum Flushed {
 pub(super) struct BatchWriter<'a, S: Storage>(pub(super) &'a Metadata<S>);
 
 impl<S: Storage> BatchWriter<'_, S> {
-    /// Writes a batch durably; whether that took a flush.
+    /// Writes a batch durably. Returns whether a flush was part of that.
     pub(super) async fn write(&self, batch: &WritebackBatch) -> Result<Flushed> {
         if batch.scope() == WritebackScope::SkipRefcounts {
             self.0.set_dirty_bit().await?;
@@ -70,7 +70,7 @@ impl<S: Storage> BatchWriter<'_, S> {
         Ok(Flushed::Yes)
     }
 
-    /// Whether these are written by FUA rather than with a flush after them.
+    /// Whether these writes use FUA rather than a flush after them.
     fn goes_by_fua(&self, writes: &[TableWrite]) -> bool {
         let Capabilities { fua, fua_cost, .. } = self.0.storage().capabilities();
         let limit = match fua_cost {
@@ -80,8 +80,8 @@ impl<S: Storage> BatchWriter<'_, S> {
         fua == Fua::Native && writes.len() <= limit
     }
 
-    /// Whether the batch is written as a few durable writes and needs no flush: no data waits for
-    /// one.
+    /// Whether the batch is written as a few FUA writes without a flush, because the data is stable
+    /// already.
     fn is_small(&self, batch: &WritebackBatch) -> bool {
         batch.is_stable_slices()
             && self.goes_by_fua(batch.unordered())
@@ -101,7 +101,8 @@ impl<S: Storage> Metadata<S> {
 
     /// Sets the dirty bit (refcounts may be wrong), durably.
     async fn set_dirty_bit(&self) -> Result<()> {
-        // Another task may be writing the mark: it counts when it is durable.
+        // Another task may be writing the dirty bit, so the bit in memory is not sufficient: it
+        // must be durable.
         if self.state.lock().tables.headers.is_marked_durably(Incompatible::DIRTY) {
             return Ok(());
         }

@@ -11,8 +11,9 @@ use crate::qcow2::tables::{Blocked, WritebackReason};
 
 use super::{Metadata, State};
 
-/// Clusters that are being freed. If the guard is dropped, the rest is still freeable. Clusters in
-/// the middle of a punch stay allocated, a leak, because the late punch may still zero them.
+/// Clusters that are being freed. If the guard is dropped, the remaining clusters are freeable
+/// again. Clusters whose punch is in flight remain allocated and leak, because the late punch may
+/// still zero them.
 struct FreeingGuard<'a> {
     state: &'a Mutex<State>,
     free: DeferredFree,
@@ -39,8 +40,8 @@ impl<S: Storage> Metadata<S> {
         let is_zeroed = read_after_discard == ReadAfterDiscard::Zeros && !self.is_encrypted;
         for mut free in dropped {
             if free.punch == Punch::Yes && self.discard == Discard::Unmap && is_zeroed {
-                // The clusters have no other owner yet. If this future is dropped they leak,
-                // because the late punch may still zero them.
+                // The clusters are not reallocated during the punch. If this future is dropped the
+                // clusters leak, because the late punch may still zero them.
                 self.writer.punch(self.geometry.bytes_of(free.clusters.clone())).await;
                 free.punch = Punch::No;
             }
@@ -65,14 +66,14 @@ impl<S: Storage> Metadata<S> {
     /// Frees all clusters that are pending or freeable now: runs a writeback, or waits for one.
     ///
     /// The caller may have prepared changes and hold a claim, a copy's memory or the permit for a
-    /// new L2 table. A writeback waits for none of these: only for table writes and, at its end,
-    /// for reads of the image. Those need none of them either.
+    /// new L2 table. A writeback waits for none of these, so there is no deadlock. It waits only
+    /// for table writes and, at its end, for reads of the image, which need none of them either.
     ///
     /// # Errors
     /// The reason why tables cannot be written.
     pub(crate) async fn reclaim(&self) -> Result<()> {
-        // A running writeback may have begun before these frees; then the second one includes
-        // them. The clusters in the running one's batch must wait for it as well.
+        // A running writeback may have begun before these frees; then the second one includes them.
+        // The clusters in the batch of the running writeback must wait for its end as well.
         for _ in 0..2 {
             self.writer.check_failure()?;
             let is_due = {

@@ -1,4 +1,4 @@
-//! The tasks that run a writeback, and those that wait for one.
+//! Runs writebacks, and lets tasks wait for a running one.
 
 use std::ops::Range;
 
@@ -22,8 +22,8 @@ enum WritebackStep {
     Run,
 }
 
-/// The only running writeback. Dropping it lets others run. If it is unfinished, the tables that it
-/// had copied become dirty again.
+/// The guard of the only running writeback. When it is dropped, another writeback may run. If the
+/// writeback is unfinished then, the tables that it had copied become dirty again.
 struct WritebackGuard<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     batch: Option<WritebackBatch>,
@@ -47,8 +47,7 @@ impl<S: Storage> Drop for WritebackGuard<'_, S> {
     }
 }
 
-/// Keeps writebacks from running, and refcounts from being lowered. Nothing is dirty when it is
-/// made.
+/// Blocks writebacks and decrements of refcounts. No metadata is dirty when the block begins.
 pub(crate) struct WritebackBlock<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     _no_frees: SemaphoreGuard<'a>,
@@ -81,9 +80,10 @@ impl<S: Storage> Metadata<S> {
         self.make_durable(WritebackReason::PendingData).await.map(drop)
     }
 
-    /// How extents become durable with the fewest operations: by FUA if few changes are pending and
-    /// the next writeback has few writes, with stable data. By a flush if FUA implies one, as it
-    /// does when the file grows: one flush for data and refcounts is cheaper than one for each.
+    /// How extents become durable with the fewest operations. FUA is used if few changes are
+    /// pending, their data is stable, and the next writeback has few writes. A flush is used if FUA
+    /// implies a flush, as it does when the file grows, because one flush for data and refcounts is
+    /// cheaper than one for each.
     pub(crate) fn metadata_sync_mode(&self) -> MetadataSync {
         let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
         let mut state = self.state.lock();
@@ -158,8 +158,8 @@ impl<S: Storage> Metadata<S> {
         rare(self.write_back(WritebackReason::Full)).await.map(drop)
     }
 
-    /// Writes all dirty metadata, and keeps writebacks from running. While the result is held no
-    /// refcount is lowered either: clusters that a writeback makes freeable are freed after its
+    /// Writes all dirty metadata, and blocks writebacks. While the result is held no refcount is
+    /// decremented either, because clusters that a writeback makes freeable are freed after its
     /// end.
     pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S>> {
         loop {

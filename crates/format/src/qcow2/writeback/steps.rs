@@ -1,5 +1,5 @@
-//! Running a step until nothing blocks it (`tables/step`): each obstacle is removed without the
-//! lock.
+//! Repeats a step until nothing blocks it (`tables/step`). What blocks the step is removed without
+//! holding the lock.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::fill_reserve::ReserveFiller;
 use super::{Metadata, State};
 
 impl<S: Storage> Metadata<S> {
-    /// Runs a step until it is made.
+    /// Repeats a step until it is not blocked.
     pub(crate) async fn step<T>(&self, mut step: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
         loop {
             match self.try_step(&mut step).await? {
@@ -24,7 +24,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Runs a step until it succeeds, or is blocked by the dirty limit: then `None`.
+    /// Repeats a step until it succeeds; returns `None` if the dirty limit blocks it.
     pub(crate) async fn try_step<T>(
         &self,
         mut step: impl FnMut(&mut State) -> Step<T>,
@@ -40,14 +40,15 @@ impl<S: Storage> Metadata<S> {
                 Err(Blocked::Failed(error)) => return Err(error),
                 Err(Blocked::CacheMiss(slice)) => rare(self.load(slice)).await?,
                 Err(Blocked::Wait(event) | Blocked::NoRoom(event)) => event.await,
-                // It runs steps itself.
+                // Filling the reserve runs steps itself, so the future is boxed.
                 Err(Blocked::NeedsReserve(need)) => rare(ReserveFiller(self).fill(need)).await?,
                 Err(Blocked::DirtyLimit) => return Ok(None),
             }
         }
     }
 
-    /// Reads a slice into the cache. It is read once for any number of tasks.
+    /// Reads a slice into the cache. If several tasks need the slice at the same time, it is read
+    /// once.
     async fn load(&self, id: SliceId) -> Result<()> {
         let fetch = self.state.lock().tables.cache.fetch(id.offset);
         let ticket = match fetch {

@@ -1,4 +1,4 @@
-//! Which connections are admitted, wait or end. The registry states the rules.
+//! Decides which connections are admitted, wait or end. The module `registry` states the rules.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -18,22 +18,22 @@ use crate::tls::Credential;
 /// A connection that has sent no request for this long may be ended in favor of another client.
 const UNUSED_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Connections beyond the limit that may wait. Beyond that the waiting connections of the peer with
-/// the most of them are closed first.
+/// Maximum number of connections that wait for admission. If there are more, the peer with the most
+/// waiting connections loses one.
 pub const MAX_WAITING: usize = 64;
 
 /// The result for one more connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// It may begin its handshake.
+    /// The connection may begin its handshake.
     Admitted,
-    /// It waits.
+    /// The connection waits for admission.
     Waiting,
-    /// The caller closes it.
+    /// The caller closes the connection.
     Refused,
 }
 
-/// Some of the connections.
+/// A subset of the connections.
 #[derive(Clone, Copy, Debug)]
 pub enum Clients {
     /// Connections that use an export.
@@ -70,12 +70,12 @@ pub struct AdmissionState {
 /// Whether connections are accepted and served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Pause {
-    /// Both.
+    /// Connections are accepted and served.
     #[default]
     None,
     /// No new connection is accepted; those in the transmission phase continue.
     Accepting,
-    /// None is accepted, and none reads requests.
+    /// No connection is accepted, and no connection reads requests.
     All,
 }
 
@@ -112,13 +112,13 @@ impl AdmissionState {
         self.entries.is_empty()
     }
 
-    /// Whether the server ends.
+    /// Whether the server is draining.
     pub fn is_draining(&self) -> bool {
         self.is_draining
     }
 
     /// Registers a connection, to be admitted now or later, if `limit` connections are admitted at
-    /// once. Returns its number; `None` when the server ends, or too many wait.
+    /// once. Returns its number; `None` if the server is draining, or too many connections wait.
     pub fn enter(&mut self, stream: &Stream, origin: Origin, limit: usize) -> Option<u64> {
         if self.is_draining {
             return None;
@@ -131,7 +131,7 @@ impl AdmissionState {
     }
 
     /// Registers a connection that has done its handshake with another process, also beyond the
-    /// limit. Returns its number; `None` when the server ends.
+    /// limit. Returns its number; `None` if the server is draining.
     pub fn enter_served(&mut self, stream: &Stream, origin: Origin) -> Option<u64> {
         (!self.is_draining).then(|| self.push(stream, origin, true))
     }
@@ -147,7 +147,7 @@ impl AdmissionState {
         id
     }
 
-    /// A task begins to accept connections, or ends it.
+    /// Records that a task has begun or stopped accepting connections.
     pub fn set_accepting(&mut self, accepts: bool) {
         if accepts {
             self.accepting += 1
@@ -168,19 +168,19 @@ impl AdmissionState {
         self.wake();
     }
 
-    /// Whether no task accepts connections, and all that there are have done their handshakes.
+    /// Whether no task accepts connections, and all connections have done their handshakes.
     pub fn is_settled(&self) -> bool {
         self.accepting == 0 && self.entries.iter().all(Entry::is_in_transmission)
     }
 
-    /// Disconnects all that have not done their handshake.
+    /// Disconnects all connections that have not done their handshake.
     pub fn end_handshakes(&mut self) {
         let early = self.entries.iter_mut().filter(|entry| !entry.is_in_transmission());
         early.for_each(Entry::disconnect);
         self.wake();
     }
 
-    /// Has all connections pause.
+    /// Makes all connections pause.
     pub fn pause(&mut self) {
         self.pause = Pause::All;
         self.entries.iter().for_each(Entry::pause);
@@ -201,7 +201,7 @@ impl AdmissionState {
         self.entries.iter().filter_map(paused).collect()
     }
 
-    /// The connections that have not paused, in words.
+    /// Descriptions of the connections that have not paused.
     pub fn busy(&self) -> Vec<String> {
         let busy = self.entries.iter().filter(|entry| entry.paused().is_none());
         busy.map(|entry| entry.origin().peer.to_string()).collect()
@@ -214,22 +214,22 @@ impl AdmissionState {
         self.wake();
     }
 
-    /// A connection has paused.
+    /// Records that a connection has paused.
     pub fn set_paused(&mut self, id: u64, session: PausedSession) {
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id);
         entry.map(|entry| entry.set_paused(session));
         self.wake();
     }
 
-    /// The session from which a connection resumes: outside `None` while it is paused, inside
-    /// `None` if it must end.
+    /// The session from which a connection resumes. `None` while the connection is paused;
+    /// `Some(None)` if it must end.
     pub fn take_resumed(&mut self, id: u64) -> Option<Option<PausedSession>> {
         let is_over = self.pause != Pause::All;
         let entry = self.entries.iter_mut().find(|entry| entry.id() == id)?;
         if entry.is_ending() { Some(None) } else { is_over.then(|| entry.take_paused()) }
     }
 
-    /// How far the connection is with its admission.
+    /// Whether the connection is admitted, waits or must be closed.
     pub fn admission(&self, id: u64) -> Admission {
         match self.entries.iter().find(|entry| entry.id() == id) {
             Some(entry) if entry.is_in_handshake() => Admission::Admitted,
@@ -259,7 +259,7 @@ impl AdmissionState {
         signal.unwrap_or_default()
     }
 
-    /// Removes a connection that has ended. A waiting one may be admitted.
+    /// Removes a connection that has ended. A waiting connection may be admitted in its place.
     pub fn remove(&mut self, id: u64, limit: usize) {
         self.entries.retain(|entry| entry.id() != id);
         if self.entries.len() >= limit {
@@ -268,7 +268,7 @@ impl AdmissionState {
         self.wake();
     }
 
-    /// Begins the end of all connections, and takes no more in.
+    /// Begins the end of all connections, and admits no more.
     pub fn drain(&mut self) {
         self.is_draining = true;
         self.entries.iter_mut().for_each(Entry::end);
@@ -291,13 +291,13 @@ impl AdmissionState {
         entries.map(|entry| entry.origin().peer).collect()
     }
 
-    /// Begins their end.
+    /// Begins the end of these connections.
     pub fn end_clients(&mut self, which: Clients) {
         self.entries.iter_mut().filter(|entry| which.contain(entry)).for_each(Entry::end);
         self.wake();
     }
 
-    /// Disconnects those that use TLS and are no longer admitted: their peers.
+    /// Disconnects the clients that use TLS and are no longer admitted. Returns their peers.
     pub fn disconnect_refused(&mut self, admits: impl Fn(&Credential) -> bool) -> Vec<Peer> {
         let is_refused =
             |entry: &&mut Entry| entry.credential().is_some_and(|shown| !admits(shown));
@@ -311,15 +311,16 @@ impl AdmissionState {
         peers
     }
 
-    /// Ends all operations on their sockets.
+    /// Shuts down the sockets of these connections, which ends all operations on them.
     pub fn disconnect_clients(&self, which: Clients) {
         let clients = self.entries.iter().filter(|entry| which.contain(entry));
         clients.for_each(Entry::shut_stream_down);
     }
 
-    /// Ends a connection in favor of the waiting one with this number, unless enough are ending
-    /// already. If none can be ended now, returns the time until the next try, if known. A
-    /// connection that was asked to end `end_time` ago is disconnected.
+    /// Ends a connection so that the waiting connection `id` can be admitted, unless enough
+    /// connections are ending already. If no connection can be ended now, returns the time until
+    /// the next attempt, if known. A connection that was asked to end `end_time` ago is
+    /// disconnected.
     pub fn make_room(&mut self, id: u64, end_time: Duration) -> Option<Duration> {
         let overdue_in = self.disconnect_overdue(end_time);
         let ending = self.admitted().filter(|entry| entry.is_ending()).count();
@@ -363,8 +364,8 @@ impl AdmissionState {
         self.entries.iter().filter(|entry| !entry.is_waiting())
     }
 
-    /// Whether one more connection may wait from there. One of another peer that waits may be
-    /// closed for it.
+    /// Whether one more connection from `origin` may wait. A waiting connection of another peer may
+    /// be closed in its favor.
     fn may_wait(&mut self, origin: Origin) -> bool {
         let waiting = || self.entries.iter().filter(|entry| entry.is_waiting());
         if waiting().count() < MAX_WAITING {
@@ -382,8 +383,8 @@ impl AdmissionState {
         true
     }
 
-    /// Admits waiting connections up to the limit: first from the origin with the fewest, then the
-    /// oldest.
+    /// Admits waiting connections up to the limit: those of the origin with the fewest connections
+    /// first, and of these the oldest.
     fn admit_waiting(&mut self, limit: usize) {
         while self.admitted().count() < limit {
             let counts = Counts::of(self.admitted());
@@ -397,7 +398,8 @@ impl AdmissionState {
         }
     }
 
-    /// Disconnects those asked to end `end_time` ago. Returns the time until the next is due.
+    /// Disconnects the connections that were asked to end `end_time` ago. Returns the time until
+    /// the next one is due.
     fn disconnect_overdue(&mut self, end_time: Duration) -> Option<Duration> {
         let mut next: Option<Duration> = None;
         for entry in &mut self.entries {

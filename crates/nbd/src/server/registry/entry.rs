@@ -22,7 +22,7 @@ pub struct Origin {
 
 /// The phase of a connection.
 enum Phase {
-    /// Above the limit: the connection waits for admission.
+    /// The connection waits for admission, because the limit is reached.
     Waiting,
     /// In the handshake since this time.
     Handshake(Instant),
@@ -44,7 +44,7 @@ pub struct Entry {
     stream: Stream,
     origin: Origin,
     phase: Phase,
-    /// The export of its handshake.
+    /// The export that the client has chosen in the handshake.
     export: Option<ExportId>,
     /// The credential that admitted the client, if TLS is used; known after the handshake.
     credential: Option<Arc<Credential>>,
@@ -86,8 +86,8 @@ impl Entry {
         matches!(self.phase, Phase::Transmission { .. })
     }
 
-    /// Whether the handshake is complete, and the time since which the client could have sent a
-    /// request but sent none.
+    /// For a client that has sent no request: whether the handshake is complete, and the time since
+    /// which the client could have sent one.
     pub fn unused_since(&self) -> Option<(bool, Instant)> {
         match &self.phase {
             Phase::Handshake(since) => Some((false, *since)),
@@ -142,7 +142,7 @@ impl Entry {
         shutdown
     }
 
-    /// The export in use, from its choice to the connection's end.
+    /// The export that the client has chosen; `None` before the choice.
     pub fn export(&self) -> Option<ExportId> {
         self.export
     }

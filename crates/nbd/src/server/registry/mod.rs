@@ -1,30 +1,32 @@
-//! The connections of a server: their limit, the choice of connections that end so that others are
+//! The connections of a server: their limit, the choice of a connection to end so that another is
 //! admitted, and the orderly end.
 //!
-//! Guarantee: the clients of a socket cannot block those of other sockets. At the same socket, a
-//! process or host that holds many connections cannot block a client that holds few, whether the
-//! many are silent, idle or busy. Below the limit no client is disconnected for
-//! being idle, unless the limit `idle` is set: a guest may have nothing to do for days. At the
-//! limit, one connection ends for a client that waits, chosen in this order:
+//! Guarantee: the clients of a socket cannot block the clients of other sockets. At the same
+//! socket, a process or host that holds many connections cannot block a client that holds few,
+//! whether the many connections are silent, idle or busy. Below the limit no client is disconnected
+//! for being idle, unless the limit `idle` is set, because a guest may have nothing to do for days.
+//! At the limit, one connection is ended so that a waiting client can be admitted, chosen in this
+//! order:
 //!
 //! 1. a connection that has sent no request yet, and is at least a second old. Connections in the
-//!    handshake come first; among equals, those of the peer with most of them; among these, the
-//!    oldest;
+//!    handshake come first; among these, the connections of the peer with the most such
+//!    connections; among these, the oldest;
 //! 2. a connection of the socket with the most connections, or else, at the same socket, of the
-//!    [`Peer`](super::peer::Peer) with the most. That socket or peer must hold at least two more
-//!    than the waiting one. If several peers hold the most, the connection among all of theirs that
-//!    is idle for longest ends.
+//!    [`Peer`](super::peer::Peer) with the most. That socket or peer must hold at least two
+//!    connections more than the socket or peer of the waiting client. If several peers hold the
+//!    most, the connection of these peers that has been idle longest ends.
 //!
 //! Otherwise the client waits, in a queue of [`MAX_WAITING`](admission::MAX_WAITING).
 //!
 //! The socket is the unit of isolation: at one socket, a used connection does not end for a client
 //! whose process or host would then hold as many connections. So a program that forks, with one
-//! used connection in each child, can block other clients of its own socket. Reason: idle children
-//! look like the guests of a host, each a process with one connection. Ending the connection that
-//! is idle for longest would let an attacker disconnect one guest after the other. And a client
-//! that may connect to a socket can do worse than block others: it may read the socket's exports,
-//! and write those that are not read-only. The owner and mode of a Unix socket, or a firewall,
-//! restrict who may connect: clients that must not block each other need sockets of their own.
+//! used connection in each child, can block other clients of its own socket. Reason: the server
+//! cannot tell idle children from the guests of a host, which are processes with one connection
+//! each. Ending the connection that has been idle longest would let an attacker disconnect one
+//! guest after the other. Also, a client that may connect to a socket can do worse than block
+//! others: it may read the socket's exports, and write to the writable ones. The owner and mode of
+//! a Unix socket, or a firewall, restrict who may connect: clients that must not block each other
+//! need sockets of their own.
 //!
 //! A connection that is asked to end completes its requests in flight and sends the replies. If
 //! another client waits, the connection has at most the time given to [`Registry::new`]. Then it is
@@ -66,15 +68,15 @@ impl Registry {
         Self { state: Mutex::default(), limit: limit.max(1), end_time }
     }
 
-    /// Registers a connection, to be admitted now or later. `None` when the server ends, or too
-    /// many wait: then the caller closes the connection.
+    /// Registers a connection, to be admitted now or later. `None` if the server is draining, or
+    /// too many connections wait; then the caller closes the connection.
     pub fn enter(self: &Arc<Self>, stream: &Stream, origin: Origin) -> Option<ConnectionGuard> {
         let id = self.state.lock().enter(stream, origin, self.limit)?;
         Some(ConnectionGuard { registry: Arc::clone(self), id })
     }
 
-    /// Registers a connection that has completed its handshake with another process. `None` when
-    /// the server ends.
+    /// Registers a connection that has completed its handshake with another process. `None` if the
+    /// server is draining.
     pub fn enter_served(
         self: &Arc<Self>,
         stream: &Stream,
@@ -101,7 +103,7 @@ impl Registry {
         self.poll(context, |state| !state.may_accept()).is_ready()
     }
 
-    /// Waits until connections may be accepted. False when the server ends.
+    /// Waits until connections may be accepted. False if the server is draining.
     pub async fn wait_may_accept(&self) -> bool {
         poll_fn(|context| self.poll(context, |state| state.may_accept() || state.is_draining()))
             .await;
@@ -159,7 +161,8 @@ impl Registry {
     }
 
     /// Ends these connections: requests in flight complete. Clients that have not received their
-    /// replies in `time` are disconnected; false if there was one. On return no connection is left.
+    /// replies in `time` are disconnected; returns false if there was such a client. On return none
+    /// of these connections is left.
     pub async fn end_clients(&self, which: Clients, time: Duration) -> bool {
         self.state.lock().end_clients(which);
         let gone = || poll_fn(|context| self.poll(context, |state| state.clients(which) == 0));
@@ -225,8 +228,8 @@ pub struct ConnectionGuard {
 }
 
 impl ConnectionGuard {
-    /// Waits until the connection is admitted, and ends another one if necessary. False if it is
-    /// refused.
+    /// Waits until the connection is admitted, and ends another connection if necessary. False if
+    /// the connection is refused.
     pub async fn admitted(&self) -> bool {
         let mut delay = None;
         poll_fn(|context| {
@@ -249,8 +252,8 @@ impl ConnectionGuard {
         .await
     }
 
-    /// Records that the handshake is over and has chosen `export`, with TLS or without. Returns the
-    /// signal that ends the transmission phase.
+    /// Records that the handshake is complete, that the client has chosen `export`, and whether it
+    /// uses TLS. Returns the signal that ends the transmission phase.
     pub fn start_transmission(
         &self,
         export: ExportId,
@@ -262,8 +265,8 @@ impl ConnectionGuard {
 }
 
 impl ConnectionGuard {
-    /// The connection has paused. Waits until it is resumed, and returns the session; `None` if it
-    /// must end.
+    /// Records that the connection has paused. Waits until it is resumed, and returns the session;
+    /// `None` if the connection must end.
     pub async fn paused(&self, session: PausedSession) -> Option<PausedSession> {
         self.registry.state.lock().set_paused(self.id, session);
         poll_fn(|context| {

@@ -8,11 +8,11 @@ use super::super::location::RbdLocation;
 use super::library::{Ceph, Handle};
 use super::{CallError, c_string, check};
 
-/// Room for the value of an option that is a number.
+/// Size of the buffer for the value of a numeric option, in bytes.
 const OPTION_LENGTH: usize = 64;
 
-/// A client of a cluster, with one pool. It has an identity of its own: fencing it affects no other
-/// client.
+/// A client of a cluster, with one pool. Each client has an identity of its own, so fencing it does
+/// not affect other clients of this process.
 pub(crate) struct Cluster {
     ceph: &'static Ceph,
     client: Handle,
@@ -26,8 +26,8 @@ unsafe impl Send for Cluster {}
 unsafe impl Sync for Cluster {}
 
 impl Cluster {
-    /// Connects as the location says; blocks. `options` are set after the configuration file was
-    /// read; `defaults` if that leaves an option 0.
+    /// Connects to the location's cluster; blocks. `options` are set after the configuration file
+    /// was read. An option in `defaults` is set if the configuration leaves it 0.
     ///
     /// # Errors
     /// The failure, and the errno of librados.
@@ -114,7 +114,7 @@ impl Cluster {
         self.ceph
     }
 
-    /// `rados_ioctx_t` of the pool, for as long as this lives.
+    /// The pool's `rados_ioctx_t`, valid while `self` exists.
     pub(super) fn pool(&self) -> Handle {
         self.pool
     }

@@ -20,18 +20,18 @@ use super::{CallError, c_string, check};
 const EVENT_TYPE_EVENTFD: c_int = 2;
 /// `RBD_LOCK_MODE_EXCLUSIVE`.
 const LOCK_MODE_EXCLUSIVE: c_int = 0;
-/// Watchers of an image that are queried.
+/// The most watchers of an image that are queried.
 const MAX_WATCHERS: usize = 64;
-/// Bytes of an image's id, with the zero at its end.
+/// Size of the buffer for an image's id, with the zero byte at its end.
 const MAX_ID: usize = 256;
-/// Room for each of the texts about the holder of a lock, in bytes.
+/// Size of the buffer for each text about the holder of a lock, in bytes.
 const MAX_TEXT: usize = 1024;
 
 /// A client that holds the lock of an image.
 pub(crate) struct LockHolder {
     /// Ceph's name of the client, such as `client.4123`.
     pub(crate) client: String,
-    /// Its IP address, port and nonce.
+    /// The client's IP address, port and nonce.
     pub(crate) address: String,
 }
 
@@ -46,11 +46,11 @@ pub(crate) enum Extent {
 
 /// An open image, whose operations each have a waiter `W`.
 ///
-/// Every method but those of `operation` blocks, mostly for a message to the cluster and back.
+/// Every method outside of `operation` blocks, usually for one round trip to the cluster.
 pub(crate) struct Image<W: Waiter> {
     cluster: Cluster,
     pub(super) handle: Handle,
-    /// Operations in flight in librbd whose completion was not fetched.
+    /// The number of operations whose completion was not yet fetched from librbd.
     pub(super) in_flight: AtomicUsize,
     /// The eventfd that librbd signals for each completion. It need not be read.
     pub(super) notifier: OwnedFd,
@@ -68,7 +68,7 @@ impl<W: Waiter> Image<W> {
     /// an image that is opened for writing is known to other clients.
     ///
     /// # Errors
-    /// The error; ENOENT if there is no such image.
+    /// Errors of the cluster; ENOENT if there is no such image.
     pub(crate) fn open(
         location: &RbdLocation,
         is_writable: bool,
@@ -106,7 +106,8 @@ impl<W: Waiter> Image<W> {
         &self.cluster.ceph().rbd
     }
 
-    /// The pool's own id of the image, independent of its name: never reused in the pool.
+    /// The id that the pool gives the image. It does not depend on the image's name, and is never
+    /// reused in the pool.
     pub(crate) fn id(&self) -> io::Result<String> {
         let mut id: [c_char; MAX_ID] = [0; MAX_ID];
         // SAFETY: the image is open, and the last byte stays zero.
@@ -115,7 +116,7 @@ impl<W: Waiter> Image<W> {
         Ok(unsafe { text(id.as_ptr()) })
     }
 
-    /// Size in bytes by the cluster's last report.
+    /// The size in bytes that the cluster has last reported.
     pub(crate) fn size(&self) -> io::Result<u64> {
         let mut size = 0;
         // SAFETY: the image is open.
@@ -123,7 +124,7 @@ impl<W: Waiter> Image<W> {
         Ok(size)
     }
 
-    /// Makes the image longer or shorter.
+    /// Sets the size of the image, which grows or shrinks.
     pub(crate) fn resize(&self, size: u64) -> io::Result<()> {
         unsafe extern "C" fn go_on(_done: u64, _total: u64, _argument: Handle) -> c_int {
             0
@@ -167,17 +168,18 @@ impl<W: Waiter> Image<W> {
         Ok(value)
     }
 
-    /// Acquires the image's exclusive lock and keeps it. Waits until the cluster detects that a
-    /// former holder is gone.
+    /// Acquires the image's exclusive lock and keeps it. If a former holder has died, waits until
+    /// the cluster detects that.
     ///
     /// # Errors
-    /// EROFS if another client keeps it; EINVAL if the image has no such lock.
+    /// EROFS if another client keeps the lock; EINVAL if the image does not support exclusive
+    /// locks.
     pub(crate) fn lock(&self) -> io::Result<()> {
         // SAFETY: the image is open.
         check(unsafe { (self.rbd().rbd_lock_acquire)(self.handle, LOCK_MODE_EXCLUSIVE) }).map(drop)
     }
 
-    /// The holder of the exclusive lock. It may have disconnected.
+    /// The holder of the exclusive lock; the holder may have disconnected.
     pub(crate) fn lock_holder(&self) -> io::Result<Option<LockHolder>> {
         let mut exclusive = 0;
         let mut texts = [[0_u8; MAX_TEXT]; 4];
@@ -205,7 +207,8 @@ impl<W: Waiter> Image<W> {
             return Err(io::Error::from_raw_os_error(-(count as i32)));
         }
         let [_, clients, _, addresses] = texts;
-        // Each of the texts ends with a zero byte, the first one is that of the only holder.
+        // Each text ends with a zero byte. Only the first text is used, because an exclusive lock
+        // has one holder.
         let first = |text: &[u8]| {
             let text = CStr::from_bytes_until_nul(text).unwrap_or_default();
             text.to_string_lossy().into_owned()
@@ -227,7 +230,7 @@ impl<W: Waiter> Image<W> {
         Ok(watchers)
     }
 
-    /// The first extent of a range, which is not empty and inside of the image.
+    /// The first extent of `range`. The range is not empty, and inside of the image.
     pub(crate) fn first_extent(&self, range: ByteRange) -> io::Result<Extent> {
         let mut scan = Scan { range, data_end: range.offset(), hole_end: range.end() };
         let (whole_objects, with_parent) = (1, 1);
@@ -265,7 +268,7 @@ struct Scan {
 }
 
 impl Scan {
-    /// Adds the next extent with data. `false`: the scan can end.
+    /// Adds the next extent with data. `false` if the scan can end.
     fn add(&mut self, offset: u64, length: u64) -> bool {
         if offset > self.data_end {
             if self.data_end == self.range.offset() {

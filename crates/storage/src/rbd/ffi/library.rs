@@ -1,8 +1,9 @@
-//! The functions of librados and librbd, found when the first image in Ceph is opened.
+//! The functions of librados and librbd. Both libraries are loaded when the first image in Ceph is
+//! opened.
 //!
-//! Guarantees: a process that opens no such image loads neither library, and one on a machine
-//! without them gets an error that says what to install. A loaded library is never unloaded,
-//! because its threads and destructors stay in the process.
+//! Guarantees: a process that opens no such image loads neither library. If a library is not
+//! installed, opening such an image fails with an error that names the package to install. A loaded
+//! library is never unloaded, because its threads and destructors may still run.
 //!
 //! The declarations are those of `rados/librados.h` and `rbd/librbd.h` (Ceph 16).
 
@@ -13,17 +14,20 @@ use std::sync::OnceLock;
 use blockhouse_core::Segment;
 use libloading::Library;
 
-/// `rados_t`, `rados_ioctx_t`, `rbd_image_t`, `rbd_completion_t`, and arguments of callbacks.
+/// The opaque types `rados_t`, `rados_ioctx_t`, `rbd_image_t` and `rbd_completion_t`, and the
+/// argument that a callback gets.
 pub(super) type Handle = *mut c_void;
 
-/// `rbd_diff_iterate2` calls it for each extent: offset, length, whether it exists, argument.
-/// Negative: stop.
+/// `rbd_diff_iterate2` calls it for each extent. Parameters: offset, length, whether the extent has
+/// data, argument. A negative result ends the iteration.
 pub(super) type ExtentCallback = unsafe extern "C" fn(u64, usize, c_int, Handle) -> c_int;
 
-/// Progress of long operations: done, total, argument. Negative: stop.
+/// Called with the progress of a long operation. Parameters: amount done, total, argument. A
+/// negative result stops the operation.
 pub(super) type ProgressCallback = unsafe extern "C" fn(u64, u64, Handle) -> c_int;
 
-/// Called with a completion and its argument, if any.
+/// Called when an operation completes, with its completion and argument. `None` if the caller needs
+/// no callback.
 pub(super) type CompletionCallback = Option<unsafe extern "C" fn(Handle, Handle)>;
 
 /// `rbd_snap_info_t`.
@@ -35,7 +39,7 @@ pub(super) struct SnapshotRecord {
     pub(super) name: *const c_char,
 }
 
-/// `struct timespec` (POSIX, `<time.h>`) of 64-bit machines.
+/// `struct timespec` (POSIX, `<time.h>`) as 64-bit machines lay it out.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct Time {
@@ -61,7 +65,7 @@ pub(super) struct OptionRecord {
     pub(super) source: c_int,
 }
 
-/// A table of functions of one library.
+/// Defines a table of functions of one library, and how it is loaded.
 macro_rules! functions {
     ($table:ident of $file:literal: $(fn $name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
         pub(super) struct $table {
@@ -152,10 +156,10 @@ pub(super) struct Ceph {
 }
 
 impl Ceph {
-    /// Loads the libraries, once in a process.
+    /// The libraries. The first call in a process loads them.
     ///
     /// # Errors
-    /// One line with the missing library and the package to install.
+    /// `Unsupported`: one line that names the missing library or function, and what to install.
     pub(super) fn get() -> io::Result<&'static Self> {
         static LOADED: OnceLock<Result<Ceph, String>> = OnceLock::new();
         let load = || Ok(Self { rados: Rados::load()?, rbd: Rbd::load()? });
@@ -164,7 +168,7 @@ impl Ceph {
     }
 }
 
-/// Loads a library for good.
+/// Loads a library and never unloads it.
 fn load(file: &str) -> Result<&'static Library, String> {
     if cfg!(target_feature = "crt-static") {
         return Err(format!(
@@ -175,8 +179,9 @@ fn load(file: &str) -> Result<&'static Library, String> {
     // their code ends before the process does.
     let library = unsafe { Library::new(file) };
     let install = "install Ceph's client library (Debian: librbd1, Fedora: librbd1)";
-    // The loader reports a file that it may not open as missing. A process that cannot even query
-    // this is confined.
+    // The loader's error for a file that the sandbox hides is the same as for a missing file.
+    // `no_new_privs` is set in the sandbox. A process that cannot query it is taken to be in the
+    // sandbox.
     let confined = if rustix::thread::no_new_privs().unwrap_or(true) {
         "; a server in its sandbox cannot load it: start it with an image in Ceph, or with --sandbox off"
     } else {

@@ -1,7 +1,8 @@
-//! Operations: begun by any thread, completed by librbd, and taken out by the caller.
+//! Operations. Any thread can begin an operation; librbd completes it, and the caller fetches the
+//! completion.
 //!
-//! Guarantees: an operation's memory stays where it is until librbd has completed it; each waiter
-//! is woken once.
+//! Guarantees: an operation's memory is neither moved nor freed until librbd has completed the
+//! operation; each waiter is notified once.
 
 use std::ffi::c_int;
 use std::io;
@@ -16,20 +17,20 @@ use super::image::Image;
 use super::library::Handle;
 use super::waiter::{Completion, Waiter};
 
-/// Completions that are taken out at a time.
+/// The most completions that one call fetches.
 const MAX_COMPLETIONS: usize = 64;
 /// `RBD_WRITE_ZEROES_FLAG_THICK_PROVISION`.
 const THICK_PROVISION: c_int = 1;
 /// The interval of checks for completions while draining.
 const DRAIN_TIMEOUT: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The command to an image.
+/// A command to an image.
 pub(crate) enum Command {
     /// Fills the memory from an offset on.
     Read(u64, IoVector),
     /// Stores the memory from an offset on.
     Write(u64, IoVector),
-    /// Makes a range zeros; `is_thick` keeps its space allocated.
+    /// Makes a range read as zeros; `is_thick` keeps the range's space allocated.
     WriteZeroes { range: ByteRange, is_thick: bool },
     /// Frees the space of whole objects, or of large parts of them.
     Discard(ByteRange),
@@ -39,17 +40,18 @@ pub(crate) enum Command {
 
 /// What an operation owns while it is in flight.
 struct InFlight<W> {
-    /// librbd writes to its bytes, and reads the list of its segments until the completion.
+    /// The memory of a read or write. librbd accesses its bytes, and the list of its segments,
+    /// until the completion.
     memory: Option<IoVector>,
     waiter: W,
 }
 
 impl<W: Waiter> Image<W> {
-    /// Begins an operation. Its waiter is notified of its end by [`reap`](Self::reap), or by the
-    /// closing, with its memory dropped.
+    /// Begins an operation. When the operation has ended, [`reap`](Self::reap) or the close drops
+    /// its memory and notifies its waiter.
     ///
     /// # Errors
-    /// librbd refuses the operation: then it was not begun.
+    /// librbd refuses the operation, which was then not begun.
     pub(crate) fn submit(&self, command: Command, waiter: W) -> io::Result<()> {
         let (call, memory) = match command {
             Command::Read(offset, memory) => (Call::Read(offset), Some(memory)),
@@ -146,10 +148,11 @@ impl<W: Waiter> Image<W> {
         }
     }
 
-    /// Waits until no operation is in flight, and completes them; blocks.
+    /// Completes operations until none is in flight; blocks.
     pub(super) fn drain(&self) {
         while self.in_flight.load(Ordering::Relaxed) > 0 {
-            // The counter is reset before the completions are fetched, so none is missed.
+            // The eventfd is reset before the completions are fetched, so that no completion is
+            // missed.
             let _ = rustix::io::read(&self.notifier, &mut [0; 8]);
             self.reap();
             if self.in_flight.load(Ordering::Relaxed) > 0 {

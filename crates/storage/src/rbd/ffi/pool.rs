@@ -1,4 +1,4 @@
-//! Creates, clones, removes and renames images by name; no client has them open.
+//! Creates, clones, removes and renames images by name. No client may have them open.
 
 use std::ffi::c_int;
 use std::io;
@@ -9,15 +9,15 @@ use super::{c_string, check};
 
 /// `RBD_IMAGE_OPTION_CLONE_FORMAT`.
 const CLONE_FORMAT: c_int = 12;
-/// The format of clones whose snapshots need no protection: the cluster keeps a deleted snapshot
-/// until its last clone is removed.
+/// The format of clones (version 2) whose parent snapshot needs no protection: the cluster keeps a
+/// deleted snapshot until its last clone is removed.
 const UNPROTECTED: u64 = 2;
 
 impl Cluster {
-    /// Makes an image with the features in the configuration.
+    /// Makes an image with the features that the configuration sets.
     ///
     /// # Errors
-    /// EEXIST if there is one of this name.
+    /// EEXIST if there is an image of this name.
     pub(crate) fn create_image(&self, name: &str, size: u64) -> io::Result<()> {
         let rbd = &self.ceph().rbd;
         let name = c_string(name)?;
@@ -32,11 +32,11 @@ impl Cluster {
         check(code).map(drop)
     }
 
-    /// Makes an image that has the content of a snapshot of another one in its pool, and shares its
-    /// objects.
+    /// Makes an image with the content of a snapshot of another image in the same pool. The new
+    /// image shares the snapshot's objects.
     ///
     /// # Errors
-    /// EEXIST if there is one of this name.
+    /// EEXIST if there is an image of this name.
     pub(crate) fn clone_image(&self, image: &str, snapshot: &str, name: &str) -> io::Result<()> {
         let rbd = &self.ceph().rbd;
         let (image, snapshot, name) = (c_string(image)?, c_string(snapshot)?, c_string(name)?);
@@ -58,7 +58,7 @@ impl Cluster {
     /// Removes an image, object by object.
     ///
     /// # Errors
-    /// EBUSY if a client has it open; ENOTEMPTY if it has snapshots.
+    /// EBUSY if a client has the image open; ENOTEMPTY if the image has snapshots.
     pub(crate) fn remove_image(&self, name: &str) -> io::Result<()> {
         let name = c_string(name)?;
         // SAFETY: the pool is open as long as this lives.
@@ -68,7 +68,7 @@ impl Cluster {
     /// Gives an image another name in its pool.
     ///
     /// # Errors
-    /// EEXIST if there is one of the new name.
+    /// EEXIST if there is an image of the new name.
     pub(crate) fn rename_image(&self, name: &str, new_name: &str) -> io::Result<()> {
         let (name, new_name) = (c_string(name)?, c_string(new_name)?);
         let rename = self.ceph().rbd.rbd_rename;

@@ -46,7 +46,7 @@ impl<W: Waiter> Image<W> {
         Ok(snapshots)
     }
 
-    /// The time of a snapshot; zero if it is no longer known.
+    /// The time when a snapshot was taken; zero if the cluster does not know the snapshot any more.
     fn time_of(&self, id: u64) -> Duration {
         let mut time = Time::default();
         // SAFETY: the time's memory is large enough.
@@ -58,11 +58,12 @@ impl<W: Waiter> Image<W> {
         }
     }
 
-    /// The ranges that were written or discarded in a range since a snapshot was taken, in order.
+    /// The ranges inside of `range` that were written or discarded since a snapshot was taken, in
+    /// order.
     ///
     /// # Errors
-    /// ENOENT if there is no such snapshot, EINVAL for one younger than the one that the image was
-    /// opened on.
+    /// ENOENT if there is no such snapshot. EINVAL if the snapshot is younger than the one at which
+    /// the image was opened.
     pub(crate) fn changes_since(
         &self,
         snapshot: &str,

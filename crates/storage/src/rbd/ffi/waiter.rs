@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// The end of an operation: bytes, or an errno.
+/// The outcome of an operation: a number of bytes, or an errno.
 pub(crate) type Completion = io::Result<u64>;
 
 /// The waiter for an operation.

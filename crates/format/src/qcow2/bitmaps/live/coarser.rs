@@ -1,10 +1,10 @@
-//! Recording a change when there is no space for its bits.
+//! Records a change when there is no space for its bits.
 //!
 //! The whole bitmap becomes coarser, so that it fits into its allocated clusters and never needs
 //! more. Each step is durable before the next one:
 //!
-//! 1. Tasks that record changes in it wait (`tracker/coarser`).
-//! 2. It is marked as lacking changes. After a crash before step 4 it stays so.
+//! 1. Tasks that record changes in the bitmap wait (`tracker/coarser`).
+//! 2. The bitmap is marked as lacking changes. After a crash before step 4 it remains so marked.
 //! 3. Its bits, its table and its entry in the directory are written over the old ones.
 //! 4. It is marked as recording changes, and replaces the old bitmap.
 //!

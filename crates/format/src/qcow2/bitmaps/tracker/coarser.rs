@@ -1,8 +1,8 @@
-//! Makes a whole bitmap coarser: each bit stands for more of the disk, so that the bits fit into
-//! the allocated clusters.
+//! Makes a whole bitmap coarser: each bit covers more of the disk, so that the bits fit into the
+//! allocated clusters.
 //!
-//! Guarantee: no change is missing. From before the bits are copied, no bit is set in the old
-//! bitmap, and no page of it is written: later changes are recorded in the new bitmap.
+//! Guarantee: no change is missing. Before the bits are copied, the old bitmap stops accepting bits
+//! and no page of it is written any more, so later changes are recorded in the new bitmap.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
@@ -22,7 +22,7 @@ const MAX_BYTES: u64 = 8 << 20;
 /// A bitmap that another one is about to replace.
 pub(in crate::qcow2::bitmaps) struct Superseded<'a> {
     bitmap: &'a LiveBitmap,
-    /// The phase of the bitmap if this is dropped.
+    /// The phase that the bitmap gets if this guard is dropped.
     otherwise: Phase,
 }
 
@@ -166,8 +166,8 @@ impl Superseded<'_> {
         Ok(bytes)
     }
 
-    /// Called before the bitmap is changed on disk: if that is not finished, the bitmap lacks
-    /// changes.
+    /// Called before the bitmap is changed on disk, because the bitmap lacks changes if the
+    /// replacement is not finished.
     pub(in crate::qcow2::bitmaps) fn begin_changes(&mut self) {
         self.otherwise = Phase::Abandoned;
     }

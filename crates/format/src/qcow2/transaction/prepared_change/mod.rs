@@ -1,27 +1,27 @@
-//! Takes or deletes a snapshot while guests continue: references are counted and tables are copied
-//! while they write, and the switch takes a moment.
+//! Takes or deletes a snapshot while guests continue. References are counted and tables are copied
+//! while guests write; guests wait only for the short switch.
 //!
 //! The life of a prepared change:
 //!
-//! 1. *Prepare*: guests go on. The metadata that the change leads to is written to new clusters
-//!    beside the active tables: L2 tables with other COPIED flags (`l2_copies`), refcount blocks
-//!    that count the references of the snapshot more, or less (`refcount_copies`). These are those
-//!    of the active tables for a new snapshot, of its own tables for one that is deleted
+//! 1. *Prepare*: guests continue. The new metadata is written to new clusters beside the active
+//!    tables: L2 tables with other COPIED flags (`l2_copies`), and refcount blocks with the
+//!    references of the snapshot added or removed (`refcount_copies`). For a new snapshot, these
+//!    are the references of the active tables; for a deleted snapshot, those of its own tables
 //!    (`snapshot_tree`). The clusters are allocated like any others (`space`).
-//! 2. What guests change meanwhile is noted, slice by slice (`tables/change_watch`), and copied
-//!    again, in passes, each of which has less to do, until little is left. All of it is flushed.
-//! 3. *Take*: no change of the guest's is in flight. The tables are frozen, the rest is copied, L1
-//!    tables, snapshot table and refcount table are written and flushed, and one write of the
-//!    header makes all of it the active metadata (`take`). Nothing is allocated then, and nothing
-//!    takes longer because more is mapped, but for the L1 table and the refcount table: 16 KiB and
-//!    4 KiB for each TiB.
-//! 4. What the copies have replaced, and what nothing but a deleted snapshot referred to
-//!    (`unreferenced`), is freed as everything else is, while guests go on.
+//! 2. Slices that guests change meanwhile are recorded (`tables/change_watch`) and copied again, in
+//!    passes that become shorter, until few slices are left. All copies are flushed.
+//! 3. *Take*: no guest write is in flight. The tables are frozen, and the remaining slices are
+//!    copied. L1 tables, snapshot table and refcount table are written and flushed, and one write
+//!    of the header makes the new metadata active (`take`). Nothing is allocated in this step. Its
+//!    duration depends on the amount of mapped data only by the L1 table and the refcount table: 16
+//!    KiB and 4 KiB for each TiB.
+//! 4. The tables that the copies have replaced, and the clusters that only a deleted snapshot
+//!    referred to (`unreferenced`), are freed as usual while guests continue.
 //!
-//! A crash before the write of the header leaves the old image, and after it the new one, each with
-//! leaks at most. Cancelled or dropped at any moment before that write, it gives its clusters back,
-//! once writes to them have completed. Where another transaction has replaced the tables, or the
-//! disk has another size, all is copied anew.
+//! After a crash before the write of the header the image has the old metadata, after a later crash
+//! the new metadata, each with leaks at most. If the change is cancelled or dropped before that
+//! write, its clusters are freed once writes to them have completed. If another transaction has
+//! replaced the tables, or the size of the disk has changed, all copies are made again.
 
 mod l2_copies;
 mod l2_references;
@@ -57,10 +57,11 @@ pub use plan::SnapshotPlan;
 
 /// If no more slices than this are left to copy, another pass is not worthwhile.
 const FEW_LEFT: usize = 16;
-/// After this many passes it is taken with any number left: guests change more than can be copied.
+/// After this many passes the change is taken with any number of slices left, because guests change
+/// more slices than can be copied.
 const MAX_PASSES: u32 = 24;
 
-/// See the module's page.
+/// A change of the snapshots that is being prepared; see the module's documentation.
 pub struct PreparedChange<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     transactions: &'a Transactions,
@@ -75,7 +76,7 @@ pub struct PreparedChange<'a, S: Storage> {
     spare: u64,
     /// After the change: the clusters to free.
     unreferenced: Option<Unreferenced<'a, S>>,
-    /// One is prepared at a time.
+    /// Only one change is prepared at a time.
     _alone: SemaphoreGuard<'a>,
 }
 
@@ -84,11 +85,11 @@ pub struct PreparedChange<'a, S: Storage> {
 pub enum Preparation {
     /// The change can be made.
     Ready,
-    /// It cannot be prepared, and must be made at once, while nothing else can take the free space:
-    /// there is little of it, another program has left a VM state after the disk, or the tables
-    /// contradict each other.
+    /// The change cannot be prepared, and must be made at once while no other task allocates space.
+    /// The reason is that there is little free space, that another program has left a VM state
+    /// after the disk, or that the tables contradict each other.
     AtOnce,
-    /// It is no longer wanted.
+    /// The change was cancelled.
     Cancelled,
 }
 
@@ -159,7 +160,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         }
     }
 
-    /// Starts over, with the clusters that it has.
+    /// Restarts the preparation with the clusters that are already allocated.
     fn begin(&mut self) {
         let (geometry, purpose) = (self.metadata.geometry(), self.purpose());
         self.counts = ReferenceCounts::new(geometry);
@@ -183,7 +184,7 @@ impl<S: Storage> PreparedChange<'_, S> {
             // Slices that could not be encoded are retried.
             drop(self.copy_changes(is_cancelled).await?);
             self.space.fill(self.spare).await?;
-            // So that little is left to write and to flush in the end, too.
+            // Flushes now, so that the flush in the end has little to write.
             self.metadata.flush(SyncMode::Data).await?;
             let left = self.left();
             if left <= FEW_LEFT || left > before - before / 4 {

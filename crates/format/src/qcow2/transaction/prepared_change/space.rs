@@ -1,8 +1,9 @@
-//! Clusters for tables that are written beside the active ones while guests go on.
+//! Allocates clusters for tables that are written beside the active ones while guests continue.
 //!
-//! They come from the allocator like any others, with a refcount of one: a crash leaks them at
-//! most. What is not used in the end is given back; all of it, if the change is not made. While the
-//! tables are frozen nothing can be allocated, so some are kept ready for what changes last.
+//! The clusters are allocated like any others, with a refcount of 1, so after a crash they leak at
+//! most. Unused clusters are freed at the end; if the change is not made, all of them are freed.
+//! While the tables are frozen nothing can be allocated, so spare clusters are reserved before for
+//! the last changes.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -11,14 +12,14 @@ use blockhouse_core::{Error, Result, Storage};
 
 use crate::qcow2::writeback::Metadata;
 
-/// How many clusters are allocated together.
+/// The number of clusters in one allocation.
 const BATCH: u64 = 64;
-/// How many are ready when the tables are frozen.
+/// Minimum number of spare clusters when the tables are frozen.
 pub(super) const MIN_SPARE: u64 = 32;
 
 /// Why copying stopped.
 pub(super) enum Halt {
-    /// It failed.
+    /// Copying failed.
     Failed(Error),
     /// More clusters are needed, and the tables are frozen.
     NoSpare,
@@ -52,7 +53,7 @@ pub(super) enum Run {
 
 const RUNS: usize = 4;
 
-/// See the module's page. Dropped, it gives back all clusters.
+/// The allocated clusters; see the module's documentation. When dropped, it frees all of them.
 pub(super) struct Space<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     spare: Vec<u64>,
@@ -68,7 +69,7 @@ impl<'a, S: Storage> Space<'a, S> {
         Self { metadata, spare: Vec::new(), used: BTreeSet::new(), runs, is_closed: false }
     }
 
-    /// Notes that the tables are frozen, or in use again.
+    /// Records whether the tables are frozen.
     pub(super) fn set_closed(&mut self, is_closed: bool) {
         self.is_closed = is_closed;
     }
@@ -78,7 +79,7 @@ impl<'a, S: Storage> Space<'a, S> {
         if self.is_closed && self.spare.len() < count { Err(Halt::NoSpare) } else { Ok(()) }
     }
 
-    /// A cluster; its offset.
+    /// Takes a cluster, and returns its offset.
     pub(super) async fn take(&mut self) -> Result<u64, Halt> {
         if self.spare.is_empty() {
             self.check_room(1)?;
@@ -89,7 +90,7 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(self.metadata.geometry().offset_of(cluster))
     }
 
-    /// A cluster that is not needed after all, to which no write is in flight.
+    /// Makes a cluster spare again that is not needed, and to which no write is in flight.
     pub(super) fn put_back(&mut self, offset: u64) {
         let cluster = self.metadata.geometry().cluster_of(offset);
         if self.used.remove(&cluster) {
@@ -97,7 +98,7 @@ impl<'a, S: Storage> Space<'a, S> {
         }
     }
 
-    /// Nothing that was taken is needed.
+    /// Makes all clusters that were taken spare again.
     pub(super) fn put_all_back(&mut self) {
         self.spare.extend(std::mem::take(&mut self.used));
     }

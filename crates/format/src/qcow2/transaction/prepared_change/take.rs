@@ -34,8 +34,8 @@ struct NewMetadata {
 
 impl<S: Storage> PreparedChange<'_, S> {
     /// Makes the change durably. No change of the guest's data may be in flight. Returns the
-    /// snapshot that is taken or deleted. `None`: nothing was changed, because the guests changed
-    /// too much since the last [update](Self::update); the caller must update again first. `now` is
+    /// snapshot that is taken or deleted. Returns `None` without any change if the guests changed
+    /// too much since the last [update](Self::update); the caller must then update again. `now` is
     /// the time of a new snapshot, since 1970-01-01 UTC.
     ///
     /// # Errors
@@ -73,7 +73,8 @@ impl<S: Storage> PreparedChange<'_, S> {
         freeze.begin_switch();
         let wanted = made.header.clone();
         if let Err(error) = metadata.rewrite_header(|header| *header = wanted).await {
-            // No change may follow, even after ENOSPC: it is unknown which header is on disk.
+            // After any error, even ENOSPC, it is unknown which header is on disk, so further
+            // writes must fail.
             metadata.writer().fail(&error);
             return Err(error);
         }
