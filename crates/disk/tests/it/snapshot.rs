@@ -310,7 +310,7 @@ fn status_beside_moved_clusters(seed: u64) -> Result<Report, String> {
         for _ in 0..4 {
             changed.snapshots().create("one").await.expect("no faults");
             for cluster in (0..SIZE).step_by(cluster_size as usize) {
-                if cluster / PART % 2 == 0 && places.bool() {
+                if (cluster / PART).is_multiple_of(2) && places.bool() {
                     write(changed.clone(), cluster + 512 * places.u64(..8), 512).await;
                 }
             }
@@ -325,7 +325,7 @@ fn status_beside_moved_clusters(seed: u64) -> Result<Report, String> {
             while !rest.is_empty() {
                 let (status, length) =
                     disk.block_status(rest, &mut cache).await.expect("no faults");
-                let is_full = |at: u64| at / PART % 2 == 0;
+                let is_full = |at: u64| (at / PART).is_multiple_of(2);
                 let end = rest.offset() + length;
                 if status != BlockStatus::Data && (is_full(rest.offset()) || is_full(end - 1)) {
                     return Err(format!("{status:?} for {length} bytes at {}", rest.offset()));
