@@ -135,7 +135,7 @@ pub fn own_name() -> &'static str {
 pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {
-        words = words_of_nbd(words);
+        words = words_of_nbd(&words);
         words.insert(1, "serve".into());
     }
     if is_qemu_img()
@@ -196,26 +196,25 @@ const NBD_WITH_VALUES: [&str; 39] = [
 /// removed, because `serve` stays in the foreground by default. `--snapshot` becomes `-s`, because
 /// the option `--snapshot` of `serve` has a value. Values of other options and the words after `--`
 /// are not changed.
-fn words_of_nbd(words: Vec<OsString>) -> Vec<OsString> {
-    let mut kept = Vec::with_capacity(words.len());
-    let mut rest = words.into_iter();
-    while let Some(word) = rest.next() {
-        if word == "--" {
-            kept.push(word);
-            break;
-        }
-        let has_value = NBD_WITH_VALUES.iter().any(|option| word == *option);
-        match word.to_str() {
-            Some("-v" | "--verbose") => {}
-            Some("--snapshot") => kept.push("-s".into()),
-            _ => kept.push(word),
-        }
-        if has_value {
-            kept.extend(rest.next());
-        }
-    }
-    kept.extend(rest);
-    kept
+fn words_of_nbd(words: &[OsString]) -> Vec<OsString> {
+    let ours = nbd_words(words).filter_map(|(word, is_value)| match word.to_str() {
+        Some("-v" | "--verbose") if !is_value => None,
+        Some("--snapshot") if !is_value => Some("-s".into()),
+        _ => Some(word.clone()),
+    });
+    ours.collect()
+}
+
+/// The words of a qemu-nbd command line. `true` for the value of an option, and for all words after
+/// `--`, which are no options.
+fn nbd_words(words: &[OsString]) -> impl Iterator<Item = (&OsString, bool)> {
+    let (mut is_value, mut has_ended) = (false, false);
+    words.iter().map(move |word| {
+        let is_kept = is_value || has_ended;
+        is_value = !is_kept && NBD_WITH_VALUES.iter().any(|option| word == *option);
+        has_ended |= !is_kept && word == "--";
+        (word, is_kept)
+    })
 }
 
 /// The output of `--version` or `-V` under the name of a QEMU tool; `None` for other command lines.
@@ -233,18 +232,9 @@ fn is_version(word: &OsStr) -> bool {
     word == "--version" || word == "-V"
 }
 
-/// Whether a word of a qemu-nbd command line that is no value asks for the version.
+/// Whether an option of a qemu-nbd command line asks for the version.
 fn nbd_asks_version(words: &[OsString]) -> bool {
-    let mut rest = words.iter().skip(1).take_while(|word| *word != "--");
-    while let Some(word) = rest.next() {
-        if is_version(word) {
-            return true;
-        }
-        if NBD_WITH_VALUES.iter().any(|option| word == *option) {
-            rest.next();
-        }
-    }
-    false
+    nbd_words(words).any(|(word, is_value)| !is_value && is_version(word))
 }
 
 #[cfg(test)]
@@ -265,8 +255,8 @@ mod tests {
     #[test]
     fn words_of_qemu_nbd_that_are_no_values_become_ours() {
         let ours = |line: &str| {
-            let words = line.split(' ').map(OsString::from).collect();
-            let words = words_of_nbd(words).into_iter().map(|word| word.into_string().unwrap());
+            let words: Vec<_> = line.split(' ').map(OsString::from).collect();
+            let words = words_of_nbd(&words).into_iter().map(|word| word.into_string().unwrap());
             words.collect::<Vec<_>>().join(" ")
         };
         for (line, expected) in [

@@ -151,7 +151,7 @@ pub fn run(mut arguments: Arguments) -> Result<()> {
             let options = foreign_options::of(kind, size.unwrap_or(0), &settings);
             let mut options = options.unwrap_or_else(|why| wrong_usage_of(&named, &why));
             if let Some(backing) = foreign_options::parent_of(&settings) {
-                let allowed = arguments.allow.paths()?;
+                let allowed = arguments.allow.allowed_paths()?;
                 let parent = event_loop.block_on(open_backing(&image, &backing, allowed))?;
                 options.size = size.unwrap_or_else(|| parent.size());
                 options.parent = Some(foreign_create::parent(&parent, &backing)?);
@@ -224,7 +224,7 @@ impl Arguments {
             formatting::print(named, ImageFormat::Qcow2, said, settings)?;
             return make_qcow2(image, &options, file, progress).await;
         }
-        let allowed = self.allow.paths()?;
+        let allowed = self.allow.allowed_paths()?;
         if self.size.is_none()
             && let Some(backing) = &options.backing
         {

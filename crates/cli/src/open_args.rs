@@ -22,7 +22,7 @@ const ALLOWED_PATHS: &str = "BLOCKHOUSE_ALLOW_PATH";
 
 /// The paths in [`ALLOWED_PATHS`] that exist. A missing path allows nothing and is no error,
 /// because the same environment may be used on many hosts.
-pub fn allowed_by_environment() -> Vec<PathBuf> {
+fn allowed_by_environment() -> Vec<PathBuf> {
     let paths = std::env::var_os(ALLOWED_PATHS).unwrap_or_default();
     std::env::split_paths(&paths).filter(|path| path.exists()).collect()
 }
@@ -47,16 +47,16 @@ pub struct AllowPathArgs {
 }
 
 impl AllowPathArgs {
-    /// The paths of the options, and those of the environment ([`allowed_by_environment`]).
+    /// The files that images may name, by the options and the environment.
     ///
     /// # Errors
     /// A path of an option is missing; the error names it.
-    pub fn paths(&self) -> blockhouse_core::Result<AllowedPaths> {
-        AllowedPaths::new(&self.all())
+    pub fn allowed_paths(&self) -> blockhouse_core::Result<AllowedPaths> {
+        AllowedPaths::new(&self.paths())
     }
 
-    /// As [`paths`](Self::paths), but exactly as the user wrote them.
-    pub fn all(&self) -> Vec<PathBuf> {
+    /// The paths of the options, and those of the environment.
+    pub fn paths(&self) -> Vec<PathBuf> {
         self.allow_path.iter().cloned().chain(allowed_by_environment()).collect()
     }
 
@@ -81,7 +81,7 @@ impl ReferenceArgs {
     /// The paths that images may name, of the options and of the environment; none if no name is
     /// followed.
     pub fn paths(&self) -> Vec<PathBuf> {
-        if self.no_references { Vec::new() } else { self.allow.all() }
+        if self.no_references { Vec::new() } else { self.allow.paths() }
     }
 }
 

@@ -48,14 +48,13 @@ pub(super) async fn delete(context: &Rc<Context>, mut given: Arguments) -> Retur
     // An overlay of `blockdev-snapshot-sync` goes with the nodes below it. If a stream has taken
     // these out, nothing but this command closes the overlay.
     let has_owner = nodes.iter().any(|node| node.is_owned);
-    let is_unused = context.running.exports().of_disk(&disk).is_empty();
-    if !nodes[depth].is_owned && has_owner && is_unused {
+    let is_served = !context.running.exports().of_disk(&disk).is_empty();
+    if !nodes[depth].is_owned && has_owner && !is_served {
         return Err(QmpError::generic(format!("Node {name} is not owned by the monitor")));
     }
     if let Some(user) = nodes[..depth].iter().rev().find(|user| user.is_owned) {
         return Err(busy_behind(&name, &user.name));
     }
-    let is_served = !context.running.exports().of_disk(&disk).is_empty();
     if depth > 0 && is_served {
         return Err(busy_behind(&name, &nodes[depth - 1].name));
     }
