@@ -309,7 +309,8 @@ pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Res
     Ok(Pause { length: began.elapsed() })
 }
 
-/// Deletes a snapshot of a storage that nobody needs. Guests' changes continue; errors are logged.
+/// Deletes a snapshot of the disk's storage that has no further use. Guests' changes continue;
+/// errors are logged.
 pub(crate) async fn delete_unneeded<S: Storage>(disk: &Disk<S>, name: &str) {
     let deleted = match disk.format().snapshots() {
         Ok(snapshots) => snapshots.delete(name).await,

@@ -28,7 +28,7 @@ pub const MAX_SKIP: u32 = 32 << 20;
 /// If this many bytes wait to be sent, no further option is answered before they are sent.
 pub const OUTPUT_PAUSE: usize = 16 << 10;
 
-/// What the caller does after a feed. In each case it sends the output first.
+/// The next step of the caller after a feed. Before each step, the caller sends the output.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
     /// Receive more bytes and feed them.

@@ -8,7 +8,7 @@ use blockhouse_core::Error;
 use crate::command::PayloadTooLong;
 use crate::proto::request::BadMagic;
 
-/// What the server waits for its client to do.
+/// The action of the client that the server waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// Receive its replies.

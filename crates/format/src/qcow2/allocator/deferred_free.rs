@@ -31,7 +31,7 @@ pub(crate) enum Punch {
     Yes,
 }
 
-/// Who refers to a cluster after its refcount has been decremented.
+/// The remaining users of a cluster after its refcount has been decremented.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Users {
     /// No table refers to the cluster, so it becomes free.

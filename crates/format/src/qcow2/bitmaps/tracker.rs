@@ -102,7 +102,7 @@ struct State {
     is_exact_write_unknown: bool,
 }
 
-/// What a change must do after its bits were set in memory.
+/// The next step of a change after its bits were set in memory.
 pub(super) enum Next {
     /// The bits are durable on disk already.
     Done,

@@ -107,7 +107,7 @@ impl<S: Storage> ImageRedo<'_, S> {
 
     /// As [`attach`](Self::attach), replacing a process that has settled the image and no longer
     /// changes it: its session continues, so that the header need not be written before the first
-    /// change. `log` replaces the log of that process, which cannot be found any more.
+    /// change. `log` replaces the log of that process, which can no longer be found.
     pub fn take_over(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
         let found = metadata.lock().tables.headers.disk().autoclear & SESSION_BITS;

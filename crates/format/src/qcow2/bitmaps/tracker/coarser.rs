@@ -2,7 +2,7 @@
 //! allocated clusters.
 //!
 //! Guarantee: no change is missing. Before the bits are copied, the old bitmap stops accepting bits
-//! and no page of it is written any more, so later changes are recorded in the new bitmap.
+//! and its pages are no longer written, so later changes are recorded in the new bitmap.
 
 use blockhouse_core::{ByteRange, Result, Storage};
 
