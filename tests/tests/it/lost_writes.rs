@@ -41,7 +41,8 @@ impl FullHost {
         let options = File::options().read(true).write(true).create(true).clone();
         let backing = options.open(&path).map_err(|error| error.to_string())?;
         backing.set_len(PIECES * PIECE).map_err(|error| error.to_string())?;
-        let device = LoopDevice::over_file(&path, &[])?;
+        let mut device = LoopDevice::over_file(&path, &[])?;
+        device.split_requests()?;
         Ok(Self { backing, reserve: host.path("reserve"), device, _host: host })
     }
 
