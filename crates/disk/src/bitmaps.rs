@@ -1,7 +1,8 @@
 //! Dirty bitmaps of an open disk: which parts of it changed since a bitmap was added or cleared.
 //!
-//! Most are persistent: the image has them. Others are in memory ([`TransientBitmaps`]), of disks
-//! of any format, also read-only ones, and end with the disk. All have one list of names.
+//! A persistent bitmap is stored in the image. A transient bitmap ([`TransientBitmaps`]) is only in
+//! memory and ends with the disk; disks of any format can have one, also read-only disks. All
+//! bitmaps of a disk share one list of names.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,34 +24,34 @@ use crate::transient_bitmaps::{TransientBitmaps, is_there};
 
 /// Minimum number of extents read together.
 const EXTENTS: usize = 4096;
-/// Maximum bytes of memory for the copy of a stored bitmap that is merged into one in memory. A
-/// larger copy gets a coarser granularity.
+/// Maximum bytes of memory for the copy of a stored bitmap that is merged into a bitmap in memory.
+/// A larger copy gets a coarser granularity.
 const MAX_COPY: u64 = 16 << 20;
 
 /// A change of a bitmap: one of several changes that are made together.
 #[derive(Clone)]
 pub enum BitmapChange {
-    /// The bitmap is added to the image, with nothing dirty in it.
+    /// A bitmap without dirty ranges is added to the image.
     Add(NewBitmap),
-    /// The bitmap is added in memory.
+    /// A bitmap without dirty ranges is added in memory.
     AddTransient(NewBitmap),
-    /// The bitmap is changed.
+    /// A bitmap is changed.
     Change {
-        /// Its name.
+        /// The bitmap's name.
         name: String,
         /// The action.
         action: BitmapAction,
     },
-    /// Another bitmap of the disk is merged into the bitmap.
+    /// Another bitmap of the disk is merged into a bitmap.
     Merge {
-        /// Its name.
+        /// The name of the bitmap that gets the changes.
         name: String,
-        /// The name of the other one.
+        /// The name of the other bitmap, which does not change.
         source: String,
     },
-    /// These changes are merged into a bitmap in memory.
+    /// Dirty ranges are merged into a bitmap in memory.
     MergeChanges {
-        /// Its name.
+        /// The bitmap's name.
         name: String,
         /// The dirty ranges.
         changes: Arc<DirtyMap>,
@@ -58,7 +59,7 @@ pub enum BitmapChange {
 }
 
 impl BitmapChange {
-    /// The name of the bitmap that it changes.
+    /// The name of the bitmap that is added or changed.
     pub fn name(&self) -> &str {
         match self {
             Self::Add(new) | Self::AddTransient(new) => &new.name,
@@ -76,20 +77,21 @@ impl<S: Storage> Disk<S> {
     }
 }
 
-/// The bitmaps of an open disk. Each change happens as a whole or not at all, and is durable when
-/// it returns, except in memory; other changes of the disk are held off during it.
+/// The bitmaps of an open disk. Each change happens as a whole or not at all. A change of a
+/// persistent bitmap is durable when the call returns. During the call, other changes of the disk
+/// are held off.
 pub struct DiskBitmaps<'a, S: Storage> {
     disk: &'a Disk<S>,
 }
 
 impl<S: Storage> DiskBitmaps<'_, S> {
-    /// All bitmaps: those of the image, and those in memory, each in the order in which they were
-    /// added. Those of the image are missing if another program has changed the disk without
-    /// recording its changes in them.
+    /// All bitmaps: first the image's bitmaps, then the bitmaps in memory, both in the order in
+    /// which they were added. The image's bitmaps are missing if another program has changed the
+    /// disk without recording its changes in them.
     ///
     /// # Errors
-    /// `Unsupported` for a format without bitmaps, if none is in memory; `Corrupt` if the directory
-    /// contradicts the format.
+    /// `Unsupported` for a format without bitmaps, if no bitmap is in memory; `Corrupt` if the
+    /// image's directory of bitmaps contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         let transient = self.disk.transient_bitmaps.get();
         let mut all = match self.disk.begin_use().format().bitmaps() {
@@ -100,17 +102,19 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(all)
     }
 
-    /// Whether the bitmap of this name is one in memory.
+    /// Whether the bitmap of this name is in memory.
     pub fn is_transient(&self, name: &str) -> bool {
         self.disk.transient_bitmaps.get().has(name)
     }
 
-    /// The records of the bitmap of this name for `range`: adjacent extents, at least `max` unless
-    /// there are fewer. For an enabled bitmap of a writable disk they include all changes so far.
+    /// The dirty and clean parts of `range` in the bitmap of this name: adjacent extents. An
+    /// image's bitmap returns at least `max` extents, a bitmap in memory exactly `max`, unless
+    /// `range` has fewer. If the bitmap is enabled and the disk is writable, the extents include
+    /// all changes so far.
     ///
     /// # Errors
-    /// `InvalidInput` if there is no such bitmap, if it is inconsistent, or if the range is past
-    /// the end; or as [`list`](Self::list).
+    /// `InvalidInput` if there is no such bitmap, if the bitmap is inconsistent, or if the range is
+    /// past the end of the disk; else as [`list`](Self::list).
     pub async fn extents(
         &self,
         name: &str,
@@ -125,12 +129,12 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     }
 
     /// As [`extents`](Self::extents), for the nearest image of the chain that has a bitmap of this
-    /// name. A backing file's bitmap has the changes of that image, but not those of the images
-    /// above it.
+    /// name. A backing file's bitmap has the changes of the backing file, but not the changes of
+    /// the images above it.
     ///
     /// # Errors
-    /// As [`extents`](Self::extents); `InvalidInput` if the backing file with the bitmap has
-    /// another size.
+    /// As [`extents`](Self::extents); `InvalidInput` if the size of the backing file with the
+    /// bitmap differs from the disk's.
     pub async fn extents_in_chain(
         &self,
         name: &str,
@@ -161,7 +165,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.extents(name, range, max).await
     }
 
-    /// How many bytes are dirty in the bitmap of this name, in whole granules except at the end of
+    /// The number of dirty bytes in the bitmap of this name: whole granules, except at the end of
     /// the disk.
     ///
     /// # Errors
@@ -178,9 +182,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(dirty)
     }
 
-    /// A copy of the bitmap of this name in memory, with granules of at least `min_granularity`
-    /// bytes, a power of two. If the bitmap records changes, the copy has all changes before the
-    /// call, and perhaps later ones.
+    /// A copy in memory of the bitmap of this name. Its granules have at least `min_granularity`
+    /// bytes, a power of two. If the bitmap is enabled, the copy has all changes before the call,
+    /// and may have later ones.
     ///
     /// # Errors
     /// As [`extents`](Self::extents), and as [`DirtyMap::new`].
@@ -242,9 +246,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
     /// or a disk that does not change during the call.
     ///
     /// # Errors
-    /// As [`change`](Self::change); `InvalidInput` for disks of different sizes; `Unsupported` to
-    /// merge a bitmap in memory into one of an image, or a bitmap of another disk into one in
-    /// memory.
+    /// As [`change`](Self::change); `InvalidInput` for disks of different sizes; `Unsupported` if a
+    /// bitmap in memory would be merged into an image's bitmap, or if one of the bitmaps is in
+    /// memory and the disks differ.
     pub async fn merge(&self, name: &str, source: &Disk<S>, source_name: &str) -> Result<Pause> {
         let is_in_memory = self.is_transient(name) || source.bitmaps().is_transient(source_name);
         if is_in_memory && std::ptr::eq(self.disk, source) {
@@ -275,8 +279,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(Pause { length: began.elapsed() })
     }
 
-    /// Refuses to change bitmaps of an image that has none or is read-only, and writes pending
-    /// metadata, so that the changes are quick. Called before [`change_bitmaps`].
+    /// Prepares a call of [`change_bitmaps`]. If the image's bitmaps are to be changed, refuses an
+    /// image that is read-only or whose format has no bitmaps, and writes pending metadata, so that
+    /// the changes take little time.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -294,8 +299,8 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
     }
 
-    /// Divides `changes`: returns those for the image's bitmaps, and the bitmaps in memory after
-    /// all changes. The disk is quiesced.
+    /// Divides `changes`. Returns the changes of the image's bitmaps, and the set of bitmaps in
+    /// memory after all changes. The caller has quiesced the disk.
     async fn divide(
         &self,
         changes: &[BitmapChange],
@@ -348,7 +353,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok((of_image.into_iter().filter_map(of_an_image).collect(), transient))
     }
 
-    /// Whether the image has a bitmap of this name after some changes.
+    /// Whether the image has a bitmap of this name after `changes`.
     async fn image_has(&self, name: &str, changes: &[&BitmapChange]) -> Result<bool> {
         if let Some(last) = changes.iter().rev().find(|change| change.name() == name) {
             let removes = BitmapAction::Remove;
@@ -371,7 +376,7 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         self.prepare_image().await?;
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
-        // The image may have become read-only or been replaced since.
+        // The image may have become read-only or been replaced since the first check.
         self.disk.check_access(0)?;
         change(&self.disk.format().bitmaps()?).await?;
         Ok(Pause { length: began.elapsed() })
@@ -381,8 +386,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
 /// Changes the bitmaps of quiesced disks durably: either all changes are made, or none.
 ///
 /// # Errors
-/// The error of the first change that fails; then none is made. If the last write to one of several
-/// images fails, the changes of the others may have been made, which the error says.
+/// The error of the first change that fails; then no change is made. The exception: if the last
+/// write to one of several images fails, changes of the other images may have been made, and the
+/// error says so.
 pub async fn change_bitmaps<S: Storage>(
     all: &[(&QuiescedDisk<'_, S>, &[BitmapChange])],
 ) -> Result<()> {
@@ -394,7 +400,7 @@ pub async fn change_bitmaps<S: Storage>(
             if of_image.is_empty() {
                 meeting.arrive().await?
             } else {
-                // The image may have become read-only or been replaced since.
+                // The image may have become read-only or been replaced since the first check.
                 disk.check_access(0)?;
                 let bitmaps = disk.format().bitmaps()?;
                 bitmaps.change_all(&of_image, async || meeting.arrive().await).await?;
@@ -425,7 +431,7 @@ fn adds_transient(changes: &[BitmapChange], name: &str) -> bool {
     })
 }
 
-/// The change of an image's bitmap; `None` for a change in memory.
+/// The change of an image's bitmap; `None` for a change of a bitmap in memory.
 fn of_an_image(change: &BitmapChange) -> Option<ImageChange> {
     Some(match change.clone() {
         BitmapChange::Add(new) => ImageChange::Add(new),
@@ -446,10 +452,10 @@ struct Meeting {
 }
 
 impl Meeting {
-    /// Waits until all have arrived.
+    /// Waits until the changes of all images have arrived.
     ///
     /// # Errors
-    /// One of them has failed.
+    /// The change of another image has failed.
     async fn arrive(&self) -> Result<()> {
         self.arrived.fetch_add(1, Ordering::SeqCst);
         self.changed.notify_all();

@@ -1,9 +1,9 @@
-//! Which parts of a disk have changed: a bit for each granule, in memory.
+//! A map of the changed parts of a disk: one bit in memory for each granule.
 //!
 //! Guarantees: any thread may mark and clear at any time, without a lock. A mark is never lost: if
-//! a range is marked and cleared concurrently, it is dirty afterwards, or the clearing thread sees
-//! what the marking thread did before the mark. Memory is one bit for each granule, taken when the
-//! map is made.
+//! a range is marked and cleared concurrently, the range is dirty afterwards, or the clearing
+//! thread sees all that the marking thread did before the mark. Memory is one bit for each granule,
+//! taken when the map is made.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,7 +21,7 @@ pub struct DirtyMap {
     /// The binary logarithm of the bytes of a granule.
     shift: u32,
     words: Box<[AtomicU64]>,
-    /// How many bits are set.
+    /// The number of bits that are set.
     dirty: AtomicU64,
 }
 
@@ -30,7 +30,8 @@ impl DirtyMap {
     /// granule, a power of two.
     ///
     /// # Errors
-    /// `InvalidInput` for another granularity; `Io` if the host has no memory for the bits.
+    /// `InvalidInput` if `granularity` is no power of two; `Io` if the host has no memory for the
+    /// bits.
     pub fn new(size: u64, granularity: u64) -> Result<Self> {
         if !granularity.is_power_of_two() {
             let what = format!("a granularity of {granularity} bytes is no power of two");
@@ -52,8 +53,8 @@ impl DirtyMap {
         self.size
     }
 
-    /// The finest granularity with which a map of a disk of `size` bytes takes `memory` bytes at
-    /// most; a byte at least.
+    /// The finest granularity in bytes, at least 1, with which a map of a disk of `size` bytes
+    /// takes at most `memory` bytes.
     pub fn min_granularity(size: u64, memory: u64) -> u64 {
         size.div_ceil(memory.max(8) * 8).max(1).next_power_of_two()
     }
@@ -63,14 +64,14 @@ impl DirtyMap {
         1 << self.shift
     }
 
-    /// Bytes that are dirty, in whole granules: at most one granule more than the disk has. An
-    /// estimate while other threads mark and clear.
+    /// The number of dirty bytes, in whole granules: up to one granule more than the disk's size.
+    /// An estimate while other threads mark and clear.
     pub fn dirty_bytes(&self) -> u64 {
         self.dirty.load(Ordering::Relaxed) << self.shift
     }
 
     /// Marks all granules that `range` touches as dirty; bytes past the end are ignored. Returns
-    /// whether any was clean.
+    /// whether any of them was clean.
     pub fn mark(&self, range: ByteRange) -> bool {
         let mut fresh = 0;
         self.for_each_word(range, |word, bits| {
@@ -85,7 +86,7 @@ impl DirtyMap {
         fresh > 0
     }
 
-    /// Makes all granules clean that `range` touches.
+    /// Marks all granules that `range` touches as clean.
     pub fn clear(&self, range: ByteRange) {
         let mut cleared = 0;
         self.for_each_word(range, |word, bits| {
@@ -94,7 +95,7 @@ impl DirtyMap {
         self.dirty.fetch_sub(cleared, Ordering::Relaxed);
     }
 
-    /// Whether any granule is dirty that `range` touches.
+    /// Whether any granule that `range` touches is dirty.
     pub fn is_dirty(&self, range: ByteRange) -> bool {
         let mut is_dirty = false;
         self.for_each_word(range, |word, bits| is_dirty |= word.load(Ordering::SeqCst) & bits != 0);
@@ -120,7 +121,7 @@ impl DirtyMap {
         let first = self.find(offset >> self.shift, is_dirty, self.granules())?;
         let most = self.granules().min(first + (limit >> self.shift).max(1));
         let end = self.find(first, !is_dirty, most).unwrap_or(most);
-        // Another task may have changed the first granule since.
+        // Another thread may have changed the first granule meanwhile.
         let (start, end) = (first << self.shift, (end.max(first + 1) << self.shift).min(self.size));
         Some(ByteRange::between(start, end))
     }

@@ -1,11 +1,11 @@
 //! Disks (layer 3): opens images, and reads and writes them. An [`Image`] is an image format over a
-//! storage; a [`Disk`] is the choke point of all requests to it.
+//! storage. A [`Disk`] has an image, and all requests to the image pass through the disk.
 //!
 //! [`open()`] opens a raw or qcow2 image with its backing files, and locks them; [`create()`] makes
 //! a new one. [`Disk::submit`] carries out one request. It is the only place where requests are
-//! checked, ordered where they must be, split by extent, made durable and counted, whichever export
-//! they come from. [`DiskStats::metrics`] says what was done, and how long it took. Nothing here
-//! knows an engine or a protocol.
+//! checked, ordered if they must be, split by extent, made durable and counted, for all exports.
+//! [`DiskStats::metrics`] returns the counts and durations of requests and operations. No code of
+//! this crate depends on a particular engine or protocol.
 //!
 //! ```
 //! use blockhouse_core::{Buffer, Durability, Request};
@@ -33,22 +33,22 @@
 //! # Ok::<(), blockhouse_core::Error>(())
 //! ```
 //!
-//! A storage of your own becomes a disk by [`Disk::raw`] or [`Disk::open`]. Tools of `qemu-img` are
-//! here as well: [`CopyJob`], [`CompareJob`], snapshots, resize, commit, rebase and VM state.
+//! [`Disk::raw`] and [`Disk::open`] make a disk of your own storage. The crate also has operations
+//! as of `qemu-img`: [`CopyJob`], [`CompareJob`], snapshots, resize, commit, rebase and VM state.
 //!
-//! From the bottom up, each uses only what is above it in this list:
+//! The modules from the bottom up; each uses only modules above it in this list:
 //!
 //! - `options`, `stats`, `buffers`, `claims`, `parts`: options, counters, bounded memory, the order
 //!   of overlapping changes, requests in parts
 //! - `dirty_map`, `observers`: the changed parts of a disk, and the observers of changes
 //! - `throttle`: limits on rates
-//! - `state`: what outlives the process
-//! - `durability`: the decision, and the tracker of flushes around each storage
-//! - `layer`: one image of a chain, and reading it
-//! - `write`: changing it
+//! - `state`: memory that outlives the process
+//! - `durability`: the durability decision, and the tracker of flushes around each storage
+//! - `layer`: one image of a chain, and reads of it
+//! - `write`: changes of one image
 //! - `image`: one image, opened: layer, writer, options, state
-//! - `disk`: the choke point of all requests
-//! - `snapshots`, `bitmaps`, `vm_state`, `tools`, `open`: what is done with whole disks
+//! - `disk`: the single path of all requests
+//! - `snapshots`, `bitmaps`, `vm_state`, `tools`, `open`: operations on whole disks
 #![forbid(unsafe_code)]
 
 mod bitmaps;

@@ -1,10 +1,11 @@
-//! The observers of a disk's changes: jobs that copy it.
+//! The observers of a disk's changes: jobs that copy the disk, and bitmaps in memory.
 //!
 //! Guarantees: an observer that is attached while the disk is quiesced is called at the begin and
-//! the end of every later change, whatever its outcome. The call at the end comes before the change
-//! counts as ended, so when the disk is quiesced again, the observer was called for all of them.
-//! The observer gets the same bytes of a write as the disk, even if a guest changes its memory
-//! meanwhile. For a disk without observers, each write costs three relaxed loads.
+//! the end of every later change, whether the change succeeds or fails. A change counts as ended
+//! only after the call at its end. So when the disk is quiesced again, the observer has received
+//! the ends of all changes. The observer gets the same bytes of a write as the disk, even if a
+//! guest changes its memory meanwhile. For a disk without observers, each write costs three relaxed
+//! loads.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -15,10 +16,10 @@ use blockhouse_core::{Buffer, ByteRange, IoVector, Result};
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
-/// A wait of a request before it is answered.
+/// A future that a request awaits before its change begins, or before it is answered.
 pub type ChangeWait = Pin<Box<dyn Future<Output = ()>>>;
 
-/// An observer's ID of a change, between its begin and its end.
+/// An observer's ID of a change, valid from the begin of the change to its end.
 pub type ChangeId = u64;
 
 /// The maximum length of a write whose bytes observers receive. The bytes are copied if a guest
@@ -32,26 +33,27 @@ pub trait ChangeObserver: Send + Sync {
         false
     }
 
-    /// Whether no snapshot may be taken, deleted or renamed while it observes: the image is about
-    /// to be replaced by one that does not get them.
+    /// Whether it is forbidden to take, delete or rename snapshots while this observer is attached.
+    /// Reason: another image is about to replace the disk's image, and would lack such changes.
     fn forbids_snapshots(&self) -> bool {
         false
     }
 
-    /// A change of `range`, which may be past the end of the disk, is about to begin. A returned
-    /// future is awaited before that; until then the change counts as in flight.
+    /// A change of `range`, which may be past the end of the disk, is about to begin. If a future
+    /// is returned, the change begins after it. While the future is awaited, the change counts as
+    /// in flight.
     fn hold_off(&self, _range: ByteRange) -> Option<ChangeWait> {
         None
     }
 
-    /// A change of `range`, which may be past the end of the disk, begins: nothing of it is done
-    /// yet. `bytes` are those of a write of at most [`MAX_OBSERVED_BYTES`], if they are
-    /// [wanted](Self::wants_bytes); the observer copies them at once. The returned id is passed
-    /// back at the end.
+    /// A change of `range`, which may be past the end of the disk, begins: no part of the change is
+    /// done yet. `bytes` are the bytes of a write of at most [`MAX_OBSERVED_BYTES`], if they are
+    /// [wanted](Self::wants_bytes); the observer copies them before it returns. The returned ID is
+    /// passed back at the end of the change.
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId;
 
-    /// The change was carried out, and is not answered yet. A returned future is awaited before the
-    /// answer; the change already counts as ended.
+    /// The change has succeeded, and is not answered yet. If a future is returned, it is awaited
+    /// before the answer; the change already counts as ended.
     fn completed(&self, change: ChangeId, range: ByteRange) -> Option<ChangeWait>;
 
     /// The change failed, or its future was dropped: the range may hold anything.
@@ -67,7 +69,8 @@ pub(crate) struct Observers {
     list: RwLock<List>,
 }
 
-/// A change in flight whose end is reported to observers: as abandoned, if this is dropped.
+/// A change in flight whose end is reported to observers. If this is dropped, the change is
+/// reported as abandoned.
 pub(crate) struct ObservedChange {
     observers: SmallVec<[(Arc<dyn ChangeObserver>, ChangeId); 1]>,
     range: ByteRange,
@@ -88,12 +91,13 @@ impl Observers {
         self.is_any.store(!list.is_empty(), Ordering::SeqCst);
     }
 
-    /// Whether any forbids snapshots.
+    /// Whether any observer forbids snapshots.
     pub(crate) fn forbid_snapshots(&self) -> bool {
         self.list.read().iter().any(|observer| observer.forbids_snapshots())
     }
 
-    /// Whether an observer wants the bytes of a write that begins now, if it is not too long.
+    /// Whether an observer wants the bytes of a write of `length` bytes that begins now. Always
+    /// false for more than [`MAX_OBSERVED_BYTES`].
     pub(crate) fn want_bytes(&self, length: u64) -> bool {
         self.is_any.load(Ordering::Relaxed)
             && length <= MAX_OBSERVED_BYTES
@@ -121,7 +125,7 @@ impl Observers {
         if !self.is_any.load(Ordering::Relaxed) {
             return None;
         }
-        // A change past the end of all disks is refused later.
+        // A range that ends beyond 64-bit offsets is refused later.
         let range = ByteRange::new(offset, length)?;
         let list = self.list.read();
         let begin = |one: &Arc<dyn ChangeObserver>| (Arc::clone(one), one.begins(range, bytes));
@@ -131,7 +135,7 @@ impl Observers {
 }
 
 impl ObservedChange {
-    /// Reports the end of the change to the observers; returns the futures to await.
+    /// Reports to the observers that the change has succeeded. Returns the futures to await.
     pub(crate) fn complete(mut self) -> Vec<ChangeWait> {
         let observers = std::mem::take(&mut self.observers);
         observers.iter().filter_map(|(one, change)| one.completed(*change, self.range)).collect()

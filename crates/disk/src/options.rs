@@ -12,26 +12,26 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DetectZeroes {
-    /// They are written.
+    /// The zeros are written.
     #[default]
     Off,
-    /// They become zero writes that keep their space.
+    /// The writes become zero writes that keep the allocated space.
     On,
-    /// They become zero writes that may give their space back, as far as discards do.
+    /// The writes become zero writes that may free the allocated space, as far as discards do.
     Unmap,
 }
 
 /// The treatment of flushes and durable writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushPolicy {
-    /// They are carried out.
+    /// Flushes and durable writes are carried out.
     Honor,
-    /// They are acknowledged and nothing is flushed: a crash of the host loses data. For disks that
-    /// are thrown away afterwards (`--cache unsafe`).
+    /// Flushes and durable writes are acknowledged, but nothing is flushed, so a crash of the host
+    /// loses data. For disks that are deleted after use (`--cache unsafe`).
     Ignore,
 }
 
-/// The block sizes that a disk announces in place of those that follow from its image.
+/// The block sizes that a disk announces instead of the sizes that follow from its image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockSizes {
     logical: Option<u64>,
@@ -43,13 +43,13 @@ impl BlockSizes {
     /// The sizes that follow from the image.
     pub const OF_IMAGE: Self = Self { logical: None, physical: None, discard: None };
 
-    /// The largest sector, because Linux supports none larger than its smallest page.
+    /// Maximum bytes of a sector, because Linux supports no sector larger than its smallest page.
     const MAX_LOGICAL: u64 = 4096;
     const MAX_PHYSICAL: u64 = 2 << 20;
     const MAX_DISCARD: u64 = 1 << 30;
 
-    /// Bytes of a sector, of a block that is written as a whole, and of the unit of discards;
-    /// `None` for the image's.
+    /// Sizes in bytes: `logical` of a sector, `physical` of a block that is written as a whole, and
+    /// `discard` of the unit of discards. `None` is the size that follows from the image.
     ///
     /// # Errors
     /// The reason why a disk cannot have such sizes, as text.
@@ -96,10 +96,10 @@ impl BlockSizes {
 /// The treatment of changes for which the host has no free space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnFull {
-    /// They fail with ENOSPC.
+    /// The changes fail with ENOSPC.
     #[default]
     Report,
-    /// They wait for free space, each for at most this time, and then fail with ENOSPC.
+    /// The changes wait for free space, each for at most this time, and then fail with ENOSPC.
     Hold(Duration),
 }
 
@@ -107,10 +107,11 @@ impl OnFull {
     /// The default of the longest time for which a change is held.
     pub const DEFAULT_LIMIT: Duration = Duration::from_secs(300);
 
-    /// The treatment by the command line's options: whether changes wait, and for how many seconds.
+    /// The treatment for the options of the command line: whether changes wait, and for how many
+    /// seconds at most.
     ///
     /// # Errors
-    /// The mistake, as text.
+    /// The reason why the options contradict each other, as text.
     pub fn new(is_held: bool, seconds: Option<u32>) -> Result<Self, String> {
         match (is_held, seconds) {
             (false, None) => Ok(Self::Report),
@@ -123,7 +124,7 @@ impl OnFull {
         }
     }
 
-    /// For how many seconds changes wait; `None` if they do not.
+    /// The number of seconds for which changes wait at most; `None` if they do not wait.
     pub fn seconds(self) -> Option<u32> {
         match self {
             Self::Report => None,
@@ -135,9 +136,9 @@ impl OnFull {
 /// How a disk is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Whether it may be changed.
+    /// Whether the disk may be changed.
     pub access: Access,
-    /// The least durability of each write; `Data` is what cache modes call writethrough.
+    /// The minimum durability of each write; `Data` is the writethrough of cache modes.
     pub durability: Durability,
     /// Whether flushes are carried out.
     pub flush: FlushPolicy,
@@ -145,12 +146,12 @@ pub struct Options {
     pub discard: Discard,
     /// Whether writes of zeros become zero writes.
     pub detect_zeroes: DetectZeroes,
-    /// Whether data that is read from the backing file is copied into the image, if that may be
-    /// changed.
+    /// Whether data that is read from the backing file is copied into the image, if the image may
+    /// be changed.
     pub copy_on_read: bool,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,
-    /// The block sizes that it announces.
+    /// The block sizes that the disk announces.
     pub block_sizes: BlockSizes,
     /// The treatment of changes for which the host has no free space.
     pub on_full: OnFull,
@@ -159,8 +160,8 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// Read and write, a volatile write cache, flushes kept, discards passed on, zeros written, no
-    /// copy on read, ENOSPC reported.
+    /// Read and write, a volatile write cache, flushes carried out, discards passed on, zeros
+    /// written, no copy on read, ENOSPC reported.
     fn default() -> Self {
         Self {
             access: Access::ReadWrite,

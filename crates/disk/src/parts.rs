@@ -6,14 +6,14 @@
 
 use blockhouse_core::{ByteRange, Extent, IoVector};
 
-/// How many operations of one request are in flight together, and how many extents of a write are
+/// Maximum number of operations of one request in flight, and of extents of a write that are
 /// prepared before the first one is written.
 pub(crate) const MAX_IN_FLIGHT: usize = 16;
-/// The most bytes of one storage operation. A larger one is no faster on any device. From the page
-/// cache, the kernel copies inside the system call, and a larger copy would block the loop too
+/// Maximum bytes of one storage operation. A larger operation is no faster on any device. A copy
+/// from the page cache is made inside the system call, so a larger copy would block the loop too
 /// long.
 pub(crate) const MAX_PART: u64 = 4 << 20;
-/// Where longer requests are cut: no cluster of any format lies on both sides.
+/// The alignment of the cuts of longer requests, so that no cut divides a cluster of any format.
 const CUT_ALIGNMENT: u64 = 2 << 20;
 
 /// The part of a request's memory that belongs to the next extent.

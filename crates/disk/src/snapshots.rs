@@ -1,11 +1,11 @@
 //! Snapshots of an open disk, also while it is served.
 //!
-//! A snapshot contains all changes that completed before the request. It contains a later change,
-//! as a whole, if that completes before the moment of the snapshot. Most of its tables are written
-//! and flushed while guests continue. Then the disk waits for the changes in flight, and holds off
-//! new ones until the remaining tables are written. It reports the length of this pause. Reads
-//! continue. Deleting a snapshot works in the same way. Other changes of the snapshots hold off
-//! guests' changes throughout.
+//! A snapshot contains all changes that completed before the snapshot was requested. It also
+//! contains each later change that completes before the moment of the snapshot, as a whole. Most of
+//! its tables are written and flushed while guests continue. Then the disk waits for the changes in
+//! flight, and holds off new ones until the remaining tables are written. Reads continue. The call
+//! returns the length of this pause. Deleting a snapshot works in the same way. All other changes
+//! of snapshots hold off guests' changes from begin to end.
 
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant, SystemTime};
@@ -19,7 +19,7 @@ use crate::disk::{Disk, flush_ahead, flush_in_rounds};
 use crate::durability::FlushTracker;
 use crate::image::Image;
 
-/// The effect of a change of the snapshots on the guest.
+/// The effect of a change of snapshots or bitmaps on the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pause {
     /// The total time for which the guest's writes, zero writes and discards were held off.
@@ -37,7 +37,7 @@ impl<S: Storage> Disk<S> {
 enum Prepared {
     /// The change is made: the snapshot is taken.
     Taken(Snapshot),
-    /// The change must be made at once, while changes are held off.
+    /// The whole change must be made at once, while guests' changes are held off.
     AtOnce,
     Cancelled,
 }
@@ -57,20 +57,21 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     }
 
     /// The parts of `range` that have changed since a snapshot was taken, in order. `range` lies
-    /// inside the disk. Only for snapshots of a storage.
+    /// inside the disk. Only for snapshots that the storage takes.
     ///
     /// # Errors
-    /// `Unsupported` if the format takes the snapshots, or there are none; `InvalidInput` if there
-    /// is no such snapshot, or it is younger than the one that the disk was opened on.
+    /// `Unsupported` if the format takes the snapshots, or snapshots are not supported;
+    /// `InvalidInput` if there is no such snapshot, or the snapshot is younger than the one that
+    /// the disk was opened on.
     pub async fn changes_since(&self, name: &str, range: ByteRange) -> Result<Vec<StorageChange>> {
         self.disk.image().check_inside(range)?;
         self.disk.begin_use().format().snapshots()?.changes_since(name, range).await
     }
 
-    /// Takes a snapshot of the disk; durable when it returns.
+    /// Takes a snapshot of the disk. The snapshot is durable when the call returns.
     ///
     /// # Errors
-    /// `Unsupported` for a format without snapshots, an image with a data file, or when refcounts
+    /// `Unsupported` for a format without snapshots, an image with a data file, or refcounts that
     /// are too narrow; `InvalidInput` for a name that is taken, empty or longer than 255 bytes;
     /// `ReadOnly`; `NoSpace`. On error nothing has changed.
     pub async fn create(&self, name: &str) -> Result<(Snapshot, Pause)> {
@@ -78,7 +79,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     }
 
     /// As [`create`](Self::create), but once `is_cancelled` returns true, the result is `None`, and
-    /// nothing has changed. `is_cancelled` is called often, but not after changes are held off.
+    /// nothing has changed. `is_cancelled` is called often, but never while changes are held off.
     ///
     /// # Errors
     /// As [`create`](Self::create).
@@ -106,7 +107,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         outcome_of: impl Fn(Snapshot) -> T,
     ) -> Result<Option<(T, Pause)>> {
         self.check_possible()?;
-        // In this order: where another image takes its place in between, that is found out.
+        // If another image replaces this one during the preparation, `check_current` detects that.
         let image = self.disk.image();
         let snapshots = image.format().snapshots()?;
         let mut pause = Pause { length: Duration::ZERO };
@@ -123,7 +124,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         outcome
     }
 
-    /// Adds the time for which changes were held off to `pause`.
+    /// Prepares the change and makes it. Adds the time for which changes were held off to `pause`.
     async fn prepare_and_take(
         &self,
         image: &Image<S>,
@@ -182,15 +183,15 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.while_quiesced(async |snapshots| snapshots.create(&new, state).await).await
     }
 
-    /// Reverts the disk to the snapshot, its size included; durable when it returns. Users see the
-    /// content change: meant for disks that are not in use.
+    /// Reverts the disk, including its size, to the snapshot. The change is durable when the call
+    /// returns. Meant for disks that are not in use, because users see the content change.
     ///
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` when there is no such snapshot.
     pub async fn apply(&self, name: &str) -> Result<Pause> {
         let apply = async |snapshots: &Snapshots<'_, _>| {
             snapshots.apply(name).await?;
-            // If memory is short, the transient bitmaps are lost.
+            // If memory is too short for the new size, the transient bitmaps are lost.
             let size = self.disk.size();
             let bitmaps = self.disk.transient_bitmaps.get().resized(size).unwrap_or_default();
             bitmaps.mark(ByteRange::between(0, size));
@@ -200,7 +201,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         Ok(self.while_quiesced(apply).await?.1)
     }
 
-    /// Deletes a snapshot; durable when it returns.
+    /// Deletes a snapshot. The change is durable when the call returns.
     ///
     /// # Errors
     /// As [`apply`](Self::apply).
@@ -209,7 +210,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     }
 
     /// As [`delete`](Self::delete), but once `is_cancelled` returns true, the result is `None`, and
-    /// nothing has changed. `is_cancelled` is called often, but not after changes are held off.
+    /// nothing has changed. `is_cancelled` is called often, but never while changes are held off.
     ///
     /// # Errors
     /// As [`delete`](Self::delete).
@@ -227,7 +228,7 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         Ok(deleted.map(|((), pause)| pause))
     }
 
-    /// Gives a snapshot another name; durable when it returns.
+    /// Gives a snapshot another name. The change is durable when the call returns.
     ///
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` when there is no such snapshot.
@@ -263,14 +264,14 @@ impl<S: Storage> DiskSnapshots<'_, S> {
         self.disk.format().snapshots()?.check_possible()
     }
 
-    /// As `while_quiesced`, after the flush.
+    /// As `while_quiesced`, but the caller has flushed.
     async fn run_quiesced<T>(
         &self,
         change: impl AsyncFnOnce(&Snapshots<'_, FlushTracker<S>>) -> Result<T>,
     ) -> Result<(T, Pause)> {
         let began = Instant::now();
         let _quiesced = self.disk.quiesce().await?;
-        // The image may have become read-only or been replaced since.
+        // The image may have become read-only or been replaced since the first check.
         self.disk.check_access(0)?;
         self.disk.check_stays()?;
         let snapshots = self.disk.format().snapshots()?;
@@ -281,11 +282,12 @@ impl<S: Storage> DiskSnapshots<'_, S> {
     }
 }
 
-/// Takes a snapshot of each of these disks, all at one moment; durable when it returns.
+/// Takes a snapshot of each of these disks, all at the same moment. The snapshots are durable when
+/// the call returns.
 ///
 /// # Errors
 /// As [`DiskSnapshots::create`], for the first disk that fails. The snapshots that were taken
-/// before are deleted again.
+/// before the failure are deleted again.
 pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Result<Pause> {
     all.iter().try_for_each(|(disk, _)| disk.snapshots().check_possible())?;
     let disks: Vec<_> = all.iter().map(|(disk, _)| *disk).collect();
@@ -294,7 +296,7 @@ pub(crate) async fn create_together<S: Storage>(all: &[(&Disk<S>, &str)]) -> Res
     let mut quiesced = Vec::with_capacity(disks.len());
     for disk in disks {
         quiesced.push(disk.quiesce().await?);
-        // The image may have become read-only or been replaced since.
+        // The image may have become read-only or been replaced since the first check.
         disk.snapshots().check_possible()?;
     }
     for (index, (disk, name)) in all.iter().enumerate() {
@@ -321,7 +323,7 @@ pub(crate) async fn delete_unneeded<S: Storage>(disk: &Disk<S>, name: &str) {
     }
 }
 
-/// A snapshot that is taken now.
+/// The description of a snapshot that is taken now.
 fn new_snapshot(name: &str) -> NewSnapshot {
     NewSnapshot { name: name.to_owned(), created: now(), vm_clock: Duration::ZERO }
 }

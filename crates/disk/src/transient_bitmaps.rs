@@ -1,10 +1,11 @@
 //! Dirty bitmaps in memory. They belong to the disk, not to its image, and end with the disk.
 //!
-//! Guarantees: an enabled bitmap has every change that began while it was enabled, also if the
-//! change failed, and whichever image the disk had. A command never modifies a bitmap in place: it
-//! makes a new set of bitmaps, which replaces the old set while the disk is quiesced. So several
-//! modifications take effect at one moment, or none does. Memory is one bit for each granule,
-//! [`MAX_BYTES`] at most for each of [`MAX_BITMAPS`].
+//! Guarantees: an enabled bitmap has every change that began while the bitmap was enabled, also if
+//! the change failed, and also if another image has replaced the disk's image. A command never
+//! modifies a bitmap in place: the command makes a new set of bitmaps, which replaces the old set
+//! while the disk is quiesced. So several modifications take effect together, or not at all. A
+//! bitmap takes one bit of memory for each granule, at most [`MAX_BYTES`]; a disk has at most
+//! [`MAX_BITMAPS`].
 
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use parking_lot::Mutex;
 use crate::dirty_map::DirtyMap;
 use crate::observers::{ChangeObserver, Observers};
 
-/// How many bitmaps in memory a disk has at most.
+/// Maximum number of bitmaps in memory of a disk.
 const MAX_BITMAPS: usize = 64;
 /// Maximum bytes of the bits of one bitmap.
 const MAX_BYTES: u64 = 64 << 20;
@@ -41,7 +42,7 @@ pub(crate) struct TransientBitmaps {
     bitmaps: Vec<Arc<TransientBitmap>>,
 }
 
-/// The present bitmaps in memory of a disk.
+/// The present set of a disk's bitmaps in memory.
 #[derive(Default)]
 pub(crate) struct SharedBitmaps(Mutex<TransientBitmaps>);
 
@@ -74,12 +75,12 @@ impl TransientBitmap {
 }
 
 impl TransientBitmaps {
-    /// Whether there is none.
+    /// Whether the set has no bitmap.
     pub(crate) fn is_empty(&self) -> bool {
         self.bitmaps.is_empty()
     }
 
-    /// Whether there is one of this name.
+    /// Whether the set has a bitmap of this name.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.map_of(name).is_some()
     }
@@ -94,18 +95,19 @@ impl TransientBitmaps {
         self.bitmaps.iter().map(|bitmap| bitmap.described())
     }
 
-    /// The enabled ones, which observe changes.
+    /// The enabled bitmaps, as observers of changes.
     pub(crate) fn observers(&self) -> impl Iterator<Item = Arc<dyn ChangeObserver>> {
         let enabled = self.bitmaps.iter().filter(|bitmap| bitmap.is_enabled);
         enabled.map(|bitmap| Arc::clone(&bitmap.map) as Arc<dyn ChangeObserver>)
     }
 
-    /// Adds a bitmap of a disk of `size` bytes without any change in it. No bitmap of the image has
-    /// its name.
+    /// Adds a bitmap without any change in it, for a disk of `size` bytes. The caller has checked
+    /// that no bitmap of the image has this name.
     ///
     /// # Errors
     /// `InvalidInput` for a name that is taken, empty or too long, a granularity that bitmaps of
-    /// images cannot have, or too many bitmaps; `Io` without memory.
+    /// images cannot have, too many bitmaps, or bits of more than [`MAX_BYTES`]; `Io` if memory is
+    /// short.
     pub(crate) fn add(&mut self, new: &NewBitmap, size: u64, cluster: Option<u64>) -> Result<()> {
         let NewBitmap { name, granularity, is_enabled } = new;
         let [least, most] = USUAL_GRANULARITY;
@@ -142,7 +144,7 @@ impl TransientBitmaps {
     /// Changes the bitmap of this name, if there is one.
     ///
     /// # Errors
-    /// `Io` without memory.
+    /// `Io` if memory is short.
     pub(crate) fn change(&mut self, name: &str, action: BitmapAction) -> Result<()> {
         if action == BitmapAction::Remove {
             self.bitmaps.retain(|bitmap| bitmap.name != name);
@@ -164,7 +166,7 @@ impl TransientBitmaps {
     /// Adds changes to the bitmap of this name, if there is one.
     ///
     /// # Errors
-    /// `Io` without memory.
+    /// `Io` if memory is short.
     pub(crate) fn merge(&mut self, name: &str, changes: &DirtyMap) -> Result<()> {
         self.replace(Some(name), |bitmap| {
             let merged = copied(&bitmap.map, bitmap.map.size())?;
@@ -174,11 +176,11 @@ impl TransientBitmaps {
         })
     }
 
-    /// The bitmaps of a disk whose size changes. If it grows, enabled bitmaps mark the new part as
-    /// changed, like those of images.
+    /// The bitmaps for another size of the disk. If the disk grows, enabled bitmaps mark the new
+    /// part as changed, as bitmaps of images do.
     ///
     /// # Errors
-    /// `InvalidInput` if one would take too much memory; `Io` without memory.
+    /// `InvalidInput` if a bitmap would take more than [`MAX_BYTES`]; `Io` if memory is short.
     pub(crate) fn resized(mut self, size: u64) -> Result<Self> {
         self.replace(None, |bitmap| {
             let old = bitmap.map.size();
@@ -202,7 +204,7 @@ impl TransientBitmaps {
         }
     }
 
-    /// Replaces the bitmap of this name, or all of them, by a changed copy.
+    /// Replaces the bitmap of this name, or every bitmap if `name` is `None`, by a changed copy.
     fn replace(
         &mut self,
         name: Option<&str>,
@@ -233,14 +235,14 @@ fn too_large(name: &str, granularity: u64) -> Error {
     Error::new(ErrorKind::InvalidInput, what).hint("add it with a larger one")
 }
 
-/// A copy for a disk of `size` bytes.
+/// A copy of a map, for a disk of `size` bytes.
 fn copied(map: &DirtyMap, size: u64) -> Result<DirtyMap> {
     let copy = DirtyMap::new(size, map.granularity())?;
     mark_all_of(&copy, map);
     Ok(copy)
 }
 
-/// Marks the dirty granules of another map.
+/// Marks in `map` the dirty granules of `other`.
 fn mark_all_of(map: &DirtyMap, other: &DirtyMap) {
     let mut from = 0;
     while let Some(range) = other.next(from, u64::MAX) {

@@ -2,7 +2,7 @@
 //!
 //! Guarantees: every method returns at once, from any thread. A request is in effect when its
 //! method returns: a job whose [`cancel`](JobControl::cancel) returned `true` ends as cancelled, or
-//! has failed before. A job that has ended never changes.
+//! has failed before the call. A job that has ended never changes.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -45,7 +45,7 @@ pub enum JobEnd {
         /// The time for which the guest's changes were held off.
         pause: Duration,
     },
-    /// The job was cancelled. Everything that it would have changed is as before the job.
+    /// The job was cancelled. The disk continues as before; bytes that were already copied stay.
     Cancelled,
     /// The job failed, with the reason in one line. The disk continues as before.
     Failed(String),
@@ -54,7 +54,7 @@ pub enum JobEnd {
 /// Figures of a job, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct JobProgress {
-    /// The bytes written to the target. More than `total` if the guest changes copied ranges.
+    /// The bytes written to the target. More than the disk has if the guest changes copied ranges.
     pub copied: u64,
     /// The bytes still to be copied, as far as known.
     pub remaining: u64,
@@ -144,7 +144,7 @@ impl JobControl {
         self.state.lock().speed
     }
 
-    /// Ends the job without its result. `false` if it is too late: the job has ended, or is ending.
+    /// Ends the job without its result. `false` if the job has ended, or is ending.
     pub fn cancel(&self) -> bool {
         let mut state = self.state.lock();
         if state.is_committed || matches!(state.stage, JobStage::Ended(_)) {
@@ -185,7 +185,7 @@ impl JobControl {
         self.changed.wait_until(ended).await
     }
 
-    /// The number of times that the job was asked to complete and could not yet.
+    /// The number of times that the job was asked to complete, and could not complete yet.
     pub fn postponements(&self) -> u64 {
         self.state.lock().postponed.0
     }
@@ -212,8 +212,8 @@ impl JobControl {
         self.changed.wait_until(outcome).await
     }
 
-    /// Waits until the kind of the job's end is decided, or for its end. The rest may take as
-    /// long as the target, or a replaced image, takes to reply. No guest request waits for it.
+    /// Waits until the job's end is decided; returns that end. The remaining work may take as long
+    /// as the target, or a replaced image, takes to reply. No guest request waits for that work.
     pub async fn decided(&self) -> JobEnd {
         let decided = || {
             let state = self.state.lock();
@@ -230,7 +230,7 @@ impl JobControl {
         self.set_stage(JobStage::Ended(end));
     }
 
-    /// Notified of changes of the requests to the job and of its stage, and of the job's events.
+    /// Notified when the requests to the job or its stage change, and of the job's events.
     pub(crate) fn changed(&self) -> &Condvar {
         &self.changed
     }

@@ -1,13 +1,14 @@
-//! Copies dirty ranges from one disk to the other, over and over, for as long as the job goes on.
+//! Copies dirty ranges from one disk to the other, repeatedly, until the job ends.
 //!
-//! Guarantees: two copies in flight never overlap, nor does a copy begin that overlaps a live write
-//! ([`Tracker`]). What is dirty is made clean before it is read, so a change that comes later makes
-//! it dirty again. In flight are at most `MAX_IN_FLIGHT` copies of `CHUNK_SIZE`, as many that
-//! guests wait for, and forwarded writes. None is dropped while it is: its write might come late,
-//! after a newer one of the same bytes. What a guest's request waits for goes first, but takes no
-//! room from the background: however slow the target is, what is dirty becomes less. In the
-//! background it copies as fast as the guest, who uses the disk meanwhile, leaves room for
-//! ([`Pace`]).
+//! Guarantees: two copies in flight never overlap, and no copy begins that overlaps a live write
+//! ([`Tracker`]). A dirty range is made clean before it is read, so a later change makes it dirty
+//! again. At most `MAX_IN_FLIGHT` background copies of `CHUNK_SIZE` are in flight, or
+//! `MAX_SHORT_IN_FLIGHT` shorter ones at a limited rate. Beside them at most `MAX_URGENT` pieces of
+//! *urgent* work are in flight: copies that guests wait for, and forwarded writes. No work in
+//! flight is dropped, because its write could take effect late, after a newer write of the same
+//! bytes. Urgent work begins first, but takes no room from background copies. So the dirty bytes
+//! decrease, however slow the target is. The rate of background copies is the rate that the guest's
+//! use of the disk allows ([`Pace`]).
 
 use std::cell::{Cell, RefCell};
 use std::num::NonZeroU64;
@@ -29,30 +30,31 @@ use crate::tracker::{ForwardedWrite, Tracker, UrgentCopy, UrgentWork};
 
 /// Bytes of one copy.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// A copy has about the bytes of this part of a second, if the rate is limited.
+/// The approximate number of background copies in a second if the rate is limited. A copy has the
+/// bytes of that part of a second.
 const CHUNKS_A_SECOND: u64 = 256;
-/// Minimum bytes of a copy at a limited rate, if this many are adjacent.
+/// Minimum bytes of a copy at a limited rate, if this many dirty bytes are adjacent.
 const MIN_CHUNK_SIZE: u64 = 64 << 10;
-/// Copies in the background that are in flight together.
+/// Maximum background copies in flight if the rate is not limited.
 const MAX_IN_FLIGHT: usize = 8;
-/// Maximum short background copies in flight if the rate is limited.
+/// Maximum background copies in flight if the rate is limited: they are shorter.
 const MAX_SHORT_IN_FLIGHT: usize = 16;
-/// Work in flight that guests wait for.
+/// Maximum pieces of urgent work in flight.
 const MAX_URGENT: usize = 256;
-/// Pause between two passes while it keeps up with a guest, so that often changed ranges are not
-/// copied each time.
+/// Pause between two passes, so that a range that changes often is not copied after each change.
 const PASS_INTERVAL: Duration = Duration::from_millis(100);
-/// The number of pieces of work after which tasks that wait for the job are woken, if nothing else
-/// happens.
+/// The number of pieces of work after which tasks that wait for the job are woken, if no other
+/// event wakes them.
 const NEWS_INTERVAL: u32 = 32;
 
-/// The ranges that are not copied as they are found.
+/// The differences between the dirty ranges and the ranges that are copied.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CopyRule {
-    /// Bytes at the start of the disk that the copier leaves out: they are written last of all, by
-    /// others.
+    /// Bytes at the start of the disk that the copier leaves out: the completion of the mirror
+    /// writes them last.
     pub(crate) left_out: u64,
-    /// Clean bytes between dirty ones that are copied with them: that is quicker than two copies.
+    /// Maximum clean bytes between dirty bytes that are copied with them, because one copy is
+    /// quicker than two.
     pub(crate) max_gap: u64,
 }
 
@@ -64,11 +66,11 @@ pub(crate) struct Copier<S: Storage> {
     tracker: Arc<Tracker>,
     control: Arc<JobControl>,
     clock: Rc<dyn Clock>,
-    /// The ranges of all copies, in the background and urgent ones.
+    /// The ranges of all copies in flight, background and urgent ones.
     in_flight: RefCell<Vec<ByteRange>>,
-    /// Copies in the background, and their bytes.
+    /// The number of background copies in flight, and their bytes.
     background: Cell<(usize, u64)>,
-    /// Work in flight that guests wait for.
+    /// The number of pieces of urgent work in flight.
     urgent: Cell<usize>,
     cursor: Cell<u64>,
     passes: Cell<u64>,
@@ -80,13 +82,13 @@ pub(crate) struct Copier<S: Storage> {
     untold: Cell<u32>,
     /// Whether the disks were equal at the last check.
     was_idle: Cell<bool>,
-    /// Whether limits and rests do not count, because the guest waits.
+    /// Whether limits and rests are ignored, because the guest waits.
     is_hurried: Cell<bool>,
-    /// Whether the job begins no further work.
+    /// Whether no background copy begins. Urgent work still begins.
     is_stopped: Cell<bool>,
 }
 
-/// A piece of work: in flight from when it is made.
+/// A piece of work, which counts as in flight from its creation on.
 enum Work {
     Copy(ByteRange),
     Urgent(UrgentCopy),
@@ -96,13 +98,13 @@ enum Work {
 /// The next step.
 enum Next {
     Begin(Work),
-    /// Nothing before this time has passed.
+    /// Begin nothing until this time has passed.
     Later(Duration),
-    /// Wait for news.
+    /// Begin nothing until a notification or the end of a piece of work.
     Nothing,
 }
 
-/// How much may be in flight in the background.
+/// The limits for background copies in flight.
 struct Room {
     chunk: u64,
     copies: usize,
@@ -144,55 +146,57 @@ impl<S: Storage> Copier<S> {
         &self.copy
     }
 
-    /// How many times it reached the end of the disk.
+    /// The number of completed passes over the disk.
     pub(crate) fn passes(&self) -> u64 {
         self.passes.get()
     }
 
-    /// Whether the guest changes more than is copied.
+    /// Whether the remaining bytes hardly decrease, because the guest changes too many.
     pub(crate) fn is_losing(&self) -> bool {
         self.meter.borrow().is_losing()
     }
 
-    /// Bytes that are dirty or being copied, or that the target is getting.
+    /// Bytes that are dirty, in a copy in flight, or in a forwarded write that has not ended at the
+    /// target.
     pub(crate) fn remaining(&self) -> u64 {
         let in_flight: u64 = self.in_flight.borrow().iter().map(|range| range.length()).sum();
         self.tracker.dirty().dirty_bytes() + in_flight + self.tracker.backlog()
     }
 
-    /// Whether both disks are equal, as far as changes have ended.
+    /// Whether both disks are equal, apart from changes in flight.
     pub(crate) fn is_idle(&self) -> bool {
         self.remaining() == 0 && self.tracker.is_quiet()
     }
 
-    /// Copies without rests and limits, or with them again.
+    /// Sets whether background copies ignore rests, limits and pauses of the job.
     pub(crate) fn hurry(&self, is_hurried: bool) {
         self.is_hurried.set(is_hurried);
         self.control.changed().notify_all();
     }
 
-    /// Begins to copy.
+    /// Allows background copies.
     pub(crate) fn start(&self) {
         self.is_stopped.set(false);
         self.control.changed().notify_all();
     }
 
-    /// Begins no more copies: [`run`](Self::run) ends when those in flight have.
+    /// Stops new background copies. Copies in flight and urgent work continue.
     pub(crate) fn stop(&self) {
         self.is_stopped.set(true);
         self.control.changed().notify_all();
     }
 
-    /// Copies dirty ranges while it is [started](Self::start), until `is_over` or a copy fails;
-    /// then all copies have ended.
+    /// Carries out urgent work, and copies dirty ranges while background copies are
+    /// [allowed](Self::start), until `is_over` returns true or work fails. On return no work is in
+    /// flight.
     ///
     /// # Errors
-    /// The first error of a copy.
+    /// The first error of a copy or of a forwarded write.
     pub(crate) async fn run(&self, is_over: impl Fn() -> bool) -> Result<()> {
         let mut works = FuturesUnordered::new();
         let mut outcome = Ok(());
         loop {
-            // Before the check, so that no notification is missed.
+            // Listening begins before the check, so that no notification is missed.
             let news = select(self.control.changed().listen(), self.tracker.work_added().listen());
             let mut later = None;
             while outcome.is_ok() && works.len() < MAX_IN_FLIGHT + MAX_SHORT_IN_FLIGHT + MAX_URGENT
@@ -217,19 +221,19 @@ impl<S: Storage> Copier<S> {
             while let Some(ended) = next {
                 self.tell_news(works.is_empty());
                 if let Err(error) = &ended {
-                    // Other copies may be in flight for long yet.
+                    // The end is decided at once, because other copies may be in flight for long.
                     self.control.decide(JobEnd::failed(error));
                     self.tracker.release_writes();
                 }
                 outcome = outcome.and(ended);
-                // Others that have ended, too.
+                // Other work may have ended, too.
                 next = works.next().now_or_never().flatten();
             }
         }
     }
 
-    /// Notifies tasks that wait for the job when the disks have become equal. The source may be the
-    /// last to end a change: then no piece of work ends that would notify them.
+    /// Notifies tasks that wait for the job when the disks have become equal. If a change ends at
+    /// the source last, no piece of work ends after it that would notify these tasks.
     fn tell_of_rest(&self) {
         let is_idle = self.is_idle();
         if is_idle && !self.was_idle.get() {
@@ -238,7 +242,8 @@ impl<S: Storage> Copier<S> {
         self.was_idle.set(is_idle);
     }
 
-    /// Notifies tasks that wait for the job, but not of each piece of work: there are many.
+    /// Notifies tasks that wait for the job, but not after each piece of work, because there are
+    /// many.
     fn tell_news(&self, is_all: bool) {
         let untold = self.untold.get() + 1;
         let is_told = is_all || self.is_hurried.get() || untold >= NEWS_INTERVAL;
@@ -253,10 +258,10 @@ impl<S: Storage> Copier<S> {
     fn next(&self) -> Next {
         let is_free =
             |range: ByteRange| !self.in_flight.borrow().iter().any(|busy| busy.overlaps(range));
-        // Whole granules: they are made clean.
+        // A copy may have at least a whole granule, because only whole granules are made clean.
         let limit = CHUNK_SIZE.max(self.tracker.dirty().granularity());
-        // If the target is slower than the guest there is always more: background copies have a
-        // limit of their own.
+        // If the target is slower than the guest, there is always urgent work. So background copies
+        // have a separate limit.
         let has_room = self.urgent.get() < MAX_URGENT;
         let urgent = has_room.then(|| self.tracker.next_urgent(limit, is_free)).flatten();
         self.urgent.set(self.urgent.get() + usize::from(urgent.is_some()));
@@ -298,9 +303,10 @@ impl<S: Storage> Copier<S> {
         if copies >= room.copies || (copies > 0 && bytes >= room.bytes) {
             return Next::Nothing;
         }
-        // A change that makes a range dirty wakes no task, to save the guest's time.
+        // A change that makes a range dirty wakes no task, to save the guest's time. So the copier
+        // looks again after `PASS_INTERVAL`.
         let Some(range) = self.next_dirty(room.chunk) else { return Next::Later(PASS_INTERVAL) };
-        // Clean before it is read.
+        // The range is made clean before it is read.
         self.tracker.dirty().clear(range);
         self.in_flight.borrow_mut().push(range);
         self.background.set((copies + 1, bytes + range.length()));
@@ -310,8 +316,9 @@ impl<S: Storage> Copier<S> {
 
     /// The next dirty range that is not being copied, at most `limit` bytes of it. `None` at the
     /// end of the disk, where a pass ends. While the guest waits, the search begins at the start
-    /// again at once, without a wake-up: the rest becomes dirty again while it is copied, and a
-    /// wake-up for that would keep the task from ever waiting for it.
+    /// again at once, and the pass does not end. Reason: the end of a pass notifies tasks, the
+    /// copier among them. If each search at the end of the disk notified it, it would never wait
+    /// for its copies.
     fn next_dirty(&self, limit: u64) -> Option<ByteRange> {
         let start = self.cursor.get();
         let next = self.next_dirty_to_end(limit);
@@ -322,8 +329,8 @@ impl<S: Storage> Copier<S> {
             self.cursor.set(0);
             return self.next_dirty_to_end(limit);
         }
-        // Where guests' writes are forwarded a later pass may find nothing at all: then the first
-        // copies have to have ended.
+        // If guests' writes are forwarded, the second pass may find nothing. It ends only when the
+        // copies of the first pass have ended.
         let (copies, _) = self.background.get();
         if start > 0 || self.passes() == 0 || (self.passes() == 1 && copies == 0) {
             self.end_pass();
@@ -341,7 +348,7 @@ impl<S: Storage> Copier<S> {
         loop {
             let range = self.dirty_run(limit)?;
             let live = self.tracker.first_live(range);
-            // All granules that a copy in flight touches: they are made clean as a whole.
+            // A busy range counts as whole granules, because granules are made clean as a whole.
             let busy = in_flight.iter().chain(&live).map(|busy| busy.align_outward(granule));
             let first = busy.filter(|busy| busy.overlaps(range)).min_by_key(|busy| busy.offset());
             match first {
@@ -368,7 +375,7 @@ impl<S: Storage> Copier<S> {
         Some(run)
     }
 
-    /// The next pass begins, after a rest.
+    /// Ends the pass. The next one begins at the start of the disk, after a pause.
     fn end_pass(&self) {
         self.cursor.set(0);
         self.passes.set(self.passes() + 1);
@@ -376,8 +383,8 @@ impl<S: Storage> Copier<S> {
         self.control.changed().notify_all();
     }
 
-    /// Carries out a piece of work. Requests that wait for it continue when it is dropped, also
-    /// after an error.
+    /// Carries out a piece of work. Requests that wait for the work continue when `work` is
+    /// dropped, also after an error.
     async fn carry_out(&self, work: Work) -> Result<()> {
         let is_urgent = !matches!(work, Work::Copy(_));
         let outcome = match work {
@@ -425,14 +432,14 @@ impl<S: Storage> Copier<S> {
         outcome.map(|()| length)
     }
 
-    /// Tells how far the job is.
+    /// Reports the progress of the job.
     pub(crate) fn tell_progress(&self) {
         self.control.set_progress(self.meter.borrow().progress(self.remaining()));
     }
 }
 
 impl Room {
-    /// At a rate in bytes a second; `None`: no limit.
+    /// The limits at a rate in bytes per second; `None`: the rate is not limited.
     fn at(rate: Option<NonZeroU64>) -> Self {
         let Some(rate) = rate else {
             return Self { chunk: CHUNK_SIZE, copies: MAX_IN_FLIGHT, bytes: u64::MAX };

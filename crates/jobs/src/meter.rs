@@ -1,10 +1,10 @@
-//! The progress of a copy: bytes, speed, and whether the guest changes more than is copied.
+//! The progress of a copy: bytes, rate, and whether the remaining bytes hardly decrease.
 
 use std::time::Duration;
 
 use crate::control::JobProgress;
 
-/// The time over which the rate is measured.
+/// The minimum time over which the rate is measured.
 const WINDOW: Duration = Duration::from_millis(500);
 
 /// See the module's page.
@@ -14,13 +14,13 @@ pub(crate) struct Meter {
     rate: u64,
     is_losing: bool,
     since: Duration,
-    /// The copied bytes and the rest when the window began.
+    /// The copied bytes when the window began; `left_before` has the remaining bytes.
     copied_before: u64,
     left_before: Option<u64>,
 }
 
 impl Meter {
-    /// `written` bytes were copied; `left` bytes are left.
+    /// Counts `written` bytes that were copied; `left` bytes remain.
     pub(crate) fn count(&mut self, now: Duration, written: u64, left: u64) {
         self.copied += written;
         let Some(left_before) = self.left_before else {
@@ -37,8 +37,8 @@ impl Meter {
         (self.since, self.copied_before, self.left_before) = (now, self.copied, Some(left));
     }
 
-    /// Whether the remaining bytes decreased by less than half of those copied lately: the guest
-    /// changed the rest.
+    /// Whether, in the last window, the remaining bytes decreased by less than half of the copied
+    /// bytes, because the guest changed others.
     pub(crate) fn is_losing(&self) -> bool {
         self.is_losing
     }

@@ -3,16 +3,17 @@
 //!
 //! 1. The target durably gets a mark that it is incomplete ([`mark_incomplete`]). From now on the
 //!    source's changes are tracked.
-//! 2. The ranges that the maps show as data are copied, then repeatedly the ranges that the guest
-//!    has changed meanwhile. If that does not converge, the guest's changes wait for their copy
-//!    ([`CopyMode`]).
+//! 2. The ranges with data, as the maps of the disks show, are copied; then, repeatedly, the ranges
+//!    that the guest has changed meanwhile. If the copy does not converge, the guest's changes wait
+//!    for their copy ([`CopyMode`]).
 //! 3. When the job is asked to complete and little is left, the guest's changes are held off, the
 //!    rest is copied, and the target is flushed. Then the first sector is written durably in place
 //!    of the mark. At this moment the target becomes complete. The disk is switched to the target,
 //!    or retired, and the guest's changes continue.
 //!
-//!    If that takes longer than `MAX_PAUSE`, the guest's changes continue on the source, the target
-//!    gets its mark again, and the job is ready as before: it can be asked to complete again.
+//!    If step 3 takes longer than `MAX_PAUSE`, the guest's changes continue on the source, the
+//!    target gets its mark again, and the job is ready as before: a user can ask it to complete
+//!    again.
 //!
 //! Guarantees: an error of the target ends the job, and fails no request of the guest. Until the
 //! moment of step 3 the source is the disk, and the target has the mark; from then on the target
@@ -22,12 +23,12 @@
 //!
 //! A *commit* is a mirror whose target is the backing file of the source, as in QEMU
 //! (`commit_active_start`). The target has no mark, and only data in the source's own image is
-//! copied. Until the source is no longer the disk
-//! ([`DiskJobs::attach_base`](blockhouse_disk::DiskJobs::attach_base)), the copy does not change
-//! what it reads, because its image has all that is copied. So until step 3 source and target
-//! together are the disk, and the target alone is not. When the rest is copied and flushed, an
-//! [action](Mirror::before_switch) records that the target is the disk: this is the moment of step
-//! 3.
+//! copied. As long as the source is the disk, the copy does not change the disk's content, because
+//! the source's image has all data that is copied
+//! ([`DiskJobs::attach_base`](blockhouse_disk::DiskJobs::attach_base)). So until step 3 source and
+//! target together are the disk, and the target alone is not. When the rest is copied and flushed,
+//! an [action](Mirror::before_switch) records that the target is the disk: this is the moment of
+//! step 3.
 //!
 //! A *backup* is a mirror of a disk that does not change (a [`FrozenDisk`](crate::FrozenDisk)),
 //! whose target does not replace the disk. A backup of certain ranges leaves the rest of the target
@@ -61,26 +62,26 @@ const MAX_GRANULES: u64 = 128 << 20;
 /// The most bytes that may be left when changes are held off: they are copied in a few
 /// milliseconds.
 const MAX_LEFT: u64 = 1 << 20;
-/// The same while changes wait for the target, so that the rest only shrinks.
+/// As `MAX_LEFT`, while changes wait for the target: then the rest only shrinks.
 const MAX_BLOCKING_LEFT: u64 = 256 << 10;
 /// A mirror that has at most this many bytes left is ready: it can be completed soon.
 const MAX_READY_LEFT: u64 = 64 << 20;
 /// The number of probes: reads of the target that would arrive at the source if both were the same.
 const PROBES: usize = 4;
-/// The offsets and lengths of probes are multiples of this, in bytes, and so of the blocks of any
-/// storage.
+/// The offsets and lengths of probes are multiples of this number of bytes, and so of the blocks of
+/// any storage.
 const PROBE_UNIT: u64 = 4096;
 /// The longest probe, in these units.
 const MAX_PROBE_UNITS: u64 = 8;
-/// The longest time for which the guest's changes are held off. After it they continue, and the job
-/// has to be asked to complete again.
+/// The longest time for which the guest's changes are held off. Afterwards they continue, and the
+/// user has to ask the job to complete again.
 const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// Whether the guest's changes wait for their copy.
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum CopyMode {
-    /// Not as long as the copy converges.
+    /// Only if the copy does not converge.
     #[default]
     Auto,
     /// Never: the job is ready only when the guest changes less than is copied.
@@ -99,7 +100,7 @@ pub struct MirrorOptions {
     /// Bytes of the unit in which changes are tracked, a power of two. A disk of more than 2^27
     /// units has larger units, so that the two maps of units take at most 16 MiB each.
     pub granularity: u64,
-    /// If changes wait for the target, they do so only while it is behind by this many bytes.
+    /// If changes wait for the target, they wait only while the target lacks this many bytes.
     pub backlog: u64,
 }
 
@@ -161,7 +162,7 @@ pub struct Mirror<S: Storage> {
 /// Why a mirror stops without a result.
 enum Stop {
     Cancelled,
-    /// The guest's changes would be held off for too long: the user completes the job another time.
+    /// The guest's changes would be held off for too long: the user may complete the job later.
     Late(Error),
     Failed(Error),
     /// The copier has failed, and holds the error.
@@ -231,7 +232,7 @@ impl<S: Storage> Mirror<S> {
             let what = "its backing file is not open for writing";
             return Err(Error::new(ErrorKind::InvalidInput, what).on(source.name()));
         };
-        // Where the image has zeros, the content of the base is unknown.
+        // The content of the base is unknown where the image has zeros.
         let options = MirrorOptions { mode, is_target_zero: false, ..MirrorOptions::default() };
         source.check_replacement(base.image())?;
         Self::to(TargetKind::Base, (source, base), options, (control, clock), None)
@@ -298,7 +299,7 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// Runs `action` when the target durably has every acknowledged write, while changes are held
-    /// off. After it the guest continues on the target. If the action fails, the job fails.
+    /// off. After the action the guest continues on the target. If the action fails, the job fails.
     #[must_use]
     pub fn before_switch(
         mut self,
@@ -363,8 +364,8 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// Waits until the job's end is decided or the job is over. Then releases the guest's requests
-    /// that wait for the job and, if the end is decided, stops observing changes, whatever the
-    /// job's steps wait for.
+    /// that wait for the job and, if the end is decided, stops observing changes, even if the job's
+    /// steps still wait.
     async fn let_guest_go(&self) {
         let is_ending = || (self.control.is_decided() || self.is_over.get()).then_some(());
         self.control.changed().wait_until(is_ending).await;
@@ -387,7 +388,8 @@ impl<S: Storage> Mirror<S> {
         self.control.changed().notify_all();
     }
 
-    /// Runs all steps. Returns what became of the disk, and for how long changes were held off.
+    /// Runs all steps. Returns the treatment of the disk, and the time for which changes were held
+    /// off.
     async fn take_steps(&self) -> Result<(Completion, Duration), Stop> {
         if self.kind == TargetKind::Copy {
             self.check_distinct().await?;
@@ -403,8 +405,8 @@ impl<S: Storage> Mirror<S> {
         self.mark_first().await?;
         self.copier.tell_progress();
         self.copier.start();
-        // Ready only after the second pass: until then, last copies of the first one may be in
-        // flight.
+        // The job is ready only after the second pass: until then, last copies of the first one may
+        // be in flight.
         let is_ready = |left| self.copier.passes() > 1 && left <= MAX_READY_LEFT;
         let ready = || (is_ready(self.copier.remaining()) || self.copier.is_idle()).then_some(());
         self.keep_up(MAX_READY_LEFT, ready).await?;
@@ -430,7 +432,7 @@ impl<S: Storage> Mirror<S> {
         self.keep_up(MAX_LEFT, || is_little(left_dirty()).then_some(())).await?;
         // This flush leaves little to flush while changes are held off.
         self.unless_ending(flush_ahead(&[&*self.target], SyncMode::Data)).await??;
-        // Copies in flight are waited for, too. They become fewer bit by bit while the guest
+        // This also waits for copies in flight, which become fewer step by step while the guest
         // continues.
         self.keep_up(MAX_LEFT, || {
             self.tracker.shorten_backlog(MAX_BLOCKING_LEFT / 2);
@@ -440,7 +442,7 @@ impl<S: Storage> Mirror<S> {
         Ok((completion, self.complete(completion).await?))
     }
 
-    /// Marks the ranges dirty that the first pass is to copy.
+    /// Marks the ranges dirty that the first pass copies.
     async fn mark_first(&self) -> Result<()> {
         let go_on = || !self.control.is_decided();
         let (copy, dirty) = (self.copier.range_copy(), self.tracker.dirty());
@@ -458,7 +460,7 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Awaits a step that may take long, or until the job is cancelled or a copy fails.
+    /// Awaits a step that may take long. Stops when the job is cancelled or a copy fails.
     async fn unless_ending<T>(&self, step: impl Future<Output = T>) -> Result<T, Stop> {
         match select(pin!(step), pin!(self.wait_until(|| None::<()>))).await {
             Either::Left((value, _)) => Ok(value),
@@ -466,8 +468,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Refuses a target that is the source by another name, an export of this server: the target's
-    /// mark would destroy the disk.
+    /// Refuses a target that is the source by another name, such as an export of this server,
+    /// because the target's mark would destroy the disk.
     async fn check_distinct(&self) -> Result<(), Stop> {
         let ranges = probes(self.source.size(), self.clock.now());
         let probe = self.source.jobs().probe_reads(ranges.clone());
@@ -486,7 +488,7 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// Waits for a value while copies run. In mode auto, makes changes wait for the target if more
-    /// than `limit` bytes are left and the guest changes more than is copied.
+    /// than `limit` bytes are left and hardly decrease.
     async fn keep_up<T>(
         &self,
         limit: u64,
@@ -504,7 +506,7 @@ impl<S: Storage> Mirror<S> {
         .await
     }
 
-    /// Waits for a value, or until the job is cancelled or a copy fails.
+    /// Waits for a value. Stops when the job is cancelled or a copy fails.
     async fn wait_until<T>(&self, mut check: impl FnMut() -> Option<T>) -> Result<T, Stop> {
         let either = || {
             if self.control.is_cancelled() {

@@ -8,8 +8,8 @@ use blockhouse_engine::ClockSleep;
 use futures_util::future::{Either, select};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
-/// Waits for the end of an operation, for news, or for a time. The outcome of the operation, if it
-/// was one.
+/// Waits for the end of an operation, for `news`, or for the end of `sleep`. Returns the outcome of
+/// the operation; `None` after another event.
 pub(crate) async fn next_event(
     operations: &mut FuturesUnordered<impl Future<Output = Result<()>>>,
     news: impl Future<Output = ()>,

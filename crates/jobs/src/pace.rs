@@ -1,14 +1,15 @@
-//! How fast a job copies in the background while a guest uses the disk.
+//! The rate of background copies while a guest uses the disk.
 //!
-//! A guest with a fixed number of requests in flight keeps the share of its rate by which the time
-//! of its requests grows. So the pace follows that time: in each cycle the copier rests for one
-//! window, in which the time of the guest's reads and writes without copies is measured; in the
-//! others it is compared, and the rate goes up or down. A disk without requests is copied without a
-//! limit. Nothing of this counts where a user's limit is lower.
+//! If a guest keeps a fixed number of requests in flight, its rate falls by the factor by which the
+//! time of its requests grows. So the pace depends on that time. In each cycle the copier rests for
+//! one window, in which the time of the guest's reads and writes without copies is measured. In the
+//! other windows the time with copies is compared with it, and the rate is raised or lowered. A
+//! disk without requests is copied without a limit. The user's limit applies if it is lower.
 //!
-//! Guarantee: the rate is never less than `MIN_RATE`, so a job comes to its end under any load.
+//! Guarantee: outside of rests, the rate of the pace is never less than `MIN_RATE`, so a job ends
+//! under any load.
 //!
-//! A [`Schedule`] is when its pieces may begin at the rate that is left.
+//! A [`Schedule`] determines when the pieces of a job may begin at the allowed rate.
 
 use std::cell::Cell;
 use std::num::NonZeroU64;
@@ -24,11 +25,11 @@ const CYCLE: u32 = 10;
 const MIN_REQUESTS: u64 = 8;
 /// Requests may take this many times as long as in a rest.
 const MAX_SLOWDOWN: f64 = 1.25;
-/// The rate of copying under any load, in bytes a second.
+/// The minimum rate of copying, under any load, in bytes per second.
 const MIN_RATE: f64 = (4 << 20) as f64;
-/// No disk is faster.
+/// The maximum rate: no disk is faster.
 const MAX_RATE: f64 = (64_u64 << 30) as f64;
-/// How long a job waits at most for the pace of a former rate.
+/// The longest wait that remains of an earlier rate when the rate changes.
 const MAX_OLD_WAIT: Duration = Duration::from_millis(100);
 /// The rate that a job begins with.
 const FIRST_RATE: f64 = (64 << 20) as f64;
@@ -36,16 +37,16 @@ const FIRST_RATE: f64 = (64 << 20) as f64;
 /// The bytes that may be copied now.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Allowance {
-    /// As much as is quick.
+    /// Without a limit.
     Unlimited,
-    /// Bytes a second.
+    /// Bytes per second.
     Rate(u64),
     /// Nothing until this time.
     Rest(Duration),
 }
 
 impl Allowance {
-    /// The part of it within the user's limit.
+    /// The allowance, reduced to the user's limit.
     pub(crate) fn limited(self, speed: Option<NonZeroU64>) -> Self {
         match (self, speed) {
             (Self::Unlimited, Some(speed)) => Self::Rate(speed.get()),
@@ -59,30 +60,31 @@ impl Allowance {
 #[derive(Default)]
 pub(crate) struct Schedule {
     next: Cell<Duration>,
-    /// The rate that this follows from.
+    /// The rate that the pieces follow.
     rate: Cell<Option<NonZeroU64>>,
 }
 
 impl Schedule {
-    /// Paces pieces by this rate from now on, in bytes a second. A wait due to a former rate ends
-    /// after [`MAX_OLD_WAIT`].
+    /// Paces pieces by this rate from now on, in bytes per second. A wait due to an earlier rate
+    /// ends after [`MAX_OLD_WAIT`].
     pub(crate) fn follow(&self, rate: Option<NonZeroU64>, now: Duration) {
         if self.rate.replace(rate) != rate {
             self.next.set(self.next.get().min(now + MAX_OLD_WAIT));
         }
     }
 
-    /// How long it is until the next piece may begin.
+    /// The time until the next piece may begin.
     pub(crate) fn wait(&self, now: Duration) -> Duration {
         self.next.get().saturating_sub(now)
     }
 
-    /// Nothing begins before this time.
+    /// Lets no piece begin before this time.
     pub(crate) fn rest_until(&self, time: Duration) {
         self.next.set(self.next.get().max(time));
     }
 
-    /// A piece of this many bytes begins, which takes its time at this rate.
+    /// Records that a piece of this many bytes begins. The next one may begin after the time that
+    /// these bytes take at this rate.
     pub(crate) fn begin(&self, bytes: u64, rate: Option<NonZeroU64>, now: Duration) {
         if let Some(rate) = rate {
             let time = Duration::from_secs_f64(bytes as f64 / rate.get() as f64);
@@ -95,13 +97,13 @@ impl Schedule {
 pub(crate) struct Pace {
     /// When the window ends.
     end: Duration,
-    /// Which one of its cycle it is.
+    /// The number of the window in its cycle: 0 is the rest.
     window: u32,
-    /// The guest's counters when it began.
+    /// The guest's counters when the window began.
     before: ExportLoad,
     /// The time of a request in a rest, in seconds.
     undisturbed: Option<f64>,
-    /// In bytes a second.
+    /// The rate in bytes per second.
     rate: f64,
     /// Bytes that were copied in the window.
     copied: u64,
@@ -162,8 +164,9 @@ impl Pace {
         self.window = (self.window + 1) % CYCLE;
     }
 
-    /// `copied` is the rate that was reached. A rate that was not is not raised: the disks are no
-    /// quicker, or there is nothing to copy.
+    /// Adapts the rate to the slowdown of the guest. `copied` is the rate that was reached. If it
+    /// is less than half of the allowed rate, the rate is not raised: the disks are no quicker, or
+    /// there is nothing to copy.
     fn adapt(&mut self, slowdown: f64, copied: f64) {
         let factor = match slowdown > MAX_SLOWDOWN {
             true => 0.75,
@@ -178,9 +181,9 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// A guest with requests one after the other, each of which takes `time` without copies and
-    /// `time` times the rate divided by `capacity` more with them. The rates of the last
-    /// cycles.
+    /// Simulates a guest that sends one request after the other. Each takes `time` seconds without
+    /// copies, and `time` * rate / `capacity` seconds more with copies. Returns the rates of the
+    /// last 200 windows at most.
     fn rates(time: f64, capacity: f64, windows: u32) -> Vec<f64> {
         let (mut now, mut load) = (Duration::ZERO, ExportLoad::default());
         let mut pace = Pace::new(now, load);

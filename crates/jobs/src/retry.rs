@@ -1,4 +1,4 @@
-//! The pauses before repeated attempts: each is twice the last one.
+//! The pauses before repeated attempts: each is twice the last one, up to a limit.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -11,7 +11,7 @@ const LONGEST_PAUSE: Duration = Duration::from_mins(5);
 /// Failures in a row.
 #[derive(Default)]
 pub(crate) struct Retry {
-    /// The pause after the last failure; none since something succeeded.
+    /// The pause after the last failure; `None` if an operation has succeeded since.
     pause: Cell<Option<Duration>>,
     /// When the pause is over.
     end: Cell<Duration>,
@@ -30,14 +30,15 @@ impl Retry {
         Some(pause)
     }
 
-    /// Records a success of an operation that began outside of a pause.
+    /// Records a success. During a pause it does not count, because the operation began before the
+    /// pause.
     pub(crate) fn succeed(&self, now: Duration) {
         if self.wait(now).is_none() {
             self.pause.set(None);
         }
     }
 
-    /// The remaining time of the pause.
+    /// The remaining time of the pause; `None` outside of a pause.
     pub(crate) fn wait(&self, now: Duration) -> Option<Duration> {
         self.pause.get()?;
         self.end.get().checked_sub(now).filter(|wait| !wait.is_zero())

@@ -1,23 +1,24 @@
-//! A stream: a disk gets what its image leaves to its backing file while its guest goes on, and
-//! then the backing file is detached (`block-stream` of QEMU). Down to a further base it gets what
-//! the images before that have, and that base takes their place. A commit of layers
-//! ([`LayerCommit`], `block-commit` of QEMU with another image than the disk's as its top) goes the
-//! same way, but the base gets what the images between have.
+//! A stream fills a disk's image from its backing file while the guest continues, and then detaches
+//! the backing file (`block-stream` of QEMU). With a further base, the image gets only the data of
+//! the images above that base, and then the base becomes its backing file. A commit of layers
+//! ([`LayerCommit`], `block-commit` of QEMU with a top that is not the disk's image) has the same
+//! steps, but copies the data of the layers above a base down into that base.
 //!
-//! 1. From the start to the end of the disk, what the image leaves to its backing file is made its
-//!    own ([`DiskJobs::populate`](blockhouse_disk::DiskJobs::populate)), a few parts at a time, at
-//!    the pace that the guest's requests leave ([`Pace`]).
-//! 2. When nothing is left: all of that becomes durable ([`Disk::check_populated`]), and one write
+//! 1. From the start to the end of the disk, the ranges that the image leaves to its backing file
+//!    are copied into the image ([`DiskJobs::populate`](blockhouse_disk::DiskJobs::populate)), a
+//!    few parts at a time, at the pace that the guest's requests allow ([`Pace`]).
+//! 2. When no such range is left, the copied data becomes durable
+//!    ([`DiskJobs::check_populated`](blockhouse_disk::DiskJobs::check_populated)). Then one write
 //!    of the header detaches the backing file
 //!    ([`DiskJobs::detach_backing`](blockhouse_disk::DiskJobs::detach_backing)), or names the base.
 //!
-//! Guarantees: what the disk reads never changes. Until the write of step 2 the image needs its
-//! backing file, and names it; a job that is cancelled, fails or is killed leaves what it has
-//! filled, and another one goes on from there; one that [tries again](Stream::try_again) leaves a
-//! part that cannot be filled to its next pass, and fills all others. No request of the guest fails
-//! by it. Nothing is ever changed in the backing file, but by a commit. When the job's end is
-//! decided, nothing is written to the disk that the backing file answers later: the disk may be
-//! closed then.
+//! Guarantees: the disk's content never changes. Until the write of step 2 the image needs its
+//! backing file, and names it. After a job that is cancelled, fails or is killed, the filled ranges
+//! stay filled, and another job continues from there. A job that [tries again](Stream::try_again)
+//! leaves a part that cannot be filled to its next pass, and fills all others. The job fails no
+//! request of the guest. Only a commit changes a backing file. Once the job's end is decided, data
+//! that the backing file returns later is not written to the disk, because the disk may be closed
+//! by then.
 
 use std::cell::{Cell, RefCell};
 use std::future::pending;
@@ -41,29 +42,29 @@ use crate::next_event::next_event;
 use crate::pace::{Allowance, Pace, Schedule};
 use crate::retry::Retry;
 
-/// Parts that are in flight together.
+/// Maximum parts in flight if the rate is not limited.
 const MAX_IN_FLIGHT: usize = 8;
 /// Maximum parts in flight if the rate is limited.
 const MAX_AT_RATE: usize = 2;
-/// After this many failures in a row the storage counts as unavailable, and all is left until a
+/// After this many failures in a row the storage counts as unavailable, and no part begins until a
 /// pause is over.
 const MAX_FAILED: u32 = 32;
-/// Bytes that are left out if the next part cannot be looked up.
+/// Bytes that are left to the next pass if the next part cannot be looked up.
 const SKIPPED: u64 = 1 << 20;
 
-/// A disk to be filled. See the module's page.
+/// A stream or a commit of layers. See the module's page.
 pub struct Stream<S: Storage> {
     disk: Arc<Disk<S>>,
     control: Arc<JobControl>,
     clock: Rc<dyn Clock>,
     pace: RefCell<Pace>,
     meter: RefCell<Meter>,
-    /// The end of the part that is filled, being filled, or left to the next pass.
+    /// The offset up to which parts have begun in this pass, or are left to the next one.
     cursor: Cell<u64>,
     pass: Cell<Pass>,
     /// When the next part may begin.
     schedule: Schedule,
-    /// For parts that could not be filled; `None`: the job fails.
+    /// The pauses before failed parts are tried again; `None`: a failed part fails the job.
     retry: Option<Retry>,
     work: Work<S>,
 }
@@ -79,27 +80,27 @@ enum Work<S: Storage> {
 /// How far a pass over the disk is.
 #[derive(Clone, Copy, Default)]
 struct Pass {
-    /// Bytes that were begun of those that an earlier pass has left; `None` in the first one.
+    /// Bytes left by the last pass that this pass has not begun; `None` in the first pass.
     left: Option<u64>,
-    /// Bytes that are left to the next one, and the first of them.
+    /// Bytes that this pass leaves to the next one. The first of them is at `first_failed`.
     failed: u64,
     first_failed: Option<u64>,
-    /// Failures since something was filled.
+    /// Failures in a row in this pass, modulo `MAX_FAILED`.
     failures: u32,
 }
 
 /// The work that may be begun now.
 enum Turn {
-    /// A part, which takes its time at this rate in bytes a second.
+    /// A part, paced at this rate in bytes per second; `None`: no limit.
     Part(Option<NonZeroU64>),
-    /// Nothing before this time has passed.
+    /// No part until this time has passed.
     Later(Duration),
-    /// Wait for news.
+    /// No part until a notification or the end of a part.
     Nothing,
 }
 
 impl<S: Storage> Stream<S> {
-    /// A job that fills `disk`, on which it was
+    /// A job that fills `disk`, for which populating was
     /// [begun](blockhouse_disk::DiskJobs::begin_populating).
     pub fn new(
         disk: Arc<Disk<S>>,
@@ -131,9 +132,9 @@ impl<S: Storage> Stream<S> {
         Self { disk, control, clock, pace, meter, cursor, pass, schedule, retry, work }
     }
 
-    /// Retries parts that cannot be filled, until it is cancelled: for a job without supervision,
-    /// over storage that may be unavailable for a while. Each pause is twice the last one, from 10
-    /// seconds to 5 minutes; they are logged.
+    /// Makes the job retry parts that cannot be filled, until the job is cancelled. For a job
+    /// without supervision whose storage may be unavailable for a while. Each pause is twice the
+    /// last one, from 10 seconds to 5 minutes; pauses are logged.
     #[must_use]
     pub fn try_again(mut self) -> Self {
         self.retry = Some(Retry::default());
@@ -149,8 +150,8 @@ impl<S: Storage> Stream<S> {
         self
     }
 
-    /// Fills the disk, and ends as its control requests; the caller passes the
-    /// [end](JobControl::end) to the control.
+    /// Runs the job, and ends as its control requests; the caller passes the [end](JobControl::end)
+    /// to the control.
     pub async fn run(&self) -> JobEnd {
         let outcome = self.take_steps().await;
         match outcome {
@@ -160,9 +161,11 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// For how long detaching may have held changes off; `None` if it was cancelled.
+    /// Runs all steps. Returns how long the last step took, which detaches the backing file or
+    /// names the base, and may hold changes off. `None` if the job was cancelled.
     async fn take_steps(&self) -> Result<Option<Duration>> {
-        // Ranges that the guest changes during this are the image's own, so one pass is enough.
+        // Ranges that the guest changes meanwhile become the image's own, so no later pass has to
+        // fill them.
         self.fill().await?;
         if self.control.is_cancelled() {
             return Ok(None);
@@ -178,14 +181,14 @@ impl<S: Storage> Stream<S> {
         Ok(Some(self.clock.now().saturating_sub(began)))
     }
 
-    /// Fills all of the disk, or until it is cancelled. Then all parts have ended.
+    /// Fills the whole disk, unless the job is cancelled or fails. On return no part is in flight.
     async fn fill(&self) -> Result<()> {
         let mut parts = FuturesUnordered::new();
         let mut cache = BlockStatusCache::default();
         let mut outcome = Ok(());
         let mut is_all_begun = false;
         loop {
-            // Before the check, so that no notification is missed.
+            // Listening begins before the check, so that no notification is missed.
             let news = self.control.changed().listen();
             let is_over = outcome.is_err() || self.control.is_cancelled();
             if is_all_begun && !is_over && parts.is_empty() && self.begin_next_pass() {
@@ -217,7 +220,8 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// The next part, while those in flight continue: guests may wait for them.
+    /// Looks up the next part. Meanwhile the parts in flight continue, because guests may wait for
+    /// them.
     ///
     /// # Errors
     /// An error of the lookup, or one of a part in flight that ends the job.
@@ -240,7 +244,7 @@ impl<S: Storage> Stream<S> {
         }
     }
 
-    /// The next part cannot be looked up: it is left to the next pass.
+    /// Leaves a part that cannot be looked up to the next pass.
     fn leave_out(&self, error: Error) -> Result<()> {
         let start = self.cursor.get();
         let end = self.work.end(&self.disk).min(start.saturating_add(SKIPPED));
@@ -249,8 +253,8 @@ impl<S: Storage> Stream<S> {
         self.bear(error)
     }
 
-    /// All of a pass has ended. Whether another one begins, after a pause: something was left to
-    /// it.
+    /// Begins another pass, after a pause, if the last pass left parts to it. Returns whether it
+    /// begins. All parts of the last pass have ended.
     fn begin_next_pass(&self) -> bool {
         let pass = self.pass.get();
         let Some(first) = pass.first_failed else { return false };
@@ -267,7 +271,7 @@ impl<S: Storage> Stream<S> {
         true
     }
 
-    /// Counts bytes that were begun, up to `end`.
+    /// Counts the bytes of a part that begins; the part ends at `end`.
     fn count_begun(&self, bytes: u64, end: u64) {
         self.cursor.set(end);
         let pass = self.pass.get();
@@ -284,17 +288,19 @@ impl<S: Storage> Stream<S> {
         });
     }
 
-    /// Bytes that are not begun, or left to the next pass.
+    /// Bytes that this pass has not begun, and bytes that it leaves to the next pass.
     fn left(&self) -> u64 {
         let pass = self.pass.get();
         let ahead = || self.work.end(&self.disk).saturating_sub(self.cursor.get());
         pass.left.unwrap_or_else(ahead).saturating_add(pass.failed)
     }
 
-    /// A part could not be filled, or not be looked up.
+    /// Handles a part that could not be filled or looked up. Returns the error if the job does not
+    /// retry.
     fn bear(&self, error: Error) -> Result<()> {
         let Some(retry) = &self.retry else {
-            // Other parts may be in flight for long yet: nothing of the disk is to wait for them.
+            // The end is decided at once: other parts may be in flight for long, and no request of
+            // the disk may wait for them.
             self.control.decide(JobEnd::failed(&error));
             return Err(error);
         };
@@ -341,7 +347,7 @@ impl<S: Storage> Stream<S> {
 
     fn begin(&self, part: BackedRange, rate: Option<NonZeroU64>) {
         self.count_begun(part.range.length(), part.range.end());
-        // Zeros are not read.
+        // Zeros are not paced, because they are not read.
         if !part.is_zero {
             self.schedule.begin(part.range.length(), rate, self.clock.now());
         }
@@ -365,7 +371,7 @@ impl<S: Storage> Stream<S> {
 }
 
 impl<S: Storage> Work<S> {
-    /// Where it ends.
+    /// The end of the work, in bytes from the start of the disk.
     fn end(&self, disk: &Disk<S>) -> u64 {
         match self {
             Self::Fill { .. } => disk.size(),
@@ -397,7 +403,8 @@ impl<S: Storage> Work<S> {
         }
     }
 
-    /// Makes all of it durable, while the image above names the others still.
+    /// Makes all copied data durable. The image above still names the images that are left out
+    /// later.
     async fn settle(&self, disk: &Disk<S>) -> Result<()> {
         match self {
             Self::Fill { base, .. } => disk.jobs().check_populated(base.as_ref()).await,

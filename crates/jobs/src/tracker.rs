@@ -1,18 +1,20 @@
-//! The guest's changes while its disk is copied.
+//! Tracks the guest's changes while its disk is copied.
 //!
-//! In the background mode a change makes its granules dirty, after it was carried out. In the
-//! write-blocking mode the bytes of a write are *forwarded*: the copier writes a copy of them to
-//! the target, from memory. The request does not wait for that; but where the target is behind by
-//! the *backlog* that it may have, changes wait before they begin. Zeros, discards and long
-//! writes wait until the copier has copied their range. A write that overlaps one that is forwarded
-//! still makes its granules dirty. So what is dirty, and what is on its way, does not become more
-//! than the backlog and what a guest writes twice within it.
+//! In background mode, a change makes its granules dirty after it was carried out. In
+//! write-blocking mode, the bytes of a write are *forwarded*: the copier writes a copy of them from
+//! memory to the target. The request does not wait for that write. But if the *backlog*, the
+//! forwarded bytes that the target still lacks, reaches its limit, changes wait before they begin.
+//! Zero writes, discards and long writes wait until the copier has copied their range. A write that
+//! overlaps a forwarded write is not forwarded, and makes its granules dirty. So the dirty and
+//! forwarded bytes grow at most by the limit of the backlog and by the bytes of such overlapping
+//! writes.
 //!
-//! Guarantees: while a forwarded write is *live*, from before it is begun at the source until both
-//! writes have ended, no copy of its range begins; it is written to the target after those that
-//! were begun before. So the target gets its bytes last, as the source does. The guest's request
-//! touches nothing but its own disk: the copier alone writes to the target, and its errors are not
-//! the guest's. The bytes of forwarded writes take `MAX_FORWARDED_BYTES` at most.
+//! Guarantees: a forwarded write is *live* from before it begins at the source until it has ended
+//! at both disks. While it is live, no copy of its range begins, and it is written to the target
+//! after the end of earlier copies of its range. So the target gets the bytes of the write last, as
+//! the source does. A guest's request uses only its own disk: the copier alone writes to the
+//! target, and errors of the target fail no request of the guest. The bytes of forwarded writes
+//! take at most `MAX_FORWARDED_BYTES`.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::pin::pin;
@@ -26,17 +28,17 @@ use futures_channel::oneshot;
 use futures_util::future::select;
 use parking_lot::Mutex;
 
-/// Maximum bytes of forwarded writes in flight to the target: more than a backlog, because those
-/// that have waited for it begin together.
+/// Maximum bytes of forwarded writes in flight to the target: more than the limit of a backlog,
+/// because changes that have waited for the backlog begin together.
 const MAX_FORWARDED_BYTES: u64 = 16 << 20;
 /// A short forwarded write counts as this many bytes, because each is an operation.
 const MIN_FORWARDED_BYTES: u64 = 4 << 10;
-/// Changes that wait for the backlog continue when it is shorter by this many bytes, or half as
-/// long.
+/// Changes that wait for the backlog continue when it is this many bytes below its limit, or half
+/// as long as the limit, whichever comes first.
 const BACKLOG_STEP: u64 = 64 << 10;
-/// The name of a change that is not forwarded.
+/// The ID of a change that is not forwarded.
 const NOT_FORWARDED: ChangeId = 0;
-/// The id of a write that is not forwarded because it overlaps one that is.
+/// The ID of a write that is not forwarded because it overlaps a forwarded write.
 const OVERLAPPING: ChangeId = ChangeId::MAX;
 
 /// Observes the disk that is copied.
@@ -51,13 +53,13 @@ pub(crate) struct Tracker {
     state: Mutex<State>,
 }
 
-/// Bytes that the target still lacks.
+/// The forwarded bytes that the target still lacks, and their limit.
 struct Backlog {
-    /// Bytes of forwarded writes that it does not have.
+    /// Bytes of forwarded writes that have not ended at the target.
     bytes: AtomicU64,
-    /// How many of them changes wait for.
+    /// Changes wait while `bytes` is at least this limit.
     limit: AtomicU64,
-    /// Notified when it is shorter.
+    /// Notified when waiting changes may continue.
     shortened: Condvar,
 }
 
@@ -73,7 +75,7 @@ struct State {
     is_blocking: bool,
     copies: VecDeque<UrgentCopy>,
     forwarded: VecDeque<ForwardedWrite>,
-    /// By their offsets. No two overlap.
+    /// The live writes, by their offsets. No two overlap.
     live: BTreeMap<u64, LiveWrite>,
     last_id: ChangeId,
 }
@@ -92,7 +94,7 @@ pub(crate) enum UrgentWork {
     Write(ForwardedWrite),
 }
 
-/// Whole granules to be copied. The request continues when all parts of them are dropped.
+/// Whole granules to be copied. The request continues when all parts of the copy are dropped.
 pub(crate) struct UrgentCopy {
     pub(crate) range: ByteRange,
     waiter: Arc<oneshot::Sender<()>>,
@@ -106,20 +108,20 @@ pub(crate) struct ForwardedWrite {
 }
 
 impl ForwardedWrite {
-    /// The bytes, and the rest of it to be [ended](Tracker::end_forwarded).
+    /// The bytes, and the handle that [ends](Tracker::end_forwarded) the write.
     pub(crate) fn into_parts(self) -> (IoVector, ForwardedEnd) {
         (self.from, ForwardedEnd { id: self.id, range: self.range })
     }
 }
 
-/// A forwarded write that the target is getting.
+/// A forwarded write in flight to the target.
 pub(crate) struct ForwardedEnd {
     id: ChangeId,
     range: ByteRange,
 }
 
 impl Tracker {
-    /// Changes wait if the target lacks `backlog` bytes.
+    /// A tracker in background mode. `backlog` is the limit of the backlog, in bytes.
     pub(crate) fn new(dirty: DirtyMap, backlog: u64) -> Arc<Self> {
         let buffers = BufferPool::new(MAX_FORWARDED_BYTES as usize);
         let (is_blocking, work_added) = (AtomicBool::new(false), Condvar::new());
@@ -138,7 +140,7 @@ impl Tracker {
         &self.work_added
     }
 
-    /// Makes changes wait for the target from now on.
+    /// Begins the write-blocking mode: makes changes wait for the target from now on.
     pub(crate) fn block_writes(&self) {
         self.state.lock().is_blocking = true;
         self.is_blocking.store(true, Ordering::SeqCst);
@@ -153,21 +155,21 @@ impl Tracker {
         self.backlog.bytes.load(Ordering::SeqCst)
     }
 
-    /// Makes changes wait if the target lacks this many bytes.
+    /// Makes changes wait while the target lacks at least this many bytes.
     pub(crate) fn limit_backlog(&self, limit: u64) {
         self.backlog.limit.store(limit, Ordering::SeqCst);
         self.backlog.shortened.notify_all();
     }
 
-    /// Makes changes wait until the target lacks a little less than it does now, if that is more
-    /// than `enough` bytes.
+    /// Lowers the limit of the backlog to a little less than the target lacks now, but at most down
+    /// to `enough` bytes.
     pub(crate) fn shorten_backlog(&self, enough: u64) {
         let limit = self.backlog().saturating_sub(BACKLOG_STEP).max(enough);
         self.backlog.limit.fetch_min(limit, Ordering::SeqCst);
     }
 
-    /// No change waits from then on: waiting ones continue at once, even if the target hangs, and
-    /// the ranges that they wait for become dirty.
+    /// Ends all waits: waiting changes continue at once, even if the target hangs, and later
+    /// changes do not wait. Ranges with queued copies or live writes become dirty.
     pub(crate) fn release_writes(&self) {
         self.is_blocking.store(false, Ordering::SeqCst);
         self.release.is_released.store(true, Ordering::SeqCst);
@@ -183,8 +185,8 @@ impl Tracker {
         live.values().for_each(|write| _ = self.dirty.mark(write.range));
     }
 
-    /// The next work that a change waits for and that `is_free` of other copies admits: at most
-    /// `limit` bytes of a copy.
+    /// The next urgent work. Its range is free of other copies, as `is_free` says; a copy has at
+    /// most `limit` bytes.
     pub(crate) fn next_urgent(
         &self,
         limit: u64,
@@ -210,24 +212,25 @@ impl Tracker {
         Some(UrgentWork::Copy(part))
     }
 
-    /// A forwarded write has ended at the target, or failed there: then the job fails.
+    /// Records that a forwarded write has ended at the target, or failed there. A failure also
+    /// fails the job.
     pub(crate) fn end_forwarded(&self, end: ForwardedEnd) {
         self.state.lock().end_live(end.id, end.range, |write| write.has_target_ended = true);
         self.backlog.shorten(counted(end.range));
     }
 
-    /// The first part of `range` that must not be copied now.
+    /// The range of the first live write that overlaps `range`. It must not be copied now.
     pub(crate) fn first_live(&self, range: ByteRange) -> Option<ByteRange> {
         if self.is_blocking() { self.state.lock().first_live(range) } else { None }
     }
 
-    /// Whether no change waits, and no forwarded one is live.
+    /// Whether no copy is queued, and no forwarded write is live.
     pub(crate) fn is_quiet(&self) -> bool {
         let state = self.state.lock();
         state.copies.is_empty() && state.live.is_empty()
     }
 
-    /// Queues a write to be forwarded, if possible; returns its id.
+    /// Queues a write to be forwarded, if possible; returns the ID of the change.
     fn forward(&self, range: ByteRange, bytes: &IoVector) -> ChangeId {
         let length = counted(range);
         let is_full = || self.backlog() + length > MAX_FORWARDED_BYTES;
@@ -259,26 +262,28 @@ impl Tracker {
         }
         let is_first = state.forwarded.len() == 1;
         drop(state);
-        // The copier takes all queued writes, or makes them wait for those in flight.
+        // One notification is enough: the copier takes all queued writes, or makes them wait for
+        // copies in flight.
         if is_first {
             self.work_added.notify_all();
         }
         id
     }
 
-    /// Records that a forwarded change has ended at the source. Returns false if it was released.
+    /// Records that a forwarded change has ended at the source. Returns false if the change was
+    /// released before.
     fn end_at_source(&self, change: ChangeId, range: ByteRange) -> bool {
         let ended =
             self.state.lock().end_live(change, range, |write| write.has_source_ended = true);
         if ended == Some(true) {
-            // A copy may have waited for it.
+            // A copy may have waited for the end of this write.
             self.work_added.notify_all();
         }
         ended.is_some()
     }
 
-    /// The sender is dropped when the work is done. The request then continues, or when all are
-    /// released.
+    /// The wait of a request for its copy. It ends when the sender is dropped, which shows that the
+    /// copy has ended, or when all requests are released.
     fn wait_for(&self, done: oneshot::Receiver<()>) -> ChangeWait {
         let release = Arc::clone(&self.release);
         Box::pin(async move {
@@ -304,7 +309,7 @@ impl Tracker {
     }
 }
 
-/// The count of a forwarded write.
+/// The bytes that a forwarded write counts as in the backlog.
 fn counted(range: ByteRange) -> u64 {
     range.length().max(MIN_FORWARDED_BYTES)
 }
@@ -319,7 +324,7 @@ impl Backlog {
         self.bytes.load(Ordering::SeqCst) >= self.limit.load(Ordering::SeqCst)
     }
 
-    /// The target has got a write of this many bytes.
+    /// Subtracts the bytes of a write that has ended at the target or was dropped from the queue.
     fn shorten(&self, bytes: u64) {
         let before = self.bytes.fetch_sub(bytes, Ordering::SeqCst);
         let enough = self.enough();
@@ -328,7 +333,8 @@ impl Backlog {
         }
     }
 
-    /// At this many bytes changes that have waited continue: some of them together.
+    /// The length of the backlog at which waiting changes continue. It is below the limit, so that
+    /// several changes continue together.
     fn enough(&self) -> u64 {
         let limit = self.limit.load(Ordering::SeqCst);
         limit.saturating_sub(BACKLOG_STEP).max(limit / 2).min(limit.saturating_sub(1))
@@ -344,8 +350,8 @@ impl State {
         first.map(|(_, write)| write.range)
     }
 
-    /// Records the end of a live write at one disk by `ended`. Returns whether both have it; `None`
-    /// if it was released.
+    /// Records, by `ended`, that a live write has ended at one disk. Returns whether it has ended
+    /// at both; `None` if it was released.
     fn end_live(
         &mut self,
         id: ChangeId,
@@ -392,7 +398,7 @@ impl ChangeObserver for Tracker {
     }
 
     fn begins(&self, range: ByteRange, bytes: Option<&IoVector>) -> ChangeId {
-        // A change past the end will be refused.
+        // A change past the end is not forwarded, because the disk refuses it.
         let is_inside = !range.is_empty() && range.end() <= self.dirty.size();
         let Some(bytes) = bytes.filter(|_| is_inside && self.is_blocking()) else {
             return NOT_FORWARDED;

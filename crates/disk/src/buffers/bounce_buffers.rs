@@ -1,7 +1,7 @@
 //! Memory for requests that are not aligned as the storage demands.
 //!
-//! A request holds one bounce buffer at a time, so a request that waits for one waits for I/O only:
-//! no two requests wait for each other. Beyond the limit requests wait, they do not fail.
+//! A request holds one bounce buffer at a time. So a request that waits for a buffer waits only for
+//! I/O, and no two requests wait for each other. At the limit, requests wait and do not fail.
 
 use std::ops::{Deref, DerefMut};
 
@@ -24,7 +24,7 @@ pub(crate) struct BounceBuffers {
     permits: Semaphore,
 }
 
-/// A bounce buffer, returned when dropped.
+/// A bounce buffer, returned to the pool when dropped.
 pub(crate) struct Bounce<'a> {
     buffer: Buffer,
     _permit: SemaphoreGuard<'a>,
@@ -38,7 +38,7 @@ impl BounceBuffers {
     /// A buffer of `length` bytes (at most [`CHUNK_SIZE`]) with any content.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub(crate) async fn get(&self, length: usize) -> Result<Bounce<'_>> {
         debug_assert!(length <= CHUNK_SIZE, "a bounce buffer of {length} bytes");
         let permit = self.permits.acquire().await;

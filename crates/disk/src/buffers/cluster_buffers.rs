@@ -1,10 +1,10 @@
 //! Memory for whole clusters: for decompression, for the padding of copy on write, and for copies
 //! from a backing file into the image.
 //!
-//! All buffers are bounded, without a deadlock: decompression waits for I/O only. Copy on write may
-//! wait for decompression and for the backing file, but neither waits for copy on write. A copy
-//! from a backing file may also wait for decompression and for the backing file. It needs no copy
-//! on write, because it writes whole clusters.
+//! The memory of all buffers is bounded, without a deadlock. Decompression waits only for I/O. Copy
+//! on write may wait for decompression and for the backing file, but neither of them waits for copy
+//! on write. A copy from a backing file may also wait for decompression and for the backing file.
+//! Such a copy needs no copy on write, because it writes whole clusters.
 
 use std::ops::{Deref, DerefMut};
 
@@ -18,7 +18,7 @@ const MAX_BYTES: u64 = 64 << 20;
 const MIN_BUFFERS: u64 = 8;
 const MAX_BUFFERS: u64 = 256;
 
-/// Bytes that are copied from a backing file at once, or one cluster if that is larger.
+/// Bytes that are copied from a backing file at once, or one cluster if a cluster is larger.
 pub(crate) const MAX_POPULATED: u64 = 1 << 20;
 
 /// Bytes of memory that are kept for later use.
@@ -32,7 +32,7 @@ pub(crate) struct ClusterBuffers {
     populate_permits: Semaphore,
 }
 
-/// Memory for a cluster's bytes, returned when dropped.
+/// Memory for a cluster's bytes, returned to the pool when dropped.
 pub(crate) struct ClusterBuffer<'a> {
     buffer: Buffer,
     _permit: SemaphoreGuard<'a>,
@@ -46,8 +46,8 @@ pub(crate) struct DecompressBuffers<'a> {
 }
 
 impl ClusterBuffers {
-    /// For clusters of this many bytes. A copy takes less than two of them (head and tail), a
-    /// compressed cluster and its decompressed form about three.
+    /// Buffers for clusters of this many bytes. A copy on write takes less than two clusters (head
+    /// and tail), a decompression about three.
     pub(crate) fn new(cluster_size: u64) -> Self {
         let permits = |each: u64| (MAX_BYTES / each).clamp(MIN_BUFFERS, MAX_BUFFERS) as usize;
         Self {
@@ -58,10 +58,11 @@ impl ClusterBuffers {
         }
     }
 
-    /// `length` bytes with any content, for a copy.
+    /// `length` bytes with any content, for a copy on write or for a compressed cluster that is
+    /// written.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub(crate) async fn for_cow(&self, length: usize) -> Result<ClusterBuffer<'_>> {
         let permit = self.cow_permits.acquire().await;
         Ok(ClusterBuffer { buffer: self.pool.get(length)?, _permit: permit })
@@ -71,7 +72,7 @@ impl ClusterBuffers {
     /// the larger of a cluster and [`MAX_POPULATED`].
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub(crate) async fn for_populating(&self, length: usize) -> Result<ClusterBuffer<'_>> {
         let permit = self.populate_permits.acquire().await;
         Ok(ClusterBuffer { buffer: self.pool.get(length)?, _permit: permit })
@@ -80,7 +81,7 @@ impl ClusterBuffers {
     /// Memory to decompress `compressed` bytes to `cluster` bytes, with any content.
     ///
     /// # Errors
-    /// ENOMEM where memory runs out.
+    /// ENOMEM if memory runs out.
     pub(crate) async fn for_decompression(
         &self,
         compressed: usize,

@@ -2,8 +2,8 @@
 //! each cluster once.
 //!
 //! The cache is bounded; the least recently used cluster is evicted first. The key is a cluster's
-//! guest range and its host range. A host range gets no new content while a read of it is in
-//! flight, and a change of the disk first invalidates the clusters that it touches. So an entry
+//! guest range and its host range. While a read of a host range is in flight, this range gets no
+//! new content. A change of the disk first invalidates the clusters that it touches. So an entry
 //! always matches the file.
 
 use std::collections::VecDeque;
@@ -16,32 +16,32 @@ use parking_lot::Mutex;
 
 /// Maximum bytes of memory, unless [`MIN_CLUSTERS`] large clusters need more.
 const MAX_BYTES: u64 = 4 << 20;
-/// How many clusters are kept at least, and at most.
+/// Minimum and maximum number of cached clusters.
 const MIN_CLUSTERS: u64 = 2;
 const MAX_CLUSTERS: u64 = 64;
 
 /// Location of a compressed cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CompressedLocation {
-    /// Its range of the guest's disk.
+    /// The cluster's range of the guest's disk.
     pub(crate) guest: ByteRange,
-    /// Its bytes of the file.
+    /// The range of the compressed bytes in the file.
     pub(crate) host: ByteRange,
 }
 
-/// A cluster's decompressed bytes: one read decompresses them, the others wait.
+/// A cluster's decompressed bytes: one read decompresses them, other reads wait.
 pub(crate) type CachedCluster = Arc<OnceCell<Buffer>>;
 
 /// See the module's page.
 pub(crate) struct DecompressedCache {
-    /// The most recently used one is first.
+    /// The most recently used cluster is first.
     lru: Mutex<VecDeque<(CompressedLocation, CachedCluster)>>,
     is_empty: AtomicBool,
     capacity: usize,
 }
 
 impl DecompressedCache {
-    /// For clusters of this many bytes.
+    /// A cache for clusters of this many bytes.
     pub(crate) fn new(cluster_size: u64) -> Self {
         let capacity = (MAX_BYTES / cluster_size).clamp(MIN_CLUSTERS, MAX_CLUSTERS) as usize;
         Self { lru: Mutex::default(), is_empty: AtomicBool::new(true), capacity }
@@ -52,7 +52,7 @@ impl DecompressedCache {
         promote(&mut self.lru.lock(), place)
     }
 
-    /// The cluster, to be decompressed by the first read of it.
+    /// The cluster. If it is not cached, the first read of it decompresses it.
     pub(crate) fn get_or_insert(&self, place: CompressedLocation) -> CachedCluster {
         let mut lru = self.lru.lock();
         if let Some(cluster) = promote(&mut lru, place) {

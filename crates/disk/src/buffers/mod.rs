@@ -1,5 +1,5 @@
-//! Memory of a disk beyond that of its requests. All of it is bounded: beyond a limit requests
-//! wait.
+//! Memory of a disk in addition to the memory of its requests. All of it is bounded: at a limit,
+//! requests wait.
 //!
 //! - [`BounceBuffers`]: for requests that are not aligned as the storage demands.
 //! - [`ClusterBuffers`]: for decompression, copy on write, and copies from backing files.

@@ -1,8 +1,8 @@
-//! The claims of a disk, and which of them wait for others.
+//! The claims of a disk, and the waits of claims for other claims.
 //!
-//! A claim counts the others that it waits for, and is granted when the count is zero. Each claim
-//! lists those that wait for it. Shared claims on a disk without exclusive ones, the common case,
-//! are an entry in a table and nothing else.
+//! A claim counts the claims that it waits for, and is granted when the count is zero. Each claim
+//! lists the claims that wait for it. In the common case, without exclusive claims on the disk, a
+//! shared claim is only an entry in a table.
 
 use std::collections::BTreeMap;
 use std::task::{Context, Poll, Waker};
@@ -24,10 +24,10 @@ pub(super) struct Claims {
     shared: Slab<Entry>,
     exclusive: Slab<Entry>,
     /// The last exclusive claim of each range that has one, by the range's first byte. The ranges
-    /// do not overlap. Some may belong to claims that have ended.
+    /// do not overlap. Some ranges may belong to claims that have ended.
     last: BTreeMap<u64, Segment>,
-    /// How many exclusive claims there ever were. The number distinguishes a claim from a later one
-    /// with the same slab key.
+    /// The number of exclusive claims so far. The number of a claim distinguishes it from a later
+    /// claim with the same slab key.
     count: u64,
     #[cfg(test)]
     steps: u64,
@@ -35,13 +35,13 @@ pub(super) struct Claims {
 
 struct Entry {
     range: ByteRange,
-    /// How many claims it waits for.
+    /// The number of claims that this claim waits for.
     blockers: usize,
-    /// The claims that wait for it.
+    /// The claims that wait for this claim.
     blocked: Vec<ClaimId>,
     waker: Option<Waker>,
-    /// Whether its future was dropped while it waited. Then the claim ends when it would be
-    /// granted, because claims that wait for it must also wait for those before it.
+    /// Whether the claim's future was dropped while the claim waited. Such a claim ends when it
+    /// would be granted, because claims that wait for it must also wait for the claims before it.
     is_dropped: bool,
     /// The number of an exclusive claim: see [`Claims::count`].
     number: u64,
@@ -58,7 +58,7 @@ struct Segment {
 pub(super) type Granted = SmallVec<[Waker; 4]>;
 
 impl Claims {
-    /// A claim that conflicts with exclusive ones only.
+    /// Adds a claim that conflicts only with exclusive claims.
     pub(super) fn add_shared(&mut self, range: ByteRange) -> ClaimId {
         let id = ClaimId::Shared(self.shared.insert(Entry::new(range, 0)));
         if !self.exclusive.is_empty() {
@@ -69,7 +69,7 @@ impl Claims {
         id
     }
 
-    /// A claim that conflicts with all others.
+    /// Adds a claim that conflicts with all other claims.
     pub(super) fn add_exclusive(&mut self, range: ByteRange) -> ClaimId {
         self.count += 1;
         let number = self.count;
@@ -148,7 +148,8 @@ impl Claims {
             ClaimId::Shared(key) => {
                 let entry = self.shared.remove(key);
                 if self.shared.is_empty() {
-                    // A new exclusive claim iterates over vacant entries of the slab, too.
+                    // Removes the vacant entries of the slab, because a new exclusive claim
+                    // iterates over them, too.
                     self.shared.clear();
                 }
                 entry.blocked
@@ -163,10 +164,10 @@ impl Claims {
         blocked
     }
 
-    /// Removes the segment of an ended exclusive claim. Later claims may have divided its range
-    /// into several segments; the others are removed when many such segments are left. Segments of
-    /// existing claims are few: a claim has at most one more than there are later claims in its
-    /// range, which wait for it.
+    /// Removes the segment of an ended exclusive claim. Later claims may have divided the claim's
+    /// range into several segments. This function removes the first segment; the others are removed
+    /// when many segments of ended claims are left. Existing claims have few segments: a claim has
+    /// at most one more than the number of later claims in its range, and these claims wait for it.
     fn forget(&mut self, gone: &Entry) {
         let first = gone.range.offset();
         if self.last.get(&first).is_some_and(|segment| segment.number == gone.number) {
@@ -179,7 +180,7 @@ impl Claims {
         }
     }
 
-    /// The exclusive claims that are the last ones of a part of `range`, each once.
+    /// The exclusive claims that are the last claims of a part of `range`, each once.
     fn owners(&mut self, range: ByteRange) -> SmallVec<[usize; 4]> {
         let mut owners: SmallVec<[usize; 4]> = SmallVec::new();
         for (_, segment) in self.last.range(self.first_start(range)..range.end()) {
@@ -193,7 +194,8 @@ impl Claims {
         owners
     }
 
-    /// The first byte of the segment that holds the first byte of `range`, else that byte itself.
+    /// The first byte of the segment that contains the first byte of `range`; if there is no such
+    /// segment, the first byte of `range`.
     fn first_start(&self, range: ByteRange) -> u64 {
         let before = self.last.range(..=range.offset()).next_back();
         before
@@ -201,7 +203,7 @@ impl Claims {
             .map_or(range.offset(), |(&start, _)| start)
     }
 
-    /// Removes `range` from all segments. The parts of segments outside of it stay.
+    /// Removes `range` from all segments. The parts of segments outside of `range` stay.
     fn cut(&mut self, range: ByteRange) {
         let mut start = self.first_start(range);
         while let Some((&at, &segment)) = self.last.range(start..range.end()).next() {
@@ -225,7 +227,7 @@ impl Claims {
         let _ = count;
     }
 
-    /// Entries that were looked at so far.
+    /// The number of entries that were examined so far.
     #[cfg(test)]
     pub(super) fn steps(&self) -> u64 {
         self.steps
@@ -239,7 +241,7 @@ impl Entry {
 }
 
 impl Segment {
-    /// Whether its owner is still there.
+    /// Whether the claim that owns the segment still exists.
     fn is_live(&self, exclusive: &Slab<Entry>) -> bool {
         exclusive.get(self.owner).is_some_and(|entry| entry.number == self.number)
     }
@@ -249,8 +251,8 @@ impl Segment {
 mod tests {
     use super::*;
 
-    /// Random claims, granted and released in random order, against the rule itself: a claim is
-    /// granted when no earlier one conflicts with it.
+    /// Checks the rule with random claims that are released in random order: a claim is granted
+    /// when no earlier claim conflicts with it.
     #[test]
     fn claims_are_granted_exactly_when_no_earlier_one_conflicts() {
         for seed in 0..200 {

@@ -1,19 +1,21 @@
-//! The request tracker: overlaps that must be ordered are ordered, nothing else waits.
+//! The tracker of changes in flight: it orders the overlaps that must be ordered, and no others.
 //!
 //! An unaligned write reads the blocks at its edges, changes some of their bytes and writes them
-//! back. Another write to those blocks meanwhile would be undone. So an unaligned write excludes
-//! every other write from the blocks it touches: it starts after those in flight there and holds
-//! off later ones. Aligned writes share: two of them never wait for one another, not even where
-//! they overlap (their order is for the guest to make). Reads are not tracked.
+//! back. If another write to the same blocks happened meanwhile, it would be undone. So an
+//! unaligned write excludes every other write from the blocks that it touches: it starts after the
+//! writes in flight to these blocks, and holds off later writes. Aligned writes share: two aligned
+//! writes never wait for each other, even if they overlap (their order is up to the guest). Reads
+//! are not tracked.
 //!
-//! A claim starts after all earlier ones that conflict with it, so each one is granted in the end.
-//! A claim is dropped when the operation has ended. For an exclusive claim that may be after its
-//! request's future was dropped, so the operation itself holds the claim: see [`Claim::attach_to`].
+//! A claim is granted after all earlier claims that conflict with it have ended, so each claim is
+//! granted in the end. A claim is dropped when the operation has ended. The operation may end after
+//! the request's future was dropped, so the operation itself holds an exclusive claim: see
+//! [`Claim::attach_to`].
 //!
-//! The cost is bounded, because a client decides how many claims there are: a claim only counts the
-//! claims that it waits for, and lists those that wait for it. Only the last exclusive claim of
-//! each range is looked up, since it waits for the earlier ones. So n unaligned writes to one block
-//! take n log n steps.
+//! The cost of claims is bounded, because a client decides how many claims there are. A claim only
+//! counts the claims that it waits for, and lists the claims that wait for it. Only the last
+//! exclusive claim of each range is looked up, because that claim waits for the earlier ones. So n
+//! unaligned writes to one block take n log n steps.
 
 use std::future::poll_fn;
 use std::ops::Deref;
@@ -33,11 +35,11 @@ pub(crate) struct Tracker(Mutex<Claims>);
 
 /// The right to write to a range, until it is dropped.
 pub(crate) enum Claim<'a> {
-    /// Nothing is ever exclusive on this disk.
+    /// No claim is needed, because no change of this disk is ever exclusive.
     Untracked,
-    /// Together with other writes.
+    /// Other writes may overlap the range.
     Shared { _guard: ClaimGuard<&'a Tracker> },
-    /// Alone.
+    /// No other write overlaps the range.
     Exclusive(Arc<ClaimGuard<Arc<Tracker>>>),
 }
 
@@ -49,8 +51,8 @@ pub(crate) struct ClaimGuard<T: Deref<Target = Tracker>> {
 
 impl Claim<'_> {
     /// Makes an exclusive claim last until the operation that gets `vector` has ended, even if the
-    /// request's future is dropped before: the operation may still write stale bytes around the
-    /// request's own.
+    /// request's future is dropped earlier. Reason: the operation may still write stale bytes
+    /// around the request's own bytes.
     pub(crate) fn attach_to(&self, vector: IoVector) -> IoVector {
         match self {
             Self::Untracked | Self::Shared { .. } => vector,
@@ -67,7 +69,7 @@ impl Tracker {
         Claim::Shared { _guard: guard }
     }
 
-    /// A claim that overlaps no other.
+    /// An exclusive claim. Waits for all earlier claims that overlap it.
     pub(crate) async fn claim_exclusive(self: &Arc<Self>, range: ByteRange) -> Claim<'static> {
         let id = self.0.lock().add_exclusive(range);
         let guard = ClaimGuard { tracker: Arc::clone(self), id };
@@ -89,7 +91,7 @@ impl<T: Deref<Target = Tracker>> ClaimGuard<T> {
 impl<T: Deref<Target = Tracker>> Drop for ClaimGuard<T> {
     fn drop(&mut self) {
         let granted = self.tracker.0.lock().release(self.id);
-        // Wakers are called without the lock, because a waker may run a task that takes it.
+        // Wakers are called without the lock, because a waker may run a task that takes the lock.
         granted.into_iter().for_each(Waker::wake);
     }
 }

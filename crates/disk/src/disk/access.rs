@@ -1,10 +1,10 @@
 //! The access mode of a disk, and its change while the disk is in use.
 //!
 //! Guarantee: once a disk is read-only, no change is in flight, and all completed changes are
-//! durable. Later changes are refused until the disk is writable again, also those that were
+//! durable. Until the disk is writable again, changes are refused, including changes that were
 //! submitted before and waited. Reads continue. The image stays open and locked. A disk that was
-//! [retired](super::QuiescedDisk::retire) stays read-only. Replacing the disk's image does not
-//! change this.
+//! [retired](super::QuiescedDisk::retire) stays read-only. A replacement of the disk's image does
+//! not make a read-only disk writable.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode};
 
@@ -17,7 +17,7 @@ impl<S: Storage> Disk<S> {
         if self.protection.is_on() { Access::ReadOnly } else { self.image().access() }
     }
 
-    /// The disk's new location, if it may no longer be changed here.
+    /// The disk's new location, if the disk may no longer be changed here.
     pub fn retired_to(&self) -> Option<&str> {
         self.protection.retired_to()
     }
@@ -26,9 +26,9 @@ impl<S: Storage> Disk<S> {
     /// or makes it writable again.
     ///
     /// # Errors
-    /// `ReadOnly` if `access` is to write and the disk was opened for reading only, or has moved
-    /// elsewhere. The storage's error of the flush, or `Io` if changes in flight take too long:
-    /// then the disk stays writable.
+    /// `ReadOnly` if `access` is `ReadWrite` and the disk was opened for reading only, or has moved
+    /// elsewhere. Storage errors of the flush, or `Io` if changes in flight take too long; then the
+    /// disk stays writable.
     pub async fn set_access(&self, access: Access) -> Result<()> {
         if access == Access::ReadWrite {
             return allow_changes(self);
@@ -42,8 +42,8 @@ impl<S: Storage> Disk<S> {
         Ok(())
     }
 
-    /// As [`set_access`](Self::set_access) to read-only, before anything has used the disk: there
-    /// is nothing to flush.
+    /// As [`set_access`](Self::set_access) to read-only, for a disk that nothing has used yet:
+    /// nothing has to be flushed.
     pub fn protect_unused(&self) {
         self.protection.set(true);
     }

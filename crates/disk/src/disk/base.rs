@@ -12,13 +12,14 @@ use blockhouse_core::{Error, ErrorKind, Result, Storage};
 use super::{Disk, DiskJobs};
 
 impl<'a, S: Storage> DiskJobs<'a, S> {
-    /// Reads the image's backing file through `base` from now on, a disk of the same file that is
-    /// open for writing and at least as long. The caller [settles](Self::settle_base) it before it
-    /// is changed. The disk closes `base` when it is closed.
+    /// Makes the image read its backing file through `base` from now on: a disk of the same file
+    /// that is open for writing, and at least as long as the image. The caller
+    /// [settles](Self::settle_base) the base before changing it. When the disk is closed, it closes
+    /// `base`, too.
     ///
     /// # Errors
     /// `InvalidInput` if the image has no backing file, has such a base already, or is longer than
-    /// it; `Io` if changes in flight take too long. On error nothing has changed.
+    /// `base`; `Io` if changes in flight take too long. On error nothing has changed.
     pub async fn attach_base(self, base: Arc<Disk<S>>) -> Result<()> {
         let link = self.disk.images.last();
         let image = link.image();

@@ -5,29 +5,29 @@ use blockhouse_core::Storage;
 use super::Disk;
 
 /// A smaller granularity is worse for guests: Windows never trims if the unit of discards is one
-/// block, and small discards cut a file into pieces, for which the host's file system keeps a
-/// record each.
+/// block, and small discards split a file into many extents, and the host's file system keeps a
+/// record of each.
 const MIN_DISCARD: u64 = 64 << 10;
 
 impl<S: Storage> Disk<S> {
-    /// Bytes of the disk's sectors, the unit of its partition table: the option's, or those of the
-    /// images of the chain. They stay the same when a backing file is detached, or the image is
-    /// replaced.
+    /// Bytes of a sector of the disk, the unit of its partition table: as the option says, or else
+    /// as the images of the chain say (the largest). The size stays the same when a backing file is
+    /// detached, or the image is replaced.
     pub fn logical_block_size(&self) -> u64 {
         let first = self.images.first();
         first.options.block_sizes.logical().unwrap_or(first.sector_size)
     }
 
-    /// Bytes of a block that is best written at once, at least a sector: the option's, or the
-    /// storage's.
+    /// Bytes of the block that is best written as a whole, at least a sector: as the option says,
+    /// or else the unit of the storage's alignment.
     pub fn physical_block_size(&self) -> u64 {
         let of_storage = || u64::from(self.image().alignment().offset);
         let size = self.images.first().options.block_sizes.physical().unwrap_or_else(of_storage);
         size.max(self.logical_block_size())
     }
 
-    /// Bytes of the smallest range that a guest should discard: the option's, or a cluster, and at
-    /// least 64 KiB.
+    /// Bytes of the smallest range that a guest should discard, at least a sector: as the option
+    /// says, or else a cluster, but at least a physical block and 64 KiB.
     pub fn discard_granularity(&self) -> u64 {
         let of_image = || {
             let cluster = self.image().cluster_size().unwrap_or(0);

@@ -8,12 +8,12 @@ use super::Disk;
 use crate::options::Access;
 
 impl<S: Storage> Disk<S> {
-    /// The file of this host that has the bytes of `range` at the same offsets, if a read there
-    /// needs nothing else: the image is a raw one that is open for reading only, without limits on
-    /// its rates, and all the bytes are in the page cache ([`Storage::cached_file`]).
+    /// The file of this host that has the bytes of `range` at the same offsets, if a read needs
+    /// only this file: the image is raw and open for reading only, the disk has no rate limits, and
+    /// all the bytes are in the page cache ([`Storage::cached_file`]).
     ///
     /// Reason for reading only: a client may receive pages of the file long after the read, and
-    /// nothing may write other bytes to them until then.
+    /// until then nothing may overwrite them.
     pub fn cached_file(&self, range: ByteRange) -> Option<BorrowedFd<'_>> {
         let image = self.image();
         let is_plain = image.access() == Access::ReadOnly && image.format().is_identity();

@@ -1,10 +1,10 @@
-//! Reads of a disk that copies on read: a read, or a client's announcement of one, copies data from
-//! the backing file into the image.
+//! Copy on read: a read, or a client's prefetch request, copies data from the backing file into the
+//! image.
 //!
 //! Guarantees: as `write/copy_on_read`. A read never waits for a change of the whole image, and
-//! such a change never waits for the backing file: data read meanwhile is not copied. Nothing is
-//! copied while the disk is read-only or its backing file is open for writing, nor into an image
-//! that was replaced.
+//! such a change never waits for the backing file: data that is read during such a change is not
+//! copied. Nothing is copied while the disk is read-only or its backing file is open for writing,
+//! nor into an image that was replaced.
 
 use std::sync::atomic::Ordering;
 
@@ -27,7 +27,7 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> RequestInFlight<'a, S> {
-    /// Reads `range`, and populates it from the backing file.
+    /// Reads from `offset` on, and populates the range from the backing file.
     pub(super) async fn copy_on_read(self, offset: u64, into: IoVector) -> Result<()> {
         let range =
             self.disk.image().check_end(offset, into.len() as u64, ErrorKind::InvalidInput)?;
@@ -35,7 +35,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
             return Ok(());
         }
         let failed = |error| {
-            // Logged once, because a guest may go on reading for long.
+            // Logged only once, because a guest may read on for a long time.
             if !self.disk.has_failed_to_populate.swap(true, Ordering::Relaxed) {
                 tracing::warn!(
                     "what is read from the backing file cannot be kept, and may be fetched again: {error}"

@@ -3,7 +3,7 @@
 //! Guarantees: the disk's content never changes. After a crash each cluster either has its data or
 //! still refers to the backing file. One write of the header detaches the backing file, or replaces
 //! it by the base, when the image durably has all data of the files that are dropped. No snapshot
-//! is taken meanwhile, because it would need the backing file as well.
+//! is taken meanwhile, because a snapshot would also need the backing file.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,8 +15,9 @@ use super::{Disk, DiskJobs, flush_ahead, quiesce_flushed};
 use crate::layer::{BlockStatusCache, Layer};
 use crate::write::BackedRange;
 
-/// Marks a disk whose image is populated from its backing file, until this is dropped. The guards
-/// are counted: a job with a hanging backing file may drop its guard after another job has begun.
+/// Marks a disk whose image is populated from its backing file, until the guard is dropped. The
+/// guards are counted: a job with a hanging backing file may drop its guard after another job has
+/// begun.
 pub struct PopulatingGuard(Arc<AtomicUsize>);
 
 impl Drop for PopulatingGuard {
@@ -25,13 +26,13 @@ impl Drop for PopulatingGuard {
     }
 }
 
-/// A backing file further down the chain of a disk, which can become the backing file of an image
-/// above it once the data of the images between them is in one of the two.
+/// A *base*, further down the backing chain of a disk, and an *image above* it. The base can become
+/// that image's backing file once one of the two has the data of the images between them.
 #[derive(Clone, Debug)]
 pub struct FurtherBase {
-    /// How many steps the image above is below the disk's.
+    /// The number of steps from the disk's image down to the image above.
     above: usize,
-    /// How many steps it is below the image above.
+    /// The number of steps from the image above down to the base.
     steps: usize,
     /// The name of the base in the header of the image above.
     name: Backing,
@@ -43,7 +44,7 @@ impl FurtherBase {
     ///
     /// # Errors
     /// `InvalidInput`: the base is the backing file already, the chain is shorter, or the base is
-    /// longer than an image above it, which hides its end.
+    /// longer than an image between, which hides the base's end.
     pub fn new<S: Storage>(
         disk: &Disk<S>,
         above: usize,
@@ -71,12 +72,12 @@ impl FurtherBase {
         Ok(Self { above, steps, name })
     }
 
-    /// How many steps the image above is below the disk's.
+    /// The number of steps from the disk's image down to the image above.
     pub fn above(&self) -> usize {
         self.above
     }
 
-    /// How many steps the base is below the image above.
+    /// The number of steps from the image above down to the base.
     pub fn steps(&self) -> usize {
         self.steps
     }
@@ -86,7 +87,7 @@ impl FurtherBase {
         &self.name
     }
 
-    /// The images that are left out, the highest one first, and the base.
+    /// The images between the image above and the base, the highest one first, and then the base.
     pub(crate) fn chain_of<'a, S: Storage>(
         &self,
         disk: &'a Disk<S>,
@@ -97,20 +98,20 @@ impl FurtherBase {
     /// Makes the base the backing file of the image above, whose header names it already.
     pub(crate) async fn pass_over<S: Storage>(&self, disk: &Disk<S>) {
         let Some(above) = disk.image().layer().layers().nth(self.above) else { return };
-        // Earlier reads may have looked up the range past the end of the backing file.
+        // This waits for earlier reads, which may have looked up the range past the end of the
+        // backing file.
         above.format().reads_ended().await;
         above.opened().pass_over(self.steps, self.name.clone());
     }
 }
 
 impl<S: Storage> DiskJobs<'_, S> {
-    /// To be called before [`populate`](Self::populate), while the disk is used. From then on all
-    /// changes of the disk claim their range. While the guard lives, the disk's snapshots cannot
-    /// change.
+    /// Prepares a disk in use for [`populate`](Self::populate): from now on all changes of the disk
+    /// claim their range. While the guard exists, the disk's snapshots cannot change.
     ///
     /// # Errors
-    /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for one with
-    /// snapshots: they need the backing file as well; `Io` where changes in flight take too
+    /// `ReadOnly`; `InvalidInput` for an image without a backing file; `Unsupported` for an image
+    /// with snapshots, because they also need the backing file; `Io` if changes in flight take too
     /// long.
     pub async fn begin_populating(self) -> Result<PopulatingGuard> {
         self.disk.check_access(0)?;
@@ -123,9 +124,9 @@ impl<S: Storage> DiskJobs<'_, S> {
     }
 
     /// The first range from `offset` on that the image leaves to its backing file, at most as long
-    /// as one [`populate`](Self::populate); with a `base`, only ranges in the layers above it.
-    /// `None`: nothing is left. `cache` is for this disk alone, and may be kept until the backing
-    /// file is [detached](Self::detach_backing).
+    /// as one [`populate`](Self::populate) copies. With a `base`, only ranges of the layers above
+    /// the base count. `None`: no such range is left. `cache` is for this disk alone, and may be
+    /// kept until the backing file is [detached](Self::detach_backing).
     ///
     /// # Errors
     /// Errors of the lookup.
@@ -143,12 +144,13 @@ impl<S: Storage> DiskJobs<'_, S> {
         self.disk.image().writer().next_backed(rest, base, cache).await
     }
 
-    /// Copies the bytes of this part that the image lacks into it; returns how many. They are
-    /// durable with the next flush. If `go_on` returns false after the read of the backing file,
-    /// nothing is written: the disk may be closed then.
+    /// Copies the bytes of `part` that the image lacks into the image; returns their number. They
+    /// are durable with the next flush. If `go_on` returns false after the read of the backing
+    /// file, nothing is written, because the disk may be closed by then.
     ///
     /// # Errors
-    /// Errors of the backing file or the image. The disk reads the same as before.
+    /// Errors of the backing file or the image; `ReadOnly`. The disk's content is the same as
+    /// before.
     pub async fn populate(self, part: BackedRange, go_on: &dyn Fn() -> bool) -> Result<u64> {
         self.disk.check_access(part.range.offset())?;
         let begin_change = || go_on().then(|| self.disk.quiesce.try_begin_write()).flatten();
@@ -156,8 +158,8 @@ impl<S: Storage> DiskJobs<'_, S> {
             match self.disk.image().writer().populate(part, &begin_change).await? {
                 Some(filled) => return Ok(filled),
                 None if !go_on() => return Ok(0),
-                // A change of the whole image is in progress, which waits for no backing file. Wait
-                // for its end without a claim.
+                // A change of the whole image is in progress, and must not wait for a backing file.
+                // So this waits for the end of that change without a claim.
                 None => drop(self.disk.quiesce.begin_write().await),
             }
         }
@@ -167,8 +169,8 @@ impl<S: Storage> DiskJobs<'_, S> {
     /// [detached](Self::detach_backing).
     ///
     /// # Errors
-    /// `InvalidInput` if the image leaves anything to its backing file, or to those above `base`;
-    /// storage errors.
+    /// `InvalidInput` if the image still leaves a range to its backing file or, with a `base`, to a
+    /// backing file above `base`; storage errors.
     pub async fn check_populated(self, base: Option<&FurtherBase>) -> Result<()> {
         if let Some(part) = self.next_backed(0, base, &mut BlockStatusCache::default()).await? {
             let what = "is still left to the backing file";
@@ -178,16 +180,16 @@ impl<S: Storage> DiskJobs<'_, S> {
         flush_ahead(&[self.disk], SyncMode::Data).await.map(drop)
     }
 
-    /// Detaches the backing file durably, if the image [leaves nothing](Self::check_populated) to
-    /// it: the header then names none, and none is read. With a `base`, the header names the base,
-    /// which takes the place of the images above it. The files of the chain stay open until the
-    /// disk is dropped. No change of the disk makes a range refer to the backing file again, so
-    /// nothing is checked here.
+    /// Detaches the backing file durably; the image must [leave nothing](Self::check_populated) to
+    /// it. The header then names no backing file, and none is read. With a `base`, the header names
+    /// the base, which takes the place of the images above it. The files of the chain stay open
+    /// until the disk is dropped. No change of the disk makes a range refer to the backing file
+    /// again, so nothing is checked here.
     ///
     /// # Errors
-    /// `Unsupported` if it has snapshots; `Io` if changes in flight take too long; storage errors.
-    /// The image then still names its backing file or, if the last write failed, perhaps not: it
-    /// reads the same in both cases.
+    /// `ReadOnly`; `Unsupported` if the image has snapshots; `Io` if changes in flight take too
+    /// long; storage errors. The image then still names its backing file or, if the header write
+    /// failed, perhaps not: it reads the same in both cases.
     pub async fn detach_backing(self, base: Option<&FurtherBase>) -> Result<()> {
         {
             let _guard = self.disk.quiesce().await?;
@@ -204,15 +206,16 @@ impl<S: Storage> DiskJobs<'_, S> {
         if let Some(base) = base {
             base.pass_over(self.disk).await;
         } else {
-            // Earlier reads may have looked up the range past the end of the backing file.
+            // This waits for earlier reads, which may have looked up the range past the end of the
+            // backing file.
             self.disk.image().format().reads_ended().await;
             self.disk.image().layer().opened().detach();
         }
         Ok(())
     }
 
-    /// Writes this name of the backing file to the image's header, durably. The disk reads the same
-    /// until it is reopened.
+    /// Writes `name` to the image's header as the name of the backing file, durably. Until the disk
+    /// is reopened, it reads the same backing file.
     ///
     /// # Errors
     /// `InvalidInput` for an image without a backing file, or a name too long for its header;
@@ -227,7 +230,7 @@ impl<S: Storage> DiskJobs<'_, S> {
         };
         let named = Backing { name: name.to_vec(), ..backing.clone() };
         let outcome = image.format().header().set_backing(Some(named)).await;
-        // The backing size stays that of the file that is read.
+        // The backing size stays that of the backing file that is open.
         let size = image.layer().backing_layer().map_or(0, |layer| layer.size());
         image.format().set_backing_size(size);
         outcome

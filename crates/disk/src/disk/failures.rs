@@ -22,7 +22,7 @@ pub struct FailedRequest<'a> {
     pub has_lost_flush: bool,
 }
 
-/// The callback for each such request. It must not wait.
+/// The callback for each [`FailedRequest`]. The callback must not wait.
 pub type FailureObserver = Box<dyn Fn(&FailedRequest<'_>) + Send + Sync>;
 
 /// The observers of a disk.
@@ -36,7 +36,7 @@ impl<S: Storage> Disk<S> {
     /// Sets the observer of requests that the host fails from now on. Only the first call for a
     /// disk has an effect.
     pub fn observe_failures(&self, observer: FailureObserver) {
-        // There is one already: that one stays.
+        // If the disk has an observer already, that one stays.
         let _ = self.failures.requests.set(observer);
     }
 
@@ -46,7 +46,7 @@ impl<S: Storage> Disk<S> {
         if let Ok(bitmaps) = self.format().bitmaps() {
             bitmaps.observe_losses(Arc::clone(&observer));
         }
-        // There is one already: that one stays.
+        // If the disk has an observer already, that one stays.
         let _ = self.failures.bitmaps.set(observer);
     }
 

@@ -1,15 +1,15 @@
-//! Flushes before changes are held off, so that little is left to write and to flush in the pause.
+//! Flushes before a pause, in which changes are held off, so that the pause has little to flush.
 //!
-//! A round writes and flushes everything that was changed before it, while requests go on. The next
-//! round handles only what was changed during this one, so it takes less time. The pause handles
-//! what was changed during the last round. Rounds end:
+//! A round writes and flushes everything that was changed before it, while requests continue. The
+//! next round handles only the changes made during this round, so it takes less time. The pause
+//! handles the changes made during the last round. Rounds end:
 //!
-//! - with a quick round; from the round [`ENOUGH_ROUNDS`] on also with one that is shorter than all
-//!   before it, because with guests that write all the time no round is quick;
-//! - after [`MAX_ROUNDS`], and with the first one that ends after [`MAX_TIME`];
-//! - after one round outside of event loops, because only these have timers.
+//! - with a quick round; from round [`ENOUGH_ROUNDS`] on, also with a round that is shorter than
+//!   all before it, because no round is quick while guests write all the time;
+//! - after [`MAX_ROUNDS`] rounds, or with the first round that ends after [`MAX_TIME`];
+//! - after one round outside of event loops, because only event loops have timers.
 //!
-//! The pause makes the rest durable: the rounds change only how long it takes.
+//! The pause makes the rest durable. So the rounds affect only the length of the pause.
 
 use std::convert::Infallible;
 use std::ops::ControlFlow;
@@ -22,7 +22,7 @@ use futures_util::future::join_all;
 use super::{Disk, QuiescedGuard};
 use crate::options::Access;
 
-/// The maximum duration of a quick round: what is written during it is flushed soon.
+/// The maximum duration of a quick round: data written in so short a time is flushed quickly.
 const QUICK_ROUND: Duration = Duration::from_millis(5);
 const ENOUGH_ROUNDS: u32 = 3;
 const MAX_ROUNDS: u32 = 12;
@@ -31,16 +31,16 @@ const MAX_TIME: Duration = Duration::from_secs(1);
 /// The flushes before a pause.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct FlushedAhead {
-    /// How many rounds there were.
+    /// The number of rounds.
     pub rounds: u32,
     /// Duration of all rounds. Requests were carried out during them.
     pub length: Duration,
-    /// How long the last one took.
+    /// Duration of the last round.
     pub last: Duration,
 }
 
 /// Writes and flushes the dirty state of these disks, in rounds, until little is left. Requests
-/// continue. When it returns, all writes that had completed before are durable, as after a flush.
+/// continue. On return, all writes that completed before the call are durable, as after a flush.
 ///
 /// # Errors
 /// The first error of a storage: the rounds end with it.
@@ -56,7 +56,8 @@ pub async fn flush_ahead<S: Storage>(disks: &[&Disk<S>], sync: SyncMode) -> Resu
     }
 }
 
-/// Like [`flush_ahead`] for anything that `round` writes and flushes; `round` may end it early.
+/// As [`flush_ahead`], for any data that `round` writes and flushes; `round` may end the rounds
+/// early.
 ///
 /// # Errors
 /// The first error of a round.
@@ -89,8 +90,8 @@ struct Rounds {
 }
 
 impl Rounds {
-    /// Records a round that took `length`; all rounds took `in_all`. Returns whether it was the
-    /// last one.
+    /// Records a round that took `length`; all rounds so far took `in_all`. Returns whether it is
+    /// the last round.
     fn end(&mut self, length: Duration, in_all: Duration) -> bool {
         let rounds = self.ahead.rounds + 1;
         let is_shortest = rounds > 1 && length < self.shortest;
@@ -114,11 +115,11 @@ async fn flush_round<S: Storage>(disk: &Disk<S>, sync: SyncMode) -> Result<()> {
     }
 }
 
-/// As [`Disk::quiesce`], once the disk was flushed [ahead](flush_ahead): for changes that write and
-/// flush while the guest's writes are held off.
+/// [Flushes](flush_ahead) the disk ahead, and then quiesces it as [`Disk::quiesce`]. For changes of
+/// the image that write and flush while the guest's writes are held off.
 ///
 /// # Errors
-/// As there; errors of the storage.
+/// As [`Disk::quiesce`]; errors of the storage.
 pub(crate) async fn quiesce_flushed<S: Storage>(
     disk: &Disk<S>,
     sync: SyncMode,

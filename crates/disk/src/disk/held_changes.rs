@@ -1,11 +1,11 @@
 //! Retries changes that got ENOSPC: the disk's side of [`Hold`](super::hold::Hold).
 //!
-//! A change is retried as a whole, like a new one, with its original bytes. While it waits, it is
-//! in flight for its client, but not for the disk: no snapshot, resize or close waits for it, and
-//! it fails like any other change if the disk has become read-only.
+//! A change is retried as a whole, like a new one, with its original bytes. While the change waits,
+//! it is in flight for its client, but not for the disk: no snapshot, resize or close waits for it.
+//! Its retry fails like any other change if the disk has become read-only.
 //!
-//! Not retried: requests of the disk's own jobs, which handle ENOSPC themselves, and requests that
-//! can no longer succeed because a flush has failed.
+//! Requests of the disk's own jobs are not retried, because jobs handle ENOSPC themselves. Requests
+//! that can no longer succeed, because a flush has failed, are not retried either.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::options::OnFull;
 /// A change that can be carried out once more.
 pub(super) struct KeptChange {
     limit: Duration,
-    /// The number of releases before it was tried.
+    /// The hold's number of releases before the change was tried.
     seen: u64,
     what: What,
 }
@@ -40,7 +40,7 @@ enum What {
 }
 
 impl What {
-    /// The request and the copy for its retry; only the request if it changes nothing.
+    /// The request, and its copy for a retry; no copy of a read or a prefetch.
     fn of(request: Request) -> (Request, Option<Self>) {
         match request {
             Request::Write { offset, from, durability } => {
@@ -80,7 +80,8 @@ impl What {
     }
 }
 
-/// The held changes of one party: a guest's queue, whose end must not wait for free space.
+/// The held changes of one party, such as a guest's queue. The end of a queue must not wait for
+/// free space.
 pub struct PartyHold<S: Storage> {
     disk: Arc<Disk<S>>,
     party: usize,
@@ -112,7 +113,7 @@ impl<S: Storage> Disk<S> {
 }
 
 impl KeptChange {
-    /// The request to `disk`, and the copy for its retry; `None` if it would not be retried.
+    /// The request to `disk`, and its copy for a retry; `None` if it is not retried.
     pub(super) fn of<S: Storage>(disk: &Disk<S>, request: Request) -> (Request, Option<Self>) {
         let OnFull::Hold(limit) = disk.images.first().options.on_full else {
             return (request, None);
@@ -161,7 +162,7 @@ impl KeptChange {
 fn may_find_room<S: Storage>(image: &Image<S>, error: &Error) -> bool {
     let storages = [image.format().storage(), image.format().data()];
     error.kind() == ErrorKind::NoSpace
-        // EFBIG: the file system has no files of that length, however much space is free.
+        // EFBIG: the file system does not support files of that length, however much space is free.
         && error.errno() != errno::EFBIG
         && storages.iter().all(|storage| storage.failure().is_none())
 }

@@ -4,11 +4,11 @@
 //!   waits for it. So reads, other writes, snapshots and the disk's end do not wait for it.
 //! - One change is retried every [`LOOK`]; if it succeeds, all others are retried.
 //!   [`Hold::release`] retries all at once.
-//! - The observer is notified of each *crossing*: the first change is held, or the last one ends.
-//!   It gets one call for each crossing, however many changes wait.
+//! - The observer is notified of each *crossing*: the first change is held, or the last held change
+//!   ends. The observer gets one call for each crossing, however many changes wait.
 //! - Once holding has [ended](Hold::end), held changes fail with ENOSPC, and so does each later
-//!   change that gets it. [`PartyHold`](super::held_changes::PartyHold) ends holding for one party
-//!   only, such as a guest's queue: its end must not wait for free space.
+//!   change that gets ENOSPC. [`PartyHold`](super::held_changes::PartyHold) ends holding for one
+//!   party only, such as a guest's queue, because the end of a queue must not wait for free space.
 //!
 //! Only event loops have timers. Elsewhere, as in the simulator, a held change sleeps until
 //! [`Hold::release`] or the end of holding wakes it.
@@ -39,12 +39,13 @@ pub enum HoldChange {
     Released {
         /// How long changes were held.
         time: Duration,
-        /// How many of them did not succeed: limit, end of holding, other error, dropped future.
+        /// How many held changes did not succeed: limit, end of holding, other error, dropped
+        /// future.
         failed: u64,
     },
 }
 
-/// The callback for each crossing. It must not wait.
+/// The callback for each crossing. The callback must not wait.
 pub type HoldObserver = Box<dyn Fn(HoldChange) + Send + Sync>;
 
 /// The changes of a disk that wait for free space. See the module's page.
@@ -59,7 +60,7 @@ pub struct Hold {
 struct State {
     /// Changes that are held, including those that are being retried.
     held: u64,
-    /// How many of them have failed since the first one was held.
+    /// Held changes that have failed since the first one was held.
     failed: u64,
     since: Option<Timestamp>,
     /// Incremented for each sign that there is free space.
@@ -79,7 +80,7 @@ pub(super) enum Wake {
     GiveUp,
 }
 
-/// A change that is held, until this is dropped.
+/// A held change. The drop of the guard ends its hold.
 pub(super) struct HeldGuard<'a> {
     hold: &'a Hold,
     deadline: Timestamp,
@@ -102,14 +103,14 @@ impl Hold {
         self.state.lock().held
     }
 
-    /// Reports to `observer` when changes begin to be held, and when the last one ends. A disk
-    /// keeps its first observer.
+    /// Reports to `observer` when the first change is held, and when the last held change ends. A
+    /// disk keeps its first observer.
     pub fn observe(&self, observer: HoldObserver) {
         // A second observer is ignored.
         let _ = self.observer.set(observer);
     }
 
-    /// Number of releases so far: to be read before a change is tried.
+    /// Number of releases so far. The caller reads it before it tries a change.
     pub(super) fn releases(&self) -> u64 {
         self.state.lock().releases
     }
@@ -120,7 +121,8 @@ impl Hold {
         self.changed.notify_all();
     }
 
-    /// Fails held changes with ENOSPC, and each later one that gets it: for an orderly end.
+    /// Fails held changes with ENOSPC, and each later change that gets ENOSPC. For an orderly end
+    /// of the disk.
     pub fn end(&self) {
         self.state.lock().has_ended = true;
         self.changed.notify_all();
@@ -132,14 +134,14 @@ impl Hold {
         self.changed.notify_all();
     }
 
-    /// Forgets a party that has ended, because another one may get its number.
+    /// Forgets a party that has ended, because another party may get its number.
     pub(super) fn forget_party(&self, party: usize) {
         self.state.lock().ended_parties.retain(|&one| one != party);
     }
 
     /// Holds a change that got ENOSPC, for `limit` at most. `seen` is the number of
-    /// [releases](Self::releases) before it was tried. `None` if holding has ended, for all changes
-    /// or for the current party's.
+    /// [releases](Self::releases) before the change was tried. `None` if holding has ended, for all
+    /// changes or for the current party's.
     pub(super) fn begin(
         &self,
         seen: u64,
@@ -180,8 +182,8 @@ impl State {
         self.has_ended || self.ended_parties.contains(&party)
     }
 
-    /// The reason why a change of `party` that has seen this many releases stops waiting, if it
-    /// does.
+    /// Returns why a change of `party` stops waiting; `None` if it waits on. `seen` is the number
+    /// of releases that the change has seen.
     fn wake(
         &mut self,
         seen: &mut u64,
@@ -231,7 +233,7 @@ impl HeldGuard<'_> {
         }
     }
 
-    /// The change found free space: others may, too.
+    /// Ends the hold of a change that found free space, and retries the other held changes.
     pub(super) fn found_room(mut self) {
         self.outcome = Outcome::Stored;
         self.hold.release();

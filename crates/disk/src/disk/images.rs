@@ -19,10 +19,10 @@ pub(crate) struct Images<S: Storage, B>(Link<S, B>);
 /// An image of a disk, and the image that has replaced it.
 pub(super) struct Link<S: Storage, B> {
     image: Arc<Image<S>>,
-    /// Whether it has the same file as the image before it, because the recording of changes beside
-    /// the file has begun or ended.
+    /// Whether the image has the same file as the image before it: the file was opened again, or
+    /// the recording of changes in a side file has begun or ended.
     is_same_file: bool,
-    /// The disk of its backing file, if that is open for writing.
+    /// The disk of the image's backing file, if that file is open for writing.
     pub(super) base: OnceLock<B>,
     next: OnceLock<Box<Self>>,
 }
@@ -57,8 +57,8 @@ impl<S: Storage, B> Images<S, B> {
         link
     }
 
-    /// Sends requests to another image from now on; returns the replaced one. No change of the disk
-    /// may be in flight, and no other task may replace its image.
+    /// Sends requests to `image` from now on; returns the replaced image. No change of the disk may
+    /// be in flight, and no other task may replace its image.
     pub(super) fn replace(&self, image: Arc<Image<S>>, is_same_file: bool) -> &Link<S, B> {
         let replaced = self.last();
         image.layer().stands().enter_disk();
@@ -100,8 +100,8 @@ impl<S: Storage, B> Images<S, B> {
         self.layers().flat_map(|layer| layer.opened().all()).filter(move |layer| !is_used(layer))
     }
 
-    /// No longer counts replaced images as users of their backing files, unless other images read
-    /// through them.
+    /// Stops counting replaced images as users of their backing files, except images through which
+    /// other images read.
     pub(crate) fn leave_replaced(&self) {
         self.layers().for_each(|layer| layer.opened().leave_unused());
     }
@@ -127,8 +127,8 @@ impl<S: Storage, B> Drop for Images<S, B> {
     }
 }
 
-/// The current image of a disk when this was made. It stays open until this is dropped, even if it
-/// is replaced.
+/// The image that was a disk's current one when this guard was made. The image stays open until the
+/// guard is dropped, even if another image replaces it.
 pub(crate) struct ImageUse<'a, S: Storage> {
     pub(super) image: &'a Image<S>,
     pub(super) _guard: UseGuard<'a>,

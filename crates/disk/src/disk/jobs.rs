@@ -1,5 +1,5 @@
-//! The disk's side of jobs: a mirror, a commit, a stream, a backup. They observe its changes, copy
-//! its data, and replace its image or detach its backing file.
+//! The disk's side of jobs: a mirror, a commit, a stream, a backup. Jobs observe the disk's
+//! changes, copy its data, and replace its image or detach its backing file.
 
 use std::sync::Arc;
 
@@ -9,8 +9,9 @@ use super::Disk;
 use crate::observers::ChangeObserver;
 use crate::read_probe::ReadProbe;
 
-/// A disk in use, for jobs: its [base](Self::base), the parts that it leaves to its backing file
-/// ([`populate`](Self::populate)), and the observers of its changes. See also [`QuiescedDisk`].
+/// The handle for jobs on a disk in use: its [base](Self::base), the parts that the disk leaves to
+/// its backing file ([`populate`](Self::populate)), and the observers of the disk's changes. See
+/// also [`QuiescedDisk`].
 ///
 /// [`QuiescedDisk`]: super::QuiescedDisk
 pub struct DiskJobs<'a, S: Storage> {
@@ -48,14 +49,14 @@ impl<'a, S: Storage> DiskJobs<'a, S> {
         Ok(())
     }
 
-    /// Detaches `observer`. It still gets reports of changes in flight.
+    /// Detaches `observer`. The observer still gets reports of changes in flight.
     pub fn stop_observing(self, observer: &Arc<dyn ChangeObserver>) {
         self.disk.observers.detach(observer);
     }
 
     /// Starts a probe for reads of exactly these ranges by the disk's exports, to detect that
     /// another disk is an export of this one. A second probe replaces the ranges, and the drop of
-    /// either one ends both.
+    /// either probe ends both.
     pub fn probe_reads(self, ranges: Vec<ByteRange>) -> ReadProbe<'a> {
         self.disk.read_probes.begin(ranges)
     }

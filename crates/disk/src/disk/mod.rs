@@ -17,8 +17,8 @@
 //! - [`Quiesce`]: holds the guest's changes off while the image is changed as a whole.
 //! - [`QuiescedDisk`]: replaces the image, and adds observers of changes.
 //!
-//! Lower modules (`image`, `layer`, `write`) read and change one image. Higher ones use disks
-//! (snapshots, bitmaps, tools, opening files).
+//! Lower modules (`image`, `layer`, `write`) read and change one image. Higher modules use disks
+//! (snapshots, bitmaps, tools, opening of files).
 
 mod access;
 mod base;

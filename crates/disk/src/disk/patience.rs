@@ -11,16 +11,17 @@ use futures_util::future::{Either, select};
 
 use super::{Disk, QuiescedGuard};
 
-/// The longest wait. Guests' changes are held off during it.
+/// The longest wait. During the wait, guests' changes may be held off.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Completes after [`PATIENCE`]; never outside of event loops, because only these have timers.
+/// Completes after [`PATIENCE`]; never outside of event loops, because only event loops have
+/// timers.
 async fn patience() {
     if has_timers() { sleep(PATIENCE).await } else { pending().await }
 }
 
 impl<S: Storage> Disk<S> {
-    /// Holds the guest's changes off until the guard is dropped; waits for those in flight.
+    /// Holds the guest's changes off until the guard is dropped; waits for changes in flight.
     ///
     /// # Errors
     /// `Io` if a change takes too long. Then changes continue.

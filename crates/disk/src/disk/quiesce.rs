@@ -1,8 +1,9 @@
 //! Quiescing: holds the guest's changes off while the whole image is changed.
 //!
 //! A change costs two atomic additions. Quiescing waits for the changes in flight; later changes
-//! wait until it ends. A change in flight may wait for a backing file that does not respond. So
-//! quiescing has a limit: when it is reached, quiescing fails and changes continue.
+//! wait until the quiesced state ends. A change in flight may wait for a backing file that does not
+//! respond. So quiescing has a limit: when the limit is reached, quiescing fails and changes
+//! continue.
 
 use std::pin::pin;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -38,10 +39,10 @@ impl Default for Quiesce {
     }
 }
 
-/// A change in flight, until it is dropped.
+/// A change in flight, until the guard is dropped.
 pub(crate) struct WriteGuard<'a>(&'a Quiesce);
 
-/// No change is in flight and none begins, until this is dropped.
+/// The quiesced state, until the guard is dropped: no change is in flight, and none begins.
 pub(crate) struct QuiescedGuard<'a> {
     quiesce: &'a Quiesce,
     _permit: SemaphoreGuard<'a>,
@@ -74,8 +75,8 @@ impl Quiesce {
         self.count.load(Ordering::SeqCst)
     }
 
-    /// Holds new changes off and waits until none is in flight. Returns `None` if `limit` ends
-    /// first, which is polled only once changes are held off.
+    /// Holds new changes off and waits until none is in flight. Returns `None` if `limit` completes
+    /// first; `limit` is polled only once changes are held off.
     pub(crate) async fn quiesce(
         &self,
         limit: impl Future<Output = ()>,

@@ -1,8 +1,9 @@
-//! The work on a disk while none of its changes is in flight: observing it, and putting another
-//! image in its place ([`images`](super::images)).
+//! The work on a disk while none of its changes is in flight: adding observers, and replacing its
+//! image ([`images`](super::images)).
 //!
-//! An image that is replaced is closed, which makes it durable. If operations fail after it is
-//! closed (because of a lock in Ceph), it is closed after those in flight ([`Image`]'s uses).
+//! A replaced image is closed, which makes it durable. If its storage fails operations after it is
+//! closed (such as Ceph, because of a lock), the image is closed after its operations in flight
+//! ([`Image`]'s uses).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,7 +18,7 @@ use crate::image::{Image, close_as_layer};
 use crate::observers::ChangeObserver;
 use crate::options::Access;
 
-/// A disk without changes in flight, on which none begins until this is dropped. Reads and flushes
+/// A disk without changes in flight. Until this is dropped, no change begins; reads and flushes
 /// continue.
 pub struct QuiescedDisk<'a, S: Storage> {
     disk: &'a Disk<S>,
@@ -28,7 +29,7 @@ impl<S: Storage> Disk<S> {
     /// Waits for the changes in flight, and holds off later ones.
     ///
     /// # Errors
-    /// `Io` if one of them takes too long: then changes continue.
+    /// `Io` if a change takes too long: then changes continue.
     pub async fn quiesced(&self) -> Result<QuiescedDisk<'_, S>> {
         Ok(QuiescedDisk { disk: self, guard: self.quiesce().await? })
     }
@@ -46,8 +47,8 @@ impl<S: Storage> Disk<S> {
         check_same_disk(self, image)
     }
 
-    /// Refuses to change snapshots while a job is about to put another image in the place of this
-    /// one, or to detach its backing file.
+    /// Refuses changes of snapshots while a job is about to replace the disk's image, or to detach
+    /// its backing file.
     pub(crate) fn check_stays(&self) -> Result<()> {
         let what = match self.populating.load(Ordering::SeqCst) > 0 {
             true => {
@@ -64,7 +65,7 @@ impl<S: Storage> Disk<S> {
     }
 
     /// Whether another image has replaced the one that the disk was opened with. A [side
-    /// file](QuiescedDisk::record_in) of it does not count.
+    /// file](QuiescedDisk::record_in) of that image does not count.
     pub fn is_replaced(&self) -> bool {
         self.images.is_replaced()
     }
@@ -81,10 +82,10 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
         self.disk.observers.attach(observer);
     }
 
-    /// Replaces this disk's image by `image`: all requests go to it from now on, also those that
-    /// wait for the end of the quiesce. `image` must have the disk's whole content, durably, or be
-    /// an overlay [over](Image::over) the disk's image, and nothing else may change it. The disk is
-    /// no longer quiesced when this returns.
+    /// Replaces this disk's image by `image`: from now on all requests go to `image`, also requests
+    /// that wait for the end of the quiesce. `image` must have the disk's whole content, durably,
+    /// or be an overlay [over](Image::over) the disk's image, and nothing else may change `image`.
+    /// The disk is no longer quiesced when this returns.
     ///
     /// # Errors
     /// As [`Disk::check_replacement`]; then nothing has changed.
@@ -121,24 +122,24 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     /// reading only.
     ///
     /// # Errors
-    /// As there.
+    /// As [`switch_to`](Self::switch_to), but not `ReadOnly`.
     pub(crate) fn reopen_in(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
         check_same_disk(self.disk, &image)?;
         Ok(self.replace(image, true).0)
     }
 
     /// As [`switch_to`](Self::switch_to), for an image over the same file that begins or ends the
-    /// recording of changes beside it. The disk's location stays the same.
+    /// recording of changes in a side file. The disk's location stays the same.
     ///
     /// # Errors
-    /// As there.
+    /// As [`switch_to`](Self::switch_to).
     pub fn record_in(self, image: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
         self.switch(image, true).map(|(replaced, _guard)| replaced)
     }
 
-    /// Marks the ranges that this disk's image has in itself as changed in the enabled bitmaps of
-    /// `lower`, its backing file, and in the disk's bitmaps in memory, durably. So these bitmaps
-    /// are correct when the disk goes back to `lower`.
+    /// Marks as changed, durably, the ranges that the disk's image has itself: in the enabled
+    /// bitmaps of `lower`, the image's backing file, and in the disk's bitmaps in memory. So these
+    /// bitmaps are correct when the disk returns to `lower`.
     ///
     /// # Errors
     /// Storage errors: bitmaps may then mark some ranges as changed already.
@@ -169,7 +170,7 @@ impl<'a, S: Storage> QuiescedDisk<'a, S> {
     /// replaced image have ended, or after a time limit if its storage hangs.
     ///
     /// # Errors
-    /// As there.
+    /// As [`switch_to`](Self::switch_to).
     pub async fn go_back_to(self, lower: Arc<Image<S>>) -> Result<ReplacedImage<'a, S>> {
         let disk = self.disk;
         let (replaced, guard) = self.switch(lower, false)?;
@@ -204,7 +205,7 @@ fn check_same_disk<S: Storage>(disk: &Disk<S>, image: &Image<S>) -> Result<()> {
     Ok(())
 }
 
-/// An image that was replaced: no request goes to it.
+/// An image that was replaced: no new request goes to it.
 #[must_use = "close the image that is replaced"]
 pub struct ReplacedImage<'a, S: Storage> {
     disk: &'a Disk<S>,
@@ -217,8 +218,8 @@ impl<S: Storage> ReplacedImage<'_, S> {
         self.link.image()
     }
 
-    /// Makes the image durable, as [`Disk::close`] does. If its storage releases something then,
-    /// this first waits for the image's operations in flight.
+    /// Makes the image durable, as [`Disk::close`] does. If the close releases a resource of its
+    /// storage, such as a lock, this first waits for the image's operations in flight.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -227,10 +228,11 @@ impl<S: Storage> ReplacedImage<'_, S> {
         self.disk.close_image(self.link).await
     }
 
-    /// Makes an image durable that continues to be read as a layer. Its storage stays open.
+    /// Makes an image durable that other images still read as a layer. Its storage stays open.
     ///
     /// # Errors
-    /// Errors of the storage: flushes of the images over it flush it as well, and fail.
+    /// Errors of the storage. Then flushes of the images over this one fail, because they flush it
+    /// as well.
     pub async fn close_as_layer(&self) -> Result<()> {
         close_as_layer(self.image()).await
     }

@@ -4,11 +4,12 @@
 //!    whatever the export checked before.
 //! 2. If the disk has rate limits, the request waits until they admit it
 //!    ([`Throttle`](crate::throttle)); the wait is measured separately. No other request waits for
-//!    it meanwhile: it holds no claim, and does not count as a change in flight.
+//!    such a request: it holds no claim, and does not count as a change in flight.
 //! 3. A change also waits while the image is changed as a whole ([`super::Quiesce`]), and then
 //!    claims its range ([`Writer::claim`](crate::write::Writer::claim)).
-//! 4. `layer` reads, `write` changes.
-//! 5. One sync makes durable what the writes by themselves did not ([`RequestSync`]).
+//! 4. The module `layer` carries out reads, the module `write` changes.
+//! 5. One sync makes the request durable as required, if its writes are not durable by themselves
+//!    ([`RequestSync`]).
 //! 6. A change that gets ENOSPC is held and retried, if the disk's options say so
 //!    ([`super::hold`]).
 //! 7. Observers ([`Observers`](crate::observers::Observers)) may hold a change off before it
@@ -35,8 +36,8 @@ use crate::stats::{ExportKind, Operation};
 use crate::throttle::RequestCost;
 use crate::write::{CompressResult, ZeroOptions};
 
-/// A change in flight: while it exists, its image is not replaced. Observers receive it before it
-/// counts as ended.
+/// A change in flight: while it exists, its image is not replaced. Observers receive its end before
+/// it counts as ended.
 struct Turn<'a> {
     change: Option<Box<ObservedChange>>,
     image: UseGuard<'a>,
@@ -47,7 +48,7 @@ struct Turn<'a> {
 /// durable there.
 struct Ended<'a> {
     image: UseGuard<'a>,
-    /// The futures of observers that are awaited after that.
+    /// The futures of observers, which are awaited when the change is durable.
     waits: Vec<ChangeWait>,
 }
 
@@ -149,12 +150,12 @@ impl<S: Storage> Disk<S> {
         outcome
     }
 
-    /// Allocates space for `range`, which reads as zeros before and after, without writing zeros,
-    /// as far as possible; returns the rest, from the first failure on. Durable with the next
-    /// flush.
+    /// Allocates space for `range` without writing zeros, as far as possible. `range` reads as
+    /// zeros before and after. Returns the rest of it, from the first failure on. The allocation is
+    /// durable with the next flush.
     ///
     /// # Errors
-    /// As a write; `Unsupported` where `mode` reserves space, and the storage cannot.
+    /// As a write; `Unsupported` if `mode` reserves space, and the storage cannot reserve it.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let in_flight = RequestInFlight { disk: self, operation: Operation::WriteZeroes };
         let turn = in_flight.begin_turn(range.offset(), range.length()).await;
@@ -171,8 +172,8 @@ impl<S: Storage> Disk<S> {
 }
 
 impl<'a, S: Storage> RequestInFlight<'a, S> {
-    /// The image that the request goes to. Once the request has its [turn](Turn), this stays the
-    /// same.
+    /// The image that the request goes to. Once the request has its [turn](Turn), the image stays
+    /// the same.
     fn image(self) -> &'a Image<S> {
         self.disk.image()
     }
@@ -223,7 +224,8 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         Ok(result)
     }
 
-    /// Waits until the image may be changed, for a change of these bytes other than a write.
+    /// Begins the turn of a change of these bytes other than a write: waits until the image may be
+    /// changed.
     async fn begin_turn(self, offset: u64, length: u64) -> Turn<'a> {
         let guard = self.wait_until_unquiesced().await;
         self.wait_for_observers(offset, length).await;
@@ -234,8 +236,8 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         Turn { change, image: self.image().uses.begin(), _guard: guard }
     }
 
-    /// Waits until the image may be changed, for a write. The bytes are copied to private memory if
-    /// observers receive them.
+    /// Begins the turn of a write: waits until the image may be changed. The bytes are copied to
+    /// private memory if observers receive them.
     async fn begin_write_turn(self, offset: u64, from: IoVector) -> Result<(Turn<'a>, IoVector)> {
         let guard = self.wait_until_unquiesced().await;
         let length = from.len() as u64;
@@ -275,7 +277,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         image.layer().read(range, into).await
     }
 
-    // Zero writes and discards are boxed below, so that the future of the common way stays small.
+    // Zero writes and discards are boxed below, so that the future of the common path stays small.
 
     async fn write(self, offset: u64, from: IoVector, sync: &RequestSync<'_, S>) -> Result<()> {
         self.disk.check_access(offset)?;
@@ -295,7 +297,8 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
         self.image().writer().write(range, from, sync, &claim).await
     }
 
-    /// The options of the zero write that a write of zeros becomes, if it becomes one.
+    /// The options of the zero write that replaces a write of zeros; `None` if writes stay as they
+    /// are.
     fn zero_options(self) -> Option<ZeroOptions> {
         let unmap = match self.image().options.detect_zeroes {
             DetectZeroes::Off => return None,
@@ -344,7 +347,7 @@ impl<'a, S: Storage> RequestInFlight<'a, S> {
     }
 }
 
-/// The size of a cluster, if `range` is exactly one.
+/// The size of a cluster, if `range` is exactly one cluster.
 fn check_one_cluster<S: Storage>(image: &Image<S>, range: ByteRange) -> Result<u64> {
     let refuse = |kind, what: &str| {
         let error = Error::new(kind, what.to_owned());

@@ -1,10 +1,10 @@
-//! Longer and shorter disks.
+//! Makes disks longer or shorter.
 //!
 //! Old bytes in the new part of a longer disk (the rest of the last cluster, bytes of the backing
 //! file) are zeroed, durably, before the size changes, so not even a crash exposes them. A shorter
 //! disk loses the data beyond its end, also the rest of its last cluster.
 //!
-//! If the disk has bitmaps, guests' changes wait while all tables change. They do not wait while
+//! If the disk has bitmaps, guests' changes wait while all tables change. Changes do not wait while
 //! the new part is prepared, which may take long.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Fallback, Result, Storage, SyncMode, Unmap};
@@ -23,8 +23,8 @@ const ZERO: ZeroOptions =
 /// such piece.
 const PIECE: u64 = 16 << 30;
 
-/// The state in which the new part of a disk was prepared. If it differs now, the part is prepared
-/// again.
+/// The state in which the new part of a disk was prepared. If the state differs later, the part is
+/// prepared again.
 #[derive(PartialEq, Eq)]
 struct Prepared {
     /// The disk's size.
@@ -44,7 +44,7 @@ impl<S: Storage> Disk<S> {
         let prepared =
             if Resize(self).has_bitmaps() { Resize(self).prepare_ahead(size).await? } else { None };
         let _change = Resize(self).begin().await?;
-        // It may have become read-only since.
+        // The disk may have become read-only since the first check.
         self.check_access(size)?;
         // No change of a last partial block may be in flight, because the block becomes an ordinary
         // one.
@@ -59,7 +59,7 @@ impl<S: Storage> Disk<S> {
             let what = format!("cannot make a disk with sectors of {sector} bytes {size} long");
             return Err(Error::new(ErrorKind::InvalidInput, what).on(self.name()));
         }
-        // The preparation is valid if the disk was quiesced since then for this resize alone.
+        // The preparation is valid if only this resize has quiesced the disk since then.
         let quiesced = self.quiesce.count().wrapping_sub(1);
         if prepared != Some(Prepared { old, quiesced }) {
             Resize(self).prepare(old, ByteRange::between(old, size), &claim).await?;
@@ -79,7 +79,7 @@ impl<S: Storage> Disk<S> {
     pub async fn shrink(&self, size: u64) -> Result<()> {
         self.check_access(size)?;
         let _change = Resize(self).begin().await?;
-        // It may have become read-only since.
+        // The disk may have become read-only since the first check.
         self.check_access(size)?;
         let claim = self.patiently(self.image().layer().claims().claim_end(size)).await?;
         if size > self.size() {
@@ -104,8 +104,8 @@ impl<S: Storage> Disk<S> {
 struct Resize<'a, S: Storage>(&'a Disk<S>);
 
 impl<'a, S: Storage> Resize<'a, S> {
-    /// Prepares the new part of a longer disk while writes continue, and changes of the whole image
-    /// wait. `None` if the result may not be used.
+    /// Prepares the new part of a longer disk. Meanwhile writes continue; a change of the whole
+    /// image waits for one piece at most. `None` if the result must not be used.
     async fn prepare_ahead(&self, size: u64) -> Result<Option<Prepared>> {
         let (old, quiesced) = (self.0.size(), self.0.quiesce.count());
         self.0.image().format().size_change().check(size)?;
@@ -124,7 +124,8 @@ impl<'a, S: Storage> Resize<'a, S> {
         Ok(Some(Prepared { old, quiesced }))
     }
 
-    /// Makes a part past the disk's end read as zeros, durably, when the disk grows.
+    /// Prepares a part past the disk's end, durably, so that it reads as zeros when the disk has
+    /// grown.
     async fn prepare(&self, old: u64, part: ByteRange, claim: &Claim<'_>) -> Result<()> {
         if part.is_empty() {
             return Ok(());
@@ -144,12 +145,12 @@ impl<'a, S: Storage> Resize<'a, S> {
         self.0.image().format().has_bitmaps() || !self.0.transient_bitmaps.get().is_empty()
     }
 
-    /// Begins a change of tables, which must not overlap a snapshot. Bitmaps are resized as a
-    /// whole, so an image with bitmaps also holds off guests' changes.
+    /// Begins a change of tables, which must not overlap a snapshot. If there are bitmaps, guests'
+    /// changes are held off, too, because bitmaps are resized as a whole.
     async fn begin(&self) -> Result<Either<QuiescedGuard<'a>, WriteGuard<'a>>> {
         if !self.has_bitmaps() {
             let change = self.0.quiesce.begin_write().await;
-            // The first bitmap may have been added while this waited. None is added from here on.
+            // The first bitmap may have been added during the wait. None is added from here on.
             if !self.has_bitmaps() {
                 return Ok(Either::Right(change));
             }
@@ -159,7 +160,7 @@ impl<'a, S: Storage> Resize<'a, S> {
 
     /// The new bytes of a grown disk that would not read as zeros by themselves: the rest of the
     /// last old cluster, and bytes of the backing file; for a raw disk, bytes that its file has
-    /// already. Ends at a block's end: clusters consist of whole blocks.
+    /// already. The range ends at the end of a block, because clusters consist of whole blocks.
     fn uncovered(&self, old: u64, new: u64) -> Option<ByteRange> {
         let cluster_end = old.next_multiple_of(self.0.image().cluster_size()?);
         let needed = if self.0.image().format().is_fully_allocated() {

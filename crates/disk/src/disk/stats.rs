@@ -1,5 +1,5 @@
-//! The counters of a disk since it was first opened. They include those of processes that handed it
-//! over, and of images that it has left, so no counter goes backwards.
+//! The counters of a disk since it was first opened. They include the counters of processes that
+//! handed the disk over, and of its replaced images, so no counter decreases.
 
 use std::pin::Pin;
 
@@ -65,8 +65,8 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         self.disk.image().layer().opened().longest_wait()
     }
 
-    /// How many reads and writes of its exports have ended, and how long they took: cheaper than
-    /// [`metrics`](Self::metrics).
+    /// How many reads and writes of the disk's exports have ended, and how long they took. Cheaper
+    /// than [`metrics`](Self::metrics).
     pub fn export_load(self) -> ExportLoad {
         self.disk.request_stats().export_load()
     }
@@ -83,7 +83,7 @@ impl<'a, S: Storage> DiskStats<'a, S> {
         })
     }
 
-    /// The waits of requests for their limits.
+    /// The waits of requests for rate limits.
     pub fn throttle(self) -> ThrottleStats {
         let stats = self.disk.throttle.stats();
         let Some(earlier) = self.disk.earlier.get() else { return stats };

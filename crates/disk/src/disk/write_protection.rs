@@ -3,12 +3,12 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether changes of a disk that was opened for writing are refused. It is set while no change is
-/// in flight, so every later change sees it.
+/// Whether changes of a disk that was opened for writing are refused. The switch is turned on while
+/// no change is in flight, so every later change sees it.
 #[derive(Default)]
 pub(super) struct WriteProtection {
     is_on: AtomicBool,
-    /// The disk's new location, if it may no longer be changed here.
+    /// The disk's new location, if the disk may no longer be changed here.
     retired: OnceLock<String>,
 }
 

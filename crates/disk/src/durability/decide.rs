@@ -2,19 +2,20 @@
 //!
 //! [`DurabilityPlan::decide`] is called once for the writes of a request:
 //!
-//! - Data that goes only to pure overwrites is written with FUA if the storage has it: one
+//! - If all extents are pure overwrites and the storage has FUA, the data is written with FUA: one
 //!   operation for each extent, and no sync afterwards.
-//! - Where metadata has to follow (new space, or an overwrite whose own mapping is not durable
-//!   yet), the format says which way is cheaper. FUA for the data, then for the metadata, suits a
-//!   lone write; plain writes and one flush suit many that share it.
-//! - Zero writes and discards that change only metadata need only a metadata sync. So do plain
-//!   writes into new space: the format flushes data before it writes an entry that refers to it.
+//! - If metadata must follow (for new space, or for an overwrite whose own mapping is not durable
+//!   yet), the format advises the cheaper method. For a single write, FUA for the data and then for
+//!   the metadata is cheaper; for many writes, plain writes and one shared flush.
+//! - Zero writes and discards that change only metadata need only a metadata sync. Plain writes
+//!   into new space need only the sync of their metadata, too, because the format flushes data
+//!   before it writes a table entry that refers to the data.
 //! - In every other case the data is written without FUA and one flush follows. `Full` always ends
 //!   in a full sync, because FUA makes only data durable.
-//! - Where durability is ignored (`--cache unsafe`) nothing follows.
+//! - If durability is ignored (`--cache unsafe`), nothing follows.
 //!
-//! [`WriteMethod::decide`] is called for each write that reaches a storage: many durable writes in
-//! flight can be cheaper with one flush for all than with FUA each (group commit).
+//! [`WriteMethod::decide`] is called for each write that reaches a storage. If many durable writes
+//! are in flight, one flush for all can be cheaper than FUA for each (group commit).
 
 use blockhouse_core::{Durability, Extent, ExtentFlags, Fua, GroupCommit, SyncMode};
 use blockhouse_format::MetadataSync;
@@ -23,16 +24,16 @@ use blockhouse_format::MetadataSync;
 /// all of them.
 const MAX_FUA_WRITES: usize = 3;
 
-/// Maximum length of a write that a metadata writeback waits for. A longer write takes as long as a
-/// writeback of its own.
+/// Maximum bytes of a write that a metadata writeback waits for. A longer write takes as long as a
+/// second writeback.
 const MAX_AWAITED: u64 = 256 << 10;
 
 /// The facts that the decision for a request depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Facts {
-    /// The durability of the request, or of the disk's options.
+    /// The required durability: the greater of the request's and that of the disk's options.
     pub(super) asked: Durability,
-    /// The FUA of the data's storage.
+    /// The support for FUA of the storage that has the data.
     pub(super) fua: Fua,
     pub(super) change: Change,
 }
@@ -49,7 +50,7 @@ pub(super) enum Change {
     Data { extents: Extents, writes: Writes },
 }
 
-/// Extents that data is written to, taken together.
+/// The kind of the extents that data is written to, all taken together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Extents {
     /// All are [pure overwrites](Extent::is_pure_overwrite).
@@ -72,12 +73,12 @@ impl Extents {
     }
 }
 
-/// How many writes a request takes.
+/// The number of writes of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Writes {
     /// The number of extents, all of which are known.
     Counted(usize),
-    /// Many: a request that is written part by part.
+    /// Many, because the request is written part by part.
     Unbounded,
 }
 
@@ -86,9 +87,9 @@ pub(crate) enum Writes {
 pub(crate) enum DurabilityPlan {
     /// No durability is required.
     NoSync,
-    /// Each write by FUA.
+    /// Each write has FUA.
     Fua,
-    /// Each write by FUA, and a metadata sync follows.
+    /// Each write has FUA, and a metadata sync follows.
     FuaThenMetadata,
     /// No data is written; a metadata sync follows.
     ThenMetadata,
@@ -99,8 +100,9 @@ pub(crate) enum DurabilityPlan {
 }
 
 impl DurabilityPlan {
-    /// Chooses the plan. `metadata_sync` is the format's advice for metadata that follows data. It
-    /// is called at most once, and only if its result matters, because it takes the format's lock.
+    /// Chooses the plan. `metadata_sync` returns the format's advice for metadata that follows
+    /// data. The function is called at most once, and only if its result matters, because it takes
+    /// the format's lock.
     pub(super) fn decide(facts: Facts, metadata_sync: impl FnOnce() -> MetadataSync) -> Self {
         match facts {
             Facts { asked: Durability::None, .. } | Facts { fua: Fua::Ignored, .. } => Self::NoSync,
@@ -152,30 +154,31 @@ impl DurabilityPlan {
     }
 
     /// Whether a metadata writeback of another request should wait for a write to `extent`. Reason:
-    /// the write requires a writeback too, and one can serve both.
+    /// the write requires a writeback too, and one writeback can serve both requests.
     pub(crate) fn joins_writeback(self, extent: &Extent) -> bool {
         let is_plain = matches!(self, Self::ThenDataAndMetadata | Self::ThenFlush(_));
         is_plain && !extent.is_pure_overwrite() && extent.guest.length() <= MAX_AWAITED
     }
 
-    /// Whether the written bytes of new space, if that reads as zeros, may have holes of the host
-    /// file around them. Not for durable writes: each later FUA write to a hole costs a transaction
-    /// of the host file system's journal.
+    /// Whether a write into new space that reads as zeros may leave holes of the host file around
+    /// the written bytes. False for durable writes, because each later FUA write to a hole costs a
+    /// transaction of the host file system's journal.
     pub(crate) fn may_leave_holes(self) -> bool {
         self == Self::NoSync
     }
 }
 
-/// The sync that a request still requires after its writes. Ordered: the greater one includes the
-/// lesser.
+/// The sync that a request still requires after its writes. Ordered: a greater sync includes all
+/// lesser ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[must_use]
 pub(crate) enum RequiredSync {
     #[default]
     None,
-    /// Of the format's metadata alone: the data is durable.
+    /// A sync of the format's metadata alone, because the data is durable already.
     Metadata,
-    /// Of the format's metadata and, before it, the data that only this metadata refers to.
+    /// A sync of the format's metadata, after a flush of the data that only this metadata refers
+    /// to.
     DataAndMetadata,
     /// A flush.
     Flush(SyncMode),
@@ -188,13 +191,13 @@ pub(super) enum WriteMethod {
     Plain,
     /// With FUA.
     Fua,
-    /// Without FUA, then a flush that many can share.
+    /// Without FUA, followed by a flush that many writes can share.
     PlainThenFlush(SyncMode),
 }
 
 impl WriteMethod {
-    /// The method of a write that carries `asked`. `in_flight` counts the durable writes to this
-    /// storage that have not ended, this one included.
+    /// The method of a write with the durability `asked`. `in_flight` counts the durable writes to
+    /// this storage that have not ended, this one included.
     pub(super) fn decide(
         asked: Durability,
         fua: Fua,

@@ -1,39 +1,39 @@
-//! Tracks written bytes that are not yet stable: a storage that skips flushes that would change
-//! nothing.
+//! A storage that tracks unstable written bytes, and skips flushes that would change nothing.
 //!
-//! Completed writes are counted. A flush notes the count, its generation, when it begins. So:
+//! Completed writes are counted. The count when a flush begins is the *generation* of the flush.
 //!
-//! - A flush that finds its generation stable already issues nothing.
-//! - One flush runs at a time; others wait. When it ends, all whose generation it covered are done,
-//!   and the next one covers all the others.
-//! - A write that completes while a flush runs is not covered by it.
-//! - A native durable write is stable when it succeeds, and is not counted. A durable write that
-//!   fails is counted, because a part of it may be written.
-//! - If a storage has no FUA, a durable write is a write and a flush here; no lower layer adds the
-//!   flush. A storage that names FUA native may refuse it at its first durable writes: their memory
-//!   is kept until one has succeeded, and after a refusal FUA counts as emulated.
-//! - The past of a storage that is open for writing counts as unstable, so its first flush is never
-//!   skipped. Another process may have written before, and died: writes that were acknowledged to
-//!   it may still be in a cache.
-//! - A failed flush is remembered: the host has forgotten which bytes are lost and would call the
-//!   next flush a success. From then on every flush and durable write fails with the first errno,
-//!   until the storage is opened again. A failed durable write counts as a failed flush, whatever
-//!   its errno: it may report the loss of an older write, and the host reports that once. The
-//!   exception is an error that, as the storage knows, concerns only this write
-//!   ([`Error::is_confined`]), as on a full host.
-//! - A durable write that fails during a flush may have lost data that the flush reports as stable.
-//!   So a flush waits for the durable writes in flight at its end, and fails if one failed.
-//! - The first failure is kept in the image's state file, if there is one, and restored from there:
-//!   it survives a kill of the process ([`FlushRecord`]). The time of the last change is kept
-//!   there, too.
-//! - Where a shared flush is cheaper than FUA on each of several writes in flight, the later ones
-//!   are written without FUA and share one ([`WriteMethod`]: group commit).
-//! - An operation whose future is dropped may end at any time, so afterwards every flush is issued.
-//!   The storage reports the outcome of a detached flush or durable write to the next flush, as its
-//!   contract says.
+//! - If the generation of a flush is stable already, the flush issues nothing.
+//! - One flush runs at a time; others wait. When a flush ends, each waiting flush whose generation
+//!   it covered is done. The next flush covers all other waiting flushes.
+//! - A flush does not cover a write that completes while the flush runs.
+//! - A write with native FUA is stable when it succeeds, and is not counted. If the write fails, it
+//!   is counted, because a part of its data may be written.
+//! - If a storage has no FUA, the tracker turns a durable write into a write and a flush; no lower
+//!   layer adds the flush. A storage that announces native FUA may refuse the first durable writes.
+//!   So until a durable write has succeeded, the memory of each is kept for a second write without
+//!   FUA. After a refusal, FUA counts as emulated.
+//! - If a storage is open for writing, all earlier writes count as unstable, so the first flush is
+//!   never skipped. Reason: another process may have written and died, and its acknowledged writes
+//!   may still be in a cache.
+//! - A failed flush is remembered: every later flush and durable write fails with the first errno,
+//!   until the storage is opened again. Reason: the host has no record of the lost bytes, and would
+//!   report success for the next flush. A failed durable write counts as a failed flush, whatever
+//!   its errno, because it may report the loss of an older write, and the host reports a loss only
+//!   once. There are two exceptions: a refusal of FUA, and an error that, as the storage knows,
+//!   concerns only this write ([`Error::is_confined`]), as on a full host.
+//! - If a durable write fails during a flush, data may be lost that the flush reports as stable. So
+//!   at its end, a flush waits for the durable writes in flight, and fails if one of them failed.
+//! - The first failure is kept in the image's state file, if there is one ([`FlushRecord`]), and is
+//!   restored from that file, so it survives a kill of the process. The state file also keeps the
+//!   time of the last change.
+//! - If one flush for several durable writes in flight is cheaper than FUA for each, the later
+//!   writes are written without FUA and share a flush ([`WriteMethod`]: group commit).
+//! - An operation whose future is dropped is *detached*: it may end at any time. So after the first
+//!   such operation, every flush is issued. By its contract, the storage reports the outcome of a
+//!   detached flush or durable write to the next flush.
 //!
 //! Generations are counted with atomic operations: a plain write costs one addition. Only flushes
-//! take the lock, and they never hold it across a wait.
+//! take a lock, and no flush holds the lock while it waits.
 
 use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
@@ -57,22 +57,23 @@ mod tests;
 /// The hint about a failed flush.
 const FAILED_HINT: &str = "written data may be lost: check the guest's file systems and reopen";
 
-/// A storage, and which of its writes are not stable.
+/// A storage with a record of its writes that are not stable.
 pub(crate) struct FlushTracker<S> {
     storage: S,
     policy: FlushPolicy,
-    /// How many writes have completed that only a flush makes stable; the past counts as one.
+    /// The number of completed operations that only a flush makes stable. The writes before the
+    /// opening for writing count as one operation. A flush that must not be skipped adds one, too.
     write_generation: AtomicU64,
-    /// How many operations were detached: their futures were dropped in flight.
+    /// The number of detached operations: their futures were dropped in flight.
     detached_operations: AtomicU64,
-    /// The first failure, which all later flushes repeat.
+    /// The first failure, which all later flushes and durable writes return.
     failure: ErrorLatch,
     /// The record that outlives the process, if there is one.
     record: OnceLock<FlushRecord>,
     flushes: Coalescer<StableGenerations>,
     fua_writes: Epochs,
     fua_trial: FuaTrial,
-    /// How many durable writes are in flight, by whatever method.
+    /// The number of durable writes in flight, with FUA or without.
     durable_in_flight: AtomicUsize,
     stats: HostStats,
 }
@@ -93,7 +94,8 @@ struct FuaTrial {
     is_refused: AtomicBool,
 }
 
-/// An operation in flight. Dropped before it has completed, it counts as detached.
+/// An operation in flight. If the guard is dropped before the operation has completed, the
+/// operation counts as detached.
 struct OperationGuard<'a> {
     detached_operations: &'a AtomicU64,
     record: Option<&'a FlushRecord>,
@@ -103,7 +105,7 @@ impl<S: Storage> FlushTracker<S> {
     pub(crate) fn new(storage: S, policy: FlushPolicy, access: Access) -> Self {
         let past = match access {
             Access::ReadWrite => 1,
-            // Nothing is written through it that must become stable.
+            // Nothing is written to this storage, so nothing must become stable.
             Access::ReadOnly => 0,
         };
         Self {
@@ -121,8 +123,8 @@ impl<S: Storage> FlushTracker<S> {
         }
     }
 
-    /// A tracker without unstable writes, for a storage where earlier writes of others are stable:
-    /// a flush has nothing to do until the next write.
+    /// A tracker without unstable writes, for a storage whose earlier writes by others are stable.
+    /// Until the next write, a flush issues nothing.
     pub(crate) fn after_flush(mut self) -> Self {
         *self.write_generation.get_mut() = 0;
         self
@@ -147,7 +149,7 @@ impl<S: Storage> FlushTracker<S> {
         self.write_generation.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Remembers a failure that another process has met.
+    /// Remembers a failure that occurred in another process.
     pub(crate) fn remember_failure(&self, error: &Error) {
         self.failure.set(error);
     }
@@ -157,12 +159,12 @@ impl<S: Storage> FlushTracker<S> {
         let page = page.clone();
         match self.record.get() {
             Some(record) => record.move_to(page),
-            // Nothing else sets it: the image is being opened.
+            // No other thread sets the record, because the image is being opened.
             None => drop(self.record.set(FlushRecord::new(page, file))),
         }
     }
 
-    /// Remembers the failure that an earlier process has met, and returns it, if there is one.
+    /// Remembers the failure that an earlier process has recorded, if there is one, and returns it.
     pub(crate) fn restore_failure(&self) -> Option<&Error> {
         let kept = self.record.get()?.failure()?;
         self.failure.set(&kept.on(self.storage.name()));
@@ -197,8 +199,8 @@ impl<S: Storage> FlushTracker<S> {
         Some(record)
     }
 
-    /// Remembers the failure of a flush, or of a durable write that may have lost data that a flush
-    /// would have reported.
+    /// Remembers the failure of a flush, or of a durable write. The error of the write may report a
+    /// loss of data that a flush would have reported otherwise.
     fn fail(&self, error: &Error) {
         self.failure.set(error);
         if let Some(record) = self.record.get() {
@@ -206,7 +208,7 @@ impl<S: Storage> FlushTracker<S> {
         }
     }
 
-    /// The operation has ended and left something to flush, whether it failed or not.
+    /// Ends an operation after which a flush is needed, whether the operation succeeded or failed.
     fn complete_unstable(&self, operation: OperationGuard<'_>) {
         self.write_generation.fetch_add(1, Ordering::SeqCst);
         operation.complete();
@@ -215,7 +217,8 @@ impl<S: Storage> FlushTracker<S> {
     /// A write that is stable when it succeeds.
     async fn write_fua(&self, content: Content, offset: u64, from: IoVector) -> Result<()> {
         self.check_failure()?;
-        // Declared first, dropped last: a running flush sees the failure or the detached operation.
+        // Declared first, so dropped last. A running flush that waits for this guard then sees the
+        // failure or the detached operation.
         let _in_flight = self.fua_writes.enter();
         let bytes = from.len() as u64;
         let operation = self.begin_change(ByteRange::between(offset, offset.saturating_add(bytes)));
@@ -227,18 +230,18 @@ impl<S: Storage> FlushTracker<S> {
             return outcome;
         };
         if error.kind() == ErrorKind::Unsupported {
-            // Nothing is lost. The next FUA write is tried with its memory kept.
+            // A refusal loses no data. The memory of the next FUA write is kept again.
             self.fua_trial.has_succeeded.store(false, Ordering::Relaxed);
         } else if !error.is_confined() {
             self.fail(error);
         }
-        // A part of it may have been written, and is not stable.
+        // A part of the data may have been written, and is not stable.
         self.complete_unstable(operation);
         outcome
     }
 
-    /// As [`write_fua`](Self::write_fua), as long as no such write has succeeded: if the storage
-    /// refuses it, it becomes a write and a flush.
+    /// As [`write_fua`](Self::write_fua), while no write with FUA has succeeded. If the storage
+    /// refuses FUA, the data gets a plain write and a flush.
     async fn try_fua(
         &self,
         content: Content,
@@ -255,10 +258,10 @@ impl<S: Storage> FlushTracker<S> {
             Err(error) if error.kind() == ErrorKind::Unsupported => error,
             Err(error) => return Err(error),
         };
-        // The refused operation has ended, and its vector with it.
+        // The refused operation has ended and dropped its vector.
         let Some(from) = kept.lend() else { return Err(refusal) };
         self.write_plain(content, offset, from, write_cache).await?;
-        // The plain write has succeeded, so the storage had refused FUA and not the write.
+        // The plain write has succeeded, so the storage had refused only FUA.
         self.fua_trial.is_refused.store(true, Ordering::Relaxed);
         self.flush(SyncMode::Data).await
     }
@@ -283,15 +286,15 @@ impl<S: Storage> FlushTracker<S> {
         outcome
     }
 
-    /// The first failure, for every later flush and durable write.
+    /// Fails with the first failure, if there was one.
     pub(crate) fn check_failure(&self) -> Result<()> {
         self.failure.check()
     }
 
     /// The generation that a flush called now must cover.
     fn target(&self, sync: SyncMode) -> u64 {
-        // A detached write may have completed just now. And a full flush is never skipped, because
-        // durable writes change metadata without being counted.
+        // A detached write may have completed just now, without being counted. A full flush is
+        // never skipped, because durable writes change metadata and are not counted.
         if sync == SyncMode::Full || self.detached_operations.load(Ordering::SeqCst) > 0 {
             self.write_generation.fetch_add(1, Ordering::SeqCst) + 1
         } else {
@@ -301,8 +304,8 @@ impl<S: Storage> FlushTracker<S> {
 
     fn turn(&self, target: u64, sync: SyncMode) -> Result<Turn<'_, StableGenerations>> {
         let turn = self.flushes.turn(|stable| stable.of(sync) >= target);
-        // This check comes after the turn, because a flush that failed has set the latch before it
-        // ended its turn.
+        // This check follows the turn, because a flush that fails sets the latch before it ends its
+        // turn.
         self.check_failure()?;
         Ok(turn)
     }
@@ -319,7 +322,8 @@ impl<S: Storage> FlushTracker<S> {
                 return outcome;
             }
             self.fua_writes.synchronize().await;
-            // The storage reports errors of operations detached since to its next flush.
+            // If operations were detached meanwhile, the storage reports their errors to its next
+            // flush, so one more flush follows.
             if self.detached_operations.load(Ordering::SeqCst) == detached {
                 break;
             }
@@ -392,7 +396,7 @@ impl<S: Storage> FlushTracker<S> {
             WriteMethod::Fua if self.fua_trial.has_succeeded.load(Ordering::Relaxed) => {
                 self.write_fua(content, offset, from).await
             }
-            // Boxed, so that the future of the common way stays small.
+            // Boxed, so that the future of the common path stays small.
             WriteMethod::Fua => rare(self.try_fua(content, offset, from, write_cache)).await,
             WriteMethod::PlainThenFlush(sync) => {
                 self.check_failure()?;
@@ -441,7 +445,7 @@ impl<S: Storage> FlushTracker<S> {
 /// A durable write in flight, counted until it is dropped.
 struct InFlightCount<'a> {
     in_flight: Option<&'a AtomicUsize>,
-    /// How many there were at its begin, itself included.
+    /// The number of durable writes in flight when this one began, itself included.
     count: usize,
 }
 
@@ -481,7 +485,7 @@ impl StableGenerations {
 
 impl OperationGuard<'_> {
     fn complete(self) {
-        // The operation may have changed the file only now.
+        // The operation may have changed the file as late as now.
         if let Some(record) = self.record {
             record.stamp();
         }
@@ -586,7 +590,7 @@ impl<S: Storage> Storage for FlushTracker<S> {
 
     async fn extend_hint(&self, size: u64) {
         self.stamp();
-        // Changes nothing that was acknowledged.
+        // The hint changes no acknowledged data, so it is not counted.
         self.storage.extend_hint(size).await;
         self.stamp();
     }

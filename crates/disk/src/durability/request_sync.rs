@@ -1,9 +1,9 @@
 //! The durability of one request, from its first write to its end; and whether the request changes
 //! the disk's content.
 //!
-//! Created once per request, with the requested durability. Each write gets its plan here, which
-//! also records the sync that the plan requires afterwards: no write can forget it.
-//! [`RequestSync::complete`] performs the strongest of these syncs, once.
+//! A [`RequestSync`] is created once per request, with the requested durability. It makes the plan
+//! of each write, and records the sync that the plan requires afterwards, so no write can forget
+//! the sync. [`RequestSync::complete`] performs the strongest of these syncs, once.
 
 use std::cell::Cell;
 
@@ -22,7 +22,8 @@ pub(crate) struct RequestSync<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> RequestSync<'a, S> {
-    /// For a request with the durability `asked`, which includes the disk's options.
+    /// For a request. `asked` is the greater of the request's durability and that of the disk's
+    /// options.
     pub(crate) fn new(format: &'a Format<FlushTracker<S>>, asked: Durability) -> Self {
         Self { format, asked, changes_content: true, required: Cell::default() }
     }
@@ -52,8 +53,8 @@ impl<'a, S: Storage> RequestSync<'a, S> {
         self.plan(Change::Data { extents, writes }, || self.format.metadata_sync_mode())
     }
 
-    /// The plan for zeros that are written to a prepared extent as data. FUA only for an overwrite:
-    /// COW padding is written without FUA.
+    /// The plan for zeros that are written to a prepared extent as data. FUA is used only for a
+    /// pure overwrite, because COW padding is written without FUA.
     pub(crate) fn plan_zeros(&self, is_pure_overwrite: bool, writes: Writes) -> DurabilityPlan {
         let extents = if is_pure_overwrite { Extents::Overwrites } else { Extents::Mixed };
         self.plan(Change::Data { extents, writes }, || MetadataSync::Flush)

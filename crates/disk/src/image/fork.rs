@@ -1,7 +1,8 @@
 //! An overlay over the image that a disk is using: see *Forks* in README.md of the crate.
 //!
-//! Guarantees: an overlay is read only once the image below is no longer changed; the caller
-//! ensures that. A flush also covers changes that the image below acknowledged before.
+//! Guarantees: no read of an overlay begins before the last change of the image below has ended;
+//! the caller ensures this. A flush of the overlay also covers changes that the image below
+//! acknowledged before.
 
 use std::sync::{Arc, OnceLock};
 
@@ -16,7 +17,7 @@ use crate::write::Writer;
 impl<S: Storage> Image<S> {
     /// Makes this new image an overlay over `lower`, the image of a disk. If `lower` is writable,
     /// this image must not be read or written before [`switch_to`](crate::QuiescedDisk::switch_to)
-    /// has replaced the disk's image by one over it.
+    /// has replaced the disk's image by an image over `lower`.
     #[must_use]
     pub fn over(mut self, lower: &Self) -> Self {
         if lower.access() == Access::ReadWrite {
@@ -51,7 +52,8 @@ impl<S: Storage> Image<S> {
         self.layer().opened().are_unstable()
     }
 
-    /// The depth below this image, and below `other`, of the first image that both read.
+    /// The depth below this image, and below `other`, of the first image that both read; `None` if
+    /// they share no image.
     pub fn shared_with(&self, other: &Self) -> Option<(usize, usize)> {
         let theirs: Vec<_> =
             [other.layer()].into_iter().chain(other.layer().opened().now()).collect();
@@ -70,10 +72,11 @@ pub(crate) fn image_of_layer<S: Storage>(layer: &Arc<Layer<S>>) -> Image<S> {
     Image { writer, uses, options, sector_size, state: OnceLock::new() }
 }
 
-/// Makes an image durable that continues to be read as a layer. Its storage stays open.
+/// Makes an image durable that other images still read as a layer. Its storage stays open.
 ///
 /// # Errors
-/// Errors of the storage: flushes of the images over it flush it as well, and fail.
+/// Errors of the storage. Then flushes of the images over this one fail, because they flush it as
+/// well.
 pub(crate) async fn close_as_layer<S: Storage>(image: &Image<S>) -> Result<()> {
     image.format().close().await?;
     if let Some(state) = image.state() {

@@ -4,7 +4,7 @@
 //! - [`Image`]: its parts and its properties.
 //! - `open`: from a storage to a complete image, with its data file and its backing file.
 //! - `fork`: an image over one that a disk is using.
-//! - `redo_log`: the log that a process that dies leaves to the next one.
+//! - `redo_log`: the log that a killed process leaves to the next process.
 //! - [`ImageUses`]: the requests in flight on it.
 //!
 //! A [`Disk`](crate::Disk) orders the requests to an image, and may replace it by another image.
@@ -39,11 +39,11 @@ pub(crate) use uses::UseGuard;
 /// page.
 pub struct Image<S: Storage> {
     writer: Writer<S>,
-    /// The requests in flight on it.
+    /// The requests in flight on the image.
     pub(crate) uses: ImageUses,
-    /// How it was opened.
+    /// The options with which the image was opened.
     pub(crate) options: Options,
-    /// Bytes of a sector, according to the images of the chain when they were opened.
+    /// Bytes of a sector: the largest size that an image of the chain had when it was opened.
     pub(crate) sector_size: u64,
     /// The state that outlives the process, if any does.
     state: OnceLock<StateFile>,
@@ -88,7 +88,7 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Whether it was opened for writing.
+    /// Whether the image was opened for writing.
     pub fn access(&self) -> Access {
         self.options.access
     }
@@ -117,7 +117,7 @@ impl<S: Storage> Image<S> {
     }
 
     /// The names of the files that together hold the disk's data, relative to the image's folder;
-    /// empty if the image holds it itself, or in a [`data_file`](Self::data_file).
+    /// empty if the data is in the image itself, or in a [`data_file`](Self::data_file).
     pub fn extent_files(&self) -> &[Vec<u8>] {
         self.format().header().extent_files()
     }
@@ -206,8 +206,8 @@ impl<S: Storage> Image<S> {
         capabilities
     }
 
-    /// The image at a [`depth`](crate::MapEntry::depth) of the chain: its data file's name, and its
-    /// properties.
+    /// The description of the image at a [`depth`](crate::MapEntry::depth) of the chain; `None` if
+    /// the chain is shorter.
     pub fn layer_at(&self, depth: usize) -> Option<LayerInfo<'_>> {
         let layer = self.layer().layers().nth(depth)?;
         Some(LayerInfo {
@@ -220,8 +220,8 @@ impl<S: Storage> Image<S> {
         })
     }
 
-    /// Checks the image for errors; its changes must be flushed, and it must not change during the
-    /// check. `None` if the format has nothing to check.
+    /// Checks the image for errors. All changes must be flushed before, and the image must not
+    /// change during the check. `None` if the format has nothing to check.
     ///
     /// # Errors
     /// Only storage errors: errors of the image are in the report.
@@ -232,7 +232,7 @@ impl<S: Storage> Image<S> {
     /// As [`check`](Self::check); `progress` counts the tables read.
     ///
     /// # Errors
-    /// As there.
+    /// As [`check`](Self::check).
     pub async fn check_with(&self, progress: &ToolProgress) -> Result<Option<CheckReport>> {
         self.format().check(progress).await
     }
@@ -258,11 +258,11 @@ impl<S: Storage> Image<S> {
     }
 
     /// Makes everything durable, and releases the resources of the image's storage on another host,
-    /// before it is dropped. The image must not be used afterwards.
+    /// before the image is dropped. The image must not be used afterwards.
     ///
     /// The state file, if there is one, is removed, unless it has acknowledged changes that could
-    /// not be written to the image. It stays if the image is dropped without being closed, as if
-    /// the process was killed.
+    /// not be written to the image. The state file also stays if the image is dropped without being
+    /// closed, as if the process was killed.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -285,7 +285,7 @@ impl<S: Storage> Image<S> {
 /// The description of one image of a chain, for people.
 #[derive(Clone, Copy, Debug)]
 pub struct LayerInfo<'a> {
-    /// The path of the image, mostly.
+    /// The name of the image: mostly its path.
     pub name: &'a str,
     /// The path of the file with the guest's data, which may be the image.
     pub data_name: &'a str,
@@ -293,7 +293,7 @@ pub struct LayerInfo<'a> {
     pub format_name: &'static str,
     /// Bytes of the guest's disk that the image describes.
     pub size: u64,
-    /// Whether the guest's data is encrypted in it.
+    /// Whether the guest's data is encrypted in the image.
     pub is_encrypted: bool,
     /// The features in the image's header, if the format has one.
     pub features: Option<Features>,

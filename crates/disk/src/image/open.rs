@@ -1,7 +1,7 @@
 //! Opens an image over its storage, and completes it.
 //!
-//! An image that names a data file or a backing file is complete when both have been added. It is
-//! not read or written before.
+//! An image that names a data file or a backing file is complete when both have been added. An
+//! incomplete image is not read or written.
 
 use std::sync::{Arc, OnceLock};
 
@@ -37,9 +37,9 @@ impl<S: Storage> Image<S> {
         Ok(Self::new(Layer::new(Format::raw(storage)?), options))
     }
 
-    /// An image of the format. One that names a [`backing_file`](Self::backing_file) is not
-    /// complete before [`with_backing`](Self::with_backing), one with a
-    /// [`data_file`](Self::data_file) before [`with_data`](Self::with_data).
+    /// Opens an image of the format. An image that names a [`backing_file`](Self::backing_file) is
+    /// complete only after [`with_backing`](Self::with_backing), an image with a
+    /// [`data_file`](Self::data_file) only after [`with_data`](Self::with_data).
     ///
     /// # Errors
     /// As [`Format::open`].
@@ -64,8 +64,8 @@ impl<S: Storage> Image<S> {
     }
 
     /// As [`open`](Self::open), with known facts about earlier writes, and with the state file that
-    /// was found. Changes that the opening itself makes are stamped in its page; its log will be
-    /// replayed.
+    /// was found. Changes that the opening itself makes are stamped in the page of the state file;
+    /// the log of the state file will be replayed.
     pub(crate) async fn open_with_state(
         storage: S,
         format: ImageFormat,
@@ -103,8 +103,8 @@ impl<S: Storage> Image<S> {
         Ok(Self::new(Layer::new(image), options))
     }
 
-    /// As [`open`](Self::open), as the disk was when the snapshot of this name (or id) was taken;
-    /// for reading only.
+    /// As [`open`](Self::open), for reading only, with the content that the disk had when the
+    /// snapshot of this name (or ID) was taken.
     ///
     /// # Errors
     /// As [`Format::open_snapshot`].
@@ -130,8 +130,8 @@ impl<S: Storage> Image<S> {
     /// The same image with its data file, before anything is read or written.
     ///
     /// # Errors
-    /// `InvalidInput` if it needs none, or if the image is another's backing file already;
-    /// `Unsupported` when its clusters are smaller than the blocks of `data`.
+    /// `InvalidInput` if the image needs no data file, or is the backing file of another image
+    /// already; `Unsupported` if its clusters are smaller than the blocks of `data`.
     pub fn with_data(self, data: S) -> Result<Self> {
         let options = self.options;
         let data = FlushTracker::new(data, options.flush, options.access);
@@ -142,19 +142,19 @@ impl<S: Storage> Image<S> {
     /// read: each is one of `ranges` of `data`, in their order.
     ///
     /// # Errors
-    /// `InvalidInput` if the image names another number of files, or is another's backing file
-    /// already, or if a file is invalid.
+    /// `InvalidInput` if the image names another number of files, or is the backing file of another
+    /// image already, or if a file is invalid.
     pub async fn with_extents(self, data: S, ranges: &[ByteRange]) -> Result<Self> {
         let options = self.options;
         let data = FlushTracker::new(data, options.flush, options.access);
         Ok(Self::new(self.into_layer()?.with_extents(data, ranges).await?, options))
     }
 
-    /// The same image with its encryption, the cipher of its data and the secret that opened it,
-    /// if one did, before anything is read.
+    /// The same image with its encryption, the cipher of its data, and the secret that opened the
+    /// image, if any, before anything is read.
     ///
     /// # Errors
-    /// `InvalidInput` if the image is another's backing file already.
+    /// `InvalidInput` if the image is the backing file of another image already.
     pub fn with_cipher(
         self,
         encryption: Encryption,
@@ -166,8 +166,8 @@ impl<S: Storage> Image<S> {
         Ok(Self::new(self.into_layer()?.with_cipher(cipher), options))
     }
 
-    /// The same image over `backing`, its backing file: unallocated ranges are read from there, and
-    /// past its end as zeros.
+    /// The same image over `backing`, its backing file: unallocated ranges are read from `backing`,
+    /// and as zeros past the end of `backing`.
     #[must_use]
     pub fn with_backing(mut self, backing: &Self) -> Self {
         self.layer().opened().set(Arc::clone(backing.layer()), backing.access());

@@ -20,8 +20,8 @@ impl<S: Storage> Image<S> {
 
     /// Replays the acknowledged changes of a killed process that had the image open. `log` is the
     /// memory that the killed process had [attached](Self::attach_redo_log) in the same boot of the
-    /// host. The image must be [opened for it](Self::open_before_replay), and have its data file
-    /// and its backing file. Call this before any change.
+    /// host. The image must be [opened for the replay](Self::open_before_replay), and have its data
+    /// file and its backing file. The caller replays before any change.
     ///
     /// # Errors
     /// Errors of the storage, or `Corrupt`: the log stays valid.
@@ -32,8 +32,8 @@ impl<S: Storage> Image<S> {
         }
     }
 
-    /// Empties `log`, and then records the changes in it that are not yet on disk. Call this after
-    /// [`replay`](Self::replay), and before any change.
+    /// Empties `log`, and then records the changes in it that are not yet on disk. To be called
+    /// after [`replay`](Self::replay), and before any change.
     pub fn attach_redo_log(&self, log: Arc<dyn StateMemory>) {
         if let Some(redo) = self.format().redo() {
             redo.attach(log);

@@ -1,11 +1,12 @@
-//! Finds the backing file that has a cluster's data, without asking every file above it each time.
+//! Finds the backing file that has a cluster's data, without a look-up in every file above it each
+//! time.
 //!
 //! Guarantees:
 //! - A layer is skipped only if it leaves the whole range to its own backing files. Layers are open
 //!   for reading only, so a result stays true ([`SkipTable`]).
 //! - Results are not cached for a chain with a writable layer ([`BackingChain::known`]), nor after
 //!   a layer was reopened.
-//! - A layer may be looked up for more than the request's range. An error of that extra part fails
+//! - A look-up in a layer may cover more than the request's range. An error in the extra part fails
 //!   no request.
 
 use std::ops::Range;
@@ -28,13 +29,14 @@ const ENTRY: u64 = WorkBudget::LOOK_UP / 8;
 /// The backing files of an image, the nearest first.
 pub(super) struct BackingChain<S: Storage> {
     layers: Vec<Arc<Layer<S>>>,
-    /// Bytes of a granule, a power of two: no more than the smallest cluster, unless that is tiny.
+    /// Bytes of a granule, a power of two: no more than the smallest cluster, unless that is
+    /// smaller than a granule may be.
     granule: u64,
     skips: SkipTable,
 }
 
 impl<S: Storage> BackingChain<S> {
-    /// The image's chain, if look-ups in it can be remembered and are useful: not for a layer that
+    /// The image's chain, if results can be cached for it and are useful. `None` for a layer that
     /// is itself read through another layer's chain.
     pub(super) fn known(image: &Layer<S>) -> Option<&Self> {
         if !image.remembers_chain.load(Ordering::Acquire) {
@@ -68,14 +70,14 @@ impl<S: Storage> BackingChain<S> {
         &self.layers[index]
     }
 
-    /// Returns the index of the first layer that may have data at the start of `range`, which is
-    /// not empty, and the first part of `range` for which that holds. Yields when the request's
+    /// Returns the index of the first layer that may have data at the start of `range`, and the
+    /// first part of `range` with this index. `range` is not empty. Yields when the request's
     /// `budget` is spent.
     pub(super) async fn find(&self, range: ByteRange, budget: &WorkBudget) -> (usize, ByteRange) {
         let (first, end) = (range.offset() / self.granule, range.end().div_ceil(self.granule));
         let (depth, mut next) = match self.skips.get(first) {
             Some(depth) => (depth, first + 1),
-            // Boxed, so that the future of the common way stays small.
+            // Boxed, so that the future of the common path stays small.
             None => rare(self.find_out(first..end, budget)).await,
         };
         while next < end && self.skips.get(next) == Some(depth) {
@@ -91,9 +93,9 @@ impl<S: Storage> BackingChain<S> {
         ByteRange::between(start, end)
     }
 
-    /// How many layers leave all of the first granules to their backing files, and the end of these
-    /// granules. Each layer is looked up for all of them at once, as long as the result is the same
-    /// for all.
+    /// How many layers leave all of the first granules of `run` to their backing files, and the end
+    /// of these granules. One look-up in a layer covers all granules for which the results so far
+    /// are the same.
     async fn find_out(&self, mut run: Range<u64>, budget: &WorkBudget) -> (usize, u64) {
         // The last layer leaves nothing to others.
         let last = self.layers.len() - 1;

@@ -1,7 +1,7 @@
 //! Reads of the backing file that are in flight.
 //!
-//! A backing file may be slow, or never complete a read. A read of it holds nothing of the image
-//! that other requests wait for. Reads are listed here, for code that detaches the backing file and
+//! A backing file may be slow, or never complete a read. Such a read holds nothing of the image for
+//! which other requests wait. Reads are listed here, for code that detaches the backing file and
 //! for reports of stuck reads.
 
 use std::collections::BTreeMap;
@@ -51,8 +51,8 @@ pub(super) struct BackingReadGuard<'a> {
 }
 
 impl BackingReads {
-    /// Begins a read. It sees every change of the backing chain made before a call of
-    /// [`ended`](Self::ended) that does not wait for it.
+    /// Begins a read. If a call of [`ended`](Self::ended) does not wait for this read, the read
+    /// sees every change of the backing chain made before that call.
     pub(super) fn begin(&self, range: ByteRange, reader: Reader) -> BackingReadGuard<'_> {
         let read = BackingRead { range, reader, since: clock::now(), depth: 1 };
         let mut state = self.state.lock();

@@ -1,4 +1,4 @@
-//! The backing layer of an image: the one that was opened with it, and those that replaced it.
+//! The backing layers of an image: the layer that was opened with the image, and its replacements.
 //!
 //! Guarantees: a read returns the same bytes through each of these layers. Each stays open until
 //! the image is dropped, because reads in flight may still use it.
@@ -23,7 +23,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The backing file of this layer, by the last opening of its file.
+    /// The backing file of this layer, in the last opening of that file.
     pub(crate) fn backing_layer(&self) -> Option<&Arc<Self>> {
         self.behind.now().map(|backing| last(&backing.layer))
     }
@@ -73,7 +73,8 @@ impl<S: Storage> Clone for OpenedLayers<'_, S> {
 impl<S: Storage> Copy for OpenedLayers<'_, S> {}
 
 impl<'a, S: Storage> OpenedLayers<'a, S> {
-    /// Makes `layer`, which was opened with this `access`, the backing file. Once only.
+    /// Makes `layer`, which was opened with this `access`, the backing file. To be called once
+    /// only.
     pub(crate) fn set(self, layer: Arc<Layer<S>>, access: Access) {
         self.0.format.set_backing_size(layer.size());
         // The chain of `layer` is a part of this layer's chain.
@@ -93,8 +94,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     /// Replaces the backing file by `backing`, another opening of the same file that may write to
     /// it. Reads in flight may use the older one.
     pub(crate) fn replace(self, backing: Arc<Layer<S>>) {
-        // Only a read that begins after those in flight have ended sees it. The base remembers its
-        // own chain.
+        // A read is sure to see this only if it begins after the reads in flight have ended. The
+        // base remembers its own chain.
         self.0.remembers_chain.store(false, Ordering::Release);
         match self.0.backing_layer() {
             // The last opening of the file has no successor yet.
@@ -104,8 +105,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
     }
 
     /// Skips the layers above `depth`, of which the image needs no data: the layer at `depth`
-    /// becomes its backing file, with this name. No read may be in flight that looked up a range
-    /// before the image contained its data.
+    /// becomes the image's backing file, with this name. No read may be in flight that looked up a
+    /// range before the image contained the range's data.
     pub(crate) fn pass_over(self, depth: usize, name: BackingName) {
         let mut above = self.0;
         for _ in 1..depth {
@@ -113,25 +114,26 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
             above = layer;
         }
         let Some(backing) = above.behind.now() else { return };
-        // A commit may have opened its file again.
+        // A commit may have opened the file of the layer again.
         let (layer, access) = (Arc::clone(last(&backing.layer)), backing.access);
         self.0.format.set_backing_size(layer.size());
         self.0.remembers_chain.store(false, Ordering::Release);
         layer.remembers_chain.store(true, Ordering::Release);
-        // The layer above it counts as its image, and stays open as long as this layer.
+        // The layer does not count this image: it counts the layer directly above it, which stays
+        // open as long as this image.
         let is_counted = AtomicBool::new(false);
         let next = OnceLock::new();
         self.0.behind.leave(Some(Backing { layer, access, name: Some(name), is_counted, next }));
     }
 
     /// Removes the backing file from this layer. No read may be in flight that looked up a range
-    /// before the image contained its data.
+    /// before the image contained the range's data.
     pub(crate) fn detach(self) {
         self.0.behind.leave(None);
     }
 
     /// Removes this image from the count of images over its backing file, if it was
-    /// [detached](Self::detach) from it.
+    /// [detached](Self::detach) from that file.
     pub(crate) fn leave_detached(self) {
         if self.0.behind.now().is_none()
             && let Some(first) = self.0.behind.0.get()
@@ -141,8 +143,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         }
     }
 
-    /// Removes an unused layer from the count of its backing file, and then that backing file, if
-    /// it has become unused, from the count below it, and so on.
+    /// Removes this layer, if it is unused, from the count of images over its backing file. Then
+    /// does the same for the backing file, and so on down the chain.
     pub(crate) fn leave_unused(self) {
         let mut layer = self.0;
         while layer.stands.is_unused()
@@ -175,7 +177,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         })
     }
 
-    /// As [`all`](Self::all), with how many of the images over each are those before it.
+    /// As [`all`](Self::all), each with how many of the images over it come before it in this list;
+    /// the first one has 1.
     pub(crate) fn all_counted(self) -> impl Iterator<Item = (&'a Layer<S>, usize)> {
         let first = self.0.behind.0.get();
         let behind = std::iter::successors(first, |one| last(&one.layer).behind.0.get());
@@ -184,8 +187,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         std::iter::once((self.0, 1)).chain(behind)
     }
 
-    /// The backing files that the layer no longer uses and that no other image is over, the nearest
-    /// first.
+    /// The backing files that the layer no longer uses and that have no other image over them, the
+    /// nearest first.
     pub(crate) fn left_alone(self) -> impl Iterator<Item = &'a Layer<S>> {
         let left = self.left().count();
         let all = self.all_counted().skip(1).take(left);
@@ -203,8 +206,8 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         self.all().skip(1).take_while(move |layer| now != Some(std::ptr::from_ref(*layer)))
     }
 
-    /// Whether other images use its backing file, or a layer that it no longer uses and that reads
-    /// through its backing file.
+    /// Whether other images use this layer's backing file, or use a former backing file that reads
+    /// through the current one.
     pub(crate) fn are_shared(self) -> bool {
         let behind = self.0.backing_layer().map(|layer| &**layer);
         self.left().chain(behind).any(|layer| layer.stands.count() > 1)

@@ -1,13 +1,13 @@
 //! Block status through all layers: which parts of a disk have data, and which read as zeros.
 //!
 //! A mapped cluster whose bytes are a hole of the host file reads as zeros. So the host is queried
-//! for every mapped range (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]). Data whose
-//! write was acknowledged before the query's [`BlockStatusCache`] was made is never reported as
-//! zeros: the host is queried after the lookup, the host range is not reallocated meanwhile, and a
-//! hole that an earlier query found counts only while nothing is written to the host file.
-//! Otherwise a change of one sector could move the rest of its cluster into that hole. Changes made
-//! later may be missing. A host range past the end of the file counts as data, because only a read
-//! shows what is there.
+//! for every mapped range (`SEEK_DATA` and `SEEK_HOLE`, see [`Storage::block_status`]). Guarantee:
+//! data whose write was acknowledged before the query's [`BlockStatusCache`] was made is never
+//! reported as zeros. Reason: the host is queried after the lookup, and the host range is not
+//! reallocated meanwhile. A hole that an earlier query found is valid only until the next write to
+//! the host file, because a change of one sector may move the rest of its cluster into that hole.
+//! Changes made later may be missing. A host range past the end of the file counts as data, because
+//! only a read shows its content.
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use futures_util::future::LocalBoxFuture;
 
 use super::{Layer, Reader, within};
 
-/// Runs that are remembered for one file, at most.
+/// Maximum runs that are cached for one file.
 const MAX_RUNS: usize = 4096;
 
 /// The state of a range of a guest's disk.
@@ -33,7 +33,7 @@ pub enum BlockStatus {
 
 /// The host's answers about the files of a disk and its backing files, so that each run of data and
 /// each hole is queried once. For one walk, or one client request: later changes of the disk may be
-/// missing from its answers.
+/// missing from the answers.
 #[derive(Debug, Default)]
 pub struct BlockStatusCache {
     /// By depth: the disk itself is the first.
@@ -55,7 +55,7 @@ impl BlockStatusCache {
 pub(crate) struct HostRuns {
     /// Sorted by their first byte. They do not overlap.
     runs: BTreeMap<u64, Run>,
-    /// The address of the layer whose file it is. Another one may replace it during a walk. A
+    /// The address of the layer that has the file. Another layer may replace it during a walk. A
     /// replaced layer stays in memory, so its address is not reused.
     layer: usize,
     /// Bytes that had been written to the file when the holes among the runs were found.
@@ -70,8 +70,8 @@ struct Run {
 
 impl HostRuns {
     /// Forgets the runs of another layer's file, and all holes if this layer's file was written to
-    /// since they were found. To be called between the lookup of a host range and the query of its
-    /// status.
+    /// since the holes were found. The caller calls it between the lookup of a host range and the
+    /// query of its status.
     pub(crate) fn begin<S: Storage>(&mut self, layer: &Layer<S>) {
         let address = std::ptr::from_ref(layer).addr();
         let written = layer.data().stats().written();
@@ -83,8 +83,8 @@ impl HostRuns {
         }
     }
 
-    /// The status of `file` at the start of `range`, which must not be empty, and for how many
-    /// bytes that holds: at least one, at most the length of the range.
+    /// The status of `file` at the start of `range`, which must not be empty, and the number of
+    /// bytes with that status: at least one, at most the length of `range`.
     pub(crate) async fn block_status<S: Storage>(
         &mut self,
         file: &S,
@@ -107,9 +107,10 @@ impl HostRuns {
         (run.end > at).then_some(run)
     }
 
-    /// Queries the run at `at`, all of it up to `size`, the end of the file. A remembered run
-    /// shortly after `at` suggests a backward walk: then as many bytes before `at` are queried too,
-    /// so that the number of queries grows with the logarithm of the run's length.
+    /// Queries the run at `at`: its whole rest, up to `size`, the end of the file. A cached run
+    /// shortly after `at` suggests a backward walk. Then the query also covers as many bytes before
+    /// `at` as that run has, so that the number of queries grows with the logarithm of the run's
+    /// length.
     async fn ask<S: Storage>(&mut self, file: &S, at: u64, size: u64) -> Result<Run> {
         let from = self.look_back(at);
         if from < at {
@@ -127,8 +128,8 @@ impl HostRuns {
         if self.runs.len() >= MAX_RUNS {
             self.runs.clear();
         }
-        // The new run replaces the runs that begin inside it. A run that reaches beyond it is
-        // queried again.
+        // The new run replaces the runs that begin inside it. A run that reaches beyond the new one
+        // is queried again.
         let covered: Vec<u64> = self.runs.range(from..run.end).map(|(&start, _)| start).collect();
         for start in covered {
             self.runs.remove(&start);
@@ -157,9 +158,9 @@ impl<S: Storage> Layer<S> {
 }
 
 impl<S: Storage> LayerStatus<'_, S> {
-    /// The status of the first bytes of `range`, through all layers from this one on, and for how
-    /// many bytes that holds (at least one, at most the length of `range`, which is not empty).
-    /// This layer is at `depth` of the disk that `cache` belongs to.
+    /// The status of the first bytes of `range`, through all layers from this one on, and the
+    /// number of bytes with that status (at least one, at most the length of `range`, which is not
+    /// empty). This layer is at `depth` of the disk that `cache` belongs to.
     pub(crate) async fn block_status(
         &self,
         range: ByteRange,
@@ -175,7 +176,8 @@ impl<S: Storage> LayerStatus<'_, S> {
                 let place = ByteRange::between(host, host + length);
                 let (status, asked) = self.0.host_status(cache.layer(depth), place).await?;
                 let is_identity = self.0.format.is_identity();
-                // The last sector of such a disk is whole, even if the file ends inside it.
+                // The last sector of a disk that is the file itself is whole, even if the file ends
+                // inside it.
                 let is_end = is_identity && host + asked >= self.0.data().size();
                 let length = if is_end { length } else { asked };
                 let status = match status {
@@ -189,8 +191,8 @@ impl<S: Storage> LayerStatus<'_, S> {
             ExtentState::Zero => BlockStatus::Zero,
             ExtentState::Hole => BlockStatus::Hole,
             ExtentState::Backing => {
-                // This comes before the drop of the guard, after which the backing file may be
-                // detached.
+                // The read is registered before the drop of the guard: afterwards the backing file
+                // may be detached.
                 let _read = self.0.backing_reads.begin(extent.guest, Reader::Read);
                 let backing = self.0.backing()?;
                 drop(guard);
@@ -219,9 +221,9 @@ impl<S: Storage> LayerStatus<'_, S> {
         backing.status().block_status(within(range, backing.size()), cache, 1).await
     }
 
-    /// Which layer has the first bytes of `range`, and for how many bytes that holds (as for
-    /// [`block_status`](Self::block_status)): 1 for this one, 2 for its backing file, and so on; 0
-    /// if none has them.
+    /// The layer that has the first bytes of `range`, and the number of bytes for which this holds
+    /// (as for [`block_status`](Self::block_status)): 1 for this layer, 2 for its backing file, and
+    /// so on; 0 if no layer has them.
     pub(crate) async fn allocation_depth(&self, range: ByteRange) -> Result<(u32, u64)> {
         let (mut layer, mut rest, mut depth) = (self.0, range, 1);
         loop {
@@ -235,8 +237,8 @@ impl<S: Storage> LayerStatus<'_, S> {
                     let inside = within(extent.guest, backing.size());
                     depth += 1;
                     if inside.is_empty() {
-                        // Zeros past the end of a backing file count as its own. An empty file
-                        // stands for a backing file that is left out, and has no zeros.
+                        // Zeros past the end of a backing file count as that file's own. An empty
+                        // file represents a backing file that is left out, and has no zeros.
                         return Ok((if backing.size() == 0 { 0 } else { depth }, length));
                     }
                     (layer, rest) = (backing, inside);

@@ -45,14 +45,14 @@ impl LayerClaims {
         &self.fetches
     }
 
-    /// Keeps requests away from the end of the disk, from the block that contains `offset` on.
+    /// Claims the end of the disk exclusively, from the block that contains `offset` on.
     pub(crate) async fn claim_end(&self, offset: u64) -> Claim<'static> {
         let block = offset & !(self.block - 1);
         self.changes.claim_exclusive(ByteRange::between(block, u64::MAX)).await
     }
 
-    /// Keeps a disk whose `end` lies inside a block from growing while `range` of that block is
-    /// read.
+    /// Claims the last block of a disk whose `end` lies inside it, so that the disk does not grow
+    /// while `range` is read. `None` if `range` does not touch such a block.
     pub(super) async fn claim_partial_end(&self, range: ByteRange, end: u64) -> Option<Claim<'_>> {
         let last = end & !(self.block - 1);
         if range.end() <= last || last == end {

@@ -41,8 +41,8 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// Fills `into` with the extent's bytes of a compressed cluster. Its compressed data has at
-    /// most `length` bytes from `host` on.
+    /// Fills `into` with the extent's bytes of a compressed cluster. The compressed data of the
+    /// cluster has at most `length` bytes from `host` on.
     pub(super) async fn read_compressed(
         &self,
         extent: &Extent,
@@ -55,7 +55,7 @@ impl<S: Storage> Layer<S> {
         };
         let location = CompressedLocation { guest: extent.alloc_range, host };
         let cell = if extent.guest == extent.alloc_range {
-            // This read covers the whole cluster and leaves nothing of it for the next read.
+            // This read needs the whole cluster, so the cluster is not cached for a next read.
             self.decompressed.get(location).unwrap_or_default()
         } else {
             self.decompressed.get_or_insert(location)
@@ -75,7 +75,7 @@ impl<S: Storage> Layer<S> {
             self.cluster_buffers.for_decompression(outer.length() as usize, whole).await?;
         self.data().read_data(outer.offset(), memory.compressed.lend()).await?;
         let start = (host.offset() - outer.offset()) as usize;
-        // The bytes past the end of the file are not part of it, not even as zeros.
+        // Bytes past the end of the file are not part of the compressed data, not even as zeros.
         let length = self.data().size().saturating_sub(host.offset()).min(host.length());
         let compressed = &memory.compressed.bytes()[start..start + length as usize];
         self.stats.decompressed();

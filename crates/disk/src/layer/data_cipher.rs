@@ -19,7 +19,7 @@ pub(crate) enum DataEncryption {
 }
 
 impl DataEncryption {
-    /// The secret that opened the image; `None` if none did.
+    /// The secret that opened the image; `None` if no secret did.
     pub(crate) fn secret(&self) -> Option<&Arc<Secret>> {
         match self {
             Self::Unlocked(cipher) => cipher.secret.as_ref(),
@@ -27,7 +27,8 @@ impl DataEncryption {
         }
     }
 
-    /// The alignment for storage and cipher. The cipher takes whole sectors, and any memory.
+    /// The alignment for storage and cipher. The cipher needs whole sectors, and accepts memory of
+    /// any alignment.
     pub(crate) fn alignment(&self, storage: Alignment) -> Alignment {
         let sector = match self {
             Self::None => return storage,
@@ -56,7 +57,8 @@ impl DataCipher {
         Self { cipher, secret, encryption, buffers: BounceBuffers::new() }
     }
 
-    /// Memory for encrypted bytes. A caller that holds it may wait only for the storage.
+    /// Memory for encrypted bytes. While a caller holds it, the caller may wait only for the
+    /// storage.
     pub(crate) async fn buffer(&self, length: usize) -> Result<Bounce<'_>> {
         self.buffers.get(length).await
     }

@@ -1,13 +1,14 @@
 //! Reads and writes the guest's data of an encrypted image. Only this module encrypts and decrypts
-//! it.
+//! this data.
 //!
 //! Guarantees:
-//! - Guest memory never holds encrypted bytes, and a write never changes it: data is encrypted and
-//!   decrypted in internal buffers. The holder of such a buffer waits for the storage only, so
-//!   requests that hold other buffers may wait for one.
-//! - The memory of a write stays with the write until the storage has completed it, even if its
-//!   future is dropped. Claims and guards attached to the memory end then, not earlier.
-//! - Without its key an image's data is neither read nor written; its metadata is.
+//! - Guest memory never holds encrypted bytes, and a write never changes guest memory: data is
+//!   encrypted and decrypted in internal buffers. The holder of such a buffer waits only for the
+//!   storage, so a request that holds other buffers may wait for such a buffer.
+//! - The guest memory of a write is kept until the storage has completed the write, even if the
+//!   future of the write is dropped. Claims and guards attached to the memory end at that time, not
+//!   earlier.
+//! - Without the key, an image's data is neither read nor written, but its metadata is.
 //! - Zeros and holes of the storage are not zeros of the disk, so the storage is never asked for
 //!   zeros, discards or holes of encrypted data.
 
@@ -24,7 +25,7 @@ use super::{HostRuns, Layer};
 use crate::buffers::CHUNK_SIZE;
 use crate::durability::FlushTracker;
 
-/// The cost of encrypting a byte, next to copying it.
+/// The cost of encrypting a byte, relative to the cost of copying it.
 const COST: u64 = 3;
 
 impl<S: Storage> Layer<S> {
@@ -90,7 +91,7 @@ impl<S: Storage> Layer<S> {
         }
     }
 
-    /// The error for reads of the image's data without its key.
+    /// The error for reads and writes of the image's data without its key.
     fn locked(&self, host: u64) -> Error {
         let what = "the image is encrypted, and was opened without its key";
         let error = Error::new(ErrorKind::Unsupported, what).on(self.name()).at(host);

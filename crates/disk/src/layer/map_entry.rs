@@ -12,9 +12,9 @@ use super::{BlockStatus, BlockStatusCache, Layer, within};
 pub struct MapEntry {
     /// The part.
     pub guest: ByteRange,
-    /// The layer that it comes from: 0 is the image itself, 1 its backing file.
+    /// The layer that has the part: 0 is the image itself, 1 its backing file.
     pub depth: usize,
-    /// Its kind.
+    /// The kind of the part.
     pub kind: MapEntryKind,
 }
 
@@ -33,7 +33,7 @@ pub enum MapEntryKind {
     },
     /// Compressed data.
     Compressed,
-    /// Zeros by the layer's metadata.
+    /// Zeros, as the layer's metadata says.
     Zero {
         /// The offset of the space allocated for data.
         host: Option<u64>,
@@ -60,7 +60,7 @@ impl<S: Storage> LayerStatus<'_, S> {
                     LayerStatus(layer).identity_content(rest, cache, depth).await?;
                 return Ok(MapEntry { guest, depth, kind: content });
             }
-            // This guard keeps the backing file from being detached.
+            // While the guard is held, the backing file is not detached.
             let guard = layer.format.begin_read();
             let extent = layer.format.map(rest, Intent::Read).await?;
             if extent.state == ExtentState::Backing {
@@ -87,8 +87,8 @@ impl<S: Storage> LayerStatus<'_, S> {
         depth: usize,
     ) -> Result<(ByteRange, MapEntryKind)> {
         let host = range.offset();
-        // The file may end inside the last sector, where a block of the storage may end as well:
-        // direct I/O has whole blocks alone.
+        // The file may end inside the last sector. The block of the storage at the end counts as a
+        // whole, because direct I/O transfers only whole blocks.
         let block = u64::from(self.0.data().capabilities().alignment.offset);
         let stored = self.0.data().size().next_multiple_of(block).saturating_sub(host);
         if stored == 0 {
@@ -124,8 +124,8 @@ impl<S: Storage> LayerStatus<'_, S> {
     }
 }
 
-/// The first bytes of `guest`, which are mapped to `host`: clusters that were allocated ahead of
-/// their data are holes of the file, or lie past its end.
+/// The first bytes of `guest`, which are mapped to `host`, and their kind. Clusters that were
+/// allocated before their data was written are holes of the file, or lie past its end.
 async fn written<S: Storage>(
     layer: &Layer<S>,
     guest: ByteRange,

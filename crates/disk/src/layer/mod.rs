@@ -1,16 +1,16 @@
 //! One image of a chain, with everything that reads of it need.
 //!
-//! - [`Layer`] owns the format, the backing layer and the buffers that reads need. It never changes
-//!   a guest's bytes: `write` does.
+//! - [`Layer`] owns the format, the backing layer and the buffers that reads need. A layer never
+//!   changes a guest's bytes: the module `write` does.
 //! - [`read`]: reads extent by extent, through an aligned buffer if unaligned (`unaligned`), and
 //!   through a cache for compressed clusters (`compressed`).
-//! - `behind`: the layer that has the image's unallocated clusters, now and before.
+//! - `behind`: the layers for the image's unallocated clusters, the current and former ones.
 //! - `backing_reads`: the reads of backing files in flight; `waits` reports them.
 //! - `backing_chain`: finds the backing file with an unallocated range of the image; `skip_table`:
 //!   remembers the results.
 //! - `encrypted`: reads and writes of an encrypted image's guest data; `data_cipher`: its cipher.
-//! - `unstable`: images behind this one with writes that no flush has covered; `stability`: the
-//!   known facts about them.
+//! - `unstable`: backing files with writes that no flush has covered; `stability`: whether there
+//!   are any.
 //! - `stands`: the number of overlays of this image.
 //! - `claims`: the ranges that requests have claimed.
 //! - [`block_status`] and [`map_entry`]: state and location of the parts of a disk, through all
@@ -66,11 +66,12 @@ pub(super) struct Behind<S: Storage>(OnceLock<Backing<S>>);
 struct Backing<S: Storage> {
     layer: Arc<Layer<S>>,
     access: Access,
-    /// The name of its file in the image's header, if the image was opened with another name.
+    /// The name of the layer's file in the image's header, if the image was opened with another
+    /// name.
     name: Option<BackingName>,
     /// Whether the layer counts the image among its overlays.
     is_counted: AtomicBool,
-    /// The layer that has replaced this one; an inner `None` if it was only detached.
+    /// The layer that has replaced this one; an inner `None` if this layer was only detached.
     next: OnceLock<Option<Box<Self>>>,
 }
 
@@ -81,7 +82,7 @@ impl<S: Storage> Default for Behind<S> {
 }
 
 impl<S: Storage> Behind<S> {
-    /// The current backing file; `None` without one, also after it was detached.
+    /// The current backing file; `None` if there is none, or if it was detached.
     fn now(&self) -> Option<&Backing<S>> {
         let mut backing = self.0.get()?;
         while let Some(next) = backing.next.get() {
@@ -100,7 +101,7 @@ impl<S: Storage> Behind<S> {
 }
 
 impl<S: Storage> Backing<S> {
-    /// The image no longer counts among the layer's overlays.
+    /// Removes the image from the count of the layer's overlays.
     fn leave(&self) {
         if self.is_counted.swap(false, Ordering::SeqCst) {
             self.layer.stands.leave();
@@ -122,14 +123,15 @@ pub(crate) struct Layer<S: Storage> {
     alignment: Alignment,
     /// The backing files for the image's unallocated clusters.
     behind: Behind<S>,
-    /// Another layer of the same image. It replaces this one in the chains of other images.
+    /// Another layer of the same image, which replaces this one in the chains of other images.
     successor: OnceLock<Arc<Layer<S>>>,
     stability: Stability,
     /// The layers that have this one as their backing file.
     stands: Stands,
     /// The image's backing files, if there are many.
     chain: OnceLock<Option<BackingChain<S>>>,
-    /// Whether the chain may be used: it is read from here, and as it was opened.
+    /// Whether `chain` may be used: reads of the chain begin at this layer, and the chain is as it
+    /// was opened.
     remembers_chain: AtomicBool,
     backing_reads: BackingReads,
     claims: LayerClaims,

@@ -1,13 +1,14 @@
-//! A read: mapped extent by extent, each moved as its state says.
+//! Reads: they look up extent by extent, and read each one as its state requires.
 //!
 //! The ranges that an image leaves to its backing files are read from the layer that has them: the
-//! layers between are looked up in a loop, or skipped if the result is known (see
-//! [`BackingChain`]). So a read through a long chain costs no more futures than one through two
+//! layers above it are looked up in a loop, or skipped if the result is known (see
+//! [`BackingChain`]). So a read through a long chain needs no more futures than a read through two
 //! layers.
 //!
 //! A read of one extent is one storage operation and nothing else; several extents are read
-//! concurrently (see [`crate::parts`]). The host range of an extent is not reallocated until it is
-//! read. A read of a backing file holds no guard of the image, because it may never end.
+//! concurrently (see [`crate::parts`]). The host range of an extent is not reallocated until the
+//! extent is read. A read of a backing file holds no guard of the image, because such a read may
+//! never end.
 //!
 //! Between extents the read yields (see [`WorkBudget`]), so that work without waits (holes,
 //! look-ups, decompression) does not delay other tasks of the thread. A read waits for all its
@@ -39,7 +40,7 @@ impl<S: Storage> Layer<S> {
         if self.alignment.admits(range.offset(), &into) {
             return self.read_aligned(range, into, Reader::Read).await;
         }
-        // Boxed, so that the future of the common way stays small.
+        // Boxed, so that the future of the common path stays small.
         rare(self.read_unaligned(range, into)).await
     }
 
@@ -50,13 +51,13 @@ impl<S: Storage> Layer<S> {
         into: IoVector,
         reader: Reader,
     ) -> Result<()> {
-        // The extent's host range is not reallocated until it is read.
+        // While the guard is held, the extent's host range is not reallocated.
         let guard = self.format.begin_read();
         let first = self.format.map(first_part(range), Intent::Read).await?;
         if first.guest == range {
             return self.read_extent(&first, guard, into, reader).await;
         }
-        // Boxed, so that the future of the common way stays small.
+        // Boxed, so that the future of the common path stays small.
         rare(self.read_parts((first, guard), range, into, reader)).await
     }
 
@@ -76,7 +77,7 @@ impl<S: Storage> Layer<S> {
         Ok(())
     }
 
-    /// The first extent of `range`. Its host range is not reallocated while the guard lives.
+    /// The first extent of `range`. Its host range is not reallocated while the guard exists.
     async fn find(&self, range: ByteRange) -> Result<Found<'_>> {
         let guard = self.format.begin_read();
         Ok((self.format.map(first_part(range), Intent::Read).await?, guard))
@@ -142,7 +143,8 @@ impl<S: Storage> Layer<S> {
         run_bounded(MAX_IN_FLIGHT, budget, stopped, parts).await
     }
 
-    /// `guard` is that of the look-up. It is dropped after the extent's host range was read.
+    /// Reads one extent. `guard` is the guard of its look-up, and is dropped when the extent's host
+    /// range has been read.
     async fn read_extent(
         &self,
         extent: &Extent,
@@ -170,8 +172,8 @@ impl<S: Storage> Layer<S> {
     }
 
     /// Fills `into` with the bytes of `range`, which the image leaves to its backing files. The
-    /// backing file is found while the guard lives, because it may be detached afterwards; its read
-    /// is awaited without the guard.
+    /// backing file is found while the guard exists, because the file may be detached afterwards.
+    /// The read of the backing file is awaited without the guard.
     fn read_backing<'a>(
         &'a self,
         range: ByteRange,
@@ -179,8 +181,8 @@ impl<S: Storage> Layer<S> {
         into: IoVector,
         reader: Reader,
     ) -> LocalBoxFuture<'a, Result<()>> {
-        // The read is registered first: either a change of the chain waits for it, or it sees the
-        // changed chain.
+        // The read is registered first: either a change of the chain waits for the read, or the
+        // read sees the changed chain.
         let read = self.backing_reads.begin(range, reader);
         let (nearest, chain) = (self.backing(), BackingChain::known(self));
         drop(guard);
@@ -196,8 +198,8 @@ impl<S: Storage> Layer<S> {
         })
     }
 
-    /// Fills `into` with the bytes of `range` from this layer or its backing files; zeros past its
-    /// end.
+    /// Fills `into` with the bytes of `range` from this layer or its backing files; zeros past this
+    /// layer's end.
     async fn read_from(
         &self,
         mut range: ByteRange,
@@ -255,7 +257,7 @@ async fn read_along<S: Storage>(
         let into = std::mem::replace(&mut into, rest);
         async move {
             let outcome = chain.layer(index).read_from(part, into, reader).await;
-            // As much as if all of it were a hole there.
+            // The cost is as if the whole range were a hole there.
             budget.charge(WorkBudget::LOOK_UP + part.length());
             outcome
         }
@@ -263,7 +265,7 @@ async fn read_along<S: Storage>(
     run_bounded(MAX_IN_FLIGHT, budget, stopped, parts).await
 }
 
-/// The work of reading an extent, if it does not yield by itself.
+/// The cost of reading an extent, if the read does not yield by itself.
 fn cost_of_reading(extent: &Extent) -> u64 {
     let length = extent.guest.length();
     WorkBudget::LOOK_UP
@@ -273,7 +275,7 @@ fn cost_of_reading(extent: &Extent) -> u64 {
             ExtentState::Compressed { .. } => {
                 extent.alloc_range.length() * WorkBudget::DECOMPRESSION
             }
-            // As much as if all of it were a hole there.
+            // The cost is as if the whole range were a hole there.
             ExtentState::Backing => length,
         }
 }

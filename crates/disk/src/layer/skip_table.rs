@@ -1,20 +1,19 @@
-//! How many backing files of a chain a read of some part of the disk can pass over: a cache of
-//! earlier results.
+//! A cache of look-ups in a chain: how many backing files a read of a part of the disk can skip.
 //!
 //! The disk is divided into granules. An entry is the number of backing files, from the nearest one
 //! on, that leave all of the granule to their own backing files.
 //!
 //! Guarantees:
-//! - An entry that is found is the one that was last set for its granule. An entry may be lost at
-//!   any time; then the layers are looked up again.
-//! - Memory: two bytes for each granule that was set, [`MAX_BYTES`] at most, however large the
-//!   disk.
+//! - A found entry has the value that was last set for its granule. An entry may be lost at any
+//!   time; then the layers are looked up again.
+//! - Memory: two bytes for each granule, allocated in chunks of 4 KiB when they are needed;
+//!   [`MAX_BYTES`] at most, however large the disk is.
 //! - No locks. Threads may get and set the same entries at the same time.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of a table's entries, at most: enough for 128 GiB of a disk in granules of 64 KiB.
+/// Maximum bytes of a table: enough for 128 GiB of a disk in granules of 64 KiB.
 const MAX_BYTES: u64 = 4 << 20;
 /// Entries of a word. The lower half of a word has the entries of neighbouring granules, one byte
 /// each; the upper half has their tag. A word is read and written as a whole, so it never has the
@@ -38,7 +37,7 @@ pub(super) struct SkipTable {
 struct Place {
     chunk: usize,
     word: usize,
-    /// Bits below the entry's in the word.
+    /// The position of the entry's lowest bit in the word.
     shift: u32,
     tag: u64,
 }
@@ -52,7 +51,7 @@ impl SkipTable {
         Self { chunks: std::iter::repeat_with(OnceLock::new).take(chunks).collect() }
     }
 
-    /// The value of the granule.
+    /// The number of backing files that can be skipped for the granule, if known.
     pub(super) fn get(&self, granule: u64) -> Option<usize> {
         let place = self.place(granule)?;
         let word = self.chunks[place.chunk].get()?[place.word].load(Ordering::Relaxed);
@@ -60,8 +59,8 @@ impl SkipTable {
         (word >> TAG_SHIFT == place.tag).then_some(skips)?.checked_sub(1).map(usize::from)
     }
 
-    /// Remembers that this many backing files can be skipped, replacing the values of a granule
-    /// that shares the word.
+    /// Remembers that `skips` backing files can be skipped for the granule. If the word has entries
+    /// of another group of granules, these are lost.
     pub(super) fn set(&self, granule: u64, skips: usize) {
         let Some(place) = self.place(granule) else { return };
         let chunk = self.chunks[place.chunk]
@@ -99,7 +98,7 @@ mod tests {
 
     use super::*;
 
-    /// Granules that meet in the same words.
+    /// Granules that share words.
     fn granule() -> impl Strategy<Value = u64> {
         let words = MAX_BYTES / 8 * ENTRIES;
         prop_oneof![

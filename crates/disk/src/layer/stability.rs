@@ -1,4 +1,4 @@
-//! Marks of a layer that has unflushed writes, for flushes of the images on it (`unstable`).
+//! Marks of a layer that has unflushed writes, for flushes of the images over it (`unstable`).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(crate) struct Stability {
     /// Whether all writes of this process to the layer are durable, if other images are over it.
     is_stable: AtomicBool,
-    /// Whether all of its backing files are stable.
+    /// Whether all of the layer's backing files are stable.
     pub(super) is_behind_stable: AtomicBool,
 }
 
@@ -17,8 +17,8 @@ impl Default for Stability {
 }
 
 impl Stability {
-    /// Notes that other images are over the image now, and that it may have writes of this process
-    /// that no flush has covered.
+    /// Notes that other images are over the image now, and that the image may have writes of this
+    /// process that no flush has covered.
     pub(crate) fn set_unstable(&self) {
         self.is_stable.store(false, Ordering::SeqCst);
     }

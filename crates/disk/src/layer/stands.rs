@@ -44,13 +44,13 @@ impl Stands {
 
     /// Whether an image that is being opened may use the layer. The caller has
     /// [counted](Self::enter) the image before. The caller of [`keep`](Self::keep) reads the count
-    /// after that call, so at least one of the two sees the other.
+    /// after that call, so at least one of the two callers sees the other.
     pub(crate) fn may_grow(&self) -> bool {
         !self.is_kept.load(Ordering::SeqCst)
     }
 
-    /// Bars images that are opened later, because the locks of the layer's file are about to be
-    /// released.
+    /// Forbids the layer to images that are opened later, because the locks of the layer's file are
+    /// about to be released.
     pub(crate) fn keep(&self) {
         self.is_kept.store(true, Ordering::SeqCst);
     }

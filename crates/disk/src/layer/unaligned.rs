@@ -1,8 +1,8 @@
 //! Reads that are not aligned as the storage demands: their bytes are copied through aligned
 //! buffers.
 //!
-//! Long reads go chunk by chunk with one buffer, so that memory stays bounded, and yield between
-//! the chunks.
+//! Long reads use one buffer for one chunk after the other, so that memory stays bounded, and yield
+//! between the chunks.
 
 use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
 use futures_util::future::join;
@@ -11,7 +11,7 @@ use super::{Layer, Reader};
 use crate::buffers::CHUNK_SIZE;
 
 impl<S: Storage> Layer<S> {
-    /// Fills `into` with the bytes of `range`, by way of a buffer.
+    /// Fills `into` with the bytes of `range`, through a buffer.
     pub(super) async fn read_unaligned(&self, range: ByteRange, mut into: IoVector) -> Result<()> {
         let _claim = self.claims.claim_partial_end(range, self.format.end()).await;
         let budget = WorkBudget::new();
@@ -31,7 +31,7 @@ impl<S: Storage> Layer<S> {
             into.check_intact()?;
             into.advance(length);
             rest = rest.skip(chunk.length());
-            // If only holes were read, nothing has waited.
+            // A read of holes alone never waits, so this yields.
             if !rest.is_empty() {
                 budget.spend(chunk.length()).await;
             }
@@ -40,7 +40,7 @@ impl<S: Storage> Layer<S> {
     }
 
     /// Reads the blocks at the ends of `chunk` that `guest` covers only in part, into `memory` at
-    /// the same offsets as in `chunk`. Both have the same length.
+    /// the same offsets as in `chunk`. `memory` and `chunk` have the same length.
     pub(crate) async fn read_edges(
         &self,
         chunk: ByteRange,

@@ -1,8 +1,7 @@
 //! Backing files with writes of this process that no flush has covered: a fork leaves such a layer.
 //!
-//! Guarantee: unless all backing files are known to be stable, a flush of an image also makes
-//! earlier writes to them durable, and fails if that fails. If all are stable, it costs one atomic
-//! load.
+//! Guarantee: a flush of an image also makes earlier writes to its backing files durable, and fails
+//! if that fails. If all backing files are known to be stable, this costs one atomic load.
 
 use std::sync::atomic::Ordering;
 
@@ -24,7 +23,7 @@ impl<S: Storage> Layer<S> {
     /// Errors of a storage.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         if !self.stability.is_behind_stable.load(Ordering::Acquire) {
-            // Boxed, because the future of the common path must stay small.
+            // Boxed, so that the future of the common path stays small.
             rare(self.opened().flush(sync)).await?;
         }
         self.format.flush(sync).await
@@ -55,7 +54,7 @@ impl<'a, S: Storage> OpenedLayers<'a, S> {
         Ok(())
     }
 
-    /// The layers that a fork has left.
+    /// The backing files that may have writes that no flush has covered.
     fn maybe_unstable(self) -> impl Iterator<Item = &'a Layer<S>> {
         let next = |layer: &'a Layer<S>| {
             if layer.stability.is_behind_stable.load(Ordering::SeqCst) {

@@ -51,8 +51,8 @@ impl<S: Storage> OpenedLayers<'_, S> {
         self.layer().backing_reads.ended().await;
     }
 
-    /// The oldest read for a change that waits for a backing file; if there is none, the oldest
-    /// read.
+    /// The oldest read of a backing file for a change; if there is none, the oldest read of a
+    /// backing file.
     pub(crate) fn longest_wait(self) -> Option<BackingWait> {
         let BackingRead { range, reader, since, depth } = self.layer().backing_reads.oldest()?;
         let mut layer = self.layer().layers().nth(depth)?;

@@ -6,8 +6,9 @@ use blockhouse_storage::ImageStorage;
 use super::image_disk::StoredImage;
 
 impl StoredImage {
-    /// The space that the image takes on the host in bytes, its data file included, its backing
-    /// file not. A block device takes its whole size. `None` where another server has the image.
+    /// The space that the image takes on the host, in bytes, with its data file and without its
+    /// backing file. A block device takes its whole size. `None` if the image is on another server,
+    /// or is a part of a file.
     ///
     /// # Errors
     /// The host's error.

@@ -3,10 +3,10 @@
 //! A backing file is opened only in the format that the image names; the format is never probed.
 //! Reason: a guest could make its raw disk look like an image whose backing file is any file of the
 //! host. A backing file is a local file, or a server's export if the user allows that. Its name is
-//! relative to the folder of the image that names it. It must be below that folder or an allowed
-//! path (`allowed_paths`). It is opened read-only, and locked against writers. A chain that has a
-//! file twice or is too long is refused. A data file is raw and has the same checks; it is opened
-//! and locked as its image is.
+//! relative to the folder of the image that names it. The file must be below that folder or an
+//! allowed path (`allowed_paths`). It is opened read-only, and locked against writers. A chain is
+//! refused if it has a file twice or is too long. A data file is raw and has the same checks; it is
+//! opened and locked as its image is.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -69,7 +69,7 @@ pub(super) struct Chain {
     /// The files that hold the images' data.
     data_files: Vec<Identity>,
     /// The raw image that the user named, if the first image is its side file. It is the only data
-    /// file that is not found by a name in an image.
+    /// file that is not found by its name in an image.
     pub(super) side_files_image: Option<RawImage>,
     /// The folder of the last image, from which its names are looked up.
     pub(super) folder: Folder,
@@ -82,7 +82,7 @@ pub(super) struct Chain {
 pub(super) struct Named {
     pub(super) path: PathBuf,
     pub(super) storage: ImageStorage,
-    /// `None` if the storage is not a file.
+    /// `None` if the storage is not a whole file of this host.
     pub(super) identity: Option<Identity>,
     pub(super) folder: Folder,
 }
@@ -155,8 +155,8 @@ impl Chain {
         self.open_found(storage, &behind, options).await
     }
 
-    /// Opens the file for [`open_behind`](Self::open_behind), without locking it. Returns it with
-    /// the options for its image.
+    /// Opens the file for [`open_behind`](Self::open_behind), and returns it with the options for
+    /// its image. Only a file of which a part is read is locked here.
     pub(super) async fn find_behind(
         &mut self,
         backing: &Backing,
@@ -233,7 +233,7 @@ impl Chain {
         Ok(Named { path, storage, identity, folder })
     }
 
-    /// Adds the files that hold the last image's data, if they are separate files. They are opened
+    /// Adds the separate files that hold the last image's data, if there are any. They are opened
     /// and locked as the image is.
     pub(super) async fn with_data(
         &mut self,
@@ -307,8 +307,8 @@ impl Chain {
         disk.with_extents(ImageStorage::Concat(Box::new(data)), &ranges).await
     }
 
-    /// Opens and locks a file with data of the last image. The image names it as its `role`;
-    /// `image` is the image's own file.
+    /// Opens and locks a file with data of the last image, which names the file as its `role`.
+    /// `image` is the last image's own file.
     async fn open_data(
         &mut self,
         name: &[u8],
@@ -384,7 +384,8 @@ impl Chain {
         MAX_FILES - self.files.len()
     }
 
-    /// The files with their identities (`None` for one on another server), from the image down.
+    /// The files with their identities, from the image down; `None` for a part of a file, and for
+    /// an image on another server.
     pub(super) fn files(&self) -> impl Iterator<Item = (&Path, Option<Identity>)> {
         self.files.iter().map(|(path, identity)| (&**path, *identity))
     }

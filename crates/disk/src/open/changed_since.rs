@@ -15,7 +15,7 @@ const MAX_BYTES: u64 = 64 << 20;
 const MIN_GRANULARITY: u64 = 4096;
 
 /// The changes of `disk`, which was opened as `name`, since the bitmap was created. The bitmap is
-/// that of the image, or the one that the server offers as `qemu:dirty-bitmap:BITMAP`. The disk
+/// in the image or its side file, or the server offers it as `qemu:dirty-bitmap:BITMAP`. The disk
 /// must not change during the call.
 ///
 /// # Errors

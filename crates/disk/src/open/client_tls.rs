@@ -5,7 +5,7 @@ use super::qemu_name::escape;
 /// The credentials of a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ClientTls {
-    /// The folder with its certificates, or with the file of keys.
+    /// The folder with the client's certificates, or with its file of keys.
     pub folder: String,
     /// The kind of the credentials.
     pub kind: ClientTlsKind,
@@ -21,7 +21,7 @@ pub enum ClientTlsKind {
     },
     /// A key of the file `keys.psk` (`tls-creds-psk`).
     Keys {
-        /// The user whose key it is.
+        /// The user that the key belongs to.
         user: String,
     },
 }
@@ -31,10 +31,10 @@ impl ClientTls {
     pub const DEFAULT_USER: &str = "qemu";
 
     /// The URI of an export with these credentials. `hostname` is the name in the server's
-    /// certificate, if that is not the host's.
+    /// certificate, if it differs from the host's name.
     ///
     /// # Errors
-    /// The image is no export.
+    /// `plain` is not the URI of an export.
     pub fn uri_of(&self, plain: &str, hostname: Option<&str>) -> Result<String, String> {
         let rest = plain.strip_prefix("nbd").filter(|rest| rest.starts_with([':', '+']));
         let rest = rest.ok_or_else(|| format!("{plain}: TLS is of exports"))?;

@@ -77,7 +77,7 @@ pub fn clone_disks<'a>(
     })
 }
 
-/// Makes the clones of all disks. After an error, `made` has the clones so far.
+/// Makes the clones of all disks. After an error, `made` has the clones that were made before it.
 async fn make_all(plans: &[Plan<'_>], made: &mut Vec<Vec<MadeClone>>) -> Result<()> {
     for plan in plans {
         made.push(Vec::new());

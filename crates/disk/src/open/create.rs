@@ -22,24 +22,24 @@ use super::lock::lock_for_writing;
 
 /// Suffix of the file of an unfinished image.
 const PART: &str = ".part";
-/// Bytes that the name of a file may have.
+/// Maximum length of a file name, in bytes.
 const MAX_NAME: usize = 255;
 
 /// `ENOENT` of Linux: there is no image of this name.
 const ENOENT: i32 = 2;
 
-/// Makes a new image of `size` bytes, all holes, durably. Needs the loop of the current thread. On
-/// a block device the image overwrites the old content; a raw image is the device itself, and keeps
-/// its content.
+/// Makes a new image of `size` bytes, all holes, durably. Needs the event loop of the current
+/// thread. On a block device the image overwrites the old content; a raw image is the device
+/// itself, and keeps its content.
 ///
 /// # Errors
-/// Names the image: the size is not a multiple of 512, the name exists, the host or cluster
-/// refuses, or a device is too small or in use. An unfinished image is removed.
+/// The error names the image: the size is not a multiple of 512, the name exists, the host or
+/// cluster refuses, or a device is too small or in use. An unfinished image is removed.
 pub fn create(name: &Path, size: u64, format: ImageFormat) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move { create_as(name, size, format, NewFile::default()).await })
 }
 
-/// As [`create`], with hints for the file system, or in place of an existing file's content.
+/// As [`create`], with hints for the file system, or as the new content of an existing file.
 ///
 /// # Errors
 /// As [`create`]; `Locked` if another program uses the existing file.
@@ -68,7 +68,7 @@ pub fn create_as(
         let finished = finished.await;
         // An image in Ceph that is open cannot be removed.
         drop(storage);
-        // A file that existed before keeps its name.
+        // A file that existed before is not removed.
         if finished.is_err() && !how.is_in_place {
             remove_created(name).await;
         }
@@ -77,17 +77,17 @@ pub fn create_as(
 }
 
 /// As [`create_as`], for a qcow2 image with these properties, without access to its backing file. A
-/// data file must exist, and have an absolute name: as a raw disk it keeps its content.
+/// data file must exist and have an absolute name; if it is the raw disk, it keeps its content.
 ///
 /// # Errors
-/// As there; `InvalidInput` for options that no image has.
+/// As there; `InvalidInput` for options that contradict each other.
 pub fn create_qcow2<'a>(
     name: &'a Path,
     options: &'a CreateOptions,
     how: NewFile,
 ) -> LocalBoxFuture<'a, Result<()>> {
     rare(async move {
-        // Until its header is written the file is empty, which no program takes for an image.
+        // Until the header is written the file is empty, so no program takes it for an image.
         create_as(name, 0, ImageFormat::Raw, how).await?;
         let filled = async {
             let storage = open_created(name).await?;
@@ -108,7 +108,7 @@ pub fn create_qcow2<'a>(
             storage.close().await
         };
         let filled = filled.await;
-        // As above.
+        // A file that existed before is not removed.
         if filled.is_err() && !how.is_in_place {
             remove_created(name).await;
         }
@@ -145,7 +145,7 @@ async fn create_storage(name: &Path, size: u64, how: NewFile) -> Result<ImageSto
     }
 }
 
-/// Opens a device for a new image that needs `size` bytes at least, locked.
+/// Opens and locks a device for a new image that needs `size` bytes or more.
 fn open_device(path: &Path, size: u64) -> Result<HostFile> {
     let device = lock_for_writing(path)?;
     let has = device.size();
@@ -170,7 +170,7 @@ pub fn is_device(name: &Path) -> bool {
 /// a device is locked.
 ///
 /// # Errors
-/// One that names the image.
+/// The error names the image.
 pub fn open_created(name: &Path) -> LocalBoxFuture<'_, Result<ImageStorage>> {
     rare(async move {
         match Location::of(name)? {
@@ -186,7 +186,7 @@ pub fn open_created(name: &Path) -> LocalBoxFuture<'_, Result<ImageStorage>> {
     })
 }
 
-/// Removes an unfinished image of [`create`]; a device stays. It must not be open. Errors are
+/// Removes an unfinished image of [`create`], which must not be open; a device stays. Errors are
 /// ignored: the caller reports the error that stopped the work.
 pub async fn remove_created(name: &Path) {
     match Location::of(name) {
@@ -196,11 +196,11 @@ pub async fn remove_created(name: &Path) {
     }
 }
 
-/// Gives a finished image, which is durable and not open, another name: in the same folder, or the
-/// same pool of Ceph. Durable when it returns.
+/// Gives a finished image another name in the same folder, or in the same pool of Ceph. The image
+/// must be durable and not open. The new name is durable when this returns.
 ///
 /// # Errors
-/// Names the image: as [`rename_durable`]. An image in Ceph is never replaced.
+/// As [`rename_durable`]; the error names the image. An image in Ceph is never replaced.
 pub fn rename_finished<'a>(
     from: &'a Path,
     to: &'a Path,
@@ -220,7 +220,7 @@ pub fn rename_finished<'a>(
 /// Whether there is an image of this name.
 ///
 /// # Errors
-/// This cannot be determined, or only by opening the image.
+/// `Unsupported` for an export of another server; errors of the cluster; an invalid name.
 pub async fn exists(name: &Path) -> Result<bool> {
     match Location::of(name)? {
         Location::File(path) => Ok(std::fs::symlink_metadata(path).is_ok()),
@@ -231,8 +231,7 @@ pub async fn exists(name: &Path) -> Result<bool> {
         }
         Location::Rbd(location) => match RbdStorage::open(location, RbdAccess::ReadShared).await {
             Ok(image) => image.close().await.map(|()| true),
-            // ENOENT may also mean that there is no such pool. Then the creation fails for that
-            // reason.
+            // ENOENT may also mean that the pool is missing; then the creation of the image fails.
             Err(error) if error.errno() == ENOENT => Ok(false),
             Err(error) => Err(error),
         },
@@ -251,8 +250,8 @@ pub fn part_of(target: &Path) -> PathBuf {
         path.push(PART);
         return path.into();
     }
-    // The length of a file name is limited. A long name is cut, and a hash is appended, which is
-    // the same each time.
+    // The length of a file name is limited. A long name is cut, and the hash of the whole name is
+    // appended.
     let number = format!("~{:016x}", fnv(name.as_bytes()));
     let mut start = kept - number.len();
     let text = name.to_string_lossy();
@@ -262,7 +261,7 @@ pub fn part_of(target: &Path) -> PathBuf {
     target.with_file_name(format!("{}{number}{PART}", &text[..start]))
 }
 
-/// A number of 64 bits for these bytes (FNV-1a).
+/// The 64-bit hash of these bytes (FNV-1a).
 fn fnv(bytes: &[u8]) -> u64 {
     const BASIS: u64 = 0xcbf2_9ce4_8422_2325;
     const PRIME: u64 = 0x100_0000_01b3;
@@ -314,9 +313,8 @@ pub fn format_for_new(name: &Path) -> Result<ImageFormat, String> {
     }
 }
 
-/// Refuses the name of a new file in the folder of devices: it is probably a mistyped device, and
-/// the file would be in memory and lost at a restart. File systems mounted below (`/dev/shm`) are
-/// not affected.
+/// Refuses a new file in `/dev`: the name is probably a mistyped device, and the file would be in
+/// memory only and lost at a restart. File systems mounted below (`/dev/shm`) are not affected.
 ///
 /// # Errors
 /// `InvalidInput`.

@@ -19,8 +19,8 @@ use crate::options::Access;
 /// Maximum time for a server to reply to a request while an image is opened.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 
-/// Opens the image over a file. The returned [`Restore`] is the rest of the opening, for when the
-/// image has its data file and its backing file.
+/// Opens the image over a file. The returned [`Restore`] completes the opening; the caller uses it
+/// once the image has its data file and its backing file.
 pub(super) async fn disk_over(
     mut storage: ImageStorage,
     path: &Path,
@@ -41,7 +41,7 @@ pub(super) async fn disk_over(
     storage.set_answer_time(Some(OPEN_TIME));
     let disk_options = options.of_disk();
     let format = options.format.unwrap_or_else(|| match &storage {
-        // A disk of several files has no name with a suffix.
+        // A disk of several files, or of a part of a file, has no suffix of its own.
         ImageStorage::Concat(_) => ImageFormat::Raw,
         _ => format_by_name(path),
     });

@@ -13,8 +13,8 @@ use rustix::io::Errno;
 pub enum IfExists {
     /// The existing file stays, and the rename fails.
     Fail,
-    /// The new file replaces it atomically, and gets its mode; also its owner and group, as far as
-    /// the kernel lets this process set them.
+    /// The new file replaces the existing file atomically, and gets its mode. It also gets its
+    /// owner and group, as far as the kernel lets this process set them.
     Replace,
 }
 
@@ -43,8 +43,8 @@ pub fn rename_durable(from: &Path, to: &Path, if_exists: IfExists) -> Result<()>
             _ => failed.hint(format!("the image is complete: {}", from.display())),
         }
     })?;
-    // Without this sync, the next durable write on XFS would have to flush the inode's changes by
-    // the rename.
+    // Without this sync, the next durable write on XFS would also have to flush the changes that
+    // the rename made to the inode.
     if let Ok(file) = File::open(to) {
         file.sync_all().map_err(|error| Error::host("cannot sync", error).on(&name(to)))?;
     }
@@ -55,8 +55,8 @@ fn name(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// Gives the file `from` the mode of the file `to`, if there is one, and its owner and group if
-/// this process may set them.
+/// Gives the file `from` the mode of the file `to`, if `to` exists, and its owner and group if this
+/// process may set them.
 pub(super) fn keep_rights(from: &Path, to: &Path) -> std::io::Result<()> {
     let (Ok(old), file) = (std::fs::metadata(to), File::open(from)?) else { return Ok(()) };
     let new = file.metadata()?;

@@ -1,10 +1,11 @@
 //! Forks of disks that are in use, and of images that are not open: see *Forks* in README.md of the
 //! crate.
 //!
-//! Guarantees: the layer holds the disk's content at the moment of the fork; the disk's overlay and
-//! its children read it. A kill or a loss of power at any step leaves the disk either on its old
-//! image or on its overlay, and the record beside the layer says which. A fork that fails before
-//! that moment leaves the disk as it was, and no files.
+//! Guarantees: the layer (the disk's former image) holds the disk's content at the moment of the
+//! fork. The disk's overlay and its children, which are further overlays, read the layer. A kill or
+//! a loss of power at any step leaves the disk either in its old image or in its overlay, and the
+//! record beside the layer says in which of the two. A fork that fails before the moment of the
+//! fork leaves the disk unchanged, and no files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,8 +39,8 @@ use crate::options::Access;
 use crate::snapshots::Pause;
 use crate::tools::set_backing_file;
 
-/// Bytes of an overlay's cluster. Its subclusters have 4 KiB: the first write to each of them after
-/// a fork copies its rest, which is usually nothing.
+/// Bytes of an overlay's cluster. A subcluster has 4 KiB: the first write to a subcluster after a
+/// fork copies the rest of it, which is usually empty.
 const OVERLAY_CLUSTER: u64 = 128 << 10;
 
 type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
@@ -49,7 +50,7 @@ type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
 pub struct NewChild {
     /// Its path, where no file exists yet.
     pub path: PathBuf,
-    /// The options by which it is opened at once; `None`: it is only created.
+    /// The options with which it is opened at once; `None` if it is only created.
     pub opened: Option<ImageOptions>,
 }
 
@@ -59,8 +60,8 @@ pub struct ForkOf<'a> {
     pub disk: &'a ImageDisk,
     /// How it was opened.
     pub options: ImageOptions,
-    /// The path of its new overlay; `None` for a disk that is open for reading only, which stays as
-    /// it is.
+    /// The path of its new overlay; `None` for a disk that is open for reading only and stays
+    /// unchanged.
     pub overlay: Option<PathBuf>,
     /// Whether the overlay exists already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
@@ -83,12 +84,12 @@ pub struct Forked<'a> {
 
 impl Forked<'_> {
     /// Makes the layer durable, and then lets other programs read it. Guests continue, except while
-    /// the disk's bitmaps are completed: if that fails, the error is logged, and the bitmaps mark
-    /// the whole disk as changed.
+    /// the disk's bitmaps are completed. An error of completing them is logged, and the bitmaps
+    /// then mark the whole disk as changed.
     ///
     /// # Errors
-    /// Errors of the storage: the layer stays locked, and flushes of the images over it fail as
-    /// well.
+    /// Errors of the storage. The layer then stays locked, and flushes of the images over it fail
+    /// as well.
     pub async fn settle(&self) -> Result<()> {
         let Some(replaced) = &self.replaced else { return Ok(()) };
         replaced.close_as_layer().await?;
@@ -114,7 +115,7 @@ impl Drop for Forked<'_> {
     }
 }
 
-/// The steps of one disk's fork that were taken.
+/// The steps of one disk's fork that were taken so far.
 struct Steps<'a> {
     fork: ForkOf<'a>,
     layer: PathBuf,
@@ -125,13 +126,13 @@ struct Steps<'a> {
     children: Vec<(PathBuf, Option<ImageDisk>)>,
 }
 
-/// Forks disks at one moment. Returns for how long their changes were held off. The caller
-/// [settles](Forked::settle) the layers. Needs the loop of the current thread.
+/// Forks disks at one moment. Returns the forked disks, and how long changes were held off. The
+/// caller [settles](Forked::settle) the layers. Needs the event loop of the current thread.
 ///
 /// # Errors
-/// Names the disk or file: the disk cannot be forked, its overlay has another size, or the file
-/// exists; `Io` if changes in flight take too long; host errors. Then all disks continue as before,
-/// and no file is left.
+/// The error names the disk or file: the disk cannot be forked, its overlay has another size, or
+/// the file exists; `Io` if changes in flight take too long; host errors. Then all disks continue
+/// as before, and no file is left.
 pub fn fork<'a>(forks: Vec<ForkOf<'a>>) -> LocalBoxFuture<'a, Result<(Vec<Forked<'a>>, Pause)>> {
     rare(async move {
         let mut steps = Vec::with_capacity(forks.len());
@@ -159,8 +160,8 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
         steps.give_bitmaps().await?;
         steps.make_children().await?;
     }
-    // Once a record exists, a failure must not leave a child whose layer continues to change, so
-    // the fork is undone.
+    // The children get their names after the records exist. A failure after that undoes the fork,
+    // because it must not leave a child whose layer continues to change.
     for steps in &mut *all {
         steps.record()?;
     }
@@ -176,7 +177,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
             continue;
         };
         quiesced.push(Some((disk.quiesced().await?, Arc::clone(overlay))));
-        // The disk may have become read-only or longer since.
+        // The disk may have become read-only or longer since the first checks.
         disk.check_access(0)?;
         disk.check_replacement(overlay)?;
     }
@@ -194,7 +195,7 @@ async fn take<'a>(all: &mut [Steps<'a>]) -> Result<(Vec<Option<Replaced<'a>>>, P
 
 impl<'a> Steps<'a> {
     async fn new(mut fork: ForkOf<'a>) -> Result<Self> {
-        // The overlays are encrypted for the secret that opened the disk, and opened by it.
+        // The secret that opened the disk encrypts the overlays and opens them.
         fork.options.secrets = Secrets::of(fork.disk);
         if fork.overlay.is_some() {
             check_goes_on(fork.disk)?;
@@ -321,7 +322,7 @@ impl<'a> Steps<'a> {
     async fn open_over(&self, path: &Path, options: &ImageOptions) -> Result<StoredImage> {
         let mut options = overlay_options(options);
         if self.fork.disk.capabilities().write_cache == WriteCache::None {
-            // The guest was told that it needs no flush.
+            // The guest was told that no flush is needed.
             options.cache = options.cache.write_through();
         }
         let (mode, cache) = (options.open_mode(), options.cache.page_cache());
@@ -401,7 +402,7 @@ async fn close_alone(image: &StoredImage) -> Result<()> {
     image.close().await
 }
 
-/// Closes an overlay that nothing was written to, so that no state of it is left.
+/// Closes an overlay without writes, so that it leaves no state file.
 async fn close_unused(image: Option<&StoredImage>) {
     if let Some(image) = image
         && let Err(error) = close_alone(image).await
@@ -410,7 +411,7 @@ async fn close_unused(image: Option<&StoredImage>) {
     }
 }
 
-/// Forks an image that is not open: its disk is `overlay` from then on, durably.
+/// Forks an image that is not open: from then on its disk is `overlay`, durably.
 ///
 /// # Errors
 /// As [`fork`], and the errors of opening it for writing.
@@ -457,7 +458,7 @@ fn overlay_options(options: &ImageOptions) -> ImageOptions {
     }
 }
 
-/// Refuses an image with data of its own: a disk over it would read that data.
+/// Refuses an image with data of its own: a disk that continues in it would read that data.
 async fn check_unwritten(image: &ImageDisk) -> Result<()> {
     let mut rest = ByteRange::between(0, image.size());
     while !rest.is_empty() {
@@ -507,7 +508,7 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
         let what = "is open for writing, and would change what others are over";
         return refuse(ErrorKind::InvalidInput, what, "have it go on in an overlay");
     }
-    // For a raw image with a side file, the file with the data.
+    // For a raw image with a side file, this is the file with the data.
     let file = if image.has_side_file() {
         image.format().data().storage().as_file()
     } else {
@@ -532,7 +533,8 @@ fn check_forkable(disk: &ImageDisk, goes_on: bool) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// The path of a new file whose folder is canonical: it stays valid as long as nothing is renamed.
+/// The path of a new file, with the canonical path of its folder. It is valid as long as no folder
+/// is renamed.
 fn whole_path(path: &Path) -> Result<PathBuf> {
     let failed =
         |error| Error::host("cannot find the folder of", error).on(&path.to_string_lossy());
@@ -605,7 +607,7 @@ mod tests {
                 write(&disk, 65536, 2).await;
                 write(&child, 65536, 3).await;
                 assert!(disk.image().has_unstable_layer() && child.image().has_unstable_layer());
-                // As after a kill: neither the layer nor the overlays are closed.
+                // This is as after a kill: neither the layer nor the overlays are closed.
                 drop(forked);
                 drop((disk, child));
                 let refused = open(&path, options.clone()).await.err().expect("it was forked");
@@ -631,7 +633,7 @@ mod tests {
                 write(&disk, 0, 1).await;
                 let (forked, _) = fork(vec![plan(&disk, &options, folder)]).await.unwrap();
                 let child = forked[0].children[0].1.as_ref().unwrap();
-                // Both count the requests to the layer that they share.
+                // Both disks count the requests to the layer that they share.
                 write(&disk, 0, 2).await;
                 let before = disk.stats().counters().flushes_issued;
                 child.flush().await.unwrap();

@@ -3,11 +3,11 @@
 //!
 //! Guarantees: a bitmap of the overlay never lacks a change. Until the layer is
 //! [settled](super::fork::Forked::settle) each enabled bitmap of the overlay marks the whole disk
-//! as changed. After that it has the bits of the moment of the fork and the later changes: what it
-//! would have without a fork, or more where `MAX_MEMORY` makes the map of changes coarser. A crash
+//! as changed. After that it has the bits of the moment of the fork and of the later changes, as
+//! without a fork; it has more bits if `MAX_MEMORY` makes the map of changes coarser. A crash
 //! leaves one of these two states. The pause of a fork does not wait for bitmaps. A fork fails if
-//! its overlay cannot be given the bitmaps before the pause, and not if they cannot be completed
-//! after it.
+//! its overlay cannot get the bitmaps before the pause. It does not fail if they cannot be
+//! completed after the pause.
 
 use std::sync::Arc;
 
@@ -20,8 +20,8 @@ use crate::dirty_map::DirtyMap;
 use crate::disk::{ReplacedImage, quiesce_flushed};
 use crate::observers::ChangeObserver;
 
-/// Maximum memory for the map of changes until the layer is settled. The map of a large disk is
-/// coarser than its bitmaps for this, and they then mark more than has changed.
+/// Maximum memory, in bytes, for the map of changes until the layer is settled. So the map of a
+/// large disk is coarser than its bitmaps, which then mark more than has changed.
 const MAX_MEMORY: u64 = 64 << 20;
 
 /// The enabled bitmaps of a disk's overlay until they are complete.
@@ -30,8 +30,8 @@ pub(super) struct ForkedBitmaps {
     changes: Arc<DirtyMap>,
 }
 
-/// Gives the unwritten overlay of a disk the bitmaps of the disk's image; `None` if none of them
-/// has to be [completed](ForkedBitmaps::complete), because none records changes.
+/// Gives the unwritten overlay of a disk the bitmaps of the disk's image. Returns `None` if no
+/// bitmap records changes, so that nothing has to be [completed](ForkedBitmaps::complete).
 ///
 /// # Errors
 /// The host's error.
@@ -71,7 +71,8 @@ pub(super) async fn copy_bitmaps(disk: &ImageDisk, overlay: &StoredImage) -> Res
     ours.inherit(&theirs, &names(&all), InheritedBits::Exact(&|_| None)).await
 }
 
-/// The bitmaps that record changes, and those that do not; without bitmaps that lack changes.
+/// The bitmaps that record changes, and the disabled bitmaps. Bitmaps that lack changes are left
+/// out.
 async fn usable_bitmaps(disk: &ImageDisk) -> Result<(Vec<Bitmap>, Vec<Bitmap>)> {
     if !disk.format().has_bitmaps() {
         return Ok(Default::default());
@@ -100,10 +101,10 @@ impl ForkedBitmaps {
     }
 
     /// Completes the bitmaps: `layer` is the disk's former image, which no longer changes. Changes
-    /// of the disk are held off during this.
+    /// of the disk are held off meanwhile.
     ///
     /// # Errors
-    /// Errors of the storage: the bitmaps mark the whole disk as changed.
+    /// Errors of the storage. The bitmaps then mark the whole disk as changed.
     pub(super) async fn complete(
         &self,
         disk: &ImageDisk,

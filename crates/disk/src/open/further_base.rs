@@ -28,9 +28,9 @@ pub fn find_further_base(disk: &ImageDisk, wanted: &Path) -> Result<FurtherBase>
     FurtherBase::new(disk, 0, depth, name)
 }
 
-/// The layers of the chain of `disk` from `top`, a backing file, down to `base`, which is kept,
-/// given by their files or names. `None` for the base: the last image of the chain. `name` replaces
-/// the usual name of the base in the header of the image above.
+/// The layers of the chain of `disk` from the backing file `top` down to `base`, which is kept.
+/// Both are given by their files or names; if `base` is `None`, it is the last image of the chain.
+/// `name` replaces the usual name of the base in the header of the image above.
 ///
 /// # Errors
 /// As [`find_further_base`]; `InvalidInput` for a base that is not below `top`.
@@ -108,8 +108,8 @@ fn name_below(
     Err(Error::new(ErrorKind::Unsupported, what).on(disk))
 }
 
-/// Updates the record of a fork: its disk continues in the image of `disk`, which is directly over
-/// the fork's layer now that the images between are left out.
+/// Updates the record of a fork after the images between were left out: the disk continues in the
+/// image of `disk`, which is directly over the fork's layer now.
 ///
 /// # Errors
 /// As [`record_forked`].
@@ -126,11 +126,11 @@ pub fn note_passed_over(disk: &ImageDisk) -> Result<()> {
 }
 
 /// The name that an image at `image` stores for the file at the canonical path `layer`: without the
-/// folder, if both are in the same one.
+/// folder, if both are in the same folder.
 pub(super) fn name_from(layer: &Path, image: &Path) -> Vec<u8> {
     let is_beside = image.parent() == layer.parent();
     let name = layer.file_name().filter(|_| is_beside);
     let name = name.unwrap_or(layer.as_os_str()).as_bytes().to_vec();
-    // A name with a colon would be taken for an address.
+    // Without the prefix, a name with a colon would be taken for an address.
     if is_beside && is_address(&name) { [b"./", &name[..]].concat() } else { name }
 }

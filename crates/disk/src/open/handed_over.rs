@@ -1,8 +1,8 @@
 //! Images that another process hands over: this process opens them by the file descriptors of the
-//! other process, and with its locks.
+//! other process, which have its locks.
 //!
 //! Guarantees: until [`HandedOverDisk::take_over`] this process changes neither the image nor its
-//! state file, and the locks stay with the other process, even if this one dies. From
+//! state file, and the other process keeps the locks, even if this process dies. From
 //! [`StoredImage::settle`] on the other process must execute no request, unless it resumes service
 //! itself.
 
@@ -36,10 +36,10 @@ pub struct HandedFile {
 
 /// The source of a chain's files.
 pub(super) enum Files {
-    /// They are opened by their paths.
+    /// This process opens the files by their paths.
     Host,
-    /// Another process has opened them, in this order. If there is a layer, it is open here
-    /// already, and is the backing file of the last image.
+    /// Another process has opened the files, in this order. The layer, if there is one, is open in
+    /// this process already, and is the backing file of the last image.
     HandedOver(VecDeque<HandedFile>, Option<SharedLayer>),
 }
 
@@ -60,7 +60,7 @@ impl Drop for SharedLayer {
 }
 
 impl SharedLayer {
-    /// Shares a layer that is in use, if other images may be over it. Then the layer stays locked.
+    /// Shares a layer in use, if further images may be put over it. The layer then stays locked.
     pub(super) fn of(layer: Arc<Layer<ImageStorage>>) -> Option<Self> {
         layer.stands().enter();
         let shared = Self(layer);
@@ -78,7 +78,7 @@ impl SharedLayer {
 }
 
 impl Files {
-    /// Whether the file at this path is the next of those that another process has open.
+    /// Whether the file at this path is the next file that another process hands over.
     pub(super) fn is_next(&self, path: &Path) -> bool {
         match self {
             Self::Host => false,
@@ -88,8 +88,8 @@ impl Files {
         }
     }
 
-    /// Refuses a name that is not a file of this host, if another process hands its files over: an
-    /// offer must not make this process connect anywhere.
+    /// Refuses a name that is not a file of this host, if another process hands its files over:
+    /// names from that process must not make this process connect to a server.
     ///
     /// # Errors
     /// `Unsupported`.
@@ -149,13 +149,12 @@ impl Files {
 
 impl StoredImage {
     /// The open files of the chain, in the order in which [`HandedOverDisk::open`] expects them,
-    /// and the paths that it finds in the images. For each image of the chain, from the top: the
-    /// image and its data file, or the files that hold its data. A layer from a fork was mostly
-    /// opened by another path.
+    /// each with the path that it finds in the images. For each image of the chain, from the top:
+    /// the image and its data file, or the files that hold its data. The layer of a fork was
+    /// usually opened by another path.
     ///
     /// # Errors
-    /// `Unsupported` where another server has one of the images: its connections cannot be handed
-    /// over.
+    /// `Unsupported` if one of the images is on another server: connections cannot be handed over.
     pub fn chain_files(&self) -> Result<Vec<(PathBuf, &HostFile)>> {
         self.first_files(usize::MAX)
     }
@@ -204,7 +203,7 @@ impl StoredImage {
     /// The disk stays open, and may continue.
     ///
     /// # Errors
-    /// Errors of the storage; a failure to write metadata that is remembered.
+    /// Errors of the storage; a remembered failure to write metadata.
     pub async fn settle(&self) -> Result<()> {
         match self.access() {
             Access::ReadWrite => self.format().settle().await,
@@ -212,7 +211,7 @@ impl StoredImage {
         }
     }
 
-    /// The errno of the failed flush that is remembered, of the image and of its data file.
+    /// The errno of the remembered flush failure, of the image and of its data file.
     pub fn flush_failures(&self) -> [Option<i32>; 2] {
         let format = self.format();
         [format.storage(), format.data()].map(|storage| storage.failure().map(Error::errno))
@@ -237,8 +236,8 @@ fn not_handed_over(name: &str) -> Error {
     Error::new(ErrorKind::Unsupported, what).on(name)
 }
 
-/// Makes acknowledged changes of an open disk survive the process from now on, if `uses` asks for
-/// that; errors are reported. Nothing may be in flight on the disk, which must be
+/// Makes acknowledged changes of an open disk survive the process from now on, if `uses` requires
+/// that; errors are logged. No request may be in flight on the disk, which must be
 /// [settled](StoredImage::settle) and without a state file. `path` is the image's path.
 pub fn keep_state<'a>(
     disk: &'a ImageDisk,
@@ -275,10 +274,11 @@ impl HandedOverDisk {
         Some(SharedLayer(layer))
     }
 
-    /// Makes the image this process's own: its locks are released when it is dropped, and it may be
-    /// changed. The next flush covers the other process's writes. `failures` are the flush failures
-    /// that the other process remembers; this process remembers them, too. It also owns the state
-    /// file. The takeover cannot be undone, so errors are logged.
+    /// Makes the image this process's own: this process may change the image, and releases its
+    /// locks by dropping it. The next flush covers the other process's writes. `failures` are the
+    /// flush failures that the other process remembers; this process remembers them, too. This
+    /// process also owns the state file from now on. The takeover cannot be undone, so errors are
+    /// only logged.
     pub async fn take_over(self, failures: [Option<i32>; 2]) -> ImageDisk {
         let Self { image, state } = self;
         image.chain_files().into_iter().flatten().for_each(|(_, file)| file.own_locks());
@@ -339,7 +339,7 @@ mod tests {
                 let write = Request::Write { offset, from: buffer.lend(), durability };
                 disk.submit(write).await.unwrap();
                 disk.image().settle().await.unwrap();
-                // It never owned the locks, so dropping it is safe.
+                // This disk never owned the locks, so dropping it is safe.
                 let opened =
                     HandedOverDisk::open(&path, options.clone(), files_of(&disk), None).await;
                 drop(opened.unwrap());
@@ -367,7 +367,7 @@ mod tests {
         });
     }
 
-    /// Guests wait for their first change after a hand-over, so it writes and flushes no header.
+    /// The first change after a hand-over writes and flushes no header, because guests wait for it.
     #[test]
     fn the_session_of_a_redo_log_goes_on_in_the_process_that_takes_over() {
         // The state is on tmpfs.
@@ -450,7 +450,7 @@ mod tests {
         });
     }
 
-    /// An offer never makes the process connect to a server, or load a library.
+    /// A name that is handed over never makes the process connect to a server or load a library.
     #[test]
     fn a_location_is_a_name_and_nothing_to_open() {
         let folder = tempfile::tempdir().unwrap();

@@ -14,13 +14,13 @@ pub type ImageDisk = Disk<ImageStorage>;
 pub type StoredImage = Image<ImageStorage>;
 
 impl StoredImage {
-    /// The image's file; `None` where another server has it.
+    /// The image's file; `None` if the image is on another server, or is a part of a file.
     pub fn file(&self) -> Option<&HostFile> {
         self.format().storage().storage().as_file()
     }
 
-    /// The file that has the byte at `host` of the data of the image at `depth` of the chain, and
-    /// the offset in that file. The data of an image may be in many files.
+    /// The file with the byte at offset `host` of an image's data, and the byte's offset in that
+    /// file. The image is at `depth` of the chain; its data may be in many files.
     pub fn locate(&self, depth: usize, host: u64) -> (&str, u64) {
         match self.layer().layers().nth(depth) {
             Some(layer) => layer.data().storage().locate(host),
@@ -28,8 +28,8 @@ impl StoredImage {
         }
     }
 
-    /// The space that the [files](Self::extent_files) with the image's data take on the host, in
-    /// bytes; 0 if it names none.
+    /// The space, in bytes, that the [files](Self::extent_files) with the image's data take on the
+    /// host; 0 if the image names no such files.
     ///
     /// # Errors
     /// The host's error.
@@ -42,8 +42,8 @@ impl StoredImage {
         }
     }
 
-    /// Ends the time limit of opening, when the image is open without its backing files. From now
-    /// on requests of guests and tools wait for its server without a limit. Commands that only
+    /// Ends the time limit of opening, once the image is open, except for its backing files. From
+    /// now on requests of guests and tools wait for its server without a limit. Commands that only
     /// inspect the image keep the limit.
     pub(super) fn end_opening(&self, is_look: bool) {
         if !is_look {

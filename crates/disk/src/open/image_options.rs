@@ -31,7 +31,7 @@ pub enum CacheMode {
 }
 
 impl CacheMode {
-    /// All of them, as listed to users.
+    /// All modes, in the order in which they are listed to users.
     pub const ALL: [Self; 5] =
         [Self::None, Self::Writeback, Self::Writethrough, Self::Directsync, Self::Unsafe];
 
@@ -46,7 +46,7 @@ impl CacheMode {
         }
     }
 
-    /// The same with every write durable.
+    /// The same mode, but with every write durable; `Unsafe` stays as it is.
     #[must_use]
     pub fn write_through(self) -> Self {
         match self {
@@ -103,13 +103,13 @@ pub enum StateUse {
     /// that inspect an image and copy nothing of it. `None` if there is no such directory.
     Look(Option<StateDir>),
     /// The state that a dead server has left in the directory is replayed to the image. For tools:
-    /// they keep no state of their own, and do not change an image whose server left its state
-    /// elsewhere. `None` if there is no such directory.
+    /// without such a state they keep none of their own, and they do not change an image whose
+    /// server left its state elsewhere. `None` if there is no such directory.
     Replay(Option<StateDir>),
     /// As `Replay`, and the image has a state file in the directory until it is closed. For
-    /// servers. If it cannot be made, opening fails.
+    /// servers. If the file cannot be made, opening fails.
     Keep(StateDir),
-    /// As `Keep`, but if it cannot be made, opening warns and continues.
+    /// As `Keep`, but if the file cannot be made, opening warns and continues.
     TryKeep(StateDir),
 }
 
@@ -142,24 +142,24 @@ pub struct ImageOptions {
     pub discard: Discard,
     /// The treatment of writes of zeros.
     pub detect_zeroes: DetectZeroes,
-    /// Whether data read from its backing file is copied into it, if it may be changed.
+    /// Whether data read from its backing file is copied into the image, if that may be changed.
     pub copy_on_read: bool,
-    /// The block sizes that it announces.
+    /// The block sizes that the disk announces.
     pub block_sizes: BlockSizes,
     /// The treatment of changes that get ENOSPC.
     pub on_full: OnFull,
-    /// Whether other programs are kept away.
+    /// Whether the image is locked against other programs.
     pub locking: Locking,
     /// Whether acknowledged changes survive the process.
     pub state: StateUse,
     /// The files that the image may name as its backing file or data file, in addition to regular
-    /// files below its own folder.
+    /// files below the image's own folder.
     pub allowed_paths: AllowedPaths,
     /// Whether it may name an export of another server as its backing file.
     pub remote_backing: RemoteBacking,
     /// The secrets of encrypted images.
     pub secrets: Secrets,
-    /// The part of its file that has the image; that file is then only read.
+    /// The part of its file that has the image, which is then only read; `None` for the whole file.
     pub part: Option<FilePart>,
     /// The purpose of opening it.
     pub purpose: Purpose,
@@ -174,13 +174,14 @@ pub struct ImageOptions {
 /// The purpose of opening an image, which decides which of its files and which keys are needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Purpose {
-    /// To read and write its disk: with all of its files.
+    /// To read and write its disk: with all files.
     #[default]
     Disk,
-    /// To find the images of its chain: no data of encrypted images can be read without a key.
+    /// To find the images of its chain: an encrypted image is opened without a key, too, but then
+    /// its data cannot be read.
     Chain,
     /// To work on the image itself: with its data file, without its backing files. Ranges of the
-    /// backing files cannot be read, nor data without a key.
+    /// backing files cannot be read; encrypted data can be read only with a key.
     Image,
     /// To inspect it, for reading only: with the files that hold its metadata. No guest data of an
     /// image with a data file can be read.
@@ -198,14 +199,14 @@ pub enum BackingUse {
     LeftOut,
 }
 
-/// Location of the bitmaps of a raw image or volume, which cannot store them itself, if not beside
-/// it.
+/// Location of the bitmaps of a raw image or volume, if they are not beside it. A raw image cannot
+/// store bitmaps itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SideFile {
     /// The file, or a folder in which it is named after the image.
     pub path: PathBuf,
-    /// Whether the user asserts that the volume has no other writer: used if the host provides no
-    /// evidence.
+    /// Whether the user asserts that the volume has no other writer. This counts if the host has no
+    /// evidence of changes.
     pub is_alone: bool,
 }
 
@@ -218,33 +219,33 @@ pub struct FilePart {
     pub size: Option<u64>,
 }
 
-/// Whether an image may name another server as its backing file: an image from an attacker could
-/// make this host connect to servers that the attacker cannot reach.
+/// Whether an image may name an image on another server as its backing file. Reason to refuse: an
+/// attacker's image could make this host connect to servers that the attacker cannot reach.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemoteBacking {
-    /// It may not.
+    /// It may not name one.
     #[default]
     Refused,
-    /// It may, by a URI of NBD.
+    /// It may name one, by an NBD URI or the name of an image in Ceph.
     Allowed,
 }
 
 impl ImageOptions {
-    /// The same for an image in this part of its file. Uses the page cache, because the part may
-    /// begin at any offset.
+    /// The same options for an image in this part of its file. A part is read through the page
+    /// cache, because it may begin at any offset.
     #[must_use]
     pub fn in_part(self, part: Option<FilePart>) -> Self {
         let cache = if part.is_some() { CacheMode::Writeback } else { self.cache };
         Self { part, cache, ..self }
     }
 
-    /// The same for another purpose.
+    /// The same options for another purpose.
     #[must_use]
     pub fn for_purpose(self, purpose: Purpose) -> Self {
         Self { purpose, ..self }
     }
 
-    /// The same for the disk as it was when a snapshot was taken, if one is named.
+    /// The same options for reading a snapshot of the disk, if `snapshot` is given.
     #[must_use]
     pub fn at_snapshot(self, snapshot: Option<&str>) -> Self {
         match snapshot {
@@ -309,11 +310,11 @@ impl Default for ImageOptions {
 /// Whether an image is locked while it is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locking {
-    /// As long as it is open.
+    /// The image is locked as long as it is open.
     Held,
-    /// Not at all: for a quick look at an image that others may be using.
+    /// The image is not locked: for a quick look at an image that others may be using.
     None,
-    /// Not before it is opened again ([`reopen`](crate::reopen)): another program may change it,
-    /// and this one only reads it.
+    /// The image is not locked until it is opened again ([`reopen`](crate::reopen)). Until then
+    /// another program may change it, and this program only reads it.
     Inactive,
 }

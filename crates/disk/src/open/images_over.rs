@@ -33,7 +33,7 @@ fn images_over(layer: &Path, folders: &[&Path], known: &Path) -> Result<Vec<Path
                 fs::metadata(path.parent().unwrap_or(folder).join(name))
                     .is_ok_and(|one| is_it(&one))
             };
-            // An unreadable file is ignored: no user here can open it as an image.
+            // An unreadable file is ignored: this process could not open it as an image either.
             if !is_part && backing_of(&path).is_some_and(names) && !found.contains(&path) {
                 found.push(path);
             }
@@ -45,7 +45,7 @@ fn images_over(layer: &Path, folders: &[&Path], known: &Path) -> Result<Vec<Path
 }
 
 /// Refuses a layer that is the backing file of another image than `known`. Only images in the
-/// folders of these two are found.
+/// folders of `layer` and `known` are found.
 ///
 /// # Errors
 /// `InvalidInput` with the names of the images; the host's error.
@@ -72,7 +72,7 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
     if !fs::symlink_metadata(path).ok()?.is_file() {
         return None;
     }
-    // Another file may have replaced it since: opening a pipe would block.
+    // Another file may have replaced this file since the check, and opening a pipe would block.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let mut file: File = fs::OpenOptions::new().read(true).custom_flags(flags).open(path).ok()?;
     let mut header = [0; 20];

@@ -10,16 +10,16 @@ use futures_util::future::LocalBoxFuture;
 use super::image_disk::ImageDisk;
 use super::unlock::Secrets;
 
-/// A change of key slots. Secrets are numbered as they were given.
+/// A change of key slots. A secret is given by its index in the list of secrets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeySlotChange {
     /// Adds a slot that a secret opens.
     Add {
-        /// Which secret.
+        /// The secret's index.
         secret: usize,
-        /// Which slot; `None`: the first that is free.
+        /// The slot's number; `None` chooses the first free slot.
         slot: Option<u32>,
-        /// How long opening the slot is to take.
+        /// The time that opening the slot is to take.
         time: Duration,
     },
     /// Erases a slot.
@@ -31,14 +31,14 @@ pub enum KeySlotChange {
 /// Whether a change may lose the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LastKey {
-    /// Such a change is refused, and so is a new key in a slot in use.
+    /// Such a change is refused. A new key in a slot that is in use is refused, too.
     Keep,
     /// The image may become impossible to open.
     MayGo,
 }
 
-/// Changes key slots of an image that is open for writing, durably. The secrets that open it stay
-/// those it was opened with. Derives keys on this thread, which takes seconds.
+/// Changes key slots of an image that is open for writing, durably. The open disk keeps the secret
+/// that it was opened with. Blocks this thread for seconds, because it derives keys.
 ///
 /// # Errors
 /// `InvalidInput` if the image is not encrypted, there is no such slot or secret, the slot is in

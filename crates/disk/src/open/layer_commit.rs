@@ -1,5 +1,5 @@
-//! A commit of layers of a served disk, for files of the host: which files it opens and locks, and
-//! what the record beside the base says.
+//! A commit of layers of a served disk, for files of the host: opens and locks the files, and
+//! writes the record beside the base.
 //!
 //! Guarantees: nothing is written if another image is known to use one of the layers as its backing
 //! file. If the base is the layer of a fork, a record is beside it. Until the base is complete, the
@@ -25,9 +25,10 @@ use crate::disk::{Disk, FurtherBase};
 use crate::layer::Layer;
 use crate::tools::LayerCommit;
 
-/// Opens for writing the images that a commit of layers of `disk` changes; the disk was opened by
-/// `options`, and its image is at `path`. Other programs cannot open them, not even for reading.
-/// The caller must [end](end_layer_commit) it in every case. Needs the loop of the current thread.
+/// Opens for writing the images that a commit of layers of `disk` changes; the disk was opened with
+/// `options`, and its image is at `path`. Other programs cannot open these images, not even for
+/// reading. The caller must [end](end_layer_commit) the commit in every case. Needs the event loop
+/// of the current thread.
 ///
 /// # Errors
 /// As [`open_base`](super::open_base), of the base and of the image above the layers;
@@ -43,8 +44,7 @@ pub fn begin_layer_commit<'a>(
         let layers: Vec<_> = disk.image().layers().collect();
         let (above, base) = (left_out.above(), left_out.above() + left_out.steps());
         check_layers(&layers[above..=base])?;
-        // The layers between are checked, too, because other programs might read them at the same
-        // time.
+        // The layers between are checked, too, because other disks of this process might read them.
         layers[above.max(1)..=base].iter().try_for_each(|layer| check_alone(layer))?;
         let options = ImageOptions { copy_on_read: false, ..options.clone() };
         let opener = Opener { layers: &layers, path, options: &options };
@@ -82,7 +82,7 @@ pub fn begin_layer_commit<'a>(
         }
         let [above, top] = [above, above + 1].map(|depth| opener.path_of(depth).to_owned());
         Ok(commit.before_naming(move || match &base {
-            // Changes that a commit of the image above has begun go into the base as well.
+            // If a commit into the highest layer has begun, the base gets its changes as well.
             Some(base) if has_commit_begun(&top)? => record_committed(base, &above),
             Some(base) => record_forked(base, &above),
             None => Ok(()),
@@ -104,8 +104,8 @@ pub(super) fn check_layers(layers: &[&Layer<ImageStorage>]) -> Result<()> {
         .try_for_each(|[above, layer]| check_only_over(layer, above))
 }
 
-/// Ends a commit of layers, complete or not, without requests in flight. Then other programs may
-/// read the images that it has changed. Errors are logged.
+/// Ends a commit of layers, complete or not. The commit must have no requests in flight. Afterwards
+/// other programs may read the images that it has changed. Errors are logged.
 pub async fn end_layer_commit(commit: &LayerCommit<ImageStorage>, options: &ImageOptions) {
     if let Err(error) = commit.end().await {
         tracing::warn!("{error}");

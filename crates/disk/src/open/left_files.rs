@@ -1,9 +1,9 @@
 //! Removes the files of layers that are no longer part of a chain.
 //!
 //! Guarantees: a file is removed only after its chain durably no longer includes it, and only if no
-//! other image is known to use it as a backing file. Checked are images of this process, of other
-//! processes (by the lock), and in the file's folder. The file's record is removed last, so a crash
-//! leaves no file that could be taken for a disk.
+//! other image is known to use it as a backing file. The images of this process, of other processes
+//! (by their locks), and in the file's folder are checked. The file's record is removed after the
+//! file, so a crash leaves no file that could be taken for a disk.
 
 use std::fs::remove_file;
 use std::os::unix::fs::MetadataExt;
@@ -24,7 +24,7 @@ use super::rollback::requests_ended;
 use crate::disk::FurtherBase;
 use crate::layer::Layer;
 
-/// Files of layers to be removed. See the module's page.
+/// Files of layers to be removed. See the module's documentation.
 pub struct LeftFiles(Vec<(PathBuf, Identity)>);
 
 impl LeftFiles {
@@ -32,8 +32,8 @@ impl LeftFiles {
     ///
     /// # Errors
     /// `InvalidInput` if a file is another image's backing file (the error names that image), or if
-    /// its name now belongs to another file. `Unsupported` for layers that are not regular files,
-    /// have snapshots, or keep their data in other files.
+    /// another file has its name now. `Unsupported` for layers that are not regular files, have
+    /// snapshots, or keep their data in other files.
     pub async fn of(disk: &ImageDisk, left_out: &FurtherBase) -> Result<Self> {
         let layers: Vec<_> = disk.image().layers().skip(left_out.above()).collect();
         let layers = &layers[..left_out.steps()];

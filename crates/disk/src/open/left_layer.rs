@@ -1,9 +1,9 @@
-//! Completes a layer that a fork has left, if the server of the fork has died: when an image over
-//! the layer is opened for writing.
+//! Completes the layer of a fork whose server has died, when an image over the layer is opened for
+//! writing.
 //!
 //! Guarantee: the layer has, durably, all changes that the server acknowledged before the fork.
-//! Reason: the server may have died before it settled the layer. No other way of opening does this,
-//! because the record forbids opening the layer itself for writing.
+//! Reason: the server may have died before it settled the layer. Only this way of opening completes
+//! the layer, because the record beside it forbids opening the layer itself for writing.
 
 use std::path::Path;
 
@@ -19,11 +19,11 @@ use super::restore::find_state;
 use crate::image::EarlierWrites;
 use crate::options::Access;
 
-/// Replays to a layer the state that its server left, and makes it durable. Other backing files
-/// stay as they are. The layer is open for reading, by these options, and not locked yet.
+/// Replays to a layer the state that its server left, and makes the layer durable. Other backing
+/// files stay unchanged. The layer is open for reading with these options, and not locked yet.
 ///
 /// # Errors
-/// The host's error; or as opening the layer for writing, if another program uses it.
+/// The host's error; if another program uses the layer, the error of opening it for writing.
 pub(super) async fn restore_layer(
     layer: &ImageStorage,
     path: &Path,

@@ -1,8 +1,8 @@
 //! An image opened without its backing file (`backing: null` in QEMU's JSON).
 //!
-//! Guarantees: clusters that the image does not have read as zeros, and their block status is a
-//! hole. Written zeros are stored as zero clusters, so that they still read as zeros when the image
-//! is opened with its backing file again.
+//! Guarantees: clusters that are not allocated in the image read as zeros, and their block status
+//! is a hole. Written zeros are stored as zero clusters, so that they still read as zeros when the
+//! image is opened with its backing file again.
 
 use std::os::fd::AsRawFd;
 use std::path::Path;
@@ -18,7 +18,7 @@ use crate::options::{Access, Options};
 /// Replaces the disk's backing file, if it has one, by an empty disk.
 ///
 /// # Errors
-/// The host's: no memory.
+/// The host's, if there is no memory.
 pub(super) async fn without_backing(disk: StoredImage) -> Result<StoredImage> {
     if disk.backing_file().is_none() {
         return Ok(disk);
@@ -33,7 +33,7 @@ pub(super) async fn without_backing(disk: StoredImage) -> Result<StoredImage> {
     let read_only = Options { access: Access::ReadOnly, ..Options::default() };
     let nothing = Image::open(file.into(), ImageFormat::Raw, read_only).await?;
     let disk = disk.with_backing(&nothing);
-    // Every offset counts as inside the backing file: past its end, the format would not store
+    // Every offset counts as inside the backing file. Past its end, the format would not store
     // zeros.
     disk.format().set_backing_size(u64::MAX);
     Ok(disk)

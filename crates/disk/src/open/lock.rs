@@ -1,9 +1,10 @@
-//! Image locks, the same bytes that QEMU locks, so that the two exclude each other.
+//! Image locks: the same bytes that QEMU locks, so that QEMU and this program exclude each other.
 //!
-//! A program that uses permission n holds byte 100 + n; one that does not share it holds byte 200 +
-//! n (QEMU, `block/file-posix.c`; the locks are open-file-description locks and go with the
-//! descriptor). A program first takes its own bytes, then looks for those of others. So if two
-//! programs start at the same moment, at least one sees the other.
+//! A program that uses permission n holds byte 100 + n. A program that does not let others use
+//! permission n holds byte 200 + n (QEMU, `block/file-posix.c`). The locks are
+//! open-file-description locks, which end when the file is closed. A program first takes its own
+//! bytes, then looks for those of others. So if two programs start at the same moment, at least one
+//! sees the other.
 
 use std::fs;
 use std::io;
@@ -22,7 +23,7 @@ use crate::options::Access;
 const USED: u64 = 100;
 const REFUSED: u64 = 200;
 
-/// A program's use of an image, numbered as QEMU numbers it.
+/// A program's use of an image, with QEMU's number.
 #[derive(Clone, Copy)]
 enum Permission {
     Read = 0,
@@ -51,9 +52,9 @@ impl Permission {
 /// Whether an image is locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Locked {
-    /// As long as it is open.
+    /// The image is locked as long as it is open.
     Yes,
-    /// Its file system has no locks, or no lock was requested.
+    /// The image's file system has no locks, or no lock was requested.
     No,
 }
 
@@ -83,7 +84,7 @@ fn used_by(access: Access) -> &'static [Permission] {
 
 fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     let ours = used_by(access);
-    // No other program may change the image, also while it is open only for reading.
+    // No other program may change the image, even while it is open only for reading.
     let refused = [Permission::Write, Permission::Resize];
     let descriptor = file.descriptor();
     let failed = |error| Error::host("cannot lock", error).on(file.name());
@@ -100,7 +101,7 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     }
     // The process that hands the file over holds these locks already, so no other program uses the
     // image. A program that tries to open the image holds some bytes for a moment, until it finds
-    // these locks: it must not count as a holder.
+    // these locks. It must not count as a holder.
     if file.shares_locks() {
         return Ok(Locked::Yes);
     }
@@ -114,8 +115,8 @@ fn lock_bytes(file: &HostFile, access: Access) -> Result<Locked> {
     Ok(Locked::Yes)
 }
 
-/// As [`lock`] for writing, and releases the locks of `reader`, another open of the same file by
-/// this process. At no moment could another program begin to write. If this fails, `reader` has its
+/// As [`lock`] for writing, and releases the locks of `reader`, another opening of the same file by
+/// this process. Meanwhile no other program can begin to write. If this fails, `reader` has its
 /// locks again.
 ///
 /// # Errors
@@ -125,7 +126,7 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
     let take = |file: &HostFile| {
         refused.iter().try_for_each(|byte| lock_byte_shared(file.descriptor(), *byte))
     };
-    // Without locks in the file system, `lock` returns the error.
+    // An error is ignored, because `lock` handles it below.
     let _ = take(file);
     reader.release_locks();
     let locked = lock(file, Access::ReadWrite);
@@ -137,7 +138,7 @@ pub(super) fn lock_in_place_of(file: &HostFile, reader: &HostFile) -> Result<()>
     locked.map(drop)
 }
 
-/// Downgrades the lock of a writer to that of a reader. At no moment could another program begin to
+/// Downgrades the lock of a writer to that of a reader. Meanwhile no other program can begin to
 /// write.
 pub(super) fn become_reader(file: &HostFile) {
     for permission in [Permission::Write, Permission::Resize] {
@@ -149,7 +150,8 @@ pub(super) fn become_reader(file: &HostFile) {
     }
 }
 
-/// Whether another open of the file holds the lock of a writer; also if this cannot be determined.
+/// Whether another opening of the file holds the lock of a writer; also true if this cannot be
+/// determined.
 pub(super) fn is_being_written(file: &HostFile) -> bool {
     is_byte_locked(file.descriptor(), Permission::Write.used()).unwrap_or(true)
 }
@@ -158,7 +160,7 @@ pub(super) fn is_being_written(file: &HostFile) -> bool {
 /// then no other program uses it as an image.
 ///
 /// # Errors
-/// [`ErrorKind::Locked`] when another program does; and those of opening a file.
+/// [`ErrorKind::Locked`] if another program uses the file; errors of opening it.
 pub fn lock_for_writing(path: &Path) -> Result<HostFile> {
     let file = HostFile::open(path, OpenMode::ReadWrite, PageCache::Used)?;
     lock(&file, Access::ReadWrite)?;
@@ -191,8 +193,8 @@ fn check_unlocked(file: BorrowedFd<'_>, access: Access, name: &str, path: &str) 
     Ok(())
 }
 
-/// Succeeds when no program holds the byte. A holder that is not found may be a process that has
-/// ended, whose locks the kernel has not released yet: this waits a moment for their release.
+/// Succeeds when no program holds the byte. Waits a moment if no other process is found as the
+/// holder: the holder may have ended, but the kernel has not released its locks yet.
 fn wait_for_free(file: &HostFile, byte: u64, doing: &str) -> Result<()> {
     let mut ours = false;
     let is_free = wait_until_released(|| {
@@ -235,13 +237,13 @@ fn held_by_ourselves(file: &HostFile) -> Error {
 
 /// The holder of a lock on a byte.
 enum LockOwner {
-    /// Another process, in words.
+    /// Another process, described for a message.
     Other(String),
     /// This process, by a descriptor other than the caller's.
     Ourselves,
 }
 
-/// The holder of a lock on a byte, as far as the kernel lets us see it.
+/// The holder of a lock on a byte, as far as this process may see it in /proc.
 fn lock_owner(file: BorrowedFd<'_>, byte: u64) -> Option<LockOwner> {
     let status = rustix::fs::fstat(file).ok()?;
     let (major, minor) = (rustix::fs::major(status.st_dev), rustix::fs::minor(status.st_dev));

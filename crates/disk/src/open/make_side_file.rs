@@ -1,4 +1,4 @@
-//! Making the side file of a raw image (`side_file`).
+//! Makes the side file of a raw image (`side_file`).
 //!
 //! Guarantee: a crash leaves a complete side file or none. The new file has a temporary name until
 //! it is durable. A file of an earlier attempt under that name is removed while the image is
@@ -27,9 +27,9 @@ use super::side_file::{Found, RawImage, close_volume, find, is_file, open_found,
 use super::volume::{Volume, identity};
 use crate::options::Access;
 
-/// Makes the side file of a raw image, without bitmaps, durably, unless it has a valid one; returns
-/// whether it made one. Images of other formats stay unchanged: their format stores bitmaps, or
-/// they have none. Needs the loop of the current thread.
+/// Makes the side file of a raw image durably, without bitmaps, unless the image has a valid one.
+/// Returns whether it made one. Images of other formats stay unchanged: the format stores bitmaps,
+/// or has none. Needs the event loop of the current thread.
 ///
 /// # Errors
 /// `InvalidInput` for a side file of another image, and for an image whose size is not in whole
@@ -42,7 +42,7 @@ pub fn make_side_file<'a>(
     rare(async move {
         if !is_raw(image, options) {
             return match &options.side_file {
-                // A folder is for several images, some of which have no bitmaps of their own.
+                // A folder is for several images, and some of them need no side file.
                 Some(side) if !side.path.is_dir() => {
                     let what = "has no use for a file of bitmaps: only raw images have";
                     let error = Error::new(ErrorKind::InvalidInput, what);
@@ -130,9 +130,9 @@ async fn make_beside(image: &Path, volume: &ImageStorage, options: &ImageOptions
     finished
 }
 
-/// Removes the side file of a raw image, if it has no bitmap: for an operation that made the side
-/// file and failed. The image is open for writing by this side file, and locked; the caller closes
-/// the disk next.
+/// Removes the side file of a raw image, if the side file has no bitmap. For an operation that made
+/// the side file and then failed. The image is open for writing through this side file, and locked;
+/// the caller closes the disk next.
 ///
 /// # Errors
 /// The host's.
@@ -166,8 +166,8 @@ pub(super) fn remove_side_file(side_file: &Path, file: &HostFile) -> Result<()> 
     sync_folder(side_file)
 }
 
-/// The image's name in its side file: the file's name if the side file is beside the image,
-/// otherwise a full path for other programs.
+/// The image's name in its side file: the file's name if the side file is beside the image;
+/// otherwise a full path, so that other programs find the image.
 fn name_of(image: &Path, options: &ImageOptions) -> Vec<u8> {
     if options.side_file.is_none() {
         return image.file_name().unwrap_or_default().as_bytes().to_vec();
@@ -191,7 +191,7 @@ async fn fill(
     let storage = HostFile::open(part, OpenMode::ReadWrite, PageCache::Used)?;
     let storage = ImageStorage::from(storage);
     qcow2::create_with(&storage, Some(volume), &made, &ToolProgress::default()).await?;
-    // Users of the image may use its bitmaps.
+    // The users who may open the image may use its bitmaps.
     keep_rights(part, image)
         .map_err(|error| Error::host("cannot set its mode", error).on(storage.name()))?;
     storage.flush(SyncMode::Full).await?;

@@ -1,8 +1,9 @@
-//! Images on the host: opening one with its backing files and locks (`open_image`), and new ones.
+//! Images on the host: opens an image with its backing files and locks (`open_image`), and makes
+//! new images (`create`).
 //!
-//! The format is never probed from an image's content, because a guest can write any bytes to the
-//! start of a raw disk. The caller states the format, or the file's name decides. An image that is
-//! opened as raw but looks like another format is refused.
+//! The format of an image that may be written to is never probed from its content, because a guest
+//! can write any bytes to the start of a raw disk. The caller states the format, or the file's name
+//! decides. If the name decides, an image whose content contradicts that format is refused.
 
 mod allocated_space;
 mod allowed_paths;

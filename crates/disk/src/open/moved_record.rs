@@ -1,10 +1,10 @@
-//! The record that an image's disk was moved to another image, or was about to be: `IMAGE.moved`,
-//! where `IMAGE` is the file itself, not a symbolic link to it.
+//! The record that an image's disk was moved to another image, or was about to be moved:
+//! `IMAGE.moved`, where `IMAGE` is the file itself, not a symbolic link to it.
 //!
-//! Guarantees: an image with a record, or with one that cannot be read, is not opened for writing.
-//! So no guest continues on an old version of its disk. The record is written durably before the
-//! other image becomes complete. After a crash in between the record already exists: then the other
-//! image decides which one is the disk, because it cannot be opened unless it is complete
+//! Guarantees: an image with a record, even one that cannot be read, is not opened for writing. So
+//! no guest continues on an old version of its disk. The record is written durably before the other
+//! image becomes complete. After a crash in between the record already exists. Then the other image
+//! decides which of the two is the disk: it can be opened only if it is complete
 //! (`tools/incomplete_mark`). A file of that name without the text of a record belongs to another
 //! program: it has no effect, and is neither changed nor removed.
 
@@ -50,13 +50,14 @@ enum Found {
 /// The state of an image's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
-    /// It was moved to another image.
+    /// The disk was moved to another image.
     Moved,
-    /// It continues in an image over this one.
+    /// The disk continues in an image over this one.
     Forked,
-    /// It continues in an image over this one, and is about to return to this one.
+    /// The disk continues in an image over this one, and is about to return to this one.
     Rollback,
-    /// It continues in an image over this one, which a commit may have copied partly into this one.
+    /// The disk continues in an image over this one. A commit may have copied a part of that image
+    /// into this one.
     Commit,
 }
 
@@ -76,7 +77,8 @@ fn find(record: &Path) -> io::Result<Found> {
     if !is_regular {
         return Ok(Found::Foreign);
     }
-    // Another file may have replaced it since the check above: to open a pipe would block.
+    // Another file may have replaced this file since the check above, and opening a pipe would
+    // block.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(record)?;
     if !file.metadata()?.is_file() {
@@ -119,10 +121,11 @@ fn found_beside(image: &Path) -> Result<Found> {
     find(&record).map_err(|error| Error::host("cannot read", error).on(&record.to_string_lossy()))
 }
 
-/// Notes durably that the disk of an image is moved to `moved_to`, the new image's name for people.
+/// Records durably that the disk of an image is moved to `moved_to`, the new image's name for
+/// messages.
 ///
 /// # Errors
-/// Names the record: host errors; `InvalidInput` if another file has its name.
+/// The error names the record: host errors; `InvalidInput` if another file has its name.
 pub fn record_moved(image: &Path, moved_to: &str) -> Result<()> {
     write_record(image, moved_to)
 }
@@ -137,7 +140,7 @@ pub fn record_forked(image: &Path, overlay: &Path) -> Result<()> {
 }
 
 /// Records durably that the disk of an image continues in `overlay` until that file is removed, and
-/// is this image again afterwards. The path of `overlay` is canonical, UTF-8, and one line.
+/// is in this image again afterwards. The path of `overlay` is canonical, UTF-8, and one line.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -153,7 +156,7 @@ pub fn record_committed(image: &Path, overlay: &Path) -> Result<()> {
     write_record(image, &format!("{}{COMMIT}{FORK}", whole(overlay).display()))
 }
 
-/// Refuses an image if a commit may have changed it since the fork: it is then no longer the
+/// Refuses an image if a commit may have changed it since the fork: it then no longer has the
 /// content that the disk had at the fork.
 ///
 /// # Errors
@@ -177,7 +180,7 @@ pub(super) fn has_commit_begun(image: &Path) -> Result<bool> {
 }
 
 /// If a rollback was not carried out, records durably that the disk continues in its overlay, even
-/// if the overlay is lost.
+/// if the overlay is lost later.
 ///
 /// # Errors
 /// As [`record_moved`].
@@ -242,7 +245,7 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
 /// Removes the record, if there is one: the disk is in this image again.
 ///
 /// # Errors
-/// Names the record: host errors.
+/// The error names the record: host errors.
 pub fn forget_moved(image: &Path) -> Result<()> {
     let record = record_of(image);
     let failed =
@@ -256,13 +259,13 @@ pub fn forget_moved(image: &Path) -> Result<()> {
     }
 }
 
-/// The canonical path, or `path` itself if nothing is there.
+/// The canonical path, or `path` itself if no file is there.
 fn whole(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_owned())
 }
 
-/// As [`check_not_moved`], for an image below those in `names` in the chain of one disk: a record
-/// that the image was forked to one of them does not refuse it.
+/// As [`check_not_moved`], for an image that is below the images in `names` in the chain of one
+/// disk. A record that the disk was forked to one of these images is accepted.
 ///
 /// # Errors
 /// As there.
@@ -414,7 +417,7 @@ mod tests {
     #[test]
     fn a_record_that_cannot_be_read_refuses_the_image() {
         let folder = tempfile::tempdir().unwrap();
-        // Root reads everything, but no folder's name leads through a file.
+        // Root can read every file, but no path leads through a regular file.
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
         let error = check_not_moved(&file.join("disk.img")).unwrap_err().to_string();

@@ -3,7 +3,7 @@
 //! [`open`] opens an image for the purpose in [`ImageOptions::purpose`]. [`HandedOverDisk::open`]
 //! opens it by the descriptors of another process. [`CommitChain::open`] also opens a backing file
 //! for writing, and [`open_base`] opens that backing file while the disk is in use.
-//! [`open_storage`] opens only the file.
+//! [`open_storage`] opens only the storage.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -40,12 +40,12 @@ use crate::options::Access;
 use crate::tools::check_not_marked;
 
 /// Opens an image, as far as its [purpose](ImageOptions::purpose) needs, and locks its files. Needs
-/// the loop of the current thread.
+/// the event loop of the current thread.
 ///
 /// # Errors
-/// Names the file: it is missing, not a disk image, of a wrong size, locked, looks like another
-/// format, is an incomplete mirror, or the host refuses; for a backing file also the chain that
-/// leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one of a raw
+/// The error names the file: it is missing, not a disk image, of a wrong size, locked, looks like
+/// another format, is an incomplete mirror, or the host refuses; for a backing file also the chain
+/// that leads to it. `InvalidInput` when there is no such snapshot, `Unsupported` for one of a raw
 /// image.
 pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<ImageDisk>> {
     rare(async move {
@@ -63,9 +63,9 @@ pub fn open(path: &Path, options: ImageOptions) -> LocalBoxFuture<'_, Result<Ima
 
 impl HandedOverDisk {
     /// As [`open`], by the files that another process has open
-    /// ([`chain_files`](StoredImage::chain_files)). Until [`take_over`](Self::take_over) it changes
-    /// nothing, and the state file belongs to that process. `behind` is the backing file of the
-    /// last of these files.
+    /// ([`chain_files`](StoredImage::chain_files)). Until [`take_over`](Self::take_over) this
+    /// process changes nothing, and the state file belongs to the other process. `behind`, if
+    /// given, is the backing file of the last image in `files`.
     ///
     /// # Errors
     /// As [`open`]; `InvalidInput` if the chain consists of other files.
@@ -107,8 +107,8 @@ async fn open_image(path: &Path, options: &ImageOptions, mut files: Files) -> Re
     Ok(image)
 }
 
-/// The location to open for a snapshot, and the snapshot's name if it is one of the format. The
-/// snapshots of a raw image in Ceph are locations instead.
+/// The location to open, and the snapshot's name if the format stores the snapshot. A snapshot of a
+/// raw image in Ceph has its own location instead.
 fn at_snapshot<'a>(
     path: &'a Path,
     options: &'a ImageOptions,
@@ -123,7 +123,7 @@ fn at_snapshot<'a>(
     })
 }
 
-/// The last image of a chain, whose file is open, with its backing chain.
+/// Opens the last image of a chain, whose file is open, with its backing chain.
 async fn open_from(
     mut chain: Chain,
     storage: ImageStorage,
@@ -141,7 +141,7 @@ async fn open_from(
     if options.purpose != Purpose::Image {
         image = over_backing(image, &mut chain, options).await?;
     }
-    // Must precede any note to later processes that the image is unchanged.
+    // This check must precede any write that tells later processes that the image is unchanged.
     route.confirm(&image).await?;
     if !is_handed_over {
         end_resize(&image, &restore).await?;
@@ -155,7 +155,7 @@ async fn open_from(
     }
 }
 
-/// The last image of a chain over its backing files, as the options say.
+/// Puts the last image of a chain over its backing files, as the options require.
 async fn over_backing(
     mut image: StoredImage,
     chain: &mut Chain,
@@ -213,7 +213,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
     let options = ImageOptions { access: Access::ReadOnly, ..options };
     let (storage, identity) = open_location(&mut Files::Host, path, &options).await?;
     let (image, restore) = disk_over(storage, path, &options, EarlierWrites::Unknown, None).await?;
-    // Where names in the image are not followed, they can still be shown.
+    // If names in the image are not followed, the image is still opened, so that they can be shown.
     let image = if image.extent_files().is_empty() || options.allowed_paths.is_none() {
         image
     } else {
@@ -227,7 +227,7 @@ async fn open_metadata(path: &Path, options: ImageOptions) -> Result<StoredImage
 pub struct CommitChain {
     /// The image, open for writing.
     pub overlay: ImageDisk,
-    /// The backing file that gets its content, open for writing.
+    /// The backing file that gets the image's content, open for writing.
     pub base: Arc<ImageDisk>,
     /// The images between the two, from the upper one down.
     pub between: Vec<String>,
@@ -235,7 +235,8 @@ pub struct CommitChain {
 
 impl CommitChain {
     /// Opens an image and one of its backing files for writing, and all other backing files. The
-    /// one for writing is the first whose path `is_base`. Needs the loop of the current thread.
+    /// backing file for writing is the first for whose path `is_base` returns true. Needs the event
+    /// loop of the current thread.
     ///
     /// # Errors
     /// As [`open`]; `InvalidInput` if the image has no such backing file.
@@ -298,14 +299,16 @@ impl CommitChain {
 }
 
 /// Opens the backing file of a disk for writing while the disk is used, with all further backing
-/// files: for [`attach_base`](crate::DiskJobs::attach_base). `path` is the image's, `options` those
-/// that it was opened with. From now on other programs can neither read nor write the backing file.
-/// Before [`keep_state`](super::keep_state), an acknowledged but unflushed change is lost if the
-/// process is killed. Needs the loop of the current thread.
+/// files: for [`attach_base`](crate::DiskJobs::attach_base). `path` is the path of the disk's
+/// image, and `options` are those that it was opened with. From now on other programs can neither
+/// read nor write the backing file. Until [`keep_state`](super::keep_state) is called, a kill of
+/// the process loses acknowledged but unflushed changes of the backing file. Needs the event loop
+/// of the current thread.
 ///
 /// # Errors
 /// As [`open`]; `InvalidInput` if there is no backing file, another file has its name now, or its
-/// disk was moved; `Locked` if other programs use it; `Unsupported` for one with a data file.
+/// disk was moved; `Locked` if other programs use it; `Unsupported` for a backing file with a data
+/// file.
 pub fn open_base<'a>(
     disk: &'a ImageDisk,
     path: &'a Path,
@@ -317,8 +320,8 @@ pub fn open_base<'a>(
     })
 }
 
-/// As [`open_base`], for the backing file of the last of the images `above`, whose path is `path`.
-/// The images are a disk's chain from the top down to there.
+/// As [`open_base`], for the backing file of the last image in `above`. `above` is a disk's chain
+/// from the top down to that image, and `path` is that image's path.
 ///
 /// # Errors
 /// As there.
@@ -379,7 +382,7 @@ pub(super) async fn open_behind(
     Ok(opened)
 }
 
-/// As [`open_behind`], for a raw backing file: by its side file, if that belongs to the image.
+/// As [`open_behind`], for a raw backing file: through its side file, if that belongs to the image.
 async fn open_with_side_file(
     layer: &Layer<ImageStorage>,
     path: &Path,
@@ -393,9 +396,10 @@ async fn open_with_side_file(
     opened
 }
 
-/// Opens an image for writing that this process has open for reading already, as the layer of a
-/// disk that is to return to it. The image's record is ignored: it would refuse this. `take_locks`
-/// gets the image's file, before it is locked. Needs the loop of the current thread.
+/// Opens an image for writing that this process has open for reading already: a layer that a disk
+/// is to return to, or the base of a commit. A record beside the image is not checked, because it
+/// would forbid this. `take_locks` gets the image's file, before it is locked. Needs the event loop
+/// of the current thread.
 ///
 /// # Errors
 /// As [`open`], and those of `take_locks`.
@@ -414,10 +418,10 @@ pub(super) async fn open_layer_again(
 }
 
 /// Opens the storage of an image of any kind, for work on it alone, and locks it if requested.
-/// Needs the loop of the current thread.
+/// Needs the event loop of the current thread.
 ///
 /// # Errors
-/// Names the image: it is missing or locked, or the host, server or cluster refuses.
+/// The error names the image: it is missing or locked, or the host, server or cluster refuses.
 pub fn open_storage(
     path: &Path,
     options: ImageOptions,

@@ -1,5 +1,5 @@
-//! The backing files that this process has open for its disks. Each is open once, with one set of
-//! descriptors, locks, metadata and buffers, however many disks use it.
+//! The backing files that this process has open for its disks. Disks share an open backing file,
+//! with one set of descriptors, locks, metadata and buffers.
 //!
 //! Guarantees: a disk shares an open layer only if opening the layer anew with the disk's options
 //! would open the same chain, and only if no writer is about to get the layer's locks.
@@ -23,11 +23,11 @@ use super::open_location::{Identity, identity_of};
 use crate::layer::Layer;
 use crate::options::Access;
 
-/// Below this number of entries each new one removes the closed layers; from it on, only at powers
-/// of two.
+/// A new entry removes the entries of closed layers only if there are fewer entries than this, or
+/// their number is a power of two.
 const FEW: usize = 64;
 
-/// The open layers by the file of the image.
+/// The open layers, by the identity of the image's file.
 static OPEN: LazyLock<Mutex<HashMap<Identity, Vec<OpenLayer>>>> = LazyLock::new(Mutex::default);
 
 /// A layer, and how it was opened.
@@ -63,8 +63,8 @@ impl Terms {
     }
 }
 
-/// The layer of the file that `chain` has come to, if it is open already as a disk with these
-/// options would open it.
+/// The layer of the last file of `chain`, if it is open already in the way in which a disk with
+/// these options would open it.
 pub(super) fn find(
     chain: &Chain,
     format: Option<ImageFormat>,
@@ -92,8 +92,8 @@ fn has_its_files(layer: &Layer<ImageStorage>) -> bool {
     })
 }
 
-/// Notes the backing files of an image that was opened by these options, as far as they were opened
-/// for it: `count` of those that `chain` has found.
+/// Records the backing files of an image that was opened with these options, so that other disks
+/// can share them. Only the first `count` backing files of `chain` were opened for this image.
 pub(super) fn note(image: &StoredImage, chain: &Chain, count: usize, options: &ImageOptions) {
     let Some(terms) = Terms::of(options) else { return };
     let mut open = OPEN.lock();

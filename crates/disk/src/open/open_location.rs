@@ -1,4 +1,4 @@
-//! Opens the storage that an image's name refers to: the only code that knows all kinds of storage.
+//! Opens the storage, of any kind, that an image's name refers to.
 
 use std::path::{Path, PathBuf};
 
@@ -37,7 +37,8 @@ pub(super) fn open_file(
     Ok((file, identity))
 }
 
-/// Opens the target of a name from the user, or from an image with the user's permission.
+/// Opens the storage that a name refers to. The name is from the user, or from an image that the
+/// user allows to name it.
 ///
 /// # Errors
 /// As [`HostFile::open`], [`NbdStorage::connect`] and [`RbdStorage::open`]; `ReadOnly` if a server
@@ -79,8 +80,9 @@ pub(super) async fn open_location(
     }
 }
 
-/// A file, or the part of it in the options; the lock is on the whole file. Returns the identity
-/// only for a whole file, because two images that are read may be parts of one file.
+/// The storage of a file, or of the part of it in the options. For a part, the whole file is
+/// locked. Returns the identity only for a whole file, because two images that are read may be
+/// parts of one file.
 ///
 /// # Errors
 /// `InvalidInput` if the part ends after the file; host errors; `Locked`.
@@ -106,7 +108,7 @@ pub(super) fn part_of_file(
     }
 }
 
-/// The canonical path of a file that is there.
+/// The canonical path of an existing file.
 pub(super) fn canonical(name: &str) -> Result<PathBuf> {
     Path::new(name).canonicalize().map_err(|error| Error::host("cannot find", error).on(name))
 }
@@ -116,7 +118,8 @@ pub(super) fn identity_of(file: &HostFile) -> Result<Identity> {
     Ok((status.st_dev, status.st_ino))
 }
 
-/// Refuses `found`, which is at the path of the image `name` now, if it is not the image's file.
+/// Refuses `found`, the file that is at the path of the image `name` now, if it is not the image's
+/// file.
 ///
 /// # Errors
 /// `InvalidInput`; the host's.

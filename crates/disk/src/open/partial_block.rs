@@ -1,7 +1,7 @@
-//! Images whose file ends inside a block, because a server with the page cache was killed.
+//! Images whose file ends inside a block, because a server that used the page cache was killed.
 //!
-//! With O_DIRECT such a file is written in blocks of a page (`engine/host_file`). Clusters of an
-//! image may be smaller.
+//! With O_DIRECT such a file is written in blocks of a page (`engine/host_file`). The clusters of
+//! an image may be smaller than a block.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::disk::Disk;
 use crate::options::{Access, Options};
 
 /// Whether the file of a qcow2 image ends inside a block, and its clusters are smaller than a
-/// block. False for an image whose file is cut off, because that must not be changed.
+/// block. False for an image whose file is cut off, because such an image must not be changed.
 ///
 /// # Errors
 /// As opening the image for reading.
@@ -29,7 +29,7 @@ pub(super) async fn has_small_clusters(
     let block = file.capabilities().alignment.offset;
     let mut first = Buffer::new(probe::LENGTH.next_multiple_of(block as usize));
     file.read(0, first.lend()).await?;
-    // Nearly always true: the image need not be opened a second time.
+    // This is nearly always so. Then the image need not be opened a second time.
     if probe::qcow2_cluster_size(first.bytes()).is_none_or(|size| size >= u64::from(block)) {
         return Ok(false);
     }

@@ -14,8 +14,8 @@ use super::image_options::{CacheMode, FilePart, ImageOptions};
 use super::open_location::open_location;
 use crate::options::Access;
 
-/// Refuses a file that has the format `format` only by its name: its content lacks the signature,
-/// or looks like another format.
+/// Refuses a file whose name says `format`, if its content lacks the signature of that format or
+/// looks like another format.
 pub(super) async fn check_not_probed(
     file: &impl Storage,
     path: &Path,
@@ -75,14 +75,15 @@ pub fn format_by_name(name: &Path) -> ImageFormat {
     }
 }
 
-/// Probes the format of an image that is only read: a regular file without a suffix, or with that
-/// of no format (`image.0.5.1`, `image.tmp`), or a part of any file. `by_content`: a file with any
-/// suffix but `.raw` and those of other formats, too, because distributions name their qcow2 images
-/// `.img`. `None` if the content has no supported format, and for devices and disks of servers:
-/// they hold a guest's bytes.
+/// Probes the format of an image that is only read. The image is a regular file without a suffix or
+/// with a suffix of no format (`image.0.5.1`, `image.tmp`), or a part of any file. With
+/// `by_content` it may also have any other suffix except `.raw` and those of other formats, because
+/// distributions name their qcow2 images `.img`. Returns `None` if the content has no supported
+/// format, for other names, and for devices and disks of servers, which hold a guest's bytes. Needs
+/// no event loop.
 ///
 /// # Errors
-/// The host's. Needs no loop.
+/// The host's.
 pub fn probe_nameless(
     path: &Path,
     part: Option<FilePart>,
@@ -145,7 +146,8 @@ fn is_of_no_format(suffix: &OsStr) -> bool {
 /// tables of that image instead of its disk.
 ///
 /// # Errors
-/// `InvalidInput` that names the file; errors of opening it. Needs the loop of the current thread.
+/// `InvalidInput` that names the file; errors of opening it. Needs the event loop of the current
+/// thread.
 pub fn check_raw_backing(path: &Path) -> LocalBoxFuture<'_, Result<()>> {
     rare(async move {
         let options = ImageOptions {

@@ -1,8 +1,8 @@
 //! The meaning of QEMU's names of images: JSON with a driver for the format and one for the layer
 //! below it, and a protocol before a colon (`file:PATH`, `nbd:HOST:PORT`).
 //!
-//! Guarantees: an option is either obeyed or refused, never ignored. Exception: an option without a
-//! meaning for a program that opens one image, uses it and ends is accepted without effect.
+//! Guarantees: every option is either obeyed or refused. Exception: an option without a meaning for
+//! a program that opens one image, uses it and ends is accepted without effect.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -49,7 +49,7 @@ pub struct QemuName {
     pub is_shared: bool,
     /// Whether it must not be changed.
     pub is_read_only: bool,
-    /// Whether it is read past the host's page cache, by commands that look at one image.
+    /// Whether reads bypass the host's page cache, in commands that inspect one image.
     pub is_direct: bool,
     /// Whether its backing file is left out.
     pub backing_use: BackingUse,
@@ -61,7 +61,7 @@ pub struct QemuName {
     pub backing: Option<PathBuf>,
     /// The context of block status requested from a server (`x-dirty-bitmap`).
     pub context: Option<String>,
-    /// TLS with the server, which `path` does not contain.
+    /// The TLS options for the server, which `path` does not contain.
     pub tls: Option<QemuTls>,
 }
 
@@ -70,7 +70,7 @@ pub struct QemuName {
 pub struct QemuTls {
     /// The object's name (`tls-creds`).
     pub credentials: String,
-    /// The name in the server's certificate, if that is not the host's (`tls-hostname`).
+    /// The name in the server's certificate, if it differs from the host's name (`tls-hostname`).
     pub hostname: Option<String>,
 }
 
@@ -90,7 +90,7 @@ impl QemuName {
     /// any other.
     ///
     /// # Errors
-    /// The option that is unknown, or not possible.
+    /// A message that names the option that is unknown or not possible.
     pub fn of(name: &str) -> Option<Result<Self, String>> {
         let (scheme, rest) = name.split_once(':')?;
         let path = match scheme {
@@ -115,7 +115,7 @@ impl QemuName {
         }))
     }
 
-    /// The meaning of keys with dots between their parts, and their values.
+    /// The meaning of options whose keys have dots between their parts.
     ///
     /// # Errors
     /// As [`of`](Self::of).
@@ -213,7 +213,7 @@ impl Options {
         }
         let space = self.space()?;
         let driver = self.take("driver");
-        // Ignored, because each key is tried on each image that is opened.
+        // Options for keys are ignored, because each key is tried on each image that is opened.
         for key in ["key-secret", "encrypt.key-secret", "encrypt.format"] {
             self.take(key);
         }
@@ -286,8 +286,8 @@ impl Options {
         })
     }
 
-    /// The image below the driver `blkdebug`, if its options only limit requests, because tools'
-    /// requests are within such limits. Options that inject faults are refused.
+    /// The image below the driver `blkdebug`. Options that only limit requests have no effect,
+    /// because tools' requests are within such limits. Options that inject faults are refused.
     fn below_limits(self) -> Result<Self, String> {
         const BOUNDS: [&str; 7] = [
             "align",
@@ -382,7 +382,7 @@ impl Options {
         };
         match (driver, filename) {
             (None | Some("file" | "host_device"), Some(name)) => {
-                // A file name with a colon is a path.
+                // With a driver, even a file name with a colon is a path.
                 let is_path = driver.is_some();
                 Ok(if is_path { path_of(&name) } else { name.into() })
             }
@@ -473,8 +473,8 @@ fn unix_uri(socket: &str, export: &str) -> PathBuf {
     format!("nbd+unix:///{export}?socket={}", escape(socket)).into()
 }
 
-/// A backing file by a path or URI and a format, and the part of the file that holds it, if its
-/// name is one of [QEMU's](QemuName); any other backing file unchanged.
+/// Converts a backing file whose name is one of [QEMU's](QemuName) to a path or URI and a format,
+/// and the part of the file that holds it. Any other backing file is returned unchanged.
 ///
 /// # Errors
 /// `Unsupported` if the name asks for something impossible, or for another format than the image
@@ -505,7 +505,7 @@ pub fn plain_backing<'a>(
     Ok((Cow::Owned(Backing { name: path.into_os_string().into_vec(), format }), part))
 }
 
-/// As [`plain_backing`], of a backing file that will be changed.
+/// As [`plain_backing`], for a backing file that will be changed.
 ///
 /// # Errors
 /// As there; `Unsupported` for a part of a file.
@@ -519,13 +519,13 @@ pub(super) fn whole_backing<'a>(backing: &'a Backing, image: &str) -> Result<Cow
     }
 }
 
-/// Whether QEMU does not take the name of a backing file for a path: "nbd://...", "json:{...}". Nor
-/// is such a name a path here.
+/// Whether the name of a backing file is an address and not a path, by the rule of QEMU:
+/// "nbd://...", "json:{...}".
 pub fn is_address(name: &[u8]) -> bool {
     name.iter().find(|byte| matches!(byte, b':' | b'/')) == Some(&b':')
 }
 
-/// A path, even if it looks like a URI.
+/// The path of a file, even if `name` looks like a URI.
 fn path_of(name: &str) -> PathBuf {
     if is_address(name.as_bytes()) || name == "-" { Path::new(".").join(name) } else { name.into() }
 }
@@ -540,7 +540,7 @@ pub fn escape(text: &str) -> String {
     escaped.collect()
 }
 
-/// A number of bytes, with a unit of QEMU's behind it or none.
+/// Parses a number of bytes, with or without a unit of QEMU after it.
 fn bytes_of(text: &str) -> Option<u64> {
     let digits = text.trim_end_matches(|unit: char| unit.is_ascii_alphabetic());
     let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {

@@ -20,11 +20,12 @@ fn readers(layer: &Layer<ImageStorage>) -> Vec<&HostFile> {
     files
 }
 
-/// Moves the locks of a layer that is open for reading to `file`, another open of the image or of
-/// its side file. Releases the locks of the layer's other file.
+/// Moves the locks of a layer that is open for reading to `file`, another opening of the image or
+/// of its side file. Releases the locks of the layer's other file.
 ///
 /// # Errors
-/// As [`lock_in_place_of`]. The caller then [locks](lock_readers) the layer's other files again.
+/// As [`lock_in_place_of`]. After an error the caller [locks](lock_readers) the layer's files
+/// again.
 pub(super) fn take_from_readers(
     layer: &Layer<ImageStorage>,
     file: &HostFile,
@@ -36,15 +37,15 @@ pub(super) fn take_from_readers(
         if identity_of(reader)? == wanted {
             lock_in_place_of(file, reader)?
         } else {
-            // `file` is the raw image and `reader` its side file, or the reverse. The other one is
-            // locked next.
+            // `file` is the raw image and `reader` its side file, or the reverse. The new opening
+            // locks the file of `reader` next.
             reader.release_locks()
         }
     }
     Ok(())
 }
 
-/// Keeps further disks from using a layer that a writer is about to get.
+/// Keeps further disks from using a layer that is about to be opened for writing.
 ///
 /// # Errors
 /// `Unsupported` if images of other disks are over it.

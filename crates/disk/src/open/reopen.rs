@@ -16,8 +16,8 @@ use super::start_recording::MAX_REPLACED;
 use crate::disk::{flush_ahead, is_inactive};
 use crate::options::Access;
 
-/// Replaces the opening of a disk's image by that of the separate disk that `open` returns. Needs
-/// the event loop of the current thread.
+/// Replaces the opening of a disk's image by a new opening, that of the separate disk that `open`
+/// returns. Needs the event loop of the current thread.
 ///
 /// # Errors
 /// Errors of `open` and of the flush; `InvalidInput` if the image is another file or has another
@@ -50,7 +50,7 @@ pub async fn reopen<E: From<Error>>(
         }
     };
     if opened.image().access() == Access::ReadWrite {
-        // Another program may have changed the image, and bitmaps in memory lack that.
+        // Another program may have changed the image, and bitmaps in memory lack that change.
         disk.transient_bitmaps.get().mark(ByteRange::between(0, disk.size()));
     }
     if let Err(error) = replaced.close().await {

@@ -6,26 +6,27 @@
 //! 1. Its state file is looked for ([`Restore::begin`]). A file of an earlier boot of the host is
 //!    void and removed. A file of another image (for example this device before it was detached and
 //!    attached) is set aside with a warning, and so is a file that is no state file.
-//! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]): a changed image
-//!    file is refused here if it was modified at another time than its server's last write
-//!    (`modification`), and by the format if another program opened it for writing. A log that is
-//!    refused is set aside with a warning, and the image is opened as it is.
+//! 2. When the disk is complete, the redo log is replayed ([`Restore::finish`]). The log of a
+//!    changed image is refused: here if the file was modified at another time than its server's
+//!    last write (`modification`), and by the format if another program opened the image for
+//!    writing. A refused log is set aside with a warning, and the image is opened as it is.
 //! 3. A server gets a new state file. The new file has the flush failures of the old one, so that
 //!    all later flushes fail. A tool gets a new file only if there was an old one: until the tool
 //!    closes the image, the new file protects the replayed changes, and flush failures are only
 //!    logged.
 //!
-//! If an image's server was killed and no state file is found, a new server warns. A command fails,
-//! because a state file in another directory would not fit the image after a change. Exception:
+//! If an image's server was killed and no state file is found, a new server warns. A command fails:
+//! a state file may be in another directory, and would not fit the image after a change. Exception:
 //! after a reboot of the host there is no state file to find (`lost_session`).
 //!
-//! Opening for reading does not change an image, so an image that lacks changes is refused: a
-//! backup or a copy would lack these changes too, and after the backup a bitmap that is cleared
+//! Opening for reading does not change an image, so an image that lacks answered changes is
+//! refused. A backup or a copy would lack these changes too, and a bitmap that the backup clears
 //! would no longer show them. Commands that read only metadata warn ([`StateUse::Look`]).
 //!
 //! A backing file is opened for reading only, so no changes can be replayed to it. If a killed
-//! server has left changes of the backing file in a state file, images above it are not opened for
-//! writing ([`Restore::finish_backing`]): a later replay would change the content below them.
+//! server has left changes of the backing file in a state file, images above the backing file are
+//! not opened for writing ([`Restore::finish_backing`]), because a later replay would change the
+//! content below them.
 //!
 //! A crash between any two of these steps leaves a state file that the next opening finds.
 
@@ -63,11 +64,11 @@ pub use pending::PendingChanges;
 
 /// The use of state files by an image that is being opened.
 pub(super) enum Restore {
-    /// It is opened for reading only: no answered change may be missing.
+    /// The image is opened for reading only: no answered change may be missing.
     Reader(StateUse),
-    /// It is opened for writing, and no state file is used.
+    /// The image is opened for writing, and no state file is used.
     Without(StateUse),
-    /// It is opened for writing.
+    /// The image is opened for writing, with state files.
     Writer(Box<Writer>),
 }
 
@@ -77,7 +78,7 @@ pub(super) struct Writer {
     dir: StateDir,
     owner: Owner,
     found: Option<StateFile>,
-    /// The image's state before the opening changed anything.
+    /// The mtime of the image's file before the opening changed anything.
     modification: Option<Modification>,
 }
 
@@ -107,8 +108,8 @@ impl Restore {
         Self::Reader(StateUse::Off)
     }
 
-    /// The state file of an ended process. The page of the file has the time of changes that the
-    /// opening itself makes.
+    /// The state file of an ended process. The opening records the time of its own changes in the
+    /// file's page.
     pub(super) fn found(&self) -> Option<&StateFile> {
         match self {
             Self::Writer(writer) => writer.found.as_ref(),
@@ -116,8 +117,8 @@ impl Restore {
         }
     }
 
-    /// Notes that the opening itself changes the image's file now, so that the next process does
-    /// not take this for another program's change.
+    /// Records that the opening itself changes the image's file now, so that the next process does
+    /// not take this change for another program's.
     pub(super) fn stamp_change(&self) {
         self.stamp(StatePage::raise_last_write);
     }
@@ -150,8 +151,9 @@ impl Restore {
         Ok(disk)
     }
 
-    /// For a backing file, which is opened for reading only: refuses one that lacks answered
-    /// changes of its server, also for readers if the image above it is open for writing.
+    /// Refuses a backing file, which is opened for reading only, if it lacks answered changes of
+    /// its server. If the image above is open for writing, commands that otherwise only warn refuse
+    /// it, too.
     ///
     /// # Errors
     /// `InvalidInput` with a hint, or the host's.
@@ -211,8 +213,9 @@ impl Writer {
         };
         let failures = failures_of(found);
         if found.changes() > 0 && disk.format().redo().is_none() {
-            // The file of an image in another format, opened as a raw disk. The log stays for an
-            // opening in that format, which refuses it if the file has changed meanwhile.
+            // The file has an image of another format, and is opened as a raw disk. The log stays
+            // for an opening in that format, which refuses the log if the file has changed
+            // meanwhile.
             warn_of_failures(disk.name(), failures);
             tracing::info!(
                 "{}: {} changes that its last server had answered are not in it; they stay in {}, for an opening in its \
@@ -293,12 +296,12 @@ impl Writer {
     }
 }
 
-/// The failed flush of the image, and of its data file: the errno.
+/// The errno of the failed flush of the image, and of its data file.
 fn failures_of(found: &StateFile) -> [Option<i32>; 2] {
     FILES.map(|file| found.page().failure(file))
 }
 
-/// Warns of flushes that failed: users of the image have no other sign of it.
+/// Warns of flushes that failed: users of the image have no other sign of this.
 fn warn_of_failures(name: &str, failures: [Option<i32>; 2]) {
     for errno in failures.into_iter().flatten() {
         let error = io::Error::from_raw_os_error(errno);
@@ -309,7 +312,7 @@ fn warn_of_failures(name: &str, failures: [Option<i32>; 2]) {
     }
 }
 
-/// Sets a state file aside that no longer fits the image.
+/// Sets aside a state file that no longer fits the image.
 fn refuse(name: &str, dir: &StateDir, found: &StateFile, why: &str) -> Result<()> {
     let Owner { image, process, .. } = found.page().owner();
     let changes = found.changes();

@@ -2,9 +2,9 @@
 //! in README.md of the crate.
 //!
 //! Guarantees: the overlay is the disk until its file is removed; then the layer is the disk. The
-//! record beside the layer, and whether the overlay's file exists, say which. Before the removal,
-//! the layer gets no write that would be visible through the overlay. A layer is changed only if no
-//! other image is known to use it as its backing file.
+//! record beside the layer, and the existence of the overlay's file, show which of the two is the
+//! disk. Before the removal, the layer gets no write that would be visible through the overlay. A
+//! layer is changed only if no other image is known to use it as its backing file.
 
 use std::fs::remove_file;
 use std::path::{Path, PathBuf};
@@ -39,9 +39,9 @@ const LOOK: Duration = Duration::from_millis(10);
 
 /// The result of a rollback.
 pub struct RolledBack {
-    /// The image that the disk is again.
+    /// The image that is the disk again.
     pub layer: PathBuf,
-    /// The image that is gone.
+    /// The image that was removed.
     pub overlay: PathBuf,
     /// For how long changes were held off.
     pub pause: Pause,
@@ -76,13 +76,13 @@ fn identity_of_layer(layer: &Layer<ImageStorage>) -> Option<super::open_location
 }
 
 /// Returns a disk in use to its backing file, the layer of a fork, and removes the overlay of that
-/// fork with all its data. `options` are those that the disk was opened with. Needs the loop of the
-/// current thread.
+/// fork with all its data. `options` are those that the disk was opened with. Needs the event loop
+/// of the current thread.
 ///
 /// # Errors
-/// Names the disk or file: its top image was not made by a fork, the layer has other overlays or
-/// another size than the disk, or host errors. The disk then continues as before; if the overlay's
-/// removal may or may not survive a power loss, the disk becomes read-only.
+/// The error names the disk or file: the disk's top image was not made by a fork, the layer has
+/// other overlays or another size than the disk, or host errors. The disk then continues as before.
+/// But it becomes read-only if the overlay's removal may or may not survive a power loss.
 pub fn roll_back<'a>(
     disk: &'a ImageDisk,
     options: &'a ImageOptions,
@@ -150,7 +150,7 @@ fn check_rollback(disk: &ImageDisk) -> Result<(PathBuf, PathBuf)> {
     Ok((layer, overlay))
 }
 
-/// Opens the layer of a disk for writing, replacing the read-only opening.
+/// Opens the layer of a disk for writing. The new opening gets the locks of the read-only opening.
 async fn open_lower(disk: &ImageDisk, layer: &Path, options: &ImageOptions) -> Result<StoredImage> {
     let Some(behind) = disk.image().layer().backing_layer() else {
         return Err(Error::new(ErrorKind::InvalidInput, "stands on no layer").on(disk.name()));
@@ -201,8 +201,9 @@ async fn go_back(
     Ok(pause)
 }
 
-/// In records further down the chain, replaces the name of the removed overlay by the layer's: a
-/// commit of layers was about to remove the images between from the chain.
+/// In records further down the chain, replaces the name of the removed overlay by the layer's name.
+/// Such a record is left by a commit of layers that was about to remove the images between from the
+/// chain.
 fn name_again(lower: &StoredImage, layer: &Path, overlay: &Path) -> Result<()> {
     for below in lower.layers().skip(1).filter(|below| identity_of_layer(below).is_some()) {
         let below = Path::new(below.image_name());

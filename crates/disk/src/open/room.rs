@@ -8,19 +8,19 @@ use blockhouse_storage::ImageStorage;
 use super::image_disk::{ImageDisk, StoredImage};
 use crate::durability::FlushTracker;
 
-/// Room, in bytes.
+/// The free space and the total space, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// The room that is left.
+    /// The free space.
     pub left: u64,
-    /// The room in all.
+    /// The total space.
     pub total: u64,
 }
 
 impl ImageDisk {
-    /// Free space on the device of a qcow2 image, or in the file system of a file, which others may
-    /// use too. `None` for a raw block device, which is fully allocated, and for an image on
-    /// another server.
+    /// Free space on the device of a qcow2 image, or in the file system of a file, which other
+    /// files may use too. `None` for a raw block device, which is fully allocated, and for an image
+    /// on another server.
     ///
     /// # Errors
     /// The host's.
@@ -63,7 +63,7 @@ impl ImageDisk {
     }
 }
 
-/// The limit of an image's space: its file's file system, or the device that a qcow2 image is on.
+/// The file whose file system limits an image's space, or the device that limits a qcow2 image.
 fn limit_of(
     image: &StoredImage,
 ) -> Option<(&HostFile, Option<&Qcow2<FlushTracker<ImageStorage>>>)> {

@@ -1,4 +1,4 @@
-//! Which open files and devices hold the same bytes, by whatever names.
+//! Finds open files and devices that hold the same bytes under different names.
 //!
 //! A loop device has the bytes of its file, a partition those of its disk, a device of LVM or RAID
 //! those of the devices below, a file those of the device with its file system. A lock on one of
@@ -29,7 +29,7 @@ use crate::options::Access;
 /// Unit of offsets in sysfs.
 const SECTOR: u64 = 512;
 
-/// Maximum devices below one: only a kernel bug could make a loop of them.
+/// Maximum number of devices below a device. Only a kernel bug could make a loop of devices.
 const MAX_PLACES: usize = 256;
 
 /// A file or device, under any name.
@@ -44,8 +44,8 @@ enum Holder {
 struct Place {
     holder: Holder,
     range: Range<u64>,
-    /// Whether the range has all these bytes of the image in their order; if false, some of them at
-    /// unknown offsets.
+    /// Whether the range has all these bytes of the image in their order. If false, it has some of
+    /// them at unknown offsets.
     is_exact: bool,
     /// The path of the file or device; `None` if none is known.
     path: Option<PathBuf>,
@@ -60,7 +60,7 @@ impl Place {
     }
 }
 
-/// The holders of an open file's bytes: itself, and all below.
+/// The holders of an open file's bytes: the file itself, and all files and devices below it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Places(Vec<Place>);
 
@@ -142,7 +142,7 @@ impl Places {
         }
     }
 
-    /// The file or device of a loop device. A file that was removed, or is in another mount
+    /// Adds the file or device of a loop device. A file that was removed, or is in another mount
     /// namespace, is not found.
     fn add_file(&mut self, path: &Path, range: Range<u64>, is_exact: bool) {
         let Ok(found) = fs::metadata(path) else { return };
@@ -184,9 +184,9 @@ fn failed(name: &str) -> impl Fn(io::Error) -> Error {
     move |error| Error::host("cannot examine", error).on(name)
 }
 
-/// Refuses an open, locked image that another program uses under another name: through the file
-/// below a loop device, whose locks `check_below` reads; for writing, also through a loop device
-/// above.
+/// Refuses an open, locked image that another program uses under another name. `check_below` reads
+/// the locks of each file below a loop device. If the image is open for writing, loop devices above
+/// it are checked, too.
 ///
 /// # Errors
 /// [`ErrorKind::Locked`], with both names; the host's.
@@ -219,7 +219,8 @@ fn open_below(holder: Holder, path: &Path) -> Option<OwnedFd> {
     is_it.then_some(file)
 }
 
-/// Looks for loop devices over the bytes of `name` that are mounted or have a writer.
+/// Fails if a loop device over the bytes of `name` is in use: it is mounted, part of another
+/// device, or open exclusively.
 fn check_above(name: &str, places: &Places) -> Result<()> {
     let devices = fs::read_dir("/sys/block").into_iter().flatten().flatten();
     for device in devices {

@@ -1,32 +1,32 @@
-//! The side file of a raw image has its persistent bitmaps. It is `IMAGE.bitmaps` beside the image,
-//! or at the user's path (`ImageOptions::side_file`).
+//! The side file of a raw image, which has the image's persistent bitmaps. It is `IMAGE.bitmaps`
+//! beside the image, or at the user's path (`ImageOptions::side_file`).
 //!
 //! A raw image cannot store bitmaps. Its side file is a qcow2 image without data, whose data file
-//! is the raw image. A raw image with a side file is opened through it, so its bitmaps work as
-//! those of qcow2 images. The raw image is a *volume* (`volume`): a file, or, if the user names the
-//! side file, also a block device, an image in Ceph or an export of another server.
+//! is the raw image. A raw image is opened through its side file, so its bitmaps work as those of
+//! qcow2 images. The raw image is a *volume* (`volume`): a file, or, if the user names the side
+//! file, also a block device, an image in Ceph or an export of another server.
 //!
 //! Guarantee: a side file is used only for the volume that it was made for, and only if no program
-//! has changed the volume without it. It *belongs* to a volume under these conditions:
+//! has changed the volume without it. It *belongs* to a volume if all of these are true:
 //!
-//! - the volume is the one that the side file was made for, and has the recorded size, or the size
-//!   before or after a resize in which a process died (`DataFileMark::other_size`);
-//! - none of its bitmaps is enabled, or the volume is unchanged since the side file was closed. The
-//!   evidence is its time of change (`ctime`, which no program can set), or the kernel's count of
-//!   bytes written to a device;
-//! - or the side file was not closed, because its server died. Then the volume was not changed
-//!   after the last write in that server's state file, and a device got no more bytes than that
-//!   server has sent. If the host crashed too, the server's voucher decides (`vouching`);
-//! - or the host has no evidence of changes, and the user states that there is no other writer;
-//! - the side file is owned by the image's owner, by this user or by root, and its file system has
-//!   this host's clock.
+//! - The volume is the one that the side file was made for, and has the recorded size, or the size
+//!   before or after a resize in which a process died (`DataFileMark::other_size`).
+//! - The side file is owned by the image's owner, by this user or by root.
+//! - None of the side file's bitmaps is enabled, or one of these is true:
+//!   - The side file was closed, and the volume is unchanged since. The evidence is the volume's
+//!     time of change (`ctime`, which no program can set) if its file system has this host's clock,
+//!     or the kernel's count of bytes written to a device.
+//!   - The side file was not closed, because its server died. The volume was not changed after the
+//!     last write in that server's state file, and a device got no more bytes than that server has
+//!     sent. If the host crashed too, the server's voucher decides (`vouching`).
+//!   - The host has no evidence of changes, and the user states that there is no other writer.
 //!
-//! A side file in doubt does not belong. Then the image is opened without bitmaps, and a warning
-//! says why. The volume is checked before the image is locked, and again afterwards
-//! ([`Route::confirm`]), before any write tells later processes that the side file belongs. The
-//! checked side file is opened, even if its path leads to another file by then. The same holds for
-//! the image: if its name in the side file does not lead to the user's file, the user's file is
-//! opened.
+//! A side file does not belong if one of these is in doubt. Then the image is opened without
+//! bitmaps, and a warning says why. The volume is checked before the image is locked, and again
+//! afterwards ([`Route::confirm`]), before any write tells later processes that the side file
+//! belongs. The checked side file is opened, even if its path leads to another file by then. The
+//! same holds for the image: if its name in the side file does not lead to the user's file, the
+//! user's file is opened.
 
 use std::borrow::Cow;
 use std::ffi::OsStr;
@@ -55,9 +55,9 @@ use super::vouching::is_vouched_for;
 use crate::options::Access;
 use crate::state::StateDir;
 
-/// Maximum time from a write's stamp in the state file to its change of the file. A write is
-/// stamped before it begins and after it has completed, and a server may be killed in between.
-/// Changes by another program within this time after a kill are not detected.
+/// Maximum time from the stamp of a write in the state file to the change of the file by that
+/// write. A write is stamped before it begins and after it has completed, and a server may be
+/// killed in between. Changes by another program within this time after a kill are not detected.
 const MAX_DELAY: Duration = Duration::from_millis(100);
 
 /// The suffix of a side file's name.
@@ -116,7 +116,8 @@ pub(super) enum RawVolume {
 pub(super) enum Found {
     /// The image is not raw, or has no side file.
     Nothing,
-    /// It is opened through this side file, `file`. `image` was in the state `seen`.
+    /// The image is opened through this side file: `side_file` is its path, and `file` is open.
+    /// `image` was in the state `seen` when it was checked.
     Belongs { side_file: PathBuf, file: OwnedFd, image: RawImage, seen: Seen },
     /// The side file is not used, for this reason.
     Strange(Error),
@@ -191,7 +192,8 @@ async fn open_volume(
 ) -> Result<(RawVolume, Volume, Option<u32>)> {
     match location {
         Location::File(path) => {
-            // A side file beside its image is not reached through a link.
+            // With a side file beside the image, the path is not a symbolic link: `find` has
+            // checked that.
             let path = match options.side_file {
                 None => Cow::Borrowed(path),
                 Some(_) => Cow::Owned(path.canonicalize().map_err(|error| {
@@ -219,8 +221,8 @@ pub(super) async fn close_volume(volume: RawVolume) -> Result<()> {
     }
 }
 
-/// Opens an image or its side file twice: to be reopened, and for reading. Its path is no symbolic
-/// link.
+/// Opens an image or its side file twice: by `O_PATH`, to be reopened, and for reading. The path
+/// must not be a symbolic link.
 pub(super) fn open_found(path: &Path) -> Result<(OwnedFd, HostFile)> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let found = rustix::fs::open(path, flags, Mode::empty());
@@ -236,8 +238,8 @@ pub(super) fn is_file(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|found| found.is_file())
 }
 
-/// The error if the path is a symbolic link to an image with a side file, which is not used then.
-/// Otherwise each of the two names could have its own side file.
+/// The error if the path is a symbolic link to an image with a side file. That side file is not
+/// used, because otherwise each of the two names could have its own side file.
 fn behind_link(image: &Path) -> Option<Error> {
     if !std::fs::symlink_metadata(image).ok()?.is_symlink() {
         return None;
@@ -327,11 +329,11 @@ impl<'a> Route<'a> {
     }
 
     /// The raw image that the user named, if a side file was found to belong to it; returned once.
-    /// `disk` is the opened one, without a data file.
+    /// `disk` is the image opened through this route, without its data file.
     ///
     /// # Errors
-    /// `InvalidInput` if a side file is opened for writing by its own name: then nothing has
-    /// checked whether it belongs to its image.
+    /// `InvalidInput` if a side file is opened for writing by its own name: then it was not checked
+    /// whether it belongs to its image.
     pub(super) fn raw_image(&self, disk: &StoredImage) -> Result<Option<RawImage>> {
         match &self.through {
             Through::SideFile { image, .. } => Ok(image.lock().take()),
@@ -378,8 +380,8 @@ impl<'a> Route<'a> {
     }
 }
 
-/// The reason why a side file does not belong to a volume of this owner. The side file must name
-/// the file `named`, if given.
+/// The reason why a side file does not belong to a volume of this owner; `None` if it belongs. The
+/// side file must name the file `named`, if given.
 async fn check(
     named: Option<&Path>,
     (volume, owned_by): (&Volume, Option<u32>),
@@ -464,7 +466,8 @@ fn is_as_left(changed: Duration, file: &HostFile, dir: Option<&StateDir>) -> Res
     }))
 }
 
-/// As `is_as_left`, of a device: whether more was written to it than that server has sent.
+/// As `is_as_left`, for a device: compares the amount written to it with the amount that the server
+/// has sent.
 fn told_by_state(now: u64, file: &HostFile, dir: Option<&StateDir>) -> Result<Told> {
     let sent = find_state(file, dir)?.map_or(0, |state| state.page().device_writes());
     Ok(told_by_count(sent, now))

@@ -2,11 +2,11 @@
 //! for it.
 //!
 //! Guarantees: after [`start_recording`] returns, every change goes through the side file, and is
-//! recorded in bitmaps that are added later. The disk's file keeps its descriptors: its locks are
-//! never released, and a writeback error is reported to the same flushes. A crash at any moment
-//! leaves the image unchanged, with no side file or with one without bitmaps. On failure the disk
-//! continues as before. If the first bitmap cannot be added, [`stop_recording`] undoes the change
-//! in the same way and removes the side file.
+//! recorded in bitmaps that are added later. The disk's file keeps its descriptors, so its locks
+//! are never released, and a writeback error is reported to the same flushes as before. A crash at
+//! any moment leaves the image unchanged, with no side file or with one without bitmaps. On failure
+//! the disk continues as before. If the first bitmap cannot be added, the caller calls
+//! [`stop_recording`], which undoes the change in the same way and removes the side file.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -48,7 +48,8 @@ impl StoredImage {
 
 /// Makes a side file for a disk in use that [lacks one](StoredImage::lacks_side_file), and records
 /// its changes there from now on. Changes are held off for a few flushes. `image` and `options` are
-/// the path and the options with which the disk was opened. Needs the loop of the current thread.
+/// the path and the options with which the disk was opened. Needs the event loop of the current
+/// thread.
 ///
 /// # Errors
 /// As [`make_side_file`]; `InvalidInput` if another file has the path by now; a flush that failed
@@ -92,10 +93,10 @@ async fn record_beside(
     flush_ahead(&[disk], SyncMode::Full).await?;
     let began = Instant::now();
     let quiesced = disk.quiesced().await?;
-    // The disk may have become read-only since.
+    // The disk may have become read-only since the first check.
     disk.check_access(0)?;
     before.flush(SyncMode::Full).await?;
-    // The side file stores the time of the image's last change: by the disk's own changes, up to
+    // The side file stores the time of the image's last change, which is by the disk itself up to
     // here.
     recording.settle().await?;
     disk.check_replacement(&recording)?;
@@ -107,15 +108,15 @@ async fn record_beside(
     let replaced = quiesced.record_in(Arc::new(recording))?;
     let pause = Pause { length: began.elapsed() };
     if let Err(error) = replaced.close().await {
-        // The image's data was flushed before. The next flush reports an error that recurs.
+        // The image's data was flushed before. If the error recurs, the next flush reports it.
         tracing::warn!("{error}");
     }
     Ok(pause)
 }
 
 /// Undoes [`start_recording`] for a disk without bitmaps: stops recording its changes and removes
-/// its side file. `image` and `options` as there. Any other disk is left unchanged. Needs the loop
-/// of the current thread.
+/// its side file. `image` and `options` are as there. Any other disk is left unchanged. Needs the
+/// event loop of the current thread.
 ///
 /// # Errors
 /// Errors of the storage or the host; `Unsupported` if this was done too often. The disk then
@@ -194,8 +195,8 @@ async fn open_beside(
             "remove that file, and make a full backup",
         );
     }
-    // Use the name in the side file: the process that takes over the image at an upgrade uses it,
-    // too.
+    // Use the name in the side file, because the process that takes over the image at an upgrade
+    // uses it, too.
     let name = image.file_name().map_or(OsStr::new("").as_bytes(), OsStr::as_bytes);
     let name = if is_beside {
         path.parent().unwrap_or(Path::new("")).join(OsStr::from_bytes(name))

@@ -1,7 +1,7 @@
 //! Replays a server's state before a tool works on an image's file, below its format.
 //!
 //! Guarantees: when [`replay_state`] has returned, the image's file has all changes that its server
-//! acknowledged before it died; or a warning names the missing ones, and the state file is kept.
+//! acknowledged before it died; or a warning names the missing changes, and the state file is kept.
 
 use std::path::Path;
 
@@ -18,14 +18,14 @@ use super::restore::{find_state, refuse_lost_session, set_state_aside};
 pub enum IfCorrupt {
     /// The state file stays, and the operation fails.
     Fail,
-    /// The state file is set aside, with a warning. For work without which no change can be
-    /// replayed, such as a repair.
+    /// The state file is set aside, with a warning. For work that must precede a replay, such as a
+    /// repair.
     SetAside,
 }
 
 /// Replays to an image the acknowledged changes of its killed server, if a state file in
-/// [`ImageOptions::state`] has any. To be called before work on the file itself. An image without
-/// state is not opened. Needs the loop of the current thread.
+/// [`ImageOptions::state`] has any. Call it before work on the file itself. An image without state
+/// is not opened. Needs the event loop of the current thread.
 ///
 /// # Errors
 /// As [`open`](super::open); `Corrupt` with [`IfCorrupt::Fail`] only.
@@ -65,8 +65,8 @@ pub fn replay_state(
     })
 }
 
-/// Fails for an image whose state may be elsewhere. If it cannot be opened, the work that follows
-/// reports the error.
+/// Fails for an image whose state may be in another directory. If the image cannot be opened, the
+/// work that follows reports the error.
 async fn check_lost_session(path: &Path, options: ImageOptions) -> Result<()> {
     let (locking, state, purpose) = (Locking::None, StateUse::Off, Purpose::Metadata);
     match open(path, ImageOptions { locking, state, purpose, ..options.clone() }).await {

@@ -1,7 +1,7 @@
 //! The keys of encrypted images.
 //!
-//! Key derivation takes seconds, so it runs on a thread of its own, and does not block the loop
-//! that opens the image.
+//! Key derivation takes seconds, so it runs on a thread of its own, and does not block the event
+//! loop that opens the image.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use futures_channel::oneshot;
 
 use super::image_disk::{ImageDisk, StoredImage};
 
-/// How long deriving the key of a fork's overlay takes: as of an image that the user creates.
+/// The time that deriving the key of a fork's overlay takes: the default for a new image.
 const OVERLAY_KEY_TIME: Duration = Duration::from_secs(2);
 
 /// The secrets for encrypted images: each is tried on each encrypted image of a chain.
@@ -39,7 +39,7 @@ impl Secrets {
         self.0.is_empty()
     }
 
-    /// All of them.
+    /// All secrets.
     pub(super) fn all(&self) -> &[Arc<Secret>] {
         &self.0
     }
@@ -47,7 +47,7 @@ impl Secrets {
     /// The only secret, for an image that cannot verify whether it is the right one.
     ///
     /// # Errors
-    /// There are several, or none.
+    /// The number of secrets is not one.
     fn only(&self, image: &str) -> Result<&Arc<Secret>> {
         match &self.0[..] {
             [secret] => Ok(secret),
@@ -59,17 +59,17 @@ impl Secrets {
         }
     }
 
-    /// The LUKS header of a new image. The secret of this index unlocks it; key derivation then
-    /// takes about `time`: see [`create_header`].
+    /// The LUKS header of a new image. The secret of this index unlocks it, which takes about
+    /// `time` for the key derivation: see [`create_header`].
     ///
     /// # Errors
-    /// As there; `InvalidInput` if there is no secret.
+    /// As there; `InvalidInput` if there is no such secret.
     pub fn create_header(&self, index: usize, time: Duration) -> Result<Vec<u8>> {
         create_header(self.get(index)?, time)
     }
 
-    /// As [`create_header`](Self::create_header) of the first secret, without blocking the loop of
-    /// the current thread.
+    /// As [`create_header`](Self::create_header) of the first secret, without blocking the event
+    /// loop of the current thread.
     pub(super) async fn create_overlay_header(&self, name: &str) -> Result<Vec<u8>> {
         let secret = Arc::clone(self.get(0)?);
         derived(move || create_header(&secret, OVERLAY_KEY_TIME), name).await?
@@ -79,7 +79,7 @@ impl Secrets {
     /// it.
     ///
     /// # Errors
-    /// `InvalidInput` if there is no secret.
+    /// `InvalidInput` if there is no such secret.
     pub fn check_is_there(&self, index: usize) -> Result<()> {
         self.get(index).map(drop)
     }
@@ -93,7 +93,7 @@ impl Secrets {
     }
 }
 
-/// The files with the keys of encrypted images, as a person names them.
+/// The files with the keys of encrypted images, as a user names them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyFiles {
     /// Files whose whole content is a key.
@@ -103,7 +103,7 @@ pub struct KeyFiles {
 }
 
 impl KeyFiles {
-    /// Reads all of them. Blocks while a pipe among them has no data.
+    /// Reads all files. Blocks while a pipe among them has no data.
     ///
     /// # Errors
     /// As [`Secret::from_key_file`].
@@ -118,7 +118,7 @@ impl KeyFiles {
         self.paths().next().is_none()
     }
 
-    /// All of them.
+    /// The paths of all files.
     pub fn paths(&self) -> impl Iterator<Item = &PathBuf> {
         self.keys.iter().chain(&self.passphrases)
     }
@@ -127,16 +127,17 @@ impl KeyFiles {
 /// The treatment of an encrypted image for which there is no secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum WithoutKey {
-    /// It is not opened.
+    /// The image is not opened.
     Refuse,
-    /// It is opened, and only its metadata can be read.
+    /// The image is opened, and only its metadata can be read.
     StayLocked,
 }
 
-/// Gives the disk the key of its data, if that is encrypted.
+/// Gives an encrypted disk the key of its data.
 ///
 /// # Errors
-/// Names the image: no secret opens it, its header is damaged, or needs too much memory or time.
+/// The error names the image: no secret opens it, or its header is damaged, or needs too much
+/// memory or time.
 pub(super) async fn unlocked(
     disk: StoredImage,
     secrets: &Secrets,

@@ -8,9 +8,10 @@
 //! | an image in Ceph | pool, namespace and the image's id there | none |
 //! | an export of an NBD server | its name | none |
 //!
-//! The id of a device is that of LVM or multipath, its serial number, its partition, or the file of
-//! a loop device. The kernel's count restarts when the host restarts or the device is attached
-//! anew.
+//! The driver's id of a device is the id of LVM, RAID or multipath, the serial number, the disk and
+//! number of a partition, or the file of a loop device. Without any of these it is the device's
+//! number in this boot of the host (`diskseq`). The kernel's count restarts when the host restarts
+//! or the device is attached anew.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -23,7 +24,7 @@ use blockhouse_storage::ImageStorage;
 
 use super::restore::{Clock, change_time, clock_of, identity_of, status_of};
 
-/// The identity and history of a raw disk.
+/// The identity and state of a raw disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Volume {
     pub(super) identity: [u8; 16],
@@ -37,9 +38,9 @@ pub(super) struct Volume {
 pub(super) enum Seen {
     /// The time of the last change.
     Time(Duration),
-    /// How much was written to it ([`DeviceWrites`]).
+    /// The amount that was written to the device ([`DeviceWrites`]).
     Writes(Duration),
-    /// Nothing.
+    /// There is no evidence.
     Unknown,
 }
 
@@ -67,7 +68,8 @@ impl Volume {
     }
 }
 
-/// Compares the state that this disk's side file `noted` at its close with the state now.
+/// Compares the state that the disk's side file recorded when it was closed (`noted`) with the
+/// state now (`seen`).
 pub(super) fn told_by_close(noted: Duration, seen: Seen) -> Told {
     match seen {
         Seen::Time(now) => Told::of(now == noted),
@@ -91,11 +93,11 @@ pub(super) fn told_by_count(sent: u64, now: u64) -> Told {
 /// The verdict about other programs' changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Told {
-    /// There are none.
+    /// No other program has changed the disk.
     Unchanged,
-    /// There are some.
+    /// Another program has changed the disk.
     Changed,
-    /// There may be some.
+    /// There is no evidence: another program may have changed the disk.
     Nothing,
 }
 
@@ -118,8 +120,8 @@ async fn seen_of_file(file: &HostFile) -> Result<Seen> {
     })
 }
 
-/// The identity of an image's file, for its side file. It has no device number, because that may
-/// differ after a restart of the host.
+/// The identity of an image's file, for its side file. The device number is not part of it, because
+/// that may differ after a restart of the host.
 ///
 /// # Errors
 /// The host's.
@@ -144,7 +146,8 @@ fn identity_of_file(file: &HostFile) -> Result<[u8; 16]> {
     Ok(hash(&["device", &id]))
 }
 
-/// The name of a block device, independent of its number: the most stable identifier that exists.
+/// The name of a block device, independent of its device number: the most stable identifier that
+/// exists.
 fn device_id(folder: &Path) -> Option<String> {
     let read = |name: &str| {
         let text = fs::read_to_string(folder.join(name)).ok()?;

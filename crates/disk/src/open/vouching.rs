@@ -1,10 +1,11 @@
 //! Whether the last change of a raw image before a host crash was its server's own. Used where no
 //! state file decides.
 //!
-//! A server that records the changes of a raw image holds the image's lock. It vouches for them: it
-//! writes to the side file, durably, a time until which all changes are its own (`Voucher`). It
-//! does so before the first change, and every [`RENEWAL`] while it records any. After a host crash
-//! the image is as that server left it, if the time of its last change
+//! A server that records the changes of a raw image holds the image's lock. The server vouches for
+//! these changes: it durably writes a time to the side file, and all changes until that time are
+//! its own (`Voucher`). It writes this voucher before the first change, and renews it every
+//! [`RENEWAL`] while it records changes. After a host crash the image is as that server left it, if
+//! the time of the image's last change
 //!
 //! - is before this boot: a program of this boot would have left a later time;
 //! - and is not later than the voucher.
@@ -27,7 +28,7 @@ use crate::state::BootId;
 
 /// The interval at which a server renews its voucher.
 pub const RENEWAL: Duration = Duration::from_secs(5);
-/// How long a voucher is valid. A renewal may be late by `TERM` minus `RENEWAL`.
+/// The time for which a voucher is valid. A renewal may be late by `TERM` minus `RENEWAL`.
 const TERM: Duration = Duration::from_secs(15);
 
 /// The host's boot id, read before the sandbox forbids it. The value is `None` if it could not be
@@ -35,8 +36,8 @@ const TERM: Duration = Duration::from_secs(15);
 static BOOT: OnceLock<Option<[u8; 16]>> = OnceLock::new();
 
 impl StoredImage {
-    /// Starts to vouch for the changes in a raw image's side file. Only for a disk's locked,
-    /// writable image whose cache mode is not `unsafe`; no effect on others. The caller then calls
+    /// Starts to vouch for the changes in a raw image's side file. This has an effect only on a
+    /// disk's locked, writable image whose cache mode is not `unsafe`. The caller then calls
     /// [`renew_voucher`](Self::renew_voucher) every [`RENEWAL`].
     pub(super) fn begin_vouching(&self, options: &ImageOptions) {
         let is_alone = options.purpose == Purpose::Disk && options.locking == Locking::Held;
@@ -52,14 +53,14 @@ impl StoredImage {
         }
     }
 
-    /// Whether it is a raw image whose changes are recorded in a side file.
+    /// Whether this is a raw image whose changes are recorded in a side file.
     pub fn has_side_file(&self) -> bool {
         self.format().side_file().is_some()
     }
 
-    /// Renews the voucher of the side file, if there is one. An error is only logged here. If it
-    /// lasts, the next bitmap change reports it. Until a renewal succeeds, the side file is refused
-    /// after a host crash.
+    /// Renews the voucher of the side file, if there is one. An error is only logged here. If its
+    /// cause lasts, the next bitmap change reports it. Until a renewal succeeds, the side file is
+    /// refused after a host crash.
     pub async fn renew_voucher(&self) {
         if let Some(side_file) = self.format().side_file()
             && let Err(error) = side_file.bitmaps().renew_voucher().await
@@ -160,8 +161,8 @@ mod tests {
             let until = last_renewal + TERM.as_nanos() as u64;
             let killed = start + lived;
             let mut changed = start + random.u64(0..=lived);
-            // An attacker comes after the server's end: before the host crashes, or after its
-            // restart.
+            // The other program changes the image after the server's end: before the host crashes,
+            // or after its restart.
             let host_dies = killed + random.u64(0..60) * SECOND;
             let booted = host_dies + random.u64(1..60) * SECOND;
             let asked = booted + random.u64(1..60) * SECOND;

@@ -1,9 +1,9 @@
 //! The directory of state files.
 //!
-//! Guarantees: it belongs to this user and no other user may enter it, because a user who can write
-//! to a state file can change its image. The directory is in memory (tmpfs), so that a store into a
-//! mapped file never waits for a disk. All files are opened relative to the descriptor that was
-//! checked, also if the directory is renamed.
+//! Guarantees: the directory belongs to this user, and no other user may enter it, because a user
+//! who can write to a state file can change the file's image. The directory is in memory (tmpfs),
+//! so that a store into a mapped file never waits for a disk. All files are opened relative to the
+//! checked descriptor of the directory, also if the directory is renamed.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -41,8 +41,8 @@ impl StateDir {
     /// Opens the directory at `path`; creates it if it is missing.
     ///
     /// # Errors
-    /// Names the directory: it cannot be made or opened, belongs to another user, is open to
-    /// others, or is not on tmpfs.
+    /// The directory cannot be made or opened, belongs to another user, may be entered by others,
+    /// or is not on tmpfs. The error names the directory.
     pub fn create(path: &Path) -> Result<Self> {
         Self::create_for(path, geteuid().as_raw())
     }
@@ -51,7 +51,7 @@ impl StateDir {
     /// directory and its files.
     ///
     /// # Errors
-    /// As [`create`](Self::create); if this process may not give a file to the user.
+    /// As [`create`](Self::create); also if this process may not give a file to the user.
     pub fn create_for(path: &Path, user: u32) -> Result<Self> {
         let failed = |error: Errno| {
             let failed = Error::host("cannot make the state directory", error.into());
@@ -119,12 +119,12 @@ impl StateDir {
         Ok(Self { inner: Arc::new(Inner { path: path.to_owned(), directory, boot, user }) })
     }
 
-    /// The default directory of this user's state files: the first of `/run/blockhouse` (root) or
-    /// `$XDG_RUNTIME_DIR/blockhouse` (others), and `/dev/shm/blockhouse-UID`, whose parent is on
-    /// tmpfs. It may not exist yet.
+    /// The default directory of this user's state files, which may not exist yet. It is
+    /// `/run/blockhouse` (root) or `$XDG_RUNTIME_DIR/blockhouse` (others) if the parent is on
+    /// tmpfs, and `/dev/shm/blockhouse-UID` otherwise.
     ///
     /// # Errors
-    /// `Unsupported` if none of them is on tmpfs.
+    /// `Unsupported` if neither parent is on tmpfs.
     pub fn default_path() -> Result<PathBuf> {
         let user = geteuid();
         let own = if user.is_root() {
@@ -153,7 +153,8 @@ impl StateDir {
         }
     }
 
-    /// The directory at [`default_path`](Self::default_path), if it is there and this user's alone.
+    /// The directory at [`default_path`](Self::default_path), if it exists and only this user may
+    /// enter it.
     pub fn find_default() -> Option<Self> {
         let opened = Self::default_path().and_then(|path| Self::open(&path));
         opened.inspect_err(|error| tracing::debug!("no state files are looked for: {error}")).ok()
@@ -178,12 +179,12 @@ impl StateDir {
         self.inner.directory.as_fd()
     }
 
-    /// The path of a file in it, for messages.
+    /// The path of a file in the directory, for messages.
     pub(super) fn path_of(&self, name: &str) -> String {
         self.inner.path.join(name).display().to_string()
     }
 
-    /// An error of an operation on a file in it.
+    /// An error of an operation on a file in the directory.
     pub(super) fn failed(&self, what: &'static str, name: &str, error: io::Error) -> Error {
         Error::host(what, error).on(&self.path_of(name))
     }
@@ -196,7 +197,7 @@ fn is_on_tmpfs(path: &Path) -> bool {
     statfs(path).is_ok_and(|system| system.f_type as u64 == TMPFS_MAGIC)
 }
 
-/// Whether this user made the file in a state directory, so that it may be trusted.
+/// Whether a file in a state directory is a regular file of `user`, so that it may be trusted.
 pub(super) fn is_own_file(file: impl AsFd, user: u32) -> io::Result<bool> {
     let status = fstat(file)?;
     let is_regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile;

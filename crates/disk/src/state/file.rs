@@ -2,8 +2,9 @@
 //!
 //! Guarantees:
 //! - A file has its name only when its first page is complete.
-//! - The memory of the first page and of the log's beginning is allocated when the file is made,
-//!   the rest of the log when it is reserved (`log_memory`). So no store fails with ENOSPC.
+//! - The memory of the first page and of the start of the log is allocated when the file is made.
+//!   The memory of the rest of the log is allocated when the rest is reserved (`log_memory`). So no
+//!   store fails with ENOSPC.
 //! - A file that is found is checked before it is used: whether it is a state file, of this boot of
 //!   the host and of this image.
 
@@ -30,7 +31,7 @@ const MAX_BYTES: u64 = 1 << 28;
 
 /// The suffix of the name of a file that no longer fits its image.
 const REFUSED_SUFFIX: &str = ".refused";
-/// Maximum number of such files of an image: each takes memory.
+/// Maximum number of refused files of an image, because each takes memory.
 const MAX_ASIDE: usize = 8;
 /// The suffix of the name of a file that is being made.
 const NEW_SUFFIX: &str = ".new";
@@ -43,20 +44,20 @@ pub(crate) struct StateFile {
     log: LogMemory,
 }
 
-/// The state of an image.
+/// The result of a search for the state file of an image.
 pub(crate) enum FoundState {
     /// No file.
     Nothing,
     /// A file of another boot of the host: its content is void.
     OtherBoot(StateFile),
-    /// A file of this boot, of an image that had the same device and inode, or of a device that was
-    /// attached again since.
+    /// A file of this boot and of another image: an image that had the same device and inode
+    /// number, or a block device that was attached again since.
     OtherImage(StateFile),
     /// The file of a process that had this image open in this boot of the host.
     Usable(StateFile),
-    /// Something else has the file's name.
+    /// The file's name belongs to something that is no usable state file.
     Foreign {
-        /// Why it cannot be used.
+        /// The reason why it cannot be used.
         why: &'static str,
     },
 }
@@ -66,7 +67,7 @@ impl StateFile {
     /// `fill` completes the page before the file gets its name.
     ///
     /// # Errors
-    /// Host errors, with the file's name: a former file of that name is still there.
+    /// Host errors, with the file's name. After an error, a former file of that name still exists.
     pub(crate) fn create(
         dir: &StateDir,
         owner: &Owner,
@@ -127,12 +128,12 @@ impl StateFile {
         Arc::new(self.log.clone())
     }
 
-    /// How many changes the redo log has that the disk may lack.
+    /// The number of changes in the redo log that the disk may lack.
     pub(crate) fn changes(&self) -> u64 {
         redo_log_len(&self.log)
     }
 
-    /// Whether the image lacks nothing that the file has.
+    /// Whether the file has no changes that the disk may lack, and no failure of a flush.
     pub(crate) fn is_empty(&self) -> bool {
         let has_failed = |file| self.page.failure(file).is_some();
         self.changes() == 0 && ![TrackedFile::Image, TrackedFile::Data].into_iter().any(has_failed)
@@ -143,8 +144,8 @@ impl StateFile {
         self.dir.path_of(&self.name)
     }
 
-    /// For an image that was closed in order: removes the file, unless it has changes that could
-    /// not be written to the image.
+    /// Removes the file after an orderly close of the image. A file with changes that could not be
+    /// written to the image is kept.
     pub(crate) fn close(&self) {
         self.page.clear_failures();
         let changes = self.changes();
@@ -226,8 +227,8 @@ fn create_memory(
     name: &str,
     log_words: usize,
 ) -> io::Result<(VolatileSlice, LogMemory)> {
-    // Such a file was left by a process that was killed while it made it: the image's lock excludes
-    // a living process.
+    // A file of this name was left by a process that was killed while it made the file. No other
+    // process makes it now, because this process holds the image's lock.
     match unlinkat(dir.directory(), name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => {}
         Err(error) => return Err(error.into()),
@@ -252,7 +253,7 @@ enum FoundMemory {
 
 fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
     let foreign = |why| Ok(FoundMemory::Foreign { why });
-    // `NONBLOCK`: the open must not wait if the name is that of a pipe.
+    // `NONBLOCK`, because the open must not wait if the name belongs to a pipe.
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = match openat(dir.directory(), name, flags, Mode::empty()) {
         Ok(file) => file,
@@ -274,7 +275,7 @@ fn find_memory(dir: &StateDir, name: &str) -> io::Result<FoundMemory> {
     Ok(FoundMemory::Mapped { page, log })
 }
 
-/// The page and the log of a file of this many bytes.
+/// Maps a file of `length` bytes. Returns its page and its log.
 fn map(file: OwnedFd, length: usize) -> io::Result<(VolatileSlice, LogMemory)> {
     let memory = Arc::new(SharedMemory::map(&file, 0, length, &FaultDomain::unconnected())?);
     let slice = |start, length| VolatileSlice::new(Arc::clone(&memory), start, length);

@@ -1,16 +1,18 @@
 //! The record that a flush tracker keeps in the state file.
 //!
-//! - The time of the last write to the image. A file that was modified later was changed by another
-//!   program, and the redo log no longer fits it. The data file has its own time: the redo log
-//!   belongs to the image alone, and the bitmaps of a raw disk to the data file (`open/side_file`).
+//! - The time of the last write to the image. If the file was modified later, another program
+//!   changed the file, and the redo log no longer fits it. The data file has a time of its own,
+//!   because the redo log belongs to the image alone, and the bitmaps of a raw disk belong to the
+//!   data file (`open/side_file`).
 //! - The number of sectors sent to a block device that is the data file, counted before they are
-//!   sent. If the kernel counts more, another program wrote them. The kernel counts a zeroing that
-//!   the device refuses and then the zeros sent instead, until it knows that the device refuses. So
-//!   the first zeroing is counted twice.
+//!   sent. If the kernel counts more, another program wrote them. If the device refuses zeroing,
+//!   the kernel counts both the refused zeroing and the zeros that are sent instead, until it knows
+//!   that the device refuses. So each zeroing that begins before the first one has ended is counted
+//!   twice.
 //! - The first failed flush. The kernel reports it once, so the next process would not see it.
 //!
-//! A write costs two reads of the coarse clock, which are no system calls, and a store for each
-//! tick of it.
+//! A write costs two reads of the coarse clock, without a system call, and one store for each tick
+//! of this clock.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -30,7 +32,8 @@ pub(crate) struct FlushRecord {
     stamped: AtomicU64,
     /// Whether sectors are counted.
     is_counting: AtomicBool,
-    /// Whether a zeroing has ended: then the kernel knows whether the device refuses zeroing.
+    /// Whether a zeroing has ended. After that, the kernel knows whether the device refuses
+    /// zeroing.
     has_zeroed: AtomicBool,
 }
 
@@ -101,7 +104,7 @@ impl FlushRecord {
 }
 
 /// Maximum number of sectors that the kernel counts when a range is written. Through its page cache
-/// (blocks of one byte) it writes whole pages.
+/// (blocks of one byte), the kernel writes whole pages.
 fn sectors_of(range: ByteRange, block: u64) -> u64 {
     const SECTOR: u64 = 512;
     let block = if block < SECTOR { rustix::param::page_size() as u64 } else { block };

@@ -1,9 +1,9 @@
 //! The identity of a file, and of a boot of the host.
 //!
 //! The kernel reuses the inode number of a removed file, and the device number of a removed disk.
-//! So the identity includes a birth. For a file it is the time at which the file was made, if its
-//! file system records it; for a block device the number that the kernel gives each disk once per
-//! boot (`diskseq`, Linux 5.15).
+//! So the identity includes a *birth*. The birth of a file is the time at which the file was made,
+//! if the file system records that time. The birth of a block device is the number that the kernel
+//! gives to only one disk in a boot (`diskseq`, Linux 5.15).
 
 use std::fs;
 use std::io;
@@ -15,11 +15,11 @@ use rustix::fs::{AtFlags, FileType, StatxFlags, fstat, major, minor, statx};
 /// host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ImageIdentity {
-    /// The device that the file is on, or that it is.
+    /// The device of the file system that has the file, or the block device itself.
     pub(crate) device: u64,
     /// 0 for a block device.
     pub(crate) inode: u64,
-    /// 0 if it is unknown.
+    /// 0 if the birth is unknown.
     pub(crate) birth: u64,
 }
 
@@ -36,13 +36,13 @@ impl ImageIdentity {
         Ok(Self { device: status.st_dev, inode: status.st_ino, birth })
     }
 
-    /// The name of its state file.
+    /// The name of the image's state file.
     pub(crate) fn file_name(self) -> String {
         format!("{:x}-{:x}", self.device, self.inode)
     }
 }
 
-/// When a file was made, in nanoseconds.
+/// The time at which a file was made, in nanoseconds since the Unix epoch.
 fn birth_time(file: BorrowedFd<'_>) -> Option<u64> {
     let status = statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok()?;
     let has_birth = status.stx_mask & StatxFlags::BTIME.bits() != 0;
@@ -67,7 +67,7 @@ pub(crate) struct BootId(u128);
 
 impl BootId {
     /// # Errors
-    /// If the host does not provide it (no `/proc`).
+    /// If the host does not provide the ID (no `/proc`).
     pub(crate) fn current() -> io::Result<Self> {
         let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
         Self::parse(&text).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no boot id"))
@@ -79,7 +79,7 @@ impl BootId {
         has_all.then(|| u128::from_str_radix(&digits, 16).ok().map(Self))?
     }
 
-    /// Low half first.
+    /// The ID as two words, the low half first.
     pub(super) fn words(self) -> [u64; 2] {
         [self.0 as u64, (self.0 >> 64) as u64]
     }

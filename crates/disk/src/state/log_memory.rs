@@ -1,8 +1,8 @@
 //! The memory of a redo log: the part of a state file after its first page.
 //!
-//! Guarantees: those of [`StateMemory`]. The file has its full length and is sparse. Reserving
-//! (`fallocate`) allocates pages of tmpfs, so a later store never lacks memory. If the host has no
-//! memory, reserving fails.
+//! Guarantees: the guarantees of [`StateMemory`]. The file has its full length and is sparse.
+//! Reserving (`fallocate`) allocates pages of tmpfs, so a later store never lacks memory. If the
+//! host has no memory, reserving fails.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -22,7 +22,7 @@ pub(super) struct LogMemory {
 }
 
 impl LogMemory {
-    /// `words` is a mapping of `file`, which exists.
+    /// `words` is a mapping of the log in `file`.
     pub(super) fn new(words: VolatileSlice, file: OwnedFd) -> Self {
         Self { words, file: Arc::new(file) }
     }
@@ -59,7 +59,7 @@ impl StateMemory for LogMemory {
         fallocate(&*self.file, FallocateFlags::KEEP_SIZE, 0, end_of(words)).is_ok()
     }
 
-    /// An error leaves the memory allocated.
+    /// If the host fails, the memory stays allocated.
     fn release(&self, words: usize) {
         let (start, end) = (end_of(words), end_of(self.words()));
         if start < end {

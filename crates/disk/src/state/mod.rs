@@ -1,15 +1,15 @@
 //! The state file of an image: memory of a server that outlives its process.
 //!
-//! After a server is killed, the next one finds in the state file what the image lacks:
-//! acknowledged changes of the mapping that no writeback has written to the disk (the format's redo
-//! log), and whether a flush has failed. A power loss erases both; docs/durability.md says what is
-//! guaranteed then.
+//! The state file has the facts that the image lacks after a server is killed: acknowledged changes
+//! of the mapping that no writeback has written to the disk (the format's redo log), and whether a
+//! flush has failed. The next server reads them. A power loss erases both; docs/durability.md lists
+//! the guarantees for this case.
 //!
-//! - [`StateDir`]: where state files are, a directory in memory that belongs to this user alone.
+//! - [`StateDir`]: the directory of state files, in memory and of this user alone.
 //! - [`StateFile`]: one mapped state file. Its first page is the [`StatePage`], the rest the redo
 //!   log.
-//! - [`StatePage`]: which image and which boot of the host the file belongs to, and what flushes
-//!   need.
+//! - [`StatePage`]: the image and the boot of the host that the file belongs to, and the record of
+//!   writes and failed flushes.
 //! - [`FlushRecord`]: the part of the page that a flush tracker reads and writes.
 //! - [`ImageIdentity`], [`BootId`]: the identity of a file, and of a boot of the host.
 //!

@@ -1,7 +1,7 @@
 //! The first page of a state file.
 //!
-//! Guarantees: a page that [`StatePage::load`] accepts has a known layout. Readers check its
-//! values, because another program of this user may have stored any words.
+//! Guarantees: a page that [`StatePage::load`] accepts has a known layout. Readers check the values
+//! in the page, because another program of this user may have stored any words.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -41,10 +41,10 @@ const PATH_WORDS: std::ops::Range<usize> = 16..PAGE_WORDS;
 /// The largest errno of Linux (`MAX_ERRNO`).
 const MAX_ERRNO: u64 = 4095;
 
-/// Which of an image's files a flush tracker tracks.
+/// The file of an image that a flush tracker tracks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TrackedFile {
-    /// The file with the metadata, and mostly with the data too.
+    /// The file with the metadata, and with the data if there is no external data file.
     Image = 0,
     /// The external data file.
     Data = 1,
@@ -63,14 +63,14 @@ pub(crate) struct Owner {
     pub(crate) process: u32,
 }
 
-/// The first page of a state file. Clones are the same page.
+/// The first page of a state file. Clones share the page.
 #[derive(Clone)]
 pub(crate) struct StatePage {
     memory: Arc<dyn StateMemory>,
 }
 
 impl StatePage {
-    /// A new page in memory of zeros, at least [`PAGE_BYTES`] of them.
+    /// A new page in `memory`, which has at least [`PAGE_BYTES`] bytes, all of them zero.
     pub(crate) fn create(memory: Arc<dyn StateMemory>, owner: &Owner) -> Self {
         let page = Self { memory };
         let [low, high] = owner.boot.words();
@@ -110,19 +110,19 @@ impl StatePage {
         }
     }
 
-    /// When the image was written to for the last time, or opened: nanoseconds since the Unix
+    /// The time of the last write to the image, or of its opening: nanoseconds since the Unix
     /// epoch.
     pub(crate) fn last_write(&self) -> u64 {
         self.memory.load(LAST_WRITE_WORD)
     }
 
-    /// Time of the last write to the data file, or of its last change before it was opened; 0 if
+    /// The time of the last write to the data file, or of its last change before the opening; 0 if
     /// unknown.
     pub(crate) fn last_data_write(&self) -> u64 {
         self.memory.load(LAST_DATA_WRITE_WORD)
     }
 
-    /// When a file was written to for the last time.
+    /// The time of the last write to a file.
     pub(super) fn last_write_to(&self, file: TrackedFile) -> u64 {
         match file {
             TrackedFile::Image => self.last_write(),
@@ -139,14 +139,15 @@ impl StatePage {
         self.memory.store(word, nanoseconds);
     }
 
-    /// Notes that the data file's content at this time was the present one.
+    /// Notes that the data file had its present content at this time.
     pub(crate) fn raise_last_data_write(&self, nanoseconds: u64) {
         let last = self.last_data_write().max(nanoseconds);
         self.set_last_write_to(TrackedFile::Data, last);
     }
 
-    /// The maximum written to the block device that is the data file, if it had no other writer: a
-    /// word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0 if that is not counted.
+    /// The maximum number of sectors written to the block device that is the data file, if no other
+    /// program writes to the device: a word of [`DeviceWrites`](blockhouse_engine::DeviceWrites); 0
+    /// if sectors are not counted.
     pub(crate) fn device_writes(&self) -> u64 {
         self.memory.load(DEVICE_WRITES_WORD)
     }
@@ -162,32 +163,33 @@ impl StatePage {
         self.memory.load(MODIFIED_BEFORE_WORD)
     }
 
-    /// When the image was opened.
+    /// The time at which the image was opened, or [`modified_before`](Self::modified_before) if
+    /// that is later.
     pub(crate) fn opened(&self) -> u64 {
         self.memory.load(OPENED_WORD)
     }
 
-    /// Sets both in a new page. At the later of the two times the image's content was the present
-    /// one.
+    /// Sets [`opened`](Self::opened) and [`modified_before`](Self::modified_before) in a new page.
+    /// At the later of the two times, the image had its present content.
     pub(crate) fn set_opened(&self, opened: u64, modified_before: u64) {
         self.memory.store(MODIFIED_BEFORE_WORD, modified_before);
         self.memory.store(OPENED_WORD, opened.max(modified_before));
         self.raise_last_write(opened.max(modified_before));
     }
 
-    /// Notes that the image's content at this time was the present one.
+    /// Notes that the image had its present content at this time.
     pub(crate) fn raise_last_write(&self, nanoseconds: u64) {
         let last = self.last_write().max(nanoseconds);
         self.set_last_write_to(TrackedFile::Image, last);
     }
 
-    /// The errno of the first flush of a file that failed.
+    /// The errno of the first failed flush of a file.
     pub(crate) fn failure(&self, file: TrackedFile) -> Option<i32> {
         let errno = self.memory.load(FAILURE_WORDS[file as usize]);
         (1..=MAX_ERRNO).contains(&errno).then_some(errno as i32)
     }
 
-    /// Keeps the errno of a flush that failed, unless there is one already.
+    /// Keeps the errno of a failed flush, unless an errno is kept already.
     pub(crate) fn set_failure(&self, file: TrackedFile, errno: i32) {
         if self.failure(file).is_none() {
             self.memory.store(FAILURE_WORDS[file as usize], errno as u64);
@@ -211,7 +213,7 @@ impl StatePage {
         self.memory.store(CLEAN_WORD, 1);
     }
 
-    /// Stores the path; one that is too long is truncated.
+    /// Stores the path; a path that is too long is truncated.
     fn store_path(&self, path: &Path) {
         let bytes = path.as_os_str().as_bytes();
         let length = bytes.len().min(PATH_WORDS.len() * size_of::<u64>());

@@ -1,4 +1,4 @@
-//! Counts of clients (connections and front-ends), those connected now and all so far.
+//! Counts of clients (connections and front-ends): clients that are connected now, and all so far.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::labels::ExportKind;
 use super::reading::ClientMetrics;
 
-/// The clients of one disk. Shared by threads: clients rarely connect and disconnect.
+/// The clients of one disk. All threads share the counters, because clients rarely connect and
+/// disconnect.
 #[derive(Debug, Default)]
 pub(crate) struct Clients([Kind; ExportKind::ALL.len()]);
 
@@ -37,7 +38,7 @@ impl Clients {
         self.enter(export)
     }
 
-    /// For each kind of export that had a client.
+    /// The metrics of each kind of export that had a client.
     pub(super) fn read(&self) -> Vec<ClientMetrics> {
         let read = |export: ExportKind| {
             let Kind { came, handed_over, left } = &self.0[export as usize];

@@ -6,10 +6,11 @@ use blockhouse_core::metrics::Counter;
 
 use super::reading::ErrorCount;
 
-/// Linux has no larger errno that a request could fail with; larger ones are counted as 0.
+/// The number of counted errnos, 0 included. Requests fail with no larger errno of Linux; larger
+/// numbers are counted as 0.
 const ERRNOS: usize = 134;
 
-/// One thread's counts. Without memory until the first error.
+/// One thread's counts, which take no memory before the first error.
 #[derive(Debug, Default)]
 pub(super) struct Errors(OnceLock<Box<[Counter; ERRNOS]>>);
 

@@ -4,8 +4,7 @@ use super::host::HostStats;
 use super::reading::{DiskMetrics, RequestMetrics, StageMetrics};
 use super::requests::Stats;
 
-/// A reading of a disk's requests, and of the storages beneath, together with the counts from
-/// `before`.
+/// A reading of a disk's requests and of its storages, plus the earlier counts `before`.
 pub(crate) fn gather(
     requests: &Stats,
     storages: &[&HostStats],
@@ -15,7 +14,8 @@ pub(crate) fn gather(
     let mut stages: Vec<StageMetrics> = requests.waits().collect();
     let operations = storages.iter().flat_map(|storage| storage.operations());
     operations.for_each(|one| one.add_to(&mut stages));
-    // Ends before begins: a request that ends in between counts as in flight, never as minus one.
+    // Ends are read before begins, so a request that ends in between counts as in flight, and the
+    // number in flight is never negative.
     let totals = requests.totals();
     let (clients, requests) = (requests.clients().read(), requests.requests());
     let unfinished: u64 = requests.iter().map(RequestMetrics::unfinished).sum();

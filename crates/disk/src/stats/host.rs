@@ -42,8 +42,8 @@ struct Operations {
     errors: Errors,
 }
 
-/// An operation in flight. If it is dropped before it [ends](Self::end), it was cancelled, and is
-/// not recorded.
+/// The timer of an operation in flight. If the timer is dropped before it [ends](Self::end), the
+/// operation was cancelled, and is not recorded.
 #[must_use]
 pub(crate) struct HostTimer<'a> {
     stats: &'a HostStats,
@@ -64,18 +64,18 @@ impl HostStats {
         HostTimer { stats: self, operation, content, bytes, began: clock::now() }
     }
 
-    /// Counts a flush that found everything stable.
+    /// Counts a flush that was skipped, because everything was stable.
     pub(crate) fn flush_skipped(&self) {
         self.blocks.mine().skipped_flushes.add(1);
     }
 
-    /// Counts a flush that another one covered.
+    /// Counts a flush that another flush covered.
     pub(crate) fn flush_shared(&self) {
         self.blocks.mine().shared_flushes.add(1);
     }
 
-    /// Bytes that all completed writes had, with FUA or without. A write that has completed before
-    /// its bytes become reachable by a lookup is included in every sum after that lookup.
+    /// The number of bytes of all completed writes, with FUA or without. If a write completes
+    /// before a lookup can find its bytes, every sum after such a lookup includes the write.
     pub(crate) fn written(&self) -> u64 {
         let of = |block: &Block, content: Content, operation: HostOperation| {
             let operations = block.operations[content as usize][operation as usize].get();

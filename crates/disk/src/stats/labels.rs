@@ -1,5 +1,4 @@
-//! The labels of a disk's measurements. The names are those of the metrics' labels
-//! (docs/metrics.md).
+//! The labels of a disk's measurements. The metrics use the same names (docs/metrics.md).
 
 use blockhouse_core::{Durability, Request};
 
@@ -17,10 +16,10 @@ pub enum ExportKind {
 }
 
 impl ExportKind {
-    /// All of them, in the order of their numbers.
+    /// All values, in the order of their discriminants.
     pub const ALL: [Self; 4] = [Self::Local, Self::Nbd, Self::VhostUser, Self::Ublk];
 
-    /// As in labels.
+    /// The name of the label in the metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Local => "local",
@@ -40,7 +39,7 @@ pub enum Operation {
     Write,
     /// A write that is durable when it completes.
     WriteFua,
-    /// Zeros, without their bytes.
+    /// A zero write: a range becomes zeros, and the request carries no bytes.
     WriteZeroes,
     /// A discard.
     Discard,
@@ -53,7 +52,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// All of them, in the order of their numbers.
+    /// All values, in the order of their discriminants.
     pub const ALL: [Self; 8] = [
         Self::Read,
         Self::Write,
@@ -80,7 +79,7 @@ impl Operation {
         }
     }
 
-    /// As in labels.
+    /// The name of the label in the metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -95,7 +94,7 @@ impl Operation {
     }
 }
 
-/// The operations at a storage.
+/// An operation at a storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostOperation {
     /// A read.
@@ -104,19 +103,19 @@ pub enum HostOperation {
     Write,
     /// A write with native FUA.
     WriteFua,
-    /// A range that is made zeros without writing them.
+    /// A zero write: the storage zeroes a range, and no zeros are sent to it.
     WriteZeroes,
-    /// A range that the storage fills with written zeros that are not sent to it, ahead of durable
-    /// writes.
+    /// A range that the storage itself fills with written zeros, ahead of durable writes; no zeros
+    /// are sent to it.
     PrepareZeroes,
-    /// Space given back.
+    /// A discard.
     Discard,
     /// A flush.
     Flush,
 }
 
 impl HostOperation {
-    /// All of them, in the order of their numbers.
+    /// All values, in the order of their discriminants.
     pub const ALL: [Self; 7] = [
         Self::Read,
         Self::Write,
@@ -127,7 +126,7 @@ impl HostOperation {
         Self::Flush,
     ];
 
-    /// As in labels.
+    /// The name of the label in the metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -141,22 +140,22 @@ impl HostOperation {
     }
 }
 
-/// Where requests spend their time.
+/// A stage in which requests spend time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
     /// In a queue of this program: the request waits for the disk's rate limits, for the image to
     /// allow changes, or for other changes of the range.
     Queue,
-    /// At the host, for data.
+    /// At the host, for an operation on data.
     Host,
-    /// At the host, for the image's metadata.
+    /// At the host, for an operation on the image's metadata.
     Metadata,
     /// At the host, for a flush.
     Flush,
 }
 
 impl Stage {
-    /// As in labels.
+    /// The name of the label in the metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Queue => "queue",

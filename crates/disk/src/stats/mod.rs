@@ -1,10 +1,10 @@
 //! The measurement of a disk: cheap enough to be always on.
 //!
-//! Each thread records into its own blocks ([`blockhouse_core::metrics`]). A block is allocated
-//! when the thread first carries out such a request, so an idle disk has almost none. A reading is
-//! a sum over all threads, exact when nothing is in flight.
+//! Each thread records into its own blocks ([`blockhouse_core::metrics`]). The counters of an
+//! operation are allocated when the thread first carries out this operation, so an idle disk has
+//! almost no counters. A reading is a sum over all threads, exact when nothing is in flight.
 //!
-//! - [`Stats`]: requests by export and by operation, counted at the one point that all of them
+//! - [`Stats`]: requests by export and by operation, counted at the one point that all requests
 //!   pass.
 //! - [`HostStats`]: operations at a storage, and the flushes that were not needed, counted by the
 //!   flush tracker of each storage.

@@ -6,23 +6,23 @@ use blockhouse_core::metrics::HistogramReading;
 
 use super::labels::{ExportKind, HostOperation, Operation, Stage};
 
-/// A reading of a disk's counters, all since it was opened.
+/// A reading of a disk's counters since the disk was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counters {
-    /// Reads asked for.
+    /// Requested reads.
     pub reads: u64,
-    /// Bytes asked for by reads.
+    /// Bytes of the requested reads.
     pub read_bytes: u64,
-    /// Writes asked for.
+    /// Requested writes.
     pub writes: u64,
-    /// Bytes given by writes.
+    /// Bytes of the requested writes.
     pub written_bytes: u64,
-    /// Zero writes asked for.
+    /// Requested zero writes.
     pub zero_writes: u64,
-    /// Discards asked for.
+    /// Requested discards.
     pub discards: u64,
-    /// Flushes asked for.
+    /// Requested flushes.
     pub flushes: u64,
     /// Requests in flight.
     pub in_flight: u64,
@@ -34,22 +34,22 @@ pub struct Counters {
     pub durable_writes: u64,
     /// Flushes that reached the storage.
     pub flushes_issued: u64,
-    /// Flushes that found everything stable.
+    /// Flushes that were skipped, because everything was stable.
     pub flushes_skipped: u64,
-    /// Flushes that another one covered.
+    /// Flushes that another flush covered.
     pub flushes_shared: u64,
 }
 
-/// All metrics of a disk since it was opened. Operations at the host include those of its data file
-/// and its backing files.
+/// All metrics of a disk since it was opened. Operations at the host include the operations on the
+/// disk's data file and backing files.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct DiskMetrics {
-    /// For each kind of export and operation that occurred.
+    /// The requests of each kind of export and operation that occurred.
     pub requests: Vec<RequestMetrics>,
-    /// For each stage and operation that occurred.
+    /// The measurements of each stage and operation that occurred.
     pub stages: Vec<StageMetrics>,
-    /// For each kind of export that had a client.
+    /// The clients of each kind of export that had a client.
     pub clients: Vec<ClientMetrics>,
     /// Requests in flight.
     pub in_flight: u64,
@@ -57,19 +57,19 @@ pub struct DiskMetrics {
     pub bounced: u64,
     /// Compressed clusters that were decompressed.
     pub decompressed: u64,
-    /// Flushes that found everything stable.
+    /// Flushes that were skipped, because everything was stable.
     pub flushes_skipped: u64,
-    /// Flushes that another one covered.
+    /// Flushes that another flush covered.
     pub flushes_shared: u64,
 }
 
-/// Reads and writes of a disk's exports that have ended, all since it was opened; jobs and tools do
-/// not count.
+/// Reads and writes of a disk's exports that have ended since the disk was opened. Requests of jobs
+/// and tools do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExportLoad {
-    /// How many.
+    /// The number of requests.
     pub requests: u64,
-    /// How long they took, all together.
+    /// The sum of the requests' durations.
     pub time: Duration,
 }
 
@@ -77,11 +77,11 @@ pub struct ExportLoad {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClientMetrics {
-    /// The kind.
+    /// The kind of export.
     pub export: ExportKind,
-    /// How many there are.
+    /// The number of clients that are connected now.
     pub connected: u64,
-    /// How many there have been, the connected ones included.
+    /// The number of clients so far, including the connected ones.
     pub connections: u64,
 }
 
@@ -89,17 +89,17 @@ pub struct ClientMetrics {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RequestMetrics {
-    /// Where they come from.
+    /// The kind of export that sent the requests.
     pub export: ExportKind,
     /// The requests' operation.
     pub operation: Operation,
-    /// How many were submitted.
+    /// The number of submitted requests.
     pub started: u64,
-    /// The bytes of their ranges.
+    /// The bytes of the requests' ranges.
     pub bytes: u64,
-    /// The time from submission to completion of those that completed, failed ones included.
+    /// The times from submission to completion of the completed requests, including failed ones.
     pub durations: HistogramReading,
-    /// The failed ones.
+    /// The number of failures with each errno.
     pub errors: Vec<ErrorCount>,
 }
 
@@ -111,25 +111,25 @@ pub struct StageMetrics {
     pub stage: Stage,
     /// The label of an [`Operation`] for [`Stage::Queue`], else of a [`HostOperation`].
     pub operation: &'static str,
-    /// The bytes that were moved.
+    /// The number of bytes that were moved.
     pub bytes: u64,
-    /// How long each took.
+    /// The duration of each operation, or of each wait.
     pub durations: HistogramReading,
-    /// The failed ones.
+    /// The number of failures with each errno.
     pub errors: Vec<ErrorCount>,
 }
 
-/// How often something failed with one errno.
+/// The number of failures with one errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ErrorCount {
-    /// The errno; 0 for those that Linux does not have.
+    /// The errno; 0 for all numbers that are not errnos of Linux.
     pub errno: i32,
-    /// How often.
+    /// The number of failures.
     pub count: u64,
 }
 
 impl ErrorCount {
-    /// Adds it to a list, which stays sorted by errno and without repetitions.
+    /// Adds the count to a list, which stays sorted by errno and has each errno once.
     pub(super) fn add_to(self, all: &mut Vec<Self>) {
         match all.binary_search_by_key(&self.errno, |one| one.errno) {
             Ok(index) => all[index].count += self.count,
@@ -139,14 +139,14 @@ impl ErrorCount {
 }
 
 impl ClientMetrics {
-    /// None yet.
+    /// Counts of zero.
     pub fn new(export: ExportKind) -> Self {
         Self { export, connected: 0, connections: 0 }
     }
 }
 
 impl RequestMetrics {
-    /// None yet.
+    /// Counts of zero.
     pub fn new(export: ExportKind, operation: Operation) -> Self {
         let (started, bytes, errors) = (0, 0, Vec::new());
         Self { export, operation, started, bytes, durations: HistogramReading::default(), errors }
@@ -154,7 +154,7 @@ impl RequestMetrics {
 }
 
 impl RequestMetrics {
-    /// How many have not completed, cancelled ones included.
+    /// The number of requests that have not completed, including cancelled ones.
     pub(super) fn unfinished(&self) -> u64 {
         self.started.saturating_sub(self.durations.count())
     }
@@ -176,7 +176,7 @@ impl StageMetrics {
 }
 
 impl DiskMetrics {
-    /// Adds counts of the same disk from elsewhere, except current clients and requests.
+    /// Adds other counts of the same disk, except the numbers of current clients and requests.
     pub(super) fn add_counted(&mut self, other: &Self) {
         for one in &other.requests {
             let same = |own: &&mut RequestMetrics| {
@@ -232,7 +232,7 @@ impl DiskMetrics {
 }
 
 impl StageMetrics {
-    /// Adds it to a list that has one of each stage and operation.
+    /// Adds the metrics to a list that has one entry for each stage and operation.
     pub(super) fn add_to(&self, all: &mut Vec<Self>) {
         let same = |own: &&mut Self| (own.stage, own.operation) == (self.stage, self.operation);
         let Some(sum) = all.iter_mut().find(same) else { return all.push(self.clone()) };

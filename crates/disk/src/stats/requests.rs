@@ -1,5 +1,4 @@
-//! Requests: how many, how large, how long, how they ended, and how long they waited for their
-//! turn.
+//! Statistics of requests: number, size, duration, outcome, and time of waits for their turn.
 
 use std::future::{Future, poll_fn};
 use std::marker::PhantomData;
@@ -21,7 +20,7 @@ pub(crate) struct Stats {
     clients: Arc<Clients>,
 }
 
-/// One thread's share.
+/// The counters of one thread.
 #[derive(Debug, Default)]
 struct Block {
     cancelled: Counter,
@@ -41,8 +40,8 @@ struct Requests {
     errors: Errors,
 }
 
-/// A request in flight, until it is dropped. If it is dropped before it [ends](Self::end), it was
-/// cancelled: it counts as started, and has no duration.
+/// The timer of a request in flight. If the timer is dropped before it [ends](Self::end), the
+/// request was cancelled: it counts as started, and has no duration.
 #[must_use]
 pub struct RequestTimer<'a> {
     /// The block of the thread on which the request began. So the timer is not `Send`, and ends on
@@ -61,7 +60,7 @@ impl Block {
 }
 
 impl Stats {
-    /// Counts a request in.
+    /// Counts a request as started.
     pub(crate) fn begin(&self, export: ExportKind, request: &Request) -> RequestTimer<'_> {
         let (operation, bytes) = Operation::of(request);
         self.begin_operation(export, operation, bytes)
@@ -116,8 +115,8 @@ impl Stats {
         output
     }
 
-    /// A sum over all threads: requests that were cancelled, those copied for alignment, those
-    /// decompressed.
+    /// Sums over all threads: cancelled requests, pieces that were copied for alignment, and
+    /// clusters that were decompressed.
     pub(super) fn totals(&self) -> Totals {
         Totals {
             cancelled: self.blocks.sum(|block| block.cancelled.get()),
@@ -126,7 +125,7 @@ impl Stats {
         }
     }
 
-    /// For each export and operation with requests.
+    /// The metrics of each export and operation with requests.
     pub(super) fn requests(&self) -> Vec<RequestMetrics> {
         let all = ExportKind::ALL.into_iter();
         let all = all.flat_map(|export| Operation::ALL.map(|operation| (export, operation)));
@@ -141,7 +140,8 @@ impl Stats {
         blocks.peek()?;
         let mut metrics = RequestMetrics::new(export, operation);
         for block in blocks {
-            // Durations are read first, so that no more requests have ended than started.
+            // Durations are read first, so that the sums never show more ended requests than
+            // started ones.
             metrics.durations.add(&block.durations.read());
             block.errors.add_to(&mut metrics.errors);
             metrics.started += block.started.get();

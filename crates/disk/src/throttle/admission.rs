@@ -25,8 +25,9 @@ impl Admission {
         Self { group: Arc::clone(group), ticket: Some(ticket), timer: None }
     }
 
-    /// Polls the timer; returns whether it has expired. First sets it for `ready`, or `QUANTUM`
-    /// from now if that is later. A timer that expires between the two stays.
+    /// Polls the timer; returns whether the timer has expired. First sets the timer for `ready`, or
+    /// for `QUANTUM` from now if that is later, unless a timer is set that expires between these
+    /// times.
     fn poll_timer(&mut self, ready: Nanos, cx: &mut Context<'_>) -> bool {
         let now = self.group.now();
         let latest = ready.max(now.saturating_add(QUANTUM));

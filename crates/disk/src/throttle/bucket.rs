@@ -1,12 +1,12 @@
 //! One token bucket, kept as a time.
 //!
 //! `paid_at` is the time at which all admitted tokens are paid off at the bucket's rate. The bucket
-//! is full if that time has passed, and in debt if that time is further away than the capacity.
-//! Requests are admitted while the bucket is not in debt, so its debt is one request at most. In
-//! any time `t` at most `rate · t + capacity` and one request are admitted. (This is the generic
-//! cell rate algorithm of ATM; QEMU's leaky bucket admits by the same rule.)
+//! is full if `paid_at` has passed, and in debt if `paid_at` is further away than the capacity.
+//! Requests are admitted while the bucket is not in debt, so the debt is one request at most. In
+//! any time `t`, at most `rate · t + capacity` tokens are admitted, and one request in addition.
+//! (This is the generic cell rate algorithm of ATM; QEMU's leaky bucket admits by the same rule.)
 //!
-//! A late timer loses no tokens as long as they fit into the bucket.
+//! A late timer loses no tokens as long as the tokens fit into the bucket.
 
 use std::num::NonZeroU64;
 use std::time::Duration;
@@ -16,9 +16,9 @@ use super::limits::MAX_RATE;
 /// Nanoseconds since the clock's origin.
 pub(super) type Nanos = u64;
 
-/// Bits of a fraction of a nanosecond, so that high rates are exact.
+/// The number of bits for a fraction of a nanosecond, so that high rates are exact.
 const FRACTION: u32 = 32;
-/// A second with its fraction.
+/// A second in units of that fraction.
 const SECOND: u128 = 1_000_000_000 << FRACTION;
 
 /// See the module's page.
@@ -36,8 +36,8 @@ fn fixed(time: Nanos) -> u128 {
 }
 
 impl Bucket {
-    /// A bucket for `percent` hundredths of `rate` tokens a second. It fills in `capacity` if it is
-    /// empty, and in `missing` from now.
+    /// A bucket for `percent` hundredths of `rate` tokens a second. An empty bucket fills in
+    /// `capacity`; this bucket fills in `missing` from now.
     pub(super) fn new(
         rate: NonZeroU64,
         percent: u32,
@@ -57,7 +57,7 @@ impl Bucket {
     /// The time at which the bucket is out of debt; in the past if it is not in debt.
     pub(super) fn ready_at(&self) -> Nanos {
         let at = self.paid_at.saturating_sub(self.capacity);
-        // Rounded up: at that time the bucket is out of debt.
+        // Rounded up, so that the bucket is out of debt at the returned time.
         u64::try_from((at + ((1 << FRACTION) - 1)) >> FRACTION).unwrap_or(u64::MAX)
     }
 
@@ -71,7 +71,7 @@ impl Bucket {
         self.paid_at = self.paid_at.saturating_sub(u128::from(tokens) * self.token);
     }
 
-    /// How long this many tokens take.
+    /// The time in which the bucket gains this many tokens.
     pub(super) fn time_of(&self, tokens: u64) -> Nanos {
         u64::try_from((u128::from(tokens) * self.token) >> FRACTION).unwrap_or(u64::MAX)
     }
@@ -126,7 +126,7 @@ mod tests {
             bucket.take(1, now);
             is_ready
         });
-        // Ten from the credit, and the one that brings it into debt.
+        // Ten tokens from the credit, and the token that brings the bucket into debt.
         assert_eq!(count.count(), 11);
     }
 
@@ -136,7 +136,7 @@ mod tests {
         former.take(400, 0);
         let mut faster = bucket(10_000, Duration::from_secs(1));
         faster.carry_over(&former, 0);
-        // 600 of 10,000 are there: 601 more are admitted.
+        // The bucket has 600 of 10,000 tokens, so 601 more are admitted.
         faster.take(600, 0);
         assert_eq!(faster.ready_at(), 0);
         faster.take(1, 0);
@@ -172,7 +172,8 @@ mod tests {
                 let mut sum = 0u128;
                 for &(at, tokens) in &gone[first..] {
                     let time = u128::from(at - gone[first].0) + u128::from(capacity * MS);
-                    // Without the last one, which may bring it into debt. One token for rounding.
+                    // The last request is left out, because it may bring the bucket into debt. One
+                    // token is for rounding.
                     prop_assert!(sum <= u128::from(rate) * time / 1_000_000_000 + 1);
                     sum += u128::from(tokens);
                 }

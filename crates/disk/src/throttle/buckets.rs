@@ -10,7 +10,7 @@ use super::limits::{Burst, RateLimits};
 /// this loses no throughput.
 const SLACK: Duration = Duration::from_millis(50);
 
-/// Reads and writes have limits of their own.
+/// The direction of a request. Each direction has limits of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Direction {
     #[default]
@@ -29,12 +29,13 @@ pub(super) struct Cost {
     pub(super) bytes: u64,
 }
 
-/// The time that a request takes of limits.
+/// The share of the limits that a request takes, as a time.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
-    /// Of the limits of all requests.
+    /// The share of the limits of all requests.
     pub(super) of_all: Nanos,
-    /// Of the limits of all requests and of those of its direction. At least one.
+    /// The greater of `of_all` and the share of the limits of the request's direction. At least
+    /// one.
     pub(super) of_direction: Nanos,
 }
 
@@ -46,7 +47,7 @@ struct RateBucket {
 }
 
 impl RateBucket {
-    /// A bucket that holds the allowance for bursts and nothing else, so that a new limit is exact
+    /// A bucket that has the credit for a burst and no other tokens, so that a new limit is exact
     /// from the start.
     fn new(rate: NonZeroU64, burst: Option<Burst>, now: Nanos) -> Self {
         let saved = burst.map_or(Duration::ZERO, |burst| burst.saved_time());
@@ -79,8 +80,8 @@ pub(super) struct Buckets {
     rates: [Option<RateBucket>; 6],
 }
 
-/// The indices of the buckets (operations, bytes) that a request takes from: those of all requests,
-/// and those of its direction.
+/// The indices of the buckets (operations, bytes) that a request takes from: the buckets of all
+/// requests, and the buckets of its direction.
 fn indices(direction: Direction) -> [(usize, usize); 2] {
     match direction {
         Direction::Read => [(0, 3), (1, 4)],
@@ -98,8 +99,8 @@ impl Buckets {
         self.limits
     }
 
-    /// Applies other limits. A limit that stays set keeps its credit or debt, as far as that fits
-    /// the new limit.
+    /// Applies other limits. A limit that stays set keeps its credit or debt, as far as the new
+    /// limit allows.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos) {
         let former = std::mem::replace(self, Self::new(limits, now));
         for (bucket, former) in self.rates.iter_mut().zip(&former.rates) {
@@ -118,7 +119,7 @@ impl Buckets {
         each[0].max(each[1])
     }
 
-    /// Takes what a request costs.
+    /// Takes the cost of a request.
     pub(super) fn take(&mut self, cost: Cost, now: Nanos) {
         self.change(cost, |bucket, tokens| bucket.take(tokens, now));
     }

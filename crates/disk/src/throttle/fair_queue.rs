@@ -1,40 +1,42 @@
 //! The choice of the next request: start-time fair queuing.
 //!
-//! Each waiting key has a *position*: how much time its requests have taken of the limits. The key
-//! with the lowest position is next; its position then advances by the share that its request
-//! takes. So keys that always wait get equal shares, whatever their requests cost and however many
-//! of them wait. A key that returns after a rest starts at the position of the others, without
-//! saved credit. A key that returns soon, as a client with one request at a time does, keeps its
-//! former position.
+//! Each waiting key (a disk, or a party of a disk) has a *position*: the time that its requests
+//! have taken of the limits. The key with the lowest position is next; then its position advances
+//! by the share that its request takes. So keys that always wait get equal shares, independent of
+//! the cost and the number of their requests. A key that returns after a rest starts at the
+//! position of the others, without saved credit. A key that returns soon, as a client with one
+//! request at a time does, keeps its former position.
 //!
-//! Reads and writes have separate positions, because each may have limits of its own, which must
-//! not delay the other. What a key takes of the limits of all requests counts in both positions:
-//! its reads may hold its writes back, but by a `span` at most, and vice versa. If both a read and
-//! a write may be admitted, the lesser position is next while the two differ by a span at most.
-//! Otherwise reads and writes take turns, and so do the two directions of one key at equal
-//! positions.
+//! A key has separate positions for reads and for writes, because each direction may have limits of
+//! its own, which must not delay the other direction. The time that a key takes of the limits of
+//! all requests counts in both positions: its reads may delay its writes, but by one `span` at
+//! most, and vice versa. If both a read and a write may be admitted, the lower position is next
+//! while the two positions differ by one span at most. If they differ by more, reads and writes
+//! take turns. The two directions of one key take turns at equal positions, too.
 //!
-//! Each key that waits with an admissible request is next after finitely many others, because every
-//! turn advances a position by at least one, and turns of the key's other direction advance its
-//! position by a span at most.
+//! Each key that waits with an admissible request is next after finitely many turns of others,
+//! because every turn advances a position by at least one, and turns of the key's other direction
+//! advance its position by one span at most.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
 
 use super::buckets::{Direction, Share};
 
-/// Maximum number of remembered keys without waiting requests, in addition to the number with them.
+/// If more keys are remembered than this number plus two for each waiting key, keys without waiting
+/// requests are forgotten, except keys whose position is ahead.
 const MAX_IDLE: usize = 64;
-/// The least span, in nanoseconds. The span is at least twice the largest share so far.
+/// Minimum span, in nanoseconds. The span grows to twice the largest share so far.
 const MIN_SPAN: u64 = 100_000_000;
 
 /// See the module's page.
 #[derive(Debug)]
 pub(super) struct FairQueue<K> {
     entries: HashMap<K, Entry>,
-    /// By direction: the keys that wait with requests of it, by position.
+    /// By direction: the keys with waiting requests of that direction, in the order of their
+    /// positions.
     waiting: [BTreeSet<(u64, K)>; 2],
-    /// By direction: the position of the key that was next last.
+    /// By direction: the lowest position of a key that begins to wait.
     virtual_time: [u64; 2],
     span: u64,
     last_direction: Direction,
@@ -46,9 +48,9 @@ struct Entry {
     taken_of_all: u64,
     /// By direction: the position after the last request.
     taken: [u64; 2],
-    /// By direction, while requests wait.
+    /// By direction: the position while requests wait.
     position: [u64; 2],
-    /// How many requests wait, by direction.
+    /// By direction: the number of waiting requests.
     requests: [usize; 2],
     last_direction: Direction,
 }
@@ -80,11 +82,11 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         !self.waiting[direction as usize].is_empty()
     }
 
-    /// One more request of the key waits.
+    /// Adds a waiting request of the key.
     pub(super) fn enter(&mut self, key: K, direction: Direction) {
         let index = direction as usize;
         if self.waiting[index].is_empty() {
-            // Requests of the other direction may have advanced the time since.
+            // Requests of the other direction may have advanced their virtual time meanwhile.
             self.virtual_time[index] = self.virtual_time[0].max(self.virtual_time[1]);
         }
         let entry = self.entries.entry(key).or_default();
@@ -101,7 +103,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         self.waiting[index].insert((entry.position[index], key));
     }
 
-    /// One request of the key waits no longer.
+    /// Removes a waiting request of the key.
     pub(super) fn leave(&mut self, key: K, direction: Direction) {
         let index = direction as usize;
         let Some(entry) = self.entries.get_mut(&key) else { return };
@@ -132,7 +134,7 @@ impl<K: Copy + Eq + Hash + Ord> FairQueue<K> {
         Some((next.1, next.2))
     }
 
-    /// The key, which waits, has had a turn with a request of this direction that took `share`.
+    /// Advances a waiting key, whose request of this direction has had its turn and took `share`.
     pub(super) fn advance(&mut self, key: K, direction: Direction, share: Share) {
         let index = direction as usize;
         self.span = self.span.max(share.of_direction.saturating_mul(2));
@@ -182,7 +184,7 @@ mod tests {
 
     const BOTH: &[Direction] = &Direction::BOTH;
 
-    /// Of the limits of all requests.
+    /// A share of the limits of all requests.
     fn of_all(share: u64) -> Share {
         Share { of_all: share, of_direction: share }
     }
@@ -279,7 +281,8 @@ mod tests {
         (0..1000).for_each(|_| queue.enter(1, Direction::Write));
         let turns = (0..100).position(|_| turn(&mut queue, &[Direction::Write], share) == Some(1));
         assert!(turns.is_some_and(|turns| turns <= 21), "{turns:?}");
-        // Nor do the others wait for long, although the reads are far ahead.
+        // The writes of the other key do not wait for long either, although the reads are far
+        // ahead.
         let writes = (0..100).filter(|_| turn(&mut queue, BOTH, share) == Some(0)).count();
         assert!(writes >= 30, "{writes}");
     }

@@ -15,7 +15,7 @@ use super::limits::RateLimits;
 use super::queue::{Class, MemberKey, PartyKey, Poll, Queue, Ticket, WaitCounts, Wakers};
 
 /// Disks that share limits, as a throttle group of QEMU: see
-/// [`Throttle::set_group`](crate::Throttle::set_group). Any event loops may serve them.
+/// [`Throttle::set_group`](crate::Throttle::set_group). Any event loops may serve these disks.
 pub struct ThrottleGroup {
     is_unlimited: AtomicBool,
     queue: Mutex<Queue>,
@@ -34,7 +34,7 @@ impl ThrottleGroup {
         Self::with_clock(limits, Arc::new(LoopClock::new()))
     }
 
-    /// As [`new`](Self::new), by another clock: for other executors.
+    /// As [`new`](Self::new), with another clock, for other executors.
     pub fn with_clock(limits: RateLimits, clock: Arc<dyn Clock + Send + Sync>) -> Arc<Self> {
         Arc::new(Self {
             is_unlimited: AtomicBool::new(limits.is_unlimited()),
@@ -104,7 +104,7 @@ impl ThrottleGroup {
         }
     }
 
-    /// The state of a waiting request. Admits the requests that the limits allow by now.
+    /// The state of a waiting request. First admits all requests that the limits allow now.
     pub(super) fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll {
         loop {
             let (is_more, poll) = self.change(|queue, now, wakers| {

@@ -4,11 +4,11 @@ use std::num::NonZeroU64;
 use std::time::Duration;
 
 /// Limits on the rates of a disk or of a group of disks. `None` is no limit. All limits that are
-/// set hold at the same time.
+/// set apply at the same time.
 ///
-/// A read, write, zero write, discard or prefetch is one operation, whatever its length. Bytes are
-/// those of reads, writes and prefetches, and of zero writes if the host has to write zeros.
-/// Flushes do not count.
+/// A read, write, zero write, discard or prefetch is one operation, whatever its length. The bytes
+/// of reads, writes and prefetches count, and the bytes of zero writes if the host has to write
+/// zeros. Flushes do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RateLimits {
     /// Operations a second.
@@ -23,7 +23,7 @@ pub struct RateLimits {
     pub bps_read: Option<NonZeroU64>,
     /// Bytes written a second.
     pub bps_write: Option<NonZeroU64>,
-    /// How far and how long each rate may be exceeded after a time of lower use.
+    /// The factor and the time by which each rate may be exceeded after a time of lower use.
     pub burst: Option<Burst>,
 }
 
@@ -36,13 +36,14 @@ impl RateLimits {
         self.rates().iter().all(Option::is_none)
     }
 
-    /// All rates: of operations and then of bytes, each of all, of reads, of writes.
+    /// All rates: first of operations, then of bytes; each for all requests, for reads and for
+    /// writes.
     pub(super) fn rates(&self) -> [Option<NonZeroU64>; 6] {
         [self.iops, self.iops_read, self.iops_write, self.bps, self.bps_read, self.bps_write]
     }
 }
 
-/// How rates may be exceeded for a while: up to `factor` times the rate for `time`, from saved
+/// A permission to exceed rates for a while: up to `factor` times the rate for `time`, from saved
 /// credit.
 ///
 /// The unused part of a limit of rate `r` is saved, up to `(factor - 1) · r · time`. So after a
@@ -78,7 +79,7 @@ impl Burst {
         Ok(Self { percent: (factor * 100.0).round() as u32, time })
     }
 
-    /// How many times the rates.
+    /// The highest rate of a burst, as a multiple of the limit's rate.
     pub fn factor(&self) -> f64 {
         f64::from(self.percent) / 100.0
     }
@@ -93,7 +94,7 @@ impl Burst {
         self.percent
     }
 
-    /// The time that the rate itself needs for a burst's credit.
+    /// The time in which a limit's rate saves the credit of a burst.
     pub(super) fn saved_time(&self) -> Duration {
         self.time * (self.percent - 100) / 100
     }

@@ -1,4 +1,4 @@
-//! The membership of a disk in a group, and the admission of each of its requests there.
+//! The membership of a disk in a group, and the admission of the disk's requests by the group.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -20,23 +20,24 @@ use super::queue::{Class, MemberKey, Outcome};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ThrottleStats {
-    /// Requests that wait.
+    /// Requests that wait now.
     pub waiting: u64,
-    /// Requests that waited or wait.
+    /// Requests that have waited, or wait now.
     pub delayed: u64,
-    /// The time that requests have waited, of those that were admitted.
+    /// The total time that admitted requests have waited.
     pub delayed_time: Duration,
 }
 
-/// The cost of a request for its limits.
+/// The cost of a request in the limits, and its class.
 pub(crate) struct RequestCost {
     class: Class,
     cost: Cost,
 }
 
 impl RequestCost {
-    /// For a request to a disk whose writes are at least as durable as `durability`, and whose
-    /// storage supports zero writes as in `write_zeroes`. `None` for a request without limits.
+    /// The cost of a request; `None` if no limits apply to it. `durability` is the minimum
+    /// durability of the disk's writes, and `write_zeroes` the support of its storage for zero
+    /// writes.
     pub(crate) fn of(
         request: &Request,
         durability: Durability,
@@ -88,11 +89,11 @@ impl Drop for Membership {
 #[derive(Default)]
 struct State {
     membership: Option<Membership>,
-    /// How many [`LiftGuard`]s there are.
+    /// The number of existing [`LiftGuard`]s.
     lifts: usize,
 }
 
-/// The limits of a disk: its membership in a group whose limits it shares, or that it has alone.
+/// The limits of a disk: its membership in a group, which it shares with other disks or has alone.
 #[derive(Default)]
 pub struct Throttle {
     /// Whether requests need admission. While the limits change, either value is correct.
@@ -120,7 +121,7 @@ impl Throttle {
         Some(Box::pin(self.wait(cost, admission)))
     }
 
-    /// Awaits the admission, and repeats this if the disk has moved to another group meanwhile.
+    /// Awaits the admission. If the disk moves to another group meanwhile, asks that group.
     async fn wait(&self, cost: RequestCost, first: Admission) {
         let mut admission = Some(first);
         while let Some(waiting) = admission {
@@ -143,8 +144,9 @@ impl Throttle {
         }
     }
 
-    /// Makes the disk share the limits of a group, instead of those of its present group; `None`:
-    /// it has no limits. Requests that wait under former limits wait under these.
+    /// Makes the disk share the limits of a group, instead of the limits of its present group; with
+    /// `None` the disk has no limits. Requests that wait for the former limits then wait for the
+    /// new limits.
     pub fn set_group(&self, group: Option<Arc<ThrottleGroup>>) {
         let mut state = self.state.write();
         let membership = group.map(Membership::new);
@@ -156,7 +158,7 @@ impl Throttle {
         let former = std::mem::replace(&mut state.membership, membership);
         self.update(&state);
         drop(state);
-        // Wakes the waiting requests, which start over in the other group.
+        // This drop wakes the waiting requests, which start over in the other group.
         drop(former);
     }
 
@@ -189,8 +191,8 @@ impl Throttle {
         }
     }
 
-    /// Lifts the limits until the guard is dropped: requests that wait are admitted at once, and
-    /// count nowhere. For an orderly end, which waits for the requests in flight.
+    /// Lifts the limits until the guard is dropped: all requests are admitted at once, and their
+    /// cost does not count. For an orderly end, which waits for the requests in flight.
     pub fn lift(self: &Arc<Self>) -> LiftGuard {
         let mut state = self.state.write();
         state.lifts += 1;

@@ -1,9 +1,10 @@
-//! The waiting requests of a group: its disks, their parties, and the requests of each party. Plain
-//! data under the group's lock.
+//! The waiting requests of a group, by disk (*member*) and by party. All of this data is protected
+//! by the group's lock.
 //!
-//! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. It was
-//! polled as the timekeeper, or its waker was returned to be called. A later request that may be
-//! admitted earlier replaces it.
+//! Invariant: on each event loop where requests wait, one of them is the *timekeeper*. Either it
+//! was polled as the timekeeper, or its waker was returned to the caller, which calls the waker.
+//! Another request becomes the timekeeper if, at its poll, the next admission is due earlier than
+//! the timekeeper's timer.
 //!
 //! One loop *leads*: its timekeeper has a timer for the moment when the next request may be
 //! admitted. The timers of the other timekeepers expire [`BACKUP_DELAY`] later. So if the leading
@@ -20,11 +21,11 @@ use super::buckets::{Buckets, Cost, Direction};
 use super::fair_queue::FairQueue;
 use super::limits::RateLimits;
 
-/// The number of requests that are admitted while the lock is held.
+/// Maximum number of requests that are admitted while the lock is held once.
 const MAX_BATCH: usize = 64;
 
-/// Minimum interval of timers. Requests that become ready meanwhile are admitted together. The
-/// delay loses no rate, because a bucket holds more.
+/// Minimum interval of timers. Requests that become ready within one interval are admitted
+/// together. The delay costs no throughput, because a bucket saves the tokens of a longer time.
 pub(super) const QUANTUM: Nanos = 250_000;
 
 /// Delay of the leading loop's timekeeper after which another loop leads.
@@ -83,12 +84,12 @@ struct Waiter {
 #[derive(Default)]
 struct Party {
     classes: [VecDeque<Ticket>; 3],
-    /// The class after the last admitted one.
+    /// The class that follows the class of the last admitted request.
     next_class: usize,
 }
 
 impl Party {
-    /// The next class of this direction to be admitted.
+    /// The class of the next request of this direction to be admitted.
     fn next_class(&self, direction: Direction) -> Option<Class> {
         let rotated = (0..3).map(|step| Class::ALL[(self.next_class + step) % 3]);
         rotated
@@ -125,7 +126,8 @@ pub(super) struct Queue {
     last_ticket: Ticket,
     /// The event loops where requests wait.
     loops: HashMap<ThreadId, WaitingLoop>,
-    /// The loop whose timer is due first; `None` until one of its requests is polled.
+    /// The leading loop; `None` if its requests have ended, until a timekeeper of another loop is
+    /// polled.
     leading: Option<ThreadId>,
 }
 
@@ -133,7 +135,7 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct WaitingLoop {
     tickets: BTreeSet<Ticket>,
-    /// `None` until one of its requests is polled.
+    /// `None` until a request of this loop is polled.
     timekeeper: Option<Timekeeper>,
 }
 
@@ -152,7 +154,7 @@ pub(super) type Wakers = Vec<Waker>;
 /// The next step of a waiting request.
 pub(super) enum Poll {
     Done(Outcome),
-    /// Wait to be woken; the timekeeper waits until this time at the latest.
+    /// The request waits to be woken. A timekeeper waits until this time at the latest.
     Wait {
         until: Option<Nanos>,
     },
@@ -175,8 +177,8 @@ impl Queue {
         self.buckets.limits()
     }
 
-    /// Sets new limits, also for waiting requests. Wakes the timekeepers, because their time may
-    /// have changed.
+    /// Sets new limits, also for waiting requests. Wakes the timekeepers, because the time of the
+    /// next admission may have changed.
     pub(super) fn set_limits(&mut self, limits: RateLimits, now: Nanos, wakers: &mut Wakers) {
         self.buckets.set_limits(limits, now);
         self.wake_timekeepers(wakers);
@@ -198,7 +200,7 @@ impl Queue {
         self.members.remove(key);
     }
 
-    /// Admits the member's waiting requests, and from now on all others without a wait.
+    /// Admits the member's waiting requests, and from now on each later request without a wait.
     pub(super) fn lift(&mut self, key: MemberKey, wakers: &mut Wakers) {
         self.members[key].is_lifted = true;
         self.end_all(key, Outcome::Lifted, wakers);
@@ -218,7 +220,7 @@ impl Queue {
         if self.members[key].is_lifted {
             return true;
         }
-        // Waiting requests that could be admitted now go first.
+        // Waiting requests that may be admitted now have precedence.
         let is_behind = |direction: Direction| {
             self.order.has(direction) && self.buckets.ready_at(direction) <= now
         };
@@ -255,8 +257,8 @@ impl Queue {
         ticket
     }
 
-    /// Admits requests that are ready. Returns `true` if there may be more, because the lock has
-    /// been held long enough.
+    /// Admits requests that are ready. Returns `true` if more may be ready: after [`MAX_BATCH`]
+    /// requests, the lock has been held long enough.
     pub(super) fn dispatch(&mut self, now: Nanos, wakers: &mut Wakers) -> bool {
         for _ in 0..MAX_BATCH {
             let is_ready = |direction: &Direction| {
@@ -272,7 +274,7 @@ impl Queue {
         true
     }
 
-    /// Admits the next request of these directions; `None` if none waits.
+    /// Admits the next request of these directions; `None` if no such request waits.
     fn grant_next(
         &mut self,
         directions: &[Direction],
@@ -337,9 +339,9 @@ impl Queue {
         self.leave_loop(ticket, event_loop, wakers);
     }
 
-    /// Removes a request from its loop. If it was the timekeeper, the newest request replaces it,
-    /// because that will wait longest. If it was the last request of the leading loop, any other
-    /// loop leads.
+    /// Removes a request from its loop. If the request was the timekeeper, the loop's newest
+    /// request becomes the timekeeper, because it waits longest. If the request was the last one of
+    /// the leading loop, any other loop leads.
     fn leave_loop(&mut self, ticket: Ticket, event_loop: ThreadId, wakers: &mut Wakers) {
         let Some(own) = self.loops.get_mut(&event_loop) else { return };
         own.tickets.remove(&ticket);
@@ -412,7 +414,8 @@ impl Queue {
         waiting.map(|direction| self.buckets.ready_at(direction)).min().unwrap_or(Nanos::MAX)
     }
 
-    /// Removes a request whose future was dropped before it got its outcome. Refunds its cost.
+    /// Removes a request whose future was dropped before its outcome was returned. Refunds the cost
+    /// of a request that was admitted.
     pub(super) fn cancel(&mut self, ticket: Ticket, now: Nanos, wakers: &mut Wakers) {
         let Some(waiter) = self.waiters.get(&ticket) else { return };
         let cost = waiter.cost;
@@ -422,7 +425,7 @@ impl Queue {
             Some(Outcome::Lifted | Outcome::Moved) => {}
         }
         self.waiters.remove(&ticket);
-        // The refund may admit other requests now, or earlier than before.
+        // After a refund, other requests may be admitted now, or earlier than before.
         self.dispatch(now, wakers);
         self.wake_timekeepers(wakers);
     }

@@ -1,4 +1,4 @@
-//! Groups in simulated time: how much each disk is granted, and the fate of requests that wait.
+//! Groups in simulated time: the shares of the disks, and the outcomes of requests that wait.
 
 mod lab;
 mod windows;
@@ -24,7 +24,7 @@ fn iops(limit: u64) -> RateLimits {
     RateLimits { iops: rate(limit), ..RateLimits::default() }
 }
 
-/// Jain's index of fairness: 1 for equal shares, 1/n where one has everything.
+/// Jain's index of fairness: 1 for equal shares, 1/n if one of n disks gets everything.
 fn jain(shares: &[u64]) -> f64 {
     let (sum, squares) = shares.iter().fold((0.0, 0.0), |(sum, squares), &share| {
         (sum + share as f64, squares + (share as f64).powi(2))
@@ -180,8 +180,8 @@ fn lifted_limits_let_go_what_waits_and_count_nothing() {
     assert_eq!(*outcomes.borrow(), vec![lifted; 100]);
     lab.group.restore(disk);
     assert!(lab.begin((disk, 0), Class::Read, 1).is_some());
-    // The other disk's request is admitted in time, although the request with the timer was one of
-    // the first disk's.
+    // The other disk's request is admitted in time, although the request with the timer was a
+    // request of the first disk.
     lab.run(Duration::from_secs(1));
     let last = outcomes.borrow()[100];
     assert_eq!((last.0, last.1), (other, Outcome::Admitted));

@@ -6,8 +6,8 @@ use blockhouse_format::Amendments;
 use crate::disk::Disk;
 
 /// Changes options of the image, durably: see
-/// [`ImageHeader::amend`](blockhouse_format::ImageHeader::amend). The caller closes the disk and
-/// reopens it after this. No request may be in flight.
+/// [`ImageHeader::amend`](blockhouse_format::ImageHeader::amend). The caller then closes the disk
+/// and reopens it. No request may be in flight.
 ///
 /// # Errors
 /// As there; `ReadOnly`.

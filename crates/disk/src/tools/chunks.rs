@@ -1,4 +1,4 @@
-//! Iteration over the chunks of an image, for tools that process much of it.
+//! Iterates over the chunks of an image, for tools that process much of the image.
 
 use std::cell::Cell;
 use std::future::{Future, ready};
@@ -20,7 +20,8 @@ use crate::layer::{HostRuns, Layer};
 const CHUNK_SIZE: u64 = 1 << 20;
 /// Maximum number of chunks in flight.
 const MAX_CHUNKS: usize = 8;
-/// Minimum hole of the host file that counts as zeros, in bytes; shorter ones count as data.
+/// Minimum length, in bytes, of a hole of the host file that counts as zeros; shorter holes count
+/// as data.
 const MIN_HOST_HOLE: u64 = 64 << 10;
 
 /// The source of a chunk's bytes.
@@ -30,7 +31,7 @@ pub(super) enum Source {
     Image,
     /// The bytes are zeros by the image's metadata, or lie in a hole of the host file.
     Zero,
-    /// The backing file, or nothing.
+    /// The backing file has the bytes; without a backing file they are zeros.
     Backing,
 }
 

@@ -1,8 +1,8 @@
 //! Commits an overlay's data into its backing file.
 //!
-//! The overlay keeps all its data until the backing file durably has it. While the overlay is
-//! emptied, dropped clusters read the same from the backing file. So a crash at any point leaves a
-//! disk that reads as before, and the commit can be repeated.
+//! The overlay keeps all its data until the backing file has the data durably. While the overlay is
+//! emptied, the backing file has the same data as the dropped clusters. So a crash at any point
+//! leaves a disk that reads as before, and the commit can be repeated.
 
 use blockhouse_core::{Buffer, ByteRange, Durability, Request, Result, Storage, ToolProgress};
 
@@ -14,13 +14,13 @@ use crate::disk::Disk;
 pub enum AfterCommit {
     /// It is emptied: its space is freed.
     Empty,
-    /// It keeps what it has.
+    /// It keeps its data.
     Keep,
 }
 
 /// Writes the overlay's own data into `base`, the disk of its backing file, then empties the
 /// overlay if `after` says so. A shorter base is grown to the overlay's size. Durable when it
-/// returns. No other request may be in flight on either.
+/// returns. No other request may be in flight on either disk.
 ///
 /// # Errors
 /// `ReadOnly` for either disk, `Unsupported` for a format without backing files; or storage errors:

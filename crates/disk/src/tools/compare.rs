@@ -1,8 +1,9 @@
 //! Compares two disks of any formats, and finds the first byte that differs.
 //!
-//! The part past the end of the shorter one counts as zeros. Ranges that both maps show as zeros
-//! are not read. Several chunks are in flight at the same time, on any number of threads; they
-//! begin in ascending order, so the first difference is found although they end in any order.
+//! The part past the end of the shorter disk counts as zeros. Ranges that the block status of both
+//! disks shows as zeros are not read. Several chunks are in flight at the same time, on any number
+//! of threads. They begin in ascending order, so the first difference is found although they end in
+//! any order.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -22,12 +23,12 @@ const CHUNK_SIZE: u64 = 1 << 20;
 /// No difference yet.
 const NONE: u64 = u64::MAX;
 
-/// A comparison in progress. See the module's page.
+/// A comparison in progress. See the module's documentation.
 pub struct CompareJob<S: Storage> {
     disks: [Arc<Disk<S>>; 2],
     max_in_flight: usize,
     size: u64,
-    /// This mutex does not read the clock, as that of `async_lock` does.
+    /// This mutex does not read the clock; the mutex of `async_lock` does.
     scan: Mutex<StatusScan<Arc<Disk<S>>>>,
     /// The offset of the first byte found so far that differs.
     difference: AtomicU64,
@@ -68,11 +69,11 @@ impl<S: Storage> CompareJob<S> {
         (self.passed.load(Ordering::Relaxed), self.size)
     }
 
-    /// Works until a difference is found or nothing is left to begin, and all chunks begun by this
-    /// call have ended. To be called once by each working thread.
+    /// Compares chunks until a difference is found or no chunk is left, and waits for all chunks
+    /// that this call has begun. Each working thread calls it once.
     ///
     /// # Errors
-    /// The first error of this thread. The others stop soon after, without an error.
+    /// The first error of this thread. The other threads stop soon after it, without an error.
     pub async fn work(&self) -> Result<()> {
         run_loops(self.max_in_flight, &self.has_failed, || self.compare_loop()).await
     }
@@ -114,8 +115,8 @@ impl<S: Storage> CompareJob<S> {
     }
 }
 
-/// The offset of the first byte that is data in one of two disks and a hole or zeros in the other,
-/// or a hole in one and zeros in the other; past the end of the shorter one nothing is compared.
+/// The offset of the first byte whose block status (data, zeros or hole) differs between two disks.
+/// Bytes past the end of the shorter disk are not compared.
 ///
 /// # Errors
 /// Errors of mapping.

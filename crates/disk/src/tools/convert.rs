@@ -1,10 +1,11 @@
 //! Copies a disk, a part of a disk, or several of them one after the other, to another disk. Each
 //! may have any format.
 //!
-//! The ranges that the source's map shows as zeros are never read; bytes that turn out to be zeros
-//! are not written. Several chunks are in flight at the same time and end in any order; no two of
-//! them touch the same cluster of the target. Any number of threads can work on one copy, each on
-//! its own event loop. Nothing is durable before the target is closed.
+//! The ranges that the source's block status shows as zeros are not read; bytes that turn out to be
+//! zeros are not written (exception: [`CopyJob::writing_zeros`]). Several chunks are in flight at
+//! the same time and end in any order; no two of them touch the same cluster of the target. Any
+//! number of threads can work on one copy, each on its own event loop. Nothing is durable before
+//! the target is closed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,8 +32,8 @@ const SECTOR: u64 = 512;
 pub enum TargetContent {
     /// All of it reads as zeros.
     Zero,
-    /// Anything, for instance a part of the copy: it is read, and equal parts are not written
-    /// again.
+    /// Any content, for instance a part of the copy. The target is read, and equal parts are not
+    /// written again.
     Unknown,
 }
 
@@ -43,8 +44,8 @@ pub struct CopyOptions {
     pub target_content: TargetContent,
     /// Whether data is stored in compressed clusters if that saves space.
     pub compress: bool,
-    /// How many chunks each thread has in flight, at least one. A chunk takes 1 MiB of memory or as
-    /// much as a cluster of the target, twice that if the target is read too.
+    /// The number of chunks that each thread has in flight, at least one. A chunk takes 1 MiB of
+    /// memory, or more if a cluster of the target is larger; twice that if the target is read too.
     pub max_in_flight: usize,
 }
 
@@ -59,7 +60,7 @@ pub struct CopyProgress {
     pub written: u64,
 }
 
-/// A copy that is being made. See the module's page.
+/// A copy that is being made. See the module's documentation.
 pub struct CopyJob<S: Storage> {
     parts: Vec<Part<S>>,
     /// Bytes of all parts.
@@ -71,11 +72,12 @@ pub struct CopyJob<S: Storage> {
     options: CopyOptions,
     /// Bytes of a chunk: a multiple of the target's clusters.
     chunk: u64,
-    /// Not the lock of `async_lock`, which reads the clock when it is contended.
+    /// This mutex does not read the clock; the mutex of `async_lock` does when it is contended.
     scan: Mutex<PartsScan<S>>,
     /// Whether zeros are written, too.
     is_dense: bool,
-    /// If unreadable bytes become zeros: how many did so far.
+    /// The number of unreadable bytes that became zeros so far; `None` if a read error stops the
+    /// copy.
     lost: Option<AtomicU64>,
     has_failed: AtomicBool,
     /// Called for each finished chunk.
@@ -118,7 +120,7 @@ impl<S: Storage> Part<S> {
         self.start + self.range.length()
     }
 
-    /// The offset in the source less that in the target, modulo 2^64.
+    /// The offset in the source minus the offset in the target, modulo 2^64.
     fn shift(&self) -> u64 {
         self.range.offset().wrapping_sub(self.start)
     }
@@ -131,8 +133,8 @@ struct PartsScan<S: Storage> {
 }
 
 impl<S: Storage> CopyJob<S> {
-    /// The copy of all of `source` to the start of `target`, which must not be changed otherwise.
-    /// The rest of a longer target stays as it is.
+    /// The copy of all of `source` to the start of `target`. Nothing else may change `target`
+    /// meanwhile. The rest of a longer target stays as it is.
     ///
     /// # Errors
     /// `InvalidInput` if the target is smaller, or if `options` ask for compression and the
@@ -227,7 +229,7 @@ impl<S: Storage> CopyJob<S> {
         Ok(self)
     }
 
-    /// Makes the copy write zeros as it writes data, so all of it takes space. To be called before
+    /// Makes the copy write zeros like data, so the whole copy takes space. To be called before
     /// [`work`](Self::work).
     #[must_use]
     pub fn writing_zeros(mut self) -> Self {
@@ -294,8 +296,8 @@ impl<S: Storage> CopyJob<S> {
         }
     }
 
-    /// Copies chunks until none is left to begin and all that this call began have ended. Each
-    /// working thread calls it once.
+    /// Copies chunks until no chunk is left, and waits for all chunks that this call has begun.
+    /// Each working thread calls it once.
     ///
     /// # Errors
     /// The first error of this thread, which names the file and the offset. The other threads stop
@@ -387,7 +389,7 @@ fn placed<S: Storage>(parts: Vec<(Arc<Disk<S>>, ByteRange)>) -> Result<Vec<Part<
     Ok(placed)
 }
 
-/// A scan of a part, by the offsets of the target.
+/// A scan of a part, with offsets in the target.
 fn scan_of<S: Storage>(
     part: &Part<S>,
     before: Option<&Arc<Disk<S>>>,

@@ -1,11 +1,11 @@
-//! The mark of a disk that is being made by a mirror: until it is complete, its first sector holds
-//! a text in place of the data.
+//! The mark of a disk that is being made by a mirror: until the disk is complete, its first sector
+//! holds a text in place of the data.
 //!
 //! Guarantee: once the mark is gone from a disk, the disk is complete. The mark is written durably
-//! before anything else is, and replaced by the sector's data durably after everything else is
-//! durable. Disks write a sector as a whole, so that write is the moment in which the disk becomes
-//! complete. The mark is in the disk, not beside it, so it works on every kind of target, and no
-//! program takes the disk for a bootable one.
+//! before anything else is written. After everything else is durable, the sector's data durably
+//! replaces it. Disks write a sector as a whole, so that write is the moment in which the disk
+//! becomes complete. The mark is in the disk, not beside it, so it works on every kind of target,
+//! and no program takes the disk for a bootable one.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Request, Result, Storage,
@@ -17,10 +17,11 @@ use crate::disk::Disk;
 /// Bytes at the start of a disk that hold the mark: a sector, which is written as a whole.
 pub const MARK_BYTES: u64 = 512;
 
-/// How the mark begins.
+/// The first bytes of the mark.
 const MAGIC: &[u8] = b"blockhouse: mirror not complete\n";
 
-/// Puts the mark on a disk, durably. `source` names the mirror's source, for people who read it.
+/// Puts the mark on a disk, durably. `source` names the mirror's source, for people who read the
+/// mark.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -33,8 +34,8 @@ pub async fn mark_incomplete<S: Storage>(disk: &Disk<S>, source: &str) -> Result
     disk.submit_unlimited(Request::Write { offset: 0, from, durability }).await
 }
 
-/// Refuses a disk that has the mark. A disk whose first sector cannot be read is admitted: no mark
-/// can be found.
+/// Refuses a disk that has the mark. A disk whose first sector cannot be read is accepted, because
+/// no mark can be found.
 ///
 /// # Errors
 /// `Corrupt`, with advice; errors of looking up the sector.

@@ -4,9 +4,9 @@
 //! Guarantees: the disk's content never changes. A range is written to the base only if an
 //! intermediate image has data there, which hides the base's data; the base gets the data that the
 //! image above reads there. So the chain reads the same during the copy and after a crash. Once the
-//! base durably has everything, it alone reads the same as the chain; only then does one header
-//! write make the image above name the base. Other overlays of the intermediate images and the base
-//! would be corrupted: the caller refuses such a commit.
+//! base durably has everything, it alone reads the same as the chain; only after that, one header
+//! write makes the image above name the base. Other overlays of the intermediate images or of the
+//! base would be corrupted, so the caller refuses the commit if there are any.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use crate::write::BackedRange;
 /// The granularity of the map of ranges where the base may have data: here all ranges are marked.
 const GRANULARITY: u64 = 16 << 20;
 
-/// A commit of layers to be carried out. See the module's page.
+/// A commit of layers to be carried out. See the module's documentation.
 pub struct LayerCommit<S: Storage> {
     disk: Arc<Disk<S>>,
     left_out: FurtherBase,
@@ -36,9 +36,10 @@ pub struct LayerCommit<S: Storage> {
 }
 
 impl<S: Storage> LayerCommit<S> {
-    /// From now on `disk` reads the base of `left_out` through `base`, another opening of it for
-    /// writing. `above` is another opening of the image above the layers, if that is not the disk's
-    /// own. The caller [begins](Self::begin) next, and must [end](Self::end) it in every case.
+    /// From now on `disk` reads the base of `left_out` through `base`, another opening of that
+    /// base, for writing. `above` is another opening of the image above the layers, if that is not
+    /// the disk's own. The caller [begins](Self::begin) next, and must [end](Self::end) it in every
+    /// case.
     ///
     /// # Errors
     /// The host has no memory to copy; then nothing has changed.
@@ -60,7 +61,7 @@ impl<S: Storage> LayerCommit<S> {
     }
 
     /// Runs `action` when the base has all data, durably, and before the image above names it. If
-    /// it fails, so does the commit.
+    /// `action` fails, the commit fails.
     #[must_use]
     pub fn before_naming(mut self, action: impl Fn() -> Result<()> + Send + 'static) -> Self {
         self.before_naming = Box::new(action);
@@ -101,7 +102,7 @@ impl<S: Storage> LayerCommit<S> {
         &self.left_out
     }
 
-    /// Bytes that are examined.
+    /// The number of bytes that are examined.
     pub fn size(&self) -> u64 {
         self.top.size()
     }
@@ -116,7 +117,7 @@ impl<S: Storage> LayerCommit<S> {
         while !rest.is_empty() {
             let (place, length) = self.top.image().layer().status().allocation_depth(rest).await?;
             let found = rest.truncate(length);
-            // The highest layer is the first one.
+            // The highest layer has the depth 1, and the base has the depth `steps`.
             if (1..self.left_out.steps()).contains(&(place as usize)) {
                 let range = found.truncate(MAX_POPULATED - found.offset() % MAX_POPULATED);
                 return Ok(Some(BackedRange { range, is_zero: false }));

@@ -1,7 +1,7 @@
 //! Work on whole disks: copying, comparing, committing an overlay, rebasing it.
 //!
 //! [`scan`] finds the ranges that have to be read; [`chunks`] cuts one image into chunks by the
-//! image of the chain that has their data; [`range_writer`] writes the data.
+//! source of their data; [`range_writer`] writes the data.
 
 mod amend;
 mod chunks;

@@ -1,8 +1,8 @@
 //! A new image of another program's format, while a copy fills it.
 //!
-//! Guarantees: only [`NewImage::finish`] writes a header, and it makes the file durable. So a
-//! failed copy leaves no image. Any number of threads may store parts of the disk that share no
-//! 4 KiB block. A stream has one writer, which keeps the order of the disk.
+//! Guarantees: only [`NewImage::finish`] writes a header, so a failed copy leaves no image. It
+//! makes the file durable if the caller requests that. Any number of threads may store parts of the
+//! disk that share no 4 KiB block. A stream has one writer, which keeps the order of the disk.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ use super::zeros::units;
 /// Maximum number of requests of one chunk in flight.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// See the module's page.
+/// A new image that is being filled. See the module's documentation.
 pub struct NewImage<S: Storage> {
     storage: S,
     image: Mutex<NewForeign>,
@@ -43,7 +43,8 @@ impl<S: Storage> NewImage<S> {
         self.size
     }
 
-    /// Bytes that are appended together in the order of the disk, if the image is a stream.
+    /// The number of bytes that are appended together in the order of the disk, if the image is a
+    /// stream.
     pub fn stream_unit(&self) -> Option<u64> {
         self.stream_unit
     }

@@ -1,8 +1,8 @@
-//! Copies parts of a disk to another one, repeatedly, while both may be used.
+//! Copies parts of a disk to another disk, repeatedly, while both may be in use.
 //!
-//! Guarantees: zeros become zeros without writing their bytes, and take no space where the target
-//! had none. A copy takes no more memory than the part that it copies, which the caller bounds. The
-//! caller does not copy overlapping ranges at the same time.
+//! Guarantees: zeros of the source become zeros of the target without writing their bytes, and take
+//! no space where the target had none. A copy takes no more memory than the part that it copies,
+//! which the caller bounds. The caller does not copy overlapping ranges at the same time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::zeros::{is_zero, runs};
 use crate::dirty_map::DirtyMap;
 use crate::disk::Disk;
 
-/// Copies parts of one disk to the same places of another. See the module's page.
+/// Copies parts of one disk to the same offsets of another. See the module's documentation.
 pub struct RangeCopy<S: Storage> {
     source: Arc<Disk<S>>,
     target: Arc<Disk<S>>,
@@ -117,7 +117,7 @@ impl<S: Storage> RangeCopy<S> {
         Ok(sum)
     }
 
-    /// Whether `range` of the target reads as it does in the source. Takes memory for both.
+    /// Whether `range` reads the same in the target and in the source. Takes memory for both.
     ///
     /// # Errors
     /// Errors of either storage; the message names it.

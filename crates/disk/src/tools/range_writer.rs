@@ -16,7 +16,7 @@ use crate::disk::Disk;
 use crate::parts::MAX_IN_FLIGHT;
 use crate::write::CompressResult;
 
-/// Zeros shorter than this are not worth a hole, in bytes.
+/// The shortest run of zeros, in bytes, that becomes a hole.
 const MIN_HOLE: u64 = 4096;
 
 /// The target of a copy.

@@ -1,9 +1,9 @@
 //! Gives an overlay another backing file, with the same content.
 //!
 //! Ranges that would read differently with the new backing file are first copied into the overlay,
-//! durably; only then does one header write name the new backing file. A crash before that leaves
-//! an overlay of the old file that has more clusters of its own than it needs. Ranges that block
-//! status shows as zeros in both the old and the new backing files are not read.
+//! durably; only then does one header write name the new backing file. A crash before that write
+//! leaves an overlay of the old backing file, with more clusters of its own than it needs. Ranges
+//! that block status shows as zeros in both the old and the new backing files are not read.
 
 use blockhouse_core::{Buffer, ExtentState, Result, Storage, ToolProgress};
 use blockhouse_format::{Backing, Intent};
@@ -28,8 +28,9 @@ pub enum Compress {
 }
 
 /// Copies into `disk` the ranges that would read differently with the backing file `new`; with
-/// `None`, all that it reads from the old one. With [`Compress::Clusters`] the image must have
-/// compressed clusters. Durable when it returns. No other request may be in flight.
+/// `None`, all that it reads from the old backing file. With [`Compress::Clusters`] the image's
+/// format must have compressed clusters. Durable when it returns. No other request may be in
+/// flight.
 ///
 /// # Errors
 /// `ReadOnly`, or storage errors; the content is the same as before in any case.
@@ -41,7 +42,8 @@ pub async fn prepare_rebase<S: Storage>(
 ) -> Result<()> {
     disk.check_access(0)?;
     progress.begin(disk.size());
-    // Zeros past the end of the backing file must be stored as well: the new one may be longer.
+    // Zeros past the end of the backing file must be stored as well: the new backing file may be
+    // longer.
     disk.format().set_backing_size(u64::MAX);
     let chunk_size = disk.image().cluster_size().unwrap_or(MIN_CHUNK).max(MIN_CHUNK);
     let scan = StatusScan::new([disk].into_iter().chain(new), chunk_size, disk.size());
@@ -64,7 +66,7 @@ pub async fn prepare_rebase<S: Storage>(
 
 /// Writes the new backing file, or none, to the image's header, durably: see
 /// [`ImageHeader::set_backing`](blockhouse_format::ImageHeader::set_backing). Without
-/// [`prepare_rebase`] the content may change. The caller closes the disk and reopens it after this.
+/// [`prepare_rebase`] the content may change. The caller then closes the disk and reopens it.
 ///
 /// # Errors
 /// As there; `ReadOnly`; `Unsupported` for a format without backing files.

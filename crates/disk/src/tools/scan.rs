@@ -1,7 +1,7 @@
 //! Finds the parts of disks that have to be read, by a scan of their block status from the start to
 //! the end.
 //!
-//! The scan is cut into chunks at multiples of one size, so that no two of them touch the same
+//! The scan is cut into chunks at multiples of one size, so that no two chunks touch the same
 //! cluster of a copy. Long runs that read as zeros on all disks cost only the queries of block
 //! status.
 
@@ -23,7 +23,7 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
-    /// The part of the chunk in `range`, which it contains.
+    /// The part of the chunk in `range`, which is inside the chunk.
     pub(super) fn part(&self, range: ByteRange) -> Self {
         let clip = |data: &ByteRange| {
             let (start, end) = (data.offset().max(range.offset()), data.end().min(range.end()));
@@ -45,14 +45,14 @@ pub(super) struct StatusScan<D> {
     forgives: bool,
 }
 
-/// A disk and the run that was queried last.
+/// A disk, and the run of equal block status that was queried last.
 struct CachedStatus<D> {
     disk: D,
-    /// The difference from the scan's offsets to those of the disk, modulo 2^64.
+    /// The offset in the disk minus the offset of the scan, modulo 2^64.
     shift: u64,
     cache: BlockStatusCache,
     status: BlockStatus,
-    /// Where the run ends.
+    /// The end of the run.
     end: u64,
 }
 

@@ -23,11 +23,11 @@ const SECTOR: usize = 512;
 /// How a stream is copied.
 #[derive(Clone, Copy, Debug)]
 pub struct StreamOptions {
-    /// The target's content before.
+    /// The target's content before the copy.
     pub target_content: TargetContent,
     /// Whether data is stored in compressed clusters if that saves space.
     pub compress: bool,
-    /// Whether the target becomes as long as the stream; otherwise it must be long enough, and its
+    /// Whether the target becomes as long as the stream. If not, it must be long enough, and its
     /// bytes beyond the stream stay as they are.
     pub resize: bool,
 }
@@ -35,9 +35,10 @@ pub struct StreamOptions {
 /// Bytes of each piece of a stream but the last: a multiple of clusters of every size.
 pub const STREAM_PIECE: usize = 2 << 20;
 
-/// Writes a stream to the start of `target`, which must not be used otherwise: pieces of
-/// [`STREAM_PIECE`], only the last of which is shorter. Returns the length of the stream in bytes;
-/// a part of a sector at its end is filled up with zeros. `progress` counts the bytes written.
+/// Writes a stream to the start of `target`, which must not be used otherwise. Each piece has
+/// [`STREAM_PIECE`] bytes; only the last may be shorter. Returns the length of the stream in bytes;
+/// a partial sector at its end is filled up with zeros. `progress` counts the bytes of the stream
+/// that are done.
 ///
 /// # Errors
 /// Errors of the stream or a storage; `NoSpace` if the target is too short and must not grow;

@@ -7,7 +7,8 @@ use blockhouse_format::SpaceMode;
 
 use crate::disk::Disk;
 
-/// Bytes of one write of zeros, of one request for zeros that are not sent, and of one for space.
+/// Bytes of one write of zeros; of one request that zeroes without sending zeros; of one allocation
+/// of space.
 const WRITE_SIZE: u64 = 1 << 20;
 const PREPARE_SIZE: u64 = 64 << 20;
 const RESERVE_SIZE: u64 = 1 << 30;
@@ -33,7 +34,8 @@ pub async fn take_space<S: Storage>(
     let mut zeros = Buffer::new(WRITE_SIZE as usize);
     let mut rest = range;
     while !rest.is_empty() {
-        // Up to whole units of the disk: the last cluster before the range is in use.
+        // Chunks end at multiples of `step`, because the range may begin inside a cluster that is
+        // in use.
         let chunk = rest.truncate(step - rest.offset() % step);
         let left = disk.take_space(chunk, mode).await.map_err(|error| match error.kind() {
             ErrorKind::Unsupported => error.hint("choose preallocation full"),
@@ -45,7 +47,7 @@ pub async fn take_space<S: Storage>(
             continue;
         }
         let sent = match mode {
-            // A part that is no whole cluster of the disk: its first bytes or its last ones.
+            // This is a part of a cluster, at the start or the end of the range.
             SpaceMode::Falloc => {
                 let unit = disk.image().cluster_size().unwrap_or(WRITE_SIZE);
                 left.truncate(unit - left.offset() % unit)
@@ -63,7 +65,8 @@ pub async fn take_space<S: Storage>(
     Ok(())
 }
 
-/// The parts of `range` for one write each: up to whole units of the disk.
+/// The parts of `range`, one for each write. Each ends at a multiple of `WRITE_SIZE`, or at the end
+/// of the range.
 fn chunks(range: ByteRange) -> impl Iterator<Item = ByteRange> {
     let mut rest = range;
     std::iter::from_fn(move || {

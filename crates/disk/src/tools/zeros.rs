@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use blockhouse_core::{Buffer, IoVector};
 
-/// The length of one comparison: short enough to stop early, long enough to be quick.
+/// The length of one comparison, in bytes: short enough to stop early, long enough to be quick.
 const STEP: usize = 4096;
 static ZEROS: [u8; STEP] = [0; STEP];
 
@@ -28,8 +28,8 @@ pub(super) fn units(
     })
 }
 
-/// The parts of `length` bytes at `offset` of the disk whose [`units`] are `wanted` (called with
-/// their range in the buffer), adjacent units as one part.
+/// The parts of a buffer of `length` bytes, at `offset` of the disk, whose [`units`] are `wanted`,
+/// which gets a unit's range in the buffer. Adjacent units are one part.
 pub(super) fn runs(
     length: usize,
     offset: u64,

@@ -3,7 +3,7 @@
 /// Compressed clusters that are written together.
 #[derive(Default)]
 pub(super) struct CompressedBatch {
-    /// Cluster of the state and its compressed bytes.
+    /// The number in the state and the compressed bytes of each cluster.
     pub(super) clusters: Vec<(u64, Vec<u8>)>,
     /// The windows of these clusters. Each occurs once, because clusters are added window by
     /// window.
@@ -13,14 +13,15 @@ pub(super) struct CompressedBatch {
 
 /// The result of [`CompressedBatch::add`].
 pub(super) enum AddResult {
-    /// It is in the batch.
+    /// The cluster is in the batch.
     Added,
     /// The caller stores it uncompressed.
     Incompressible,
 }
 
 impl CompressedBatch {
-    /// Adds a compressed cluster; `None` is a cluster that compression does not make smaller.
+    /// Adds a compressed cluster. `compressed` is `None` if compression does not make the cluster
+    /// smaller.
     pub(super) fn add(
         &mut self,
         window: u64,

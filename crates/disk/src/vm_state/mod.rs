@@ -1,15 +1,16 @@
 //! VM state as a stream into an image, and back.
 //!
-//! Producers send small writes, many below 100 bytes. They are collected in aligned *windows* of
-//! the larger of a cluster and 1 MiB; a full window is written while the next one fills, 8 at most
-//! are in flight. Clusters are allocated in runs; clusters of zeros take no space. Offsets may be
-//! written in any order: before a stored window is changed, its write is awaited and its bytes are
-//! read back, so that overlapping writes take effect in order. Nothing refers to what was stored
-//! until [`VmStateWriter::finish`] takes the snapshot, in one step.
+//! Producers send small writes, many below 100 bytes. The writer collects them in aligned *windows*
+//! of 1 MiB, or of a cluster if a cluster is larger. A full window is written while the next one
+//! fills; at most 8 writes are in flight. Clusters are allocated in runs. Clusters of zeros take no
+//! space if the format can mark them as zeros. Offsets may be written in any order: before a stored
+//! window is changed, the writer waits for the write of this window and reads its bytes back, so
+//! that overlapping writes take effect in order. The image does not refer to the stored state until
+//! [`VmStateWriter::finish`] takes the snapshot, in one step.
 //!
-//! The first error ends the writer: it waits for the operations in flight and frees all space, and
-//! each later call fails with the same error. Memory is bounded: the windows, and 8 or 16 bytes for
-//! each cluster of the state.
+//! After the first error, the writer waits for the operations in flight and frees all space, and
+//! each later call fails with the same error. Memory is bounded: it holds the windows, and 8 or 16
+//! bytes for each cluster of the state.
 
 mod compressed_batch;
 mod reader;
@@ -30,25 +31,26 @@ pub use reader::VmStateReader;
 use store::WriteResult;
 use window::Window;
 
-/// The least size of a window in bytes, a multiple of every alignment.
+/// Minimum size of a window in bytes, a multiple of every alignment.
 const MIN_WINDOW: u64 = 1 << 20;
-/// How many writes are in flight together.
+/// Maximum number of writes in flight, and of chunks that are read ahead.
 const MAX_WRITES: usize = 8;
-/// How many windows are being filled: more than one only if the stream jumps.
+/// Maximum number of windows that are filled at the same time. More than one is open only if the
+/// offsets of writes jump.
 const MAX_OPEN: usize = 4;
 
 /// Writes a machine's state into an image. See the module's page.
 pub struct VmStateWriter<'a, S: Storage> {
     disk: &'a Disk<S>,
     window_size: u64,
-    /// How clusters are compressed, if they are.
+    /// The compression of clusters; `None` if they are stored uncompressed.
     compression: Option<Compression>,
     tables: VmStateTables,
     /// The open windows; the most recently used one is last.
     open: VecDeque<Window>,
     compressed: CompressedBatch,
     in_flight: FuturesUnordered<LocalBoxFuture<'a, WriteResult>>,
-    /// Windows with operations in flight; one may be listed several times.
+    /// Windows with operations in flight. A window may be listed several times.
     in_flight_windows: Vec<u64>,
     spare: Vec<Buffer>,
     stage: Stage,
@@ -61,8 +63,9 @@ enum Stage {
 }
 
 impl<'a, S: Storage> VmStateWriter<'a, S> {
-    /// Begins to store a machine's state, of which a snapshot is taken at the end: uncompressed,
-    /// which is as fast as the disk, or in compressed clusters of the image's compression type.
+    /// Begins to store a machine's state, for a snapshot that is taken at the end. An uncompressed
+    /// state is stored as fast as the disk allows. With `compression`, which must be the image's
+    /// compression type, the state is stored in compressed clusters.
     ///
     /// # Errors
     /// `ReadOnly`; `Unsupported` for a format without snapshots, an image with a data file, or a
@@ -94,17 +97,17 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         })
     }
 
-    /// How long the state is so far, in bytes.
+    /// The size of the state so far, in bytes.
     pub fn size(&self) -> u64 {
         self.tables.size()
     }
 
-    /// Stores `bytes` at `offset` of the state, replacing earlier bytes there. When it returns they
-    /// are accepted, but not necessarily on the disk.
+    /// Stores `bytes` at `offset` of the state, replacing earlier bytes there. When the call
+    /// returns, the bytes are accepted, but may not be on the disk yet.
     ///
     /// # Errors
-    /// `NoSpace`, or a storage error, of this or an earlier write; every later call fails with the
-    /// same.
+    /// `NoSpace`, or a storage error, of this or an earlier write. Every later call fails with the
+    /// same error.
     pub async fn write(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
         self.check()?;
         match self.try_write(offset, bytes).await {
@@ -113,7 +116,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
     }
 
-    /// Waits until everything so far is stored. It is not durable before [`finish`](Self::finish).
+    /// Waits until all bytes so far are stored. They are durable only after
+    /// [`finish`](Self::finish).
     ///
     /// # Errors
     /// As [`write`](Self::write).
@@ -125,12 +129,12 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         }
     }
 
-    /// Stores the rest and takes a snapshot of the disk with the state, both durable when it
-    /// returns.
+    /// Stores the rest and takes a snapshot of the disk with the state. Both are durable when the
+    /// call returns.
     ///
     /// # Errors
-    /// As [`write`](Self::write) and [`DiskSnapshots::create`](crate::DiskSnapshots::create). Then
-    /// there is no such snapshot, and the space is freed.
+    /// As [`write`](Self::write) and [`DiskSnapshots::create`](crate::DiskSnapshots::create). After
+    /// an error there is no such snapshot, and the space is freed.
     pub async fn finish(&mut self, name: &str) -> Result<Snapshot> {
         self.flush().await?;
         match self.try_finish(name).await {
@@ -184,7 +188,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         Ok(())
     }
 
-    /// The window with this number, to be filled: the last of the open ones.
+    /// The window with this number, to be filled. Makes it the last of the open windows.
     async fn window(&mut self, index: u64) -> Result<&mut Window> {
         let place = self.open.iter().position(|window| window.index() == index);
         let window = match place.and_then(|place| self.open.remove(place)) {
@@ -224,7 +228,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
     }
 
     fn cluster_size(&self) -> u64 {
-        // Formats without clusters have no such states.
+        // Formats without clusters have no VM states.
         self.disk.image().cluster_size().unwrap_or(self.window_size)
     }
 
@@ -269,7 +273,7 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         self.compression.and_then(|_| self.disk.format().compressed().compress(bytes))
     }
 
-    /// Location of a cluster that can be overwritten.
+    /// The location of a cluster that can be overwritten; `None` if new space is needed.
     fn place_of(&self, cluster: u64) -> Option<u64> {
         match self.tables.get(cluster)? {
             VmStateCluster::Data(host) => Some(host),
@@ -364,7 +368,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
         self.try_flush().await
     }
 
-    /// Ends everything: waits for operations in flight, so that their space can be freed.
+    /// Ends the writer after an error. Waits for operations in flight, so that their space can be
+    /// freed.
     async fn fail(&mut self, error: Error) -> Error {
         self.stage = Stage::Failed(error.duplicate());
         self.open.clear();
@@ -388,8 +393,8 @@ impl<'a, S: Storage> VmStateWriter<'a, S> {
 }
 
 impl<S: Storage> Drop for VmStateWriter<'_, S> {
-    /// Frees the state's space if no write is in flight. A write in flight could still modify the
-    /// clusters, which then leak until the image is repaired.
+    /// Frees the state's space if no write is in flight. If a write is in flight, it could still
+    /// modify the clusters, so they leak until the image is repaired.
     fn drop(&mut self) {
         if let (Stage::Storing, true) = (&self.stage, self.in_flight.is_empty()) {
             self.give_all_back();

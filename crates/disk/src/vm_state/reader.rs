@@ -1,4 +1,4 @@
-//! Reads VM state from a snapshot: in parallel ahead of the caller, and returned in order.
+//! Reads VM state from a snapshot: in parallel ahead of the caller, which gets it in order.
 
 use blockhouse_core::{Buffer, ByteRange, Error, ErrorKind, Result, Storage};
 use futures_util::future::LocalBoxFuture;
@@ -22,11 +22,11 @@ pub struct VmStateReader<'a, S: Storage> {
 }
 
 impl<'a, S: Storage> VmStateReader<'a, S> {
-    /// The machine's state, of a disk that was opened on a snapshot.
+    /// A reader of the machine's state, for a disk that was opened on a snapshot.
     ///
     /// # Errors
     /// `InvalidInput` for a snapshot without a state or a disk that was not opened on one;
-    /// `Corrupt` if the snapshot's tables are too short for it.
+    /// `Corrupt` if the snapshot's tables are too short for the state.
     pub fn new(disk: &'a Disk<S>) -> Result<Self> {
         let states = disk.format().vm_states()?;
         let state = states.location()?;
@@ -53,7 +53,7 @@ impl<'a, S: Storage> VmStateReader<'a, S> {
     /// The next bytes of the state, as many as the buffer is long; `None` at the end.
     ///
     /// # Errors
-    /// Errors of reading.
+    /// Errors of a read of the disk.
     pub async fn next(&mut self) -> Result<Option<Buffer>> {
         while self.read_ahead.len() < MAX_WRITES && self.requested < self.size {
             let length = self.chunk_size.min(self.size - self.requested);
@@ -81,7 +81,7 @@ async fn read_chunk<S: Storage>(
     range: ByteRange,
     mut buffer: Buffer,
 ) -> Result<Buffer> {
-    // Whole clusters, which suit every storage.
+    // Whole clusters are aligned for every storage.
     let whole = range.align_outward(disk.image().cluster_size().unwrap_or(1));
     buffer.set_len(whole.length() as usize);
     disk.image().layer().read_aligned(whole, buffer.lend(), Reader::Read).await?;

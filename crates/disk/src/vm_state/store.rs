@@ -10,12 +10,12 @@ use crate::disk::Disk;
 
 /// The outcome of a write.
 pub(super) struct WriteResult {
-    /// The windows of its clusters.
+    /// The windows of the written clusters.
     pub(super) windows: Vec<u64>,
     pub(super) buffer: Buffer,
     /// Space that was allocated, also if the write failed.
     pub(super) taken: Vec<ByteRange>,
-    /// Locations of the state's clusters.
+    /// The number in the state and the location of each written cluster.
     pub(super) outcome: Result<Vec<(u64, VmStateCluster)>>,
 }
 
@@ -27,7 +27,7 @@ struct Part {
 }
 
 /// Stores clusters of a window: `plain` lists them in ascending order, with their host offset if
-/// they have one. `first` is the window's first cluster of the state.
+/// they have one. `first` is the number of the window's first cluster in the state.
 pub(super) async fn store_plain<S: Storage>(
     disk: &Disk<S>,
     window: u64,

@@ -15,17 +15,17 @@ impl Window {
         Self { index, buffer, filled: 0 }
     }
 
-    /// A window that was stored before, with its bytes.
+    /// A window that was stored before; `buffer` has its bytes.
     pub(super) fn filled(index: u64, buffer: Buffer) -> Self {
         Self { index, filled: buffer.len(), buffer }
     }
 
-    /// Its number: how many windows precede it.
+    /// The window's number: the number of windows before it.
     pub(super) fn index(&self) -> u64 {
         self.index
     }
 
-    /// Puts bytes at `start`; skipped bytes are zeros.
+    /// Puts bytes at `start`; skipped bytes become zeros.
     pub(super) fn put(&mut self, start: usize, bytes: &[u8]) {
         let (end, memory) = (start + bytes.len(), self.buffer.bytes_mut());
         if start > self.filled {
@@ -41,14 +41,14 @@ impl Window {
         self.filled = self.buffer.len();
     }
 
-    /// Fills the last cluster with zeros; returns how many clusters have content.
+    /// Fills the last cluster up with zeros; returns the number of clusters with content.
     pub(super) fn close(&mut self, cluster_size: usize) -> usize {
         let count = self.filled.div_ceil(cluster_size);
         self.buffer.bytes_mut()[self.filled..count * cluster_size].fill(0);
         count
     }
 
-    /// The bytes of the `number`-th cluster in it.
+    /// The bytes of the window's cluster with this number, from 0.
     pub(super) fn cluster(&self, number: u64, cluster_size: u64) -> &[u8] {
         &self.buffer.bytes()[(number * cluster_size) as usize..][..cluster_size as usize]
     }

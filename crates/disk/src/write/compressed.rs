@@ -9,16 +9,16 @@ use crate::durability::RequestSync;
 /// The outcome of a compressed write of a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CompressResult {
-    /// It is stored in compressed form.
+    /// The cluster is stored in compressed form.
     Compressed,
-    /// Compression would save nothing: nothing was changed, and the caller writes the cluster like
-    /// any data.
+    /// Compression would save no space. Nothing was changed; the caller writes the cluster as
+    /// ordinary data.
     Incompressible,
 }
 
 impl<S: Storage> Writer<S> {
     /// Stores the one cluster at `range` in compressed form; `bytes` is shorter than a cluster if
-    /// the disk ends inside it.
+    /// the disk ends inside the cluster.
     pub(crate) async fn write_compressed(
         &self,
         range: ByteRange,
@@ -36,9 +36,9 @@ impl<S: Storage> Writer<S> {
         let ExtentState::Compressed { host, length } = extent.state else {
             return Err(self.layer.misplaced(&extent));
         };
-        // After the host range, as for copy on write: a write that waits for this memory holds none
-        // of it.
         self.layer.invalidate(extent.alloc_range);
+        // The memory is taken after the host range, as for copy on write, so a write that waits for
+        // this memory holds none of it.
         let mut memory = self.layer.cluster_buffers().for_cow(length as usize).await?;
         let (content, padding) = memory.bytes_mut().split_at_mut(compressed.len());
         content.copy_from_slice(&compressed);
@@ -50,7 +50,8 @@ impl<S: Storage> Writer<S> {
         Ok(CompressResult::Compressed)
     }
 
-    /// The compressed form, if with its padding to whole blocks it is shorter than a cluster.
+    /// The compressed form; `None` if it is not shorter than a cluster after padding to whole
+    /// blocks.
     fn compress(&self, bytes: &[u8], cluster_size: u64) -> Option<Vec<u8>> {
         let format = self.layer.format();
         let compressed = if bytes.len() as u64 == cluster_size {

@@ -21,8 +21,8 @@ const MAX_FETCHES: usize = 8;
 
 impl<S: Storage> Writer<S> {
     /// Reads `range` into `into`, and populates the clusters that the image leaves to its backing
-    /// file. Does not populate if `begin_change`, called after the read, returns no guard. `failed`
-    /// gets an error of populating.
+    /// file. `begin_change` is called after the read; if it returns no guard, nothing is populated.
+    /// `failed` is called with an error of populating.
     ///
     /// # Errors
     /// As for a read.
@@ -49,7 +49,8 @@ impl<S: Storage> Writer<S> {
     /// `begin_change` returns no guard after the read.
     ///
     /// # Errors
-    /// Errors of the backing file or the image. Parts that were filled before stay filled.
+    /// Errors of the backing file or the image. Parts that were filled before the error stay
+    /// filled.
     pub(crate) async fn populate_all<G>(
         &self,
         range: ByteRange,
@@ -97,7 +98,7 @@ impl<S: Storage> Writer<S> {
         let clusters = self.clusters_of(piece);
         let fetch = self.layer.claims().fetches().claim_exclusive(clusters).await;
         if self.find_backed(piece).await?.is_none() {
-            // Another request has fetched it.
+            // Another request has fetched the clusters.
             drop(fetch);
             return self.layer.read(piece, into).await;
         }

@@ -1,8 +1,8 @@
 //! Copy on write: the parts of a new cluster that a write does not cover get the old data.
 //!
-//! New space becomes visible as a whole. So the bytes around the guest's own get the content that
-//! the guest would have read there. It is read under the old mapping, and written together with the
-//! guest's data.
+//! New space becomes visible as a whole. So the bytes around the guest's data get the content that
+//! the guest would have read there. This content is read through the old mapping, and written
+//! together with the guest's data.
 
 use blockhouse_core::{ByteRange, Durability, Extent, IoVector, Result, Storage};
 use blockhouse_format::DataPlace;

@@ -4,13 +4,13 @@
 //! 2. The format prepares an extent for the first part of the range ([`PreparedExtent`]).
 //! 3. The durability of the write is decided ([`RequestSync`]): for all extents together if all are
 //!    known, else for each part.
-//! 4. The data is written, together with the padding of copy on write (`cow`); unaligned data goes
-//!    through an aligned buffer (`unaligned`).
+//! 4. The data is written, together with the padding of copy on write (`cow`); unaligned data is
+//!    copied through an aligned buffer (`unaligned`).
 //! 5. The extent is linked, or freed if the write failed or its future was dropped.
 //!
-//! A request of several extents has several of them in flight (see [`crate::parts`]). All
-//! operations of a request are waited for, also when one fails, since a request that was answered
-//! must no longer touch the disk or its memory.
+//! A request of several extents has several extents in flight (see [`crate::parts`]). A request
+//! waits for all its operations, also if one fails, because after the answer no operation may touch
+//! the disk or the request's memory.
 
 mod compressed;
 mod copy_on_read;
@@ -81,7 +81,7 @@ impl<S: Storage> Writer<S> {
         }
     }
 
-    /// Stores `from` in `range`, as durable as `sync` makes it once it is completed. `claim` is the
+    /// Stores `from` in `range`; the completion of `sync` makes the data durable. `claim` is the
     /// [`claim`](Self::claim) to the range.
     pub(crate) async fn write(
         &self,
@@ -122,7 +122,7 @@ impl<S: Storage> Writer<S> {
     ) -> Result<()> {
         let mut rest = range.skip(first.guest.length());
         let mut known = vec![first];
-        // Extents that are not prepared here are prepared one by one later.
+        // The extents that this loop does not prepare are prepared one by one later.
         while sync.changes_content() && !rest.is_empty() && known.len() < MAX_IN_FLIGHT {
             let Some(extent) = self.layer.format().map_next(first_part(rest)).await? else { break };
             let extent = self.prepared(extent);
@@ -192,7 +192,7 @@ impl<S: Storage> Writer<S> {
         self.store(extent, place, from, plan).await
     }
 
-    /// Writes to the host range of a prepared extent, all of it, from `place` on; and links it.
+    /// Writes `from` to the space of a prepared extent, from `place` on, and links the extent.
     async fn store(
         &self,
         mut extent: PreparedExtent<'_, S>,
@@ -208,8 +208,9 @@ impl<S: Storage> Writer<S> {
         };
         extent.begin_io();
         let outcome = self.layer.write_data(place, from, durability).await;
-        // Dropped before the link: the link may wait for a writeback, which waits for this guard.
-        // On another loop's thread the writeback may begin between the two: then one more follows.
+        // The guard is dropped before the link, because the link may wait for a writeback, which
+        // waits for this guard. If a writeback begins on another loop's thread before the link, one
+        // more follows.
         drop(data_write);
         extent.complete(outcome, durability).await
     }

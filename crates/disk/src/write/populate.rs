@@ -1,11 +1,12 @@
 //! Copies ranges from the backing file into the image.
 //!
-//! Guarantees: the content of the disk never changes. The backing file is read without a claim, so
-//! no change waits for the read. The write has an exclusive claim of whole clusters, so a change of
-//! the same clusters comes before or after it. It writes only ranges that the image still leaves to
-//! its backing file, and the other subclusters of such clusters. Zeros take no space if the format
-//! has a flag for them, and bitmaps record no change. As for every write, data is linked after it
-//! is written, so a crash leaves a cluster as it was, or filled.
+//! Guarantees: the content of the disk never changes. The backing file is read without a claim to
+//! changes, so no change waits for the read. The write has an exclusive claim on whole clusters, so
+//! a change of the same clusters happens before or after the write. The write covers only ranges
+//! that the image still leaves to its backing file, and the other subclusters of the same clusters.
+//! Zeros take no space if the format has a flag for zeros, and bitmaps record no change. As for
+//! every write, data is linked after it is written, so after a crash a cluster is either unchanged
+//! or filled.
 
 use blockhouse_core::{
     Buffer, ByteRange, ExtentState, Fallback, IoVector, Result, Storage, Unmap, WorkBudget,
@@ -31,9 +32,9 @@ pub struct BackedRange {
 }
 
 impl<S: Storage> Writer<S> {
-    /// The first part of `range` that the image leaves to its backing file. With `base` only data
-    /// of layers above it counts. `cache` is for look-ups of this disk, and may be old, because the
-    /// backing chain never changes.
+    /// The first part of `range` that the image leaves to its backing file. With `base`, only data
+    /// in the first `base` layers of the chain counts; this layer is the first. `cache` is for
+    /// lookups of this disk, and may be old, because the backing chain never changes.
     pub(crate) async fn next_backed(
         &self,
         range: ByteRange,
@@ -58,7 +59,8 @@ impl<S: Storage> Writer<S> {
         Ok(Some(BackedRange { range, is_zero: false }))
     }
 
-    /// The first bytes of `range` that the image leaves to its backing file, within that file.
+    /// The first bytes of `range` that the image leaves to its backing file, up to the end of that
+    /// file.
     pub(super) async fn find_backed(&self, range: ByteRange) -> Result<Option<ByteRange>> {
         let budget = WorkBudget::new();
         let size = self.layer.backing_layer().map_or(0, |backing| backing.size());
@@ -74,14 +76,14 @@ impl<S: Storage> Writer<S> {
         Ok(None)
     }
 
-    /// As [`find_backed`](Self::find_backed), only for data of layers above the one at depth
-    /// `base`.
+    /// As [`find_backed`](Self::find_backed), only for data in the first `base` layers of the
+    /// chain.
     async fn find_above(&self, range: ByteRange, base: usize) -> Result<Option<ByteRange>> {
         let budget = WorkBudget::new();
         let mut rest = range;
         while let Some(found) = self.find_backed(rest).await? {
             let (place, length) = self.layer.status().allocation_depth(found).await?;
-            // This layer has depth 1.
+            // The depth of this layer is 1.
             if (1..=base).contains(&(place as usize)) {
                 return Ok(Some(found.truncate(length)));
             }
@@ -109,9 +111,9 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Populates the clusters of `part` of which the image leaves any bytes to its backing file.
-    /// Returns the number of bytes. Not durable before the next flush. Calls `begin_change` after
-    /// reading the backing file, and holds its guard during the write. Without a guard nothing is
-    /// changed, and the result is `None`.
+    /// Returns the number of bytes, which the next flush makes durable. Calls `begin_change` after
+    /// the read of the backing file, and holds the returned guard during the write. If no guard is
+    /// returned, nothing is changed, and the result is `None`.
     pub(crate) async fn populate<G>(
         &self,
         part: BackedRange,
@@ -138,7 +140,8 @@ impl<S: Storage> Writer<S> {
     /// As [`populate`](Self::populate), for zeros of the backing file.
     async fn populate_zeros(&self, range: ByteRange, claim: &Claim<'_>) -> Result<u64> {
         let (mut rest, mut filled) = (range, 0);
-        // Fills only backed ranges: a guest may have written the rest of a cluster since.
+        // Fills only backed ranges, because a guest may have written the rest of a cluster
+        // meanwhile.
         while let Some(found) = self.find_backed(rest).await? {
             self.fill(found, None, claim).await?;
             filled += found.length();
@@ -148,8 +151,8 @@ impl<S: Storage> Writer<S> {
     }
 
     /// Stores the clusters of `range` that the image leaves to its backing file. Returns the number
-    /// of bytes. `bytes` has the content of `range`, read before `claim` was acquired: the backing
-    /// file's content does not change.
+    /// of bytes. `bytes` has the content of `range`. This content may have been read before `claim`
+    /// was acquired, because the backing file never changes.
     pub(super) async fn store_backed(
         &self,
         range: ByteRange,
@@ -160,7 +163,8 @@ impl<S: Storage> Writer<S> {
         while let Some(found) = self.find_backed(rest).await? {
             let clusters = self.clusters_of(found);
             let run = clusters.before(rest.end());
-            // Subclusters that the image has may have changed since: they are read again.
+            // Subclusters that the image has may have changed since that read, so they are read
+            // again.
             let start = (run.offset() - range.offset()) as usize;
             self.layer.read_own(run, bytes.lend_range(start, run.length() as usize)).await?;
             self.store_run(run, range.offset(), bytes, claim).await?;
@@ -204,7 +208,7 @@ impl<S: Storage> Writer<S> {
         Ok(())
     }
 
-    /// Writes `from`, or zeros for `None`, to whole clusters that `claim` covers.
+    /// Writes `from`, or zeros for `None`, to a range that `claim` covers.
     async fn fill(
         &self,
         range: ByteRange,

@@ -2,8 +2,8 @@
 //! (`Storage::prepare_zeroes`), or reserves the space (`Storage::write_zeroes` that keeps the
 //! space).
 //!
-//! The steps are those of a write, but the storage makes the zeros. Ranges that it refuses, or that
-//! are not whole clusters and blocks, get an ordinary write of zeros.
+//! The steps are the steps of a write, but the storage makes the zeros. Ranges that the storage
+//! refuses, or that are not whole clusters and blocks, are left to the caller.
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Offload, Result, Storage, Unmap,
@@ -15,10 +15,10 @@ use super::Writer;
 
 impl<S: Storage> Writer<S> {
     /// Allocates the space of `range`, which reads as zeros before and after; returns the rest,
-    /// from the first byte that failed on. The caller has the claim.
+    /// which begins with the first byte that got no space here. The caller has the claim.
     ///
     /// # Errors
-    /// As a write; `Unsupported` where `mode` reserves space, and the storage cannot.
+    /// As a write; `Unsupported` if `mode` reserves space, and the storage cannot.
     pub(crate) async fn take_space(&self, range: ByteRange, mode: SpaceMode) -> Result<ByteRange> {
         let budget = WorkBudget::new();
         let block = self.layer.block_size();
@@ -67,7 +67,7 @@ impl<S: Storage> Writer<S> {
         if mode == SpaceMode::Full {
             return data.prepare_data_zeroes(place, Buffer::new(0).lend()).await;
         }
-        // New space may lie past the end of the file, where a zero write would change nothing.
+        // New space may be past the end of the file, and a zero write there would change nothing.
         if place.end() > data.size() {
             data.extend_hint(place.end()).await;
         }

@@ -7,8 +7,8 @@ use blockhouse_format::{Abort, Format};
 
 use crate::durability::FlushTracker;
 
-/// An extent that the format has prepared for a change: linked once its data is written, else
-/// freed, also if the request's future is dropped.
+/// An extent that the format has prepared for a change. It is linked after its data is written, and
+/// freed otherwise, also if the request's future is dropped.
 pub(super) struct PreparedExtent<'a, S: Storage> {
     format: &'a Format<FlushTracker<S>>,
     extent: Extent,
@@ -21,7 +21,7 @@ enum Stage {
     Idle,
     /// The storage may be writing.
     Writing,
-    /// Linked, or being so.
+    /// The extent is linked, or its link has begun.
     Linked,
 }
 
@@ -30,18 +30,18 @@ impl<'a, S: Storage> PreparedExtent<'a, S> {
         Self { format, extent, stage: Stage::Idle }
     }
 
-    /// From now on the storage may be writing to the extent's host range.
+    /// Notes that from now on the storage may be writing to the extent's host range.
     pub(super) fn begin_io(&mut self) {
         self.stage = Stage::Writing;
     }
 
-    /// No operation is in flight.
+    /// Notes that no operation is in flight.
     pub(super) fn end_io(&mut self) {
         self.stage = Stage::Idle;
     }
 
-    /// The storage operation has ended with `outcome`, and its data is as durable as `data` says:
-    /// links the extent, or frees it after an error.
+    /// Ends a storage operation: links the extent, or frees it if `outcome` is an error. `data` is
+    /// the durability of the written data.
     pub(super) async fn complete<T>(mut self, outcome: Result<T>, data: Durability) -> Result<T> {
         self.stage = Stage::Idle;
         let value = outcome?;

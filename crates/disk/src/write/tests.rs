@@ -42,7 +42,7 @@ fn sectors(states: &[(ExtentState, ExtentFlags)]) -> Vec<Extent> {
     states.iter().enumerate().map(extent).collect()
 }
 
-/// Mapped to that sector of the storage.
+/// The state and flags of an extent that is mapped to this sector of the storage.
 fn mapped(sector: u64) -> (ExtentState, ExtentFlags) {
     (ExtentState::Mapped { host: sector * SECTOR }, ExtentFlags::empty())
 }
@@ -62,7 +62,7 @@ fn begin_sync(writer: &Writer<SimDisk>, asked: Durability) -> RequestSync<'_, Si
     RequestSync::new(writer.layer().format(), asked)
 }
 
-/// Writes 101, 102, ... to the extents; the sync that is required afterwards.
+/// Writes 101, 102, ... to the extents; returns the sync that is required afterwards.
 fn write(rig: &Rig, extents: Vec<Extent>, durability: Durability) -> Result<RequiredSync> {
     let writer = Rc::clone(&rig.writer);
     let mut buffer = Buffer::new(extents.len() * SECTOR as usize);
@@ -186,7 +186,7 @@ fn zeros_are_written_only_where_something_is_mapped() {
 #[test]
 fn new_space_gets_its_old_surroundings_in_the_same_write() {
     let rig = rig();
-    // Sector 2 of the guest goes to the new sectors 40 to 43, which stand for sectors 1 to 4.
+    // Sector 2 of the guest is written to the new sectors 40 to 43, which get sectors 1 to 4.
     let guest = ByteRange::between(2 * SECTOR, 3 * SECTOR);
     let whole = ByteRange::between(SECTOR, 5 * SECTOR);
     let state = ExtentState::Mapped { host: 41 * SECTOR };

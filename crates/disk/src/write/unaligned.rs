@@ -3,10 +3,10 @@
 //!
 //! A write that covers its first or last block only in part reads that block first and writes it
 //! back whole, as one write with the guest's bytes. The caller holds an exclusive claim on all
-//! blocks of the request, so nothing else is written there from the read to the end of the write.
-//! If only the memory of a request is unaligned, its bytes are copied, and no block is read. Long
-//! requests are written chunk by chunk with one buffer, so that memory stays bounded, and yield
-//! between the chunks.
+//! blocks of the request, so no other write changes these blocks from the read to the end of the
+//! write. If only the memory of a request is unaligned, its bytes are copied, and no block is read.
+//! Long requests are written chunk by chunk with one buffer, so that memory stays bounded, and
+//! yield between the chunks.
 
 use blockhouse_core::{ByteRange, IoVector, Result, Storage, WorkBudget};
 
@@ -17,7 +17,7 @@ use crate::durability::RequestSync;
 use crate::layer::common;
 
 impl<S: Storage> Writer<S> {
-    /// Stores `from` in `range`, by way of a buffer. `claim` covers all blocks of the range.
+    /// Stores `from` in `range`, through an aligned buffer. `claim` covers all blocks of the range.
     pub(super) async fn write_unaligned(
         &self,
         range: ByteRange,
@@ -27,7 +27,7 @@ impl<S: Storage> Writer<S> {
     ) -> Result<()> {
         let budget = WorkBudget::new();
         let mut rest = self.layer.blocks_of(range);
-        // Several chunks are cheaper with one flush for all than with FUA each.
+        // For several chunks, one flush is cheaper than FUA for each.
         let of_each_chunk = RequestSync::not_required(self.layer.format());
         let sync = if rest.length() <= CHUNK_SIZE as u64 {
             sync

@@ -1,10 +1,10 @@
 //! Changes without data: zero writes and discards.
 //!
-//! Whole blocks are zeroed by the storage's own operation where it has one. Otherwise zeros are
-//! written as data, in chunks from one buffer, unless the request allows no fallback. A discard
-//! succeeds if the storage does not support it, since it is a hint. Blocks that a zero write covers
-//! only in part are written like any unaligned data. Extents are changed one after the other, and
-//! long requests yield between them (see [`WorkBudget`]).
+//! If the storage has an operation for zeroing, it zeroes whole blocks. Otherwise zeros are written
+//! as data, in chunks from one buffer; a request that allows no fallback fails. A discard is a
+//! hint, so it succeeds even if the storage does not support discards. Blocks that a zero write
+//! covers only in part are written like any unaligned data. Extents are changed one after the
+//! other, and long requests yield between them (see [`WorkBudget`]).
 
 use blockhouse_core::{
     Buffer, ByteRange, Durability, Error, ErrorKind, ExtentState, Fallback, Offload, Result,
@@ -23,14 +23,14 @@ use crate::durability::{RequestSync, Writes};
 pub(crate) struct ZeroOptions {
     pub(crate) unmap: Unmap,
     pub(crate) fallback: Fallback,
-    /// Whether parts of at most [`CHUNK_SIZE`] bytes with allocated space are written as zeros: a
-    /// hole there would split an extent of the file, and save no space in the long run.
+    /// Whether parts of at most [`CHUNK_SIZE`] bytes with allocated space are written as zeros.
+    /// Reason: a hole would split an extent of the file, and save no space in the long run.
     pub(crate) writes_small: bool,
 }
 
 impl<S: Storage> Writer<S> {
-    /// Makes `range` read as zeros: whole blocks first, because only they can be refused, then the
-    /// edges. `claim` covers all blocks of the range.
+    /// Makes `range` read as zeros. Zeroes whole blocks first, because a refusal must precede any
+    /// change, and then the edges. `claim` covers all blocks of the range.
     pub(crate) async fn write_zeroes(
         &self,
         range: ByteRange,
@@ -65,7 +65,7 @@ impl<S: Storage> Writer<S> {
             let extent = self.prepare_for(sync, rest, Intent::Zero(how.unmap)).await?;
             rest = rest.skip(extent.guest.length());
             self.zero_extent(extent, how, sync).await?;
-            // Something has changed: it is too late to refuse.
+            // After the first change, the request can no longer be refused.
             how.fallback = Fallback::Allowed;
             budget.spend(WorkBudget::LOOK_UP).await;
         }
@@ -103,7 +103,7 @@ impl<S: Storage> Writer<S> {
         }
     }
 
-    /// Makes the host range of the bytes from `guest` on read as zeros: by the storage's own
+    /// Makes `host`, the range of the bytes from `guest` on, read as zeros: by the storage's own
     /// operation, else with written zeros.
     async fn zero_host_range(
         &self,
@@ -113,7 +113,8 @@ impl<S: Storage> Writer<S> {
         how: ZeroOptions,
         sync: &RequestSync<'_, S>,
     ) -> Result<()> {
-        // New space may lie past the end, where a zero write would write nothing.
+        // New space may be past the end of the storage, and a zero write there would change
+        // nothing.
         let is_inside = host.end() <= self.layer.data().size();
         let is_small = how.writes_small && host.length() <= CHUNK_SIZE as u64;
         let has_offload = self.layer.data_capabilities().write_zeroes == Offload::Available;

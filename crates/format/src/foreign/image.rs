@@ -32,10 +32,10 @@ pub enum ForeignKind {
 }
 
 impl ForeignKind {
-    /// All of them.
+    /// All formats that are only read.
     pub const ALL: [Self; 4] = [Self::Vdi, Self::Vpc, Self::Vhdx, Self::Vmdk];
 
-    /// The format with this name, which is also the suffix of its files.
+    /// The format with this name, or whose files have this suffix.
     pub fn by_name(name: &str) -> Option<Self> {
         let name = if name == "vhd" { "vpc" } else { name };
         Self::ALL.into_iter().find(|kind| kind.as_str() == name)
@@ -52,8 +52,9 @@ impl ForeignKind {
     }
 }
 
-/// Replays the log of the VHDX image in `storage`, which no other program may have open, into the
-/// file, and empties it. `write_id` is a new random GUID. Returns whether there was a log.
+/// Replays the log of the VHDX image in `storage` into the file, and empties the log. No other
+/// program may have the image open. `write_id` is a new random GUID. Returns whether there was a
+/// log.
 ///
 /// # Errors
 /// As [`Foreign::open`]; `NoSpace`; errors of the storage. After an error the log is still in the
@@ -69,11 +70,12 @@ pub struct Foreign<S: Storage> {
     data: Option<S>,
     cache: PageCache,
     mapping: Mapping,
-    /// Whether the check for blocks that share data is done: it found none, or could not run.
+    /// Whether the check for blocks that share data is done: it found no such blocks, or could not
+    /// run.
     is_surveyed: AtomicBool,
 }
 
-/// Where the bytes of the disk are.
+/// The locations of the bytes of the disk.
 enum Mapping {
     Vdi(Vdi),
     Vpc(Vpc),
@@ -131,7 +133,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// Logical sector size of the guest's disk in bytes. Its partition table counts such sectors.
+    /// Logical sector size of the guest's disk in bytes. The disk's partition table counts in such
+    /// sectors.
     pub fn sector_size(&self) -> u64 {
         match &self.mapping {
             Mapping::Vhdx(vhdx) => vhdx.sector_size(),
@@ -139,7 +142,7 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// The file that is the image, or is its descriptor.
+    /// The image file, or the descriptor of an image whose data is in other files.
     pub fn storage(&self) -> &S {
         &self.storage
     }
@@ -159,8 +162,8 @@ impl<S: Storage> Foreign<S> {
         }
     }
 
-    /// The backing file: the parent of a VMDK image, which has the data of the ranges that this
-    /// image has not allocated.
+    /// The backing file: the parent of a VMDK image, from which ranges are read that this image has
+    /// not allocated.
     pub fn backing(&self) -> Option<&Backing> {
         match &self.mapping {
             Mapping::Vmdk(vmdk) => vmdk.parent(),
@@ -172,8 +175,8 @@ impl<S: Storage> Foreign<S> {
     /// CID that this image recorded. Other formats have no parent and are not checked.
     ///
     /// # Errors
-    /// `Corrupt` if the parent was changed since this image was made, `InvalidInput` if it has
-    /// another format.
+    /// `Corrupt` if the parent was changed since this image was made, `InvalidInput` if the parent
+    /// has another format.
     pub(crate) fn check_backing(&self, backing: Option<&Self>) -> Result<()> {
         let Mapping::Vmdk(vmdk) = &self.mapping else { return Ok(()) };
         let parent = match backing.map(|backing| &backing.mapping) {
@@ -253,7 +256,7 @@ impl<S: Storage> Foreign<S> {
                     break;
                 }
                 // An error here only ends the extent; the read that reaches the damaged piece
-                // reports it.
+                // reports the error.
                 match self.piece(rest).await {
                     Ok(next) if piece.continues_as(&next) => piece.length += next.length,
                     _ => break,

@@ -4,12 +4,12 @@
 //! Guarantees: an existing image is never written to, except when a caller replays a VHDX log into
 //! its file ([`replay_vhdx_log`]). Every field of a header is checked before it is used, and
 //! metadata is read page by page when it is needed, so an image takes no more memory than
-//! [`tables`] allows, whatever its header states. A read of guest data that is missing because the
+//! [`tables`] allows, whatever the header states. A read of guest data that is missing because the
 //! file was truncated fails; it never returns zeros.
 //!
 //! - [`image`]: the only type that the rest of the crate uses, [`Foreign`]; it calls the format's
 //!   code by a `match`.
-//! - A folder for each format: its header, and where the bytes of the disk are ([`piece`]).
+//! - A folder for each format: its header, and the locations of the disk's bytes ([`piece`]).
 //! - [`new_parts`], [`new_image`]: new images, each made by the `create` module of its format.
 //! - [`tables`]: pages of metadata in memory, with the [`patches`] of a log that was not replayed
 //!   applied. [`overlap`]: finds blocks that are used twice.

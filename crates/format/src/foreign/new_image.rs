@@ -80,8 +80,9 @@ impl NewForeign {
         }
     }
 
-    /// The offset in the file for the disk's bytes from `at` on, and the number of bytes for which
-    /// this holds. Allocates the block at the first call; later calls return the same offset.
+    /// The offset in the file for the disk's bytes from `at` on, and the number of bytes that are
+    /// contiguous from there. Allocates the block at the first call for it; later calls return the
+    /// same offset.
     ///
     /// # Errors
     /// ENOMEM; ENOSPC if the file would become longer than the format allows.

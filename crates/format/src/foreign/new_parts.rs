@@ -1,7 +1,7 @@
 //! Properties of new images of other programs' formats, and the parts of their files.
 //!
-//! Guarantees: a block keeps its first number. Numbers take four bytes for each block in a group of
-//! blocks of which any has data.
+//! Guarantees: a block keeps its first number. The numbers take four bytes for each block of a
+//! group in which any block has data.
 
 use std::collections::TryReserveError;
 use std::io;
@@ -27,9 +27,9 @@ pub enum Subformat {
 /// The parent of a new image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewParent {
-    /// Its identifier, which changes with its content.
+    /// The parent's identifier, which changes with its content.
     pub cid: u32,
-    /// The name of its file, from the new image's folder.
+    /// The name of its file, relative to the new image's folder.
     pub name: String,
 }
 
@@ -40,7 +40,7 @@ pub struct NewForeignOptions {
     pub size: u64,
     /// How the disk is stored.
     pub subformat: Subformat,
-    /// Whether its data is in files of 2 GiB each (VMDK).
+    /// Whether the disk's data is in files of 2 GiB each (VMDK).
     pub is_split: bool,
     /// Bytes of a block (VHDX only). `None`: chosen by the size of the disk.
     pub block_size: Option<u64>,
@@ -50,9 +50,9 @@ pub struct NewForeignOptions {
     pub sector_size: u32,
     /// The file's name without its folder (VMDK).
     pub file_name: String,
-    /// The word for the disk's controller (VMDK).
+    /// The type of the disk's controller, such as `ide` (VMDK).
     pub adapter: String,
-    /// The version of VMware's hardware (VMDK).
+    /// The version of VMware's virtual hardware (VMDK).
     pub hardware_version: String,
     /// Whether tables may mark grains as zeros, without allocating them (VMDK).
     pub has_zero_grains: bool,
@@ -60,7 +60,7 @@ pub struct NewForeignOptions {
     pub parent: Option<NewParent>,
     /// Random bytes, for the identifiers of the image.
     pub seed: [u8; 16],
-    /// The time since the Unix epoch.
+    /// The current time, since the Unix epoch.
     pub now: Duration,
 }
 
@@ -98,7 +98,7 @@ impl NewForeignOptions {
 /// An offset in the file, and the bytes there.
 pub type FilePiece = (u64, Vec<u8>);
 
-/// The pieces of a file that are written at its end.
+/// The pieces of a file that are written last.
 pub type FilePieces = Box<dyn Iterator<Item = FilePiece>>;
 
 /// The error for an image that cannot be made.
@@ -106,7 +106,7 @@ pub(super) fn refuse(what: impl Into<std::borrow::Cow<'static, str>>) -> Error {
     Error::new(ErrorKind::InvalidInput, what)
 }
 
-/// The blocks of a disk in the order in which they were written to first.
+/// The blocks of a disk, numbered in the order of their first writes.
 pub(super) struct NewBlocks {
     /// The numbers, in groups of `GROUP` blocks; `None` for a group without data.
     numbers: Vec<Option<Box<[u32]>>>,
@@ -171,7 +171,7 @@ impl NewBlocks {
         self.used.into()
     }
 
-    /// The number of a block; `None` for one without data, or past the last.
+    /// The number of a block; `None` for a block without data, or past the last block.
     pub(super) fn number(&self, index: u64) -> Option<u64> {
         if self.is_full {
             return Some(index).filter(|&index| index < self.count());

@@ -16,7 +16,7 @@ const MAX_PROBLEMS: usize = 1000;
 /// The findings of a check so far.
 pub(super) struct Survey {
     report: CheckReport,
-    /// Where each block in use starts.
+    /// The start of each block in use.
     starts: Vec<u64>,
     /// Bytes of a block of the file.
     block_size: u64,
@@ -49,8 +49,8 @@ impl Survey {
         Ok(())
     }
 
-    /// Records the start of a block that the caller counts as a problem, without counting it as
-    /// allocated, because other blocks must not share its data either.
+    /// Records the start of a block that the caller counts as a problem, because other blocks must
+    /// not share its data either. The block is not counted as allocated.
     ///
     /// # Errors
     /// As [`add`](Self::add).
@@ -61,8 +61,8 @@ impl Survey {
         Ok(())
     }
 
-    /// Counts a problem. `what` describes it, and is called only if the description is kept, so
-    /// that tables with millions of damaged entries cost no time for the rest.
+    /// Counts a problem. `what` makes its description, and is called only if the report keeps the
+    /// description, so that no time is spent on millions of further descriptions.
     pub(super) fn problem(&mut self, what: impl FnOnce() -> String) {
         self.report.corruptions += 1;
         if self.report.problems.len() < MAX_PROBLEMS {

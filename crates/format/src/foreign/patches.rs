@@ -1,5 +1,5 @@
-//! Changes of a file that are only in memory: those of a log that was not replayed on disk. Reads
-//! of metadata see them.
+//! Changes of a file that are only in memory, from a log that was not replayed on disk. Reads of
+//! metadata apply them.
 //!
 //! Guarantees: at most [`MAX_PAGES`] pages and [`MAX_ZEROS`] ranges of zeros.
 
@@ -63,7 +63,7 @@ impl Patches {
         self.file_size = self.file_size.max(size);
     }
 
-    /// The size of the changed file; `size` is that of the file on the host.
+    /// The size of the changed file; `size` is the size of the file on the host.
     pub(super) fn file_size(&self, size: u64) -> u64 {
         self.file_size.max(size)
     }
@@ -96,8 +96,8 @@ impl Patches {
         zeros.chain(self.pages.keys().copied()).any(|start| start < offset)
     }
 
-    /// Applies the changes to the file, and makes it as long as the log says. They are not durable
-    /// before the next flush.
+    /// Applies the changes to the file, and makes it as long as the log states. The changes are not
+    /// durable before the next flush.
     ///
     /// # Errors
     /// `Unsupported` if the storage's blocks are larger than pages: nothing has changed. Errors of
@@ -112,7 +112,7 @@ impl Patches {
             storage.resize(self.file_size).await?;
         }
         for range in &self.zeros {
-            // Past the end that the file had there are zeros.
+            // Bytes past the old end of the file are zeros already.
             let inside = range.truncate(size.saturating_sub(range.offset()));
             if !inside.is_empty() {
                 write_zeroes(storage, inside).await?;
@@ -139,7 +139,7 @@ impl Patches {
     }
 }
 
-/// Zeros a range of whole pages; sends zeros where the storage has no other way.
+/// Zeros a range of whole pages; writes zeros if the storage has no operation for it.
 async fn write_zeroes<S: Storage>(storage: &S, range: ByteRange) -> Result<()> {
     match storage.write_zeroes(range, Unmap::Allowed).await {
         Err(error) if error.kind() == ErrorKind::Unsupported => {}

@@ -6,7 +6,7 @@ use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) state: ExtentState,
-    /// How many bytes, at least one.
+    /// The number of bytes, at least one.
     pub(super) length: u64,
     /// The guest range of the compressed unit; `None` for all other states.
     pub(super) unit: Option<ByteRange>,
@@ -33,7 +33,7 @@ impl Piece {
         Self { state: ExtentState::Mapped { host }, length, unit: None }
     }
 
-    /// Whether `next`, which follows, can be part of the same extent.
+    /// Whether `next`, the piece that follows this one, can be part of the same extent.
     pub(super) fn continues_as(&self, next: &Self) -> bool {
         match (self.state, next.state) {
             (ExtentState::Hole, ExtentState::Hole)

@@ -1,5 +1,4 @@
-//! The errors for faults of an image, with the offset and a hint what to do. The caller adds the
-//! file's name.
+//! The errors for faults of an image, with the offset and a hint. The caller adds the file's name.
 
 use std::borrow::Cow;
 
@@ -24,7 +23,7 @@ pub(super) fn unsupported(what: impl Into<Cow<'static, str>>, offset: u64) -> Er
     Error::new(ErrorKind::Unsupported, what).at(offset).hint(hint)
 }
 
-/// The field at `offset` says that the image holds only the differences from another one.
+/// The field at `offset` states that the image holds only the differences from another image.
 pub(super) fn has_parent(offset: u64) -> Error {
     let what = "holds only what differs from a parent image, which is not supported";
     let hint = "merge it into its parent with the program that made it";

@@ -12,7 +12,8 @@ use super::{
 pub struct ImageFacts {
     /// How the image's clusters are compressed.
     pub compression: Compression,
-    /// The backing file, from which unallocated clusters are read; past its end they read as zeros.
+    /// The backing file, from which unallocated clusters are read; past the end of the backing
+    /// file, such clusters read as zeros.
     pub backing: Option<Backing>,
     /// The file with the guest's clusters, if it is not the image itself.
     pub data_file: Option<DataFile>,

@@ -4,8 +4,8 @@
 //! Every value in a file is checked before use: offsets and sizes have bounds, and tables are read
 //! into bounded memory. An invalid value is an error that names the structure and its offset.
 //!
-//! Components, each in a folder that uses only those of lower layers. A component owns its fields;
-//! its `mod.rs` describes its life cycle and its locking.
+//! Each component has a folder, and uses only components of lower layers. A component owns its
+//! fields; its `mod.rs` describes its life cycle and its locking.
 //!
 //! | layer | folder | owns |
 //! | --- | --- | --- |
@@ -19,8 +19,8 @@
 //! | 2 | `check` | nothing: images that are not open are checked, repaired, created |
 //! | 1 | `layout` | nothing: header, entries, tables as bytes |
 //!
-//! [`Qcow2`] combines them and maps the guest's data. Snapshots, VM states, bitmaps, the redo log,
-//! the size and the header have handles with their own methods ([`Bitmaps`]).
+//! [`Qcow2`] combines the components and maps the guest's data. Snapshots, VM states, bitmaps, the
+//! redo log, the size and the header have handles with their own methods ([`Bitmaps`]).
 
 mod allocator;
 mod bitmaps;
@@ -80,9 +80,9 @@ pub struct Qcow2<S: Storage> {
     facts: ImageFacts,
 }
 
-/// Checks an image whose changes are all flushed, and which does not change during the check. Takes
-/// about 6 bytes of memory for each cluster in use (with refcounts of 16 bits), however long the
-/// file is.
+/// Checks an image. All its changes must be flushed, and it must not change during the check. The
+/// check takes about 6 bytes of memory for each cluster in use (with refcounts of 16 bits),
+/// independent of the length of the file.
 ///
 /// # Errors
 /// Errors of the storage, or ENOMEM; faults of the image are in the report.
@@ -93,7 +93,7 @@ pub async fn check<S: Storage>(image: &Qcow2<S>) -> Result<CheckReport> {
 /// As [`check()`]; `progress` counts tables that were read.
 ///
 /// # Errors
-/// As there.
+/// As [`check()`].
 pub async fn check_with<S: Storage>(
     image: &Qcow2<S>,
     progress: &ToolProgress,
@@ -246,9 +246,9 @@ impl<S: Storage> Qcow2<S> {
         self.metadata.marking(prepared).await
     }
 
-    /// The host offset that is allocated for the first bytes of `range` although they do not read
-    /// from there (`None` if none is), and the number of bytes for which this holds (contiguously).
-    /// [`map`](Self::map) has just mapped `range` for reading as zeros, a hole or backing.
+    /// The host offset that is allocated for the first bytes of `range`, or `None`; and the number
+    /// of bytes for which this holds (contiguously). The guest's bytes are not read from this host
+    /// offset: [`map`](Self::map) has just mapped `range` for reading as zeros, a hole or backing.
     ///
     /// # Errors
     /// As [`map`](Self::map).
@@ -308,7 +308,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// Refuses an extent that begins past the end of the data file. A data file that is the raw
-    /// disk may be shorter, because other programs change it.
+    /// disk may be shorter than the disk, because other programs change the file.
     fn within_data_file(&self, extent: Extent) -> Result<Extent> {
         if let (Some(data), ExtentState::Mapped { host }) =
             (self.metadata.writer().data_file(), extent.state)
@@ -357,9 +357,9 @@ impl<S: Storage> Qcow2<S> {
     }
 }
 
-/// The number of changes in `log` that may not be on disk, which are those that
-/// [`ImageRedo::replay`] would examine. For messages, and to decide whether the memory is still
-/// needed. 0 for memory without a log.
+/// The number of changes in `log` that may be missing on disk: [`ImageRedo::replay`] would examine
+/// these changes. For messages, and to decide whether the memory is still needed. 0 for memory
+/// without a log.
 pub fn redo_log_len(log: &dyn StateMemory) -> u64 {
     RedoLog::count(log)
 }

@@ -5,9 +5,9 @@
 //! 1. The header, L1 table and refcount table are read.
 //! 2. A truncated file is detected.
 //! 3. For writing: the locations of the active tables are recorded.
-//! 4. For writing: a flush, which makes durable the data of a dead process in the host's page
-//!    cache.
-//! 5. For writing: the refcounts of an image that was not closed are counted anew. Then the caller
+//! 4. For writing: a flush makes data of a dead process, which is in the host's page cache,
+//!    durable.
+//! 5. For writing: the refcounts of an image with the dirty bit are counted anew. Then the caller
 //!    replays a redo log, if there is one.
 //!
 //! Closing:
@@ -17,15 +17,15 @@
 //! 3. The file is truncated after the last cluster in use.
 //! 4. A flush; then the marks that the image is open are cleared.
 //!
-//! Settling, before another process opens the image: as closing, but the file is not truncated, and
-//! the image stays open.
+//! Settling, before another process opens the image, is the same as closing, but the file is not
+//! truncated, and the image stays open.
 //!
 //! The file is truncated only at closing, when no I/O is in flight and none follows, so no write
 //! can extend past the new end. A cluster is cut off if its refcount is 0 in memory and on disk,
-//! and it has no active table. The refcounts of clusters that existed when the image was opened may
-//! be wrong, and a repair could still correct them: such clusters are cut off only if no table, of
-//! the active disk or of a snapshot, refers to any of them. A crash before the truncation leaves a
-//! longer file.
+//! and it has no active table. Clusters that existed when the image was opened are cut off only if
+//! no table, of the active disk or of a snapshot, refers to any of them. Reason: the refcounts of
+//! these clusters may be wrong, and a repair could still correct them. A crash before the
+//! truncation leaves a longer file.
 
 use blockhouse_core::{Error, ErrorKind, Result, StateMemory, Storage, SyncMode};
 
@@ -44,18 +44,19 @@ use super::writeback::Metadata;
 use super::{Access, BitmapActivity, Discard, Qcow2};
 
 /// The maximum number of repeated searches for refcount blocks to drop at closing. The search is
-/// repeated because, after a block was dropped, the block that counted it may be empty too.
+/// repeated because, after a block was dropped, the block with the refcount of the dropped block
+/// may be empty, too.
 const MAX_PASSES: u32 = 8;
 
-/// How an image is opened.
+/// The options for opening an image.
 #[derive(Clone, Copy, Debug)]
 pub struct OpenOptions {
     /// The access.
     pub access: Access,
     /// Maximum bytes of L2 tables and refcount blocks in memory. The minimum is four tables, and
-    /// the refcounts that their allocation needs.
+    /// the refcounts that the allocation of these tables needs.
     pub cache_size: u64,
-    /// What happens to discarded space.
+    /// The treatment of discarded space.
     pub discard: Discard,
     /// Bytes of freed clusters that may wait until a writeback runs for another reason, even if the
     /// file is short.
@@ -64,7 +65,7 @@ pub struct OpenOptions {
     pub bitmap_activity: BitmapActivity,
 }
 
-/// L2 tables of 64 GiB and their refcounts, at clusters of 64 KiB.
+/// The size of the L2 tables and refcounts of 64 GiB of disk, with clusters of 64 KiB.
 const DEFAULT_CACHE_SIZE: u64 = 10 << 20;
 
 impl Default for OpenOptions {
@@ -92,7 +93,7 @@ impl<S: Storage> Qcow2<S> {
     }
 
     /// As [`open`](Self::open), for an image whose `log` will be
-    /// [replayed](super::ImageRedo::replay): metadata that opening itself writes is not placed in
+    /// [replayed](super::ImageRedo::replay): metadata written during the opening is not placed in
     /// host clusters to which the log refers.
     ///
     /// # Errors
@@ -167,8 +168,8 @@ impl<S: Storage> Qcow2<S> {
         Ok(image)
     }
 
-    /// Attaches the image's [data file](ImageFacts::data_file), without which nothing can be
-    /// mapped.
+    /// Attaches the image's [data file](ImageFacts::data_file). Without the data file, nothing can
+    /// be mapped.
     ///
     /// # Errors
     /// `InvalidInput` if the image has no data file; `Unsupported` if clusters are smaller than the
@@ -208,8 +209,8 @@ impl<S: Storage> Qcow2<S> {
 
     /// As [`Format::close`](crate::Format::close).
     pub async fn close(&self) -> Result<()> {
-        // If this fails, bitmaps at most have bits set in excess; the rest of the image is closed
-        // nevertheless.
+        // If the end of the session fails, bitmaps have at most bits set in excess; the rest of the
+        // image is closed nevertheless.
         let ended = match self.metadata.check_writable() {
             Ok(()) => self.bitmaps.end(&self.metadata).await,
             Err(_) => Ok(()),
@@ -222,7 +223,8 @@ impl<S: Storage> Qcow2<S> {
         ended
     }
 
-    /// How often parts of the metadata were found in memory, and how often they had to be read.
+    /// The number of lookups that found metadata in memory, and of lookups that had to read
+    /// metadata.
     pub fn cache_counts(&self) -> CacheCounts {
         self.metadata.lock().tables.cache.counts()
     }

@@ -1,4 +1,4 @@
-//! How much of its storage an image uses, and how much space is left if the storage cannot grow (a
+//! The space that an image uses in its storage, and the space left in a storage that cannot grow (a
 //! block device).
 
 use blockhouse_core::{Result, Storage};
@@ -37,7 +37,7 @@ impl Search {
         Ok(())
     }
 
-    /// Bytes of the storage after the last cluster in use, plus those of clusters before it that
+    /// Bytes of the storage after the last cluster in use, plus the bytes of earlier clusters that
     /// became free while the image is open.
     fn room<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
         let clusters = metadata.storage().size() >> metadata.geometry().cluster_bits;
@@ -48,8 +48,8 @@ impl Search {
 
 impl<S: Storage> Qcow2<S> {
     /// Minimum number of bytes of clusters that still fit into a storage that does not grow by
-    /// itself. Clusters before the last one in use are not counted if they were free when the image
-    /// was opened.
+    /// itself. Clusters before the last cluster in use are not counted if they were free when the
+    /// image was opened.
     ///
     /// # Errors
     /// Errors of the storage.

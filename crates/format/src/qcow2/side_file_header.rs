@@ -1,8 +1,8 @@
-//! The header extension of images that hold the bitmaps of a raw disk. It tells whether such an
-//! image still belongs to the disk, and is read without opening the image.
+//! The header extension of images that hold the bitmaps of a raw disk. The extension tells whether
+//! such an image still belongs to the disk, and is read without opening the image.
 //!
 //! Such an image is a *side file*: its data file is the raw disk, and the header extension
-//! identifies that file. Other programs keep the extension, and may ignore it.
+//! identifies the data file. Other programs keep the extension, and may ignore it.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::layout::table_io::read_header;
 
 /// The largest disk whose side file has small clusters, in bytes.
 const MAX_FINE: u64 = 64 << 30;
-/// Bytes of a cluster of such a side file.
+/// Bytes of a cluster of side files of disks up to `MAX_FINE`.
 const FINE: u64 = 64 << 10;
 /// Bytes of a cluster of side files of larger disks.
 const COARSE: u64 = 1 << 20;
@@ -28,19 +28,19 @@ pub struct SideFileHeader {
     pub name: Vec<u8>,
     /// Bytes of the disk.
     pub size: u64,
-    /// The identity of the disk's file, as it was given when the side file was made.
+    /// The identity of the disk's file, as given at the creation of the side file.
     pub identity: [u8; 16],
     /// The time of the disk's last change ([`Storage::last_change`]) at the moment when its changes
     /// were last recorded. Not valid while `is_live`.
     pub changed: Duration,
-    /// Whether a bitmap is enabled: the bitmap has all changes of the disk, except those made by a
-    /// program that does not record them.
+    /// Whether a bitmap is enabled. An enabled bitmap has all changes of the disk, except changes
+    /// by programs that do not record them.
     pub has_enabled: bool,
     /// Whether a process is recording changes, or died before it closed the image.
     pub is_live: bool,
     /// Another size that the disk may have, because a process died while it changed the size.
     pub other_size: Option<u64>,
-    /// The voucher of the process that is recording, or that died.
+    /// The voucher of the process that is recording changes, or that died.
     pub voucher: Option<Voucher>,
 }
 
@@ -57,7 +57,7 @@ impl SideFileHeader {
             return Ok(None);
         };
         let entries = match bitmap_directory::read(storage, &header).await {
-            // Bitmaps of a corrupt directory are unusable, so ignoring them loses nothing.
+            // The bitmaps are ignored, because the bitmaps of a corrupt directory are unusable.
             Err(error) if error.kind() == ErrorKind::Corrupt => Vec::new(),
             entries => entries?,
         };
@@ -73,8 +73,8 @@ impl SideFileHeader {
         }))
     }
 
-    /// The options to create the side file of a disk of `size` bytes, which is the file `name` in
-    /// the same folder. `identity` identifies that file.
+    /// The options to create the side file of a disk of `size` bytes. The disk is the file `name`
+    /// in the same folder, and `identity` identifies this file.
     pub fn create_options(size: u64, name: Vec<u8>, identity: [u8; 16]) -> CreateOptions {
         // A table has an entry for each cluster, so larger clusters make smaller tables.
         let cluster_size = if size > MAX_FINE { COARSE } else { FINE };

@@ -1,12 +1,12 @@
-//! Where the old bytes of each block of a frozen disk are.
+//! The index: the location of the old bytes of each block of a frozen disk.
 //!
-//! Guarantees: a block is unsaved, claimed by one change that copies it, or saved; what is saved
-//! stays so. A claim that is dropped makes what it has not finished unsaved again. Any thread may
-//! ask at any time, and no lock is held across a wait.
+//! Guarantees: a block is unsaved, claimed by one change that copies it, or saved; a saved block
+//! stays saved. When a claim is dropped, its blocks that are not saved become unsaved again. Any
+//! thread may call any method at any time, and no lock is held across a wait.
 //!
-//! Memory: 16 bytes for each region of 64 MiB; 4 KiB more when its first block is claimed; 64 bytes
-//! for each granule of 64 KiB that is saved in parts, as far as a limit goes (and a quarter more in
-//! reserve). Beyond the limit granules are claimed whole, and need none.
+//! Memory: 16 bytes for each region of 64 MiB; 4 KiB more when its first block is claimed; a table
+//! of 64 bytes for each granule of 64 KiB that is saved in parts, up to a limit (and a quarter more
+//! in reserve). Beyond the limit, granules are claimed whole, and need no table.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,32 +21,33 @@ use super::region::{BLOCK, GRANULE, Place, REGION, Region, TABLE_BYTES, Word};
 pub(super) struct Index {
     size: u64,
     regions: Box<[Mutex<Option<Box<Region>>>]>,
-    /// Bytes that tables of granules may take, and take.
+    /// The limit for the bytes of all tables of granules; `tables` is their present number of
+    /// bytes.
     max_tables: u64,
     tables: AtomicU64,
-    /// A claim ended, or was finished in part.
+    /// Notified when a claim has ended, or was finished in part.
     changed: Condvar,
 }
 
 /// The next step of a change.
 pub(super) enum Claim<'a> {
-    /// Nothing: all of its range is saved.
+    /// Nothing: the whole range of the change is saved.
     Nothing,
-    /// To wait: another change copies the first block that is not saved.
+    /// Wait: another change copies the first block that is not saved.
     Wait,
-    /// To copy these blocks.
+    /// Copy these blocks.
     Copy(Claimed<'a>),
 }
 
-/// Blocks that one change copies: [`Index::claim`].
+/// Blocks that one change has claimed and copies.
 pub(super) struct Claimed<'a> {
     index: &'a Index,
     rest: ByteRange,
 }
 
 impl Index {
-    /// For a disk of `size` bytes, nothing of which is saved. Tables of granules take `max_tables`
-    /// bytes at most.
+    /// An index for a disk of `size` bytes without saved blocks. No further tables of granules are
+    /// made once they take `max_tables` bytes.
     ///
     /// # Errors
     /// `Io` if the host has no memory for the list of regions.
@@ -75,8 +76,8 @@ impl Index {
         })
     }
 
-    /// Claims the first blocks of `range`, which is on the disk, that are not saved, as far as they
-    /// follow each other in a region; perhaps some blocks around them, in the same granules.
+    /// Claims the first unsaved blocks of `range` that are adjacent and in one region, and perhaps
+    /// blocks around them in the same granules. `range` is on the disk.
     pub(super) fn claim(&self, range: ByteRange) -> Claim<'_> {
         for (number, blocks) in parts(range) {
             let mut region = self.regions[number].lock();
@@ -99,8 +100,8 @@ impl Index {
         Claim::Nothing
     }
 
-    /// Location of the first bytes of `range`, which is on the disk and not empty, and the number
-    /// of bytes there. Bytes in the log are adjacent.
+    /// The location of the first bytes of `range`, and the number of bytes there, which are
+    /// adjacent in the log. `range` is on the disk and not empty.
     pub(super) fn lookup(&self, range: ByteRange) -> (Place, u64) {
         let mut found: Option<(Place, u64)> = None;
         'regions: for (number, mut blocks) in parts(range) {
@@ -136,19 +137,19 @@ impl Index {
 }
 
 impl Claimed<'_> {
-    /// The rest to be copied.
+    /// The claimed bytes that are not saved yet.
     pub(super) fn rest(&self) -> ByteRange {
         self.rest
     }
 
-    /// The first bytes of the rest: of as many granules as `length` bytes have.
+    /// The bytes of the rest in its first granules; these granules have `length` bytes together.
     pub(super) fn first_granules(&self, length: u64) -> ByteRange {
         let end = (self.rest.offset() / GRANULE) * GRANULE + length;
         self.rest.truncate(end - self.rest.offset())
     }
 
-    /// The rest without its first granule, or part of one, which is saved now: in `place`, all
-    /// together.
+    /// Records that the first granule of the rest, or the claimed part of it, was saved at `place`
+    /// as a whole. It is no longer in the rest.
     pub(super) fn finish_part(&mut self, place: Place) {
         let part = self.first_granules(GRANULE);
         self.index.region(part, |region, blocks| region.finish(blocks, place));
@@ -156,7 +157,7 @@ impl Claimed<'_> {
         self.index.changed.notify_all();
     }
 
-    /// As [`finish_part`](Self::finish_part), for all granules up to `end`: they are zeros.
+    /// As [`finish_part`](Self::finish_part), for zeros in all granules of the rest up to `end`.
     pub(super) fn finish_zeros(&mut self, end: u64) {
         while !self.rest.is_empty() && self.first_granules(GRANULE).end() <= end {
             self.finish_part(Place::Zeros);
@@ -173,7 +174,8 @@ impl Drop for Claimed<'_> {
     }
 }
 
-/// The parts of a range, a region each: its number, and the blocks of it that the range touches.
+/// The parts of a range, one for each region: the region's number, and its blocks that the range
+/// touches.
 fn parts(range: ByteRange) -> impl Iterator<Item = (usize, Range<usize>)> {
     let (first, last) = (range.offset() / REGION, range.end().div_ceil(REGION));
     (first..last).map(move |number| {

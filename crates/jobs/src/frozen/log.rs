@@ -3,9 +3,9 @@
 //!
 //! Guarantees: appended bytes can be read at once, and until the log has ended. Bytes are in memory
 //! until the scratch disk has them. At most `MAX_SEGMENTS` segments are in memory: `append` waits
-//! while its bytes do not fit into them. Only full segments are written to the scratch disk, each
-//! at its offset in the log. Writes are large and begin in the log's order. `read` and
-//! `write_behind` return errors of the scratch disk; `append` returns `NoSpace` at the limit.
+//! until its bytes fit into them. Only full segments are written to the scratch disk, each at its
+//! offset in the log. Writes are large and begin in the log's order. `read` and `write_behind`
+//! return errors of the scratch disk; `append` returns `NoSpace` at the limit.
 
 use std::collections::VecDeque;
 
@@ -18,26 +18,26 @@ use parking_lot::Mutex;
 
 /// Segments in memory, at most.
 const MAX_SEGMENTS: usize = 16;
-/// Bytes of a segment.
+/// Minimum and maximum bytes of a segment.
 const MIN_SEGMENT: u64 = 8 << 10;
 const MAX_SEGMENT: u64 = 1 << 20;
 /// Segments that are written concurrently, at most.
 const MAX_WRITES: usize = 4;
-/// Bytes of memory that are kept for further segments and copies.
+/// Bytes of unused memory that are kept for later segments and copies.
 const MAX_CACHED: usize = 4 << 20;
 
 /// See the module's page.
 pub(super) struct Log<S: Storage> {
     scratch: Disk<S>,
-    /// The longest log, in bytes.
+    /// The maximum length of the log, in bytes.
     limit: u64,
     /// Bytes of a segment.
     segment: u64,
     pool: BufferPool,
     tail: Mutex<Tail>,
-    /// A segment is full, or the log has ended.
+    /// Notified when a segment is full, or the log has ended.
     filled: Condvar,
-    /// A segment was written, or the log has ended.
+    /// Notified when a segment was written, or the log has ended.
     written: Condvar,
 }
 
@@ -46,8 +46,8 @@ pub(super) struct Log<S: Storage> {
 struct Tail {
     /// Bytes of the log.
     end: u64,
-    /// The part in memory: in order, perhaps with gaps. The last one is not full where `end` is
-    /// inside a segment.
+    /// The segments in memory, in order, perhaps with gaps. The last one is not full if `end` is
+    /// inside it.
     segments: VecDeque<Segment>,
     has_ended: bool,
 }

@@ -1,18 +1,18 @@
-//! Disks as they were at one moment, for backups, beside the disks that go on.
+//! Frozen disks: the content of disks at one moment, for backups, while the disks stay in use.
 //!
 //! Guarantees:
-//! - Several disks are frozen at the same moment: no change of any is in flight then. What was
-//!   answered before is in all of them, and what begins later in none.
-//! - What is read of a [`FrozenDisk`] is what the disk held at its moment, or an error: never
-//!   anything newer.
-//! - A guest's change waits until what it touches first is read (`old_bytes`), never for a reader.
-//!   What goes wrong with a backup is not the guest's.
+//! - Several disks are frozen at the same moment, at which no change of them is in flight. The
+//!   frozen disks have all changes that were answered before, and none that begins later.
+//! - A read of a [`FrozenDisk`] returns the disk's content at that moment, or an error, but never
+//!   newer data.
+//! - A guest's change waits for reads of the blocks that it is the first to touch (`old_bytes`),
+//!   never for a reader of the backup. A failure of the backup fails no request of the guest.
 //!
-//! A reader keeps no change off: it reads the disk that goes on, and then looks whether a change
-//! has begun meanwhile. Where one has, the old bytes are saved.
+//! A reader holds no change off: it reads the disk in use, and then checks whether a change has
+//! begun meanwhile. If so, the old bytes are saved, and the reader takes these.
 //!
-//! From the bottom up: `region` and `index` say where the old bytes of each block are, `log` has
-//! them, `old_bytes` copies them, `view` reads.
+//! Modules from the bottom up: `region` and `index` have the locations of the old bytes, `log` has
+//! the bytes, `old_bytes` copies them to the log, `view` reads them.
 
 mod index;
 mod log;
@@ -31,31 +31,31 @@ use futures_util::future::try_join_all;
 use old_bytes::{OldBytes, Watch};
 use region::BLOCK;
 
-/// Receives the reason once when a backup has failed. Called by a guest's request: it must not
+/// Receives the reason once when a backup has failed. A guest's request may call it, so it must not
 /// wait.
 pub type FailureTeller = Box<dyn Fn(&str) + Send + Sync>;
 
-/// Begins to wait for as long as a guest's change may be held off while none of its old bytes are
-/// saved.
+/// Starts a timer: how long a guest's change may be held off while none of its old bytes are saved.
 pub type CopyTimer = Box<dyn Fn() -> ClockSleep + Send + Sync>;
 
-/// How a disk is frozen.
+/// The options of a frozen disk.
 pub struct FreezeOptions {
-    /// Bytes of the scratch disk that may be in use. With more, the backup fails, as with more
-    /// than 8 TiB.
+    /// Maximum bytes of the scratch disk in use; a larger value than 8 TiB counts as 8 TiB. If more
+    /// bytes are needed, the backup fails.
     pub scratch_limit: u64,
-    /// Bytes of memory for data not yet on the scratch disk: from 128 KiB to 16 MiB. When it is
-    /// full, changes wait.
+    /// Bytes of memory for data not yet on the scratch disk: from 128 KiB to 16 MiB. When this
+    /// memory is full, changes wait.
     pub memory: u64,
     /// Bytes of memory for the locations of single blocks of 4 KiB on the scratch disk. When they
-    /// are full, changed blocks are copied with those around them, up to 64 KiB.
+    /// are used up, a changed block is copied with the blocks around it, up to 64 KiB.
     pub max_index_bytes: u64,
-    /// When a change of which nothing is saved stops waiting, and the backup fails; `None`: never.
+    /// The time after which a change stops waiting if nothing of it was saved meanwhile; then the
+    /// backup fails. `None`: no limit.
     pub timer: Option<CopyTimer>,
 }
 
 /// A disk as of the moment when it was [frozen](freeze), for reading. See the module's page. When
-/// it is dropped, the disk continues without copies.
+/// this is dropped, the disk continues, and its old bytes are no longer copied.
 pub struct FrozenDisk<S: Storage> {
     old: Arc<OldBytes<S>>,
     observer: Arc<dyn ChangeObserver>,
@@ -63,8 +63,8 @@ pub struct FrozenDisk<S: Storage> {
 
 impl<S: Storage + Send + Sync> FrozenDisk<S> {
     /// Prepares to freeze `source`. `scratch` gets the old bytes: it must be
-    /// [`scratch_size`](Self::scratch_size) bytes long, and unused otherwise. Its content is of no
-    /// use afterwards.
+    /// [`scratch_size`](Self::scratch_size) bytes long, and unused otherwise. Its content is
+    /// undefined afterwards.
     ///
     /// # Errors
     /// `InvalidInput` for a scratch disk of another size; `Io` if the host has no memory for 16
@@ -87,45 +87,45 @@ impl<S: Storage + Send + Sync> FrozenDisk<S> {
 }
 
 impl<S: Storage> FrozenDisk<S> {
-    /// Bytes of the scratch disk for a disk of `size` bytes: as many, in whole blocks of 4 KiB.
+    /// Bytes of the scratch disk for a disk of `size` bytes: `size`, rounded up to blocks of 4 KiB.
     pub fn scratch_size(size: u64) -> u64 {
         size.next_multiple_of(BLOCK)
     }
 
     /// Writes old bytes to the scratch disk, until the disk is [thawed](Self::thaw) or the backup
-    /// has failed. To be polled all that time, from before the disk is frozen on: otherwise
-    /// changes wait when memory is full. Dropped before, the disk is thawed.
+    /// has failed. The caller polls the future all that time, beginning before the disk is frozen:
+    /// otherwise changes wait when memory is full. If the future is dropped earlier, the backup
+    /// ends.
     pub fn write_behind(&self) -> impl Future<Output = ()> + use<S> {
         let writer = Writer(Arc::clone(&self.old));
         async move { writer.0.write_behind().await }
     }
 
-    /// Bytes of the scratch disk in use, with those that are on their way there.
+    /// Bytes of the scratch disk in use, including bytes that are still in memory.
     pub fn scratch_used(&self) -> u64 {
         self.old.log().length()
     }
 
-    /// Freezes the disk at this moment, in which no change of it is in flight.
+    /// Freezes the disk at this moment. `quiesced` shows that no change of the disk is in flight.
     pub fn freeze_at(&self, quiesced: &QuiescedDisk<'_, S>) {
         quiesced.observe(Arc::clone(&self.observer));
     }
 
-    /// Why the backup has failed, if it has: nothing can be read.
+    /// The reason why the backup has failed, if it has; then all reads fail.
     pub fn failure(&self) -> Option<&str> {
         self.old.failure()
     }
 
-    /// Ends the copies of old data: the disk continues alone, and this one cannot be read any
-    /// longer.
+    /// Ends the copying of old data: the disk continues alone, and reads of the frozen disk fail.
     pub fn thaw(&self) {
-        // First, so that nothing newer is read.
+        // Reads fail before changes are no longer observed, so that no read returns newer data.
         self.old.end();
         self.old.source().jobs().stop_observing(&self.observer);
     }
 }
 
-/// Writes old bytes. If it is dropped while it writes, no other task writes them: changes must not
-/// wait for that.
+/// The task that writes old bytes to the scratch disk. Its drop ends the backup: no other task
+/// writes them, and changes must not wait for that.
 struct Writer<S: Storage>(Arc<OldBytes<S>>);
 
 impl<S: Storage> Drop for Writer<S> {
@@ -140,11 +140,11 @@ impl<S: Storage> Drop for FrozenDisk<S> {
     }
 }
 
-/// Freezes prepared disks, all at the same moment: during this call. Returns for how long their
-/// changes were held off. A dropped future has frozen none, and changes continue.
+/// Freezes prepared disks, all at the same moment during this call. Returns the time for which
+/// their changes were held off. If the future is dropped, no disk is frozen, and changes continue.
 ///
 /// # Errors
-/// As [`Disk::quiesced`]: none is frozen, and changes continue.
+/// As [`Disk::quiesced`]; then no disk is frozen, and changes continue.
 pub async fn freeze<S: Storage>(disks: &[&FrozenDisk<S>]) -> Result<Duration> {
     let began = Instant::now();
     let quiesced = try_join_all(disks.iter().map(|disk| disk.old.source().quiesced())).await?;

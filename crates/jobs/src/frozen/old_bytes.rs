@@ -1,15 +1,15 @@
-//! Old content of the parts of a disk that have changed since one moment: copied before each
+//! Saves the old content of the parts of a disk that change after one moment: each before its
 //! change.
 //!
 //! Guarantees: a change begins only when the old bytes of all blocks that it touches are saved
 //! (`index`), in memory or in the scratch disk (`log`), or the backup has failed. So if a block is
-//! not saved after it was read, and the backup has not failed, the read returned its content of the
-//! moment. A change waits for reads of the blocks that it is the first to touch, and for the
-//! scratch disk only when memory is full; for nothing else: readers do not delay it. If none of its
-//! old bytes are saved before the timer expires, the backup fails, and the change continues. A full
-//! or failing scratch disk fails the backup and never the change. A long change saves `MAX_PARTS`
-//! parts of `PART` bytes at a time. At most `MAX_COPIES` copies of `MAX_READ` bytes are in memory,
-//! beside the log's end.
+//! not saved after it was read, and the backup has not failed, the read returned its content at
+//! that moment. A change waits for reads of the blocks that it is the first to touch, and for the
+//! scratch disk only when memory is full; for nothing else, so readers do not delay it. If none of
+//! its old bytes are saved before the timer expires, the backup fails, and the change continues. A
+//! full or failing scratch disk fails the backup and never the change. A long change saves
+//! `MAX_PARTS` parts of `PART` bytes at a time. At most `MAX_COPIES` copies of `MAX_READ` bytes are
+//! in memory, beside the log's end.
 
 use std::cell::Cell;
 use std::pin::pin;
@@ -39,13 +39,13 @@ const MAX_PARTS: usize = 16;
 /// See the module's page.
 pub(super) struct OldBytes<S: Storage> {
     source: Arc<Disk<S>>,
-    /// Bytes of the disk at the moment.
+    /// Bytes of the disk at the moment of the freeze.
     size: u64,
     options: FreezeOptions,
     index: Index,
     log: Log<S>,
     copies: Semaphore,
-    /// Number of parts of claims that were saved, of all changes.
+    /// Number of saved parts of claims, of all changes together.
     saved: AtomicU64,
     failure: OnceLock<String>,
     teller: FailureTeller,
@@ -83,7 +83,7 @@ impl Drop for InFlight<'_> {
 }
 
 impl<S: Storage> OldBytes<S> {
-    /// Creates the state at the moment: nothing has changed yet.
+    /// Creates the state at the moment of the freeze: no block is saved yet.
     ///
     /// # Errors
     /// As [`Index::new`].
@@ -106,7 +106,7 @@ impl<S: Storage> OldBytes<S> {
         &self.source
     }
 
-    /// Bytes of the disk at the moment.
+    /// Bytes of the disk at the moment of the freeze.
     pub(super) fn size(&self) -> u64 {
         self.size
     }
@@ -121,7 +121,7 @@ impl<S: Storage> OldBytes<S> {
         &self.log
     }
 
-    /// Why the backup has failed, if it has.
+    /// The reason why the backup has failed or ended, if it has.
     pub(super) fn failure(&self) -> Option<&str> {
         self.failure.get().map(String::as_str)
     }
@@ -146,8 +146,9 @@ impl<S: Storage> OldBytes<S> {
         self.index.changed().notify_all();
     }
 
-    /// Writes memory to the scratch disk, until the backup has ended or failed. Then no write is in
-    /// flight, and the space is freed for other uses. Guest changes do not wait for that.
+    /// Writes full segments to the scratch disk, until the backup has ended or failed. On return no
+    /// write is in flight, and the space of the scratch disk is freed. Guest changes do not wait
+    /// for this.
     pub(super) async fn write_behind(&self) {
         if let Err(error) = self.log.write_behind().await {
             self.fail(&error);
@@ -242,8 +243,8 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// If `zeros` lie in a hole of the image, the change turns their whole clusters into data. So
-    /// this records those clusters as zeros, and readers still see holes.
+    /// Records the whole clusters of `zeros` as zeros if they lie in a hole of the image, so that
+    /// readers still see a hole there. Reason: the change turns the whole clusters into data.
     async fn save_hole(&self, zeros: ByteRange) -> Result<()> {
         let Some(cluster) = self.source.image().cluster_size().filter(|size| *size > BLOCK) else {
             return Ok(());
@@ -267,7 +268,7 @@ impl<S: Storage> OldBytes<S> {
         Ok(())
     }
 
-    /// Copies `range`, the first claimed granules, or the claimed part of one. Returns the location
+    /// Copies `range`: the first claimed granules, or the claimed part of one. Returns the location
     /// of the last granule.
     async fn copy_data(
         &self,

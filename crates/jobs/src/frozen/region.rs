@@ -1,31 +1,31 @@
-//! Where the old bytes of each block of a region are: a word for each granule, or for each block of
-//! it.
+//! The locations of the old bytes of a region: one word for each granule, or for each of its
+//! blocks.
 //!
-//! Guarantees: as the index (`index`), whose part of a disk this is. A granule has one word as long
-//! as all of it is in one state, and where it was saved as a whole; a table of words, one for each
-//! block, otherwise.
+//! A region is a part of the disk, with the guarantees of the index (`index`). A granule has one
+//! word as long as its blocks are claimed and saved as a whole. From the first claim of a part of
+//! it on, the granule has a table with one word for each block.
 
 use std::ops::Range;
 
 /// The unit that is saved, in bytes.
 pub(super) const BLOCK: u64 = 4 << 10;
-/// Blocks that share one word if they are saved together.
+/// Blocks of a granule: they share one word if they are saved as a whole.
 const GRANULE_BLOCKS: usize = 16;
-/// Bytes of such blocks.
+/// Bytes of a granule.
 pub(super) const GRANULE: u64 = BLOCK * GRANULE_BLOCKS as u64;
 /// Bytes of a region.
 pub(super) const REGION: u64 = 64 << 20;
 const REGION_GRANULES: usize = (REGION / GRANULE) as usize;
 
-/// Bytes of a log that words can name: 8 TiB.
+/// Maximum bytes of a log: 8 TiB, because a word cannot number more blocks.
 pub(super) const MAX_LOG: u64 = ((1 << 31) - Word::FIRST_LOG as u64) * BLOCK;
 /// Bytes of a granule's table.
 pub(super) const TABLE_BYTES: u64 = size_of::<Table>() as u64;
 
-/// Where old bytes are.
+/// The location of old bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// In the disk that continues: they are not saved, but may be in the middle of a copy.
+    /// In the disk in use: the bytes are not saved, but their copy may be in progress.
     Source,
     /// Nowhere: they are zeros.
     Zeros,
@@ -49,12 +49,12 @@ pub(super) struct Word(u32);
 
 impl Word {
     pub(super) const UNSAVED: Self = Self(0);
-    /// A change copies it.
+    /// A change copies the block.
     pub(super) const CLAIMED: Self = Self(1);
     const ZEROS: Self = Self(2);
-    /// From here on: blocks of the log.
+    /// From this value on, words are numbers of blocks of the log.
     const FIRST_LOG: u32 = 3;
-    /// Of a granule: the number of its table.
+    /// The flag of a granule with a table. The other bits are the number of the table.
     const TABLE: u32 = 1 << 31;
 
     pub(super) fn is_saved(self) -> bool {
@@ -80,7 +80,8 @@ impl Word {
 }
 
 impl From<Place> for Word {
-    /// For blocks that start there. A location in the log is a whole block's, and below `MAX_LOG`.
+    /// The word of a block whose old bytes begin at `place`. In the log this is the start of a
+    /// block, below `MAX_LOG`.
     fn from(place: Place) -> Self {
         match place {
             Place::Source => Self::UNSAVED,
@@ -92,11 +93,11 @@ impl From<Place> for Word {
 
 type Table = [Word; GRANULE_BLOCKS];
 
-/// A region is dense if at least one in this many of its blocks is saved or claimed: changes are
-/// likely to touch the others, too.
+/// A region is dense if at least one in this many of its blocks is saved or claimed. Then changes
+/// are likely to touch the other blocks, too.
 const DENSE: usize = 16;
 
-/// See the module's page. Blocks are counted from the region's first.
+/// See the module's page. Blocks are numbered from the start of the region.
 pub(super) struct Region {
     granules: [Word; REGION_GRANULES],
     tables: Vec<Table>,
@@ -121,7 +122,8 @@ impl Region {
         }
     }
 
-    /// Location of a block's old bytes, and the minimum number of blocks for which it holds.
+    /// The location of a block's old bytes, and the minimum number of blocks, from this one on,
+    /// that are adjacent there.
     pub(super) fn place(&self, block: usize) -> (Place, usize) {
         let has_table = self.granules[block / GRANULE_BLOCKS].table().is_some();
         let count = if has_table { 1 } else { GRANULE_BLOCKS - block % GRANULE_BLOCKS };
@@ -132,12 +134,12 @@ impl Region {
         self.get(*block) == Word::UNSAVED
     }
 
-    /// Claims the unsaved blocks at the start of `wanted`, whose first one is unsaved. Reads ahead
-    /// in the last granule by as many blocks as are claimed or saved directly before, for
-    /// sequential changes. In a dense region it also claims the unsaved blocks around them in their
-    /// granules: one read of many blocks takes little longer than one of a single block. Without
-    /// `has_room` granules without a table are claimed whole. The region has `end` blocks. Returns
-    /// the claimed blocks, and the number of new tables.
+    /// Claims the unsaved blocks at the start of `wanted`; its first block is unsaved. For
+    /// sequential changes, the claim is longer, within its last granule, by as many blocks as are
+    /// claimed or saved directly before it. In a dense region the claim includes the unsaved blocks
+    /// around it in its granules, because one read of many blocks takes little longer than a read
+    /// of one. Without `has_room`, granules without a table are claimed whole. The region has `end`
+    /// blocks. Returns the claimed blocks, and the number of new tables.
     pub(super) fn claim(
         &mut self,
         wanted: Range<usize>,
@@ -179,7 +181,7 @@ impl Region {
         (run, (self.tables.len() - tables) as u64)
     }
 
-    /// Blocks of one granule, all of it where `is_whole`.
+    /// Marks blocks of one granule as claimed: all of its blocks if `is_whole`.
     fn mark_claimed(&mut self, part: Range<usize>, is_whole: bool) {
         let granule = part.start / GRANULE_BLOCKS;
         if self.granules[granule] == Word::UNSAVED {
@@ -196,8 +198,8 @@ impl Region {
         self.set(part, Word::CLAIMED);
     }
 
-    /// Gives claimed blocks of one granule, which are together in `place`, their state: all that
-    /// the claim has of it.
+    /// Sets the location of claimed blocks of one granule, which were saved at `place` as a whole.
+    /// `part` is all that the claim has of the granule.
     pub(super) fn finish(&mut self, part: Range<usize>, place: Place) {
         self.set(part, place.into());
     }
@@ -223,7 +225,7 @@ impl Region {
     }
 }
 
-/// The parts of a run, a granule each.
+/// The parts of a run, one for each granule.
 fn granules(run: Range<usize>) -> impl Iterator<Item = Range<usize>> {
     let mut rest = run;
     std::iter::from_fn(move || {

@@ -1,4 +1,4 @@
-//! Reading a disk as it was.
+//! Reads of a frozen disk.
 
 use blockhouse_core::{
     Allocation, Buffer, ByteRange, Error, ErrorKind, IoVector, Request, Result, Storage,
@@ -11,13 +11,13 @@ use futures_util::{StreamExt, TryStreamExt, stream};
 use super::FrozenDisk;
 use super::region::Place;
 
-/// Bytes that are read together, at most.
+/// Maximum bytes of one read.
 const MAX_READ: u64 = 1 << 20;
 /// Maximum reads in flight. Data that was saved in many steps is in many locations.
 const MAX_READS: usize = 16;
 
 impl<S: Storage> FrozenDisk<S> {
-    /// Fills `into` with the disk's bytes from `offset` on at the freeze. Bytes past its end are
+    /// Fills `into` with the disk's bytes at the freeze, from `offset` on. Bytes past the end are
     /// zeros.
     ///
     /// # Errors
@@ -34,7 +34,7 @@ impl<S: Storage> FrozenDisk<S> {
         reads.buffer_unordered(MAX_READS).try_collect().await
     }
 
-    /// The parts of a range that are in one place each.
+    /// The parts of a range, each with its one location.
     fn parts(&self, range: ByteRange) -> impl Iterator<Item = (ByteRange, Place)> + '_ {
         let mut rest = range;
         std::iter::from_fn(move || {
@@ -59,7 +59,7 @@ impl<S: Storage> FrozenDisk<S> {
 
     async fn read_log(&self, at: u64, into: IoVector) -> Result<()> {
         let outcome = self.old.log().read(at, into).await;
-        // The reason of the backup's failure says more.
+        // If the backup has failed, its reason says more than the error of the log.
         self.check().and(outcome)
     }
 
@@ -68,7 +68,7 @@ impl<S: Storage> FrozenDisk<S> {
         let mut buffer = Buffer::try_new(range.length() as usize)?;
         let read = Request::Read { offset, into: buffer.lend() };
         self.old.source().submit_unlimited(read).await?;
-        // In this order: a change that began while the disk was read had its old bytes saved
+        // The check follows the read: if a change began during the read, its old bytes were saved
         // before, or the backup failed.
         self.check()?;
         for (part, place) in self.parts(range) {
@@ -84,8 +84,8 @@ impl<S: Storage> FrozenDisk<S> {
         Ok(())
     }
 
-    /// The status at that moment at the start of `range`, which is on it and not empty, and for how
-    /// many bytes that holds.
+    /// The disk's status at the freeze at the start of `range`, and the number of bytes with that
+    /// status. `range` is on the disk and not empty.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -99,7 +99,8 @@ impl<S: Storage> FrozenDisk<S> {
                     let mut cache = BlockStatusCache::default();
                     let part = range.truncate(length);
                     let (status, length) = self.old.source().block_status(part, &mut cache).await?;
-                    // As in `read_source`. Saved blocks stay saved, so this ends.
+                    // As in `read_source`, a change may have begun meanwhile. Saved blocks stay
+                    // saved, so the loop ends.
                     let (place, unchanged) = self.old.index().lookup(part.truncate(length));
                     if place != Place::Source {
                         continue;

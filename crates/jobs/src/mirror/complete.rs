@@ -1,15 +1,15 @@
 //! The end of a mirror: the moment in which the target becomes the disk.
 //!
-//! Guarantees: one write decides, that of the first sector in place of the mark, and its outcome is
-//! always known: it is awaited, however long it takes. The guest's changes wait for it for
-//! `MAX_PAUSE` at most. Where it failed or was late they go on at the source. The source's record
-//! was removed before, and the mark is written again after the write has ended, so it is the last
-//! that the first sector gets. A mirror that was late goes on, and can be completed another time;
-//! one whose write failed has failed.
+//! Guarantees: one write decides, the write of the first sector in place of the mark. It is
+//! awaited, however long it takes, so its outcome is always known. The guest's changes wait for it
+//! for at most `MAX_PAUSE`. If the write fails or is late, changes continue on the source. Before
+//! they continue, the source's record is removed. After the end of that write, the mark is written
+//! again, so the mark is the last write to the first sector. A mirror that was late continues, and
+//! can be completed again. A mirror whose write failed has failed.
 //!
-//! Of a commit, an action of the caller decides ([`Mirror::before_switch`]). Where it fails or is
-//! late, the source is the disk, and the caller [undoes](Mirror::source_kept) what the action has
-//! done.
+//! In a commit, an action of the caller decides ([`Mirror::before_switch`]). If the action fails or
+//! is late, the source stays the disk, and the caller [undoes](Mirror::source_kept) the effects of
+//! the action.
 
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -22,25 +22,25 @@ use futures_util::future::{Either, select};
 use super::{MAX_PAUSE, Mirror, Stop, TargetKind};
 use crate::control::{Completion, JobEnd};
 
-/// Why the target is not the disk.
+/// Why the target has not become the disk.
 enum Failure<'a> {
-    /// It has its mark.
+    /// The target still has its mark, or never had one.
     Marked(Stop),
-    /// The write of its first sector failed, and may have been done.
+    /// The write of the target's first sector failed, but may have taken effect.
     Unknown(Error),
-    /// The write of its first sector is in flight.
+    /// The write of the target's first sector is in flight.
     Late(Pin<Box<dyn Future<Output = Result<()>> + 'a>>),
 }
 
 impl Failure<'_> {
-    /// Whether the job goes on.
+    /// Whether the job continues.
     fn is_late(&self) -> bool {
         matches!(self, Self::Late(_) | Self::Marked(Stop::Late(_)))
     }
 }
 
 impl Stop {
-    /// It must not be tried again.
+    /// The same stop, but the job must not try to complete again.
     fn for_good(self) -> Self {
         match self {
             Self::Late(error) => Self::Failed(error),
@@ -56,8 +56,8 @@ impl From<Stop> for Failure<'_> {
 }
 
 impl<S: Storage> Mirror<S> {
-    /// Holds the guest's changes off, copies the rest, and ends the job; returns for how long they
-    /// were held off.
+    /// Holds the guest's changes off, copies the rest, and ends the job; returns the time for which
+    /// the changes were held off.
     pub(super) async fn complete(&self, completion: Completion) -> Result<Duration, Stop> {
         if completion != Completion::Copy {
             (self.before_completion)()?;
@@ -73,7 +73,8 @@ impl<S: Storage> Mirror<S> {
             }
         };
         if let Err(failure) = self.copy_rest(end).await {
-            // In this order: after a crash the source has no record if its guest has continued.
+            // The record is removed before changes continue. So after a crash the source has no
+            // record if its guest has continued.
             (self.source_kept)();
             self.copier.hurry(false);
             if !failure.is_late() {
@@ -82,24 +83,26 @@ impl<S: Storage> Mirror<S> {
             drop(quiesced);
             return Err(self.undo(failure).await);
         }
-        // No copy may run when the disk's requests go to the target: it would restore older bytes.
+        // No copy may run when the disk's requests go to the target: a copy could write older bytes
+        // over newer ones.
         self.finish_copier();
         let replaced = self.end_source(quiesced, completion)?;
         let pause = self.clock.now().saturating_sub(began);
         self.stop_observing();
         if let Some(replaced) = replaced {
             (self.switched)();
-            // Before the old image is closed: its storage may hang.
+            // The end is decided before the old image is closed, because its storage may hang.
             self.control.decide(JobEnd::Completed { completion, pause });
             if let Err(error) = replaced.close().await {
-                // The guest no longer needs it.
+                // An error of the old image does not matter: the guest no longer needs it.
                 tracing::warn!("after its mirror was complete: {error}");
             }
         }
         Ok(pause)
     }
 
-    /// Copies the rest while changes are held off, and makes the target complete, until `end`.
+    /// Copies the rest while changes are held off, and makes the target complete. Fails at the time
+    /// `end`.
     async fn copy_rest(&self, end: Duration) -> Result<(), Failure<'_>> {
         self.copier.hurry(true);
         self.before(end, &self.target, async {
@@ -107,19 +110,19 @@ impl<S: Storage> Mirror<S> {
             Ok(self.target.submit_unlimited(Request::Flush).await?)
         })
         .await?;
-        // Nothing after the write that decides can fail.
+        // This check comes before the write that decides, because nothing may fail after it.
         if self.kind != TargetKind::Backup {
             self.source.check_replacement(self.target.image()).map_err(Stop::Failed)?;
         }
         if !self.control.commit() {
             return Err(Stop::Cancelled.into());
         }
-        // All is copied, and nothing changes: nothing is begun.
+        // Everything is copied and changes are held off, so no copy is needed.
         self.copier.stop();
         if self.kind == TargetKind::Base {
             let action = (self.before_switch)();
             let outcome = self.before(end, &self.target, async { Ok(action.await?) }).await;
-            // After the time limit it may be half done.
+            // An action that was late may be half done, so the job does not try again.
             return outcome.map_err(|stop| Failure::Marked(stop.for_good()));
         }
         if !self.has_mark() {
@@ -135,7 +138,7 @@ impl<S: Storage> Mirror<S> {
     }
 
     /// Writes the target's mark again if it may be gone, after the write that removed it has ended.
-    /// Returns why the job fails.
+    /// Returns why the job is not complete.
     async fn undo(&self, failure: Failure<'_>) -> Stop {
         match failure {
             Failure::Marked(stop) => {
@@ -146,7 +149,8 @@ impl<S: Storage> Mirror<S> {
             }
             Failure::Unknown(error) => {
                 let unmarked = unmarked(&error);
-                // Until the mark is written, this is the end to report.
+                // The end is decided before the mark is written again, because that write may take
+                // long.
                 self.control.decide(JobEnd::failed(&unmarked));
                 self.mark_again(unmarked).await.map_or_else(Stop::Failed, |()| error.into())
             }
@@ -154,7 +158,8 @@ impl<S: Storage> Mirror<S> {
                 let error = late(&self.target);
                 let unmarked = unmarked(&error);
                 self.control.postpone(&unmarked);
-                // Its outcome does not matter.
+                // The outcome of the late write does not matter, because the mark is written after
+                // it.
                 let _ = write.await;
                 if let Err(unmarked) = self.mark_again(unmarked).await {
                     return Stop::Failed(unmarked);
@@ -165,7 +170,7 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Writes the mark again. On error the job ends with `unmarked`.
+    /// Writes the mark again. Returns `unmarked` if that fails.
     async fn mark_again(&self, unmarked: Error) -> Result<()> {
         mark_incomplete(&self.target, self.source.name()).await.map_err(|_| unmarked)
     }
@@ -185,8 +190,8 @@ impl<S: Storage> Mirror<S> {
         }
     }
 
-    /// Awaits a step of `disk` while the guest's changes are held off: at this time they continue,
-    /// even if it hangs.
+    /// Awaits a step of `disk` while the guest's changes are held off. Fails at the time `end`, so
+    /// that changes continue even if the step hangs.
     async fn before<T>(
         &self,
         end: Duration,

@@ -33,7 +33,8 @@ fn a_failed_flush_is_remembered_by_the_next_process() {
     storage.fail(Fault::nth(0, errno::EIO).of(OperationKind::Flush));
     let flushed = sim.block_on(async move { first.flush(SyncMode::Data).await });
     flushed.expect_err("the storage failed");
-    // The first process is gone. The kernel has reported the failure, and will not do so again.
+    // The first process has ended. The kernel has reported the failure, and does not report it
+    // again.
     let second = tracker(&storage, &page);
     assert_eq!(second.restore_failure().expect("it is kept").errno(), errno::EIO);
     let flushed = sim.block_on(async move { second.flush(SyncMode::Data).await });

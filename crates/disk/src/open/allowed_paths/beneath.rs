@@ -1,8 +1,8 @@
 //! Finds a file below a folder: by `openat2` and `RESOLVE_BENEATH`, or step by step if the kernel
 //! or a filter of system calls refuses that call.
 //!
-//! Guarantees: the file found was below the folder at each step of the way, and nothing was opened
-//! for reading or writing (`O_PATH`), so that a device or a pipe has no effect.
+//! Guarantees: the path of the file found stays below the folder at each step, and nothing is
+//! opened for reading or writing (`O_PATH`), so devices and pipes on the path are not affected.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -13,7 +13,7 @@ use std::path::Path;
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, fstat, openat, openat2, readlinkat};
 use rustix::io::{Errno, Result};
 
-/// As many as Linux follows in one path (path_resolution(7)).
+/// The maximum number of symlinks that are followed in one path, as in Linux (path_resolution(7)).
 const MAX_SYMLINKS: usize = 40;
 
 const FIND: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
@@ -21,17 +21,17 @@ const FIND: OFlags = OFlags::PATH.union(OFlags::CLOEXEC);
 /// Which symlinks are followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Symlinks {
-    /// Those that stay below the folder.
+    /// Symlinks that lead to files below the folder.
     Beneath,
-    /// None: the path was already resolved.
+    /// No symlinks: the path is resolved already.
     None,
 }
 
-/// The file of a relative name, below `folder` all the way.
+/// The file of a relative name whose path stays below `folder` at each step.
 ///
 /// # Errors
-/// EXDEV for a name that leads out, or that is absolute; ELOOP for a symlink that is not followed;
-/// else the kernel's error.
+/// EXDEV for a name that leads out of the folder or is absolute; ELOOP for a symlink that is not
+/// followed; else the kernel's error.
 pub(super) fn find_beneath(
     folder: BorrowedFd<'_>,
     name: &Path,
@@ -43,7 +43,7 @@ pub(super) fn find_beneath(
     }
     loop {
         match openat2(folder, name, FIND, Mode::empty(), resolve) {
-            // A rename or mount at the same time left unknown where a `..` leads (openat2(2)).
+            // Retry: a concurrent rename or mount made the target of a `..` unknown (openat2(2)).
             Err(Errno::AGAIN) => {}
             Err(Errno::NOSYS | Errno::PERM) => return walk_beneath(folder, name, symlinks),
             outcome => return outcome,
@@ -51,8 +51,8 @@ pub(super) fn find_beneath(
     }
 }
 
-/// The file of a name, in any folder, but not through the links in /proc that stand for open files;
-/// without `openat2` through these, too.
+/// The file of a name, in any folder. Links in /proc to open files are followed only without
+/// `openat2`.
 ///
 /// # Errors
 /// The kernel's error.
@@ -63,7 +63,7 @@ pub(super) fn find_anywhere(folder: BorrowedFd<'_>, name: &Path) -> Result<Owned
     }
 }
 
-/// As [`find_beneath`], with a descriptor for each step.
+/// As [`find_beneath`], without `openat2`: opens a descriptor for each step of the path.
 pub(super) fn walk_beneath(
     folder: BorrowedFd<'_>,
     name: &Path,
@@ -101,7 +101,7 @@ pub(super) fn walk_beneath(
     above.pop().ok_or(Errno::XDEV)
 }
 
-/// The steps of a relative path; each one but the last leads to a folder.
+/// The steps of a relative path; each step except the last must lead to a folder.
 fn steps_of(path: &OsStr) -> Result<VecDeque<OsString>> {
     let bytes = path.as_bytes();
     match bytes.first() {

@@ -1,11 +1,12 @@
-//! The data file that may be written to without an allowed path: the one that was created for its
+//! The data file that may be written to without an allowed path: the file that was created for its
 //! image.
 //!
-//! Either of two signs distinguishes it from another user's disk. The image's file has an extended
-//! attribute with the name, which `create` and `convert` set and which an upload cannot carry. Or
-//! the file is in the image's folder and is named after it: `disk.raw`, `disk-data.img` and
-//! `disk.qcow2.data` belong to `disk.qcow2`. A file elsewhere, or a block device, needs the
-//! attribute, and an image that only root and the user who opens it can write to.
+//! Either of two signs distinguishes this file from another user's disk. The image's file has an
+//! extended attribute with the name of the data file, which `create` and `convert` set and an
+//! upload cannot set. Or the data file is in the image's folder and is named after the image:
+//! `disk.raw`, `disk-data.img` and `disk.qcow2.data` belong to `disk.qcow2`. A data file in another
+//! folder, or a block device, needs the attribute; the image must belong to root or to the user who
+//! opens it, and no group or other user may have write permission.
 
 use std::ffi::OsStr;
 use std::os::fd::BorrowedFd;
@@ -24,7 +25,7 @@ const NOTED: &str = "user.blockhouse.data-file";
 #[derive(Clone, Copy, Debug)]
 pub(in crate::open) struct Namer<'a> {
     pub(in crate::open) path: &'a Path,
-    /// Its own file, if it is one.
+    /// The image's own file, whose extended attribute counts; `None` if no attribute counts.
     pub(in crate::open) file: Option<BorrowedFd<'a>>,
 }
 
@@ -34,9 +35,9 @@ impl Namer<'_> {
         self.file.is_some_and(|file| is_noted(file, name)) || self.is_called_after(folder, found)
     }
 
-    /// Whether the image has this name in its extended attribute, and belongs to root or the user
-    /// who opens it, and no other user can write to it. Such a data file may be anywhere, and may
-    /// be a block device.
+    /// Whether the image has this name in its extended attribute, belongs to root or the user who
+    /// opens it, and has no write permission for others. Its data file may be in any folder, and
+    /// may be a block device.
     pub(super) fn is_chosen_by_owner(&self, name: &[u8]) -> bool {
         let Some(file) = self.file.filter(|file| is_noted(*file, name)) else { return false };
         fstat(file).is_ok_and(|status| {
@@ -69,7 +70,8 @@ fn is_noted(image: BorrowedFd<'_>, name: &[u8]) -> bool {
 }
 
 /// Records that the user named this data file for the image at `path`: commands may write to it
-/// from now on. Without extended attributes nothing is recorded: then the file's name decides.
+/// from now on. On a file system without extended attributes nothing is recorded, and the file's
+/// name decides.
 pub fn note_data_file(path: &Path, name: &[u8]) {
     let _ = setxattr(path, NOTED, name, XattrFlags::empty());
 }

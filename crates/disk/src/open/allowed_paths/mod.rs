@@ -1,12 +1,14 @@
 //! Which files an image may name as its backing file or its data file.
 //!
-//! Guarantees: a file that an image names is opened only if it lies below the folder of that image,
-//! as a regular file and not hidden, or below a path that the user has allowed. It is written to
-//! only if the user has allowed it, or if it was made as the data file of this image
-//! (`data_files`). The file is looked up without opening it (`O_PATH`), checked, and then opened
-//! through that descriptor: a name that is replaced meanwhile has no effect. Reason: images may be
-//! untrusted, and a name in one can refer to any file of the host that this process may open
-//! (CVE-2024-32498 of OpenStack). A path that the user gives on a command line is not restricted.
+//! Guarantees: a file that an image names is opened only if it is a regular, not hidden file below
+//! the folder of that image, or lies below a path that the user has allowed, or if the image's
+//! owner has chosen it as the image's data file. The file is written to only if the user has
+//! allowed its path or requested the change (a commit), or if it was made as the data file of this
+//! image (`data_files`). The file is found by an `O_PATH` descriptor, checked, and then opened
+//! through that descriptor, so the replacement of a name meanwhile has no effect. Reason: images
+//! may be untrusted, and a name in an image can refer to any file of the host that this process may
+//! open (CVE-2024-32498 of OpenStack). A path that the user gives on a command line is not
+//! restricted.
 
 mod beneath;
 mod data_files;
@@ -26,15 +28,14 @@ use beneath::{Symlinks, find_anywhere, find_beneath};
 pub(super) use data_files::Namer;
 pub use data_files::note_data_file;
 
-/// The files that images may name in addition to regular files below their own folders. Cloning
-/// shares it.
+/// The files that images may name in addition to regular files below their own folders. Clones
+/// share the data.
 #[derive(Clone, Debug, Default)]
 pub struct AllowedPaths {
     roots: Arc<[Root]>,
-    /// Images on other servers that may be named, with the files and users of this host in their
-    /// names.
+    /// The allowed images on other servers, each with the local files and the user in its name.
     remote: Arc<[Location]>,
-    /// The hint if no name is followed at all.
+    /// The hint in the error; `Some` if no name is followed at all.
     refuses_all: Option<&'static str>,
 }
 
@@ -49,7 +50,8 @@ struct Root {
 /// The folder from which the names of an image are looked up.
 #[derive(Debug)]
 pub(super) struct Folder {
-    /// `None` if an image was found through a folder that may not be named itself.
+    /// `None` if relative names lead to no file: the image is on another server, is handed over, or
+    /// was found through a folder that may not be named itself.
     descriptor: Option<OwnedFd>,
     path: PathBuf,
 }
@@ -57,7 +59,7 @@ pub(super) struct Folder {
 /// A file that may be opened, and the folder for the names in it.
 #[derive(Debug)]
 pub(super) struct Found {
-    /// `O_PATH`: no data can be read by it.
+    /// An `O_PATH` descriptor: no data can be read through it.
     pub(super) descriptor: OwnedFd,
     pub(super) folder: Folder,
 }
@@ -65,16 +67,16 @@ pub(super) struct Found {
 /// The use of a file that an image names.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum NameUse<'a> {
-    /// It is read, or its change was requested by the user (a commit).
+    /// The file is read, or the user has requested its change (a commit).
     Asked,
-    /// Its data is read as the data of this image.
+    /// The file is read as data of this image.
     Read(Namer<'a>),
-    /// It is written to because this image names it.
+    /// The file is written to because this image names it.
     Written(Namer<'a>),
 }
 
 impl NameUse<'_> {
-    /// Whether a user of this host chose the file for the image, wherever it lies.
+    /// Whether the image's owner has chosen this file for it. Such a file may be in any folder.
     fn is_chosen(self, name: &Path) -> bool {
         match self {
             Self::Asked => false,
@@ -90,18 +92,18 @@ impl NameUse<'_> {
 enum Place {
     /// Below the folder of the image.
     Own,
-    /// Below the folder of the image, and a name on the way begins with a dot.
+    /// Below the folder of the image, and a component of its path begins with a dot.
     Hidden,
     /// Below an allowed path, or chosen for the image by its owner.
     Allowed,
 }
 
-/// Why a file that an image names is not found.
+/// The reason why a file that an image names is not found.
 #[derive(Debug)]
 pub(super) enum FindError {
-    /// The image may not name it. The error names the image and the option.
+    /// The image may not name the file. The error names the image and the option that allows it.
     Refused(Error),
-    /// The host's error, on the file's path.
+    /// An error of the host, which names the file's path.
     Host(Error),
 }
 
@@ -111,16 +113,16 @@ impl From<Error> for FindError {
     }
 }
 
-/// Why a name is not followed.
+/// The reason why a name is not followed.
 #[derive(Debug)]
 enum Refusal {
-    /// It is outside of its image's folder.
+    /// The file is outside of the image's folder.
     Outside,
-    /// A name on the way to it begins with a dot.
+    /// A component of the file's path begins with a dot.
     Hidden,
-    /// It is not a regular file, and its path is not allowed.
+    /// The file is neither a regular file nor a block device whose path is allowed.
     NotRegular(&'static str),
-    /// It would be written to, but was not made as the data file of its image.
+    /// The file would be written to, but was not made as the data file of the image.
     NotItsOwn,
     /// The host refuses.
     Host(Errno),
@@ -134,8 +136,8 @@ impl From<Errno> for Refusal {
 
 impl AllowedPaths {
     /// Allows these folders, with all regular files and block devices below them, and these files.
-    /// They are opened now: a folder that is renamed later stays allowed. The address of an image
-    /// on another server allows that image, with the files and the user of this host that it names.
+    /// The paths are opened now, so a folder that is renamed later stays allowed. The address of an
+    /// image on another server allows that image, with the local files and the user in the address.
     ///
     /// # Errors
     /// A path is missing, the host refuses it, or an address is invalid. The error names it.
@@ -148,7 +150,7 @@ impl AllowedPaths {
         Ok(Self { roots, remote, refuses_all: None })
     }
 
-    /// No file or server that an image names is opened, because the user said so.
+    /// No file or server that an image names is opened, as the user has requested.
     pub fn refusing_all() -> Self {
         Self::none("leave --no-references out, if you know who made the image")
     }
@@ -168,7 +170,7 @@ impl AllowedPaths {
         self.refuses_all.is_some()
     }
 
-    /// Refuses a name if none is followed.
+    /// Refuses every name if no name is followed.
     fn check_any(&self, name: &[u8], role: &str, image: &str) -> Result<(), FindError> {
         let Some(hint) = self.refuses_all else { return Ok(()) };
         let name = String::from_utf8_lossy(name);
@@ -177,13 +179,13 @@ impl AllowedPaths {
         Err(FindError::Refused(error.hint(hint)))
     }
 
-    /// Whether an image at this path may name this file, to be read, without any allowed path.
-    /// `false` also for a file that is missing outside of the image's folder.
+    /// Whether an image at this path may name this file for reading without any allowed path. Also
+    /// `false` if the name leads outside of the image's folder and the file is missing.
     pub fn is_free_to_name(image: &Path, name: &[u8]) -> bool {
         Self::is_free(image, name, NameUse::Asked)
     }
 
-    /// As [`is_free_to_name`](Self::is_free_to_name), to be written to as the image's data file.
+    /// As [`is_free_to_name`](Self::is_free_to_name), for writing as the image's data file.
     pub fn is_free_to_write(image: &Path, name: &[u8]) -> bool {
         let file = openat(CWD, image, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok();
         let file = file.as_ref().map(OwnedFd::as_fd);
@@ -242,11 +244,10 @@ impl AllowedPaths {
         })
     }
 
-    /// Checks that `image` may name this image on another server as its `role`: the files of this
-    /// host that TLS with the server needs must lie below an allowed path. Reason: the image's
-    /// author could otherwise use another user's certificate. An image never chooses a
-    /// configuration or a user of Ceph: Ceph's library obeys the configuration, and writes files
-    /// that it names.
+    /// Checks that `image` may name the image `name` on another server as its `role`: the local
+    /// files for TLS with that server must lie below an allowed path. Otherwise the image's author
+    /// could use another user's certificate. An image never chooses a configuration or a user of
+    /// Ceph, because Ceph's library obeys the configuration and writes to files named there.
     ///
     /// # Errors
     /// The image may not name it, or the name cannot be used.
@@ -322,7 +323,7 @@ impl AllowedPaths {
                 Err(error) => return Err(error.into()),
             }
         }
-        // An absolute name, or one that leaves the folder on its way, may still end below it.
+        // An absolute name, or a path that leaves the folder, may still lead to a file below it.
         let from = match below {
             Some(below) => below,
             None if name.is_absolute() => CWD,
@@ -330,7 +331,7 @@ impl AllowedPaths {
         };
         let found = match find_anywhere(from, name) {
             Ok(found) => found,
-            // Only for paths that may be named, the error shows whether the file is missing.
+            // The error says that a file is missing only if its path may be named.
             Err(error) if self.is_text_below(folder, name) => return Err(error.into()),
             Err(_) => return Err(Refusal::Outside),
         };
@@ -346,7 +347,7 @@ impl AllowedPaths {
         }
     }
 
-    /// A file below the folder of its image, and whether it is hidden there or allowed.
+    /// The file, which is below the folder of its image, and its place.
     fn placed(
         &self,
         folder: &Folder,
@@ -364,8 +365,8 @@ impl AllowedPaths {
         Ok((found, place))
     }
 
-    /// The file, opened again from the allowed path that it lies below; `None` if it lies below
-    /// none.
+    /// The file, opened again from the allowed path that it lies below; `None` if there is no such
+    /// path.
     fn allowed(&self, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
         for root in self.roots.iter() {
             let reached = if root.is_folder {
@@ -382,7 +383,7 @@ impl AllowedPaths {
         Ok(None)
     }
 
-    /// Whether the text of a name lies below an allowed folder.
+    /// Whether a name, by its text alone, leads below the image's folder or an allowed path.
     fn is_text_below(&self, folder: &Folder, name: &Path) -> bool {
         let has_parent = name.components().any(|part| part == Component::ParentDir);
         let whole = folder.path.join(name);
@@ -409,7 +410,7 @@ impl Folder {
         Ok(Self { descriptor: Some(descriptor), path })
     }
 
-    /// A folder through which no file is opened, because its files are handed over.
+    /// A folder through which no file is opened, because the files are handed over.
     pub(super) fn of_handed_over(image: &Path) -> Self {
         Self { descriptor: None, path: image.parent().unwrap_or(Path::new("")).to_owned() }
     }
@@ -447,7 +448,7 @@ impl Root {
 /// The file `found`, opened again from `root` down without any symlink; `None` if it does not lie
 /// below `root`.
 fn reach(root: BorrowedFd<'_>, found: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Refusal> {
-    // Without /proc its location cannot be determined.
+    // Without /proc the file's location cannot be determined.
     let (Ok(top), Ok(real)) = (real_path(root), real_path(found)) else { return Ok(None) };
     let Ok(rest) = real.strip_prefix(&top) else { return Ok(None) };
     let rest = if rest.as_os_str().is_empty() { Path::new(".") } else { rest };
@@ -467,7 +468,7 @@ fn is_same(one: BorrowedFd<'_>, other: BorrowedFd<'_>) -> Result<bool, Errno> {
     Ok(identity(&fstat(one)?) == identity(&fstat(other)?))
 }
 
-/// Whether a name of the path begins with a dot.
+/// Whether a component of the path begins with a dot.
 fn has_hidden_part(path: &Path) -> bool {
     let is_hidden =
         |part| matches!(part, Component::Normal(name) if name.as_bytes().starts_with(b"."));

@@ -1,4 +1,4 @@
-//! Names of all kinds in a tree of folders and links, and the walk against the kernel.
+//! Tests names of all kinds in a tree of folders and links, and compares the walk with the kernel.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -90,7 +90,7 @@ fn an_image_chooses_no_configuration_and_no_user_of_ceph() {
     assert!(AllowedPaths::new(&["rbd:pool"]).is_err());
 }
 
-/// The result for an image in `own` that names this: the file's content, or the refusal.
+/// The result if `image` names `name`: the file's content, or the refusal.
 fn look_up(allowed: &AllowedPaths, image: &Path, name: &Path) -> Result<String, Refusal> {
     let folder = Folder::of_image(image).unwrap();
     let found = allowed.look_up(&folder, name, NameUse::Asked)?;
@@ -146,7 +146,7 @@ fn what_is_no_regular_file_is_refused_and_not_opened() {
     let top = tree();
     let image = top.path().join("own/image");
     for name in ["pipe", "below", ".", "empty"] {
-        // To open the pipe would wait for a writer.
+        // An open of the pipe would wait for a writer.
         let refused = look_up(&AllowedPaths::default(), &image, Path::new(name));
         assert!(matches!(refused, Err(Refusal::NotRegular(_))), "{name}: {refused:?}");
     }
@@ -194,7 +194,7 @@ fn a_hidden_file_below_the_folder_is_refused_until_it_is_allowed() {
     }
     let allowed = AllowedPaths::new(&[&whole]).unwrap();
     look_up(&allowed, &image, Path::new(".bashrc")).unwrap();
-    // The image's own folder may lie anywhere.
+    // The image's own folder may be hidden.
     let home = top.path().join(".home");
     for name in [PathBuf::from("base"), "./base".into(), "../.home/base".into(), home.join("base")]
     {
@@ -231,7 +231,7 @@ fn only_the_data_file_that_was_made_for_an_image_is_written_to() {
         assert!(may_write(&AllowedPaths::new(&[&own]).unwrap(), name), "{name}");
         assert!(AllowedPaths::is_free_to_name(&image, name.as_bytes()), "{name}");
     }
-    // As `create -o data_file=` notes it: this name and no other.
+    // `create -o data_file=` notes this name, and no other name counts.
     note_data_file(&image, b"base");
     assert!(may_write(&none, "base") && AllowedPaths::is_free_to_write(&image, b"base"));
     assert!(!may_write(&none, "./base") && !may_write(&none, "victim.img"));
@@ -255,7 +255,7 @@ fn a_file_elsewhere_is_an_images_data_where_its_owner_chose_it() {
     uses.iter().for_each(|&used| assert!(!found(used, &elsewhere)));
     note_data_file(&image, elsewhere.as_os_str().as_bytes());
     uses.iter().for_each(|&used| assert!(found(used, &elsewhere)));
-    // This name alone, as data alone, and not by the hand of another user.
+    // Only this name counts, only for data, and only if no other user may write to the image.
     assert!(!found(uses[1], &top.path().join("other/../other/base")));
     assert!(!found(|_| NameUse::Asked, &elsewhere));
     fs::set_permissions(&image, fs::Permissions::from_mode(0o664)).unwrap();
@@ -271,7 +271,8 @@ fn the_next_image_is_judged_from_its_own_folder() {
     assert!(none.look_up(&next, Path::new("deep/base"), NameUse::Asked).is_ok());
     let above = none.look_up(&next, Path::new("../base"), NameUse::Asked);
     assert!(matches!(above, Err(Refusal::Outside)), "{above:?}");
-    // Found through a link in a folder that may not be named: names in it lead nowhere.
+    // The image is found through a link in a folder that may not be named, so its names are
+    // refused.
     symlink(top.path().join("own/base"), top.path().join("other/link")).unwrap();
     let found = none.look_up(&folder, Path::new("../other/link"), NameUse::Asked).unwrap();
     assert_eq!(fs::read_link(top.path().join("other/link")).unwrap().file_name().unwrap(), "base");
@@ -279,7 +280,7 @@ fn the_next_image_is_judged_from_its_own_folder() {
     assert!(matches!(refused, Err(Refusal::Outside)), "{refused:?}");
 }
 
-/// Paths of random steps: the walk finds what the kernel's `openat2` finds.
+/// The walk finds the same files as the kernel's `openat2` for paths of random steps.
 #[test]
 fn the_walk_agrees_with_the_kernel() {
     const STEPS: [&str; 14] = [

@@ -1,4 +1,4 @@
-//! The host's answers about an image's file.
+//! Queries the host about an image's file.
 
 use std::path::Path;
 
@@ -36,7 +36,7 @@ pub(crate) fn status_of(file: &HostFile) -> Result<Stat> {
     status.map_err(|error| Error::host("cannot examine", error.into()).on(file.name()))
 }
 
-/// The state file of an image, if a process left one there.
+/// The state file of an image in `dir`, if a process left one.
 ///
 /// # Errors
 /// The host's.

@@ -32,8 +32,9 @@ pub(crate) enum LogSession {
 }
 
 /// Makes the state file of a disk, with an empty log and these failures of flushes; replaces any
-/// other state file. `vouched` is the time of the last write to the data file that an earlier
-/// process noted in its state file: the data file's own mtime may come from another program.
+/// other state file. `vouched` is the time of the last write to the data file, as an earlier
+/// process recorded it in its state file. The data file's mtime is not used, because it may be the
+/// time of another program's write.
 pub(crate) async fn make_state(
     disk: &StoredImage,
     dir: &StateDir,
@@ -42,14 +43,15 @@ pub(crate) async fn make_state(
     failures: [Option<i32>; 2],
     vouched: Duration,
 ) -> Result<()> {
-    // With a data file, the image file may never be written to while the log fills.
+    // With a data file, the image file may get no write while the log fills, so the times of its
+    // opening are recorded.
     let Some(file) = disk.file() else { return Ok(()) };
     let status = status_of(file)?;
     let opened = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let modified = modification_time(&status).unwrap_or_default();
     let mark = disk.format().header().data_file_mark();
     let data = disk.format().data().storage().as_file();
-    // For a device the mark is not a time, but the amount written to the device.
+    // For a device the mark is the amount written to the device, not a time.
     let writes = match data.filter(|_| mark.is_some()) {
         Some(device) => device.device_writes().await?,
         None => None,
@@ -102,7 +104,7 @@ pub(crate) fn tells_of_changes(disk: &StoredImage) -> Result<bool> {
     Ok(detects_changes || is_file && clock_of(file)? == Clock::ThisHost)
 }
 
-/// Why an image has no redo log.
+/// The reason why an image has no redo log.
 pub(crate) const NOTHING_TELLS: &str = "nothing tells whether other programs change an image of version 2 on a block device, or on a file system with \
      another host's clock (NFS)";
 
@@ -126,7 +128,7 @@ impl FutureState {
         Some(Self { dir: dir.clone(), owner: owner.ok()? })
     }
 
-    /// Makes the file, which replaces that of the other process.
+    /// Makes the file, which replaces the state file of the other process.
     pub(crate) async fn take(
         self,
         disk: &StoredImage,

@@ -1,9 +1,9 @@
 //! An image whose server kept state and was killed, and whose state file is not found.
 //!
-//! The image has a session bit. Either the state file is in another directory, and has the last
-//! acknowledged changes; or the host has rebooted, and no state file of that session exists. The
-//! image file's mtime decides: if it is before this boot, no server of this boot has written to the
-//! image.
+//! The session bit of such an image is set. Either the state file is in another directory, and has
+//! the last acknowledged changes; or the host has rebooted, and no state file of that session
+//! exists. The image file's mtime decides: if the mtime is before this boot, no server of this boot
+//! has written to the image.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ enum LostSession {
 }
 
 impl LostSession {
-    /// For an image; `None` if it has no session, or is on another host.
+    /// The lost session of an image; `None` if the image has no session, or is on another host.
     fn of(disk: &StoredImage) -> Option<Self> {
         disk.format().redo().filter(|redo| redo.has_session_bit())?;
         // An image on another server has no state here.
@@ -42,8 +42,8 @@ impl LostSession {
     }
 }
 
-/// A file counts as modified before the boot if it was modified more than this before the
-/// calculated time of the boot, which is inexact, because it comes from two clocks.
+/// Tolerance of the calculated time of the boot, which is inexact because it is calculated from two
+/// clocks. A file counts as modified before the boot if its mtime is earlier by more than this.
 const TICKS: Duration = Duration::from_secs(2);
 
 fn is_before_boot(modified: Duration, boot: Duration) -> bool {
@@ -76,8 +76,9 @@ pub(crate) fn warn_of_lost_session(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// Fails for a writable image whose state file may be elsewhere: after a change of the image the
-/// state file would no longer fit.
+/// Fails for an image whose state file may be in another directory: after a change of the image the
+/// state file would no longer fit, and a copy would lack the last answered changes. Only warns if
+/// the session ended in an earlier boot.
 ///
 /// # Errors
 /// `InvalidInput` with a hint.
@@ -93,7 +94,7 @@ pub(crate) fn refuse_lost_session(disk: &StoredImage, uses: &StateUse) -> Result
     ))
 }
 
-/// What is known about the last server.
+/// The known facts about the last server.
 const KEPT: &str = "its last server kept a state file and did not close the image";
 
 fn place(uses: &StateUse) -> String {

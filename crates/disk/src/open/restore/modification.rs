@@ -1,16 +1,16 @@
 //! Checks by the mtime whether an image's file is unchanged since its server died.
 //!
 //! A redo log is valid only if the file is unchanged. Another program can modify the file after the
-//! server's death, or replace it by an older copy. The session bits of a qcow2 image
-//! detect most such changes (`format/qcow2/transaction/replay`), but a copy made while the server
-//! ran has the same bits. So the file's mtime is compared as well:
+//! server's death, or replace it by an older copy. The session bits of a qcow2 image detect most
+//! such changes (`format/qcow2/transaction/replay`). But a copy made while the server ran has the
+//! same bits, so the file's mtime is compared as well:
 //!
-//! - with the mtime when the server opened the file: always, because both are by the file system's
-//!   clock;
+//! - with the mtime when the server opened the file: always, because both times are of the file
+//!   system's clock;
 //! - with the time of the server's last write: only if the file system uses this host's clock (NFS
-//!   does not). Without a session the tolerance is small. With one it is large, because a write may
-//!   hang in the kernel and complete after the server's death. An image without a session and
-//!   without that clock has no redo log (`keep`).
+//!   does not). Without a session the tolerance is small. With a session the tolerance is large,
+//!   because a write may hang in the kernel and complete after the server's death. An image without
+//!   a session has no redo log on a file system with another clock (`keep`).
 
 use std::time::Duration;
 
@@ -22,10 +22,10 @@ use super::examine::status_of;
 use crate::state::StatePage;
 
 /// Tolerance between two times of one event. File system clocks have ticks, and a write is stamped
-/// slightly before or after it.
+/// slightly before or after it is done.
 const TICKS: Duration = Duration::from_secs(2);
 
-/// How long a write may hang in the kernel.
+/// The longest time that a write may hang in the kernel.
 const HANG: Duration = Duration::from_secs(60);
 
 /// File systems whose files only this host modifies, by their magic numbers (`statfs(2)`): ext4,
@@ -41,7 +41,7 @@ const LOCAL_FILE_SYSTEMS: [u64; 8] = [
     0x794c_7630,
 ];
 
-/// The mtime of a regular file, and the data to judge it by.
+/// The mtime of a regular file, and the data that it is compared with.
 #[derive(Clone, Copy)]
 pub(crate) struct Modification {
     /// Since the Unix epoch.

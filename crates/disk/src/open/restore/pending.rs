@@ -40,8 +40,8 @@ impl StoredImage {
     }
 }
 
-/// Fails for a read-only image that lacks acknowledged changes of its server; for a tool also if
-/// the image may lack some. Commands that only inspect it warn.
+/// Fails for a read-only image that lacks acknowledged changes of its server. For a tool it also
+/// fails if the image may lack some. For commands that only inspect the image it warns.
 ///
 /// # Errors
 /// As [`refuse_pending`] and [`refuse_lost_session`].
@@ -91,7 +91,7 @@ fn warn_of_possible(disk: &StoredImage, uses: &StateUse) {
     }
 }
 
-/// Whether no server has the image open and the directory in use has no state of it.
+/// Whether no server has the image open and the state directory has no state of it.
 fn may_lack_changes(disk: &StoredImage, uses: &StateUse) -> bool {
     let Some(file) = disk.file() else { return false };
     let has_state = find_state(file, uses.directory()).is_ok_and(|found| found.is_some());

@@ -1,6 +1,7 @@
-//! Tests with random histories of a device: servers write to it and are killed, other programs
-//! write to it, and the host reboots or attaches it again. After each, the verdict whether another
-//! program changed the device must be right. Faults planted in the rules must be detected.
+//! Tests with random histories of a device: servers write to the device and are killed, other
+//! programs write to it, and the host reboots or attaches it again. After each history, the verdict
+//! whether another program changed the device must be right. Faults planted in the rules must be
+//! detected.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -16,13 +17,13 @@ use crate::state::{BootId, FlushRecord, ImageIdentity, Owner, StatePage, Tracked
 enum Rule {
     /// No fault.
     Right,
-    /// A write is counted when it has completed.
+    /// A write is counted only when it has completed.
     CountsLate,
     /// Nothing is counted.
     CountsNothing,
-    /// Counts of another era are compared, too.
+    /// Counts of different eras are compared, too.
     MixesEras,
-    /// After a kill, the note that an earlier session left at its end is compared.
+    /// After a kill, the state that an earlier session recorded at its end is compared.
     ForgetsKills,
     /// The kernel's count is read while the page cache has writes that it does not count yet.
     LooksPastCache,
@@ -34,9 +35,9 @@ enum Rule {
 struct Device {
     era: u64,
     sectors: u64,
-    /// Sectors in the page cache alone.
+    /// Sectors that are only in the page cache.
     dirty: u64,
-    /// Whether the device refuses to zero, and the kernel does not know that.
+    /// Whether the device refuses to zero, and the kernel has not detected that yet.
     refuses_zeroes: bool,
     /// Sectors that other programs have written.
     strange: u64,
@@ -73,7 +74,7 @@ impl Device {
 struct Left {
     closed_at: std::time::Duration,
     sent: Option<u64>,
-    /// Sectors that were counted and never sent: an attacker may write this many unnoticed.
+    /// Sectors that were counted but never sent: another program may write this many unnoticed.
     slack: u64,
 }
 

@@ -1,4 +1,4 @@
-//! A throttle group with a test clock, and tasks whose requests it admits.
+//! A throttle group with a test clock, and tasks whose requests the group admits.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
-//! VDI, VirtualBox's format: a table says in which block of the file each block of the disk is.
+//! VDI, VirtualBox's format: a table has the block of the file for each block of the disk.
 //!
-//! Source: `VDICore.h` of VirtualBox, and what QEMU's `block/vdi.c` accepts. Supported: version
-//! 1.1, dynamic and static images. Refused: differencing and undo images, because a part of their
-//! data is in another file.
+//! Source: `VDICore.h` of VirtualBox, and the images that QEMU's `block/vdi.c` accepts. Supported:
+//! version 1.1, dynamic and static images. Refused: differencing and undo images, because a part of
+//! their data is in another file.
 
 mod check;
 mod create;

@@ -1,5 +1,5 @@
-//! The block allocation table of a VHDX image (\[MS-VHDX\] 2.5): the location of each block. After
-//! the entries of the blocks that one sector bitmap covers comes the entry of that bitmap. Only
+//! The block allocation table of a VHDX image (\[MS-VHDX\] 2.5): the location of each block. The
+//! entry of a sector bitmap follows the entries of the blocks that the bitmap covers. Only
 //! differencing images have bitmaps.
 
 use blockhouse_core::{ByteRange, Result, Storage};

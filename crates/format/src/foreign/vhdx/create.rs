@@ -172,7 +172,7 @@ impl NewVhdx {
     }
 }
 
-/// QEMU's rule: the table stays small, and so do the blocks.
+/// The block size by QEMU's rule, which keeps both the table and the blocks small.
 fn usual_block_size(size: u64) -> u64 {
     match size {
         _ if size > 32 << 40 => 64 * MIB,

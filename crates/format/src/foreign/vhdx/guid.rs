@@ -7,7 +7,7 @@ pub(super) const MIB: u64 = 1 << 20;
 /// A GUID as bytes.
 pub(super) type Guid = [u8; 16];
 
-/// The nil GUID: none.
+/// The nil GUID, which means that there is no GUID.
 pub(super) const NIL: Guid = [0; 16];
 
 /// The bytes of a GUID that is written `{a-b-c-rest}`; `rest` is its last 16 digits.

@@ -54,8 +54,9 @@ impl Header {
         Self::parse(&bytes, offset)
     }
 
-    /// The header that takes the place of the older one: that in force, but the log is empty, and
-    /// the file has this writer. Its offset, and its bytes.
+    /// The offset and the bytes of the header that replaces the older one. It has the next sequence
+    /// number, an empty log and the FileWriteGuid `write_id`; its other fields are those of the
+    /// current header.
     ///
     /// # Errors
     /// As [`find`](Self::find).
@@ -75,7 +76,7 @@ impl Header {
         Ok((other, bytes))
     }
 
-    /// Refuses a header in force after which there are no two higher sequence numbers.
+    /// Refuses a current header whose sequence number cannot be incremented twice.
     ///
     /// # Errors
     /// As [`find`](Self::find).
@@ -87,7 +88,7 @@ impl Header {
         }
     }
 
-    /// The bytes of the header in force, and its offset.
+    /// The bytes of the current header, and its offset.
     async fn in_force<S: Storage>(storage: &S) -> Result<(Vec<u8>, u64)> {
         let mut found: Option<(Vec<u8>, u64)> = None;
         for offset in OFFSETS {

@@ -15,8 +15,8 @@ const FIRST: usize = 4096;
 /// Bytes of an entry, and of the table's header.
 pub(super) const ENTRY: usize = 32;
 const MAX_ENTRIES: u16 = 2047;
-/// Flags of an entry: the item was made by a user; it describes the virtual disk, not the file; a
-/// reader must understand it.
+/// Flags of an entry: the item was made by a user; the item describes the virtual disk, not the
+/// file; a reader must understand the item.
 const IS_USER: u32 = 1;
 pub(super) const IS_DISK: u32 = 2;
 pub(super) const IS_REQUIRED: u32 = 4;

@@ -3,8 +3,8 @@
 //!
 //! Source: \[MS-VHDX\]. Supported: fixed and dynamic images. Refused: differencing images, because
 //! a part of their data is in another file. A log that was not replayed, because the program that
-//! wrote it died, is replayed in memory (`log`): reads return what they would after a replay, and
-//! the file is not changed. A repair replays it into the file (`repair`).
+//! wrote it died, is replayed in memory (`log`): metadata reads return the same bytes as after a
+//! replay on disk, and the file is not changed. A repair replays the log into the file (`repair`).
 
 mod bat;
 mod check;

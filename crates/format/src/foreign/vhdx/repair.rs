@@ -1,8 +1,8 @@
-//! Replays the log of an image, as the next program that writes to the image would, and empties it
-//! (\[MS-VHDX\] 2.3.3).
+//! Replays the log of an image into its file, as the next program that writes to the image would,
+//! and empties the log (\[MS-VHDX\] 2.3.3).
 //!
-//! Guarantees: the changes are durable at their offsets before a header says that the log is empty.
-//! After a crash at any step, the log is replayed again, or is no longer needed.
+//! Guarantees: the changes are durable at their offsets before a header states that the log is
+//! empty. After a crash at any step, the log is replayed again, or is no longer needed.
 
 use blockhouse_core::{Durability, Result, Storage, SyncMode};
 
@@ -17,12 +17,13 @@ const END: u64 = 192 << 10;
 
 impl Vhdx {
     /// Replays the log into the image in `storage`, which no other program may have open, and
-    /// empties it; `write_id` is the new random GUID of the file's writer. Returns whether there
-    /// was a log.
+    /// empties the log. `write_id` is the new random GUID of the file's writer. Returns whether
+    /// there was a log.
     ///
     /// # Errors
-    /// As [`open`](Self::open); `Corrupt` if the log changes the headers, or they have the last
-    /// sequence number; `NoSpace`; errors of the storage. After an error the log remains.
+    /// As [`open`](Self::open); `Corrupt` if the log changes the headers, or if their sequence
+    /// number cannot be incremented twice; `NoSpace`; errors of the storage. After an error the log
+    /// remains.
     pub(in crate::foreign) async fn repair<S: Storage>(
         storage: &S,
         write_id: Guid,

@@ -1,4 +1,5 @@
-//! Checks that entries of a VMDK image's grain tables refer to grains in the file, each to its own.
+//! Checks that entries of a VMDK image's grain tables refer to grains in the file, each entry to
+//! another grain.
 
 use blockhouse_core::{ByteRange, ErrorKind, Result, Storage, WorkBudget};
 
@@ -9,10 +10,10 @@ use crate::foreign::overlap::Survey;
 use crate::foreign::tables::Tables;
 
 impl Vmdk {
-    /// Reads all tables; `None` where the files of the image are not open.
+    /// Reads all tables; `None` if the files of the image are not open.
     ///
     /// # Errors
-    /// Errors of the storage; `Unsupported` where more grains are in use than can be counted.
+    /// Errors of the storage; `Unsupported` if more grains are in use than can be counted.
     pub(in crate::foreign) async fn survey<S: Storage>(
         &self,
         tables: &Tables<'_, S>,
@@ -20,7 +21,7 @@ impl Vmdk {
         if self.extents.iter().any(|extent| matches!(extent.source, Source::Unopened { .. })) {
             return Ok(None);
         }
-        // Without tables there is nothing that could be wrong.
+        // An image without tables has no grains to check, so the size has no effect.
         let grain_size = self.grain_size().unwrap_or(SECTOR);
         let total = self.sparse().map(|(range, extent)| extent.grains(range)).sum();
         // The tables do not have the lengths of compressed grains. So the check only finds two

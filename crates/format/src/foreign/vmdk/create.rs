@@ -1,5 +1,5 @@
 //! New VMDK sparse extents: images that are one file with tables (monolithicSparse), and the files
-//! of split images. Also the header and the descriptor, which streams share.
+//! of split images. The header and the descriptor are made here for streams, too.
 //!
 //! The disk may be larger than the maximum size of the file, as in QEMU's images; its allocated
 //! data may not.
@@ -104,7 +104,8 @@ impl NewSparse {
         (self.tables() * 4).next_multiple_of(SECTOR)
     }
 
-    /// The offsets of the second directory and of the first; the tables of each follow it.
+    /// The offsets of the second directory and of the first; each directory is followed by its
+    /// tables.
     fn directories(&self) -> [u64; 2] {
         let second = (1 + DESCRIPTOR_SECTORS) * SECTOR;
         [second, second + self.directory_length() + self.tables() * TABLE]
@@ -186,7 +187,7 @@ impl Head {
         bytes.extend((TABLE_ENTRIES as u32).to_le_bytes());
         let numbers = [places.second_directory, places.directory, places.overhead];
         bytes.extend(numbers.into_iter().flat_map(u64::to_le_bytes));
-        // Not an unclean shutdown.
+        // The field for an unclean shutdown: no.
         bytes.push(0);
         bytes.extend(NEWLINES);
         let compression = if places.flags & COMPRESSED != 0 { DEFLATE } else { 0 };

@@ -1,7 +1,7 @@
 //! New VMDK images that are written as a stream (streamOptimized), as appliances (OVA) have them:
 //! compressed grains in the order of the disk, each table after its grains, and a footer. The
-//! header has the offset of the grain directory, too, because importers of clouds refuse images
-//! whose header leaves it to the footer.
+//! header also has the offset of the grain directory, because importers of clouds refuse images in
+//! which only the footer has the offset.
 
 use std::io::Write;
 

@@ -27,7 +27,7 @@ const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 pub(super) struct Descriptor {
     /// The content ID, which changes with the content of the disk.
     pub(super) cid: u32,
-    /// The `cid` of the parent; [`NO_PARENT`] without one.
+    /// The `cid` of the parent; [`NO_PARENT`] without a parent.
     pub(super) parent_cid: u32,
     pub(super) create_type: Option<String>,
     /// The name of the parent's file, as bytes of the host's file system; relative to the
@@ -37,8 +37,8 @@ pub(super) struct Descriptor {
     pub(super) extents: Vec<ExtentLine>,
 }
 
-/// Whether a file with these first bytes is a descriptor: the line after comments and empty lines
-/// states the version.
+/// Whether a file with these first bytes is a descriptor: its first line is the one that VMware
+/// writes, or the line after comments and empty lines states the version.
 pub(crate) fn is_descriptor(first: &[u8]) -> bool {
     let text = first.strip_prefix(UTF8_MARK).unwrap_or(first).to_ascii_lowercase();
     if text.starts_with(FIRST_LINE) {
@@ -59,7 +59,7 @@ pub(super) struct ExtentLine {
     pub(super) content: Content,
 }
 
-/// Where the bytes of a part are.
+/// The location of the bytes of a part.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Content {
     /// In no file: they are zeros.
@@ -111,8 +111,8 @@ impl Descriptor {
         }
     }
 
-    /// Parses a line: returns the extent that it describes, or stores the value that it has for
-    /// another field.
+    /// Parses a line: returns the extent that it describes, or stores the value that the line has
+    /// for another field.
     fn parse_line(&mut self, line: &[u8], at: u64) -> Result<Option<ExtentLine>> {
         if line.starts_with(b"#") {
             return Ok(None);

@@ -61,7 +61,7 @@ struct Extent {
     source: Source,
 }
 
-/// Where the bytes of a part are.
+/// The location of the bytes of a part.
 enum Source {
     Zero,
     /// In a file that is not opened yet; `file` is its index.
@@ -213,13 +213,13 @@ impl Vmdk {
         Ok(())
     }
 
-    /// The parent image, which has the data that this image has not allocated.
+    /// The parent image, which has the data of the ranges that this image has not allocated.
     pub(super) fn parent(&self) -> Option<&Backing> {
         self.parent.as_ref()
     }
 
-    /// Refuses a parent whose CID is not the recorded one: it was written to since this image was
-    /// made, so its data no longer fits this image.
+    /// Refuses a parent whose CID is not the recorded one: the parent was written to since this
+    /// image was made, so the parent's data no longer fits this image.
     ///
     /// # Errors
     /// `Corrupt`; `InvalidInput` if the parent is not a VMDK image.

@@ -114,7 +114,7 @@ impl SparseExtent {
         }
     }
 
-    /// The piece from `inside` on of the grain whose compressed data is at `host` and whose guest
+    /// The piece, from `inside` on, of a grain: its compressed data is at `host`, and its guest
     /// range is `unit`.
     fn compressed(&self, host: u64, unit: ByteRange, inside: u64) -> Result<Piece> {
         let left = self.file.end() - host;

@@ -82,7 +82,7 @@ pub(super) struct SparseHeader {
 
 impl SparseHeader {
     /// Reads the header of the file in the range `file` of `storage`; if the file has a footer,
-    /// that one.
+    /// reads the footer instead.
     ///
     /// # Errors
     /// `Corrupt` or `Unsupported`, with the field's offset; or errors of the storage.
@@ -182,8 +182,8 @@ impl SparseHeader {
     }
 }
 
-/// The offset of a grain directory that names `tables` tables. Fails unless all of it lies in the
-/// file.
+/// The offset of a grain directory that names `tables` tables. Fails if any part of the directory
+/// lies outside the file.
 fn directory_in(file: ByteRange, start: Option<u64>, tables: u64, field: u64) -> Result<u64> {
     let end = start.and_then(|start| start.checked_add(tables * 4));
     let found = start.filter(|_| end.is_some_and(|end| end <= file.length()));

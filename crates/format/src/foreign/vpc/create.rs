@@ -1,8 +1,8 @@
 //! New VHD images: fixed ones, and dynamic ones with blocks of 2 MiB.
 //!
 //! The disk has exactly the requested size, even if no geometry matches it: the footer has the
-//! creator `qem2`, with which QEMU marks images whose size counts and not the geometry (its
-//! `force_size`).
+//! creator `qem2`, with which QEMU marks images whose size field is valid and not their geometry
+//! (QEMU's option `force_size`).
 
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ impl NewVpc {
         let mut table: Vec<u8> = entries.flat_map(u32::to_be_bytes).collect();
         table.resize((start - TABLE) as usize, 0xff);
         let head = [(0, footer.clone()), (HEADER, header(blocks.count())), (TABLE, table)];
-        // The bitmaps mark all sectors as written: those that were not written read as zeros.
+        // The bitmaps mark all sectors as written: sectors that were not written read as zeros.
         let bitmaps = (0..blocks.used())
             .map(move |number| (block_at(start, number), vec![0xff; BITMAP as usize]));
         let pieces = head.into_iter().chain(bitmaps).chain([(end, footer)]);

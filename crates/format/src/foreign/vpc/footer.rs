@@ -21,8 +21,9 @@ const MAX_GEOMETRY: u64 = 65_535 * 16 * 255;
 pub(super) const MAX_SIZE: u64 = 0xff00_0000 * SECTOR;
 
 /// Creators whose disks have the size of their geometry, as in Virtual PC. This is QEMU's rule
-/// (with `force_size` it writes another creator). For all other creators the current size counts:
-/// the geometry can be smaller, and the end of the disk would be missing.
+/// (with `force_size` QEMU writes another creator). For all other creators the field of the current
+/// size is valid, because the geometry can be smaller, and then the end of the disk would be
+/// missing.
 const BY_GEOMETRY: [&[u8; 4]; 3] = [b"vpc ", b"vs  ", b"qemu"];
 
 /// Offsets of the fields in bytes.

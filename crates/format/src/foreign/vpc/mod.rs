@@ -6,8 +6,8 @@
 //! fixed and dynamic images. Refused: differencing images, because a part of their data is in
 //! another file.
 //!
-//! The footer at the end counts. The copy at the start is read only if the end has no footer,
-//! because in a fixed image the start is guest data, which could imitate a footer.
+//! The footer at the end is authoritative. The copy at the start is read only if the end has no
+//! footer, because in a fixed image the start is guest data, which can look like a footer.
 
 mod check;
 mod create;
@@ -32,7 +32,7 @@ pub(super) struct Vpc {
     blocks: Blocks,
 }
 
-/// Where the data is.
+/// The location of the data.
 enum Blocks {
     /// All data is at the start of the file, in the order of the disk.
     Fixed,

@@ -18,7 +18,7 @@ pub(super) const UNALLOCATED: u32 = u32::MAX;
 
 pub(super) const COOKIE: &[u8; 8] = b"cxsparse";
 const ENTRY_SIZE: u64 = 4;
-/// Supported block sizes in bytes. In use are 2 MiB (Hyper-V) and 512 KiB (Virtual PC).
+/// Supported block sizes in bytes. Hyper-V uses 2 MiB, and Virtual PC uses 512 KiB.
 const BLOCK_SIZES: std::ops::RangeInclusive<u32> = 4096..=256 << 20;
 
 /// Offsets of the fields in bytes.

@@ -1,7 +1,7 @@
 //! Allocates clusters at the end of the file, with the refcount blocks that count them.
 //!
-//! The space comes from the reserve. The host has allocated it, so a writeback of these tables
-//! never fails with ENOSPC.
+//! The space comes from the reserve. The host has allocated the space, so a writeback of these
+//! tables never fails with ENOSPC.
 
 use std::ops::Range;
 
@@ -81,7 +81,7 @@ impl Allocator {
 
 impl Allocator {
     /// Allocates exactly `count` clusters in a row for a table: at the end, or elsewhere if the end
-    /// has no space. All refcounts are right.
+    /// has no space. All refcounts must be correct.
     pub(crate) fn allocate_row(&mut self, tables: &mut Tables, count: u64) -> Step<Range<u64>> {
         if let Some(row) = self.reserve.take_row() {
             let wanted = if count <= row.end - row.start { count } else { 0 };
@@ -138,8 +138,8 @@ impl Allocator {
         Ok(Room::None)
     }
 
-    /// Lowers the file's end to `cluster`, after which no refcount block counts a cluster, unless
-    /// clusters were already taken from the end.
+    /// Lowers the file's end to `cluster`, unless clusters were already taken from the end. No
+    /// refcount block counts clusters from there on.
     fn end_at(&mut self, tables: &mut Tables, cluster: u64) -> Room {
         let last = tables.active.iter().max().map_or(0, |&last| last + 1);
         let cluster = cluster.max(last);
@@ -168,8 +168,7 @@ fn plan(tables: &Tables, start: u64, count: u64) -> Result<EndLayout, Error> {
         }
         let entries = last + 1;
         layout.table = if entries > tables.refcount_table().len() as u64 {
-            // The new table has half as many entries again as needed, so that it is rarely
-            // replaced.
+            // The new table has 1.5 times as many entries as needed, so that it is rarely replaced.
             let wanted = geometry.clusters_for((entries + entries / 2) * 8);
             wanted.min(MAX_REFCOUNT_TABLE >> geometry.cluster_bits)
         } else {

@@ -4,7 +4,8 @@
 //!    still do.
 //! 2. *In writeback*: a writeback that began after the references were removed is running. If it
 //!    fails, the clusters are pending again.
-//! 3. *Freeable*: that writeback is durable. Clusters that no table ever referred to begin here.
+//! 3. *Freeable*: that writeback is durable. Clusters that no table ever referred to begin in this
+//!    state.
 //! 4. *Being freed*: reads that may have looked up the clusters have ended; the refcounts are
 //!    decremented one by one.
 //!
@@ -54,7 +55,8 @@ impl DeferredFree {
         Self { clusters, punch: Punch::No, users: Users::None }
     }
 
-    /// Appends the clusters to a list, merged with its last entry if they are adjacent and alike.
+    /// Appends the clusters to a list, merged with the last entry if the clusters are adjacent and
+    /// the other fields are equal.
     pub(crate) fn join(self, list: &mut Vec<Self>) {
         match list.last_mut() {
             Some(last)
@@ -119,7 +121,7 @@ impl DeferredFrees {
     }
 
     /// Frees clusters that no table ever referred to, after the table writes that are now in flight
-    /// have completed, because these may write to the clusters.
+    /// have completed, because these writes may change the clusters.
     pub(crate) fn abandon(&mut self, clusters: Range<u64>) {
         let free = DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) };
         self.waiting += free.gain();
@@ -203,8 +205,8 @@ impl DeferredFrees {
     }
 
     /// Makes clusters that were being freed freeable again. Clusters that are being punched remain
-    /// allocated and leak, because their hole may still be punched at any time, after a
-    /// reallocation too.
+    /// allocated and leak, because their hole may still be punched at any time, even after a
+    /// reallocation.
     pub(crate) fn stop_freeing(&mut self, free: DeferredFree) {
         self.end_freeing(&free);
         if free.punch == Punch::No {
@@ -218,9 +220,9 @@ impl DeferredFrees {
         self.freeing -= free.gain();
     }
 
-    /// The number of clusters that become free by a reclaim or while it waits. It is 0 after a
-    /// reclaim, unless more was deferred meanwhile. If it is not 0, an allocation may wait for a
-    /// reclaim.
+    /// The number of clusters that become free by a reclaim or while the reclaim waits. After a
+    /// reclaim the number is 0, unless more clusters were deferred meanwhile. If the number is not
+    /// 0, an allocation may wait for a reclaim.
     pub(super) fn gain(&self) -> u64 {
         self.waiting + self.freeing
     }

@@ -1,9 +1,9 @@
 //! Searches for the last cluster in use when the image is closed, so that the file can be truncated
 //! after it.
 //!
-//! Refcount blocks that count only themselves would keep a file long after its data was freed, so
-//! the search removes them from the refcount table. `transaction/close` says when it runs, and
-//! under which conditions.
+//! Refcount blocks that count only themselves would prevent the truncation of a file whose data was
+//! freed, so the search removes them from the refcount table. The conditions under which the search
+//! runs are in `truncate_file` (`open.rs`).
 
 use crate::qcow2::tables::{LastCounted, Step, Tables};
 
@@ -16,7 +16,7 @@ const MAX_SLICES: u64 = 1 << 14;
 
 /// A search for the last cluster in use, from the end of the file backwards.
 pub(crate) struct BackwardScan {
-    /// All clusters from here on are free.
+    /// All clusters from this one on are free.
     below: u64,
     slices_left: u64,
     /// The number of refcount blocks that were removed from the refcount table.
@@ -90,7 +90,7 @@ impl Allocator {
     }
 
     /// Removes the refcount block in this cluster from the refcount table if the block counts no
-    /// other cluster. Returns whether it did.
+    /// other cluster. Returns whether the block was removed.
     fn drop_empty_block(
         &mut self,
         tables: &mut Tables,

@@ -1,5 +1,5 @@
-//! The known free clusters are the runs that became free. The clusters that were not scanned since
-//! the image was opened are tracked too. Refcounts (`tables`) define which clusters are free.
+//! Tracks the known free clusters (the runs that became free), and the clusters that were not
+//! scanned since the image was opened. Refcounts (`tables`) define which clusters are free.
 //! [`FileEnd`](crate::qcow2::tables::FileEnd) defines the end of the file.
 
 use std::collections::BTreeMap;
@@ -12,16 +12,16 @@ const MAX_RUNS: usize = 1 << 16;
 /// The runs of free clusters, and the range that is still to be scanned; see the module's
 /// documentation.
 pub(crate) struct FreeSpace {
-    /// Clusters below this have been scanned.
+    /// All clusters before this one have been scanned.
     cursor: u64,
-    /// The cluster where the cursor stops: at first, the end of the file when it was opened.
+    /// The cluster where the cursor stops: at first, the end of the file when the image was opened.
     scan_end: u64,
-    /// Clusters in use below this were written, or existed when the image was opened.
+    /// All clusters in use before this one were written, or existed when the image was opened.
     written_end: u64,
     /// Length of the file in clusters, including extensions that failed.
     length: u64,
-    /// The storage's size in bytes when extending it in advance failed. Writes may still make it
-    /// longer.
+    /// The storage's size in bytes when extending it in advance failed. Writes may still make the
+    /// storage longer.
     limit: Option<u64>,
     /// First cluster and length of each free run, without clusters that the cursor scans later.
     free_runs: BTreeMap<u64, u64>,
@@ -49,7 +49,7 @@ impl FreeSpace {
         self.written_end
     }
 
-    /// Records that the file was extended to `clusters`, or that this failed.
+    /// Records that the file was extended to `clusters`, or that the extension failed.
     pub(crate) fn set_length(&mut self, clusters: u64) {
         self.length = self.length.max(clusters);
     }
@@ -58,8 +58,8 @@ impl FreeSpace {
         self.length
     }
 
-    /// Sets the size in bytes past which extending the file in advance failed; `None` if that did
-    /// not fail.
+    /// Sets the size in bytes past which extending the file in advance failed; `None` if no
+    /// extension failed.
     pub(crate) fn set_limit(&mut self, limit: Option<u64>) {
         self.limit = limit;
     }
@@ -80,7 +80,7 @@ impl FreeSpace {
     }
 
     /// Ends the scan and the free runs at `cluster`, because no refcount block counts the clusters
-    /// from there on. Those clusters are allocated as the end of the file.
+    /// from there on. These clusters are allocated as the end of the file.
     pub(crate) fn end_at(&mut self, cluster: u64) {
         self.forget_runs_from(cluster);
         self.scan_end = self.scan_end.min(cluster);

@@ -2,9 +2,9 @@
 //! because the host is full.
 //!
 //! An image may lack refcounts on disk, because a process that died had them only in memory. No
-//! table on disk refers to the refcount blocks that this process had allocated, so their clusters
-//! are free. A new count of all references ([`Gaps`]) tells which other clusters are in use,
-//! because the refcounts are missing.
+//! table on disk refers to the refcount blocks that the dead process had allocated, so their
+//! clusters are free. A new count of all references ([`Gaps`]) replaces the missing refcounts: it
+//! tells which other clusters are in use.
 
 use blockhouse_core::{Error, ErrorKind};
 
@@ -28,8 +28,8 @@ impl<'a> Gaps<'a> {
 }
 
 impl Allocator {
-    /// Places the refcount block for `cluster` in an unused cluster that the block itself or
-    /// another one covers. The block is empty, except for a refcount of its own cluster.
+    /// Places the refcount block for `cluster` in an unused cluster that the block itself or an
+    /// existing block covers. The block is empty, except for a refcount of its own cluster.
     pub(crate) fn place_block_in_gap(
         &mut self,
         tables: &mut Tables,

@@ -1,8 +1,8 @@
 //! Manages the free space of the image's file: which clusters can be allocated, and when clusters
 //! are free again.
 //!
-//! The life of a cluster. The refcount in memory (`tables`) is authoritative; writebacks write it
-//! to the disk.
+//! A cluster passes through the states below. The refcount in memory (`tables`) is authoritative;
+//! writebacks write it to the disk.
 //!
 //! ```text
 //!        allocate              link                 L2 entry replaced       writeback durable
@@ -15,7 +15,7 @@
 //!
 //! 1. [`Allocator::allocate`] looks in four places: runs of clusters that became free; a cursor
 //!    that scans once the space that the file had when the image was opened; clusters that were
-//!    prepared for durable writes (`prepared`); the end of the file. So no allocation looks at more
+//!    prepared for durable writes (`prepared`); the end of the file. So no allocation examines more
 //!    than a few refcount slices.
 //! 2. Metadata at the end of the file ([`Allocator::allocate_at_end`]) and L2 tables get clusters
 //!    from the *reserve*: space that the host has allocated already, so a writeback never fails
@@ -26,8 +26,9 @@
 //! 4. A cluster that a dropped write may still modify is *quarantined*: it is not reallocated while
 //!    the image is open, because the late write would corrupt the new owner.
 //!
-//! Locking: the image's one lock protects the allocator and [`Tables`]; nothing here waits. A step
-//! without space returns `Blocked::NeedsReserve`; `writeback` gets the space without the lock.
+//! Locking: the image's one lock protects the allocator and [`Tables`]; no function here waits. A
+//! step without space returns `Blocked::NeedsReserve`; `writeback` gets the space while the lock is
+//! not held.
 
 mod at_end;
 mod compressed;
@@ -77,7 +78,7 @@ impl Allocated {
     }
 }
 
-/// See the module's page.
+/// See the module's documentation.
 pub(crate) struct Allocator {
     space: FreeSpace,
     reserve: Reserve,
@@ -124,7 +125,7 @@ impl Allocator {
     }
 
     /// As [`allocate`](Self::allocate); returns whether the clusters are prepared. If they are, up
-    /// to `ahead` more are allocated.
+    /// to `ahead` more clusters are allocated.
     pub(crate) fn allocate_for_data(
         &mut self,
         tables: &mut Tables,
@@ -134,8 +135,8 @@ impl Allocator {
         let mut slices = SLICES_PER_ALLOCATION;
         loop {
             let unscanned = self.space.unscanned();
-            // A request could not write to clusters past the host's limit, so they are the last
-            // choice.
+            // A request could not write to clusters past the host's limit, so such clusters are the
+            // last choice.
             let host_limit = self.host_limit(tables.geometry());
             let run = self.space.first_free_run();
             let run = run.filter(|run| run.0 < host_limit || unscanned.is_empty());
@@ -162,7 +163,7 @@ impl Allocator {
                         return Allocated::unprepared(tables, clusters);
                     }
                     Scan::Allocated(count) => self.space.advance_cursor(cursor + count),
-                    // A gap in the middle is not worth a refcount block of its own.
+                    // A gap in the middle of the file gets no refcount block of its own.
                     Scan::NoRefcountBlock => self.pass_uncounted(tables, cursor),
                 }
             } else if let Some(clusters) = self.scan_prepared(tables, limit + ahead)? {
@@ -277,9 +278,9 @@ impl Allocator {
         tables.refcounts().set(cluster, value)
     }
 
-    /// Counts a dead process's reference to a cluster, which may be counted already. If the cluster
-    /// is `shared` with other references, its refcount is incremented again, up to the maximum
-    /// refcount, because that process had counted each of the references.
+    /// Counts a reference of a dead process to a cluster; the reference may be counted already. If
+    /// the cluster is `shared` with other references, its refcount is incremented again, up to the
+    /// maximum refcount, because the dead process had counted each reference.
     pub(crate) fn count_reference(
         &mut self,
         tables: &mut Tables,
@@ -295,8 +296,8 @@ impl Allocator {
         }
     }
 
-    /// Frees clusters that no table ever referred to and nothing writes to. They are free at once
-    /// if their refcounts are cached.
+    /// Frees clusters that no table ever referred to and no request writes to. They are free at
+    /// once if their refcounts are cached and the tables are not frozen.
     pub(crate) fn free_unlinked(&mut self, tables: &mut Tables, clusters: Range<u64>) {
         let mut rest = clusters;
         // While the tables are frozen, refcounts do not change.
@@ -328,7 +329,7 @@ impl Allocator {
             return None;
         }
         match old {
-            // Other data may lie in the same clusters, so they are never punched.
+            // Other data may lie in the same clusters, so these clusters are never punched.
             Entry::Compressed(data) => Some(DeferredFree::of(data.host_clusters(geometry))),
             Entry::Standard { host: Some(host), .. } => {
                 let kept = matches!(new, Entry::Standard { host: Some(new), .. }

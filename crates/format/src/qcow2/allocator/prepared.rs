@@ -15,8 +15,8 @@
 //! 4. Allocations take prepared clusters from the front.
 //!
 //! Prepared clusters have refcount 0, and no table refers to them. So after a crash the file may
-//! extend past its last cluster in use, which is allowed: the next process treats them as free
-//! clusters. An orderly close cuts them off.
+//! extend past its last cluster in use, which is allowed: the next process treats the prepared
+//! clusters as free. An orderly close truncates the file before them.
 
 use std::ops::Range;
 
@@ -70,8 +70,8 @@ impl Prepared {
     }
 }
 
-/// The number of clusters to prepare at the end of a file of `end` clusters. `free` is the host's
-/// free space in bytes; 0 if it is too small.
+/// The number of clusters to prepare at the end of a file of `end` clusters; 0 if clusters cannot
+/// be prepared, or if the host's free space (`free`, in bytes) is too small.
 fn clusters_ahead(geometry: Geometry, end: u64, free: Option<u64>) -> u64 {
     if geometry.has_data_file || geometry.cluster_size() < MIN_CLUSTER {
         return 0;

@@ -1,16 +1,17 @@
 //! Clusters that the host has allocated ahead of new metadata.
 //!
 //! A new table reaches the disk with a writeback, long after the request that made it. If that
-//! writeback hit ENOSPC, no writeback could complete, and clusters are freed only after one. So the
-//! space of each new table is filled with zeros first, and ENOSPC fails the request that needs the
-//! table.
+//! writeback hit ENOSPC, no writeback could complete, and clusters are freed only after a
+//! writeback. So the space of each new table is filled with zeros first, and ENOSPC fails the
+//! request that needs the table.
 
 use std::ops::Range;
 
 /// Reserved clusters that no metadata uses yet.
 #[derive(Default)]
 pub(crate) struct Reserve {
-    /// At the end of the file, after all clusters in use at the time. Their refcounts are zero.
+    /// Clusters at the end of the file, after all clusters that were in use when they were
+    /// reserved. Their refcounts are zero.
     at_end: Option<Range<u64>>,
     /// Contiguous clusters in the middle of a storage that has no space at its end. Each has a
     /// refcount of one.

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use crate::qcow2::tables::{Step, Tables};
 
-/// How many clusters before a newly free cluster the search resumes: the free cluster may complete
-/// a row that begins there.
+/// The number of clusters before a newly free cluster at which the search resumes, because the free
+/// cluster may complete a row that begins before it.
 const LOOK_BACK: u64 = 4096;
 
 /// The position of the search: all clusters from `start` up to `at` were free.
@@ -35,7 +35,7 @@ impl RowSearch {
 pub(crate) enum Room {
     /// These clusters were found, and are now allocated.
     Row(Range<u64>),
-    /// All clusters from some cluster on are free: the end of the file has space.
+    /// All clusters from some cluster on are free, so the end of the file has space now.
     End,
     /// There is no such row.
     None,

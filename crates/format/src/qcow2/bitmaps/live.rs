@@ -2,23 +2,24 @@
 //!
 //! A *session* lasts from the first change to the closing of the image. Its marks on disk:
 //!
-//! - The flag `in-use` of each enabled bitmap tells other programs not to use it: it is not saved.
+//! - The flag `in-use` of each enabled bitmap marks the bitmap as not saved, so other programs do
+//!   not use the bitmap.
 //! - The autoclear bit [`LIVE_BITMAPS`] tells this program that bitmaps which are enabled and in
 //!   use contain all changes. Other programs clear bits that they do not know before they change
 //!   the disk.
 //!
 //! Steps that begin a session, each durable before the next: bitmaps that lack changes are
-//! disabled, because they must not be mistaken for those of the session; the autoclear bit is set;
-//! the flags are set; the change is recorded in the bitmaps; the change is made. Steps that end a
-//! session, each durable before the next: the bitmaps' bits are written; the flags are cleared; the
-//! autoclear bit is cleared. After a crash between any two steps the bitmaps contain all changes,
-//! whichever program reads them.
+//! disabled, because they must not be mistaken for bitmaps of the session; the autoclear bit is
+//! set; the flags are set; the change is recorded in the bitmaps; the change is made. Steps that
+//! end a session, each durable before the next: the bitmaps' bits are written; the flags are
+//! cleared; the autoclear bit is cleared. After a crash between any two steps, every program that
+//! uses the bitmaps finds all changes in them.
 //!
 //! If there is no space for a bitmap's bits, the bitmap becomes coarser (`coarser`). If a change
 //! cannot be recorded even then, because the storage is full or fails, the bitmap is lost. Before
-//! the change is made, it is durably disabled and keeps `in-use`, so every program sees that it
-//! lacks changes. Neither the disabling nor a coarser bitmap needs space. The guest's change
-//! succeeds in both cases.
+//! the change is made, the bitmap is durably disabled and keeps `in-use`, so every program sees
+//! that the bitmap lacks changes. Neither the disabling nor a coarser bitmap needs space. The
+//! guest's change succeeds in both cases.
 //!
 //! When a session ends, the header of a side file gets the time of the raw disk's last change
 //! (`side_file`).
@@ -54,15 +55,14 @@ use super::reader::BitsReader;
 use super::side_file;
 use super::tracker::LiveBitmap;
 
-/// Maximum number of enabled bitmaps, because each of them costs one more operation when a change
-/// begins.
+/// Maximum number of enabled bitmaps. Reason: each one costs an operation when a change begins.
 pub(crate) const MAX_LIVE: usize = 64;
 /// Bytes of the disk that are recorded at a time. A multiple of the largest cluster.
 const MAX_RECORDED: u64 = 256 << 20;
 /// Maximum number of bitmaps that are written at the same time.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// See the module's page.
+/// See the module's documentation.
 pub(crate) struct LiveBitmaps {
     set: RwLock<Arc<BitmapSet>>,
     /// Whether any bitmap is enabled, or may be enabled because the bitmaps are not loaded yet.
@@ -71,7 +71,7 @@ pub(crate) struct LiveBitmaps {
     is_forgotten: AtomicBool,
     /// Whether the session has begun.
     has_begun: AtomicBool,
-    /// Whether the header is durably marked as that of a session.
+    /// Whether the header durably has the mark of a session, [`LIVE_BITMAPS`].
     is_marked: AtomicBool,
     /// Held to begin or end the session, to drop or coarsen a bitmap, and to write a voucher.
     begin_lock: Semaphore,
@@ -87,7 +87,7 @@ pub(crate) struct LiveBitmaps {
     activity: BitmapActivity,
 }
 
-/// The loss to a bitmap when its storage is full or fails.
+/// The kind of loss of a bitmap whose storage is full or fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BitmapLoss {
     /// The bitmap reports more bytes as changed than were changed.
@@ -96,15 +96,15 @@ pub enum BitmapLoss {
     Changes,
 }
 
-/// The callback for each bitmap that becomes coarser or is lost, with its name and the reason. It
-/// must not block.
+/// The callback that gets the name of each bitmap that becomes coarser or is lost, and the reason.
+/// The callback must not block.
 pub type BitmapLossObserver = Arc<dyn Fn(&str, BitmapLoss, &Error) + Send + Sync>;
 
 /// The bitmaps of an image.
 #[derive(Clone, Default)]
 struct BitmapSet {
     location: Option<DirectoryLocation>,
-    /// The entries of the directory as read; those of lost or coarser bitmaps are updated.
+    /// The directory's entries as read, but updated for lost or coarser bitmaps.
     entries: Vec<BitmapEntry>,
     roles: Vec<Role>,
     /// The bitmaps in which changes are recorded.
@@ -132,13 +132,13 @@ impl Role {
     }
 }
 
-/// Checks clusters that are written in place when changes are recorded. Each must belong to one
-/// bitmap and to no other metadata that the image needs.
+/// Checks clusters that are written in place when changes are recorded. Each cluster must belong to
+/// one bitmap and to no other metadata that the image needs.
 struct Places<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     taken: ClusterRanges,
-    /// False for an image with the dirty bit (lazy refcounts) whose refcounts are not counted again
-    /// yet.
+    /// False for an image with the dirty bit (lazy refcounts) whose references are not counted
+    /// again yet.
     are_refcounts_known: bool,
 }
 
@@ -149,8 +149,8 @@ impl<'a, S: Storage> Places<'a, S> {
     }
 
     /// # Errors
-    /// `Corrupt` if any of these bytes belong to other metadata, or may be reallocated because
-    /// their refcount is 0.
+    /// `Corrupt` if these bytes are past the end of the file, belong to other metadata, or may be
+    /// reallocated because their refcount is 0.
     async fn take(&mut self, offset: u64, length: u64) -> Result<()> {
         let geometry = self.metadata.geometry();
         let clusters = geometry.cluster_of(offset)..geometry.clusters_for(offset + length);
@@ -245,8 +245,8 @@ impl BitmapSet {
         self.roles.iter().filter(|role| **role == Role::Live).count()
     }
 
-    /// Writes the flags that differ from `wanted`. Returns whether any differed; those are not
-    /// durable yet.
+    /// Writes the flags that differ from `wanted`. Returns whether any flags differed; the written
+    /// flags are not durable yet.
     async fn write_flags<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -301,7 +301,7 @@ fn is_of_its_place(error: &Error) -> bool {
     matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Io)
 }
 
-/// The first bytes of `range`, which are recorded together.
+/// The first bytes of `range`, up to a multiple of [`MAX_RECORDED`], to be recorded together.
 fn first_recorded(range: ByteRange) -> ByteRange {
     range.truncate(MAX_RECORDED - range.offset() % MAX_RECORDED)
 }
@@ -330,15 +330,16 @@ impl LiveBitmaps {
     /// # Errors
     /// Errors of the storage; an earlier failure to write metadata.
     pub(crate) async fn load<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
-        // After a failure it may be unknown which header is on disk. With the refcounts of the
-        // other header's tables, good bitmaps would look damaged.
+        // After a failed write, the old or the new header may be on disk. With the refcounts of the
+        // wrong header's tables, intact bitmaps would look damaged.
         metadata.writer().check_failure()?;
         let header = metadata.lock().tables.headers.disk().clone();
         let set = match BitmapSet::read(metadata, &header, self.activity).await {
             Err(error) if error.kind() == ErrorKind::Corrupt => BitmapSet::default(),
             set => set?,
         };
-        // The tables of an image that was opened for writing are durable.
+        // The bit is durable, because the tables of an image that was opened for writing are
+        // durable.
         self.is_marked.store(header.autoclear & LIVE_BITMAPS != 0, Ordering::Release);
         let kept = if set.location.is_some() { BITMAPS_CONSISTENT | LIVE_BITMAPS } else { 0 };
         let has_live = set.count_live() > 0;
@@ -371,13 +372,13 @@ impl LiveBitmaps {
         self.set().find(name)
     }
 
-    /// Whether the image has bitmaps that are in step with the disk.
+    /// Whether the image has bitmaps that are consistent with the disk, or has not loaded them.
     pub(crate) fn has_any(&self) -> bool {
         self.is_forgotten.load(Ordering::Acquire) || self.set().location.is_some()
     }
 
-    /// Maximum number of unchanged bytes that an enabled bitmap may report as changed, because the
-    /// process that recorded changes in it died; 0 if none died.
+    /// Maximum number of unchanged bytes that an enabled bitmap may report as changed, because a
+    /// process died while it recorded changes; 0 if the header has no mark of a session.
     pub(crate) fn excess<S: Storage>(&self, metadata: &Metadata<S>) -> u64 {
         if metadata.lock().tables.headers.disk().autoclear & LIVE_BITMAPS == 0 {
             return 0;
@@ -405,7 +406,7 @@ impl LiveBitmaps {
     ///
     /// # Errors
     /// Errors of the storage if not even the loss can be recorded; `InvalidInput` if too many
-    /// bitmaps are enabled. The change must not be made.
+    /// bitmaps are enabled. After an error the change must not be made.
     pub(crate) async fn record<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -525,7 +526,7 @@ impl LiveBitmaps {
     pub(crate) async fn begin_session<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.has_live.load(Ordering::Acquire) && !self.has_begun.load(Ordering::Acquire) {
             rare(self.begin(metadata)).await?;
-            // `begin` may have found damaged bitmaps: then their autoclear bits must be cleared.
+            // If `begin` has found damaged bitmaps, their autoclear bits must be cleared.
             metadata.autoclear().begin_changes().await?;
         }
         Ok(())
@@ -573,8 +574,9 @@ impl LiveBitmaps {
         Ok(())
     }
 
-    /// Disables bitmaps that lack changes, unless the header is marked as that of a session. Called
-    /// before it is marked, because they must not be mistaken for those of the session.
+    /// Disables bitmaps that lack changes, unless the header has the mark of a session. Called
+    /// before the header gets the mark, because these bitmaps must not be mistaken for bitmaps of
+    /// the session.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -589,9 +591,10 @@ impl LiveBitmaps {
         self.set_flags(metadata, &self.set(), disabled).await
     }
 
-    /// Makes each session begin with a voucher of `vouch`.
+    /// Makes each session begin with a voucher from `vouch`.
     pub(crate) fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
-        // If a function is already set, it remains, because there is only one clock.
+        // If a function is already set, that function remains, because the process has only one
+        // clock.
         let _ = self.vouch.set(vouch);
     }
 
@@ -618,11 +621,11 @@ impl LiveBitmaps {
         metadata.write_header(|header| DataFileMark::set_voucher(header, voucher)).await
     }
 
-    /// Records that this program, and no other, changed the size of the disk and, with a side file,
-    /// that of the data file.
+    /// Records that this program changed the size of the disk and, if the image is a side file, the
+    /// size of the data file. Does nothing in a session: the end of the session records it.
     ///
     /// # Errors
-    /// Errors of the storage: the side file is refused later.
+    /// Errors of the storage. The side file is then refused later.
     pub(crate) async fn note_resize<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let autoclear = metadata.lock().tables.headers.disk().autoclear;
         match autoclear & LIVE_BITMAPS {
@@ -631,21 +634,22 @@ impl LiveBitmaps {
         }
     }
 
-    /// Ends the session, even one that a process which died had begun, so that the bitmaps are
-    /// valid for all programs. No change may be in flight. The next change begins a new session.
+    /// Ends the session, also if another process began it and died, so that the bitmaps are valid
+    /// for all programs. No change may be in flight. The next change begins a new session.
     ///
     /// # Errors
     /// Errors of the storage. The bitmaps then remain marked, and contain all changes.
     pub(crate) async fn end<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         let header = metadata.lock().tables.headers.disk().clone();
-        // They could not be read after a resize, which leaves a session.
+        // A resize leaves the image in a session. If the bitmaps could not be read after the
+        // resize, they are read now.
         if self.is_forgotten.load(Ordering::Acquire) && header.autoclear & LIVE_BITMAPS != 0 {
             self.load(metadata).await?;
         }
         let set = self.set();
         if header.autoclear & LIVE_BITMAPS == 0 || set.location.is_none() {
-            // Outside of a session no changes are recorded, so changes that enabled bitmaps lack
-            // must stay detectable.
+            // Outside of a session no changes are recorded. If a bitmap is enabled, the mark keeps
+            // its time, so that changes that the bitmap lacks stay detectable.
             let is_free = !self.is_forgotten.load(Ordering::Acquire) && set.count_live() == 0;
             return if is_free { side_file::renew_mark(metadata).await } else { Ok(()) };
         }

@@ -1,10 +1,11 @@
-//! Persistent dirty bitmaps: which parts of the disk changed since the bitmap was made or cleared.
+//! Persistent dirty bitmaps: they record which parts of the disk changed since a bitmap was made or
+//! cleared.
 //!
 //! A bitmap has a bit for each `granularity` bytes of the disk. Its bits are in clusters of the
 //! image, to which its table refers; the header refers to the directory of all bitmaps
 //! (`layout/bitmap_directory`). Transactions add and remove bitmaps (`transaction/bitmaps`). While
 //! an image is open for writing, each change of the disk is recorded in all enabled bitmaps
-//! (`live`) before it is made (`tracker`).
+//! (`live`) before the change is made (`tracker`).
 //!
 //! Locking: a tracker has its own lock, which is held for short times only, never during I/O, and
 //! never while the image's lock is acquired.

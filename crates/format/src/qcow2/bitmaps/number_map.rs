@@ -1,4 +1,4 @@
-//! Maps with small numbers as keys: those of pages and extents.
+//! Maps with small numbers as keys: the numbers of pages and extents.
 //!
 //! A guest chooses the numbers, but cannot make a lookup slow: of the N pages of a bitmap, only
 //! about the square root of N share one slot of the table.
@@ -10,8 +10,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 /// rest of a lookup.
 pub(super) type NumberMap<T> = HashMap<u64, T, BuildHasherDefault<NumberHasher>>;
 
-/// Spreads consecutive numbers by a multiplication, then a rotation, because the upper bits of the
-/// product are mixed best.
+/// Spreads consecutive numbers by a multiplication and a rotation. Reason for the rotation: the
+/// upper bits of the product are mixed best.
 #[derive(Default)]
 pub(super) struct NumberHasher(u64);
 

@@ -1,9 +1,10 @@
 //! One page of a live bitmap: its bits in memory, the bits that must be on disk, and the bits that
 //! are durable on disk.
 //!
-//! On disk, all bits that are set in memory must be set, and also all bits of each *active* extent.
-//! An extent becomes active before the first change in it; then the page is written, durably,
-//! before the change is made. Further changes in an active extent set bits in memory only.
+//! On disk, all bits that are set in memory must be set, and also all bits of each *active* extent
+//! (a group of consecutive bits). An extent becomes active before the first change in it; then the
+//! page is written, durably, before the change is made. Further changes in an active extent set
+//! bits in memory only.
 //!
 //! Invariant: a bit that is set in memory must be set on disk. Whenever further bits must be set on
 //! disk, the page gets a new version.
@@ -13,7 +14,7 @@ use std::ops::Range;
 use super::bits::{all_set, set_bits};
 use super::number_map::NumberMap;
 
-/// A page of a live bitmap. See the module's comment.
+/// A page of a live bitmap. See the module's documentation.
 pub(super) struct Page {
     bits: Vec<u8>,
     /// Active extents, by their number in the page.
@@ -39,10 +40,10 @@ struct Active {
     is_used: bool,
 }
 
-/// What must happen after [`Page::mark`] before the change may be made.
+/// The step that is needed between [`Page::mark`] and the change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Marked {
-    /// Nothing, because the bits are set on disk already.
+    /// No step, because the bits are set on disk already.
     Durable,
     /// The page has to be durable up to this version.
     Needs(u64),
@@ -113,7 +114,7 @@ impl Page {
         true
     }
 
-    /// The bits, if more bits may be set on disk.
+    /// The bits, if excess bits may be set on disk; else `None`.
     pub(super) fn into_inexact(self) -> Option<Vec<u8>> {
         (self.is_stale || !self.active.is_empty()).then_some(self.bits)
     }
@@ -144,7 +145,7 @@ impl Page {
         self.is_stale = false;
     }
 
-    /// Records the end of a write: either a version is durable, or the content may not be on disk.
+    /// Records how a write of the page ended.
     pub(super) fn end_write(&mut self, end: WriteEnd) {
         self.is_writing = false;
         match end {

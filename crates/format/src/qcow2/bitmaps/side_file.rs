@@ -12,8 +12,8 @@ use blockhouse_core::{Result, Storage, SyncMode};
 use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::writeback::Metadata;
 
-/// The time of the last change of a side file's data file, after making the content and that time
-/// stable. `None` for other images. No change may be in flight.
+/// Makes the content of a side file's data file and its time of the last change stable, and returns
+/// the time; `None` for other images. No change may be in flight.
 pub(super) async fn stable_change<S: Storage>(metadata: &Metadata<S>) -> Result<Option<Duration>> {
     let mark = DataFileMark::of(metadata.lock().tables.headers.disk());
     let (Some(_), Some(data)) = (mark, metadata.writer().data_file()) else { return Ok(None) };

@@ -1,25 +1,25 @@
-//! One enabled bitmap of an image that is open for writing: changes are recorded in it before they
-//! are made.
+//! One enabled bitmap of an image that is open for writing: each change is recorded in the bitmap
+//! before the change is made.
 //!
 //! The steps of a change:
 //!
-//! 1. The bits of the change are set in memory. If such a bit was not set and its extent is not
-//!    active, the extent becomes active: the page of bits is written durably, with all bits of
-//!    active extents set, before the change is made. After any crash the bitmap on disk therefore
-//!    contains the change.
+//! 1. The bits of the change are set in memory. Bits are grouped in *extents* of equal length. If a
+//!    bit of the change was not set and its extent is not active, the extent becomes active: the
+//!    page of bits is written durably, with all bits of active extents set, before the change is
+//!    made. After any crash the bitmap on disk therefore contains the change.
 //! 2. Further changes in an active extent, and changes of blocks whose bits are already set on
 //!    disk, need no I/O.
-//! 3. If many extents are active, those without recent changes become inactive: their pages are
+//! 3. If many extents are active, extents without recent changes become inactive: their pages are
 //!    written with only the bits that are set, and flushed.
 //!
-//! So after a crash, bits are set in excess in at most `max_active` extents ([`BitmapActivity`]),
-//! and in the extents of requests in flight.
+//! So after a crash, excess bits are set in at most `max_active` extents ([`BitmapActivity`]), and
+//! in the extents of requests in flight.
 //!
 //! At most one write of each page is in flight; changes that need a write in the meantime share the
 //! next write. A cluster of bits is allocated in the same order as an L2 table: refcount and zeros
 //! become durable, then the entry of the table. If there is no space for a cluster, the whole
 //! bitmap becomes coarser (`coarser`), or the table's entry states that all bits of the cluster are
-//! set. Neither needs space.
+//! set. Neither way needs space.
 
 mod coarser;
 
@@ -44,16 +44,17 @@ use super::number_map::NumberMap;
 use super::page::{Marked, Page, WriteEnd};
 use super::reader::Bits;
 
-/// Bytes of a page, which is the unit in which bits are written, unless clusters are smaller.
+/// Bytes of a page, the unit in which bits are written, unless clusters are smaller or the
+/// storage's blocks are larger.
 const PAGE: u64 = 4096;
 /// The maximum number of concurrent writes of pages.
 const MAX_IN_FLIGHT: usize = 16;
 
-/// See the module's comment.
+/// See the module's documentation.
 pub(super) struct LiveBitmap {
     geometry: Geometry,
-    /// The maximum number of extents in which bits may be set on disk in excess, not counting those
-    /// of requests in flight.
+    /// The maximum number of extents in which bits may be set on disk in excess, not counting
+    /// extents of requests in flight.
     max_active: usize,
     granularity_bits: u32,
     /// Number of bits that cover the disk.
@@ -79,7 +80,7 @@ pub(super) struct LiveBitmap {
 enum Phase {
     /// This bitmap records changes.
     Open,
-    /// Another bitmap has replaced it, or is about to.
+    /// Another bitmap has replaced this one, or is about to replace it.
     Superseded,
     /// The replacement was begun and not finished, so the bitmap lacks changes.
     Abandoned,
@@ -94,11 +95,11 @@ struct State {
     /// The number of extents that have become inactive while excess bits may still be set in them
     /// on disk.
     going_to_rest: usize,
-    /// Whether a write of the table is in flight, or its outcome is unknown: it failed, or was
-    /// dropped and may still be in flight.
+    /// Whether a write of the table is in flight, or its outcome is unknown because the write
+    /// failed, or was dropped and may still be in flight.
     is_table_write_unknown: bool,
     /// Whether [`write_exactly`](LiveBitmap::write_exactly) has written bits that no flush has
-    /// covered, so that bits that are read may not be durable.
+    /// covered, so that bits that are read from the disk may not be durable.
     is_exact_write_unknown: bool,
 }
 
@@ -263,8 +264,8 @@ impl LiveBitmap {
         self.granularity_bits
     }
 
-    /// The bits of a page in memory, or if it is not in memory, on disk; such a page is not kept in
-    /// memory. `None` if another bitmap replaces this one.
+    /// The bits of a page, from memory or, if the page is not in memory, from the disk. A page that
+    /// is read from the disk is not kept in memory. `None` if another bitmap replaces this one.
     pub(super) async fn page_of<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -336,8 +337,8 @@ impl LiveBitmap {
         Ok(())
     }
 
-    /// Writes a page durably. Returns whether the page is durable up to the version. It may not be,
-    /// because no page is written while another bitmap is about to replace this one.
+    /// Writes a page durably. Returns whether the page is durable up to the version: false if
+    /// another bitmap is about to replace this one, because then no page is written.
     async fn make_durable<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -350,7 +351,8 @@ impl LiveBitmap {
         Ok(self.state.lock().pages.get(&page).is_none_or(|page| page.is_durable(version)))
     }
 
-    /// Waits until no write of the page is in flight, and begins one if it `is_needed` then.
+    /// Waits until no write of the page is in flight, and then begins a write if `is_needed`
+    /// returns true; `None` if not, or if another bitmap replaces this one.
     async fn begin_write(
         &self,
         number: u64,
@@ -377,8 +379,8 @@ impl LiveBitmap {
         }
     }
 
-    /// The offset of a page, whose cluster is allocated if it is missing. `None` if the table
-    /// states, without a cluster, that all bits are set.
+    /// The offset of a page. If its cluster is missing, the cluster is allocated. `None` if the
+    /// table states, without a cluster, that all bits are set.
     async fn place<S: Storage>(&self, metadata: &Metadata<S>, page: u64) -> Result<Option<u64>> {
         loop {
             match self.location_of(page)? {
@@ -414,7 +416,8 @@ impl LiveBitmap {
         Ok(is_lacking.then(|| self.note_coarser()))
     }
 
-    /// Waits until no other task changes the table; `None` if the cluster of bits is not missing.
+    /// Waits until no other task changes the table; `None` if the table's entry already has a
+    /// cluster, or states that all bits are set.
     async fn begin_allocation<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -448,7 +451,8 @@ impl LiveBitmap {
         let allocated = metadata.marking(allocated.await).await?;
         let host = self.geometry.bytes_of(allocated.clone());
         if let Err(error) = self.fill_and_refer(metadata, cluster, host).await {
-            // If the entry may be on disk, the cluster remains allocated; at most, it leaks.
+            // If the entry may be on disk, the cluster remains allocated. At worst, the cluster
+            // leaks.
             if !self.state.lock().is_table_write_unknown {
                 let mut state = metadata.lock();
                 let state = &mut *state;
@@ -515,8 +519,9 @@ impl LiveBitmap {
                 }
             };
             let stale = self.rest_down_to(rest_to);
-            // If this fails, excess bits remain set on disk in these extents, and their pages
-            // remain stale, until closing retries. A failed flush is recorded by the writer.
+            // If the writes fail, excess bits remain set on disk in these extents, and their pages
+            // remain stale, until closing writes them again. A failed flush is recorded by the
+            // writer.
             if self.write_stale(metadata, stale).await.is_ok() {
                 let _ = metadata.sync(SyncMode::Data).await;
             }
@@ -525,8 +530,9 @@ impl LiveBitmap {
         }
     }
 
-    /// Makes extents inactive, until `count` are left: first those that were active longest and not
-    /// changed lately, then any. Returns the pages in which bits are set on disk in excess.
+    /// Makes extents inactive, until `count` are left: first extents that have been active longest
+    /// and were not changed lately, then any extents. Returns the pages in which bits are set on
+    /// disk in excess.
     fn rest_down_to(&self, count: usize) -> BTreeSet<u64> {
         let mut state = self.state.lock();
         let State { pages, active, going_to_rest, .. } = &mut *state;
@@ -566,9 +572,9 @@ impl LiveBitmap {
         run_all(MAX_IN_FLIGHT, writes).await
     }
 
-    /// Writes the bits without any excess; they are durable with the next flush. No change may be
-    /// in flight. Pages are dropped from memory, because all changes are recorded on disk even
-    /// after a failure.
+    /// Writes the bits without any excess bits; durable with the next flush. No change may be in
+    /// flight. Pages are dropped from memory, because all changes are recorded on disk even after a
+    /// failure.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -597,9 +603,9 @@ impl LiveBitmap {
         self.state.lock().is_exact_write_unknown = false;
     }
 
-    /// Makes writes of [`write_exactly`](Self::write_exactly) durable that were dropped, or that no
-    /// flush has covered. Reason: these bits may include those of changes that failed, which were
-    /// never durable.
+    /// Makes those writes of [`write_exactly`](Self::write_exactly) durable that were dropped, or
+    /// that no flush has covered. Reason: the writes may contain bits of changes that failed, and
+    /// no earlier write made these bits durable.
     async fn settle_exact_writes<S: Storage>(&self, metadata: &Metadata<S>) -> Result<()> {
         if self.state.lock().is_exact_write_unknown {
             metadata.writer().drained().await;

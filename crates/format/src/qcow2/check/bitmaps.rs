@@ -1,6 +1,6 @@
 //! The clusters of persistent bitmaps in the file, and the repair of bitmaps.
 //!
-//! These clusters count as used only while the autoclear bit says that the bitmaps are consistent
+//! These clusters count as used only while the autoclear bit states that the bitmaps are consistent
 //! with the disk. Without the bit QEMU treats the clusters as leaked, and so does a check.
 
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Result, Storage, SyncMode};
@@ -16,7 +16,7 @@ use crate::qcow2::layout::{table_io, words};
 use super::counts::Counts;
 
 /// Calls `add` with the description, offset and length of each part of the file that bitmaps use.
-/// Returns the reason, as text, if these may not be all parts.
+/// Returns a fault, as text, if `add` may not have been called for all parts.
 ///
 /// # Errors
 /// Only errors of the storage and of `add`.
@@ -84,7 +84,8 @@ async fn walk_table<S: Storage>(
 
 /// Marks the whole disk as changed in the enabled bitmaps, durably, before a repair changes the
 /// disk's content. Overwrites the bitmap tables in place: the clusters of their bits leak. Returns
-/// false if that is impossible: a table may also belong to something else, or bitmaps are corrupt.
+/// false if this is impossible, because a table is past the end of the file, its clusters have
+/// another user, or bitmaps are corrupt.
 ///
 /// # Errors
 /// Only errors of the storage.

@@ -1,10 +1,10 @@
 //! The number of references to each cluster of a file.
 //!
-//! A hostile file may be exabytes long and almost empty, so there is no counter for every cluster,
-//! and memory depends on the counted references. A page of counters is allocated when its first
-//! counter is set. The page is a list of the counters that are not 0, until the list would take
-//! more memory than all counters of the page. Running out of memory is an error, and does not end
-//! the process.
+//! A hostile file may be exabytes long and almost empty, so memory depends on the counted
+//! references, not on the number of clusters. A page of counters is allocated when its first
+//! counter is set. The page is a list of the counters that are not 0, up to [`MAX_LISTED`] of them;
+//! with more, the page has a counter for each cluster. Running out of memory is an error, and does
+//! not end the process.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -28,11 +28,12 @@ pub enum Preallocation {
     /// Nothing for the guest.
     #[default]
     Off,
-    /// All tables, with a host cluster for every guest cluster; these are holes of the file.
+    /// All tables, with a host cluster for every guest cluster; the host clusters are holes of the
+    /// file.
     Metadata,
-    /// The same, and the host's file system reserves the space.
+    /// As `Metadata`, and the host's file system reserves the space.
     Falloc,
-    /// The same, and the space is filled with zeros.
+    /// As `Falloc`, and the space is filled with zeros.
     Full,
 }
 
@@ -322,11 +323,11 @@ pub async fn create<S: Storage>(storage: &S, options: &CreateOptions) -> Result<
 }
 
 /// As [`create`], with the data file that the options name: `data` is extended to the size of the
-/// disk, if it is shorter. If it is the raw disk, its content is kept. `progress` counts bytes of
-/// tables and of allocated space.
+/// disk, if it is shorter. If `data` is the raw disk, its content is kept. `progress` counts bytes
+/// of tables and of allocated space.
 ///
 /// # Errors
-/// As there.
+/// As [`create`].
 pub async fn create_with<S: Storage>(
     storage: &S,
     data: Option<&S>,
@@ -481,7 +482,7 @@ struct ImageWriter<'a, S> {
 
 impl<S: Storage> ImageWriter<'_, S> {
     /// Writes `bytes`, padded with zeros, as a cluster. Padding is not written where the storage
-    /// already reads as zeros, so that it takes no space.
+    /// already reads as zeros, so that the padding takes no space.
     async fn write_cluster(&self, cluster: u64, mut bytes: Vec<u8>) -> Result<()> {
         let (offset, size) = (self.geometry.offset_of(cluster), self.geometry.cluster_size());
         let used = if offset < self.zeros_from {

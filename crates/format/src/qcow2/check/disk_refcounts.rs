@@ -1,8 +1,8 @@
 //! The refcounts on disk of an image that is not open.
 //!
-//! They are stored in memory in their on-disk form, without slices that are all zeros, so memory
-//! depends on the data in the file. If two entries of the refcount table refer to the same block,
-//! the first entry is used, and a check reports the other.
+//! The refcounts are kept in memory in their on-disk form, without slices that are all zeros, so
+//! memory depends on the data in the file. If two entries of the refcount table refer to the same
+//! block, the first entry is used, and a check reports the other.
 
 use std::collections::BTreeMap;
 

@@ -27,8 +27,8 @@ pub(crate) trait Editor {
     fn l2(&self, table: &[u8], index: usize) -> Option<Entry>;
 }
 
-/// Changes the entries of L1 tables, and of the L2 tables to which the changed L1 entries refer.
-/// Each L2 table is changed once; holes of the file are skipped.
+/// Changes the entries of L1 tables, and of the L2 tables to which the L1 entries refer after their
+/// change. Each L2 table is changed once; holes of the file are skipped.
 pub(crate) struct Edit<'a, S, E> {
     storage: &'a S,
     geometry: Geometry,
@@ -38,7 +38,7 @@ pub(crate) struct Edit<'a, S, E> {
     edited: HashSet<u64>,
     /// Whether this is a trial, which writes nothing.
     is_trial: bool,
-    /// Whether any entry has changed, or would in a trial.
+    /// Whether any entry has changed or, in a trial, would change.
     has_changed: bool,
 }
 
@@ -167,7 +167,7 @@ impl Editor for SanitizeEntries {
     }
 }
 
-/// Which wrong copied flags are corrected.
+/// The wrong copied flags that are corrected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopiedFix {
     /// Missing flags are set.
@@ -181,7 +181,7 @@ pub(crate) struct CopiedFlagEditor<'a> {
     pub(crate) geometry: Geometry,
     /// The refcounts, by cluster.
     pub(crate) counts: &'a Counts,
-    /// Which entries are corrected.
+    /// The flags that are corrected.
     pub(crate) fix: CopiedFix,
 }
 

@@ -7,18 +7,18 @@ pub enum Finding {
     Words(String),
     /// Bytes past the end of the file to which something refers.
     PastEnd {
-        /// Where they begin.
+        /// The offset of the first byte in the file.
         offset: u64,
-        /// How many there are.
+        /// The number of bytes.
         length: u64,
     },
     /// A cluster whose refcount differs from the number of its references.
     Refcount {
-        /// Its number in the file.
+        /// The number of the cluster in the file.
         cluster: u64,
-        /// Its refcount.
+        /// The refcount of the cluster on disk.
         recorded: u64,
-        /// How many references it has.
+        /// The number of references to the cluster.
         counted: u64,
     },
     /// An entry whose COPIED flag contradicts the refcount.
@@ -27,9 +27,9 @@ pub enum Finding {
         l1_index: Option<u64>,
         /// The entry.
         entry: u64,
-        /// The refcount that it should agree with.
+        /// The refcount that the flag must agree with.
         refcount: u64,
-        /// Whether it agrees with the refcount on disk, which is wrong itself.
+        /// Whether the flag agrees with the refcount on disk, which is itself wrong.
         follows: bool,
     },
 }

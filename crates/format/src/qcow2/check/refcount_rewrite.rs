@@ -1,9 +1,9 @@
 //! Sets refcounts on disk to given values while the image is not open, either in place, or in a new
 //! refcount table with new blocks if the old ones are invalid.
 //!
-//! The new structures are written after all clusters in use, and are durable before one write of
-//! the header switches to them. So after a crash the image has either the old refcounts or the new
-//! ones.
+//! The new structures are written at offsets past all clusters in use, and are durable before one
+//! write of the header switches to them. So after a crash the image has either the old refcounts or
+//! the new ones.
 
 use std::collections::BTreeSet;
 
@@ -23,8 +23,8 @@ pub(crate) fn has_blocks(recorded: &DiskRefcounts, counts: &Counts) -> bool {
     counts.iter().all(|(cluster, _)| recorded.has_block(cluster))
 }
 
-/// Sets the refcounts in all refcount blocks; those of clusters past the end of `counts` become 0.
-/// Durable with the next flush.
+/// Sets the refcounts in all refcount blocks, to 0 for clusters past the end of `counts`. Durable
+/// with the next flush.
 pub(crate) async fn store_in_place<S: Storage>(
     storage: &S,
     header: &Header,
@@ -55,9 +55,9 @@ pub(crate) async fn store_in_place<S: Storage>(
     Ok(())
 }
 
-/// Makes a new refcount table with these refcounts, and those of its own clusters (which are added
-/// to `counts`), and points the header to it, durably. Its blocks and the table begin at cluster
-/// `start`, from which on nothing is in use.
+/// Makes a new refcount table, and durably points the header to it. The table has these refcounts
+/// and the refcounts of its own clusters, which are added to `counts`. Its blocks and the table
+/// begin at cluster `start`; no cluster from there on is in use.
 ///
 /// # Errors
 /// `NoSpace` if the table would be larger than the format allows; or errors of the storage. The old

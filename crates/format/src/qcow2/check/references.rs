@@ -1,8 +1,8 @@
 //! Counts the references to each cluster, by reading every table of an image.
 //!
-//! An error is recorded and the walk continues, so that one damaged entry does not hide the rest.
-//! Each table is read from disk once, however many references it has, and holes of the file are
-//! skipped, so that time and memory depend on the data in the file, not on its length.
+//! An error is recorded and the walk continues, so that one damaged entry does not hide the other
+//! faults. Each table is read from disk once, however many references it has, and holes of the file
+//! are skipped, so that time and memory depend on the data in the file, not on its length.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,8 @@ pub(crate) struct References<'a, S> {
     /// Guest clusters that are compressed, or have a host cluster of their own.
     pub(crate) allocated: u64,
     pub(crate) compressed: u64,
-    /// Allocated guest clusters that do not directly follow the previous one in the file.
+    /// Allocated guest clusters that do not directly follow the previous one in the file, and all
+    /// compressed ones.
     pub(crate) fragmented: u64,
     /// The faults, in words.
     pub(crate) problems: Vec<String>,
@@ -40,10 +41,10 @@ pub(crate) struct References<'a, S> {
     pub(crate) corruptions: u64,
     /// Clusters of L1 tables.
     l1_clusters: ClusterRanges,
-    /// L2 tables by offset, and how many L1 entries refer to each.
+    /// The number of L1 entries that refer to each L2 table, by the table's offset and owner.
     l2_tables: BTreeMap<(u64, TableOwner), u32>,
-    /// The number of corruptions of the refcount table, which do not affect the counting of
-    /// references.
+    /// The number of corruptions of the refcount table and its blocks. They do not affect the count
+    /// of references.
     pub(crate) broken_refcounts: u64,
     /// Clusters of the refcount table and refcount blocks.
     pub(crate) refcount_clusters: Vec<u64>,
@@ -53,8 +54,8 @@ pub(crate) struct References<'a, S> {
 const MAX_PROBLEMS: usize = 1000;
 
 impl<'a, S: Storage> References<'a, S> {
-    /// Counts all references. This is the first part of a pass of `progress`; the second part reads
-    /// the active tables again.
+    /// Counts all references. Counting is the first part of a pass of `progress`; the second part
+    /// reads the active tables again.
     ///
     /// # Errors
     /// Errors of the storage only.
@@ -125,12 +126,12 @@ impl<'a, S: Storage> References<'a, S> {
         }
     }
 
-    /// Counts one reference to these bytes. `what` describes them in messages.
+    /// Counts one reference to these bytes. `what` describes the bytes in messages.
     fn add(&mut self, what: &str, offset: u64, length: u64) -> Result<()> {
         self.add_times(what, offset, length, 1)
     }
 
-    /// Counts `times` references to these bytes. `what` describes them in messages.
+    /// Counts `times` references to these bytes. `what` describes the bytes in messages.
     fn add_times(&mut self, what: &str, offset: u64, length: u64, times: u32) -> Result<()> {
         if length == 0 {
             return Ok(());
@@ -218,7 +219,7 @@ impl<'a, S: Storage> References<'a, S> {
         Ok(())
     }
 
-    /// Counts an L2 entry. `next` is the host offset of the guest's next cluster if it is not
+    /// Counts an L2 entry. `next` is the host offset at which the guest's next cluster is not
     /// fragmented.
     fn add_entry(
         &mut self,
@@ -328,7 +329,7 @@ impl<'a, S: Storage> References<'a, S> {
     }
 
     /// Reports refcount tables and blocks that share a cluster with other data, even if the
-    /// refcounts include both, because they are changed in place.
+    /// refcounts include both, because these tables and blocks are changed in place.
     fn find_overlaps(&mut self) {
         for cluster in self.refcount_clusters.clone() {
             if self.counts.get(cluster) != 1 {

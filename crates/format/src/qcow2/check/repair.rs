@@ -3,7 +3,7 @@
 //! The order of the steps, each durable before the next, so that no crash causes more damage:
 //!
 //! 1. an image with corruption is marked as corrupt (version 3), so that no program writes to it
-//!    until the end;
+//!    until the repair ends;
 //! 2. snapshots that cannot be used are removed from the snapshot table: see `repair_snapshots`;
 //! 3. if the repair will change the disk's content, enabled bitmaps mark the whole disk as changed;
 //!    damaged ones are removed;
@@ -13,19 +13,20 @@
 //! 6. refcounts are set to the counted references: in place, or if the refcount table is broken, in
 //!    a new table to which one write of the header switches. So no refcount is lowered before the
 //!    reference is removed on disk;
-//! 7. entries whose refcount is one get the COPIED flag. An entry without it is harmless: its
+//! 7. entries whose refcount is one get the COPIED flag. An entry without the flag is harmless: its
 //!    cluster is copied once more than necessary. In a repair of leaks only, a missing flag is the
 //!    only intermediate state that a check reports as an error;
 //! 8. space without references is discarded on the host;
 //! 9. if a new check finds no corruption, the marks "corrupt" and "dirty" are removed. If it finds
-//!    corruption, an image that was not marked before the repair is not marked after it, because a
-//!    repair must not make an image read-only. Exception: a cluster with more users than a refcount
-//!    can count, because a change would lose data.
+//!    corruption, the image gets back the marks that it had before the repair, and no others,
+//!    because a repair must not make an image read-only. Exception: an image in which a cluster has
+//!    more users than its refcount can count is marked as corrupt, because a change would lose
+//!    data.
 //!
 //! If two guest clusters share a host cluster, both entries still refer to it, and its refcount
-//! becomes 2, so that the cluster is copied when one of them is written. (The other entry then
-//! lacks the COPIED flag, which the next repair corrects.) If some references are unknown (a
-//! damaged bitmap directory), no refcount is lowered.
+//! becomes 2, so that the cluster is copied when one of them is written. (After the copy, the other
+//! entry lacks the COPIED flag; the next repair sets it.) If some references are unknown (a damaged
+//! bitmap directory), no refcount is lowered.
 
 use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
 
@@ -72,8 +73,7 @@ pub struct RepairReport {
     pub found: CheckReport,
     /// The faults that are left.
     pub left: CheckReport,
-    /// The result for the snapshot table, in words: the snapshots that are lost, each with the
-    /// reason.
+    /// The faults of the snapshot table in words, with the snapshots that are lost.
     pub snapshots: Vec<String>,
 }
 
@@ -121,8 +121,8 @@ pub async fn repair_with<S: Storage>(
     let left = check_tables(storage, &image.header, progress).await?;
     let remaining = match left {
         CheckReport { corruptions: 0, .. } => Incompatible::empty(),
-        // A cluster has more references than its refcount can count. If writes were allowed, it
-        // would be freed while some entries still refer to it.
+        // A cluster has more references than its refcount can count. If writes were allowed, the
+        // cluster would be freed while some entries still refer to it.
         CheckReport { uncountable: 1.., .. } if header_can_be_marked => {
             marks | Incompatible::CORRUPT
         }
@@ -137,8 +137,8 @@ pub async fn repair_with<S: Storage>(
     let known = if has_bitmaps { KNOWN_WHERE_DATA_STAYS } else { header::RAW_DATA_FILE };
     let unknown = image.header.autoclear & !(known | SESSION_BITS) != 0;
     if image.header.incompatible != is || (unknown && what == Repair::All) {
-        // This also clears the session bit of a killed server, so that its redo log can no longer
-        // be replayed on the image.
+        // This write also clears the session bit of a killed server, so that its redo log can no
+        // longer be replayed on the image.
         image.header.autoclear &= known;
         store_header(storage, &image.header).await?;
     }
@@ -151,7 +151,7 @@ struct RepairRun<'a, S> {
     progress: &'a ToolProgress,
     /// The header as it is on disk.
     header: Header,
-    /// The result for snapshots, in words.
+    /// The faults of the snapshot table, in words.
     snapshots: Vec<String>,
 }
 

@@ -1,10 +1,10 @@
 //! Removes unusable snapshots from an image, so that the rest of the image can be used again.
 //!
-//! A snapshot is removed only if its L1 table cannot be read: its entry is out of bounds, or the
-//! cluster at that offset has another user and is not an L1 table. The other snapshots are
-//! unchanged. The new table is durable before one write of the header switches to it; if the
-//! remaining snapshots are the first ones of the old table, that table is kept. So after a crash
-//! the image has either the old snapshots or the new ones.
+//! A snapshot is removed only if its L1 table cannot be found: its entry is invalid or cannot be
+//! read, or the clusters at the table's offset have another user and do not contain an L1 table.
+//! The other snapshots are unchanged. The new table is durable before one write of the header
+//! switches to it; if the remaining snapshots are the first ones of the old table, that table is
+//! kept. So after a crash the image has either the old snapshots or the new ones.
 
 use blockhouse_core::{
     ByteRange, Durability, Error, ErrorKind, Result, Storage, SyncMode, ToolProgress,
@@ -47,8 +47,8 @@ pub(crate) async fn repair_snapshots<S: Storage>(
     Ok(said)
 }
 
-/// Removes snapshots whose L1 offset refers to other data: its clusters have another user, and
-/// contain entries that no L1 table has. Such clusters must not be repaired as a table.
+/// Removes snapshots whose L1 offset refers to other data: the clusters there have another user,
+/// and contain entries that no L1 table has. Such clusters must not be repaired as a table.
 async fn remove_misplaced<S: Storage>(
     storage: &S,
     header: &Header,

@@ -46,9 +46,9 @@ pub struct CheckReport {
     pub flags_to_follow: u64,
 }
 
-/// Checks the image that this header on disk describes, which must not change during the check.
-/// Takes about 6 bytes of memory for each cluster in use (with refcounts of 16 bits), however long
-/// the file is. One pass of `progress`.
+/// Checks the image that `header`, as it is on disk, describes. The image must not change during
+/// the check. Takes about 6 bytes of memory for each cluster in use (with refcounts of 16 bits),
+/// however long the file is. The check is one pass of `progress`.
 ///
 /// # Errors
 /// Errors of the storage, or ENOMEM; faults of the image are in the report.
@@ -120,7 +120,8 @@ struct CopiedFlagCheck<'a, S> {
     /// See [`CheckReport::flags_to_follow`].
     to_follow: u64,
     reader: SparseReader<'a, S>,
-    /// L2 tables by their offset: each is read once, however many L1 entries refer to it.
+    /// The offsets of the L2 tables that were checked: each table is read once, however many L1
+    /// entries refer to it.
     checked: HashSet<u64>,
     progress: &'a ToolProgress,
 }

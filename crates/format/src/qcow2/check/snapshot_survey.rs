@@ -2,7 +2,7 @@
 //! snapshots that can still be used, and the faults of the others.
 //!
 //! A snapshot is usable if its entry is valid and its L1 table can be at the entry's offset. If an
-//! entry's length is unknown, so are the offsets of the entries after it.
+//! entry's length is unknown, the offsets of the entries after it are unknown, too.
 
 use blockhouse_core::{Result, Storage};
 
@@ -59,7 +59,8 @@ pub(crate) struct SnapshotSurvey {
     pub(crate) usable: Vec<SnapshotEntry>,
     /// The faults.
     pub(crate) faults: Vec<Fault>,
-    /// Whether `usable` is the start of the table as it is on disk.
+    /// Whether the snapshots in `usable` are the first ones of the table on disk, without a gap or
+    /// a change.
     pub(crate) is_prefix: bool,
     /// Bytes of the table up to its last readable entry.
     pub(crate) length: u64,
@@ -127,7 +128,7 @@ impl SnapshotSurvey {
                 empty += 1;
                 continue;
             }
-            // An entry after an empty one does not directly follow the entries before.
+            // An entry after an empty one does not directly follow the usable entries before it.
             self.is_prefix &= empty == 0;
             match fault_of(&entry, header, storage.size()) {
                 Some(why) => self.fault(format!("{} cannot be used: {why}", entry.called())),
@@ -151,7 +152,7 @@ impl SnapshotSurvey {
     }
 }
 
-/// The reason why a snapshot cannot be used; `None` if it can.
+/// The reason why a snapshot cannot be used; `None` if it can be used.
 fn fault_of(entry: &SnapshotEntry, header: &Header, file_size: u64) -> Option<String> {
     let (geometry, place) = (header.geometry, L1Location::of(entry));
     let snapshot_table = geometry.cluster_of(header.snapshots_offset);

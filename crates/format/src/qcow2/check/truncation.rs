@@ -1,15 +1,15 @@
 //! Detects truncated files, which are shorter than their image, for example because a copy or
 //! download was interrupted.
 //!
-//! The last cluster may begin in the file and end past its end: QEMU writes such files, and the
-//! part past the end reads as zeros. A cluster that begins past the end is lost: reads of it fail
-//! with `Corrupt`, and never return zeros. An image with such a loss is not opened for writing,
-//! because new clusters would be allocated at the offsets of the missing part. Therefore the file
-//! can still be completed, or repaired; a repair replaces lost clusters by zeros.
+//! The last cluster may begin in the file and end past the file's end: QEMU writes such files, and
+//! the part past the end reads as zeros. A cluster that begins past the end is lost: reads of it
+//! fail with `Corrupt`, and never return zeros. An image with such a loss is not opened for
+//! writing, because new clusters would be allocated at the offsets of the missing part. Therefore
+//! the file can still be completed, or repaired; a repair replaces lost clusters by zeros.
 //!
 //! To detect a loss, opening an intact image reads at most one refcount block. L2 tables are read
-//! only if a cluster past the end may have a refcount that is not zero (this is also possible after
-//! a crash).
+//! only if a cluster past the end may have a nonzero refcount (this is also possible after a
+//! crash).
 
 use std::fmt;
 
@@ -55,8 +55,8 @@ impl Truncation {
     }
 }
 
-/// Whether a table on disk, active or a snapshot's, refers to a cluster that begins at or after
-/// byte `length` of the file. The caller has made all changes durable.
+/// Whether a table on disk, of the active disk or of a snapshot, refers to a cluster that begins at
+/// or after byte `length` of the file. The caller has made all changes durable.
 ///
 /// # Errors
 /// Errors of the storage.
@@ -148,7 +148,7 @@ impl<S: Storage> Search<'_, S> {
         Ok((at.index..count as usize).any(|index| refcount::get(&bytes, order, index) != 0))
     }
 
-    /// A lost table or data cluster to which the active tables or those of a snapshot refer.
+    /// A lost table or data cluster to which the active tables or the tables of a snapshot refer.
     async fn among_all(&self, header: &Header, l1: &[u64]) -> Result<Option<Truncation>> {
         let mut found = self.among_tables(l1, &[]);
         if found.is_none() {
@@ -195,7 +195,8 @@ impl<S: Storage> Search<'_, S> {
     }
 }
 
-/// The offset in the image's file of the data of an L2 entry; `None` if it has no data there.
+/// The offset in the image's file of the data of an L2 entry; `None` if the entry has no data in
+/// that file.
 fn data_offset(table: &[u8], index: usize, geometry: Geometry) -> Option<u64> {
     match Entry::read(table, index, geometry).ok()? {
         // The offset of the last byte is returned, because the cluster with that byte begins before

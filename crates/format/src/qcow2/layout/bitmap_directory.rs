@@ -2,10 +2,11 @@
 //! `docs/interop/qcow2.txt`, "Bitmaps").
 //!
 //! A bitmap has a bit for each `granularity` bytes of the disk, the least significant bit of a byte
-//! first. Each entry of its table is the offset of a cluster of bits, or says that its bits are all
-//! zeros or ones. The directory names the bitmaps, and the header extension has the directory's
-//! offset. All of it is valid only while the autoclear bit [`BITMAPS_CONSISTENT`] is set. Every
-//! value is checked against QEMU's bounds before use, so no image is made that QEMU refuses.
+//! first. Each entry of its table is the offset of a cluster of bits, or states that the cluster's
+//! bits are all zeros or all ones. The directory names the bitmaps, and the header extension has
+//! the directory's offset. The extension and the directory are valid only while the autoclear bit
+//! [`BITMAPS_CONSISTENT`] is set. Every value is checked against QEMU's bounds before use, so no
+//! image is made that QEMU refuses.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -22,7 +23,7 @@ use super::limits::{
 use super::words::{be32, be64, words_of};
 use super::{names, table_io};
 
-/// Autoclear feature bit: the bitmaps are in step with the disk.
+/// Autoclear feature bit: the bitmaps are consistent with the disk.
 pub(crate) const BITMAPS_CONSISTENT: u64 = 1;
 /// An autoclear bit that the format reserves: bitmaps that are in use and enabled contain all
 /// changes, because their writer records each change before making it. Other programs clear bits
@@ -54,23 +55,23 @@ bitflags::bitflags! {
 /// A dirty bitmap, as shown to users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bitmap {
-    /// Unique in the image, 1 to 1023 bytes.
+    /// The name, unique in the image, 1 to 1023 bytes.
     pub name: String,
-    /// How many bytes of the disk one bit represents: a power of two, 512 B to 2 GiB.
+    /// The number of bytes of the disk that one bit represents: a power of two, 512 B to 2 GiB.
     pub granularity: u64,
-    /// Whether changes of the disk are recorded in it.
+    /// Whether changes of the disk are recorded in the bitmap.
     pub is_enabled: bool,
-    /// Whether it is stored in an image.
+    /// Whether the bitmap is stored in an image.
     pub is_persistent: bool,
-    /// Whether a writer has it in memory, or died before it was saved.
+    /// Whether a writer has the bitmap in memory, or died before it saved the bitmap.
     pub is_in_use: bool,
-    /// Whether it was not saved and lacks changes: it can only be removed.
+    /// Whether the bitmap was not saved and lacks changes, so that it can only be removed.
     pub is_inconsistent: bool,
     /// The time, since the Unix epoch, at which this process stopped recording changes in it.
     pub lacks_since: Option<Duration>,
 }
 
-/// Where the directory is: the content of the header extension.
+/// The location of the directory: the content of the header extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DirectoryLocation {
     pub(crate) count: u32,
@@ -138,7 +139,7 @@ pub(crate) struct BitmapEntry {
 
 impl BitmapEntry {
     /// Writes the bitmap's granularity and the length of its table into a directory. `flags` is the
-    /// position of the bitmap's flags there.
+    /// position of the bitmap's flags in the directory.
     pub(crate) fn put_size(&self, directory: &mut [u8], flags: usize) {
         directory[flags - 4..flags].copy_from_slice(&self.table_entries.to_be_bytes());
         directory[flags + 5] = self.granularity_bits as u8;
@@ -201,7 +202,7 @@ impl BitmapEntry {
     /// The clusters of the bitmap: its table, and its bits.
     ///
     /// # Errors
-    /// Errors of the storage where the table is read.
+    /// Errors of the storage when the table is read.
     pub(crate) async fn clusters<S: Storage>(
         &self,
         storage: &S,
@@ -222,7 +223,7 @@ impl BitmapEntry {
         Ok(clusters)
     }
 
-    /// The reason why no program can use the entry, in words that follow its name.
+    /// The reason why no program can use the entry, in words that follow the bitmap's name.
     fn fault(&self, header: &Header) -> Option<String> {
         let geometry = header.geometry;
         let Self { table_offset, table_entries, granularity_bits, .. } = self;
@@ -320,7 +321,7 @@ pub(crate) fn flags_positions(entries: &[BitmapEntry]) -> impl Iterator<Item = u
     })
 }
 
-/// The entries of a directory, each checked. An error is the reason.
+/// The entries of a directory, each checked. An error is the reason why the directory is invalid.
 pub(crate) fn parse(
     directory: &[u8],
     header: &Header,
@@ -386,7 +387,7 @@ impl BitsCluster {
 /// The bitmaps of an image; none if they are not consistent with the disk.
 ///
 /// # Errors
-/// Errors of the storage; `Corrupt` where an entry is out of its bounds.
+/// Errors of the storage; `Corrupt` if the directory or an entry is out of bounds.
 pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Vec<BitmapEntry>> {
     let refuse = |what: String, offset: u64| {
         Error::new(ErrorKind::Corrupt, what)

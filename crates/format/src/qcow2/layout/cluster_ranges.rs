@@ -1,5 +1,5 @@
-//! Clusters that must have one user only, as ranges: their number is bounded by the tables that
-//! name them, however long these are.
+//! Clusters that must have only one user, stored as ranges. Reason: the number of ranges depends on
+//! the number of tables that name them, not on the lengths of these tables.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

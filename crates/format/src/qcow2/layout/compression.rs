@@ -12,7 +12,7 @@ use crate::inflate::{Wrapper, inflate};
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Compression {
-    /// Raw deflate, with a window of 4 KiB for other readers' sake.
+    /// Raw deflate with a window of 4 KiB, because other programs read with such a window.
     #[default]
     Zlib = 0,
     /// One zstd frame.
@@ -26,8 +26,8 @@ const ZLIB_LEVEL: u32 = 6;
 const ZSTD_LEVEL: i32 = 3;
 
 /// Decompresses `bytes` until `into` is full; the rest of `bytes` is padding and is ignored. `Err`
-/// describes the fault of the bytes, also if they do not fill `into`. Takes no more memory than the
-/// two slices and the decoder's window.
+/// describes the fault of the bytes; it is also a fault if they do not fill `into`. Takes no more
+/// memory than the two slices and the decoder's window.
 pub fn decompress(kind: Compression, bytes: &[u8], into: &mut [u8]) -> Result<(), String> {
     match kind {
         Compression::Zlib => inflate(bytes, into, Wrapper::None),

@@ -14,14 +14,15 @@ const OTHER_SIZE: usize = 8;
 /// Bytes of a voucher.
 const VOUCHER: usize = 24;
 
-/// A process's statement that until a given time it is the data file's only writer and records all
-/// changes. The process writes it before the first change, and renews it while it makes changes.
-/// After a crash of the host it shows whose changes were made until that time.
+/// A process's statement that, until a given time, the process is the data file's only writer and
+/// records all changes. The process writes the voucher before the first change, and renews it while
+/// it makes changes. After a crash of the host, the voucher shows that this process made all
+/// changes until that time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Voucher {
     /// The boot id of the host.
     pub boot: [u8; 16],
-    /// The given time, in nanoseconds since the Unix epoch.
+    /// The time until which the statement holds, in nanoseconds since the Unix epoch.
     pub until: u64,
 }
 
@@ -33,15 +34,17 @@ pub struct DataFileMark {
     /// Time of the data file's last change, since the Unix epoch, read when the enabled bitmaps had
     /// all of its changes and recording had ended.
     pub changed: Duration,
-    /// The size in bytes that the data file may have instead of the disk's: the size before or
-    /// after a resize in which a process died. Bytes past the end of the disk are not part of it.
+    /// The size in bytes that the data file may have instead of the disk's size: the size before or
+    /// after a resize in which a process died. Bytes past the end of the disk are not part of the
+    /// disk.
     pub other_size: Option<u64>,
-    /// Voucher of a process that records changes, or died while it did. `None` outside a session.
+    /// Voucher of a process that records changes, or died while it recorded them. `None` outside a
+    /// session.
     pub voucher: Option<Voucher>,
 }
 
 impl DataFileMark {
-    /// Reads it from the header; `None` if the image is not a side file.
+    /// The mark in the header; `None` if the image is not a side file.
     pub(crate) fn of(header: &Header) -> Option<Self> {
         Self::parse(extensions::find(&header.extensions, SIDE_FILE)?)
     }

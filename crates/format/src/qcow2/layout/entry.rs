@@ -1,7 +1,7 @@
 //! Entries of L1 and L2 tables.
 //!
-//! A standard L2 entry has 8 bytes. With subclusters it has 16: the second word states for each of
-//! 32 subclusters whether it is allocated (low half) or reads as zeros (high half).
+//! A standard L2 entry has 8 bytes. With subclusters an entry has 16 bytes: the second word states
+//! for each of 32 subclusters whether it is allocated (low half) or reads as zeros (high half).
 
 use blockhouse_core::ByteRange;
 
@@ -104,8 +104,8 @@ pub(crate) enum Entry {
     Compressed(CompressedDescriptor),
 }
 
-/// The states of a cluster's 32 subclusters: a bitmap of those with data, and one of those that
-/// read as zeros. No bit is set in both.
+/// The states of a cluster's 32 subclusters: a bitmap of the subclusters with data, and a bitmap of
+/// the subclusters that read as zeros. No bit is set in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SubclusterBitmap {
     pub(crate) data: u32,
@@ -125,7 +125,7 @@ impl SubclusterBitmap {
         }
     }
 
-    /// The same with the subclusters of `mask` in `state`.
+    /// A copy in which the subclusters of `mask` have the state `state`.
     pub(crate) fn with(self, mask: u32, state: SubclusterState) -> Self {
         let (data, zero) = (self.data & !mask, self.zero & !mask);
         match state {
@@ -260,8 +260,8 @@ impl Entry {
         if !geometry.is_cluster_aligned(reference.offset) {
             return Err("refers to data that does not start at a cluster");
         }
-        // Offset 0 is valid only in a data file; there, the copied bit distinguishes it from an
-        // entry without a cluster.
+        // Offset 0 is valid only in a data file; there, the copied bit distinguishes an entry with
+        // offset 0 from an entry without a cluster.
         let is_allocated = reference.offset != 0 || geometry.has_data_file && reference.is_copied();
         let host = is_allocated.then_some(reference);
         if geometry.has_data_file && host.is_some_and(|host| !host.is_copied()) {
@@ -307,10 +307,10 @@ impl Entry {
         word & (COMPRESSED | COPIED) == COMPRESSED | COPIED
     }
 
-    /// The valid part of the `index`-th entry of a slice, which [`read`](Self::read) may refuse:
-    /// reserved bits are cleared; a subcluster with both bits set keeps its data. An entry whose
-    /// host cluster is invalid, or not among the `clusters` clusters of the file, has lost its
-    /// data.
+    /// The valid part of the `index`-th entry of a slice, also for an entry that
+    /// [`read`](Self::read) refuses: reserved bits are cleared; a subcluster with both bits set
+    /// keeps its data. An entry whose host cluster is invalid, or not among the `clusters` clusters
+    /// of the file, has lost its data.
     pub(crate) fn sanitize(slice: &[u8], index: usize, geometry: Geometry, clusters: u64) -> Self {
         let size = geometry.l2_entry_size() as usize;
         let bytes = &slice[index * size..][..size];

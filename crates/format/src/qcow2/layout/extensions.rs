@@ -68,7 +68,7 @@ pub(crate) fn to_bytes(extensions: &[Extension]) -> Vec<u8> {
     bytes
 }
 
-/// The data of the last extension of this kind, which QEMU uses as well.
+/// The data of the last extension of this kind. QEMU also uses the last one.
 pub(crate) fn find(extensions: &[Extension], kind: u32) -> Option<&[u8]> {
     extensions.iter().rfind(|one| one.kind == kind).map(|one| one.data.as_slice())
 }

@@ -16,8 +16,9 @@ pub(crate) struct Geometry {
     pub(crate) extended_l2: bool,
     /// Guest clusters are in a data file, each at its guest offset; the image has tables only.
     pub(crate) has_data_file: bool,
-    /// The alignment of offsets and lengths in the image's file; 1 if there is none. A slice is
-    /// never smaller: otherwise a write of a slice would overwrite its neighbours.
+    /// The alignment that the image's file requires of offsets and lengths; 1 without a
+    /// requirement. A slice has at least this size: a write of a smaller slice would overwrite its
+    /// neighbours.
     pub(crate) block: u32,
 }
 
@@ -56,8 +57,8 @@ impl Geometry {
         SLICE.max(self.block.into()).min(self.cluster_size())
     }
 
-    /// The minimum number of slices in memory with which every change is possible: twice those of a
-    /// table and of its copy, and those of the refcounts that such a change needs.
+    /// The minimum number of slices in memory for every change to be possible: twice the slices of
+    /// a table and of its copy, plus 16 slices for the refcounts that such a change needs.
     pub(crate) fn min_slices(self) -> u64 {
         4 * (self.cluster_size() / self.slice_size()) + 16
     }
@@ -148,7 +149,7 @@ pub(crate) struct L2Index {
     pub(crate) l1_index: usize,
     /// Offset of the slice in the L2 table.
     pub(crate) slice_offset: u64,
-    /// Which entry of the slice.
+    /// Index of the entry in the slice.
     pub(crate) index: usize,
 }
 
@@ -158,7 +159,7 @@ pub(crate) struct RefcountIndex {
     pub(crate) table_index: u64,
     /// Offset of the slice in the refcount block.
     pub(crate) slice_offset: u64,
-    /// Which refcount of the slice.
+    /// Index of the refcount in the slice.
     pub(crate) index: usize,
 }
 

@@ -1,4 +1,4 @@
-//! The header: its fields, the checks of them, and its changes.
+//! The header of an image: its fields, their checks, and changes of them.
 //!
 //! Every field is checked before anything is computed from it. Unknown fields are kept: a change of
 //! the header replaces only the changed fields in the bytes that were read. All fields that can
@@ -24,7 +24,7 @@ pub(crate) const LENGTH_3: usize = 104;
 /// The kinds of encryption.
 const CRYPT_AES: u32 = 1;
 const CRYPT_LUKS: u32 = 2;
-/// The maximum size of an encryption's header in bytes; QEMU's have about 2 MiB.
+/// The maximum size of an encryption's header in bytes; QEMU writes about 2 MiB.
 const MAX_ENCRYPTION_HEADER: u64 = 16 << 20;
 /// Bytes of the first sector: all changes of the header are in it.
 pub(crate) const SECTOR: usize = 512;
@@ -50,18 +50,18 @@ bitflags::bitflags! {
 pub(crate) const LAZY_REFCOUNTS: u64 = 1;
 /// Autoclear feature bit: the data file reads as the guest's disk.
 pub(crate) const RAW_DATA_FILE: u64 = 1 << 1;
-/// Autoclear bit, one of those that the format reserves: a process that keeps a redo log has the
-/// image open for writing, or died while it had. Other programs clear bits that they do not know
-/// before they change the image.
+/// Autoclear bit, which the format reserves: a process that keeps a redo log has the image open for
+/// writing, or died with the image open. Other programs clear unknown autoclear bits before they
+/// change the image.
 pub(crate) const SESSION: u64 = 1 << 62;
-/// The session bit, and the autoclear bits below it (30 to 61), which are the session's number.
-/// Reason for the number: a log must not match an image that another process with a log has changed
-/// since. All these bits are cleared together.
+/// The session bit, and the session's number in the autoclear bits 30 to 61. Reason for the number:
+/// a log must not match an image that another process with a log has changed later. All these bits
+/// are cleared together.
 pub(crate) const SESSION_BITS: u64 = SESSION | SESSION_NUMBER;
 const SESSION_NUMBER: u64 = (u32::MAX as u64) << 30;
 
-/// The autoclear bits of a new session. Its number is random, because other programs clear the
-/// bits, so that the last number is not known.
+/// The autoclear bits of a new session. The session's number is random: the previous number is
+/// unknown, because other programs clear the bits.
 pub(crate) fn new_session() -> u64 {
     // Each `RandomState` has random keys.
     let number = RandomState::new().build_hasher().finish();
@@ -74,8 +74,8 @@ pub(crate) struct Header {
     pub(crate) geometry: Geometry,
     /// Bytes of the guest's disk, a multiple of 512.
     pub(crate) size: u64,
-    /// The bytes by which the size in the file exceeds `size`: less than a sector, which no guest
-    /// can read (QEMU rounds the size down, too). The next change of the header drops them.
+    /// The size in the file minus `size`, in bytes: less than a sector. No guest can read these
+    /// bytes (QEMU rounds the size down, too). The next change of the header drops them.
     pub(crate) excess: u64,
     pub(crate) l1_offset: u64,
     pub(crate) l1_entries: u32,
@@ -83,8 +83,8 @@ pub(crate) struct Header {
     pub(crate) refcount_table_clusters: u32,
     pub(crate) snapshots: u32,
     pub(crate) snapshots_offset: u64,
-    /// The reason why the two fields above cannot describe a snapshot table. The disk can still be
-    /// read.
+    /// The fault of `snapshots` or `snapshots_offset`, if they describe an impossible snapshot
+    /// table. The disk can still be read.
     pub(crate) snapshot_fault: Option<HeaderError>,
     pub(crate) incompatible: Incompatible,
     pub(crate) compatible: u64,
@@ -92,19 +92,19 @@ pub(crate) struct Header {
     pub(crate) compression: Compression,
     pub(crate) backing: Option<Backing>,
     pub(crate) data_file: Option<DataFile>,
-    /// How the guest's data is encrypted, if it is.
+    /// The encryption of the guest's data, if any.
     pub(crate) encryption: Option<EncryptionKind>,
     pub(crate) extensions: Vec<Extension>,
     /// Bytes from the start of the file to the first extension.
     pub(crate) length: usize,
 }
 
-/// How the guest's data of an image is encrypted.
+/// The encryption of the guest's data of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EncryptionKind {
     /// QEMU's encryption before LUKS: AES-128-CBC, with the password as the key.
     Aes,
-    /// With keys in a LUKS header, which is in these whole clusters.
+    /// Encryption with keys in a LUKS header, which takes these whole clusters.
     Luks(ByteRange),
 }
 
@@ -134,8 +134,8 @@ fn unsupported(offset: u64, what: impl Into<String>) -> HeaderError {
     HeaderError { what: what.into(), offset, reason: HeaderErrorKind::Unsupported }
 }
 
-/// The cluster size in the first bytes of a header, as a power of two: [`Header::parse`] needs the
-/// first cluster.
+/// The exponent of the cluster size (a power of two), from the first bytes of a header.
+/// [`Header::parse`] needs the bytes of the whole first cluster.
 pub(crate) fn cluster_bits(first: &[u8]) -> Result<u32, HeaderError> {
     if first.len() < LENGTH_2 || first[..4] != MAGIC {
         return Err(corrupt(0, "not a qcow2 image: the magic bytes are missing"));
@@ -217,13 +217,14 @@ impl Header {
         Ok(())
     }
 
-    /// Whether refcounts are written late (lazy refcounts): only when the image must not stay
-    /// dirty.
+    /// Whether refcounts are written late (lazy refcounts): the image is marked as dirty instead,
+    /// until a writeback covers all metadata.
     pub(crate) fn has_late_refcounts(&self) -> bool {
         self.compatible & LAZY_REFCOUNTS != 0
     }
 
-    /// The autoclear bits, other than [`SESSION_BITS`], that stay valid whatever is written.
+    /// The autoclear bits, other than [`SESSION_BITS`], that stay valid after every change of the
+    /// image.
     pub(crate) fn preserved_autoclear(&self) -> u64 {
         if self.geometry.has_data_file { RAW_DATA_FILE } else { 0 }
     }
@@ -280,7 +281,7 @@ impl Header {
         Ok(())
     }
 
-    /// Stores the fields that can change into the bytes that the header was read from.
+    /// Stores the fields that can change into `bytes`, from which the header was read.
     pub(crate) fn patch(&self, bytes: &mut [u8]) {
         let mut put = |offset: usize, field: &[u8]| {
             bytes[offset..offset + field.len()].copy_from_slice(field);
@@ -302,8 +303,8 @@ impl Header {
         }
     }
 
-    /// Removes the names of feature bits, which only serve messages, if the extensions do not fit
-    /// into the first sector with them. `sector` is that sector as it is on disk. Returns whether
+    /// Removes the names of feature bits if the extensions do not fit into the first sector with
+    /// them. Only messages use the names. `sector` is the first sector as on disk. Returns whether
     /// the extensions fit now.
     pub(crate) fn fit_extensions(&mut self, sector: &[u8]) -> bool {
         let room = Self::extensions_end(sector).saturating_sub(self.length);
@@ -314,7 +315,7 @@ impl Header {
         fits(&self.extensions)
     }
 
-    /// Stores the extensions, which [fit](Self::fit_extensions), into the first sector.
+    /// Stores the extensions into the first sector. They must [fit](Self::fit_extensions).
     pub(crate) fn put_extensions(&self, sector: &mut [u8]) {
         let end = Self::extensions_end(sector);
         let list = extensions::to_bytes(&self.extensions);
@@ -322,8 +323,8 @@ impl Header {
         sector[self.length..self.length + list.len()].copy_from_slice(&list);
     }
 
-    /// The end of the space for extensions in the first sector: the name of the backing file, if it
-    /// is in this sector.
+    /// The end of the space for extensions in the first sector: the start of the backing file's
+    /// name, if the name is in this sector, else the end of the sector.
     fn extensions_end(sector: &[u8]) -> usize {
         match be64(sector, 8) {
             0 => SECTOR,

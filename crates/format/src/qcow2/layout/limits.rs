@@ -1,9 +1,9 @@
-//! Limits on the sizes in an image, each defined once. They are QEMU's, so that no image is made
-//! that QEMU refuses.
+//! Limits on the sizes in an image, each defined once. The limits are QEMU's, so that QEMU accepts
+//! every new image.
 
-/// Host offsets in table entries are bits 9 to 55.
+/// Host offsets are less than this: table entries have bits 9 to 55 of an offset.
 pub(crate) const MAX_OFFSET: u64 = 1 << 56;
-/// Bytes of an L1 table, the active one or a snapshot's.
+/// Bytes of an L1 table, of the active disk or of a snapshot.
 pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
 /// Bytes of the refcount table.
 pub(crate) const MAX_REFCOUNT_TABLE: u64 = 8 << 20;
@@ -21,8 +21,8 @@ pub(crate) const MAX_SNAPSHOT_NAME: usize = 255;
 pub(crate) const MAX_BITMAPS: u32 = 65_535;
 /// Bytes of the directory of bitmaps.
 pub(crate) const MAX_BITMAP_DIRECTORY: u64 = 1024 * MAX_BITMAPS as u64;
-/// Bytes of the table of one bitmap: with clusters of 512 bytes, it refers to [`MAX_BITMAP_BYTES`]
-/// of bits.
+/// Bytes of the table of one bitmap. With clusters of 512 bytes, such a table refers to
+/// [`MAX_BITMAP_BYTES`] of bits.
 pub(crate) const MAX_BITMAP_TABLE: u64 = 8 << 20;
 /// Bytes of the bits of one bitmap.
 pub(crate) const MAX_BITMAP_BYTES: u64 = 512 << 20;

@@ -3,13 +3,13 @@
 //! In an image, names are bytes. Guarantee: [`index_of`] finds a name by the text that [`listed`]
 //! returns for it, unless another name has the same text.
 
-/// A name for people: bytes that are no UTF-8 become U+FFFD.
+/// A name for people: bytes that are not UTF-8 become U+FFFD.
 pub(crate) fn listed(name: &[u8]) -> String {
     String::from_utf8_lossy(name).into_owned()
 }
 
-/// The index of the name `meant`: the first name with its bytes, else the only name for which
-/// [`listed`] returns it.
+/// The index of the name `meant`: the first name with the same bytes, else the only name for which
+/// [`listed`] returns `meant`.
 pub(crate) fn index_of<'a>(
     names: impl Iterator<Item = &'a [u8]> + Clone,
     meant: &str,

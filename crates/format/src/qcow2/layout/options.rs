@@ -2,7 +2,7 @@
 
 pub use crate::{Access, Discard};
 
-/// Which revision of the format a new image has.
+/// The revision of the format that a new image has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Version {
     /// Version 2, `compat=0.10`: no zero clusters, refcounts of 16 bits, no features.
@@ -33,7 +33,7 @@ impl From<bool> for Switch {
 pub struct Backing {
     /// Its name, as bytes of the host's file system; relative to the image's folder.
     pub name: Vec<u8>,
-    /// Its format, if the image states it.
+    /// The backing file's format, if the image states the format.
     pub format: Option<String>,
 }
 
@@ -42,7 +42,7 @@ pub struct Backing {
 pub struct DataFile {
     /// Its name, as bytes of the host's file system; relative to the image's folder.
     pub name: Vec<u8>,
-    /// Whether the file by itself, without the image, reads as the guest's disk.
+    /// Whether the data file without the image reads as the guest's disk.
     pub raw: Switch,
 }
 
@@ -52,14 +52,15 @@ impl DataFile {
     }
 }
 
-/// How changes are recorded in bitmaps before they are made. This limits how much of the disk is
-/// marked as changed after a crash although it is not.
+/// How changes of the disk are recorded in bitmaps before they are made. The fields limit how many
+/// unchanged bytes are marked as changed after a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BitmapActivity {
-    /// Bytes of an extent of the disk, a power of two: before the first change in an extent, all of
-    /// it is marked as changed. If one bit covers more, an extent is as large as that.
+    /// Bytes of an extent of the disk, a power of two. Before the first change in an extent, the
+    /// whole extent is marked as changed. If a bit of the bitmap covers more bytes, an extent has
+    /// the bytes of one bit.
     pub extent_size: u64,
-    /// The maximum number of extents that are marked as a whole, not counting those of requests in
+    /// The maximum number of extents that are marked as a whole, without the extents of requests in
     /// flight.
     pub max_active: usize,
 }

@@ -1,7 +1,7 @@
 //! Refcounts of 1 to 64 bits in the bytes of a refcount block.
 //!
 //! Refcounts narrower than a byte are stored from the least significant bits of a byte upwards;
-//! wider ones are big-endian.
+//! wider refcounts are big-endian.
 
 /// The `index`-th refcount of `1 << order` bits.
 pub(crate) fn get(bytes: &[u8], order: u32, index: usize) -> u64 {
@@ -18,7 +18,7 @@ pub(crate) fn get(bytes: &[u8], order: u32, index: usize) -> u64 {
     }
 }
 
-/// Changes the `index`-th refcount. `value` must fit.
+/// Changes the `index`-th refcount. `value` must fit into `1 << order` bits.
 pub(crate) fn set(bytes: &mut [u8], order: u32, index: usize, value: u64) {
     match order {
         0..3 => {

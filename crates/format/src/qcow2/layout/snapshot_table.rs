@@ -24,19 +24,19 @@ const CHUNK: usize = 64 << 10;
 /// A snapshot, as shown to users.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Unique in the image; a decimal number if QEMU or this program made it.
+    /// The id, unique in the image; a decimal number if QEMU or this program made the snapshot.
     pub id: String,
-    /// The name that the user gave it.
+    /// The name that the user chose.
     pub name: String,
-    /// Time at which it was taken, since 1970-01-01 UTC.
+    /// Time at which the snapshot was taken, since 1970-01-01 UTC.
     pub created: Duration,
-    /// How long the machine had run.
+    /// Time that the virtual machine had run.
     pub vm_clock: Duration,
     /// Bytes of the machine's state; 0 for a snapshot of the disk alone.
     pub vm_state_size: u64,
-    /// Bytes of the guest's disk when it was taken.
+    /// Bytes of the guest's disk when the snapshot was taken.
     pub disk_size: u64,
-    /// How many instructions the machine had executed, if it counted them.
+    /// Number of instructions that the machine had executed, if the machine counted them.
     pub instruction_count: Option<u64>,
 }
 
@@ -103,7 +103,8 @@ impl SnapshotEntry {
         }
     }
 
-    /// Whether the entry has neither id nor name: the padding after the last entry reads so.
+    /// Whether the entry has neither id nor name. The padding after the last entry reads as such an
+    /// entry.
     pub(crate) fn is_empty(&self) -> bool {
         self.id.is_empty() && self.name.is_empty()
     }
@@ -114,12 +115,13 @@ impl SnapshotEntry {
         format!("the snapshot '{}' (id {})", name.escape_default(), id.escape_default())
     }
 
-    /// Whether an entry of an image of that version lacks required data.
+    /// Whether the entry lacks data that images of this version require.
     pub(crate) fn is_incomplete(&self, version: u32) -> bool {
         version >= 3 && self.disk_size().is_none()
     }
 
-    /// Adds the data that an incomplete entry lacks, assuming that the disk had its current size.
+    /// Adds the data that an incomplete entry lacks. The disk of the snapshot is assumed to have
+    /// `disk_size` bytes.
     pub(crate) fn complete(&mut self, disk_size: u64) {
         self.extra = words::bytes_of(&[self.vm_state_size(), disk_size]);
     }
@@ -149,7 +151,7 @@ impl SnapshotEntry {
             l1_entries: be32(bytes, 8),
             id: bytes[extra_end..id_end].to_vec(),
             name: bytes[id_end..id_end + name].to_vec(),
-            // A nanoseconds field of a second or more is no reason to refuse an image.
+            // A nanoseconds field of a second or more is accepted.
             created: Duration::from_secs(be32(bytes, 16).into())
                 + Duration::from_nanos(be32(bytes, 20).into()),
             vm_clock: Duration::from_nanos(be64(bytes, 24)),
@@ -177,7 +179,7 @@ pub(crate) fn fits(entries: &[SnapshotEntry]) -> bool {
     entries.len() <= MAX_SNAPSHOTS as usize && to_bytes(entries).len() <= MAX_SNAPSHOT_TABLE
 }
 
-/// The table, and how many bytes it takes.
+/// The table's entries, and the table's length in bytes.
 pub(crate) struct Table {
     pub(crate) entries: Vec<SnapshotEntry>,
     pub(crate) length: u64,
@@ -222,7 +224,7 @@ pub(crate) async fn read<S: Storage>(storage: &S, header: &Header) -> Result<Tab
 pub(crate) struct TableReader<'a, S> {
     storage: &'a S,
     start: u64,
-    /// The bytes from `start` on that were needed so far.
+    /// The bytes from `start` on that were read so far.
     bytes: Vec<u8>,
     /// Offset of the next entry from `start`.
     at: usize,
@@ -234,19 +236,19 @@ impl<'a, S: Storage> TableReader<'a, S> {
         Self { storage, start, bytes: Vec::new(), at: 0, was_guessed: false }
     }
 
-    /// Bytes of the entries so far.
+    /// Bytes of the entries that were read so far.
     pub(crate) fn position(&self) -> u64 {
         self.at as u64
     }
 
-    /// Whether the last entry states an impossible length of its extra data, so that one of the
-    /// lengths that occur in practice was assumed.
+    /// Whether the last entry states an impossible length of its extra data. For such an entry, a
+    /// length that occurs in practice is assumed.
     pub(crate) fn was_guessed(&self) -> bool {
         self.was_guessed
     }
 
-    /// The next entry: `None` if the file ends before it does, `Some(None)` if it is too long, so
-    /// that no entry after it can be found either.
+    /// The next entry: `None` if the file ends before the entry's end, `Some(None)` if the entry is
+    /// too long. No further entry can be found after an entry that is too long.
     ///
     /// # Errors
     /// Errors of the storage only.
@@ -272,8 +274,8 @@ impl<'a, S: Storage> TableReader<'a, S> {
         Ok(Some(Some(entry)))
     }
 
-    /// The length of extra data after which a decimal id follows, as QEMU and this program write
-    /// it.
+    /// The length of extra data after which a decimal id follows. QEMU and this program write
+    /// decimal ids.
     async fn guess_extra(&mut self, id: usize) -> Result<Option<usize>> {
         for extra in [EXTRA, 16, 0] {
             if !self.holds(FIXED + extra + id).await? {

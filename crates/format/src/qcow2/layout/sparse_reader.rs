@@ -11,14 +11,14 @@ use super::table_io;
 
 /// Maximum bytes that are read at a time.
 const CHUNK_SIZE: u64 = 1 << 20;
-/// A file up to this length, in bytes, is read as a whole: that costs no more than querying its
+/// A file up to this length, in bytes, is read as a whole: the read costs no more than queries for
 /// holes.
 const SMALL_FILE: u64 = 16 << 20;
 
-/// Reads tables of an image, best in the order of their offsets.
+/// Reads tables of an image, with the fewest queries in the order of their offsets.
 pub(crate) struct SparseReader<'a, S> {
     storage: &'a S,
-    /// Everything that is read starts and ends at multiples of this.
+    /// Reads start and end at multiples of this number of bytes.
     granularity: u64,
     /// The last block status that the storage returned.
     known: Option<(ByteRange, Allocation)>,
@@ -30,8 +30,9 @@ impl<'a, S: Storage> SparseReader<'a, S> {
     }
 
     /// The first part of `range` that may have other bytes than zeros, in whole slices and at most
-    /// 1 MiB; `None` if all of it is zeros. `range` starts at a cluster, and is advanced past the
-    /// result. A storage that cannot report holes is treated as having none.
+    /// 1 MiB; `None` if the whole range is zeros. `range` must start at a cluster. Its start is
+    /// advanced past the result. A storage that cannot report holes counts as a storage without
+    /// holes.
     pub(crate) async fn next_data(&mut self, range: &mut ByteRange) -> Option<ByteRange> {
         let data = self.find_data(*range).await?;
         *range = ByteRange::between(data.end(), range.end());
@@ -61,7 +62,7 @@ impl<'a, S: Storage> SparseReader<'a, S> {
         None
     }
 
-    /// As [`next_data`](Self::next_data), with its content.
+    /// As [`next_data`](Self::next_data), with the bytes of the result.
     ///
     /// # Errors
     /// Errors of the storage.

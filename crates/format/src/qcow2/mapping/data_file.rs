@@ -12,7 +12,7 @@ use super::{Mapper, noop_extent};
 
 impl Mapper<'_> {
     /// Allocates host clusters for the first of these guest clusters. Returns the guest clusters
-    /// that got one, and their target.
+    /// that have a host cluster now, and their target.
     pub(super) fn allocate_target(
         &mut self,
         slice: SliceId,
@@ -41,11 +41,11 @@ impl Mapper<'_> {
         let DataPlacement::DataFile(file) = &self.mapping.data else {
             return self.map_zero_by_entries(range, unmap);
         };
-        // Zeros are written over data; other entries are set to zero.
+        // Zeros are written over data; entries without data get the zero flag.
         if file.is_raw_disk() || self.starts_with_data(range)? {
             return self.map_write(range);
         }
-        // Only one cluster, because the next one may have data.
+        // Only one cluster, because the next cluster may have data.
         let first = range.truncate(self.tables.geometry().rest_of_cluster(range.offset()));
         self.map_zero_by_entries(first, Unmap::Forbidden)
     }
@@ -58,7 +58,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// Maps a discard in a data file: data is discarded there, and its entries stay.
+    /// Maps a discard in a data file: the data is discarded in the file, and the L2 entries stay.
     fn map_discard_in_data_file(&mut self, range: ByteRange) -> Step<Extent> {
         if self.starts_with_data(range)? {
             return self.map_write(range);

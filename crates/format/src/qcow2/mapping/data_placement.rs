@@ -2,13 +2,14 @@
 //!
 //! The placement is fixed when the image is opened. In a data file, the host offset of each guest
 //! cluster is its guest offset, as in QEMU: nothing is allocated or counted, and host clusters are
-//! never reused for other guest clusters. The L2 entry says whether the data there is valid.
+//! never reused for other guest clusters. The L2 entry states whether the data at this offset is
+//! valid.
 //!
 //! - Zero writes and discards of data are made in the data file, and the L2 entries do not change.
-//!   So no range has to be punched after a writeback, when the cluster may have data again. The
-//!   zero flag is set only in entries without data.
+//!   So no hole is punched later, after a writeback, when the cluster may have data again. The zero
+//!   flag is set only in entries without data.
 //! - If the data file is the raw disk (`data_file_raw`), the zero flag is never set: all zeros are
-//!   written to the data file, so that it reads as the disk without the image.
+//!   written to the data file, so that the file without the image reads as the disk.
 //! - A write whose future was dropped may still write its COW padding. The cluster has a fixed host
 //!   offset, so the next change of the cluster waits for that write.
 
@@ -54,28 +55,30 @@ impl DataPlacement {
         }
     }
 
-    /// Blocked while writes with dropped futures may write their COW padding to these clusters.
+    /// Returns `Blocked` while writes with dropped futures may write their COW padding to these
+    /// clusters.
     pub(super) fn wait_for_cow_writes(&mut self, clusters: &Range<u64>) -> Step<()> {
         let Self::DataFile(file) = self else { return Ok(()) };
         if clusters.clone().any(|cluster| file.dropped.contains(&cluster)) {
             if let Some(end) = file.cow_writes.listen() {
                 return Err(Blocked::Wait(end));
             }
-            // No such write is in flight.
+            // No write with COW padding is in flight.
             file.dropped.clear();
         }
         Ok(())
     }
 
-    /// The range of a change that becomes visible. In a data file it ends with the disk of `size`
-    /// bytes, rounded up to a block, so that the file does not become longer than the disk.
+    /// The range of a change that becomes visible. In a data file, the range ends at the end of the
+    /// disk of `size` bytes, rounded up to a block, so that the file does not become longer than
+    /// the disk.
     pub(super) fn within_disk(&self, whole: ByteRange, guest: ByteRange, size: u64) -> ByteRange {
         let Self::DataFile(file) = self else { return whole };
         let end = size.next_multiple_of(file.block).max(guest.end());
         whole.before(end)
     }
 
-    /// Called when the data file was opened, with the bytes of its blocks.
+    /// Sets the block size of the data file, in bytes, after the file is opened.
     pub(super) fn set_block(&mut self, block: u64) {
         if let Self::DataFile(file) = self {
             file.block = block;

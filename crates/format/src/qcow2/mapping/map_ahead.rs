@@ -1,9 +1,10 @@
-//! Mapping clusters ahead of a run of first writes (`runs_ahead`) to prepared space.
+//! Maps the clusters ahead of a run of first writes (`runs_ahead`) to prepared space.
 //!
-//! Clusters are mapped ahead only in the step that allocates for the first write itself, so one
-//! writeback writes both. The zeros in the host clusters are durable before any entry refers to
-//! them. The entries change like all others: after the refcounts, marked as dirty, and appended to
-//! the redo log. If the first write fails, the mappings stay, and their clusters read as before.
+//! Clusters are mapped ahead only in the step that allocates for the first write, so one writeback
+//! writes the entries of both. The zeros in the host clusters are durable before any entry refers
+//! to them. The entries change like all L2 entries: after the refcounts, marked as dirty, and
+//! appended to the redo log. If the first write fails, the mappings stay, and their clusters read
+//! as before.
 
 use std::ops::Range;
 
@@ -13,8 +14,8 @@ use crate::qcow2::tables::{DataStability, RedoChange, RedoRecord, SliceId, Step}
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// How many clusters after `clusters`, whose entries are all in one slice, may be mapped ahead:
-    /// they must have entries in that slice, read as zeros without a host cluster, and have no
+    /// The number of clusters after `clusters` that may be mapped ahead. They must have entries in
+    /// `slice`, as all of `clusters` have, read as zeros without a host cluster, and have no
     /// pending change.
     pub(super) fn clusters_ahead(&mut self, slice: SliceId, clusters: &Range<u64>) -> Step<u64> {
         if !self.allocator.has_prepared() {
@@ -53,8 +54,8 @@ impl Mapper<'_> {
         Ok(if has_room { found - clusters.end } else { 0 })
     }
 
-    /// Maps the clusters that follow `clusters` to these host clusters, in which written zeros are
-    /// durable. As after a write, the entries are dirty and recorded in the redo log.
+    /// Maps the clusters that follow `clusters` to `hosts`: host clusters with durable, written
+    /// zeros. As after a write, the entries are dirty and recorded in the redo log.
     pub(super) fn map_ahead(&mut self, slice: SliceId, clusters: Range<u64>, hosts: Range<u64>) {
         let geometry = self.tables.geometry();
         let ahead = clusters.end..clusters.end + (hosts.end - hosts.start);

@@ -1,6 +1,6 @@
 //! Maps guest clusters to host clusters: lookups, and changes that have not taken effect yet.
 //!
-//! The life of a change:
+//! The life cycle of a change:
 //!
 //! 1. *Prepare* ([`Mapper::map_write`], `map_zero`, `map_discard`, `map_compressed`): the step
 //!    allocates what the change needs and locks its guest clusters (`pending_changes`). Lookups do
@@ -13,9 +13,9 @@
 //! The overwrite of a mapped cluster allocates nothing and changes no entry. Overwrites are counted
 //! while they are in flight, so that no change frees the cluster meanwhile.
 //!
-//! Locking: the image's one lock protects [`Mapping`], the tables and the allocator; a step borrows
-//! all three as a [`Mapper`]. No function here waits. Each request locks its guest clusters in
-//! ascending order, so requests do not deadlock.
+//! Locking: the image has one lock, which protects [`Mapping`], the tables and the allocator; a
+//! step borrows all three as a [`Mapper`]. No function here waits. Each request locks its guest
+//! clusters in ascending order, so requests do not deadlock.
 
 mod data_file;
 mod data_placement;
@@ -44,8 +44,8 @@ use data_placement::DataPlacement;
 use pending_changes::PendingChanges;
 use runs_ahead::RunsAhead;
 
-/// The changes and overwrites in flight, and what the mapping depends on besides the tables; see
-/// the module's documentation.
+/// The changes and overwrites in flight, and the state besides the tables that the mapping depends
+/// on; see the module's documentation.
 pub(crate) struct Mapping {
     changes: PendingChanges,
     data: DataPlacement,
@@ -111,12 +111,13 @@ impl Mapping {
 
 impl Mapper<'_> {
     /// Whether clusters without an entry are read from a backing file, or will be once the image
-    /// gets one.
+    /// gets a backing file.
     fn has_backing(&self) -> bool {
         self.tables.header().backing.is_some() || self.mapping.backing_end > 0
     }
 
-    /// Blocked if a writeback must run, or a change must end, before another change is prepared.
+    /// Returns `Blocked` if a writeback must run, or a change must end, before another change is
+    /// prepared.
     fn check_room(&mut self) -> Step<()> {
         self.tables.check_dirty_limit()?;
         let checked = self.tables.redo.check_room(self.mapping.changes.len());

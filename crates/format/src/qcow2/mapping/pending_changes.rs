@@ -23,12 +23,12 @@ pub(super) enum Change {
     Write { host: u64, allocated: bool },
     /// The entry refers to compressed data.
     Compressed(CompressedDescriptor),
-    /// The clusters read as zeros, with or without their host clusters.
+    /// The clusters read as zeros. They keep their host clusters if `keep` is set.
     Zero { keep: bool },
-    /// The clusters have no host cluster, and read as zeros if that can be encoded.
+    /// The clusters have no host cluster, and read as zeros if the image's version can encode this.
     Discard,
     /// The subclusters in `mask` of one cluster change to `state`. If no subcluster has data after
-    /// that, the entry no longer refers to a host cluster, unless `keep` is set.
+    /// the change, the entry no longer refers to a host cluster, unless `keep` is set.
     Subclusters { mask: u32, state: SubclusterState, keep: bool },
 }
 
@@ -59,7 +59,7 @@ impl PendingChange {
 pub(super) struct PendingChanges {
     /// Keyed by the first cluster; the ranges do not overlap.
     changes: BTreeMap<u64, PendingChange>,
-    /// Overwrites in place: their number for each range of clusters.
+    /// The number of overwrites in place that are in flight, for each range of clusters.
     overwrites: HashMap<(u64, u64), u32>,
     overwrite_ended: Event,
 }
@@ -77,7 +77,8 @@ impl PendingChanges {
         Ok(next.map_or(end, |(&start, _)| start))
     }
 
-    /// The event to wait for before these clusters can lose their host clusters, if any.
+    /// The event to wait for before these clusters can lose their host clusters, if they are being
+    /// overwritten.
     pub(super) fn overwrites_of(&self, clusters: &Range<u64>) -> Option<EventListener> {
         let overlaps = |&(start, end): &(u64, u64)| start < clusters.end && clusters.start < end;
         self.overwrites.keys().any(overlaps).then(|| self.overwrite_ended.listen())
@@ -103,7 +104,7 @@ impl PendingChanges {
         }
     }
 
-    /// Begins a change. A cluster has one change at a time: a second one waits for the first.
+    /// Begins a change. A cluster has one change at a time: a second change waits for the first.
     pub(super) fn begin(&mut self, clusters: Range<u64>, change: Change) -> Step<()> {
         match self.changes.entry(clusters.start) {
             Entry::Occupied(other) => Err(Blocked::Wait(other.get().ended.listen())),

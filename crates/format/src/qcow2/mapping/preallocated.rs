@@ -5,8 +5,8 @@ use blockhouse_core::ByteRange;
 use crate::qcow2::layout::entry::Entry;
 use crate::qcow2::tables::{Step, Tables};
 
-/// The host offset that is allocated for the first bytes of `range`, although they do not read from
-/// there, or `None`; and the number of bytes for which this holds (contiguously).
+/// The host offset that is allocated for the first bytes of `range`, or `None`; and the number of
+/// bytes for which this holds (contiguously). The guest's bytes are not read from this host offset.
 pub(crate) fn preallocated_offset(
     tables: &mut Tables,
     range: ByteRange,

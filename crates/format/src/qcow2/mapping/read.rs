@@ -1,4 +1,4 @@
-//! Looks up where the bytes of guest ranges are. Reads the tables and nothing else.
+//! Looks up the host locations of guest ranges. Uses only the tables.
 
 use blockhouse_core::{ByteRange, Extent, ExtentFlags, ExtentState};
 
@@ -59,7 +59,7 @@ pub(crate) fn map_read(tables: &mut Tables, range: ByteRange) -> Step<Extent> {
     within_file(tables, found)
 }
 
-/// The content of a subcluster of an entry; the host offset is that of the subcluster.
+/// The content of a subcluster of an entry, with the subcluster's host offset.
 fn content(tables: &Tables, entry: Entry, subcluster: u32) -> SubclusterContent {
     match entry {
         Entry::Compressed(data) => {

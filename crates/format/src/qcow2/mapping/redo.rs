@@ -9,9 +9,9 @@ use crate::qcow2::tables::{DataStability, RedoRecord, SliceId, Step};
 use super::Mapper;
 
 impl Mapper<'_> {
-    /// Compares entries with `record` in the first slice of `clusters`. Returns the end of that
-    /// part, and each cluster whose entry `record` would change, with its new entry. Changes
-    /// nothing.
+    /// Compares entries with `record` in the first slice of `clusters`. Returns the end of the
+    /// compared clusters, and each cluster whose entry `record` would change, with its new entry.
+    /// Changes nothing.
     pub(crate) fn differing_entries(
         &mut self,
         record: &RedoRecord,
@@ -59,8 +59,9 @@ impl Mapper<'_> {
     }
 
     /// Clears COPIED in `entry` if the host cluster's refcount exceeds one. Reason: the cluster was
-    /// freed and used again, and the process was killed before its lower refcount was written. The
-    /// refcount stays, because another table may refer to the cluster: at most a cluster leaks.
+    /// freed and used again, and the process was killed before the cluster's lower refcount was
+    /// written. The refcount stays, because another table may refer to the cluster: at most a
+    /// cluster leaks.
     fn with_found_refcount(&mut self, entry: Entry) -> Step<Entry> {
         let geometry = self.tables.geometry();
         match entry {

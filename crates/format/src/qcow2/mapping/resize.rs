@@ -22,8 +22,8 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// Maps the clusters from `cluster` to the end of its slice, or to `end`, to their host offsets
-    /// in the raw disk. Returns the cluster after them.
+    /// Maps the clusters from `cluster` on, up to the end of its slice and at most up to `end`, to
+    /// their host offsets in the raw disk. Returns the next cluster.
     pub(crate) fn map_raw_slice(&mut self, cluster: u64, end: u64) -> Step<u64> {
         let geometry = self.tables.geometry();
         let first = geometry.l2_index(cluster).index as u64;
@@ -38,8 +38,7 @@ impl Mapper<'_> {
         Ok(next)
     }
 
-    /// Empties the L2 entries from `cluster` to the end of its slice. Returns the cluster after
-    /// them.
+    /// Empties the L2 entries from `cluster` to the end of its slice. Returns the next cluster.
     pub(crate) fn empty_slice(&mut self, cluster: u64) -> Step<u64> {
         let geometry = self.tables.geometry();
         let at = geometry.l2_index(cluster);
@@ -81,7 +80,7 @@ impl Mapper<'_> {
         Ok(())
     }
 
-    /// Shrinks the disk and its L1 table. On disk, nothing beyond `size` may be in use.
+    /// Shrinks the disk and its L1 table. Nothing on disk beyond `size` may be in use.
     pub(crate) fn cut(&mut self, size: u64) -> Step<()> {
         // At least one L1 entry is kept, because other programs may not expect an L1 table without
         // entries.

@@ -1,16 +1,17 @@
 //! Runs of first writes, and how many clusters are mapped ahead of them.
 //!
 //! The first write to a cluster changes a refcount and an L2 entry: two metadata writes besides the
-//! data. If it uses prepared space (`allocator/prepared`), the same step can map the guest's next
-//! clusters to more of that space (`map_ahead`). These clusters read as zeros before and after, the
-//! same two metadata writes serve all of them, and each later write to one of them is an overwrite
-//! in place.
+//! data. If the first write uses prepared space (`allocator/prepared`), the same step can map the
+//! guest's next clusters to more of this space (`map_ahead`). These clusters read as zeros before
+//! and after, the same two metadata writes serve all of them, and each later write to one of them
+//! is an overwrite in place.
 //!
-//! Mapping ahead is useful only for a run: first writes that each begin where the previous one and
-//! its clusters mapped ahead end. The number of clusters mapped ahead is that of the clusters that
-//! the run has written, so it doubles with each first write; no clusters are mapped ahead if fewer
-//! than half of the latest ones were written. So a run leaves at most as many unwritten clusters as
-//! it has written, and random writes leave almost none.
+//! Mapping ahead is useful only for a run: each of its first writes begins at the end of the
+//! clusters that the previous first write has mapped, ahead or for itself. As many clusters are
+//! mapped ahead as the run has written, so the number doubles with each first write. No clusters
+//! are mapped ahead if fewer than half of the clusters that were mapped ahead last were written. So
+//! a run leaves at most as many unwritten clusters as it has written, and random writes leave
+//! almost none.
 
 use std::ops::Range;
 
@@ -21,20 +22,21 @@ const MAX_BYTES: u64 = 4 << 20;
 /// Maximum number of parallel runs: a file system's journal and several files.
 const MAX_RUNS: usize = 4;
 
-/// The latest runs, in order: the latest one is the last.
+/// The latest runs, in order: the latest run is the last.
 #[derive(Default)]
 pub(super) struct RunsAhead {
     runs: Vec<Run>,
 }
 
 struct Run {
-    /// The cluster after the last one that the run has mapped.
+    /// The cluster after the last cluster that the run has mapped.
     end: u64,
-    /// How many clusters before `end` were mapped ahead with the latest first write.
+    /// Number of clusters before `end` that were mapped ahead with the latest first write.
     ahead: u64,
-    /// Which of these clusters were written since: the lowest bit is the last cluster.
+    /// Bits of the clusters mapped ahead, set if a cluster was written since. The lowest bit is the
+    /// last cluster.
     used: u64,
-    /// How many clusters the run has written, without those in `used`.
+    /// Number of clusters that the run has written, without the clusters in `used`.
     written: u64,
 }
 
@@ -49,7 +51,7 @@ impl Run {
 }
 
 impl RunsAhead {
-    /// How many clusters to map ahead with a first write that begins at cluster `first`.
+    /// Number of clusters to map ahead with a first write that begins at cluster `first`.
     pub(super) fn wanted(&self, first: u64, cluster_bits: u32) -> u64 {
         let limit = MAX_CLUSTERS.min(MAX_BYTES >> cluster_bits);
         let run = self.runs.iter().find(|run| run.end == first && run.has_used_half());

@@ -57,7 +57,7 @@ impl Mapper<'_> {
     pub(super) fn map_discard_in_image(&mut self, range: ByteRange) -> Step<Extent> {
         let geometry = self.tables.geometry();
         let is_backed = self.is_backed(geometry.cluster_of(range.offset()));
-        // Such an image has no zero flag: the discard does nothing, because unallocated clusters
+        // The discard does nothing: images of version 2 have no zero flag, and unallocated clusters
         // would expose the backing file's bytes.
         if is_backed && geometry.version < 3 {
             return Ok(noop_extent(
@@ -85,14 +85,16 @@ impl Mapper<'_> {
     }
 
     /// Whether a cluster without an entry may read from the backing file. In an image with zero
-    /// flags, that is assumed up to the disk's end, even if the backing file is shorter now.
+    /// flags, all clusters up to the disk's end count as backed, even if the backing file is
+    /// shorter now.
     fn is_backed(&self, cluster: u64) -> bool {
         let geometry = self.tables.geometry();
         let is_before_end = geometry.offset_of(cluster) < self.mapping.backing_end;
         self.has_backing() && (is_before_end || geometry.version >= 3)
     }
 
-    /// The first of `clusters` for which [`is_backed`](Self::is_backed) has the same result.
+    /// The clusters at the start of `clusters` for which [`is_backed`](Self::is_backed) has the
+    /// same result.
     fn backed_alike(&self, clusters: Range<u64>) -> Range<u64> {
         let geometry = self.tables.geometry();
         let border = geometry.clusters_for(self.mapping.backing_end);
@@ -120,8 +122,8 @@ impl Mapper<'_> {
         }
     }
 
-    /// Prepares a change of whole subclusters of one cluster by its entry alone; `None` if that is
-    /// impossible.
+    /// Prepares a change of whole subclusters of one cluster that changes only the cluster's entry;
+    /// `None` if a change of the entry is not sufficient.
     fn prepare_subclusters(
         &mut self,
         part: ByteRange,
@@ -160,8 +162,8 @@ impl Mapper<'_> {
         Ok(Some(Extent { guest: part, alloc_range: part, state: ExtentState::Zero, flags }))
     }
 
-    /// Maps a discard of a part of a cluster: the host's file can get a hole there if the cluster
-    /// can be written in place.
+    /// Maps a discard of a part of a cluster. If the cluster can be written in place, the part can
+    /// become a hole in the host's file.
     fn discard_part(&mut self, part: ByteRange) -> Step<Extent> {
         let cluster = self.tables.geometry().cluster_of(part.offset());
         self.wait_for_change(cluster)?;
@@ -190,9 +192,9 @@ impl Mapper<'_> {
         (!clusters.is_empty()).then_some(clusters)
     }
 
-    /// Prepares a change of entries alone, for the longest run at the start of `clusters` that
-    /// needs the change according to `needs`. If the first cluster does not need it, returns an
-    /// extent without work for the run that does not.
+    /// Prepares a change of entries alone, for the longest run at the start of `clusters` whose
+    /// entries need the change according to `needs`. If the first cluster does not need the change,
+    /// returns an extent without work for the longest run that does not need the change.
     fn prepare_unmapping(
         &mut self,
         range: ByteRange,
@@ -243,8 +245,8 @@ impl Mapper<'_> {
     }
 
     /// Allocates space for the compressed form of the cluster `guest`, `length` bytes. The space
-    /// starts at a multiple of `block` and has whole blocks, so that a write of it never touches a
-    /// block of another compressed cluster.
+    /// starts at a multiple of `block` and has whole blocks, so that a write to the space never
+    /// touches a block of another compressed cluster.
     pub(crate) fn map_compressed(
         &mut self,
         guest: ByteRange,

@@ -31,7 +31,7 @@ pub(super) enum CowReason {
     Shared,
     /// The cluster is compressed.
     Compressed,
-    /// A write with a dropped future may still write its COW padding there.
+    /// A write with a dropped future may still write its COW padding to the cluster.
     Quarantined,
 }
 
@@ -40,9 +40,9 @@ pub(super) struct Target {
     pub(super) host: u64,
     /// Whether the host space was allocated for this write.
     pub(super) allocated: bool,
-    /// Whether the host space reads as zeros, as do the replaced clusters.
+    /// Whether both the host space and the replaced guest clusters read as zeros.
     pub(super) zeroed: bool,
-    /// Whether these zeros are written and durable.
+    /// Whether the zeros in the host space are written and durable.
     pub(super) prepared: bool,
 }
 
@@ -110,7 +110,7 @@ impl Mapper<'_> {
             WriteMethod::Allocate | WriteMethod::Cow(_) => {
                 self.check_room()?;
                 if method == WriteMethod::Cow(CowReason::Quarantined) {
-                    // Clusters with overwrites in flight must be copied, too.
+                    // The copy must have the data of overwrites in flight, too.
                     self.wait_for_overwrites(&(first..first + 1))?;
                 }
                 let (clusters, target) = self.allocate_target(slice, clusters)?;
@@ -173,7 +173,7 @@ impl Mapper<'_> {
     }
 
     /// Allocates host clusters for the first of these guest clusters. Returns the guest clusters
-    /// that got one, and their target.
+    /// that have a host cluster now, and their target.
     pub(super) fn allocate_in_image(
         &mut self,
         slice: SliceId,
@@ -226,8 +226,8 @@ impl Mapper<'_> {
         Ok(Extent { guest, alloc_range: whole, state: ExtentState::Mapped { host }, flags })
     }
 
-    /// Whether these clusters, whose entries are all in one slice, read as zeros whatever the
-    /// backing file has.
+    /// Whether these clusters, whose entries are all in one slice, read as zeros, independent of
+    /// the backing file.
     fn reads_as_zeros(&mut self, slice: SliceId, clusters: Range<u64>) -> Step<bool> {
         for cluster in clusters {
             let index = self.tables.geometry().l2_index(cluster).index;
@@ -264,7 +264,7 @@ impl Mapper<'_> {
         })
     }
 
-    /// Blocked while these clusters are written in place.
+    /// Returns `Blocked` while these clusters are being written in place.
     pub(super) fn wait_for_overwrites(&mut self, clusters: &Range<u64>) -> Step<()> {
         match self.mapping.changes.overwrites_of(clusters) {
             Some(event) => Err(Blocked::Wait(event)),
@@ -272,7 +272,7 @@ impl Mapper<'_> {
         }
     }
 
-    /// Blocked while this cluster is being changed.
+    /// Returns `Blocked` while this cluster is being changed.
     pub(super) fn wait_for_change(&mut self, cluster: u64) -> Step<()> {
         let unlocked = self.mapping.changes.unlocked_until(cluster, cluster + 1);
         unlocked.map(drop).map_err(Blocked::Wait)

@@ -63,13 +63,13 @@ impl Tables {
     /// Removes an L2 table from the L1 table.
     pub(crate) fn remove_l2_table(&mut self, l1_index: usize) {
         self.watch.end();
-        // An index past its end has no entry.
+        // An index past the end of the L1 table has no entry.
         let _ = self.l1.set(l1_index, 0);
         self.version += 1;
     }
 
-    /// Gives the L1 table this many entries, and moves it to these clusters, which nothing on disk
-    /// refers to yet. Returns its old clusters.
+    /// Gives the L1 table this many entries, and moves the table to these clusters, to which
+    /// nothing on disk refers yet. Returns the table's old clusters.
     pub(crate) fn move_l1(&mut self, entries: u64, clusters: Range<u64>) -> Option<Range<u64>> {
         self.watch.end();
         let geometry = self.geometry;
@@ -84,8 +84,8 @@ impl Tables {
         (old_count > 0).then(|| old..old + old_count)
     }
 
-    /// Truncates the L1 table to this many entries, at its offset. Returns the clusters that it no
-    /// longer needs.
+    /// Truncates the L1 table to this many entries. Its offset stays. Returns the clusters that the
+    /// table no longer needs.
     pub(crate) fn truncate_l1(&mut self, entries: u64) -> Range<u64> {
         self.watch.end();
         let geometry = self.geometry;
@@ -113,7 +113,7 @@ impl Tables {
         self.corrupt(format!("the {table} does not reach as far as the image"), offset)
     }
 
-    /// Makes a cluster a table of zeros in memory, and drops the slices of it that were cached.
+    /// Makes a cluster a table of zeros in memory, and drops the cached slices of the cluster.
     pub(super) fn init_table(&mut self, offset: u64, kind: SliceKind) {
         let geometry = self.geometry;
         let end = offset + geometry.cluster_size();

@@ -1,11 +1,11 @@
 //! Records the slices that change while all tables are copied beside the active ones.
 //!
-//! 1. A watch begins. From then on every slice that a step changes is noted, before a writeback can
-//!    write the change to the disk. So if a read of a slice without the lock sees a part of a
-//!    change, the reader then finds the slice noted.
+//! 1. A watch begins. From then on, every slice that a step changes is noted before a writeback can
+//!    write the change to the disk. A read of a slice without the lock may see a part of a change.
+//!    After such a read, the reader finds the slice noted.
 //! 2. Reading a noted slice atomically returns its bytes and removes its note.
 //! 3. The watch ends by itself if tables are moved, dropped or replaced: the copies are then
-//!    invalid. Added tables are not noted: the L1 table and the refcount table show them.
+//!    invalid. Added tables are not noted: the L1 table and the refcount table refer to them.
 
 use std::collections::BTreeSet;
 
@@ -69,7 +69,8 @@ impl ChangeWatch {
 }
 
 impl Tables {
-    /// Removes the note of a slice. Returns its bytes if they may differ from those on disk.
+    /// Removes the note of a slice. Returns the slice's bytes if the slice is cached: these bytes
+    /// may differ from the bytes on disk.
     pub(crate) fn look_at(&mut self, offset: u64, kind: SliceKind) -> Option<&[u8]> {
         if let Some(changed) = &mut self.watch.changed {
             changed.of(kind).remove(&offset);

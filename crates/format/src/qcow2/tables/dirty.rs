@@ -2,8 +2,8 @@
 //! the writeback begins.
 //!
 //! A copy is consistent, because an L2 entry changes in memory only after the refcounts that it
-//! depends on. Changes that come later wait for the next writeback. `writeback` decides the order
-//! of the writes.
+//! depends on. Later changes wait for the next writeback. `writeback` decides the order of the
+//! writes.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,10 +14,10 @@ use crate::qcow2::layout::table_write::TableWrite;
 use super::Tables;
 use super::slice_cache::{DataStability, SliceCopy, SliceId, SliceKind};
 
-/// Why metadata is written.
+/// The reason why metadata is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WritebackReason {
-    /// A change without data, or whose data is stable.
+    /// A change without data, or with stable data.
     StableData,
     /// Data that was written without FUA, including all such writes in flight.
     PendingData,
@@ -80,9 +80,9 @@ pub(crate) struct WritebackBatch {
     /// Slices of L2 tables, and entries of the L1 table if it stays at its offset.
     mappings: Vec<TableWrite>,
     l1_update: Option<L1Update>,
-    /// Whether the header on disk may differ from the one that was written last.
+    /// Whether the header on disk may differ from the header that was written last.
     header_write_unknown: bool,
-    /// Whether something on disk may refer to the new tables, which are durable then.
+    /// Whether something on disk may refer to the new tables. The tables are durable before that.
     new_tables_linked: AtomicBool,
     /// Whether data that `mappings` (or `unordered`) refer to needs a flush.
     stability: DataStability,
@@ -90,7 +90,7 @@ pub(crate) struct WritebackBatch {
     new_tables: Vec<u64>,
     l1_dirty: BTreeSet<usize>,
     refcount_table_dirty: BTreeSet<usize>,
-    /// The end of the redo log when the copy was made: all changes before it are in the copy.
+    /// The end of the redo log when the copy was made: all changes before this end are in the copy.
     redo_head: u64,
 }
 
@@ -127,8 +127,8 @@ impl WritebackBatch {
         self.header_write_unknown || self.refcount_table_update.is_some()
     }
 
-    /// Whether the batch has only slices at their offsets, and all data that they refer to is
-    /// stable.
+    /// Whether the batch changes neither the header nor the refcount table, and all data that the
+    /// batch refers to is stable.
     pub(crate) fn is_stable_slices(&self) -> bool {
         self.stability == DataStability::Stable
             && self.refcount_table.is_empty()
@@ -136,7 +136,7 @@ impl WritebackBatch {
             && self.l1_update.is_none()
     }
 
-    /// Records that references to the new tables, which are durable, are about to be written.
+    /// Records that references to the new tables are about to be written. The tables are durable.
     pub(crate) fn note_new_tables_linked(&self) {
         self.new_tables_linked.store(true, Ordering::Relaxed);
     }
@@ -217,7 +217,7 @@ impl WritebackBatch {
 }
 
 impl Tables {
-    /// Copies all dirty metadata; `None` if there is none.
+    /// Copies all dirty metadata; `None` if nothing is dirty.
     pub(crate) fn begin_writeback(&mut self, reason: WritebackReason) -> Option<WritebackBatch> {
         let mut batch = WritebackBatch {
             scope: self.scope_for(reason),
@@ -250,7 +250,8 @@ impl Tables {
     fn scope_for(&self, reason: WritebackReason) -> WritebackScope {
         let (wanted, disk) = (self.headers.wanted(), self.headers.disk());
         let is_lazy = wanted.compatible & LAZY_REFCOUNTS != 0;
-        // This writeback frees the old refcount table, so it must make the new one durable.
+        // This writeback frees the old refcount table, so it must make the new refcount table
+        // durable.
         let is_moving = wanted.refcount_table_offset != disk.refcount_table_offset;
         match reason {
             WritebackReason::StableData | WritebackReason::PendingData if is_lazy && !is_moving => {

@@ -6,8 +6,8 @@ use std::ops::Range;
 pub(crate) struct FileEnd {
     /// No cluster from here on is in use.
     end: u64,
-    /// The length of the file when the image was opened: clusters from here on read as zeros until
-    /// they are written.
+    /// The length of the file when the image was opened, its tables were replaced, or the file was
+    /// truncated. Clusters from here on read as zeros until they are written.
     opened: u64,
     /// Whether bytes that are added when the file grows may be other than zeros.
     has_stale_growth: bool,
@@ -19,8 +19,8 @@ impl FileEnd {
         Self { end: clusters, opened: clusters, has_stale_growth: false }
     }
 
-    /// The end of a file that now has this many clusters, but at least the old end, because a write
-    /// that failed in its middle, or was dropped, may have stored bytes up to the old end.
+    /// The end of a file that now has this many clusters, but at least the old end: a write that
+    /// failed in its middle, or was dropped, may have stored bytes up to the old end.
     pub(crate) fn with_clusters(&self, clusters: u64) -> Self {
         let has_stale_growth = self.has_stale_growth;
         Self { has_stale_growth, ..Self::new(clusters.max(self.bound())) }
@@ -66,7 +66,7 @@ impl FileEnd {
         }
     }
 
-    /// Moves the end to `cluster`, because all refcounts from there on are zero. Does nothing if
+    /// Moves the end to `cluster`. All refcounts from `cluster` on are zero. Does nothing if
     /// clusters were taken past the old end.
     pub(crate) fn lower(&mut self, cluster: u64) {
         if self.end == self.opened {

@@ -20,7 +20,7 @@ pub(crate) enum FreezeState {
     Active,
     /// The image is being changed as a whole.
     Frozen(ThawEvent),
-    /// A transaction was dropped, and table writes of it are in flight.
+    /// A transaction was dropped, and its table writes are in flight.
     Draining(WaitGroup),
     /// A transaction failed at its last step.
     Failed(Error),
@@ -31,7 +31,7 @@ impl FreezeState {
         matches!(self, Self::Active)
     }
 
-    /// Blocked until steps may change the tables.
+    /// Returns `Blocked` until steps may change the tables.
     pub(crate) fn wait_thawed(&mut self) -> Step<()> {
         let waiting = match self {
             Self::Active => return Ok(()),

@@ -1,8 +1,9 @@
-//! The header of an image in two versions: as the next writeback leaves it, and as it is on disk.
+//! The header of an image in two versions: the version that the next writeback leaves on disk, and
+//! the version on disk.
 //!
-//! Only the first sector ever changes, with one write. After a write whose outcome is not known (it
-//! failed, or its future was dropped) the header on disk is not known until a later write of it is
-//! durable.
+//! Only the first sector ever changes, with one write. If a header write failed or its future was
+//! dropped, its outcome is unknown. The header on disk is then unknown until a later header write
+//! is durable.
 
 use crate::qcow2::layout::header::{Header, Incompatible};
 
@@ -33,7 +34,7 @@ impl Headers {
         &mut self.wanted
     }
 
-    /// The header as the newest write of it has changed it, whether or not that is durable.
+    /// The header as changed by the newest header write, whether or not this write is durable.
     pub(crate) fn disk(&self) -> &Header {
         &self.disk
     }
@@ -53,9 +54,9 @@ impl Headers {
         }
     }
 
-    /// Begins a write that changes the header on disk: patches its first bytes. Extensions that
-    /// change or move fit into the first sector ([`Header::fit_extensions`]). Returns the
-    /// number of the write.
+    /// Begins a write that changes the header on disk: patches `bytes`, the header's first bytes.
+    /// Extensions that change or move must fit into the first sector ([`Header::fit_extensions`]).
+    /// Returns the number of the write.
     pub(crate) fn begin_write(
         &mut self,
         change: impl FnOnce(&mut Header),
@@ -70,8 +71,7 @@ impl Headers {
             self.wanted.extensions.clone_from(&self.disk.extensions);
             self.disk.put_extensions(bytes);
         }
-        // The next writeback repeats this write before it relies on it, even if this write
-        // succeeds.
+        // The next writeback repeats this write, unless a flush has covered the write before.
         self.begun += 1;
         self.begun
     }
@@ -81,7 +81,8 @@ impl Headers {
         self.ended = self.ended.max(number);
     }
 
-    /// The number of the newest header write that completed. A flush that begins now covers it.
+    /// The number of the newest header write that completed. A flush that begins now covers this
+    /// write.
     pub(crate) fn last_ended(&self) -> u64 {
         self.ended
     }
@@ -91,7 +92,7 @@ impl Headers {
         self.durable = self.durable.max(number);
     }
 
-    /// Whether any header write that was begun is not known to be durable.
+    /// Whether a header write was begun that may not be durable.
     pub(crate) fn is_write_unknown(&self) -> bool {
         self.durable < self.begun
     }

@@ -50,8 +50,8 @@ impl Tables {
         })
     }
 
-    /// Whether the entry of a guest cluster on disk may differ from the entry in memory. Its slice
-    /// is cached.
+    /// Whether the entry of a guest cluster on disk may differ from the entry in memory. The slice
+    /// of the entry must be cached.
     pub(crate) fn is_entry_dirty(&mut self, cluster: u64) -> bool {
         let index = self.geometry.l2_index(cluster).index;
         let Ok(Some(slice)) = self.l2_slice(cluster) else { return false };
@@ -59,7 +59,7 @@ impl Tables {
     }
 
     /// Fails if the entry of a guest cluster refers to a cluster outside of the file, to a table,
-    /// or in a data file to another offset than the guest's: such a cluster must be neither
+    /// or to another offset than the guest's in a data file. Such a cluster must be neither
     /// overwritten nor freed.
     pub(crate) fn check_host(&self, cluster: u64, entry: Entry) -> Step<()> {
         let geometry = self.geometry;
@@ -98,8 +98,8 @@ impl Tables {
         }
     }
 
-    /// Blocked by a cache miss if the slice is not cached. Creates slices of tables that are not on
-    /// disk yet.
+    /// Returns a cache miss (`Blocked`) if the slice is not cached. Creates slices of tables that
+    /// are not on disk yet.
     pub(crate) fn ensure(&mut self, id: SliceId) -> Step<()> {
         if let Some(slice) = self.cache.look_up(id.offset) {
             if slice.kind == id.kind {
@@ -123,7 +123,7 @@ impl Tables {
     /// All entries of an L2 table.
     pub(crate) fn entries_of(&mut self, table: Reference) -> Step<Vec<Entry>> {
         let geometry = self.geometry;
-        // All slices first, because the step restarts for each missing slice.
+        // All slices are ensured first, because the step restarts for each missing slice.
         for slice in self.slices_of(table.offset) {
             self.ensure(slice)?;
         }

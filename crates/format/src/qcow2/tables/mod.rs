@@ -1,18 +1,18 @@
-//! The metadata of an open image: its state in memory, and the part of it that is on disk.
+//! The metadata of an open image: its state in memory, and the part of this state that is on disk.
 //!
-//! The life of a change:
+//! The life cycle of a change:
 //!
 //! 1. A step looks entries up. A slice that is not cached blocks the step (`step`), and is read
 //!    once.
 //! 2. The step changes entries in memory. The changed entries are *dirty*.
-//! 3. A writeback takes a copy of everything that is dirty, at one moment (`dirty`). The copy is
-//!    consistent, because an L2 entry changes only after the refcounts that it depends on.
-//! 4. Once the writeback is durable, the copied entries are clean, unless they changed again. If it
-//!    fails, they are dirty again.
+//! 3. A writeback copies everything that is dirty at one moment (`dirty`). The copy is consistent,
+//!    because an L2 entry changes only after the refcounts that it depends on.
+//! 4. Once the writeback is durable, the copied entries are clean, unless they changed again. If
+//!    the writeback fails, the copied entries are dirty again.
 //!
-//! Locking: the image's one lock protects [`Tables`], and nothing here waits. Writes go through
-//! [`writer::TableWriter`], without the lock. The overwrite of a mapped cluster, and every read,
-//! needs only this state.
+//! Locking: the image has one lock, which protects [`Tables`], and nothing here waits. Writes go
+//! through [`writer::TableWriter`], without the lock. The overwrite of a mapped cluster, and every
+//! read, needs only this state.
 
 mod change;
 mod change_watch;
@@ -69,10 +69,10 @@ pub(crate) struct Tables {
     /// Whether any refcount was changed since the image was opened.
     has_counted: bool,
     /// The number of the last change that a flush must make durable (`version`), and of the last
-    /// change that is durable.
+    /// change that is durable (`durable_version`).
     version: u64,
     durable_version: u64,
-    /// The log of changed entries, which another process replays if this one is killed.
+    /// The log of changed entries. If this process is killed, another process replays the log.
     pub(crate) redo: RedoLog,
     pub(crate) freeze: FreezeState,
     /// The slices that change while the tables are being copied.
@@ -111,14 +111,14 @@ impl Tables {
         }
     }
 
-    /// Replaces the active tables by others that are entirely on disk.
+    /// Replaces the active tables by tables that are entirely on disk.
     pub(crate) fn replace(&mut self, active: ActiveTables) -> Result<(), Error> {
         self.file = self.file.with_clusters(active.clusters);
         self.switch(active.header, active.l1, active.refcount_table)
     }
 
-    /// As [`replace`](Self::replace), by tables whose clusters the current refcounts count already,
-    /// so the end of the file remains the same.
+    /// As [`replace`](Self::replace), by tables whose clusters are counted in the current
+    /// refcounts. So the end of the file remains the same.
     pub(crate) fn switch(
         &mut self,
         header: Header,
@@ -159,7 +159,7 @@ impl Tables {
         &self.refcount_table
     }
 
-    /// The number of the last change. A writeback that begins now makes it durable.
+    /// The number of the last change. A writeback that begins now makes this change durable.
     pub(crate) fn version(&self) -> u64 {
         self.version
     }
@@ -174,7 +174,7 @@ impl Tables {
         self.has_counted
     }
 
-    /// Blocked if the limit of dirty slices is reached, so that a writeback runs first.
+    /// Returns `Blocked` if the limit of dirty slices is reached, so that a writeback runs first.
     pub(crate) fn check_dirty_limit(&self) -> Step<()> {
         if self.cache.is_over_dirty_limit() { Err(Blocked::DirtyLimit) } else { Ok(()) }
     }

@@ -1,4 +1,4 @@
-//! Refcounts in memory. They alone define which clusters are in use.
+//! Refcounts in memory. Only these refcounts define which clusters are in use.
 
 use std::ops::Range;
 
@@ -9,18 +9,18 @@ use crate::qcow2::layout::{entry, refcount};
 use super::slice_cache::{DataStability, Slice, SliceId, SliceKind};
 use super::{Blocked, Step, Tables};
 
-/// The use of the clusters from a given one on, within one slice of refcounts.
+/// The use of the clusters from a given cluster on, within one slice of refcounts.
 pub(crate) enum Scan {
-    /// These are free.
+    /// These clusters are free.
     Free(Range<u64>),
     /// The number of clusters that are in use.
     Allocated(u64),
-    /// No refcount block counts the cluster. It is free, but a block must be added before it is
-    /// allocated.
+    /// The cluster has no refcount block. The cluster is free, but a block must be added before the
+    /// cluster is allocated.
     NoRefcountBlock,
 }
 
-/// The last cluster in use up to a given one, within one slice of refcounts.
+/// The last cluster in use up to a given cluster, within one slice of refcounts.
 pub(crate) enum LastCounted {
     /// This cluster.
     Cluster(u64),
@@ -91,8 +91,8 @@ impl Refcounts<'_> {
         Ok(())
     }
 
-    /// Up to `limit` free clusters from `cluster` on, or the number of clusters in use from there
-    /// on, within one slice.
+    /// Up to `limit` free clusters from `cluster` on, or the number of clusters in use from
+    /// `cluster` on, within one slice.
     pub(crate) fn scan(&mut self, cluster: u64, limit: u64) -> Step<Scan> {
         self.tables.check_within_limits(cluster)?;
         let Some((id, first)) = self.slice(cluster)? else {
@@ -127,7 +127,7 @@ impl Refcounts<'_> {
     }
 
     /// Whether the slice of refcounts that begins with cluster `start` has a refcount above 0 for
-    /// any cluster but `except`; `None` if no refcount block exists.
+    /// any cluster other than `except`; `None` if no refcount block exists.
     pub(crate) fn counts_other(&mut self, start: u64, except: u64) -> Step<Option<bool>> {
         let geometry = self.tables.geometry;
         let Some((id, _)) = self.slice(start)? else { return Ok(None) };
@@ -157,7 +157,7 @@ impl Refcounts<'_> {
         self.tables.watch.end();
         let geometry = self.tables.geometry;
         let offset = self.tables.refcount_table.get(index);
-        // An index past its end has no entry.
+        // An index past the end of the refcount table has no entry.
         let _ = self.tables.refcount_table.set(index, 0);
         self.tables.cache.invalidate(
             offset,

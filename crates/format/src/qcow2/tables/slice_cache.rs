@@ -1,9 +1,9 @@
 //! The cache of slices: parts of L2 tables and refcount blocks, in their on-disk form.
 //!
-//! A slice's life, and the capacity of the cache:
+//! The states of a slice, and the capacity of the cache:
 //!
-//! 1. Absent. One task reads it; others that need it wait for that task.
-//! 2. Clean. A slice that is read replaces a clean slice that was not used since the clock hand
+//! 1. Absent. One task reads the slice; other tasks that need the slice wait for this task.
+//! 2. Clean. A newly read slice replaces a clean slice that was not used since the clock hand
 //!    passed.
 //! 3. Dirty: entries differ from the disk. The slice is not replaced. Steps that would make more
 //!    slices dirty wait for a writeback when half of the capacity is dirty.
@@ -72,7 +72,8 @@ pub(crate) struct Slice {
     dirty: Entries,
     /// Entries that a running writeback is writing.
     writeback: Entries,
-    /// Entries that are dirty or under writeback and whose data only a flush makes stable.
+    /// Entries that are dirty or under writeback, and refer to data that is not stable before a
+    /// flush.
     unstable: Entries,
     used: bool,
     /// Whether the slice was not looked up since it was read.
@@ -106,7 +107,7 @@ impl Slice {
 /// Whether the data that a dirty entry refers to needs a flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DataStability {
-    /// The data is stable, or the entry refers to none.
+    /// The data is stable, or the entry refers to no data.
     Stable,
     /// The data may be in a volatile cache.
     Unstable,
@@ -140,7 +141,7 @@ pub(crate) enum Fetch {
 pub(crate) struct SliceCopy {
     pub(crate) id: SliceId,
     pub(crate) bytes: Box<[u8]>,
-    /// Whether an entry's data needs a flush first.
+    /// Whether the data of an entry needs a flush before the slice is written.
     pub(crate) stability: DataStability,
 }
 
@@ -235,7 +236,7 @@ impl SliceCache {
         !self.dirty.is_empty()
     }
 
-    /// Starts to fetch a slice that was found missing.
+    /// Starts to fetch a slice that a step did not find in the cache.
     pub(crate) fn fetch(&mut self, offset: u64) -> Fetch {
         if self.index.contains_key(&offset) {
             return Fetch::Present;
@@ -285,7 +286,7 @@ impl SliceCache {
         }
     }
 
-    /// Caches a slice, in place of a clean one if that is possible.
+    /// Caches a slice, in place of a clean slice if possible.
     pub(crate) fn insert(&mut self, id: SliceId, bytes: Box<[u8]>) -> usize {
         let slice = Slice {
             kind: id.kind,
@@ -313,8 +314,8 @@ impl SliceCache {
     }
 
     /// A clean slice that was not used since the hand passed; `None` if the cache is below its
-    /// capacity, or if all slices are dirty. In the latter case the cache grows;
-    /// `is_over_dirty_limit` bounds the growth.
+    /// capacity, or if all slices are dirty or used by the current step. In the latter case the
+    /// cache grows; `is_over_dirty_limit` bounds the growth.
     fn victim(&mut self) -> Option<usize> {
         if self.slots.len() < self.capacity {
             return None;

@@ -1,7 +1,7 @@
-//! Steps: changes and lookups that run under the image's one lock and never wait.
+//! Steps: changes and lookups that run under the lock of the image and never wait.
 //!
 //! 1. The caller takes the lock and runs the step.
-//! 2. The step completes, or changes nothing and returns why it is [`Blocked`].
+//! 2. The step completes, or changes nothing and returns the reason ([`Blocked`]).
 //! 3. The caller releases the lock, does or awaits what the step needs (`writeback/steps`), and
 //!    runs the step again.
 
@@ -39,20 +39,20 @@ impl From<Error> for Blocked {
 /// The host space that a blocked step needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ReserveRequest {
-    /// This many clusters at the end, with refcounts of 0.
+    /// This many clusters at the end of the file, with refcounts of 0.
     AtEnd(u64),
-    /// `count` consecutive clusters: either `total` clusters at the end with refcounts of 0, or
-    /// `count` clusters elsewhere with refcounts of 1.
+    /// `count` consecutive clusters: either `total` clusters at the end of the file with refcounts
+    /// of 0, or `count` clusters elsewhere with refcounts of 1.
     Row {
         /// The number of consecutive clusters.
         count: u64,
-        /// The number of these clusters plus that of the refcount blocks for them, if they are at
-        /// the end.
+        /// The number of these clusters, plus the number of refcount blocks for them if the
+        /// clusters are at the end.
         total: u64,
     },
-    /// A file that is this many clusters long, if the storage can be made longer.
+    /// A file with the length of this many clusters, if the storage can be made longer.
     Length(u64),
-    /// Clusters at the end that hold written zeros, if the storage can prepare them.
+    /// Clusters at the end of the file that hold written zeros, if the storage can prepare them.
     WrittenZeros,
     /// The clusters of pending frees, because the host may have no space for other clusters.
     Frees,

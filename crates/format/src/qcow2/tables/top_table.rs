@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::qcow2::layout::table_write::{TableWrite, dirty_parts};
 use crate::qcow2::layout::words;
 
-/// Words of a table, and which of them differ from the disk.
+/// Words of a table, and the indexes of the words that differ from the disk.
 pub(crate) struct TopTable {
     /// All words. A trimmed table omits the zeros at its end.
     words: Vec<u64>,
@@ -20,8 +20,8 @@ impl TopTable {
         Self { length: words.len(), words, is_trimmed: false, dirty: BTreeSet::new() }
     }
 
-    /// As [`new`](Self::new), without memory for the zeros at its end: a refcount table is a whole
-    /// cluster, of which a small image uses one word.
+    /// As [`new`](Self::new), without memory for the zeros at the table's end: a refcount table is
+    /// a whole cluster, of which a small image uses one word.
     pub(crate) fn trimmed(words: Vec<u64>) -> Self {
         let used = words.iter().rposition(|&word| word != 0).map_or(0, |last| last + 1);
         Self { words: words[..used].to_vec(), is_trimmed: true, ..Self::new(words) }
@@ -39,7 +39,7 @@ impl TopTable {
         words
     }
 
-    /// The number of words, including the omitted ones.
+    /// The number of words, including the omitted zeros.
     pub(crate) fn len(&self) -> usize {
         self.length
     }

@@ -3,7 +3,7 @@
 //! 1. A write owns its bytes. A write is counted as in flight until the storage has completed it,
 //!    even if its future was dropped, so that a later write of the same table can wait for it
 //!    ([`TableWriter::drained`]).
-//! 2. Writes of the header go one at a time, since each replaces the whole first sector.
+//! 2. Writes of the header are made one at a time, because each replaces the whole first sector.
 //! 3. The first failure is stored, and no table is written until the image is opened again. ENOSPC
 //!    is not stored: the write is repeated, which also completes a partial write.
 
@@ -55,12 +55,12 @@ impl<S: Storage> TableWriter<S> {
         self.data = Some(data);
     }
 
-    /// The image itself, where its tables are.
+    /// The image's own file, which has the tables.
     pub(crate) fn storage(&self) -> &S {
         &self.storage
     }
 
-    /// The data file, if the image has one that is open.
+    /// The data file, if the image has a data file and this file is open.
     pub(crate) fn data_file(&self) -> Option<&S> {
         self.data.as_ref()
     }
@@ -84,7 +84,7 @@ impl<S: Storage> TableWriter<S> {
         self.storage.write(write.offset, vector, durability)
     }
 
-    /// Fills a range with zeros, so that the host has space for it.
+    /// Fills a range with zeros, so that the host has space for the range.
     pub(crate) async fn write_zeros(&self, range: ByteRange) -> Result<()> {
         let mut at = range.offset();
         while at < range.end() {
@@ -104,9 +104,9 @@ impl<S: Storage> TableWriter<S> {
         self.storage.prepare_zeroes(range, held).await
     }
 
-    /// Changes the first sector, which holds all fields of the header that ever change. Durable
-    /// with the next flush. Changes are made one at a time, so that none restores bytes that
-    /// another has replaced.
+    /// Changes the first sector, which holds all fields of the header that ever change. The change
+    /// is durable with the next flush. Changes are made one at a time, so that no change restores
+    /// bytes that another change has replaced.
     pub(crate) async fn write_header<T>(&self, patch: impl FnOnce(&mut [u8]) -> T) -> Result<T> {
         let _alone = self.header_lock.acquire().await;
         // A write whose future was dropped may still be in flight.
@@ -132,8 +132,8 @@ impl<S: Storage> TableWriter<S> {
     }
 
     /// Flushes the data file, then the image. Tables that refer to the data are written afterwards.
-    /// A failure is recorded whatever its kind, because it may have lost data that tables are about
-    /// to refer to.
+    /// A failure of any kind is recorded, because data that tables are about to refer to may be
+    /// lost.
     pub(crate) async fn flush(&self, sync: SyncMode) -> Result<()> {
         let data = match &self.data {
             Some(data) => data.flush(sync).await,
@@ -146,8 +146,8 @@ impl<S: Storage> TableWriter<S> {
         outcome
     }
 
-    /// Returns a range of the file to the host. This is a hint: if it fails, the file keeps the
-    /// space.
+    /// Returns a range of the file to the host. The punch is a hint: if it fails, the file keeps
+    /// the space.
     pub(crate) async fn punch(&self, range: ByteRange) {
         if let Some(range) = table_io::whole_blocks(&self.storage, range) {
             let _ = self.storage.discard(range).await;
@@ -167,14 +167,14 @@ impl<S: Storage> TableWriter<S> {
         self.failure.check()
     }
 
-    /// Records why tables could not be written, unless it was ENOSPC.
+    /// Records the reason why tables could not be written, unless the reason is ENOSPC.
     pub(crate) fn record(&self, error: &Error) {
         if error.kind() != ErrorKind::NoSpace {
             self.fail(error);
         }
     }
 
-    /// Records a failure of any kind, unless an earlier one is recorded.
+    /// Records a failure of any kind, unless an earlier failure is recorded.
     pub(crate) fn fail(&self, error: &Error) {
         self.failure.set(error);
     }

@@ -1,10 +1,11 @@
 //! Changes an image's options: its version, and lazy refcounts.
 //!
-//! One write of the header's first sector changes them, as the last step of a transaction that
-//! writes the snapshot table anew (version 3 wants more in its entries): a crash leaves the old
-//! options or the new ones. Tables of version 2 are valid in version 3. Of the features that
-//! version 2 lacks only zero clusters are removed, with tables beside the active ones
-//! (`zero_clusters`); an image with any other such feature keeps its version, as with QEMU.
+//! One write of the header's first sector changes the options, as the last step of a transaction: a
+//! crash leaves the old options or the new options. The transaction writes the snapshot table anew,
+//! because version 3 requires more data in its entries. Tables of version 2 are valid in version 3.
+//! For a change to version 2, zero clusters are removed, with tables beside the active tables
+//! (`zero_clusters`). An image with any other feature that version 2 lacks keeps its version, as
+//! with QEMU.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -26,20 +27,20 @@ use super::zero_clusters::replace_zero_clusters;
 /// The hint if an image cannot be changed in place.
 const CONVERT: &str = "'blockhouse convert -O qcow2 -o compat=0.10 IMAGE NEW' makes another image";
 
-/// The changes of an image; `None` stays as it is.
+/// The changes of an image's options; an option of `None` stays as it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amendments {
-    /// The revision of the format; an earlier one only if the image needs no newer feature except
-    /// zero clusters.
+    /// The revision of the format. An earlier revision is possible only if the image has no newer
+    /// feature other than zero clusters.
     pub version: Option<Version>,
     /// Whether refcounts may be written late: only in version 3.
     pub lazy_refcounts: Option<Switch>,
 }
 
 impl<S: Storage> Qcow2Header<'_, S> {
-    /// Changes options of the image, durably: after a crash the image has the old ones or the new
-    /// ones. [`features`](Self::features) returns the new ones, all else is as when the image was
-    /// opened; the caller closes the image after this.
+    /// Changes options of the image, durably: after a crash the image has the old options or the
+    /// new options. [`features`](Self::features) returns the new options; all other values are as
+    /// when the image was opened. The caller closes the image after this.
     ///
     /// # Errors
     /// `Unsupported` for options that cannot be changed in place; `InvalidInput` if the header has
@@ -55,7 +56,7 @@ impl<S: Storage> Qcow2Header<'_, S> {
         }
         let is_downgrade = new.geometry.version < old.geometry.version;
         if is_downgrade {
-            // Version 2 has no mark for refcounts that may be wrong.
+            // Version 2 has no dirty bit, so all refcounts are written before the change.
             metadata.write_everything().await?;
             metadata.settle().await?;
         }
@@ -87,7 +88,7 @@ impl<S: Storage> Qcow2Header<'_, S> {
     }
 }
 
-/// The header with the new options; `None` if it has them already.
+/// The header with the new options; `None` if `old` already has these options.
 fn amended(name: &str, old: &Header, amendments: Amendments) -> Result<Option<Header>> {
     let mut new = old.clone();
     match amendments.version {
@@ -117,7 +118,7 @@ fn amended(name: &str, old: &Header, amendments: Amendments) -> Result<Option<He
     Ok((new != *old).then_some(new))
 }
 
-/// Refuses an image with a feature that version 2 lacks and that is not taken away here.
+/// Refuses an image with a feature that version 2 lacks and that the amendment does not remove.
 fn check_features(name: &str, header: &Header) -> Result<()> {
     let has_bitmaps = extensions::find(&header.extensions, BITMAPS).is_some();
     let (what, hint) = if header.geometry.refcount_order != 4 {

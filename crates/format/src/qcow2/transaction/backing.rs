@@ -3,9 +3,9 @@
 //! The name, its format (a header extension) and the fields that point to them must change
 //! together, but only a write of 512 bytes is atomic on every disk. So:
 //!
-//! 1. what goes beyond the first 512 bytes (the new name, and the end of the new extensions) goes
-//!    to a part of the first cluster that neither the old name nor the old extensions use, durably;
-//!    nothing refers to it yet;
+//! 1. the bytes beyond the first 512 bytes (the new name, and the end of the new extensions) are
+//!    durably written to a part of the first cluster that neither the old name nor the old
+//!    extensions use; nothing refers to these bytes yet;
 //! 2. one write of the first 512 bytes changes the fields and the extensions. The feature name
 //!    table (an extension only for messages) is left out if space is short. If everything fits, the
 //!    name follows the extensions, as in other programs' images.
@@ -27,8 +27,8 @@ use crate::qcow2::writeback::Metadata;
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Durably gives the image another backing file, or none. The [facts](crate::Qcow2::facts)
-    /// remain those of the image when it was opened; the caller closes the image after this. The
-    /// caller ensures that the new file has the content that the image relies on.
+    /// remain as when the image was opened; the caller closes the image after this. The caller
+    /// ensures that the new file has the content that the image relies on.
     ///
     /// # Errors
     /// `InvalidInput` for a name that is empty, too long, or too long for the header; storage
@@ -88,7 +88,7 @@ async fn change_backing<S: Storage>(
         bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
         bytes[new.length..SECTOR].copy_from_slice(&after[new.length..SECTOR]);
     };
-    // A writeback may change other fields at the same time.
+    // Only these fields are patched, because a writeback may change other fields at the same time.
     metadata.writer().write_header(patch).await?;
     metadata.sync(SyncMode::Data).await?;
     let mut state = metadata.lock();
@@ -98,7 +98,7 @@ async fn change_backing<S: Storage>(
 }
 
 /// Durably moves the name of the backing file out of the first sector to make space for extensions,
-/// if the name is there and clusters are larger than a sector.
+/// if the name is in this sector and clusters are larger than a sector.
 ///
 /// # Errors
 /// As [`Qcow2Header::set_backing`].
@@ -130,7 +130,7 @@ async fn write_header_part<S: Storage>(
     metadata.sync(SyncMode::Data).await
 }
 
-/// The header with another backing file, and its format among the extensions.
+/// The header with another backing file. The file's format is among the extensions.
 fn with_backing(old: &Header, backing: Option<Backing>) -> Header {
     let mut new = old.clone();
     new.extensions.retain(|extension| extension.kind != BACKING_FORMAT);

@@ -1,15 +1,15 @@
-//! Removing a bitmap where the host has no space for new tables.
+//! Removes a bitmap when the host has no space for new tables.
 //!
-//! A transaction writes new tables beside the old ones, for which a full host has no space; but
-//! users remove bitmaps to get space. So the directory is changed in place, each step durable
-//! before the next:
+//! A transaction writes new tables beside the old tables. A full host has no space for the new
+//! tables, but users remove bitmaps to get space. So the directory is changed in place, and each
+//! step is durable before the next:
 //!
-//! 1. the bitmap's entry becomes the last one of the directory, which has the same length then;
-//! 2. one write of the header's first sector makes the directory end before it;
-//! 3. its clusters are free.
+//! 1. the bitmap's entry becomes the last entry of the directory, whose length stays;
+//! 2. one write of the header's first sector makes the directory end before this entry;
+//! 3. the clusters of the bitmap are freed.
 //!
-//! A crash leaves all of the old bitmaps or all of the new, and at most leaks clusters. Step 1 is
-//! one sector, so a larger directory takes no other removal than that of its last bitmap.
+//! A crash leaves all old bitmaps or all new bitmaps, and at most leaks clusters. Step 1 must write
+//! one sector only, so in a larger directory only the last bitmap can be removed.
 
 use blockhouse_core::{Durability, Error, Result, Storage, SyncMode};
 
@@ -23,9 +23,8 @@ use crate::qcow2::layout::table_io;
 use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::writeback::Metadata;
 
-/// Removes a bitmap, durably, without new space, after the end of the bitmaps' session. The caller
-/// loads the bitmaps again, also after an error. `no_space` is the error of the transaction tried
-/// before.
+/// Ends the bitmaps' session, and removes a bitmap, durably and without new space. The caller loads
+/// the bitmaps again, also after an error. `no_space` is the error of the transaction tried before.
 ///
 /// # Errors
 /// `no_space` if the directory is too long; storage errors.
@@ -69,7 +68,7 @@ pub(super) async fn remove_in_place<S: Storage>(
     Ok(())
 }
 
-/// Writes a directory of a sector at most over the old one, which has the same length: durably.
+/// Durably overwrites a directory by a directory of the same length, at most a sector.
 async fn write_directory<S: Storage>(
     metadata: &Metadata<S>,
     offset: u64,

@@ -1,10 +1,10 @@
-//! Changes of the persistent bitmaps: added, removed, cleared, enabled, disabled, merged.
+//! Adds, removes, clears, enables, disables and merges persistent bitmaps.
 //!
 //! Each change is a transaction, so that after a crash the image has either all old bitmaps or all
-//! new ones. New tables, bits and a new directory are written beside the old ones, and the header
-//! extension that names the directory changes with the one write of the header's first sector.
-//! Therefore the extension must be in that sector. If it is elsewhere, or the backing file's name
-//! occupies the space, both are moved first.
+//! new ones. New tables, bits and a new directory are written beside the old ones. Then one write
+//! of the header's first sector changes the header extension that has the directory's location.
+//! Therefore the extension must be in this sector. If the extension is elsewhere, or the backing
+//! file's name occupies the space, both are moved first.
 
 use blockhouse_core::{ByteRange, Error, ErrorKind, Result, Storage};
 
@@ -32,12 +32,12 @@ use super::metadata_transaction::MetadataTransaction;
 /// A bitmap to be added.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewBitmap {
-    /// 1 to 1023 bytes, different from all others in the image.
+    /// The name: 1 to 1023 bytes, different from all other names in the image.
     pub name: String,
-    /// How many bytes of the disk one bit covers: a power of two, 512 B to 2 GiB. `None`: a
+    /// Bytes of the disk that one bit covers: a power of two, 512 B to 2 GiB. `None`: the size of a
     /// cluster, but at least 4 KiB and at most 64 KiB.
     pub granularity: Option<u64>,
-    /// Whether changes of the disk are recorded in it.
+    /// Whether changes of the disk are recorded in the bitmap.
     pub is_enabled: bool,
 }
 
@@ -54,29 +54,29 @@ pub enum BitmapAction {
     Disable,
 }
 
-/// A change of one bitmap, of several that are made together.
+/// A change of one bitmap. Several such changes can be made together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum BitmapChange {
     /// A bitmap is added, with all bits clear.
     Add(NewBitmap),
     /// A bitmap is changed.
     Change {
-        /// Its name.
+        /// The name of the bitmap.
         name: String,
         /// The change of this bitmap.
         action: BitmapAction,
     },
     /// The changes in another bitmap of the image are merged into a bitmap.
     Merge {
-        /// Its name.
+        /// The name of the bitmap.
         name: String,
         /// The name of the other bitmap.
         source: String,
     },
 }
 
-/// The persistent bitmaps of an image. Changes are durable when they return, and happen as a whole
-/// or not at all. No change of the guest's data may be in flight while one is made.
+/// The persistent bitmaps of an image. A change of bitmaps is durable when its method returns, and
+/// happens as a whole or not at all. Meanwhile, no change of the guest's data may be in flight.
 pub struct Bitmaps<'a, S: Storage> {
     pub(super) image: &'a Qcow2<S>,
 }
@@ -94,15 +94,15 @@ impl<S: Storage> Bitmaps<'_, S> {
         self.image.bitmaps.has_any()
     }
 
-    /// All bitmaps, in the order in which they were added; none where another program has changed
-    /// the disk without recording its changes in them.
+    /// All bitmaps, in the order in which they were added. The list is empty if another program has
+    /// changed the disk without recording its changes in the bitmaps.
     ///
     /// # Errors
     /// `Corrupt` if the directory contradicts the format.
     pub async fn list(&self) -> Result<Vec<Bitmap>> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
-        // The read guard prevents that a concurrent change of the bitmaps frees clusters of the old
-        // ones, and the guest's data is written there.
+        // Without the read guard, a concurrent change of the bitmaps could free clusters of the old
+        // bitmaps, and the guest's data could be written to these clusters.
         let _read = metadata.begin_read();
         let header = metadata.lock().tables.headers.disk().clone();
         let entries = bitmap_directory::read(metadata.storage(), &header).await?;
@@ -118,13 +118,13 @@ impl<S: Storage> Bitmaps<'_, S> {
         Ok(described.collect())
     }
 
-    /// The record of the bitmap of this name for `range`, which lies inside the disk: adjacent
-    /// extents, at least `max` unless there are fewer. An enabled bitmap of a writable image
-    /// returns its records up to now.
+    /// The bits of the bitmap of this name for `range`, which lies inside the disk: adjacent
+    /// extents, at least `max` unless there are fewer. For an enabled bitmap of a writable image,
+    /// the extents include all changes up to now.
     ///
     /// # Errors
-    /// `InvalidInput` if there is no such bitmap, or if it is inconsistent; `Corrupt`; storage
-    /// errors.
+    /// `InvalidInput` if no bitmap has this name, or if the bitmap is inconsistent; `Corrupt`;
+    /// storage errors.
     pub async fn extents(
         &self,
         name: &str,
@@ -142,14 +142,14 @@ impl<S: Storage> Bitmaps<'_, S> {
         extents_of(metadata, live, entry, range, max).await
     }
 
-    /// Calls `observer` for each bitmap that becomes coarser or is lost from now on, because a
-    /// change could not be recorded in it. Later observers of an image are ignored.
+    /// From now on, calls `observer` for each bitmap that becomes coarser or is lost because a
+    /// change could not be recorded in the bitmap. Later observers of an image are ignored.
     pub fn observe_losses(&self, observer: BitmapLossObserver) {
         self.image.bitmaps.observe_losses(observer);
     }
 
-    /// Makes each session begin with a voucher from `vouch`. For a side file whose raw image this
-    /// process alone uses; it must [renew](Self::renew_voucher) the voucher in time.
+    /// Makes each session begin with a voucher from `vouch`. For a side file whose raw image no
+    /// other process uses. This process must [renew](Self::renew_voucher) the voucher in time.
     pub fn vouch_by(&self, vouch: fn() -> Option<Voucher>) {
         self.image.bitmaps.vouch_by(vouch);
     }
@@ -163,14 +163,15 @@ impl<S: Storage> Bitmaps<'_, S> {
     }
 
     /// For an image that is open for writing: the maximum number of unchanged bytes that each
-    /// enabled bitmap may report as changed, because a process that recorded changes in it was
-    /// killed; 0 if none was killed.
+    /// enabled bitmap may report as changed, because a process that recorded changes in the bitmap
+    /// was killed; 0 if no such process was killed.
     pub fn excess(&self) -> u64 {
         self.image.bitmaps.excess(&self.image.metadata)
     }
 
-    /// Marks `range` as changed in the enabled bitmaps, though it is not written; durable when it
-    /// returns. A bitmap that cannot record it is lost, as with a change.
+    /// Marks `range` as changed in the enabled bitmaps, without a write to `range`. The marks are
+    /// durable when the method returns. A bitmap that cannot record `range` is lost, as with a
+    /// change of the disk.
     ///
     /// # Errors
     /// Errors of the storage.
@@ -187,9 +188,9 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// Adds a bitmap without any change in it.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that exists, is empty or too long, an unsupported granularity or
-    /// one that makes too large a bitmap, or a full header; `Unsupported` for version 2; `NoSpace`;
-    /// storage errors. On error nothing has changed.
+    /// `InvalidInput` for a name that exists, is empty or too long, a granularity that is
+    /// unsupported or makes the bitmap too large, or a full header; `Unsupported` for version 2;
+    /// `NoSpace`; storage errors. On error nothing has changed.
     pub async fn add(&self, new: &NewBitmap) -> Result<()> {
         let change = async |entries: &mut Vec<BitmapEntry>,
                             transaction: &mut MetadataTransaction<'_, S>| {
@@ -201,8 +202,8 @@ impl<S: Storage> Bitmaps<'_, S> {
     /// Changes the bitmap of this name.
     ///
     /// # Errors
-    /// `InvalidInput` if no bitmap has this name, or if it is inconsistent and `action` does not
-    /// remove it; or as [`add`](Self::add).
+    /// `InvalidInput` if no bitmap has this name, or if the bitmap is inconsistent and `action`
+    /// does not remove it; or as [`add`](Self::add).
     pub async fn change(&self, name: &str, action: BitmapAction) -> Result<()> {
         let Qcow2 { metadata, bitmaps: live, .. } = self.image;
         let change = async |entries: &mut Vec<BitmapEntry>,
@@ -222,11 +223,12 @@ impl<S: Storage> Bitmaps<'_, S> {
         }
     }
 
-    /// Makes changes of bitmaps, all of them or none. `prepared` is awaited when all is written,
-    /// before one write makes the changes effective; if it fails, none is made.
+    /// Makes changes of bitmaps, all of them or none. `prepared` is awaited when all new tables are
+    /// written, before one write makes the changes effective. If `prepared` fails, no change is
+    /// made.
     ///
     /// # Errors
-    /// As [`add`](Self::add) and [`change`](Self::change), or that of `prepared`.
+    /// As [`add`](Self::add) and [`change`](Self::change), or the error of `prepared`.
     pub async fn change_all(
         &self,
         changes: &[BitmapChange],
@@ -236,7 +238,7 @@ impl<S: Storage> Bitmaps<'_, S> {
         let change = async |entries: &mut Vec<BitmapEntry>,
                             transaction: &mut MetadataTransaction<'_, S>| {
             for change in changes {
-                // A change may read tables that an earlier one has stored.
+                // A change may read tables that an earlier change has stored.
                 transaction.write_waiting().await?;
                 match change {
                     BitmapChange::Add(new) => {
@@ -361,7 +363,7 @@ async fn merge_entry<S: Storage>(
     place_table(entry, merged, transaction).await
 }
 
-/// Runs a change of the directory, with the old entries.
+/// Runs a change of the directory in a transaction. `change` receives the old entries.
 pub(super) async fn run<S: Storage>(
     image: &Qcow2<S>,
     change: impl AsyncFnOnce(&mut Vec<BitmapEntry>, &mut MetadataTransaction<'_, S>) -> Result<()>,
@@ -387,13 +389,13 @@ async fn run_prepared<S: Storage>(
     };
     prepare_directory(metadata, live).await?;
     let outcome = transactions.run_beside_guest_data(metadata, transaction).await;
-    // If that fails, the next change retries it.
+    // If loading fails, the next change retries it.
     let _ = live.load(metadata).await;
     outcome
 }
 
-/// Ends the session before a transaction that changes the directory, because the session's marks
-/// belong to bitmaps that remain.
+/// Prepares for a transaction that changes the directory: ends the session, because the session's
+/// marks belong to bitmaps that remain, and makes space in the first sector.
 pub(super) async fn prepare_directory<S: Storage>(
     metadata: &Metadata<S>,
     live: &LiveBitmaps,
@@ -463,8 +465,8 @@ fn check_new(image: &str, new: &BitmapEntry, entries: &[BitmapEntry]) -> Result<
     Ok(())
 }
 
-/// Whether another bitmap can be enabled: with too many of them no change of the disk could be
-/// made.
+/// Fails if no further bitmap can be enabled: with too many enabled bitmaps, no change of the disk
+/// could be made.
 fn check_live(image: &str, entries: &[BitmapEntry], header: &Header) -> Result<()> {
     let is_live = |entry: &&BitmapEntry| {
         entry.flags.contains(BitmapFlags::AUTO) && !entry.is_inconsistent(header)
@@ -512,7 +514,7 @@ async fn place_empty_table<S: Storage>(
     place_table(entry, vec![BitsCluster::Zeros; clusters as usize], transaction).await
 }
 
-/// Whether a bitmap may have this many clusters: QEMU opens no image that has a larger one.
+/// Fails if this many clusters are too many for a bitmap: QEMU opens no image with a larger bitmap.
 pub(super) fn check_bounds(
     image: &str,
     entry: &BitmapEntry,
@@ -537,7 +539,7 @@ pub(super) async fn place_table<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {
     if table.is_empty() {
-        // QEMU takes no bitmap without a table, even of an empty disk.
+        // QEMU refuses a bitmap without a table, even of an empty disk.
         table.push(BitsCluster::Zeros);
     }
     let table: Vec<u64> = table.into_iter().map(BitsCluster::word).collect();
@@ -547,8 +549,9 @@ pub(super) async fn place_table<S: Storage>(
 }
 
 /// Changes the size of the disk, and with it the tables of all bitmaps: a table has exactly as many
-/// entries as the disk needs. If it grows, enabled bitmaps mark the new part as changed: it may
-/// have had other content before a shrink. Nothing is in use past the new end of a shorter one.
+/// entries as the disk needs. If the disk grows, enabled bitmaps mark the new part as changed: the
+/// part may have had other content before a shrink. If the disk shrinks, nothing past its new end
+/// may be in use.
 pub(super) async fn resize_with_bitmaps<S: Storage>(image: &Qcow2<S>, size: u64) -> Result<()> {
     let Qcow2 { metadata, bitmaps: live, .. } = image;
     let storage = metadata.storage();
@@ -582,7 +585,7 @@ async fn resize_table<S: Storage>(
 ) -> Result<()> {
     let geometry = transaction.geometry();
     if entry.is_inconsistent(transaction.header()) {
-        // Its bits are meaningless, and its table may have any length.
+        // The bits of an inconsistent bitmap are meaningless, and its table may have any length.
         return Ok(());
     }
     check_bounds(storage.name(), entry, entry.clusters_for(size, geometry), geometry)?;
@@ -591,7 +594,7 @@ async fn resize_table<S: Storage>(
     let (old_bits, bits) = (old_size >> entry.granularity_bits, entry.bits_for(size));
     let in_cluster = reader.cluster_bits();
     let is_recorded = entry.flags.contains(BitmapFlags::AUTO);
-    // The cluster in which the shorter of both ends.
+    // The cluster with the end of the bits that both sizes have.
     let border = old_bits.min(bits) / in_cluster;
     let mut table = reader.table().to_vec();
     for gone in table.iter().skip(entry.clusters_for(size, geometry) as usize) {
@@ -626,7 +629,7 @@ async fn resize_table<S: Storage>(
     place_table(entry, table, transaction).await
 }
 
-/// The whole disk changes: enabled bitmaps mark all of it.
+/// Marks the whole disk as changed in the enabled bitmaps.
 pub(super) async fn mark_all<S: Storage>(
     entries: &mut [BitmapEntry],
     storage: &S,
@@ -645,11 +648,11 @@ pub(super) async fn mark_all<S: Storage>(
 /// Finds the first changed bytes at an offset or after it.
 pub type NextChange<'a> = &'a (dyn Fn(u64) -> Option<ByteRange> + Sync);
 
-/// The bits of two bitmaps in one, with the granularity of the first. One cluster of them is in
-/// memory at a time: those of the other bitmap are passed in order.
+/// Merges the bits of two bitmaps, with the granularity of the first bitmap. One cluster of merged
+/// bits is in memory at a time, because the bits of the other bitmap are passed in order.
 pub(super) struct Merge<'a, S: Storage> {
     old: &'a BitsReader<'a, S>,
-    /// More changes.
+    /// Further changes to merge.
     more: Option<NextChange<'a>>,
     table: Vec<BitsCluster>,
     /// The cluster in memory.
@@ -686,7 +689,7 @@ impl<'a, S: Storage> Merge<'a, S> {
         Ok(merge.table)
     }
 
-    /// Sets bits that are not before those of the last call.
+    /// Sets bits. `from` must not be before the `from` of the last call.
     async fn set(
         &mut self,
         mut from: u64,
@@ -704,7 +707,7 @@ impl<'a, S: Storage> Merge<'a, S> {
         Ok(())
     }
 
-    /// Stores the clusters before this one, and brings it into memory.
+    /// Stores the clusters before `cluster`, and loads `cluster` into memory.
     async fn advance_to(
         &mut self,
         cluster: u64,
@@ -739,7 +742,7 @@ impl<'a, S: Storage> Merge<'a, S> {
         Ok(())
     }
 
-    /// Sets the bits of more changes in the cluster that is in memory.
+    /// Sets the bits of the further changes in the cluster that is in memory.
     fn set_more(&mut self) {
         let Some(more) = self.more.filter(|_| !self.bytes.is_empty()) else { return };
         let (shift, in_cluster) = (self.old.granularity_bits(), self.old.cluster_bits());

@@ -6,9 +6,9 @@ use crate::qcow2::layout::data_file_mark::DataFileMark;
 use crate::qcow2::layout::header::Header;
 use crate::qcow2::writeback::Metadata;
 
-/// Durably extends the data file to a disk of `size` bytes, unless it is longer already. So the
-/// data file is never shorter than the disk, even after a crash. Before the data file is extended,
-/// `note` changes the header of a side file.
+/// Durably extends the data file to a disk of `size` bytes, unless the file is longer already. So
+/// the data file is never shorter than the disk, even after a crash. Before the data file is
+/// extended, `note` changes the header of a side file.
 pub(super) async fn lengthen_data_file<S: Storage>(
     metadata: &Metadata<S>,
     size: u64,

@@ -1,4 +1,4 @@
-//! Another name for the data file of an image: one write of the header changes it.
+//! Changes the name of an image's data file, by one write of the header.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -14,9 +14,8 @@ use super::backing::free_first_sector;
 
 impl<S: Storage> Qcow2Header<'_, S> {
     /// Gives the data file another name, durably, by one write of the header: after a crash the
-    /// image names it by the old one or the new one. The [facts](crate::Qcow2::facts) stay what
-    /// they were when the image was opened; the caller closes the image after this, and renames the
-    /// file.
+    /// image has the old name or the new name. The [facts](crate::Qcow2::facts) stay as when the
+    /// image was opened; the caller closes the image after this, and renames the file.
     ///
     /// # Errors
     /// `InvalidInput` if the image names no data file, the name is empty or too long, or the header

@@ -6,7 +6,7 @@ use crate::qcow2::tables::{FreezeState, ThawEvent};
 use crate::qcow2::writeback::Metadata;
 use crate::qcow2::writeback::WritebackBlock;
 
-/// The tables are frozen while this is held.
+/// A guard: the tables are frozen until it is dropped.
 pub(super) struct FreezeGuard<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     stage: Stage,
@@ -16,7 +16,7 @@ pub(super) struct FreezeGuard<'a, S: Storage> {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// The old tables are the active ones, on disk and in memory.
+    /// The old tables are active, on disk and in memory.
     Building,
     /// The header is being written, so it is unknown which tables are active on disk.
     Switching,
@@ -49,7 +49,7 @@ impl<'a, S: Storage> FreezeGuard<'a, S> {
         self.stage = Stage::Switching;
     }
 
-    /// Records that the tables in memory are again those on disk.
+    /// Records that the tables in memory are again the active tables on disk.
     pub(super) fn end_switch(&mut self) {
         self.stage = Stage::Building;
     }
@@ -60,12 +60,12 @@ impl<S: Storage> Drop for FreezeGuard<'_, S> {
         let writer = self.metadata.writer();
         if self.stage == Stage::Switching {
             let what = "a change of the snapshots was dropped at its last step";
-            // The first error is the cause of this one.
+            // `fail` keeps an earlier error, which is the cause of this error.
             writer.fail(&Error::new(ErrorKind::Io, what).on(writer.storage().name()));
         }
         let mut state = self.metadata.lock();
         state.tables.freeze = match writer.failure() {
-            // It is unknown which tables are active, so neither the old nor the new ones may be
+            // It is unknown which tables are active, so neither the old nor the new tables may be
             // overwritten.
             Some(error) if self.stage == Stage::Switching => {
                 FreezeState::Failed(error.duplicate().hint("open the image again"))

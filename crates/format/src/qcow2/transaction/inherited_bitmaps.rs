@@ -1,7 +1,7 @@
-//! Bitmaps in a fork: those of the old image continue in this overlay, under their names.
+//! Continues the bitmaps of an image in its new overlay, under the same names.
 //!
-//! Guarantee: all of them change in one transaction, so that a crash leaves all old or all new
-//! bits.
+//! Guarantee: all these bitmaps change in one transaction, so that a crash leaves all old or all
+//! new bits.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage};
 
@@ -20,14 +20,14 @@ use super::metadata_transaction::MetadataTransaction;
 pub enum InheritedBits<'a> {
     /// The whole disk counts as changed, while the real changes are not known yet.
     All,
-    /// Their content in the image that is no longer changed, and these changes.
+    /// The bits in the old image, which no longer changes, and these further changes.
     Exact(NextChange<'a>),
 }
 
 impl<S: Storage> Bitmaps<'_, S> {
     /// Continues the bitmaps of these names of `source` in this image, with their granularity and
-    /// state. They replace bitmaps of these names here. `source` must not change from then on,
-    /// unless `bits` is `All` or the bitmaps are disabled.
+    /// state. If this image has a bitmap of such a name, only its bits are replaced. `source` must
+    /// not change from this call on, unless `bits` is `All` or the bitmaps are disabled.
     ///
     /// # Errors
     /// As [`merge`](Self::merge).

@@ -35,19 +35,20 @@ pub(super) enum RefcountDelta {
     Decrement,
 }
 
-/// Which L1 tables refer to the active L2 tables.
+/// The L1 tables that refer to the active L2 tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum L1Users {
-    /// The active L1 table alone.
+    /// Only the active L1 table.
     Active,
-    /// The active L1 table and that of a snapshot that is being taken.
+    /// The active L1 table, and the L1 table of a snapshot that is being taken.
     ActiveAndSnapshot,
 }
 
 /// Serializes changes of the image as a whole.
 pub(crate) struct Transactions {
     lock: Semaphore,
-    /// Held while a change of the snapshots is prepared. Other transactions do not wait for it.
+    /// Held while a change of the snapshots is prepared. Other transactions do not wait for this
+    /// lock.
     preparation: Semaphore,
 }
 
@@ -240,9 +241,10 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.header.size = size;
     }
 
-    /// Changes the second size that the data file of a side file may have beside the disk's size;
-    /// `larger` is the larger of the two. The side file's bitmaps are marked as in use by a
-    /// session, so that changes are attributed to this process even if it is killed.
+    /// Sets the length to which the data file is extended. In a side file, also sets the second
+    /// size that the data file may have beside the disk's size: `larger`, the larger of the old and
+    /// new size. The side file's bitmaps are marked as in use by a session, so that changes are
+    /// attributed to this process even if it is killed.
     pub(super) fn set_data_size(&mut self, size: u64, larger: u64, voucher: Option<Voucher>) {
         self.data_length = size;
         if DataFileMark::of(&self.header).is_some() {
@@ -372,7 +374,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(())
     }
 
-    /// Returns the offset of the L2 table with the right flags: the old table if none changed,
+    /// Returns the offset of the L2 table with the right flags: the old table if no flag changed,
     /// otherwise a copy.
     async fn update_copied_flags_of(
         &mut self,
@@ -409,7 +411,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         Ok(new)
     }
 
-    /// The reference to a cluster, with the copied flag that its new refcount gives it.
+    /// The reference to a cluster, with the copied flag for the cluster's new refcount.
     pub(super) fn reference_to(&self, offset: u64) -> Reference {
         let copied = self.refcounts.new_refcount(self.geometry.cluster_of(offset)) == 1;
         Reference { offset, copied }
@@ -432,7 +434,7 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         write_beside(self.metadata, &writes).await
     }
 
-    /// Ends the reservation of these clusters: lowers the refcount of each by one.
+    /// Releases these clusters: lowers the refcount of each by one.
     pub(super) fn release_clusters(&mut self, clusters: Range<u64>) -> Result<()> {
         self.refcounts.decrement_all(clusters)
     }
@@ -443,8 +445,8 @@ impl<'a, S: Storage> MetadataTransaction<'a, S> {
         self.refcounts.decrement_all(first..first + self.geometry.clusters_for(length))
     }
 
-    /// Writes the remaining tables durably, then switches to them by writing the header. Returns
-    /// the clusters that this frees.
+    /// Writes the remaining tables durably, then makes all new tables active by a write of the
+    /// header. Returns the freed clusters.
     async fn commit(mut self, freeze: &mut FreezeGuard<'_, S>) -> Result<Vec<Range<u64>>> {
         self.put_l1().await?;
         self.put_snapshots().await?;
@@ -526,7 +528,7 @@ async fn write_beside<S: Storage>(metadata: &Metadata<S>, writes: &[TableWrite])
     metadata.writer().write(writes, Durability::None).await
 }
 
-/// Replaces the tables in memory by those that the header on disk now refers to.
+/// Replaces the tables in memory by the tables that the header on disk now refers to.
 fn activate<S: Storage>(metadata: &Metadata<S>, active: ActiveTables) -> Result<()> {
     let (size, clusters) = (active.header.size, active.clusters);
     let outcome = {

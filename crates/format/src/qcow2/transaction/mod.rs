@@ -1,23 +1,23 @@
 //! Changes of an image as a whole: snapshots, the size of the disk, the backing file.
 //!
-//! The life of a transaction on all metadata ([`MetadataTransaction`]):
+//! The life cycle of a transaction on all metadata ([`MetadataTransaction`]):
 //!
 //! 1. One transaction runs at a time, and begins only while no change of guest data is in flight.
 //! 2. Freeze: steps that change tables wait. A writeback writes everything dirty to the disk, and
 //!    no other writeback runs. Reads continue.
-//! 3. Build: new tables are written to free clusters beside the active ones, refcounts too
-//!    (`shadow_refcounts`). An error or a crash here changes nothing.
+//! 3. Build: new tables and refcounts (`shadow_refcounts`) are written to free clusters beside the
+//!    active tables. An error or a crash here changes nothing.
 //! 4. Commit: all new tables are flushed, then one write of the header's first sector makes the new
-//!    tables the active ones, on disk and in memory. After a crash either all old or all new tables
-//!    are active, without a leak. If it is unknown whether that write took effect, nothing is
-//!    changed while the image is open.
+//!    tables active, on disk and in memory. After a crash either all old or all new tables are
+//!    active, without a leak. If it is unknown whether the header write took effect, all changes
+//!    fail until the image is opened again.
 //! 5. Thaw. Freed clusters are returned to the host once the reads that may have looked them up
 //!    have ended.
 //!
 //! A change of the size uses ordinary steps, in an order that is safe at every crash (`resize`);
 //! the backing file changes with two writes of the header (`backing`), the version with one
-//! (`amend`). Changes that a dead process had acknowledged are written to the disk before anything
-//! else (`replay`), and lazy refcounts are recounted (`recount`).
+//! (`amend`). Changes that a dead process had acknowledged are written to the disk before any other
+//! change (`replay`), and lazy refcounts are recounted (`recount`).
 
 mod amend;
 mod backing;

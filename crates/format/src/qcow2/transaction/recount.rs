@@ -1,10 +1,9 @@
 //! Restores refcounts that are missing on disk when an image is opened: all refcounts of an image
-//! with lazy refcounts that was not closed, and those of a dead process's acknowledged changes
-//! (`replay`).
+//! with lazy refcounts that was not closed, and the refcounts for a dead process's acknowledged
+//! changes (`replay`).
 //!
 //! A missing refcount block is placed at the end of the file. If the file cannot grow, as on a
-//! block device, the block gets an unused cluster: one without a refcount on disk and without a
-//! reference.
+//! block device, the block gets an unused cluster, which has no refcount on disk and no reference.
 
 use blockhouse_core::{Error, ErrorKind, Result, Storage, ToolProgress};
 
@@ -52,11 +51,11 @@ pub(crate) async fn recount<S: Storage>(
     metadata.finish().await
 }
 
-/// Runs `change` of the refcount of `cluster`. If the file has no space at its end, places the
-/// refcount block in a gap first.
+/// Runs `change`, which changes the refcount of `cluster`. If the file has no space at its end,
+/// places the refcount block in a gap, and runs `change` again.
 ///
 /// # Errors
-/// `NoSpace` if there is no gap either.
+/// `NoSpace` if there is no gap, either.
 pub(super) async fn change_refcount<S: Storage>(
     metadata: &Metadata<S>,
     cluster: u64,

@@ -1,11 +1,11 @@
-//! Replays the redo log of a process that has died (`tables/redo`), so that the changes whose
-//! requests it had completed become durable.
+//! Replays the redo log of a process that has died (`tables/redo`), so that the changes of requests
+//! that this process had completed become durable.
 //!
 //! The caller has checked that the log belongs to this file and to this boot of the host. The
 //! *session bits*, autoclear bits of the header, show that no other program has changed the image
 //! since: a program that does not know such bits clears them before the first change
 //! (`docs/interop/qcow2.txt` of QEMU, "autoclear feature bits"), and each process with a log sets
-//! different ones. Images of version 2 have none.
+//! different session bits. Images of version 2 have no such bits.
 //!
 //! Before any change the whole log is checked against the image. If the log cannot belong to this
 //! file, the file is not changed.
@@ -13,15 +13,14 @@
 //! 1. For each guest cluster only the latest change is replayed (`LatestChanges`).
 //! 2. Host clusters that these changes refer to and whose refcount is 0 get a refcount of 1, and no
 //!    new table is placed in one of them (`recount`). Compressed data increments the refcounts of
-//!    its clusters, which may be counted already; at most, that leaks a cluster. A cluster whose
-//!    refcount is too high, because the process died before a lower refcount was written, leaks as
-//!    well.
+//!    its clusters, which may be counted already; at most, the increment leaks a cluster. If the
+//!    process died before a lower refcount of a cluster was written, this cluster leaks, too.
 //! 3. Ordinary steps set the entries. The clusters that the entries referred to before are freed as
 //!    usual.
 //! 4. A writeback makes all of these changes durable.
 //!
 //! A crash during a replay is harmless: the log still exists, and a replay neither frees nor reuses
-//! host clusters that it refers to.
+//! host clusters that the log refers to.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -62,13 +61,14 @@ impl<S: Storage> ImageRedo<'_, S> {
     }
 
     /// Replays the linked changes of a killed process that had the image open: `memory` is the log
-    /// that it had attached. The changes are durable when it returns. The log is not modified, so
-    /// that a crash during the replay loses nothing. To be called before any change, and before
-    /// [`attach`](Self::attach), for an image that was [opened for it](Qcow2::open_before_replay).
+    /// that the process had attached. The changes are durable when the method returns. The log is
+    /// not modified, so that a crash during the replay loses nothing. The caller must call this
+    /// method before any change, and before [`attach`](Self::attach), for an image that was [opened
+    /// for a replay](Qcow2::open_before_replay).
     ///
-    /// The caller guarantees that the log belongs to this file, and that the host has not started
-    /// since. Later changes of the image by other programs are detected, except for qcow2 of
-    /// version 2.
+    /// The caller guarantees that the log belongs to this file, and that the host has not been
+    /// restarted since the process died. Later changes of the image by other programs are detected,
+    /// except for images of version 2.
     ///
     /// # Errors
     /// Storage errors; `Corrupt` if the image contradicts itself. The log is then still valid.
@@ -97,17 +97,18 @@ impl<S: Storage> ImageRedo<'_, S> {
         Ok(Replay::Applied { changes })
     }
 
-    /// Empties `log` and records there from now on changes that are linked and not yet on disk, so
-    /// that the next process can [`replay`](Self::replay) it if this one is killed. To be called
-    /// before any change.
+    /// Empties `log`, and from now on records in `log` changes that are linked and not yet on disk.
+    /// If this process is killed, the next process can [`replay`](Self::replay) the log. The caller
+    /// must call this method before any change.
     pub fn attach(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
         metadata.autoclear().attach_redo_log(RedoLog::new(log, metadata.geometry()));
     }
 
-    /// As [`attach`](Self::attach), replacing a process that has settled the image and no longer
-    /// changes it: its session continues, so that the header need not be written before the first
-    /// change. `log` replaces the log of that process, which can no longer be found.
+    /// As [`attach`](Self::attach), if this process replaces a process that has settled the image
+    /// and no longer changes it. The session of the replaced process continues, so that the header
+    /// need not be written before the first change. `log` replaces the log of the replaced process,
+    /// which can no longer be found.
     pub fn take_over(&self, log: Arc<dyn StateMemory>) {
         let Qcow2 { metadata, .. } = self.image;
         let found = metadata.lock().tables.headers.disk().autoclear & SESSION_BITS;
@@ -121,20 +122,21 @@ impl<S: Storage> ImageRedo<'_, S> {
         }
     }
 
-    /// Whether a [`replay`](Self::replay) detects that other programs have changed the image. For
-    /// images of version 2 it does not; only the storage may detect such changes.
+    /// Whether a [`replay`](Self::replay) detects that other programs have changed the image. A
+    /// replay does not detect changes of images of version 2; only the storage may detect these.
     pub fn detects_changes(&self) -> bool {
         self.image.metadata.geometry().version >= 3
     }
 
-    /// Whether the header has the mark of a process that keeps a redo log: it has the image open,
-    /// or was killed.
+    /// Whether the header has the mark of a process that keeps a redo log. This process has the
+    /// image open, or was killed.
     pub fn has_session_bit(&self) -> bool {
         self.image.metadata.lock().tables.headers.disk().autoclear & SESSION != 0
     }
 }
 
-/// The reason why the image is not in the state in which the process left it, if it is not.
+/// The reason why the image is not in the state in which the process left it; `None` if the image
+/// is in this state.
 fn refusal<S: Storage>(metadata: &Metadata<S>, session: u64) -> Option<String> {
     let state = metadata.lock();
     let header = state.tables.headers.disk();
@@ -164,7 +166,7 @@ fn on_disk<S: Storage>(
     })
 }
 
-/// The reason why changes cannot belong to this file, if their data would lie past its end.
+/// The reason why changes cannot belong to this file, if their data would lie past the file's end.
 fn missing_data<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Option<String> {
     let geometry = metadata.geometry();
     if geometry.has_data_file {
@@ -175,7 +177,7 @@ fn missing_data<S: Storage>(metadata: &Metadata<S>, latest: &[RedoRecord]) -> Op
     (last > clusters).then(|| "the file is shorter than it was".into())
 }
 
-/// The host clusters to which the entries refer after a change, if the record contains them.
+/// The host clusters to which the entries refer after a change, if the record names host clusters.
 fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> {
     let count = record.clusters.end - record.clusters.start;
     match record.change {
@@ -188,9 +190,9 @@ fn host_clusters(geometry: Geometry, record: &RedoRecord) -> Option<Range<u64>> 
     }
 }
 
-/// The reason why changes cannot belong to this file, if their data would lie in its tables. Reads
-/// all tables that the changes affect. Changes nothing, so even a corrupt image is not marked as
-/// corrupt.
+/// The reason why changes cannot belong to this file, if their data would lie in the file's tables.
+/// Reads all tables that the changes affect. Changes nothing, so even a corrupt image is not marked
+/// as corrupt.
 async fn misplaced_data<S: Storage>(
     metadata: &Metadata<S>,
     latest: &[RedoRecord],

@@ -1,13 +1,13 @@
 //! Changes the size of a disk.
 //!
-//! To grow, the L1 entries are added first and the size is changed last, so that in between the
-//! caller can zero the bytes that would become visible. All steps that may fail with ENOSPC come
-//! before the data file is extended. The header of a side file has a second size that its data file
-//! may have; after a crash during the change the data file is truncated to the disk's size. To
-//! shrink, the clusters beyond the new end are removed first. After a crash the disk has the old
-//! size, and old data does not reappear when the disk grows again. The size and the number of L1
-//! entries change with one write of the header. If the image has bitmaps, this write is that of a
-//! transaction that changes the bitmaps' tables too.
+//! To grow, the L1 entries are added first and the size is changed last. In between, the caller can
+//! zero the bytes that would become visible. All steps that may fail with ENOSPC come before the
+//! data file is extended. The header of a side file has a second size that its data file may have;
+//! after a crash during the change the data file is truncated to the disk's size. To shrink, the
+//! clusters beyond the new end are removed first. After a crash the disk has the old size, and old
+//! data does not reappear when the disk grows again. The size and the number of L1 entries change
+//! with one write of the header. If the image has bitmaps, this write is the write of a transaction
+//! that also changes the bitmaps' tables.
 
 use std::ops::Range;
 
@@ -58,7 +58,7 @@ impl<S: Storage> Qcow2<S> {
 }
 
 impl<S: Storage> Qcow2SizeChange<'_, S> {
-    /// Whether the disk may have this size, as far as that is known without a change.
+    /// Checks that the disk may have this size, as far as this is known without a change.
     ///
     /// # Errors
     /// An error if the image must not be changed; `InvalidInput` for a size that the format does
@@ -200,7 +200,7 @@ async fn empty_last_table<S: Storage>(metadata: &Metadata<S>, size: u64) -> Resu
     Ok(())
 }
 
-/// Whether the image may have a disk of this size.
+/// Checks that the image may have a disk of this size.
 ///
 /// # Errors
 /// The image is read-only; `InvalidInput`.

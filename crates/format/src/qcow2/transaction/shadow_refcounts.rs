@@ -1,10 +1,10 @@
-//! Builds new refcounts without changing the active ones.
+//! Builds new refcounts without changing the active refcounts.
 //!
 //! A change of snapshots modifies refcounts all over the image, in copies of the tables. Every
 //! changed refcount block and the refcount table are written to new clusters. Then one write of the
-//! header switches from all the old to all the new ones. A new cluster is allocated only where both
-//! the old and the new refcount are 0. So no old data is overwritten, and a crash before the switch
-//! leaves the image unchanged, without leaks.
+//! header switches from all old tables to all new tables. A new cluster is allocated only where
+//! both the old and the new refcount are 0. So no old data is overwritten, and a crash before the
+//! switch leaves the image unchanged, without leaks.
 //!
 //! Only slices of refcounts that are not all zeros are read and kept: memory and time depend on the
 //! data in the file, not on the size of the refcount table.
@@ -37,12 +37,12 @@ pub(crate) struct ShadowRefcounts {
     slices: ShadowSlices,
     /// Blocks that change and have no new cluster yet.
     unallocated_blocks: BTreeSet<u64>,
-    /// Clusters of active tables. If the refcount of one is 0, the image is corrupt.
+    /// Clusters of active tables. If the refcount of such a cluster is 0, the image is corrupt.
     tables: HashSet<u64>,
     /// Clusters that a dropped write may still modify. Their refcounts must not become 0, because
     /// the late write would corrupt a new owner's data.
     quarantined: HashSet<u64>,
-    /// No cluster below this one is free.
+    /// No cluster before this cluster is free.
     cursor: u64,
 }
 
@@ -216,8 +216,8 @@ impl ShadowRefcounts {
         self.decrement_all(self.old_table.clone())?;
         let mut table = 0..0;
         loop {
-            // An allocation changes a refcount block, possibly one that was unchanged before, so
-            // the set may grow in the loop.
+            // An allocation changes a refcount block, possibly a block that was unchanged before,
+            // so the set may grow in the loop.
             while let Some(index) = self.unallocated_blocks.pop_first() {
                 let cluster = self.allocate(1)?;
                 let absent = Block { offset: None, new_cluster: None };
@@ -241,8 +241,8 @@ impl ShadowRefcounts {
         self.into_writes(&table)
     }
 
-    /// Clusters for a table of this many entries: as many as before, or 1.5 times as many as
-    /// needed, so the table rarely grows.
+    /// Clusters for a table of this many entries: as many as before if they suffice, else 1.5 times
+    /// as many as needed, so that the table rarely grows.
     fn table_clusters(&self, entries: u64) -> Result<u64> {
         let before = self.old_table.end - self.old_table.start;
         if entries * 8 <= before << self.geometry.cluster_bits {

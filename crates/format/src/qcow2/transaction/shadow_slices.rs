@@ -11,7 +11,7 @@ use std::collections::HashMap;
 #[derive(Default)]
 pub(super) struct ShadowSlices {
     slices: Vec<Slice>,
-    /// Index of the slice of a number.
+    /// Index in `slices`, by the number of the slice.
     index: HashMap<u64, usize>,
     /// The last looked up number, and the index of its slice.
     last: Cell<Option<(u64, usize)>>,
@@ -19,7 +19,7 @@ pub(super) struct ShadowSlices {
 
 struct Slice {
     now: Vec<u8>,
-    /// The content on disk, if the slice was changed; empty if that is all zeros.
+    /// The content on disk, if the slice was changed; empty if this content is all zeros.
     before: Option<Vec<u8>>,
 }
 
@@ -53,7 +53,7 @@ impl ShadowSlices {
         before.as_ref().unwrap_or(now)
     }
 
-    /// A slice for a further change; `None` if it was not changed before.
+    /// A slice for a further change; `None` if the slice was not changed before.
     pub(super) fn changed_mut(&mut self, number: u64) -> Option<&mut [u8]> {
         let at = self.find(number)?;
         let Slice { now, before } = &mut self.slices[at];

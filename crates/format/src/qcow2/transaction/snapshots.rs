@@ -1,11 +1,11 @@
 //! Snapshots of the disk, with or without the machine's state: taken, applied, deleted, renamed.
 //!
-//! Taking a snapshot reads and writes the image's tables, never its data, because the refcounts of
-//! all clusters are incremented and clusters are copied when they are next written. Each of these
-//! changes is atomic, even in a crash (see the folder's `mod.rs`). The machine's state lies in the
-//! snapshot's tables after the disk, at the size of the disk rounded up to the range of an L1
-//! entry. As in QEMU, a snapshot without a VM state of its own gets the active tables' data there,
-//! and reverting to it restores that data.
+//! Taking a snapshot reads and writes only the image's tables, never its data: the refcounts of all
+//! clusters are incremented, and a cluster is copied at its next write. Each of these changes is
+//! atomic, even in a crash (see the folder's `mod.rs`). The snapshot's tables map the machine's
+//! state after the disk, at the size of the disk rounded up to the range of an L1 entry. As in
+//! QEMU, a snapshot without its own VM state gets the active tables' data after the disk, and
+//! reverting to the snapshot restores this data.
 
 use std::time::Duration;
 
@@ -24,19 +24,19 @@ use super::metadata_transaction::{
     L1Users, MetadataTransaction, RefcountDelta, check_no_data_file,
 };
 
-/// The name of a new snapshot.
+/// The description of a new snapshot.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewSnapshot {
-    /// 1 to 255 bytes, different from all others in the image.
+    /// The name: 1 to 255 bytes, different from all other names in the image.
     pub name: String,
-    /// When it is taken, since 1970-01-01 UTC.
+    /// Time at which the snapshot is taken, since 1970-01-01 UTC.
     pub created: Duration,
-    /// How long the machine has run.
+    /// Time that the virtual machine has run.
     pub vm_clock: Duration,
 }
 
-/// The snapshots of an image. Changes are atomic, and durable when they return. The caller ensures
-/// that no change of the guest's data is in flight.
+/// The snapshots of an image. A change is atomic, and durable when its method returns. The caller
+/// ensures that no change of the guest's data is in flight.
 pub struct InternalSnapshots<'a, S: Storage> {
     pub(super) image: &'a Qcow2<S>,
 }
@@ -82,10 +82,10 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         Ok(table.entries.iter().map(|entry| entry.described(header.size)).collect())
     }
 
-    /// Takes a snapshot of the guest's disk, with a machine's state if one is given.
+    /// Takes a snapshot of the guest's disk, with a machine's state if `vm_state` is given.
     ///
     /// # Errors
-    /// `InvalidInput` for a name that is taken, empty or too long; `Unsupported` if a refcount
+    /// `InvalidInput` for a name that exists, is empty or too long; `Unsupported` if a refcount
     /// would exceed its maximum, or for an image with a data file; `NoSpace`; storage errors. On an
     /// error nothing has changed, and `vm_state` is as before.
     pub async fn create(
@@ -127,8 +127,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         transactions.run(metadata, change).await
     }
 
-    /// Reverts the disk to the snapshot, its size included. Later writes are lost. Enabled bitmaps
-    /// mark the whole disk as changed.
+    /// Reverts the disk and its size to the snapshot. Later writes are lost. Enabled bitmaps mark
+    /// the whole disk as changed.
     ///
     /// # Errors
     /// As [`create`](Self::create); `InvalidInput` for an unknown name.
@@ -155,7 +155,7 @@ impl<S: Storage> InternalSnapshots<'_, S> {
                 let what = format!("the snapshot '{name}' has {} L1 entries", l1.len());
                 return Err(Error::new(ErrorKind::Corrupt, what).on(image));
             }
-            // A VM state whose size is in the snapshot belongs to the snapshot alone.
+            // A VM state whose size is in the snapshot belongs only to the snapshot.
             if entry.vm_state_size() > 0 {
                 l1.truncate(entries as usize);
             }
@@ -211,8 +211,8 @@ impl<S: Storage> InternalSnapshots<'_, S> {
         transactions.run(metadata, change).await
     }
 
-    /// Frees clusters that finished or dropped changes no longer need. Otherwise the next flushes
-    /// do that.
+    /// Frees clusters that finished or dropped changes no longer need. Without this call, the next
+    /// flushes free them.
     pub async fn give_back(&self) {
         let metadata = &self.image.metadata;
         // A failure is recorded as usual; the rest is freed later.
@@ -235,7 +235,7 @@ fn check_size(image: &str, name: &str, of_snapshot: u64, of_disk: u64) -> Result
         .hint("remove the bitmaps first, and add others afterwards"))
 }
 
-/// Makes a read-only image show the disk as of a snapshot.
+/// Makes a read-only image show the disk of a snapshot.
 pub(crate) async fn show_snapshot<S: Storage>(
     metadata: &Metadata<S>,
     name: &str,
@@ -297,7 +297,7 @@ pub(super) fn check_table(image: &str, entries: &[SnapshotEntry]) -> Result<()> 
 }
 
 /// Drops the clusters of the active tables past the disk's end: another program's VM state. Called
-/// if the new snapshot has a VM state of its own.
+/// if the new snapshot has its own VM state.
 async fn drop_active_vm_state<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {

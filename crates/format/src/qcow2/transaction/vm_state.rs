@@ -1,8 +1,8 @@
 //! The tables of a VM state that is being stored.
 //!
-//! No table on disk refers to these clusters before the snapshot is committed; their refcount is 1.
-//! If saving stops early they leak, and nothing else is wrong. All of the tables are in memory, 8
-//! or 16 bytes for each cluster of the state.
+//! No table on disk refers to the clusters of the state before the snapshot is committed; their
+//! refcount is 1. If saving stops early, the clusters leak, and nothing else is wrong. All tables
+//! of the state are in memory, 8 or 16 bytes for each cluster of the state.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -21,7 +21,7 @@ use super::metadata_transaction::{MetadataTransaction, RefcountDelta, check_no_d
 /// the state.
 pub struct VmStateTables {
     geometry: Geometry,
-    /// L1 entries before those of the state.
+    /// Number of L1 entries before the entries of the state.
     first_l1: u64,
     zero_encoding: ZeroEncoding,
     /// The L2 tables, by the number of their L1 entry after `first_l1`.
@@ -31,7 +31,7 @@ pub struct VmStateTables {
     size: u64,
 }
 
-/// How a cluster of zeros is encoded.
+/// The encoding of a cluster of zeros.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ZeroEncoding {
     /// The zero flag of an entry.
@@ -78,7 +78,7 @@ impl<S: Storage> VmStates<'_, S> {
         geometry.l1_entries_for(metadata.size()) * geometry.l1_entry_span()
     }
 
-    /// The range of the state in the snapshot that the image was opened on. It begins at
+    /// The range of the state in the snapshot that the image was opened on. The range begins at
     /// [`start`](Self::start), and is empty for a snapshot without a state.
     ///
     /// # Errors
@@ -170,7 +170,7 @@ impl VmStateTables {
     /// Extends the state to at least `end` bytes.
     ///
     /// # Errors
-    /// `NoSpace` if it would be larger than the format allows.
+    /// `NoSpace` if the state would be larger than the format allows.
     pub fn extend(&mut self, end: u64) -> Result<()> {
         let entries = end.div_ceil(self.geometry.l1_entry_span());
         if self.first_l1.saturating_add(entries) > MAX_L1_BYTES / 8 {
@@ -266,7 +266,8 @@ impl VmStateTables {
             let reference = Reference { offset, copied: false };
             l1[(self.first_l1 + number) as usize] = l1_word(reference);
         }
-        // The references of the entries are counted now, so those of the reservation are dropped.
+        // The references of the entries are counted now, so the references of the reservation are
+        // dropped.
         self.reserved.iter().try_for_each(|clusters| transaction.release_clusters(clusters.clone()))
     }
 }

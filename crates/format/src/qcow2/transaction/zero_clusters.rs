@@ -1,9 +1,10 @@
-//! Removes zero clusters, which version 2 does not have. Without a backing file an unallocated
-//! cluster reads the same. With one, a cluster of written zeros replaces the zero cluster.
+//! Removes zero clusters, which version 2 does not have. Without a backing file, zero clusters
+//! become unallocated clusters, which also read as zeros. With a backing file, a cluster of written
+//! zeros replaces each zero cluster.
 //!
-//! All L2 tables are checked, also those that only snapshots have. One with zero clusters gets a
-//! copy beside it, for all L1 tables that refer to it. A host cluster that a zero cluster kept is
-//! free afterwards.
+//! All L2 tables are checked, also the tables of snapshots. A table with zero clusters is copied to
+//! a new cluster, for all L1 tables that refer to the table. Host clusters that zero clusters kept
+//! are free afterwards.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +25,7 @@ pub(super) async fn replace_zero_clusters<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
 ) -> Result<()> {
     let snapshots = transaction.snapshots().to_vec();
-    // How many L1 entries refer to each L2 table.
+    // The number of L1 entries that refer to each L2 table.
     let mut users = BTreeMap::new();
     let mut count_users = |l1: &[u64]| -> Result<()> {
         for table in references(metadata, l1)?.into_iter().flatten() {
@@ -47,7 +48,7 @@ pub(super) async fn replace_zero_clusters<S: Storage>(
         transaction.set_l1(l1, transaction.size());
     }
     for (number, snapshot) in snapshots.iter().enumerate() {
-        // Read again: the tables of all snapshots together may be longer than memory.
+        // The L1 table is read again: the tables of all snapshots together may not fit into memory.
         let l1 = transaction.l1_of(snapshot).await?;
         if let Some(l1) = refer_to(&copies, metadata, transaction, l1)? {
             set_snapshot_l1(transaction, number, &l1).await?;
@@ -56,7 +57,8 @@ pub(super) async fn replace_zero_clusters<S: Storage>(
     Ok(())
 }
 
-/// An L1 table that refers to the copies of L2 tables; `None` if it has none of those.
+/// The L1 table `l1`, changed to refer to the copies of L2 tables; `None` if none of its tables has
+/// a copy.
 fn refer_to<S: Storage>(
     copies: &BTreeMap<u64, u64>,
     metadata: &Metadata<S>,
@@ -75,7 +77,7 @@ fn refer_to<S: Storage>(
 }
 
 /// The offset of a copy of the L2 table at `offset`, to which `users` L1 entries refer; `None` if
-/// it has no zero clusters.
+/// the table has no zero clusters.
 async fn copy_without_zero_clusters<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
     offset: u64,
@@ -114,7 +116,7 @@ async fn copy_without_zero_clusters<S: Storage>(
     Ok(Some(copy))
 }
 
-/// Counts this many references to the cluster at `offset` more or less.
+/// Adds or removes this many references to the cluster at `offset`.
 fn count<S: Storage>(
     transaction: &mut MetadataTransaction<'_, S>,
     offset: u64,

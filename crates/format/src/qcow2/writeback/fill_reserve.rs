@@ -1,7 +1,7 @@
 //! Fills the reserve (`allocator/reserve`): allocates space on the host for metadata before a step
 //! uses the space.
 //!
-//! If the host has no space, the request that needs it fails without any change.
+//! If the host has no space, the request that needs the space fails without any change.
 
 use blockhouse_core::{ErrorKind, Result, Storage, SyncMode, rare};
 
@@ -10,8 +10,8 @@ use crate::qcow2::tables::ReserveRequest;
 
 use super::Metadata;
 
-/// The file is extended by an eighth of its length more than needed, but by at least `MIN_AHEAD`
-/// clusters, and at most `MAX_AHEAD` bytes.
+/// The file is extended beyond the needed length by an eighth of this length, but by at least
+/// `MIN_AHEAD` clusters, and at most `MAX_AHEAD` bytes.
 const MIN_AHEAD: u64 = 64;
 const MAX_AHEAD: u64 = 1 << 30;
 
@@ -19,7 +19,7 @@ const MAX_AHEAD: u64 = 1 << 30;
 pub(super) struct ReserveFiller<'a, S: Storage>(pub(super) &'a Metadata<S>);
 
 impl<S: Storage> ReserveFiller<'_, S> {
-    /// Allocates the host space without which a step was blocked.
+    /// Allocates the host space that a blocked step needs.
     ///
     /// # Errors
     /// `NoSpace` if the host has no space; other storage errors.
@@ -66,14 +66,14 @@ impl<S: Storage> ReserveFiller<'_, S> {
         state.allocator.note_extended(self.0.geometry, length, needed, size);
     }
 
-    /// Prepares clusters at the end for durable writes, if the storage can, and the host has enough
-    /// space.
+    /// Prepares clusters at the end of the file for durable writes, if the storage can prepare
+    /// clusters and the host has enough space.
     ///
     /// If the host cannot prepare clusters, no error is returned, and unprepared clusters are
     /// allocated. A failed flush is recorded as a failure of the image, as any other failed flush.
     async fn prepare_zeros(&self) -> Result<()> {
         let _alone = self.0.end_lock.acquire().await;
-        // As for the reserve, a transaction that freezes the tables later waits for the guard.
+        // As in `fill_at_end`, a transaction that freezes the tables later waits for the guard.
         let free = self.0.storage().free_space().await.unwrap_or(Some(0));
         let claim = self.0.step(|state| {
             state.tables.freeze.wait_thawed()?;
@@ -101,8 +101,8 @@ impl<S: Storage> ReserveFiller<'_, S> {
         Ok(())
     }
 
-    /// Runs pending frees, unless the storage has grown by writes, because then only extending it
-    /// in advance has failed.
+    /// Processes pending frees, unless the storage has grown by writes: in this case only the
+    /// extension in advance has failed.
     ///
     /// # Errors
     /// The reason why tables cannot be written, which prevents the clusters from being freed.

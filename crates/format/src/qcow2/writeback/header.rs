@@ -1,10 +1,10 @@
 //! Changes of the header on disk, and flushes.
 //!
-//! 1. Before the first change of an image its autoclear bits are cleared, durably, except those of
-//!    features that this program keeps consistent (bitmaps, for example). If a redo log is
+//! 1. Before the first change of an image its autoclear bits are cleared, durably, except the bits
+//!    of features that this program keeps consistent (bitmaps, for example). If a redo log is
 //!    attached, the same write sets the session bits. Other programs clear these bits before they
 //!    change the image, and another process with a redo log sets different session bits, so a
-//!    replay detects both.
+//!    replay detects changes by both.
 //! 2. If an image that is open for writing contradicts itself, it is marked as corrupt, durably,
 //!    and not changed again while it is open.
 
@@ -24,7 +24,7 @@ use super::Metadata;
 pub(super) struct AutoclearState {
     /// Whether the bits must be changed before the first change.
     is_due: AtomicBool,
-    /// The bits that remain set, because this program keeps the features consistent: those of
+    /// The bits that remain set, because this program keeps their features consistent: the bits of
     /// bitmaps.
     kept: AtomicU64,
     lock: Semaphore,
@@ -37,13 +37,13 @@ impl AutoclearState {
     }
 }
 
-/// The autoclear bits of an image that is being changed: the preserved bits and the `kept` ones if
-/// they are set, and those of the session.
+/// The autoclear bits of an image that is being changed: the preserved bits and the `kept` bits if
+/// they are set, and the bits of the session.
 fn autoclear_bits(header: &Header, kept: u64, session: u64) -> u64 {
     header.autoclear & (header.preserved_autoclear() | kept) | session
 }
 
-/// Keeps the autoclear bits true when changes begin.
+/// Keeps the autoclear bits correct when changes begin.
 pub(crate) struct Autoclear<'a, S: Storage>(&'a Metadata<S>);
 
 impl<S: Storage> Autoclear<'_, S> {
@@ -52,7 +52,7 @@ impl<S: Storage> Autoclear<'_, S> {
         self.0.autoclear.is_due.load(Ordering::Acquire)
     }
 
-    /// Durably clears or sets the autoclear bits so that they are true. Called before the first
+    /// Durably clears or sets the autoclear bits so that they are correct. Called before the first
     /// change.
     pub(crate) async fn begin_changes(&self) -> Result<()> {
         if self.needs_begin_changes() {
@@ -72,7 +72,7 @@ impl<S: Storage> Autoclear<'_, S> {
     }
 
     /// Called before a change that leaves the guest's data as it is. Keeps the bits of bitmaps,
-    /// which stay consistent with the disk; makes other autoclear bits true, durably.
+    /// which stay consistent with the disk. Makes the other autoclear bits correct, durably.
     pub(crate) async fn begin_changes_beside_guest_data(&self) -> Result<()> {
         if !self.needs_begin_changes() {
             return Ok(());
@@ -100,13 +100,13 @@ impl<S: Storage> Autoclear<'_, S> {
             .await
     }
 
-    /// Attaches this redo log, which is empty: later changes are recorded in it.
+    /// Attaches an empty redo log: later changes are recorded in the log.
     pub(crate) fn attach_redo_log(&self, log: RedoLog) {
         self.0.state.lock().tables.redo = log;
         self.look_at_autoclear();
     }
 
-    /// Keeps these autoclear bits from now on: every change keeps their meaning true.
+    /// Keeps these autoclear bits from now on: every change keeps their features consistent.
     pub(crate) fn keep_autoclear(&self, kept: u64) {
         self.0.autoclear.kept.store(kept, Ordering::Release);
         self.look_at_autoclear();
@@ -127,7 +127,7 @@ impl<S: Storage> Autoclear<'_, S> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Access to the autoclear bits, which are made true before the first change.
+    /// Access to the autoclear bits, which are corrected before the first change.
     pub(crate) fn autoclear(&self) -> Autoclear<'_, S> {
         Autoclear(self)
     }
@@ -139,14 +139,14 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// As [`rewrite_header`](Self::rewrite_header), without a flush of the data: for fields that do
-    /// not depend on it.
+    /// not depend on the data.
     pub(crate) async fn write_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         self.writer.check_failure()?;
         self.change_header(change).await?;
         self.storage().flush(SyncMode::Data).await
     }
 
-    /// Changes the header on disk. Durable with the next flush.
+    /// Changes the header on disk. The change is durable with the next flush.
     pub(super) async fn change_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
         let patch = |bytes: &mut [u8]| self.state.lock().tables.headers.begin_write(change, bytes);
         let number = self.writer.write_header(patch).await?;
@@ -186,7 +186,7 @@ impl<S: Storage> Metadata<S> {
         self.mark_clean(ended).await
     }
 
-    /// Clears the dirty bit of an image that is open, and these autoclear bits, durably.
+    /// Durably clears the dirty bit and these autoclear bits, if the image is open for writing.
     async fn mark_clean(&self, ended: u64) -> Result<()> {
         let is_session = self.state.lock().tables.headers.disk().autoclear & ended & SESSION != 0;
         if self.access == Access::ReadOnly || !(is_session || self.is_marked_dirty()) {
@@ -199,9 +199,8 @@ impl<S: Storage> Metadata<S> {
         .await
     }
 
-    /// Returns the outcome of a step. If the outcome is that the image is corrupt, and the image is
-    /// open for writing, the image is marked as corrupt on disk and not changed again while it is
-    /// open.
+    /// Returns the outcome of a step. If the outcome is a `Corrupt` error, and the image is open
+    /// for writing, the image is marked as corrupt on disk and not changed again while it is open.
     pub(crate) async fn marking<T>(&self, outcome: Result<T>) -> Result<T> {
         if let Err(error) = &outcome
             && error.kind() == ErrorKind::Corrupt
@@ -217,7 +216,7 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Durably marks the image as corrupt, even if writes of tables failed before. If the storage
-    /// fails flushes, its error is returned.
+    /// fails a flush, the error of the flush is returned.
     async fn mark_as_corrupt(&self) -> Result<()> {
         if self.state.lock().tables.headers.is_marked_durably(Incompatible::CORRUPT) {
             return Ok(());

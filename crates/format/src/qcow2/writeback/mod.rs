@@ -1,25 +1,27 @@
 //! Runs steps, and writes their changes to the disk in an order that keeps the image consistent if
 //! a crash happens at any point.
 //!
-//! The life of a writeback. One runs at a time; tasks that need one share it.
+//! The life cycle of a writeback. One writeback runs at a time; tasks that need a writeback share
+//! it.
 //!
 //! 1. A task needs changes to be durable (a flush, a durable write that allocated, the dirty limit,
-//!    closing). If a writeback runs, the task waits for it, and then for another writeback if the
-//!    first one began before the task's changes.
+//!    closing). If a writeback runs, the task waits for its end, and then for another writeback if
+//!    the first writeback began before the task's changes.
 //! 2. A writeback that serves writes without FUA waits for the data of other such writes in flight,
-//!    because otherwise these would need another writeback at once. It also waits for the table
-//!    writes of a dropped writeback.
+//!    because otherwise these writes would need another writeback at once. Every writeback waits
+//!    for the table writes of a dropped writeback.
 //! 3. Under the lock, the writeback copies all dirty metadata (`tables`), and takes the pending
 //!    frees (`allocator`).
-//! 4. It writes the copy, without the lock (`order`).
+//! 4. Without the lock, the writeback writes the copy (`order`).
 //! 5. Under the lock: the copy is clean, and the frees are freeable. If the writeback failed or its
-//!    future was dropped, everything in the copy is dirty again, and the next writeback repeats it.
-//! 6. It frees the freeable clusters (`reclaim`).
+//!    future was dropped, everything in the copy is dirty again, and the next writeback writes it
+//!    again.
+//! 6. The writeback frees the freeable clusters (`reclaim`).
 //!
-//! Locking: The image's one short lock protects [`State`]; the lock is never held during I/O. A
-//! blocked step releases the lock (`steps`). The semaphores are acquired without the lock. Their
-//! order is: the lock for L2 tables, the lock for the end of the file, the lock for frees, the lock
-//! for the header.
+//! Locking: the image has one lock, which protects [`State`]; it is held for short times, never
+//! during I/O. A blocked step releases the lock (`steps`). The semaphores are acquired without the
+//! lock. Their order is: the lock for L2 tables, the lock for the end of the file, the lock for
+//! frees, the lock for the header.
 
 mod fill_reserve;
 mod header;
@@ -46,7 +48,7 @@ pub(crate) use run::WritebackBlock;
 
 use header::AutoclearState;
 
-/// The state behind the image's one lock.
+/// The state that the lock of the image protects.
 pub(crate) struct State {
     pub(crate) tables: Tables,
     pub(crate) allocator: Allocator,
@@ -61,20 +63,20 @@ impl State {
         self.mapping.mapper(&mut self.tables, &mut self.allocator)
     }
 
-    /// As [`mapper`](Self::mapper), blocked while the tables are frozen.
+    /// As [`mapper`](Self::mapper), but returns `Blocked` while the tables are frozen.
     pub(crate) fn thawed_mapper(&mut self) -> Step<Mapper<'_>> {
         self.tables.freeze.wait_thawed()?;
         Ok(self.mapper())
     }
 }
 
-/// The metadata of an open image, and the I/O that its steps need. See the module's page.
+/// The metadata of an open image, and the I/O that its steps need; see the module's documentation.
 pub(crate) struct Metadata<S: Storage> {
     geometry: Geometry,
     access: Access,
     discard: Discard,
-    /// Whether the guest's data is encrypted. If it is, zeros in the file do not read as zeros on
-    /// the guest's disk.
+    /// Whether the guest's data is encrypted. If so, zeros in the file do not read as zeros on the
+    /// guest's disk.
     is_encrypted: bool,
     writer: TableWriter<S>,
     state: Mutex<State>,
@@ -86,7 +88,8 @@ pub(crate) struct Metadata<S: Storage> {
     reads: Epochs,
     /// The data writes in flight for which a writeback waits.
     data_writes: Epochs,
-    // Semaphores of one permit: the mutex of the same crate reads the clock when it is contended.
+    // Semaphores of one permit replace mutexes, because the mutex of the same crate reads the clock
+    // under contention.
     /// Held by the task that lowers refcounts, or changes the image as a whole.
     free_lock: Semaphore,
     /// Held by the task that reserves space at the end of the file.
@@ -146,12 +149,12 @@ impl<S: Storage> Metadata<S> {
         &self.writer
     }
 
-    /// Sets the data file, in which the guest's clusters are.
+    /// Sets the data file, which has the guest's clusters.
     pub(crate) fn set_data_file(&mut self, data: S) {
         self.writer.set_data_file(data);
     }
 
-    /// Acquires the lock. It must not be held over I/O.
+    /// Acquires the lock, which must not be held during I/O.
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }

@@ -1,12 +1,13 @@
 //! The order of a writeback's writes (README.md of qcow2, "Order"):
 //!
-//! 1. refcounts, and tables that nothing on disk refers to yet; flush: they and all data are
-//!    durable;
+//! 1. refcounts, and tables that nothing on disk refers to yet; flush: after this, these tables and
+//!    all data are durable;
 //! 2. if the refcount table changed: its entries, or the header with its new location; flush;
-//! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices alone carry FUA instead.
+//! 3. slices of L2 tables, L1 entries, a new size; flush. A few slices are written with FUA instead
+//!    of the flush.
 //!
 //! A failed write of a table is recorded, and no table that depends on it is written. A write that
-//! failed with ENOSPC changed nothing, so the next writeback retries it.
+//! failed with ENOSPC changed nothing, so the next writeback retries the write.
 
 use blockhouse_core::{Capabilities, Durability, Fua, FuaCost, Result, Storage, SyncMode};
 
@@ -31,13 +32,13 @@ pub(super) enum Flushed {
 pub(super) struct BatchWriter<'a, S: Storage>(pub(super) &'a Metadata<S>);
 
 impl<S: Storage> BatchWriter<'_, S> {
-    /// Writes a batch durably. Returns whether a flush was part of that.
+    /// Writes a batch durably. Returns whether a flush was part of the operation.
     pub(super) async fn write(&self, batch: &WritebackBatch) -> Result<Flushed> {
         if batch.scope() == WritebackScope::SkipRefcounts {
             self.0.set_dirty_bit().await?;
         }
         if self.is_small(batch) {
-            // In this order, each durable: refcounts, then the references to the clusters.
+            // The refcounts are durable before the references to the clusters are written.
             self.0.writer.write(batch.unordered(), Durability::Data).await?;
             batch.note_new_tables_linked();
             self.0.writer.write(batch.mappings(), Durability::Data).await?;
@@ -90,8 +91,8 @@ impl<S: Storage> BatchWriter<'_, S> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Makes the refcounts of clusters allocated before the call durable, and data written to them.
-    /// With lazy refcounts the dirty bit is made durable instead.
+    /// Makes durable the refcounts of clusters allocated before the call, and the data written to
+    /// these clusters. With lazy refcounts the dirty bit is made durable instead.
     pub(crate) async fn flush_allocated(&self) -> Result<()> {
         if self.state.lock().tables.headers.disk().has_late_refcounts() {
             self.set_dirty_bit().await?;

@@ -28,10 +28,10 @@ impl Drop for FreeingGuard<'_> {
 }
 
 impl<S: Storage> Metadata<S> {
-    /// Frees clusters whose references left the tables in memory. If discarded ranges read as
-    /// zeros, the host range is punched at once: the L2 entry on disk may still refer to it, so
-    /// after a crash the guest must read its old data or zeros. Encrypted data is not punched,
-    /// because a hole would not read as zeros.
+    /// Frees clusters to which the tables in memory no longer refer. If discarded ranges read as
+    /// zeros, the host range is punched at once: the L2 entry on disk may still refer to this
+    /// range, so after a crash the guest must read its old data or zeros. Encrypted data is not
+    /// punched, because a hole would not read as zeros.
     pub(crate) async fn free_clusters(&self, dropped: Vec<DeferredFree>) {
         if dropped.is_empty() {
             return;
@@ -58,22 +58,24 @@ impl<S: Storage> Metadata<S> {
             state.allocator.frees.has_many(state.tables.file.end(), self.geometry.cluster_bits)
         };
         if has_many {
-            // Boxed, so the future of a link stays small.
+            // The future is boxed, so that the future of a link stays small.
             let _ = rare(self.reclaim()).await;
         }
     }
 
-    /// Frees all clusters that are pending or freeable now: runs a writeback, or waits for one.
+    /// Frees all clusters that are pending or freeable now: runs a writeback, or waits for the
+    /// running writeback.
     ///
-    /// The caller may have prepared changes and hold a claim, a copy's memory or the permit for a
-    /// new L2 table. A writeback waits for none of these, so there is no deadlock. It waits only
-    /// for table writes and, at its end, for reads of the image, which need none of them either.
+    /// The caller may have prepared changes and hold a claim, the memory of a copy or the permit
+    /// for a new L2 table. A writeback does not wait for any of these, so there is no deadlock. A
+    /// writeback waits only for table writes and, at its end, for reads of the image, and these do
+    /// not need them, either.
     ///
     /// # Errors
     /// The reason why tables cannot be written.
     pub(crate) async fn reclaim(&self) -> Result<()> {
-        // A running writeback may have begun before these frees; then the second one includes them.
-        // The clusters in the batch of the running writeback must wait for its end as well.
+        // A running writeback may have begun before these frees; then the second writeback includes
+        // them. The clusters in the batch of the running writeback must wait for its end as well.
         for _ in 0..2 {
             self.writer.check_failure()?;
             let is_due = {

@@ -1,4 +1,4 @@
-//! Runs writebacks, and lets tasks wait for a running one.
+//! Runs writebacks, and lets tasks wait for a running writeback.
 
 use std::ops::Range;
 
@@ -22,8 +22,8 @@ enum WritebackStep {
     Run,
 }
 
-/// The guard of the only running writeback. When it is dropped, another writeback may run. If the
-/// writeback is unfinished then, the tables that it had copied become dirty again.
+/// The guard of the only running writeback. When the guard is dropped, another writeback may run.
+/// If the dropped writeback is unfinished, the tables that it has copied become dirty again.
 struct WritebackGuard<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     batch: Option<WritebackBatch>,
@@ -80,10 +80,10 @@ impl<S: Storage> Metadata<S> {
         self.make_durable(WritebackReason::PendingData).await.map(drop)
     }
 
-    /// How extents become durable with the fewest operations. FUA is used if few changes are
+    /// The way to make extents durable with the fewest operations. FUA is used if few changes are
     /// pending, their data is stable, and the next writeback has few writes. A flush is used if FUA
     /// implies a flush, as it does when the file grows, because one flush for data and refcounts is
-    /// cheaper than one for each.
+    /// cheaper than one flush for each.
     pub(crate) fn metadata_sync_mode(&self) -> MetadataSync {
         let Capabilities { fua, fua_cost, prepare_zeroes, .. } = self.storage().capabilities();
         let mut state = self.state.lock();
@@ -112,7 +112,7 @@ impl<S: Storage> Metadata<S> {
             let state = &mut *state;
             state.allocator.release_reserve(&mut state.tables);
         }
-        // Each writeback frees clusters. That changes refcounts, so another writeback is needed.
+        // Each writeback frees clusters and so changes refcounts, which need another writeback.
         while self.has_changes() {
             rare(self.write_back(WritebackReason::Full)).await?;
         }
@@ -127,7 +127,7 @@ impl<S: Storage> Metadata<S> {
     }
 
     /// Waits until the changes made so far are durable, running writebacks if no other task does.
-    /// Returns whether a flush that began after the call was part of it.
+    /// Returns whether the operation included a flush that began after the call.
     async fn make_durable(&self, reason: WritebackReason) -> Result<Flushed> {
         let target = self.state.lock().tables.version();
         let mut flushed = Flushed::No;
@@ -158,9 +158,9 @@ impl<S: Storage> Metadata<S> {
         rare(self.write_back(WritebackReason::Full)).await.map(drop)
     }
 
-    /// Writes all dirty metadata, and blocks writebacks. While the result is held no refcount is
-    /// decremented either, because clusters that a writeback makes freeable are freed after its
-    /// end.
+    /// Writes all dirty metadata, and blocks writebacks. While the result is held, refcounts are
+    /// not decremented, either: clusters that a writeback makes freeable are freed after the end of
+    /// the writeback.
     pub(crate) async fn block_writeback(&self) -> Result<WritebackBlock<'_, S>> {
         loop {
             self.writer.check_failure()?;
@@ -184,7 +184,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Runs a writeback if none runs, else waits for that one.
+    /// Runs a writeback if none runs, else waits for the running writeback.
     pub(super) async fn write_back(&self, reason: WritebackReason) -> Result<Flushed> {
         let waiting = {
             let mut state = self.state.lock();
@@ -222,7 +222,8 @@ impl<S: Storage> Metadata<S> {
         Ok(flushed)
     }
 
-    /// Copies the dirty metadata; `None` if there is none, and then pending frees become freeable.
+    /// Copies the dirty metadata. If nothing is dirty, returns `None`, and pending frees become
+    /// freeable.
     fn begin_writeback(&self, reason: WritebackReason) -> Option<WritebackBatch> {
         let mut state = self.state.lock();
         state.allocator.frees.begin_writeback();

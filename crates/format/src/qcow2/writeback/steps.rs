@@ -1,5 +1,5 @@
-//! Repeats a step until nothing blocks it (`tables/step`). What blocks the step is removed without
-//! holding the lock.
+//! Repeats a step until nothing blocks it (`tables/step`). The cause of the block is removed
+//! without the lock.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ impl<S: Storage> Metadata<S> {
         }
     }
 
-    /// Repeats a step until it succeeds; returns `None` if the dirty limit blocks it.
+    /// Repeats a step until it succeeds; returns `None` if the dirty limit blocks the step.
     pub(crate) async fn try_step<T>(
         &self,
         mut step: impl FnMut(&mut State) -> Step<T>,
@@ -67,7 +67,8 @@ impl<S: Storage> Metadata<S> {
     }
 }
 
-/// A slice that is being read. When dropped, even unfinished, it wakes the tasks that wait for it.
+/// A slice that is being read. When dropped, even before the end of the read, the guard wakes the
+/// tasks that wait for the slice.
 struct SliceLoadGuard<'a> {
     state: &'a Mutex<State>,
     offset: u64,

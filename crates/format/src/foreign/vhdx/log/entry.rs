@@ -34,10 +34,11 @@ mod at {
 pub(super) struct Entry {
     /// Offset of the entry in the log.
     pub(super) start: u64,
-    /// Bytes, a multiple of [`SECTOR`].
+    /// Length in bytes, a multiple of [`SECTOR`].
     pub(super) length: u64,
     pub(super) sequence: u64,
-    /// Log offset of the first entry whose changes were not yet in place at the write of this one.
+    /// Log offset of the first entry whose changes were not yet at their final offsets when this
+    /// entry was written.
     pub(super) tail: u64,
     /// Minimum size of the file in bytes when the entry was written.
     pub(super) flushed_size: u64,
@@ -75,8 +76,8 @@ impl Entry {
     /// Adds the entry's changes to `patches`. `log` is the offset of the log in the file.
     ///
     /// # Errors
-    /// `Corrupt` where the entry contradicts itself in spite of its checksum; `Unsupported` for too
-    /// many changes.
+    /// `Corrupt` if the entry contradicts itself although its checksum is valid; `Unsupported` for
+    /// too many changes.
     pub(super) fn apply(&self, bytes: &[u8], log: u64, patches: &mut Patches) -> Result<()> {
         let place = log + self.start;
         let mut data = (HEADER + self.descriptors * DESCRIPTOR).next_multiple_of(SECTOR);
@@ -114,7 +115,8 @@ impl Entry {
     }
 }
 
-/// The bytes that a data sector restores: the descriptor has the first eight and the last four.
+/// The bytes that a data sector restores: the first eight and the last four bytes are in the
+/// descriptor.
 fn restore(descriptor: &[u8], sector: &[u8]) -> Box<[u8; PAGE]> {
     let mut page: Box<[u8; PAGE]> = Box::new(array(sector, 0));
     page[..8].copy_from_slice(&descriptor[8..16]);

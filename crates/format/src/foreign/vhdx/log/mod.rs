@@ -39,8 +39,8 @@ impl Sequence {
         self.entries.last()
     }
 
-    /// The entries from the head's tail on, which is the first whose changes may be missing; `None`
-    /// if the sequence does not have it.
+    /// The entries from the head's tail on. The tail is the first entry whose changes may be
+    /// missing; `None` if the sequence does not contain the tail.
     fn active(&self) -> Option<&[Entry]> {
         let tail = self.head()?.tail;
         let first = self.entries.iter().position(|entry| entry.start == tail)?;
@@ -95,7 +95,7 @@ struct Log<'a, S> {
 }
 
 impl<S: Storage> Log<'_, S> {
-    /// The active sequence: of those that have the tail named by their head, the one with the
+    /// The active sequence: of the sequences that contain the tail of their head, the one with the
     /// highest sequence number.
     async fn find(&self) -> Result<Option<Sequence>> {
         let (mut at, mut best): (u64, Option<Sequence>) = (0, None);

@@ -4,12 +4,13 @@
 //! more. Each step is durable before the next one:
 //!
 //! 1. Tasks that record changes in the bitmap wait (`tracker/coarser`).
-//! 2. The bitmap is marked as lacking changes. After a crash before step 4 it remains so marked.
-//! 3. Its bits, its table and its entry in the directory are written over the old ones.
-//! 4. It is marked as recording changes, and replaces the old bitmap.
+//! 2. The bitmap is marked as lacking changes. After a crash before step 4 the mark remains.
+//! 3. The bits, the table and the directory entry of the new bitmap are written over those of the
+//!    old one.
+//! 4. The new bitmap is marked as recording changes, and replaces the old bitmap.
 //!
 //! If a bitmap has no cluster at all, the disk ranges of its missing clusters are marked as changed
-//! instead (`LiveBitmap::fill_lacking`). Neither way takes space.
+//! instead (`LiveBitmap::fill_lacking`). Neither way needs space.
 
 use std::sync::Arc;
 
@@ -77,7 +78,7 @@ impl LiveBitmaps {
     }
 
     /// Makes a whole bitmap coarser, if it has a cluster. Returns whether another bitmap has
-    /// replaced it.
+    /// replaced this one.
     ///
     /// # Errors
     /// Errors of the storage. If anything was already changed on disk, the bitmap then lacks

@@ -19,7 +19,7 @@ use super::{LiveBitmap, Phase};
 /// The maximum size of the coarser bitmap's bits in memory, in bytes.
 const MAX_BYTES: u64 = 8 << 20;
 
-/// A bitmap that another one is about to replace.
+/// A bitmap that another bitmap is about to replace.
 pub(in crate::qcow2::bitmaps) struct Superseded<'a> {
     bitmap: &'a LiveBitmap,
     /// The phase that the bitmap gets if this guard is dropped.
@@ -30,15 +30,16 @@ pub(in crate::qcow2::bitmaps) struct Superseded<'a> {
 pub(in crate::qcow2::bitmaps) struct Coarser {
     pub(in crate::qcow2::bitmaps) entry: BitmapEntry,
     pub(in crate::qcow2::bitmaps) table: Vec<BitsCluster>,
-    /// The writes of its bits and its table, to the offsets of those of the old bitmap.
+    /// The writes of its bits and its table, to the offsets of the old bitmap's bits and table.
     pub(in crate::qcow2::bitmaps) writes: Vec<TableWrite>,
-    /// Clusters of the old bitmap that the coarser one does not need.
+    /// Clusters of the old bitmap that the coarser bitmap does not need.
     pub(in crate::qcow2::bitmaps) free: Vec<ByteRange>,
 }
 
 impl LiveBitmap {
     /// Whether a cluster of bits for a range is missing. False after a write of the table with an
-    /// unknown outcome: the table on disk may refer to a cluster that would be leaked.
+    /// unknown outcome, because the table on disk may then refer to a cluster that a replacement
+    /// would leak.
     pub(in crate::qcow2::bitmaps) fn lacks_room(&self, range: ByteRange) -> bool {
         let (bits, in_cluster) = (self.bits_of(range), self.geometry.cluster_size() * 8);
         let mut clusters = bits.start / in_cluster..bits.end.div_ceil(in_cluster);
@@ -79,7 +80,7 @@ impl LiveBitmap {
     }
 
     /// The factor, as a power of two, by which the granularity must grow so that all bits fit into
-    /// this number of clusters.
+    /// `clusters` clusters; `None` if no permitted granularity is large enough.
     fn shift_for(&self, clusters: u64) -> Option<u32> {
         let in_cluster = self.geometry.cluster_size() * 8;
         let mut shifts = 1..=MAX_GRANULARITY_BITS.saturating_sub(self.granularity_bits);
@@ -88,9 +89,9 @@ impl LiveBitmap {
 }
 
 impl Superseded<'_> {
-    /// The coarser bitmap for the one with this entry in the directory, of a disk of `size` bytes;
-    /// `None` if the old bitmap has no cluster, or its clusters have too many bits for the memory
-    /// limit.
+    /// The coarser bitmap that replaces the bitmap with this entry in the directory, for a disk of
+    /// `size` bytes; `None` if the old bitmap has no cluster, if no permitted granularity is large
+    /// enough, or if the coarser bitmap would exceed [`MAX_BYTES`].
     ///
     /// # Errors
     /// Errors of the storage.
@@ -166,7 +167,7 @@ impl Superseded<'_> {
         Ok(bytes)
     }
 
-    /// Called before the bitmap is changed on disk, because the bitmap lacks changes if the
+    /// Called before the bitmap is changed on disk. From then on, the bitmap lacks changes if the
     /// replacement is not finished.
     pub(in crate::qcow2::bitmaps) fn begin_changes(&mut self) {
         self.otherwise = Phase::Abandoned;

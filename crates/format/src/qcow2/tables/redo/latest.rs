@@ -1,7 +1,7 @@
-//! The sum of a redo log's records: the latest change of each guest cluster.
+//! The merged records of a redo log: the latest change of each guest cluster.
 //!
 //! Only these changes are replayed. Reason: a host cluster that an older record names may have been
-//! freed since, and an interrupted replay may have allocated it for a table.
+//! freed since, and an interrupted replay may have allocated this cluster for a table.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use super::record::{RedoChange, RedoRecord};
 /// Changes of disjoint ranges of guest clusters.
 pub(crate) struct LatestChanges {
     geometry: Geometry,
-    /// By the first cluster: the cluster after the last one, and the change.
+    /// Keyed by the first cluster of each range; the values are the range's end and its change.
     changes: BTreeMap<u64, (u64, RedoChange)>,
 }
 
@@ -54,7 +54,8 @@ impl LatestChanges {
         }
     }
 
-    /// Adds zeros that keep the host clusters, which `older` changes or the tables name.
+    /// Adds zeros that keep the host clusters. The host clusters are named by `older` or by the
+    /// tables.
     fn add_zeros(&mut self, clusters: Range<u64>, older: &[(u64, u64, RedoChange)]) {
         let mut next = clusters.start;
         for &(start, end, change) in older {

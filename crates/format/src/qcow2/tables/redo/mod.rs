@@ -2,26 +2,26 @@
 //! memory that outlives the process.
 //!
 //! A server answers a guest's write into new space when its entry is linked in memory. If the
-//! server's process dies before a writeback, the host runs on and holds the data, but the entry is
-//! gone. So:
+//! server's process dies before a writeback, the host runs on and still has the data, but the entry
+//! is lost. So:
 //!
 //! 1. A step that links an entry appends the change, before the request is answered. Both happen
 //!    under the image's lock, so the log has the order of the changes.
-//! 2. A writeback that begins notes the log's head ([`RedoLog::head`]): it copies what is dirty
-//!    under the same lock, so the copy has every change before that point. When it has ended, the
-//!    log's tail moves there ([`RedoLog::trim`]). A failed or dropped writeback does not move the
-//!    tail.
-//! 3. After a death the records between tail and head are replayed before anything else
-//!    (`transaction/replay`). They hold the new values of entries, so they can be replayed again,
-//!    also onto tables that already have some of the changes.
+//! 2. A writeback notes the log's head ([`RedoLog::head`]) when it begins. The writeback copies the
+//!    dirty metadata under the same lock, so the copy has every change before the noted head. When
+//!    the writeback is durable, the log's tail moves to the noted head ([`RedoLog::trim`]). A
+//!    failed or dropped writeback does not move the tail.
+//! 3. After the death of a process, the records between tail and head are replayed before any other
+//!    change (`transaction/replay`). Records have the new values of entries, so a replay can be
+//!    repeated, also on tables that already have some of the changes.
 //!
 //! The memory is a ring of records of a fixed length. A record is valid once the head is stored. A
 //! killed process loses none of its stores, so the log is consistent after each store. If the ring
 //! is full, a step that prepares a change is blocked as at the dirty limit.
 //!
-//! The host provides the ring's memory as it is needed, in a part that begins with the ring's first
-//! record. An empty log continues at that record, and returns the rest of the memory. If the host
-//! has no more memory, the ring counts as full.
+//! Memory is reserved for as many records as needed, from the ring's first record on. An empty log
+//! continues at the first record, and releases the rest of the memory. If the host has no memory
+//! left, the ring counts as full.
 
 mod latest;
 mod record;
@@ -39,12 +39,12 @@ pub(crate) use record::{EntryRun, RedoChange, RedoRecord};
 use super::{Blocked, Step};
 use record::WORDS_PER_RECORD;
 
-/// The most changes that wait for a writeback. Random writes of 4 KiB at 60,000 a second fill the
-/// log in a second.
+/// The maximum number of changes that wait for a writeback. Random writes of 4 KiB, 60,000 per
+/// second, fill the log in about a second.
 const MAX_RECORDS: usize = 1 << 16;
 
-/// How many records one change may need: the first and the last cluster of a write may differ from
-/// the rest.
+/// The maximum number of records of one change: the first and the last cluster of a write may
+/// differ from the rest.
 const MAX_RECORDS_PER_CHANGE: u64 = 3;
 
 /// "BHRedo", and the version of this layout.
@@ -62,26 +62,27 @@ const FIRST_RECORD: usize = 8;
 /// The fewest records for which memory is reserved at a time.
 const RESERVED_AT_A_TIME: u64 = 1024;
 
-/// How many words of memory a log has: 2 MiB, of which the log of an idle image takes 32 KiB.
+/// The words of memory of a log: 2 MiB, of which the log of an idle image takes 32 KiB.
 pub(crate) const REDO_LOG_WORDS: usize = FIRST_RECORD + MAX_RECORDS * WORDS_PER_RECORD;
 
-/// The redo log of an image. Without memory it keeps nothing.
+/// The redo log of an image. A log without memory records nothing.
 #[derive(Default)]
 pub(crate) struct RedoLog {
     memory: Option<Arc<dyn StateMemory>>,
     /// The autoclear bits of the session.
     session: u64,
-    /// How many records were ever appended, and how many of these are no longer needed.
+    /// The number of records that were ever appended (`head`), and of those that are no longer
+    /// needed (`tail`).
     head: u64,
     tail: u64,
     /// The end of the records that prepared changes may append.
     promised: u64,
-    /// How many records of the ring, from its first one on, have memory.
+    /// The number of records, from the ring's first record on, that have memory.
     reserved: u64,
 }
 
 impl RedoLog {
-    /// An empty log of a new session in `memory`, whatever that holds.
+    /// An empty log of a new session in `memory`. The old content of `memory` is ignored.
     pub(crate) fn new(memory: Arc<dyn StateMemory>, geometry: Geometry) -> Self {
         // Images of version 2 have no autoclear bits.
         let session = if geometry.version >= 3 { new_session() } else { 0 };
@@ -94,7 +95,7 @@ impl RedoLog {
         geometry: Geometry,
         session: u64,
     ) -> Self {
-        // Without the magic number the log counts as empty, whatever the other words are meanwhile.
+        // Without the magic number, the log counts as empty while the other words change.
         memory.store(MAGIC_WORD, 0);
         memory.store(HEAD_WORD, 0);
         memory.store(TAIL_WORD, 0);
@@ -114,8 +115,8 @@ impl RedoLog {
         self.session
     }
 
-    /// Blocked if there is no space for the records of one more change, besides the `pending`
-    /// changes that are prepared already.
+    /// Returns `Blocked` if there is no space for the records of one more change, besides the
+    /// `pending` changes that are prepared already.
     pub(crate) fn check_room(&mut self, pending: usize) -> Step<()> {
         let Some(memory) = &self.memory else { return Ok(()) };
         let needed = (pending as u64 + 1) * MAX_RECORDS_PER_CHANGE;
@@ -128,8 +129,8 @@ impl RedoLog {
         Ok(())
     }
 
-    /// Reserves memory for this many records at the ring's beginning. Returns whether they have
-    /// memory.
+    /// Reserves memory for this many records at the ring's beginning. Returns whether these records
+    /// have memory.
     fn reserve(&mut self, records: u64) -> bool {
         let Some(memory) = self.memory.as_ref().filter(|_| records > self.reserved) else {
             return true;
@@ -147,8 +148,8 @@ impl RedoLog {
         self.head == self.tail
     }
 
-    /// Blocked, until a writeback, if there is no space for the records of one change. The step
-    /// that prepared the change has checked for the space.
+    /// Returns `Blocked`, until a writeback, if there is no space for the records of one change.
+    /// The step that prepared the change has checked for the space.
     pub(crate) fn check_promised(&self) -> Step<()> {
         if self.has_room(MAX_RECORDS_PER_CHANGE) { Ok(()) } else { Err(Blocked::DirtyLimit) }
     }
@@ -160,7 +161,7 @@ impl RedoLog {
         self.head - self.tail + records <= capacity && end <= self.reserved
     }
 
-    /// Appends a change that was just made. The step that made it has checked for space.
+    /// Appends a change that was just made. The step of the change has checked for space.
     pub(crate) fn append(&mut self, record: &RedoRecord, geometry: Geometry) {
         let has_room = self.has_room(1);
         debug_assert!(has_room, "room for a change that was prepared");
@@ -198,7 +199,7 @@ impl RedoLog {
         let Some(memory) = &self.memory else { return };
         let promised = self.promised.saturating_sub(self.head);
         self.head = self.head.next_multiple_of(capacity(&**memory));
-        // A tail ahead of the head also means an empty log.
+        // Between the two stores the tail is ahead of the head, which also means an empty log.
         memory.store(TAIL_WORD, self.head);
         memory.store(HEAD_WORD, self.head);
         (self.tail, self.promised) = (self.head, self.head + promised);
@@ -218,8 +219,7 @@ impl RedoLog {
         head.saturating_sub(tail).min(capacity(memory))
     }
 
-    /// The autoclear bits that an image has, if a process with this log was the last one to change
-    /// it.
+    /// The autoclear bits of an image whose latest changes were made by a process with this log.
     pub(crate) fn session_in(memory: &dyn StateMemory) -> u64 {
         memory.load(SESSION_WORD) & SESSION_BITS
     }
@@ -227,7 +227,7 @@ impl RedoLog {
     /// The records that a log has, the oldest first.
     ///
     /// # Errors
-    /// Why the memory is no log of an image of this geometry, in words.
+    /// A text with the reason why the memory is not a log of an image of this geometry.
     pub(crate) fn read(
         memory: &dyn StateMemory,
         geometry: Geometry,
@@ -260,17 +260,17 @@ impl RedoLog {
     }
 }
 
-/// How many records the memory has room for.
+/// The number of records that fit into the memory.
 fn capacity(memory: &dyn StateMemory) -> u64 {
     (memory.words().saturating_sub(FIRST_RECORD) / WORDS_PER_RECORD) as u64
 }
 
-/// How many words a log with this many records has.
+/// The number of words of a log with this many records.
 fn words_of(records: u64) -> usize {
     FIRST_RECORD + records as usize * WORDS_PER_RECORD
 }
 
-/// How many records have memory without a reservation.
+/// The number of records that have memory without a reservation.
 fn least_reserved(memory: &dyn StateMemory) -> u64 {
     let words = memory.words().min(RESERVED_WORDS);
     (words.saturating_sub(FIRST_RECORD) / WORDS_PER_RECORD) as u64

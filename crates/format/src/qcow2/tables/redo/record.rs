@@ -12,13 +12,14 @@ pub(super) const WORDS_PER_RECORD: usize = 4;
 const SET: u64 = 1;
 const ZERO_KEEPING_HOST: u64 = 2;
 
-/// The change of the entries of consecutive guest clusters. Applied again, it changes nothing.
+/// The change of the entries of consecutive guest clusters. A second application changes nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RedoChange {
     /// The first cluster has this entry. Each further cluster has the same entry with the next host
     /// cluster.
     Set(Entry),
-    /// Each cluster reads as zeros, and keeps its host cluster if the refcount of that is one.
+    /// Each cluster reads as zeros, and keeps its host cluster if the host cluster's refcount is
+    /// one.
     ZeroKeepingHost,
 }
 
@@ -38,7 +39,7 @@ impl RedoChange {
         }
     }
 
-    /// The entry of the `index`-th cluster, which has been `old`.
+    /// The new entry of the `index`-th cluster, whose entry before is `old`.
     pub(crate) fn entry(self, index: u64, old: Entry, geometry: Geometry) -> Entry {
         match self {
             Self::Set(entry) => nth_entry(entry, index, geometry),
@@ -47,8 +48,8 @@ impl RedoChange {
     }
 }
 
-/// The entry of the `index`-th of clusters that have the same entries with consecutive host
-/// clusters.
+/// The entry of the `index`-th cluster, if all clusters have the entry `first` with consecutive
+/// host clusters.
 fn nth_entry(first: Entry, index: u64, geometry: Geometry) -> Entry {
     match first {
         Entry::Standard { host: Some(host), subclusters } => {
@@ -104,7 +105,7 @@ pub(crate) struct EntryRun {
 
 impl EntryRun {
     /// Adds the entry of the next cluster. Returns the previous record if the entry does not
-    /// continue it.
+    /// continue this record.
     pub(crate) fn push(
         &mut self,
         cluster: u64,

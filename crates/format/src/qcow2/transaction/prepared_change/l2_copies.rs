@@ -1,17 +1,18 @@
-//! The active L2 tables after a change of the snapshots: those with other COPIED flags get copies
-//! in new clusters.
+//! The active L2 tables after a change of the snapshots. A table whose COPIED flags change gets a
+//! copy in a new cluster.
 //!
-//! A new snapshot and the active L1 table are to share all L2 tables, and no cluster of theirs is
-//! to be changed in place. So a table that has COPIED flags gets a copy without them. A table that
-//! has none, which an older snapshot shares, is shared once more. What the tables refer to is
-//! counted ([`ReferenceCounts`](super::reference_counts::ReferenceCounts)), from the same bytes
-//! that were copied: a copy says what to take back when its table has changed.
+//! A new snapshot and the active L1 table share all L2 tables, and no cluster of these tables may
+//! be changed in place. So a table with COPIED flags, in its entries or its L1 entry, gets a copy
+//! without these flags. A table without COPIED flags, which an older snapshot shares, is shared
+//! once more. The references of the tables' entries are counted
+//! ([`ReferenceCounts`](super::reference_counts::ReferenceCounts)) from the copied bytes. So if a
+//! table changes, its copy has the references to subtract.
 //!
-//! When a snapshot is deleted, a cluster that only it and the disk shared has one reference left,
-//! so the flag is set. What was counted are the snapshot's references, which do not change. Nor
-//! does what is left of an active cluster's references while an entry refers to it: only a
-//! transaction makes more of them, which ends the watch, and of those that there are the entry is
-//! one. So a table is looked at again only where it changed itself.
+//! When a snapshot is deleted, a cluster that only the snapshot and the disk shared has one
+//! reference left, so its COPIED flag is set. The counted references are those of the snapshot,
+//! which do not change. The number of references left also stays the same while an active entry
+//! refers to the cluster: the entry is one of these references, and only a transaction, which ends
+//! the watch, adds references. So a table is processed again only where the table itself changed.
 
 use std::collections::HashMap;
 
@@ -35,19 +36,19 @@ use super::table_parts::{MAX_IN_FLIGHT, MAX_SLICES_IN_FLIGHT, Part, look_at, rea
 /// The new table of an L1 entry.
 #[derive(Clone, Copy)]
 struct Table {
-    /// The active one.
+    /// The active table.
     active: Reference,
-    /// The copy that takes its place.
+    /// Offset of the copy that replaces the active table.
     copy: Option<u64>,
 }
 
-/// See the module's page.
+/// The L2 tables after the change; see the module's documentation.
 pub(super) struct L2Copies {
     geometry: Geometry,
     purpose: Purpose,
-    /// By L1 entry.
+    /// The tables, by the index of the L1 entry.
     tables: Vec<Option<Table>>,
-    /// The L1 entries of tables that have copies.
+    /// The index of the L1 entry of each table that has a copy, by the offset of the table.
     by_offset: HashMap<u64, usize>,
     entries: L2References,
 }
@@ -56,7 +57,7 @@ pub(super) struct L2Copies {
 struct Look {
     index: usize,
     reference: Option<Reference>,
-    /// The counts for it before.
+    /// The L2 table whose references were counted for this entry before.
     counted: Option<Vec<u8>>,
     now: Option<Vec<u8>>,
 }
@@ -82,7 +83,7 @@ impl L2Copies {
         self.tables.iter().map(word).collect()
     }
 
-    /// The tables that copies take the place of: nothing refers to them, but maybe older snapshots.
+    /// The tables that copies replace. After the change, only older snapshots may refer to them.
     pub(super) fn replaced(&self) -> impl Iterator<Item = Reference> {
         let all = self.tables.iter().flatten();
         all.filter(|table| table.copy.is_some()).map(|table| table.active)
@@ -110,7 +111,7 @@ impl L2Copies {
         Ok(())
     }
 
-    /// The L1 entries that are not as they were.
+    /// The L1 entries that changed since the last update.
     fn changed_entries<S: Storage>(
         &mut self,
         metadata: &Metadata<S>,
@@ -185,7 +186,7 @@ impl L2Copies {
         Ok(Look { index, reference, counted, now })
     }
 
-    /// Copies slices that changed, of tables that have copies.
+    /// Copies the changed slices of tables that have copies.
     async fn update_slices<S: Storage>(
         &mut self,
         metadata: &Metadata<S>,
@@ -207,7 +208,8 @@ impl L2Copies {
         let mut writes = Vec::new();
         for look in looks {
             let (copy, counted, mut bytes) = look?;
-            // Another table is there, which the L1 table shows, or one whose flags stay.
+            // Without a copy, the slice belongs to a table whose flags stay, or to a new table, to
+            // which the L1 table refers.
             let Some(offset) = copy else { continue };
             let name = metadata.storage().name();
             if let Some(bytes) = &counted {
@@ -220,8 +222,8 @@ impl L2Copies {
         Ok(write(metadata, &writes).await?)
     }
 
-    /// Converts slices of a table to their future content, and counts the references of a new
-    /// snapshot by them. Returns whether they differ.
+    /// Converts slices of a table to their content after the change. For a new snapshot, counts the
+    /// references of their entries. Returns whether the content differs.
     async fn convert(
         &self,
         l2: &mut [u8],

@@ -9,7 +9,7 @@ use crate::qcow2::layout::geometry::Geometry;
 
 use super::reference_counts::{Left, ReferenceCounts};
 
-/// See the module's page.
+/// Counts references and changes flags; see the module's documentation.
 pub(super) struct L2References {
     geometry: Geometry,
     budget: WorkBudget,
@@ -81,17 +81,17 @@ impl L2References {
         slice as u64 * self.geometry.slice_size() + index as u64 * self.geometry.l2_entry_size()
     }
 
-    /// Clears the COPIED flags. Returns whether any was set.
+    /// Clears the COPIED flags. Returns whether any flag was set.
     pub(super) async fn clear_copied(&self, l2: &mut [u8]) -> Result<bool> {
         let clear = |host: Reference| Ok(Reference { copied: false, ..host });
         self.change_references(l2, clear).await
     }
 
-    /// Sets the COPIED flag of each cluster that has one reference left. Returns whether any
+    /// Sets the COPIED flag of each cluster that has one reference left. Returns whether any flag
     /// changed. `name` and `offset` are for messages.
     ///
     /// # Errors
-    /// `Corrupt` if a cluster has none left.
+    /// `Corrupt` if a cluster has no reference left.
     pub(super) async fn set_copied(
         &self,
         l2: &mut [u8],
@@ -109,7 +109,7 @@ impl L2References {
         self.change_references(l2, set).await
     }
 
-    /// Changes references to clusters; returns whether any has changed.
+    /// Changes references to clusters. Returns whether any reference changed.
     async fn change_references(
         &self,
         l2: &mut [u8],
@@ -145,7 +145,7 @@ fn corrupt(what: String, name: &str, offset: u64) -> Error {
 }
 
 /// The error of a copy whose content differs from the bytes written to it: its cluster has another
-/// user, unknown to the refcounts.
+/// user, which the refcounts do not count.
 pub(super) fn overwritten(name: &str, offset: u64) -> Error {
     corrupt("a new table was overwritten: a refcount is wrong".to_owned(), name, offset)
 }

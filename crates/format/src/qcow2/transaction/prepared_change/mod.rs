@@ -1,27 +1,28 @@
 //! Takes or deletes a snapshot while guests continue. References are counted and tables are copied
 //! while guests write; guests wait only for the short switch.
 //!
-//! The life of a prepared change:
+//! The life cycle of a prepared change:
 //!
 //! 1. *Prepare*: guests continue. The new metadata is written to new clusters beside the active
 //!    tables: L2 tables with other COPIED flags (`l2_copies`), and refcount blocks with the
 //!    references of the snapshot added or removed (`refcount_copies`). For a new snapshot, these
-//!    are the references of the active tables; for a deleted snapshot, those of its own tables
-//!    (`snapshot_tree`). The clusters are allocated like any others (`space`).
+//!    are the references of the active tables; for a deleted snapshot, the references of the
+//!    snapshot's tables (`snapshot_tree`). The new clusters are allocated as usual (`space`).
 //! 2. Slices that guests change meanwhile are recorded (`tables/change_watch`) and copied again, in
 //!    passes that become shorter, until few slices are left. All copies are flushed.
 //! 3. *Take*: no guest write is in flight. The tables are frozen, and the remaining slices are
 //!    copied. L1 tables, snapshot table and refcount table are written and flushed, and one write
 //!    of the header makes the new metadata active (`take`). Nothing is allocated in this step. Its
-//!    duration depends on the amount of mapped data only by the L1 table and the refcount table: 16
-//!    KiB and 4 KiB for each TiB.
+//!    duration depends on the amount of mapped data only through the L1 table, 16 KiB for each TiB,
+//!    and the refcount table, 4 KiB for each TiB.
 //! 4. The tables that the copies have replaced, and the clusters that only a deleted snapshot
 //!    referred to (`unreferenced`), are freed as usual while guests continue.
 //!
 //! After a crash before the write of the header the image has the old metadata, after a later crash
-//! the new metadata, each with leaks at most. If the change is cancelled or dropped before that
-//! write, its clusters are freed once writes to them have completed. If another transaction has
-//! replaced the tables, or the size of the disk has changed, all copies are made again.
+//! the new metadata, in both cases with leaks at most. If the change is cancelled or dropped before
+//! the write of the header, its clusters are freed once writes to them have completed. If another
+//! transaction has replaced the tables, or the size of the disk has changed, all copies are made
+//! again.
 
 mod l2_copies;
 mod l2_references;
@@ -55,10 +56,10 @@ use unreferenced::Unreferenced;
 
 pub use plan::SnapshotPlan;
 
-/// If no more slices than this are left to copy, another pass is not worthwhile.
+/// With at most this many slices left to copy, no further pass is made.
 const FEW_LEFT: usize = 16;
-/// After this many passes the change is taken with any number of slices left, because guests change
-/// more slices than can be copied.
+/// After this many passes the change is taken with any number of slices left: guests change slices
+/// faster than the passes copy them.
 const MAX_PASSES: u32 = 24;
 
 /// A change of the snapshots that is being prepared; see the module's documentation.
@@ -67,7 +68,7 @@ pub struct PreparedChange<'a, S: Storage> {
     transactions: &'a Transactions,
     plan: SnapshotPlan,
     counts: ReferenceCounts,
-    /// Whether `counts` is complete apart from the active tables.
+    /// Whether `counts` has the references of the snapshot to be deleted.
     is_counted: bool,
     l2: L2Copies,
     refcounts: RefcountCopies,
@@ -86,17 +87,18 @@ pub enum Preparation {
     /// The change can be made.
     Ready,
     /// The change cannot be prepared, and must be made at once while no other task allocates space.
-    /// The reason is that there is little free space, that another program has left a VM state
-    /// after the disk, or that the tables contradict each other.
+    /// Possible reasons: little space is free, another program has left a VM state after the disk,
+    /// or the tables contradict each other.
     AtOnce,
     /// The change was cancelled.
     Cancelled,
 }
 
 impl<'a, S: Storage> InternalSnapshots<'a, S> {
-    /// Begins to prepare a change while the guest's data is changed, so that making it is quick for
-    /// any number of mappings: nothing is copied yet. If it is dropped before it is taken, nothing
-    /// has changed; [`give_back`](Self::give_back) frees its space.
+    /// Begins to prepare a change while guests continue, so that taking the change is quick for any
+    /// number of mappings. Nothing is copied yet. If the prepared change is dropped before it is
+    /// taken, the image has not changed; [`give_back`](Self::give_back) frees the space of the
+    /// preparation.
     ///
     /// # Errors
     /// `ReadOnly`, `Unsupported`, or storage errors.
@@ -129,7 +131,8 @@ impl<S: Storage> PreparedChange<'_, S> {
         self.plan.purpose()
     }
 
-    /// Copies the changes, until little is left. Stops soon after `is_cancelled` returns true.
+    /// Copies the changes of guests, until few slices are left. Stops soon after `is_cancelled`
+    /// returns true.
     ///
     /// # Errors
     /// As [`take`](Self::take), as far as known yet.
@@ -150,11 +153,12 @@ impl<S: Storage> PreparedChange<'_, S> {
                 Err(Halt::Failed(error)) if error.kind() == ErrorKind::NoSpace => {
                     return Ok(Preparation::AtOnce);
                 }
-                // The bytes read may not have been a table.
+                // The outcome is ignored if the watch has ended: the bytes read may not have been a
+                // table.
                 _ if !is_watched => self.metadata.writer().check_failure()?,
                 Ok(()) => return Ok(Preparation::Ready),
                 Err(Halt::Failed(error)) => return Err(error),
-                // No space is left in addition to the tables, although they are not frozen.
+                // No spare cluster is left, although the tables are not frozen.
                 Err(Halt::NoSpare) => return Ok(Preparation::AtOnce),
             }
         }
@@ -184,7 +188,7 @@ impl<S: Storage> PreparedChange<'_, S> {
             // Slices that could not be encoded are retried.
             drop(self.copy_changes(is_cancelled).await?);
             self.space.fill(self.spare).await?;
-            // Flushes now, so that the flush in the end has little to write.
+            // Flushes now, so that the last flush has little to write.
             self.metadata.flush(SyncMode::Data).await?;
             let left = self.left();
             if left <= FEW_LEFT || left > before - before / 4 {
@@ -195,7 +199,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(())
     }
 
-    /// How many slices have changed since they were copied.
+    /// Number of slices that have changed since they were copied.
     fn left(&self) -> usize {
         self.metadata.lock().tables.watch.count()
     }
@@ -225,15 +229,15 @@ impl<S: Storage> PreparedChange<'_, S> {
         self.space.fill(self.spare).await
     }
 
-    /// Copies the changes since the last copy; returns why some of them cannot be encoded in their
-    /// present state.
+    /// Copies the changes since the last copy. Returns the reason if some changes cannot be encoded
+    /// in their present state.
     async fn copy_changes(
         &mut self,
         is_cancelled: &dyn Fn() -> bool,
     ) -> Result<Option<Error>, Halt> {
         let Self { metadata, plan, counts, l2, refcounts, space, .. } = self;
-        // Refcounts depend on the copies of the active tables, and COPIED flags on the references
-        // left.
+        // For a new snapshot, refcounts depend on the copies of the L2 tables. For a deletion,
+        // COPIED flags depend on the references left.
         let SnapshotPlan::Delete(name) = plan else {
             l2.update(metadata, counts, space, is_cancelled).await?;
             return refcounts.update(metadata, counts, space, is_cancelled).await;
@@ -247,8 +251,8 @@ impl<S: Storage> PreparedChange<'_, S> {
         Ok(refused)
     }
 
-    /// After the change: frees unreferenced clusters, while guests continue. Otherwise the next
-    /// flushes do that.
+    /// Frees the unreferenced clusters after the change, while guests continue. Without this call,
+    /// the next flushes free these clusters.
     pub async fn free_unreferenced(mut self) {
         if let Some(unreferenced) = self.unreferenced.take() {
             unreferenced.free().await;

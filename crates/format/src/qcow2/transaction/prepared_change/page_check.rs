@@ -2,8 +2,8 @@
 //!
 //! A page of counters is as large as 256 L2 entries, so L2 entries that refer to scattered clusters
 //! would cost far more memory than they take in the file. But a cluster in use has a refcount, so
-//! each page must have a slice of refcounts that is not all zeros. A few pages may lack one, if
-//! guests have freed clusters since the references were counted.
+//! each page must have a slice of refcounts that is not all zeros. A few pages may lack such a
+//! slice, if guests have freed clusters since the references were counted.
 
 use blockhouse_core::{Result, Storage};
 use futures_util::stream::{self, StreamExt};
@@ -16,7 +16,7 @@ use super::reference_counts::ReferenceCounts;
 use super::space::Halt;
 use super::table_parts::{MAX_SLICES_IN_FLIGHT, Notes, Part, look};
 
-/// New pages are checked together as soon as there are this many.
+/// The number of new pages at which they are checked together.
 const PAGES: usize = 1024;
 
 /// Checks the refcounts of new pages, if there are many.

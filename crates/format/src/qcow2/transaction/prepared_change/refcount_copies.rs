@@ -1,10 +1,10 @@
-//! The refcount blocks after a change of the snapshots: the active refcounts, and the references
-//! that a new snapshot adds, or without those that a deleted one had.
+//! The refcount blocks after a change of the snapshots: the active refcounts, plus the references
+//! of a new snapshot, or minus the references of a deleted snapshot.
 //!
-//! Each block with a cluster that the snapshot refers to gets a copy in a new cluster; the others
-//! stay. A copy is made of slices, which are written again where their refcounts or references
-//! changed. A cluster that loses its last reference keeps a refcount of one: it is freed later, as
-//! everything else is.
+//! Each block with a cluster that the snapshot refers to gets a copy in a new cluster; the other
+//! blocks stay. A copy consists of slices. A slice is written again if its refcounts or references
+//! change. A cluster that loses its last reference keeps a refcount of one: the cluster is freed
+//! later, as usual.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,7 @@ use super::reference_counts::{Left, ReferenceCounts};
 use super::space::{Halt, Space, check_wanted};
 use super::table_parts::{MAX_IN_FLIGHT, MAX_SLICES_IN_FLIGHT, Part, look_at, write};
 
-/// See the module's page.
+/// The refcount blocks after the change; see the module's documentation.
 pub(super) struct RefcountCopies {
     geometry: Geometry,
     purpose: Purpose,
@@ -36,9 +36,9 @@ pub(super) struct RefcountCopies {
 struct Target {
     /// The first slice.
     slice: u64,
-    /// Its location and length.
+    /// Location and length of the active bytes.
     active: Part,
-    /// Where its copy goes.
+    /// Offset of the copy.
     copy: u64,
 }
 
@@ -47,13 +47,13 @@ impl RefcountCopies {
         Self { geometry, purpose, copies: BTreeMap::new(), budget: WorkBudget::new() }
     }
 
-    /// The refcount table that refers to the copies, given the active one.
+    /// The refcount table that refers to the copies, given the active refcount table.
     pub(super) fn table(&self, mut active: Vec<u64>) -> Vec<u64> {
         self.copies.iter().for_each(|(&block, &copy)| active[block as usize] = copy);
         active
     }
 
-    /// The numbers of the blocks that copies take the place of.
+    /// The numbers of the blocks that copies replace.
     pub(super) fn replaced(&self) -> impl Iterator<Item = u64> {
         self.copies.keys().copied()
     }
@@ -62,8 +62,8 @@ impl RefcountCopies {
         self.geometry.cluster_size() / self.geometry.slice_size()
     }
 
-    /// Encodes the slices that changed since they were encoded. Returns the first slice that cannot
-    /// be in its present state: the next update retries it.
+    /// Encodes the slices that changed since they were encoded. Returns the error of the first
+    /// slice that cannot be encoded in its present state. The next update retries such slices.
     pub(super) async fn update<S: Storage>(
         &mut self,
         metadata: &Metadata<S>,
@@ -112,7 +112,8 @@ impl RefcountCopies {
         Ok(refused)
     }
 
-    /// Whether a slice must be encoded: its block is replaced, or a cluster of it has a reference.
+    /// Whether a slice must be encoded: its block has a copy, or references of its clusters are
+    /// counted.
     fn is_needed(&self, slice: u64, counts: &ReferenceCounts) -> bool {
         self.copies.contains_key(&(slice / self.slices_in_block())) || counts.has_any(slice)
     }
@@ -132,7 +133,7 @@ impl RefcountCopies {
         Target { slice, active: Part { kind: SliceKind::Refcounts, offset, length }, copy }
     }
 
-    /// Where a block is.
+    /// The offset of a block.
     fn block<S: Storage>(
         &self,
         table: &[u64],
@@ -146,7 +147,7 @@ impl RefcountCopies {
         })
     }
 
-    /// The slices that guests changed, of blocks that have copies. Notes of others are dropped.
+    /// The slices that guests changed and that must be encoded. Notes of other slices are dropped.
     fn changed_slices<S: Storage>(
         &self,
         metadata: &Metadata<S>,
@@ -201,7 +202,7 @@ impl RefcountCopies {
         Ok(refused)
     }
 
-    /// Adds the references of a slice's clusters to their refcounts, or takes them away.
+    /// Adds the references of a slice's clusters to their refcounts, or subtracts them.
     fn encode<S: Storage>(
         &self,
         metadata: &Metadata<S>,

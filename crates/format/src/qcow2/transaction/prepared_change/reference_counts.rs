@@ -1,9 +1,10 @@
-//! How many references a change of the snapshots adds to each cluster, or takes from it.
+//! The number of references that a change of the snapshots adds to each cluster, or removes from
+//! it.
 //!
-//! Counters are kept in pages, one for each slice of refcounts, and only where something is
-//! counted: memory goes by what is mapped, a byte for each cluster, two where references are taken.
-//! A page knows whether it changed since its slice was encoded, and what was left of its clusters'
-//! references then.
+//! Counters are in pages, one page for each slice of refcounts with a counted cluster. So the
+//! memory depends on the amount of mapped data: a byte for each cluster, two bytes if references
+//! are removed. A page records whether it changed since its slice was encoded, and how many
+//! references its clusters had left then.
 
 use std::cell::Cell;
 use std::collections::{BTreeSet, HashMap};
@@ -11,30 +12,30 @@ use std::ops::Range;
 
 use crate::qcow2::layout::geometry::Geometry;
 
-/// A counter that refers to the list of large counts.
+/// The value of a counter whose count is in the list of large counts.
 const LARGE: u8 = u8::MAX;
 
-/// How many references a cluster has after some were taken.
+/// The number of references that a cluster has left after some are removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Left {
     None,
     One,
-    /// Or not known yet.
+    /// Two or more, or not known yet.
     More,
 }
 
-/// See the module's page.
+/// The counters; see the module's documentation.
 pub(super) struct ReferenceCounts {
     in_page: u64,
     pages: Vec<Page>,
     /// Index of the page of a slice.
     index: HashMap<u64, usize>,
-    /// The last used slice and page: references come in runs.
+    /// The last used slice and page: consecutive references are often in the same slice.
     last: Cell<(u64, usize)>,
     large: HashMap<u64, u64>,
     /// Slices whose pages have changed since they were encoded.
     stale: BTreeSet<u64>,
-    /// Slices whose pages are new since the last call.
+    /// Slices whose pages are new since the last call of `take_new_pages`.
     new: Vec<u64>,
 }
 
@@ -58,7 +59,7 @@ impl ReferenceCounts {
         }
     }
 
-    /// One reference more.
+    /// Counts one reference more.
     pub(super) fn add(&mut self, cluster: u64) {
         let (page, at) = self.slot(cluster);
         let count = &mut self.pages[page].counts[at];
@@ -70,7 +71,7 @@ impl ReferenceCounts {
         }
     }
 
-    /// One reference less; `None` for a cluster that has none.
+    /// Counts one reference less; `None` for a cluster without a counted reference.
     #[must_use]
     pub(super) fn remove(&mut self, cluster: u64) -> Option<()> {
         let (page, at) = self.slot(cluster);
@@ -86,7 +87,8 @@ impl ReferenceCounts {
         Some(())
     }
 
-    /// The page of a cluster, which is stale now, and its counter there.
+    /// The page of a cluster, and the index of the cluster's counter in the page. Makes the page
+    /// stale.
     fn slot(&mut self, cluster: u64) -> (usize, usize) {
         let slice = cluster / self.in_page;
         let page = self.find(slice).unwrap_or_else(|| {
@@ -109,8 +111,8 @@ impl ReferenceCounts {
         Some(self.last.get().1)
     }
 
-    /// Sets the references that are left of a cluster that lost some. For a cluster that lost none
-    /// it is not known.
+    /// Sets the number of references left of a cluster that loses some. For other clusters the
+    /// number is not known.
     pub(super) fn set_left(&mut self, cluster: u64, left: Left) {
         let Some(page) = self.find(cluster / self.in_page) else { return };
         let all = &mut self.pages[page].left;
@@ -120,7 +122,7 @@ impl ReferenceCounts {
         all[(cluster % self.in_page) as usize] = left;
     }
 
-    /// How many are; `More` for a cluster that none was taken of.
+    /// The number of references left; `More` for a cluster that loses none.
     pub(super) fn left(&self, cluster: u64) -> Left {
         let page = self.find(cluster / self.in_page).map(|page| &*self.pages[page].left);
         let left = page.and_then(|left| left.get((cluster % self.in_page) as usize));
@@ -146,7 +148,7 @@ impl ReferenceCounts {
         runs
     }
 
-    /// How many pages are new since the last call.
+    /// The number of new pages since the last call of [`take_new_pages`](Self::take_new_pages).
     pub(super) fn new_pages(&self) -> usize {
         self.new.len()
     }
@@ -161,12 +163,12 @@ impl ReferenceCounts {
         &self.stale
     }
 
-    /// The slice could not be encoded.
+    /// Records that the slice could not be encoded.
     pub(super) fn set_stale(&mut self, slice: u64) {
         self.slot(slice * self.in_page);
     }
 
-    /// The slice was encoded with these counts.
+    /// Records that the slice was encoded with the present counts.
     pub(super) fn set_encoded(&mut self, slice: u64) {
         if self.stale.remove(&slice)
             && let Some(page) = self.find(slice)
@@ -180,7 +182,8 @@ impl ReferenceCounts {
         self.of_slice(slice).next().is_some()
     }
 
-    /// The clusters of a slice that have references, by their number in it, and how many.
+    /// The clusters of a slice that have references: the index in the slice, and the number of
+    /// references.
     pub(super) fn of_slice(&self, slice: u64) -> impl Iterator<Item = (usize, u64)> {
         let page = self.index.get(&slice).map(|&page| &*self.pages[page].counts);
         let counts = page.unwrap_or_default().iter().enumerate();

@@ -1,4 +1,5 @@
-//! Counts the references of a snapshot to be deleted: to its L2 tables, and to their clusters.
+//! Counts the references of a snapshot to be deleted: to its L2 tables, and to the clusters of
+//! these tables.
 //!
 //! A snapshot's tables are never changed in place, so they are counted once. If another transaction
 //! has run meanwhile, it may have changed the snapshots, and all references are counted again.

@@ -1,9 +1,9 @@
-//! Allocates clusters for tables that are written beside the active ones while guests continue.
+//! Allocates clusters for tables that are written beside the active tables while guests continue.
 //!
-//! The clusters are allocated like any others, with a refcount of 1, so after a crash they leak at
-//! most. Unused clusters are freed at the end; if the change is not made, all of them are freed.
-//! While the tables are frozen nothing can be allocated, so spare clusters are reserved before for
-//! the last changes.
+//! The clusters are allocated as usual, with a refcount of 1, so after a crash they leak at most.
+//! Unused clusters are freed at the end; if the change is not made, all clusters are freed. While
+//! the tables are frozen nothing can be allocated, so spare clusters for the last changes are
+//! reserved before the freeze.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -53,7 +53,8 @@ pub(super) enum Run {
 
 const RUNS: usize = 4;
 
-/// The allocated clusters; see the module's documentation. When dropped, it frees all of them.
+/// The allocated clusters; see the module's documentation. When dropped, `Space` frees all these
+/// clusters.
 pub(super) struct Space<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     spare: Vec<u64>,
@@ -90,7 +91,8 @@ impl<'a, S: Storage> Space<'a, S> {
         Ok(self.metadata.geometry().offset_of(cluster))
     }
 
-    /// Makes a cluster spare again that is not needed, and to which no write is in flight.
+    /// Makes a cluster spare again. The cluster must not be needed, and no write to it may be in
+    /// flight.
     pub(super) fn put_back(&mut self, offset: u64) {
         let cluster = self.metadata.geometry().cluster_of(offset);
         if self.used.remove(&cluster) {
@@ -98,7 +100,7 @@ impl<'a, S: Storage> Space<'a, S> {
         }
     }
 
-    /// Makes all clusters that were taken spare again.
+    /// Makes all taken clusters spare again.
     pub(super) fn put_all_back(&mut self) {
         self.spare.extend(std::mem::take(&mut self.used));
     }
@@ -139,7 +141,7 @@ impl<'a, S: Storage> Space<'a, S> {
     /// The clusters that are ready for a table of this many bytes.
     ///
     /// # Errors
-    /// `NoSpare` if it takes another number of clusters.
+    /// `NoSpare` if the table takes another number of clusters.
     pub(super) fn run(&self, run: Run, bytes: u64) -> Result<Range<u64>, Halt> {
         let ready = self.runs[run as usize].clone();
         if self.metadata.geometry().clusters_for(bytes) == ready.end - ready.start {
@@ -159,14 +161,14 @@ impl<'a, S: Storage> Space<'a, S> {
     }
 
     async fn allocate_spare(&mut self, count: u64) -> Result<()> {
-        // The last is used first: ascending offsets.
+        // The last spare cluster is used first, so the offsets ascend.
         let found = self.allocate(count).await?;
         self.spare.splice(0..0, found.rev());
         Ok(())
     }
 
-    /// The tables in the allocated clusters are about to become the active ones, so these are no
-    /// longer freed. Returns the unused clusters.
+    /// Ends the ownership of the clusters: the tables in them are about to become active, so a drop
+    /// must not free them. Returns the unused clusters.
     pub(super) fn leave(&mut self) -> Vec<u64> {
         self.used.clear();
         self.runs = std::array::from_fn(|_| 0..0);

@@ -1,7 +1,7 @@
-//! Reading active tables while guests change them, and writing copies.
+//! Reads active tables while guests change them, and writes copies.
 //!
-//! A part that was read is complete if nothing changed meanwhile, and noted as changed otherwise
-//! (`tables/change_watch`).
+//! The bytes read of a part are consistent if the part did not change during the read. Otherwise
+//! the part is noted as changed (`tables/change_watch`).
 
 use blockhouse_core::{Durability, Error, ErrorKind, Result, Storage};
 
@@ -10,12 +10,12 @@ use crate::qcow2::layout::table_write::TableWrite;
 use crate::qcow2::tables::SliceKind;
 use crate::qcow2::writeback::Metadata;
 
-/// How many tables are read, and written, together.
+/// The number of tables that are read, or written, together.
 pub(super) const MAX_IN_FLIGHT: usize = 16;
-/// How many slices are.
+/// The number of slices that are read, or written, together.
 pub(super) const MAX_SLICES_IN_FLIGHT: usize = 64;
 
-/// A table of one cluster, whole, or one slice of it.
+/// A whole table of one cluster, or one slice of such a table.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
     pub(super) kind: SliceKind,
@@ -23,21 +23,21 @@ pub(super) struct Part {
     pub(super) length: u64,
 }
 
-/// The use of the notes of changes.
+/// The treatment of the notes of changes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Notes {
-    /// They are taken back: the bytes read are copied.
+    /// The notes of the slices are removed, because the bytes read are copied.
     Take,
-    /// They stay.
+    /// The notes stay.
     Leave,
 }
 
-/// The present bytes of a part, to be copied.
+/// The present bytes of a part, to be copied. Removes the notes of the part.
 pub(super) async fn look_at<S: Storage>(metadata: &Metadata<S>, part: Part) -> Result<Vec<u8>> {
     look(metadata, part, Notes::Take).await
 }
 
-/// The bytes of a part as they are now.
+/// The present bytes of a part.
 pub(super) async fn look<S: Storage>(
     metadata: &Metadata<S>,
     part: Part,

@@ -148,7 +148,7 @@ impl<S: Storage> PreparedChange<'_, S> {
         DeferredFree { punch: Punch::Yes, ..DeferredFree::of(clusters) }
     }
 
-    /// Adds the write of a table to `writes`. Returns its offset: 0 for an empty table.
+    /// Adds the write of a table to `writes`. Returns the table's offset: 0 for an empty table.
     fn place(&self, run: Run, bytes: Vec<u8>, writes: &mut Vec<TableWrite>) -> Result<u64, Halt> {
         let clusters = self.space.run(run, bytes.len() as u64)?;
         if bytes.is_empty() {

@@ -1,10 +1,9 @@
-//! Clusters to which a deleted snapshot had the last reference: freed like everything else, while
-//! guests go on.
+//! Frees the clusters to which a deleted snapshot had the last reference, while guests continue.
 //!
-//! Such clusters have a refcount of one in the new tables, and no reference: a crash leaks what is
-//! not freed by then. They are given to the allocator some at a time, so that what waits to be
-//! freed does not take memory by the size of the image. What is left when this is dropped is given
-//! to it at once.
+//! Such clusters have a refcount of one in the new tables, and no reference: a crash leaks the
+//! clusters that are not freed yet. The clusters are given to the allocator in batches, so that the
+//! memory for pending frees does not depend on the size of the image. When [`Unreferenced`] is
+//! dropped, all remaining clusters are given to the allocator at once.
 
 use std::collections::BTreeSet;
 
@@ -14,25 +13,27 @@ use crate::qcow2::writeback::Metadata;
 
 use super::reference_counts::ReferenceCounts;
 
-/// How many slices' clusters are freed together.
+/// The number of slices whose clusters are freed together.
 const SLICES: usize = 64;
 
-/// See the module's page.
+/// The clusters to free; see the module's documentation.
 pub(super) struct Unreferenced<'a, S: Storage> {
     metadata: &'a Metadata<S>,
     counts: ReferenceCounts,
-    /// Slices of refcounts that may have such clusters.
+    /// Slices of refcounts that may have clusters to free.
     slices: BTreeSet<u64>,
 }
 
 impl<'a, S: Storage> Unreferenced<'a, S> {
-    /// The clusters without a reference by `counts`. The active tables must agree, on disk too.
+    /// The clusters without a reference according to `counts`. The active tables must agree with
+    /// `counts`, on disk, too.
     pub(super) fn new(metadata: &'a Metadata<S>, counts: ReferenceCounts) -> Self {
         let slices = counts.slices();
         Self { metadata, counts, slices }
     }
 
-    /// Frees it. Errors are recorded as usual, and the rest is freed later.
+    /// Frees the clusters. Errors are recorded as usual, and the remaining clusters are freed
+    /// later.
     pub(super) async fn free(mut self) {
         let budget = WorkBudget::new();
         while !self.slices.is_empty() {
@@ -56,7 +57,8 @@ impl<'a, S: Storage> Unreferenced<'a, S> {
         let mut state = self.metadata.lock();
         let state = &mut *state;
         for run in runs {
-            // A late write may change it, or the refcounts are wrong: nothing else is to have it.
+            // These clusters must not get another user: a late write may change a quarantined
+            // cluster, and the refcounts of a cluster with an active table are wrong.
             let is_kept = |&cluster: &u64| {
                 let is_table = state.tables.check_not_active(cluster).is_err();
                 is_table || state.allocator.is_quarantined(cluster)
