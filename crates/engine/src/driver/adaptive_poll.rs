@@ -23,6 +23,7 @@ use std::time::Duration;
 use blockhouse_core::metrics::Timestamp;
 
 use crate::driver::operation::Operation;
+use crate::driver::trial::{Trial, Way, closer};
 
 /// The default of the longest time for which a loop busy-polls before it sleeps.
 pub const DEFAULT_POLLING: Duration = Duration::from_micros(50);
@@ -36,17 +37,6 @@ const MAX_INTERVAL: u64 = 4;
 
 /// An estimate moves a quarter of the way to each interval that is seen.
 const WEIGHT: u64 = 4;
-/// The two estimates that compare polling with sleeping move only an eighth of the way, because
-/// single intervals differ by more than the two choices do.
-const SLOW_WEIGHT: u64 = 8;
-
-/// Polling wins if it makes the interval shorter by at least one part in this many.
-const MIN_GAIN: u64 = 8;
-
-/// The number of waits before the other choice is probed, at first.
-const MIN_BACKOFF: u16 = 16;
-/// The number of waits before the other choice is probed, after it has lost often.
-const MAX_BACKOFF: u16 = 256;
 
 /// If the estimate is above the limit, but events are not rare, one wait in this many still polls:
 /// the estimate of a sleeping loop includes the time of the wake-up.
@@ -96,16 +86,8 @@ impl EventSource {
 struct Estimate {
     /// How soon the next event follows.
     interval: u64,
-    /// As `interval`, only for waits in which the loop polled; `None` before the first.
-    polled: Option<u64>,
-    /// As `interval`, only for waits in which the loop slept; `None` before the first.
-    blocked: Option<u64>,
-    /// Whether polling won the last comparison.
-    polling_wins: bool,
-    /// The number of waits left before the other choice is probed.
-    until_probe: u16,
-    /// The value at which `until_probe` starts.
-    backoff: u16,
+    /// The intervals of waits in which the loop slept (cheap), and polled (costly).
+    trial: Trial,
 }
 
 /// Decides for one loop how long it polls.
@@ -163,7 +145,7 @@ impl PollGovernor {
         let rare = MAX_INTERVAL * self.max_poll_time;
         let estimate = &mut self.estimates[usize::from(self.last.0)];
         let worthwhile = match estimate.interval {
-            interval if interval <= self.max_poll_time => estimate.should_poll(),
+            interval if interval <= self.max_poll_time => estimate.trial.choose() == Way::Costly,
             interval => {
                 // The old comparison was made under other conditions.
                 *estimate = Estimate::new(interval);
@@ -198,43 +180,18 @@ impl PollGovernor {
             }
         }
         estimate.interval = closer(estimate.interval, interval, WEIGHT);
-        let choice = match outcome {
-            PollResult::Slept { wasted: Duration::ZERO } => &mut estimate.blocked,
-            PollResult::Hit | PollResult::Slept { .. } => &mut estimate.polled,
+        let way = match outcome {
+            PollResult::Slept { wasted: Duration::ZERO } => Way::Cheap,
+            PollResult::Hit | PollResult::Slept { .. } => Way::Costly,
         };
-        *choice = Some(choice.map_or(interval, |known| closer(known, interval, SLOW_WEIGHT)));
+        estimate.trial.record(way, interval);
     }
 }
 
 impl Estimate {
     fn new(interval: u64) -> Self {
-        let (until_probe, backoff) = (MIN_BACKOFF, MIN_BACKOFF);
-        Self { interval, polled: None, blocked: None, polling_wins: true, until_probe, backoff }
+        Self { interval, trial: Trial::new(Way::Costly) }
     }
-
-    /// Whether to poll: the choice that has won so far, or the other one for one wait.
-    fn should_poll(&mut self) -> bool {
-        let polling_wins = match (self.polled, self.blocked) {
-            (Some(polled), Some(blocked)) => polled < blocked - blocked / MIN_GAIN,
-            _ => true,
-        };
-        if std::mem::replace(&mut self.polling_wins, polling_wins) != polling_wins {
-            self.backoff = MIN_BACKOFF;
-            self.until_probe = MIN_BACKOFF;
-        }
-        if self.until_probe > 0 {
-            self.until_probe -= 1;
-            return polling_wins;
-        }
-        self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
-        self.until_probe = self.backoff;
-        !polling_wins
-    }
-}
-
-/// `known`, moved a fraction of the way to `seen`.
-fn closer(known: u64, seen: u64, weight: u64) -> u64 {
-    (known * (weight - 1) + seen) / weight
 }
 
 fn nanoseconds(duration: Duration) -> u64 {

@@ -66,6 +66,12 @@ impl ThreadPool {
         self.queue(Job::File { call, token, shared: Arc::clone(shared) });
     }
 
+    /// Whether a call would begin at once, without waiting for a thread.
+    pub(crate) fn has_room(&self) -> bool {
+        let state = self.state.lock();
+        state.idle > state.queue.len() || state.threads < MAX_THREADS
+    }
+
     fn queue(self: &Arc<Self>, job: Job) {
         let mut state = self.state.lock();
         state.queue.push_back(job);

@@ -14,9 +14,12 @@ use crate::driver::adaptive_poll::{DEFAULT_POLLING, EventSource, Phase, PollGove
 use crate::driver::engine::{Engine, EngineReport};
 use crate::driver::fixed_files::FixedFiles;
 use crate::driver::io_poll::IoPoll;
+use crate::driver::lone_writes::LoneWrites;
 use crate::driver::loop_shared::{LoopMessage, LoopShared, Ready};
 use crate::driver::operation::{Operation, OperationTable, Token};
 use crate::driver::registrations::Registrations;
+use crate::driver::system_call::FileCall;
+use crate::driver::thread_pool::ThreadPool;
 use crate::driver::wait_queue::Ticket;
 use crate::driver::watches::{WatchKey, Watches};
 use crate::driver::{Completion, Driver, Wait};
@@ -40,6 +43,7 @@ pub(crate) struct Local {
     driver: RefCell<Box<dyn Driver>>,
     operations: RefCell<OperationTable>,
     governor: RefCell<PollGovernor>,
+    lone_writes: RefCell<LoneWrites>,
 }
 
 /// Runs `f` with the current thread's loop. `f` must not call anything that may run a loop.
@@ -76,6 +80,7 @@ impl Local {
             driver: RefCell::new(driver),
             operations: RefCell::new(OperationTable::new()),
             governor: RefCell::new(PollGovernor::new(DEFAULT_POLLING)),
+            lone_writes: RefCell::new(LoneWrites::new()),
         }
     }
 
@@ -160,7 +165,15 @@ impl Local {
         let mut operations = self.operations.borrow_mut();
         let token = operations.insert(operation, ticket, waiter)?;
         let operation = operations.operation(token);
-        self.driver.borrow_mut().start(token, operation);
+        if self.lone_writes.borrow_mut().start(token, operation)
+            && let Some(call) = FileCall::of(operation)
+        {
+            // SAFETY: the operation stays in the table, unmoved, until its completion, which the
+            // mailbox reports.
+            unsafe { ThreadPool::shared().run_file(call, token, &self.shared) };
+        } else {
+            self.driver.borrow_mut().start(token, operation);
+        }
         self.note_event(EventSource::of(operation, Phase::Submitted));
         Ok(token)
     }
@@ -208,7 +221,9 @@ impl Local {
 
     fn complete(&self, token: Token, result: i32) {
         let mut operations = self.operations.borrow_mut();
-        self.note_event(EventSource::of(operations.operation(token), Phase::Completed));
+        let operation = operations.operation(token);
+        self.lone_writes.borrow_mut().complete(token, operation, result);
+        self.note_event(EventSource::of(operation, Phase::Completed));
         let waiter = operations.complete(token, result);
         drop(operations);
         match waiter {
