@@ -161,11 +161,15 @@ async fn repair_image(
     what: RepairScope,
     progress: &ToolProgress,
 ) -> Result<Outcome> {
-    let Named { path, format, .. } = arguments.image.to_change()?;
+    let Named { path, format: said, .. } = arguments.image.to_change()?;
     let image = &*path;
-    let format = format.unwrap_or_else(|| format_by_name(image));
+    let format = said.unwrap_or_else(|| format_by_name(image));
     match format {
-        ImageFormat::Raw | ImageFormat::Luks => return Ok(Outcome::NotCheckable(format.as_str())),
+        ImageFormat::Raw | ImageFormat::Luks => {
+            // The open refuses an image that looks like another format than its name says.
+            open(image, arguments.image.open.read_write(said)?).await?.close().await?;
+            return Ok(Outcome::NotCheckable(format.as_str()));
+        }
         ImageFormat::Foreign(ForeignKind::Vhdx) => {
             return replay_log(arguments, image, progress).await;
         }

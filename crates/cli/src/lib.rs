@@ -191,12 +191,19 @@ fn command() -> clap::Command {
     command.mut_subcommand("serve", |serve| serve.mut_args(|option| option.hide(false)))
 }
 
+/// The command line as QEMU's tools read theirs, under their names: the last one of repeated options
+/// counts, and long options may be abbreviated (`getopt_long(3)`).
+fn with_habits(command: clap::Command) -> clap::Command {
+    let is_tool = called_as::tool().is_some();
+    command.args_override_self(is_tool).infer_long_args(is_tool)
+}
+
 fn parse() -> Result<Arguments, clap::Error> {
     let words = called_as::words();
-    let mut command = Arguments::command();
+    let mut command = with_habits(Arguments::command());
     let matches = command.try_get_matches_from_mut(&words).or_else(|_| {
         // Help and errors are printed from the definition with all options and examples.
-        command = self::command();
+        command = with_habits(self::command());
         command.try_get_matches_from_mut(&words)
     });
     let matches = matches.map_err(|error| {

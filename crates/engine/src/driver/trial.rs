@@ -1,20 +1,23 @@
 //! A trial of two ways to do the same work: the way that takes less time is used, and the other one
 //! is tried again now and then, because conditions change.
 //!
-//! Guarantees: the cost of the trial is bounded. The losing way is used once in [`MIN_BACKOFF`]
-//! times at first, and once in [`MAX_BACKOFF`] times if it keeps losing.
+//! Guarantees: the cost of the trial is bounded. The losing way is used [`BURST`] times in a row
+//! after [`MIN_BACKOFF`] uses of the winner at first, and after [`MAX_BACKOFF`] uses if it keeps
+//! losing.
 
-/// A time moves only this fraction of the way to each time that is seen, because single times
-/// differ by more than the two ways do.
+/// A way's time is the mean of this many uses at first. Later each use moves it this part of the
+/// way, because single times differ by more than the two ways do.
 const WEIGHT: u64 = 8;
 
 /// The costly way wins if it makes the time shorter by at least one part in this many.
 const MIN_GAIN: u64 = 8;
 
-/// The number of uses before the losing way is tried again, at first.
+/// The number of uses of the losing way in a row: one long time among them does not decide.
+const BURST: u16 = 4;
+/// The number of uses of the winner before the losing way is tried again, at first.
 const MIN_BACKOFF: u16 = 16;
-/// The number of uses before the losing way is tried again, after it has lost often.
-const MAX_BACKOFF: u16 = 256;
+/// The number of uses of the winner before the losing way is tried again, after it has lost often.
+const MAX_BACKOFF: u16 = 1024;
 
 /// The two ways of a trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,43 +30,50 @@ pub(crate) enum Way {
 /// The times of both ways, and the way that has won so far.
 #[derive(Clone, Debug)]
 pub(crate) struct Trial {
-    /// Nanoseconds; `None` before the first use.
-    cheap: Option<u64>,
-    costly: Option<u64>,
+    cheap: Mean,
+    costly: Mean,
     /// The way that is used until both times are known.
     first: Way,
     winner: Way,
-    /// The number of uses left before the losing way is tried.
-    until_retry: u16,
-    /// The value at which `until_retry` starts.
+    /// The number of uses left of the winner and then of the loser, before the backoff doubles.
+    left: u16,
+    /// The number of uses of the winner between two bursts of the loser.
     backoff: u16,
+}
+
+/// A decaying mean of times.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    nanoseconds: u64,
+    /// The number of times seen, up to [`WEIGHT`].
+    count: u64,
 }
 
 impl Trial {
     /// A trial that begins with the way `first`.
     pub(crate) fn new(first: Way) -> Self {
-        let (until_retry, backoff) = (MIN_BACKOFF, MIN_BACKOFF);
-        Self { cheap: None, costly: None, first, winner: first, until_retry, backoff }
+        let (cheap, costly) = (Mean::default(), Mean::default());
+        let (left, backoff) = (MIN_BACKOFF + BURST, MIN_BACKOFF);
+        Self { cheap, costly, first, winner: first, left, backoff }
     }
 
-    /// The way for the next use: the winner, or the loser for one use.
+    /// The way for the next use: the winner, or the loser in a burst.
     pub(crate) fn choose(&mut self) -> Way {
-        let winner = match (self.cheap, self.costly) {
+        let winner = match (self.cheap.known(), self.costly.known()) {
             (Some(cheap), Some(costly)) if costly < cheap - cheap / MIN_GAIN => Way::Costly,
             (Some(_), Some(_)) => Way::Cheap,
             _ => self.first,
         };
         if std::mem::replace(&mut self.winner, winner) != winner {
-            self.backoff = MIN_BACKOFF;
-            self.until_retry = MIN_BACKOFF;
+            (self.left, self.backoff) = (MIN_BACKOFF + BURST, MIN_BACKOFF);
         }
-        if self.until_retry > 0 {
-            self.until_retry -= 1;
-            return winner;
+        if self.left == 0 {
+            self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
+            self.left = self.backoff + BURST;
         }
-        self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
-        self.until_retry = self.backoff;
+        self.left -= 1;
         match winner {
+            _ if self.left >= BURST => winner,
             Way::Cheap => Way::Costly,
             Way::Costly => Way::Cheap,
         }
@@ -71,17 +81,28 @@ impl Trial {
 
     /// A use of this way took this many nanoseconds.
     pub(crate) fn record(&mut self, way: Way, nanoseconds: u64) {
-        let time = match way {
-            Way::Cheap => &mut self.cheap,
-            Way::Costly => &mut self.costly,
-        };
-        *time = Some(time.map_or(nanoseconds, |known| closer(known, nanoseconds, WEIGHT)));
+        match way {
+            Way::Cheap => self.cheap.add(nanoseconds),
+            Way::Costly => self.costly.add(nanoseconds),
+        }
     }
 
-    /// The times of the cheap and the costly way, in nanoseconds.
+    /// Whether no time was recorded.
     #[cfg(test)]
-    pub(crate) fn times(&self) -> (Option<u64>, Option<u64>) {
-        (self.cheap, self.costly)
+    pub(crate) fn is_new(&self) -> bool {
+        self.cheap.known().is_none() && self.costly.known().is_none()
+    }
+}
+
+impl Mean {
+    /// The mean; `None` before the first time.
+    fn known(self) -> Option<u64> {
+        (self.count > 0).then_some(self.nanoseconds)
+    }
+
+    fn add(&mut self, nanoseconds: u64) {
+        self.count = (self.count + 1).min(WEIGHT);
+        self.nanoseconds = closer(self.nanoseconds, nanoseconds, self.count);
     }
 }
 
@@ -108,9 +129,17 @@ mod tests {
     #[test]
     fn the_shorter_way_is_used_and_the_other_one_is_tried_ever_more_rarely() {
         let mut trial = Trial::new(Way::Cheap);
-        assert!((30..100).contains(&costly_uses(&mut trial, 10_000, 100, 400)));
+        assert!((40..100).contains(&costly_uses(&mut trial, 10_000, 100, 400)));
         assert!(costly_uses(&mut trial, 10_000, 400, 100) > 9_000, "the machine is busy now");
         assert!(costly_uses(&mut trial, 10_000, 100, 400) < 100, "and idle again");
+    }
+
+    #[test]
+    fn one_long_time_does_not_decide() {
+        let mut trial = Trial::new(Way::Cheap);
+        assert_eq!(costly_uses(&mut trial, u32::from(MIN_BACKOFF), 300, 100), 0);
+        assert_eq!(costly_uses(&mut trial, 1, 300, 600), 1, "the first of a burst");
+        assert!(costly_uses(&mut trial, 100, 300, 100) > 80);
     }
 
     #[test]

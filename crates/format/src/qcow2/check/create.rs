@@ -11,7 +11,7 @@ use blockhouse_core::{
 
 use crate::qcow2::layout::compression::Compression;
 use crate::qcow2::layout::data_file_mark::DataFileMark;
-use crate::qcow2::layout::entry::{Entry, Reference, l1_word};
+use crate::qcow2::layout::entry::{Entry, Reference, SubclusterBitmap, l1_word};
 use crate::qcow2::layout::extensions::{self, BACKING_FORMAT, Extension};
 use crate::qcow2::layout::geometry::Geometry;
 use crate::qcow2::layout::header::{
@@ -131,8 +131,8 @@ impl CreateOptions {
             Some(backing) if backing.name.is_empty() || backing.name.len() > MAX_FILE_NAME => {
                 Err("the name of the backing file must have 1 to 1023 bytes".into())
             }
-            Some(_) if self.preallocation != Preallocation::Off => {
-                Err("preallocation would hide the backing file".into())
+            Some(_) if self.is_preallocated() && self.extended_l2 == Switch::Off => {
+                Err("preallocation would hide the backing file, except with extended_l2=on".into())
             }
             _ => Ok(()),
         }
@@ -544,16 +544,19 @@ impl<S: Storage> ImageWriter<'_, S> {
         tables.resize(geometry.l1_entries_for(options.size) as usize, 0);
         self.write_table(layout.l1_start(), layout.l1, &tables).await?;
         let clusters = geometry.clusters_for(options.size);
+        let subclusters = match options {
+            CreateOptions { backing: Some(_), .. } => SubclusterBitmap::UNALLOCATED,
+            CreateOptions { encryption: Some(_), .. } => SubclusterBitmap::ZERO,
+            _ => SubclusterBitmap::DATA,
+        };
         for table in 0..layout.l2 {
             let first = table * geometry.l2_entries();
             let mut bytes = vec![0; geometry.cluster_size() as usize];
             for index in 0..geometry.l2_entries().min(clusters - first) {
                 let start = if geometry.has_data_file { 0 } else { layout.data_start() };
                 let host = geometry.offset_of(start + first + index);
-                let entry = match options.encryption {
-                    None => Entry::data(host),
-                    Some(_) => Entry::allocated_zeros(host),
-                };
+                let entry =
+                    Entry::Standard { host: Some(Reference::with_copied(host)), subclusters };
                 entry.write(&mut bytes, index as usize, geometry);
             }
             self.write_cluster(layout.l2_start() + table, bytes).await?;

@@ -231,14 +231,6 @@ impl Entry {
         }
     }
 
-    /// A cluster that reads as zeros, and has a host cluster whose refcount is one.
-    pub(crate) fn allocated_zeros(offset: u64) -> Self {
-        Self::Standard {
-            host: Some(Reference::with_copied(offset)),
-            subclusters: SubclusterBitmap::ZERO,
-        }
-    }
-
     /// Decodes the `index`-th entry of a slice.
     pub(crate) fn read(slice: &[u8], index: usize, geometry: Geometry) -> Result<Self, EntryError> {
         let size = geometry.l2_entry_size() as usize;
