@@ -191,8 +191,8 @@ fn command() -> clap::Command {
     command.mut_subcommand("serve", |serve| serve.mut_args(|option| option.hide(false)))
 }
 
-/// The command line as QEMU's tools read theirs, under their names: the last one of repeated options
-/// counts, and long options may be abbreviated (`getopt_long(3)`).
+/// Under the name of a QEMU tool, the command line is read as that tool does: the last one of
+/// repeated options counts, and long options may be abbreviated (`getopt_long(3)`).
 fn with_habits(command: clap::Command) -> clap::Command {
     let is_tool = called_as::tool().is_some();
     command.args_override_self(is_tool).infer_long_args(is_tool)
