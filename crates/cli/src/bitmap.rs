@@ -317,8 +317,8 @@ impl Image {
         open(&named.path, self.options(named.format, access, locking)?).await
     }
 
-    /// Makes the side file for the bitmaps of a raw image, if there is none yet; returns true if a
-    /// file was made.
+    /// Makes the side file for the bitmaps of a raw image, unless the image has one. Returns
+    /// whether a file was made.
     async fn make_side_file(&self) -> Result<bool> {
         let ImageAccess { format, image_opts, .. } = &self.access;
         let named = image_opts.resolve_to_change(&self.image, *format)?;

@@ -166,8 +166,10 @@ async fn repair_image(
     let format = said.unwrap_or_else(|| format_by_name(image));
     match format {
         ImageFormat::Raw | ImageFormat::Luks => {
-            // The open refuses an image that looks like another format than its name says.
-            open(image, arguments.image.open.read_write(said)?).await?.close().await?;
+            if said.is_none() && format == ImageFormat::Raw {
+                // The open refuses an image that looks like another format than its name says.
+                open(image, arguments.image.open.read_write(said)?).await?.close().await?;
+            }
             return Ok(Outcome::NotCheckable(format.as_str()));
         }
         ImageFormat::Foreign(ForeignKind::Vhdx) => {

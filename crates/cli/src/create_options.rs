@@ -122,7 +122,7 @@ pub fn parse_backing_file(name: &str) -> Result<Setting, String> {
 /// Parses the name of `-o backing_fmt=NAME`.
 ///
 /// # Errors
-/// The list of the formats, if `name` is none of them.
+/// For an unknown `name`: the list of the formats.
 pub fn parse_backing_format(name: &str) -> Result<Setting, String> {
     parse_one(&format!("backing_fmt={name}"))
 }

@@ -279,9 +279,9 @@ impl<S: Storage> DiskBitmaps<'_, S> {
         Ok(Pause { length: began.elapsed() })
     }
 
-    /// Prepares a call of [`change_bitmaps`]. If the image's bitmaps are to be changed, refuses an
-    /// image that is read-only or whose format has no bitmaps, and writes pending metadata, so that
-    /// the changes take little time.
+    /// Prepares a call of [`change_bitmaps`]. For changes of the image's bitmaps, an image that is
+    /// read-only or whose format has no bitmaps is refused, and pending metadata is written, so
+    /// that the changes take little time.
     ///
     /// # Errors
     /// As [`add`](Self::add).

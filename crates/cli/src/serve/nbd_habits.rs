@@ -78,7 +78,7 @@ pub struct NbdHabits {
 /// The engine that QEMU's `--aio` names.
 ///
 /// # Errors
-/// A text that lists the valid modes, if the name is none of them.
+/// For an unknown name: a text that lists the valid modes.
 pub fn parse_aio(name: &str) -> Result<EngineChoice, String> {
     match name {
         "native" => Ok(EngineChoice::Only(Engine::LinuxAio)),

@@ -82,7 +82,7 @@ impl<S: Storage> Default for Behind<S> {
 }
 
 impl<S: Storage> Behind<S> {
-    /// The current backing file; `None` if there is none, or if it was detached.
+    /// The current backing file; `None` for an image without one, also after its detach.
     fn now(&self) -> Option<&Backing<S>> {
         let mut backing = self.0.get()?;
         while let Some(next) = backing.next.get() {

@@ -51,7 +51,7 @@ impl<S: Storage> OpenedLayers<'_, S> {
         self.layer().backing_reads.ended().await;
     }
 
-    /// The oldest read of a backing file for a change; if there is none, the oldest read of a
+    /// The oldest read of a backing file for a change; without such a read, the oldest read of a
     /// backing file.
     pub(crate) fn longest_wait(self) -> Option<BackingWait> {
         let BackingRead { range, reader, since, depth } = self.layer().backing_reads.oldest()?;

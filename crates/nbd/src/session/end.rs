@@ -47,7 +47,7 @@ pub enum End {
         Direction::Receive => "did not send the rest of a request",
     })]
     Stalled {
-        /// What the client did not do.
+        /// The action that the client did not take in time.
         direction: Direction,
         /// The minimum time that the server waited.
         limit: Duration,

@@ -78,7 +78,7 @@ impl MemoryTable {
         &self.domain
     }
 
-    /// The log line about memory that can no longer be accessed; `None` if there is none.
+    /// The log line about lost memory; `None` if all memory can be accessed.
     pub fn lost(&self, inflight: Option<&SharedMemory>) -> Option<String> {
         self.domain.fault().map(|fault| lost_memory::describe(fault, &self.guest, inflight))
     }

@@ -87,8 +87,8 @@ impl<S: Storage + Send + Sync> Frontend<S> {
         &self.device
     }
 
-    /// The log line about memory of the front-end that can no longer be accessed; `None` if there
-    /// is none. Otherwise the connection must end.
+    /// The log line about lost memory of the front-end, which ends the connection; `None` if all
+    /// memory can be accessed.
     pub fn lost_memory(&self) -> Option<String> {
         self.memory.lost(self.inflight.as_ref().map(InflightArea::memory))
     }

@@ -46,7 +46,7 @@ impl<W: Waiter> Image<W> {
         Ok(snapshots)
     }
 
-    /// The time when a snapshot was taken; zero if the cluster does not know the snapshot any more.
+    /// The time when a snapshot was taken; zero for a snapshot that is removed by now.
     fn time_of(&self, id: u64) -> Duration {
         let mut time = Time::default();
         // SAFETY: the time's memory is large enough.
