@@ -392,6 +392,14 @@ fn what_a_cut_off_file_has_lost_is_no_zeros() {
     server.stop();
     assert_eq!(patient.path.metadata().expect("an image").len(), end, "nothing was written");
     patient.must_recover(&["read -P 1 0 1M", "read -P 2 2M 448k", "read -P 0 2560k 512k"]);
+    // The header alone, which some programs fetch of a remote image for its size.
+    std::fs::OpenOptions::new().write(true).open(&whole).unwrap().set_len(CLUSTER).unwrap();
+    let info = command(&["info", str(&whole)]).success();
+    assert!(info.stdout.contains("cut off"), "{}", info.describe("must say so"));
+    must_tell_of_the_end(&["convert", str(&whole), str(&copy)]);
+    must_tell_of_the_end(&["map", str(&whole)]);
+    assert_eq!(command(&["check", str(&whole)]).status.code(), Some(2));
+    must_tell_of_the_end(&["resize", str(&whole), "1G"]);
 }
 
 /// The active disk has lost nothing, but the server would write to clusters that belong to the

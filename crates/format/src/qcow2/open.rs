@@ -110,9 +110,9 @@ impl<S: Storage> Qcow2<S> {
         let table_bytes = (header.refcount_table_clusters as usize) << header.geometry.cluster_bits;
         let table = table_io::read(&storage, header.refcount_table_offset, table_bytes).await?;
         let geometry = header.geometry;
-        let (l1, refcount_table) = (words::words_of(&l1), words::words_of(&table));
-        let truncation =
-            truncation::find(&storage, &header, (&l1, &refcount_table), options.access).await?;
+        let (mut l1, refcount_table) = (words::words_of(&l1), words::words_of(&table));
+        let tables = (&mut *l1, &*refcount_table);
+        let truncation = truncation::find(&storage, &header, tables, options.access).await?;
         // The last cluster of a truncated file is incomplete, and is not counted.
         let clusters = match truncation {
             Some(_) => storage.size() >> geometry.cluster_bits,

@@ -72,20 +72,19 @@ pub(crate) async fn refers_past<S: Storage>(
 
 /// Searches for a loss of the active disk; if the image is opened for writing, also of snapshots.
 ///
+/// A lost entry of the active L1 table in `l1` then refers to the place where the entry was, which
+/// is past the file's end: reads fail as those of a lost L2 table do.
+///
 /// # Errors
-/// `Corrupt` if the active L1 table itself is lost, or if the image is opened for writing and
-/// anything is lost; or errors of the storage.
+/// `Corrupt` if the image is opened for writing and anything is lost; or errors of the storage.
 pub(crate) async fn find<S: Storage>(
     storage: &S,
     header: &Header,
-    (l1, refcount_table): (&[u64], &[u64]),
+    (l1, refcount_table): (&mut [u64], &[u64]),
     access: Access,
 ) -> Result<Option<Truncation>> {
     let search = Search { storage, geometry: header.geometry, file_size: storage.size() };
-    let l1_end = header.l1_offset + l1.len() as u64 * 8;
-    if !l1.is_empty() && search.is_lost(l1_end - 1) {
-        return Err(search.lost(header.l1_offset).error(storage.name()));
-    }
+    search.mark_lost_entries(header.l1_offset, l1);
     let found = match search.among_tables(l1, refcount_table) {
         Some(lost) => Some(lost),
         None if search.is_suspicious(refcount_table).await? => match access {
@@ -115,6 +114,16 @@ impl<S: Storage> Search<'_, S> {
 
     fn lost(&self, offset: u64) -> Truncation {
         Truncation { offset, file_size: self.file_size }
+    }
+
+    /// Replaces the entries of an L1 table at `offset` whose cluster is lost.
+    fn mark_lost_entries(&self, offset: u64, l1: &mut [u64]) {
+        for (index, word) in (0..).zip(l1) {
+            let place = offset + index * 8;
+            if self.is_lost(place) {
+                *word = self.geometry.offset_of(self.geometry.cluster_of(place));
+            }
+        }
     }
 
     /// A lost L2 table or refcount block.
