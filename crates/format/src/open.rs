@@ -13,7 +13,7 @@ use crate::{
 pub struct OpenOptions {
     /// The access.
     pub access: Access,
-    /// What happens to the space that the guest discards.
+    /// The treatment of the space that the guest discards.
     pub discard: Discard,
     /// How changes are recorded in bitmaps.
     pub bitmap_activity: BitmapActivity,

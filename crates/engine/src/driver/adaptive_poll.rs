@@ -190,7 +190,8 @@ impl PollGovernor {
 
 impl Estimate {
     fn new(interval: u64) -> Self {
-        Self { interval, trial: Trial::new(Way::Costly) }
+        // Several sleeps in a row would raise the interval by their wake-ups.
+        Self { interval, trial: Trial::new(Way::Costly, 1) }
     }
 }
 

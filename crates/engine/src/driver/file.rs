@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::driver::byte_lock;
@@ -17,8 +17,6 @@ use crate::driver::registrations::Registrations;
 /// An open file and the properties by which an engine chooses its method.
 pub(crate) struct File {
     descriptor: OwnedFd,
-    /// Whether it is a regular file, and no block device.
-    pub(crate) is_regular: bool,
     pub(crate) medium: Medium,
     pub(crate) caching: Caching,
     /// Shared by all opens of the file.
@@ -38,7 +36,9 @@ pub(crate) enum Medium {
     /// In memory (tmpfs). An operation is a copy and never waits for a device, so a synchronous
     /// call is cheaper than any asynchronous method.
     Memory,
-    /// On a device: an operation may take long.
+    /// In a file system on a device: an operation may take long.
+    FileSystem,
+    /// The device itself: an operation may take long.
     Device,
 }
 
@@ -58,11 +58,8 @@ impl File {
             Caching::PageCache => Pollable::none(),
         };
         let releases_locks = AtomicBool::new(true);
-        let is_regular = rustix::fs::fstat(&descriptor)
-            .is_ok_and(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
         Self {
             descriptor,
-            is_regular,
             medium,
             caching,
             detached_syncs,
@@ -103,7 +100,6 @@ impl File {
     pub(crate) fn through_page_cache(&self, descriptor: OwnedFd) -> Self {
         Self {
             descriptor,
-            is_regular: self.is_regular,
             medium: self.medium,
             caching: Caching::PageCache,
             detached_syncs: Arc::clone(&self.detached_syncs),

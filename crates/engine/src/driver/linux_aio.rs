@@ -99,7 +99,7 @@ impl LinuxAio {
     pub(crate) fn serves(operation: &Operation) -> bool {
         match operation {
             Operation::Read(Transfer { file, .. }) | Operation::Write(Transfer { file, .. }, _) => {
-                file.caching == Caching::Direct && file.medium == Medium::Device
+                file.caching == Caching::Direct && file.medium != Medium::Memory
             }
             _ => false,
         }

@@ -4,36 +4,41 @@
 //! disk, and the kernel wakes the loop only then. A synchronous write flushes on the thread that
 //! waits. With free processors both take as long; with busy processors each wake-up waits for a
 //! processor, so the asynchronous write takes several times as long. So the loop measures both ways
-//! for each file, and uses the shorter one ([`Trial`]). Durable writes that are not alone share
-//! wake-ups and flushes, so they always stay asynchronous.
+//! for each file, and uses the shorter one ([`Trial`]). A durable write that starts while another
+//! one is in flight shares wake-ups and flushes, so it is always asynchronous.
 //!
 //! Durable writes to block devices stay asynchronous, too: the kernel adds a flush to each
 //! synchronous one.
 //!
 //! At most one thread of the pool is occupied by a loop's durable write, however long the write
-//! takes.
+//! takes, and less than half of the pool by those of all loops.
 
 use std::os::fd::RawFd;
 
 use blockhouse_core::metrics::{Timestamp, clock};
 
+use crate::driver::engine::Engine;
 use crate::driver::file::{Caching, File, Medium};
 use crate::driver::operation::{Operation, Token, WriteThrough};
-use crate::driver::thread_pool::ThreadPool;
 use crate::driver::trial::{Trial, Way};
 
 /// How many trials there are. Files that share a trial only make it less exact.
 const TRIALS: usize = 64;
 
+/// How often the losing way is tried in a row: one long time among several does not decide.
+const BURST: u16 = 4;
+
 /// The durable writes in flight of one loop, and the trials by file.
 pub(crate) struct LoneWrites {
     /// The number of durable writes in flight.
     in_flight: usize,
+    /// Whether the engine is asynchronous.
+    has_choice: bool,
     trials: Box<[Trial]>,
     measured: Option<Measured>,
 }
 
-/// A durable write that has been alone since its start.
+/// The durable write in flight that was alone when it started.
 struct Measured {
     token: Token,
     way: Way,
@@ -41,24 +46,31 @@ struct Measured {
 }
 
 impl LoneWrites {
-    pub(crate) fn new() -> Self {
-        let trials = vec![Trial::new(Way::Cheap); TRIALS].into_boxed_slice();
-        Self { in_flight: 0, trials, measured: None }
+    pub(crate) fn new(engine: Engine) -> Self {
+        let trials = vec![Trial::new(Way::Cheap, BURST); TRIALS].into_boxed_slice();
+        Self { in_flight: 0, has_choice: engine != Engine::Threads, trials, measured: None }
     }
 
-    /// An operation starts. Returns whether a thread of the pool, which has room, should make its
-    /// call.
-    pub(crate) fn start(&mut self, token: Token, operation: &Operation) -> bool {
+    /// An operation starts. Returns whether a thread of the pool makes its call, which
+    /// `try_by_thread` attempts.
+    pub(crate) fn start(
+        &mut self,
+        token: Token,
+        operation: &Operation,
+        try_by_thread: impl FnOnce() -> bool,
+    ) -> bool {
         let Some(file) = durably_written(operation) else { return false };
         self.in_flight += 1;
-        self.measured = None;
-        let waits_for_device = file.caching == Caching::Direct && file.medium == Medium::Device;
-        let is_candidate = file.is_regular && waits_for_device && self.in_flight == 1;
-        if !is_candidate || !ThreadPool::shared().has_room() {
+        let waits_for_disk = file.caching == Caching::Direct && file.medium == Medium::FileSystem;
+        if !self.has_choice || !waits_for_disk || self.in_flight > 1 {
             return false;
         }
-        let way = self.trials[trial_of(file.raw())].choose();
-        self.measured = Some(Measured { token, way, began: clock::now() });
+        let began = clock::now();
+        let way = match self.trials[trial_of(file.raw())].choose() {
+            Way::Costly if try_by_thread() => Way::Costly,
+            _ => Way::Cheap,
+        };
+        self.measured = Some(Measured { token, way, began });
         way == Way::Costly
     }
 
@@ -99,22 +111,20 @@ mod tests {
 
     fn durable_write(caching: Caching) -> Operation {
         let file = std::fs::File::open("/proc/self/exe").expect("this program");
-        let file = Arc::new(File::new(file.into(), Medium::Device, caching));
+        let file = Arc::new(File::new(file.into(), Medium::FileSystem, caching));
         let transfer = Transfer { file, offset: 0, vector: Buffer::new(512).lend() };
         Operation::Write(transfer, WriteThrough::Yes)
     }
 
-    /// Makes 1000 writes one after the other, each with a second one beside it if `pairs`, and
-    /// returns how many a thread made.
-    fn on_threads(lone: &mut LoneWrites, operation: &Operation, pairs: bool) -> usize {
+    /// Makes 1000 pairs of writes, and returns how many a thread made.
+    fn on_threads(engine: Engine, operation: &Operation, has_thread: bool) -> usize {
+        let mut lone = LoneWrites::new(engine);
         let [first, second] = [0, 1].map(Token::from_u64);
         let mut count = 0;
         for _ in 0..1000 {
-            count += usize::from(lone.start(first, operation));
-            if pairs {
-                assert!(!lone.start(second, operation), "it is not alone");
-                lone.complete(second, operation, 512);
-            }
+            count += usize::from(lone.start(first, operation, || has_thread));
+            assert!(!lone.start(second, operation, || true), "it is not alone");
+            lone.complete(second, operation, 512);
             lone.complete(first, operation, 512);
         }
         assert!(lone.in_flight == 0 && lone.measured.is_none());
@@ -122,18 +132,16 @@ mod tests {
     }
 
     #[test]
-    fn only_writes_that_are_alone_are_measured() {
-        let mut lone = LoneWrites::new();
+    fn both_ways_are_tried_if_there_are_two() {
         let operation = durable_write(Caching::Direct);
-        assert!(on_threads(&mut lone, &operation, false) > 0, "both ways are tried");
-        let mut lone = LoneWrites::new();
-        on_threads(&mut lone, &operation, true);
-        assert!(lone.trials.iter().all(Trial::is_new));
+        assert!(on_threads(Engine::IoUring, &operation, true) > 0);
+        assert_eq!(on_threads(Engine::IoUring, &operation, false), 0, "all threads are busy");
+        assert_eq!(on_threads(Engine::Threads, &operation, true), 0);
     }
 
     #[test]
     fn writes_through_the_page_cache_stay_in_the_engine() {
         let operation = durable_write(Caching::PageCache);
-        assert_eq!(on_threads(&mut LoneWrites::new(), &operation, false), 0);
+        assert_eq!(on_threads(Engine::IoUring, &operation, true), 0);
     }
 }

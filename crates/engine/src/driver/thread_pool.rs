@@ -66,10 +66,33 @@ impl ThreadPool {
         self.queue(Job::File { call, token, shared: Arc::clone(shared) });
     }
 
-    /// Whether a call would begin at once, without waiting for a thread.
-    pub(crate) fn has_room(&self) -> bool {
-        let state = self.state.lock();
-        state.idle > state.queue.len() || state.threads < MAX_THREADS
+    /// As [`run_file`](Self::run_file) if a thread is idle and less than half of the pool is busy;
+    /// otherwise makes no call and returns false. If no thread is idle, one is started for later
+    /// calls.
+    ///
+    /// # Safety
+    /// As for [`run_file`](Self::run_file), if this returns true.
+    pub(crate) unsafe fn try_run_file(
+        self: &Arc<Self>,
+        call: FileCall,
+        token: Token,
+        shared: &Arc<LoopShared>,
+    ) -> bool {
+        let mut state = self.state.lock();
+        let idle = state.idle.saturating_sub(state.queue.len());
+        if state.threads - idle >= MAX_THREADS / 2 {
+            return false;
+        }
+        if idle == 0 {
+            state.threads += 1;
+            drop(state);
+            self.start_thread();
+            return false;
+        }
+        state.queue.push_back(Job::File { call, token, shared: Arc::clone(shared) });
+        drop(state);
+        self.work.notify_one();
+        true
     }
 
     fn queue(self: &Arc<Self>, job: Job) {

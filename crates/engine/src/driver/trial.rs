@@ -1,9 +1,9 @@
 //! A trial of two ways to do the same work: the way that takes less time is used, and the other one
 //! is tried again now and then, because conditions change.
 //!
-//! Guarantees: the cost of the trial is bounded. The losing way is used [`BURST`] times in a row
-//! after [`MIN_BACKOFF`] uses of the winner at first, and after [`MAX_BACKOFF`] uses if it keeps
-//! losing.
+//! Guarantees: the cost of the trial is bounded if each use is recorded. The losing way is used
+//! `burst` times in a row after [`MIN_BACKOFF`] uses of the winner at first, and after
+//! [`MAX_BACKOFF`] uses if it keeps losing.
 
 /// A way's time is the mean of this many uses at first. Later each use moves it this part of the
 /// way, because single times differ by more than the two ways do.
@@ -12,8 +12,6 @@ const WEIGHT: u64 = 8;
 /// The costly way wins if it makes the time shorter by at least one part in this many.
 const MIN_GAIN: u64 = 8;
 
-/// The number of uses of the losing way in a row: one long time among them does not decide.
-const BURST: u16 = 4;
 /// The number of uses of the winner before the losing way is tried again, at first.
 const MIN_BACKOFF: u16 = 16;
 /// The number of uses of the winner before the losing way is tried again, after it has lost often.
@@ -35,6 +33,8 @@ pub(crate) struct Trial {
     /// The way that is used until both times are known.
     first: Way,
     winner: Way,
+    /// The number of uses of the losing way in a row.
+    burst: u16,
     /// The number of uses left of the winner and then of the loser, before the backoff doubles.
     left: u16,
     /// The number of uses of the winner between two bursts of the loser.
@@ -50,11 +50,12 @@ struct Mean {
 }
 
 impl Trial {
-    /// A trial that begins with the way `first`.
-    pub(crate) fn new(first: Way) -> Self {
+    /// A trial that begins with the way `first` and uses the losing way `burst` times in a row, of
+    /// which one long time does not decide if there are several.
+    pub(crate) fn new(first: Way, burst: u16) -> Self {
         let (cheap, costly) = (Mean::default(), Mean::default());
-        let (left, backoff) = (MIN_BACKOFF + BURST, MIN_BACKOFF);
-        Self { cheap, costly, first, winner: first, left, backoff }
+        let (left, backoff) = (MIN_BACKOFF + burst, MIN_BACKOFF);
+        Self { cheap, costly, first, winner: first, burst, left, backoff }
     }
 
     /// The way for the next use: the winner, or the loser in a burst.
@@ -65,15 +66,15 @@ impl Trial {
             _ => self.first,
         };
         if std::mem::replace(&mut self.winner, winner) != winner {
-            (self.left, self.backoff) = (MIN_BACKOFF + BURST, MIN_BACKOFF);
+            (self.left, self.backoff) = (MIN_BACKOFF + self.burst, MIN_BACKOFF);
         }
         if self.left == 0 {
             self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
-            self.left = self.backoff + BURST;
+            self.left = self.backoff + self.burst;
         }
         self.left -= 1;
         match winner {
-            _ if self.left >= BURST => winner,
+            _ if self.left >= self.burst => winner,
             Way::Cheap => Way::Costly,
             Way::Costly => Way::Cheap,
         }
@@ -85,12 +86,6 @@ impl Trial {
             Way::Cheap => self.cheap.add(nanoseconds),
             Way::Costly => self.costly.add(nanoseconds),
         }
-    }
-
-    /// Whether no time was recorded.
-    #[cfg(test)]
-    pub(crate) fn is_new(&self) -> bool {
-        self.cheap.known().is_none() && self.costly.known().is_none()
     }
 }
 
@@ -128,7 +123,7 @@ mod tests {
 
     #[test]
     fn the_shorter_way_is_used_and_the_other_one_is_tried_ever_more_rarely() {
-        let mut trial = Trial::new(Way::Cheap);
+        let mut trial = Trial::new(Way::Cheap, 4);
         assert!((40..100).contains(&costly_uses(&mut trial, 10_000, 100, 400)));
         assert!(costly_uses(&mut trial, 10_000, 400, 100) > 9_000, "the machine is busy now");
         assert!(costly_uses(&mut trial, 10_000, 100, 400) < 100, "and idle again");
@@ -136,7 +131,7 @@ mod tests {
 
     #[test]
     fn one_long_time_does_not_decide() {
-        let mut trial = Trial::new(Way::Cheap);
+        let mut trial = Trial::new(Way::Cheap, 4);
         assert_eq!(costly_uses(&mut trial, u32::from(MIN_BACKOFF), 300, 100), 0);
         assert_eq!(costly_uses(&mut trial, 1, 300, 600), 1, "the first of a burst");
         assert!(costly_uses(&mut trial, 100, 300, 100) > 80);
@@ -144,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_gain_within_the_margin_does_not_count() {
-        let mut trial = Trial::new(Way::Cheap);
+        let mut trial = Trial::new(Way::Cheap, 4);
         assert!(costly_uses(&mut trial, 10_000, 100, 90) < 100);
         assert!(costly_uses(&mut trial, 10_000, 100, 80) > 9_000);
     }

@@ -75,12 +75,12 @@ impl Local {
             shared,
             timers: Timers::default(),
             watches: Watches::default(),
+            lone_writes: RefCell::new(LoneWrites::new(report.engine)),
             report,
             io_poll: Cell::new(IoPoll::Off),
             driver: RefCell::new(driver),
             operations: RefCell::new(OperationTable::new()),
             governor: RefCell::new(PollGovernor::new(DEFAULT_POLLING)),
-            lone_writes: RefCell::new(LoneWrites::new()),
         }
     }
 
@@ -165,13 +165,13 @@ impl Local {
         let mut operations = self.operations.borrow_mut();
         let token = operations.insert(operation, ticket, waiter)?;
         let operation = operations.operation(token);
-        if self.lone_writes.borrow_mut().start(token, operation)
-            && let Some(call) = FileCall::of(operation)
-        {
+        let try_by_thread = || {
+            let Some(call) = FileCall::of(operation) else { return false };
             // SAFETY: the operation stays in the table, unmoved, until its completion, which the
             // mailbox reports.
-            unsafe { ThreadPool::shared().run_file(call, token, &self.shared) };
-        } else {
+            unsafe { ThreadPool::shared().try_run_file(call, token, &self.shared) }
+        };
+        if !self.lone_writes.borrow_mut().start(token, operation, try_by_thread) {
             self.driver.borrow_mut().start(token, operation);
         }
         self.note_event(EventSource::of(operation, Phase::Submitted));

@@ -366,8 +366,8 @@ impl HostFile {
     fn fua_cost(&self) -> FuaCost {
         match (self.file.medium, self.file.caching) {
             (Medium::Memory, _) => FuaCost::NoFlush,
-            (Medium::Device, Caching::PageCache) => FuaCost::ExtraFlush,
-            (Medium::Device, Caching::Direct) => self.fua_cost,
+            (_, Caching::PageCache) => FuaCost::ExtraFlush,
+            (_, Caching::Direct) => self.fua_cost,
         }
     }
 

@@ -366,7 +366,7 @@ fn open_for_flushes(
         return Arc::new(file.through_page_cache(descriptor));
     }
     let may_hold_writes = file.caching == Caching::PageCache
-        && file.medium == Medium::Device
+        && file.medium != Medium::Memory
         && access == OFlags::RDWR;
     let opened = may_hold_writes.then(|| file.reopen_cached(access, path));
     opened.and_then(|opened| opened.ok()).map_or_else(|| Arc::clone(file), Arc::new)

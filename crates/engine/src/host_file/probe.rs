@@ -46,16 +46,17 @@ pub(crate) fn size(file: &impl AsFd) -> io::Result<u64> {
     Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
 }
 
-/// Whether the bytes are in memory: for a regular file in a file system in memory. The node of a
-/// block device is mostly on such a file system too, which does not matter for its bytes.
+/// The location of the bytes. The node of a block device is mostly in a file system in memory,
+/// which does not matter for its bytes.
 pub(crate) fn medium(descriptor: &impl AsFd) -> Medium {
     let regular = rustix::fs::fstat(descriptor)
         .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::RegularFile);
     match rustix::fs::fstatfs(descriptor) {
-        Ok(status) if regular && [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(status.f_type as u32)) => {
+        _ if !regular => Medium::Device,
+        Ok(status) if [TMPFS_MAGIC, RAMFS_MAGIC].contains(&(status.f_type as u32)) => {
             Medium::Memory
         }
-        _ => Medium::Device,
+        _ => Medium::FileSystem,
     }
 }
 

@@ -121,6 +121,16 @@ fn whether_polling_wins_is_measured_again() {
 }
 
 #[test]
+fn slow_wake_ups_do_not_end_polling_that_wins() {
+    for (interval, waking) in [(10, 60), (20, 50), (30, 30), (40, 30)] {
+        let mut events = Loop::new();
+        events.waking = us(waking);
+        (0..10_000).for_each(|_| _ = events.wait(DISK, us(interval)));
+        assert!(events.hits >= 9_900, "{interval} and {waking}: {} hits", events.hits);
+    }
+}
+
+#[test]
 fn a_change_of_pace_is_noticed_within_twenty_events() {
     let mut events = Loop::new();
     for _ in 0..20 {

@@ -11,7 +11,7 @@ use super::{Blocked, Step, Tables};
 
 /// The use of the clusters from a given cluster on, within one slice of refcounts.
 pub(crate) enum Scan {
-    /// These clusters are free.
+    /// The clusters that are free.
     Free(Range<u64>),
     /// The number of clusters that are in use.
     Allocated(u64),

@@ -65,8 +65,7 @@ impl<S: Storage> Drop for FreezeGuard<'_, S> {
         }
         let mut state = self.metadata.lock();
         state.tables.freeze = match writer.failure() {
-            // It is unknown which tables are active, so neither the old nor the new tables may be
-            // overwritten.
+            // Either the old or the new tables are active, so neither may be overwritten.
             Some(error) if self.stage == Stage::Switching => {
                 FreezeState::Failed(error.duplicate().hint("open the image again"))
             }
