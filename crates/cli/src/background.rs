@@ -52,9 +52,9 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
     }
     let mut words = &words[..];
     if let (true, Some(name), [_, rest @ ..]) =
-        (called_as::is_qemu_nbd(), std::env::args_os().next(), words)
+        (called_as::tool().is_some(), std::env::args_os().next(), words)
     {
-        // The program name selects the command, so the word `serve` is left out.
+        // The program name selects the command, so the word of the command is left out.
         command.arg0(name);
         words = rest;
     }

@@ -191,11 +191,16 @@ fn command() -> clap::Command {
     command.mut_subcommand("serve", |serve| serve.mut_args(|option| option.hide(false)))
 }
 
-/// Under the name of a QEMU tool, the command line is read as that tool does: the last one of
-/// repeated options counts, and long options may be abbreviated (`getopt_long(3)`).
+/// Under the name of a QEMU tool, the last one of repeated options counts, as in that tool. Options
+/// that are actions, and those of qemu-nbd, must not be repeated.
 fn with_habits(command: clap::Command) -> clap::Command {
-    let is_tool = called_as::tool().is_some();
-    command.args_override_self(is_tool).infer_long_args(is_tool)
+    if called_as::tool().is_none() {
+        return command;
+    }
+    command.mut_subcommands(|command| {
+        let has_actions = ["snapshot", "bitmap", "serve"].contains(&command.get_name());
+        command.args_override_self(!has_actions)
+    })
 }
 
 fn parse() -> Result<Arguments, clap::Error> {

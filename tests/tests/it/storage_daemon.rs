@@ -87,6 +87,28 @@ fn told(mut command: Command, words: &[String]) -> (Option<i32>, String) {
 }
 
 #[test]
+fn a_daemon_in_the_background_is_one_process_whatever_its_option_is_called() {
+    let scratch = Scratch::new();
+    let pid = scratch.path("pid");
+    let copy = scratch.path(NAME);
+    std::fs::copy(blockhouse(), &copy).expect("room");
+    let link = ours(&scratch).get_program().to_owned();
+    let lines =
+        [&["--daemonize", "--pidfile", "/none"][..], &["--daemonize", "--daemonize"], &["--d"]];
+    for program in [copy.into_os_string(), link] {
+        for line in lines {
+            let mut command = Command::new(&program);
+            let outcome = run(command.args(line).arg("--pidfile").arg(&pid));
+            outcome.success();
+            let text = std::fs::read_to_string(&pid).expect("it is ready");
+            let id = text.trim().parse().ok().and_then(Pid::from_raw).expect("a process");
+            kill_process(id, Signal::TERM).expect("it runs");
+            wait_until("it has ended", || !pid.exists());
+        }
+    }
+}
+
+#[test]
 fn wrong_options_are_refused_with_the_words_of_qemu() {
     require!(need::tools(&[NAME, "qemu-img"]));
     let scratch = Scratch::new();

@@ -64,7 +64,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
 fn daemonize() -> Result<ExitCode> {
     let words = called_as::words().into_iter().skip(1);
     let is_it = |word: &OsString| {
-        word.to_str().is_some_and(|word| word.len() > 3 && "--daemonize".starts_with(word))
+        // The option may be abbreviated down to its first letter.
+        word.to_str().is_some_and(|word| word.len() > 2 && "--daemonize".starts_with(word))
     };
     let words = words.map(|word| if is_it(&word) { background::OPTION.into() } else { word });
     match background::start(words.collect())? {
