@@ -18,7 +18,7 @@ pub struct Pki {
 pub enum Validity {
     /// Now.
     Now,
-    /// Not any more.
+    /// Until a time in the past.
     Expired,
 }
 

@@ -156,10 +156,10 @@ pub fn check_filling(
 #[derive(Clone, Copy, Debug, Default, Deserialize, JsonSchema, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnFullName {
-    /// They fail.
+    /// Writes fail.
     #[default]
     Report,
-    /// They wait.
+    /// Writes wait.
     Hold,
 }
 

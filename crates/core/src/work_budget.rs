@@ -23,7 +23,7 @@ pub async fn yield_now() {
     .await;
 }
 
-/// What is left of the quantum of one request. Starts full.
+/// The rest of the quantum of one request. Starts full.
 #[derive(Debug)]
 pub struct WorkBudget {
     left: Cell<u64>,

@@ -16,7 +16,7 @@
 use blockhouse_core::ByteRange;
 
 /// How many changes a model can tell apart. When a process begins, the numbers of changes that no
-/// byte may show any more are free again.
+/// byte may show are free again.
 pub(crate) const MAX_CHANGES: u32 = 63;
 
 /// The changes that the next process finds after the end of a process.

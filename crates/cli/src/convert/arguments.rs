@@ -111,7 +111,7 @@ struct Habits {
     /// Several requests are in flight.
     #[arg(short = 'm', hide = true, value_name = "NUMBER", value_parser = crate::habits::number)]
     coroutines: Option<u32>,
-    /// They are written in any order.
+    /// Requests are written in any order.
     #[arg(short = 'W', hide = true)]
     out_of_order: bool,
     /// No host does the copy by itself.

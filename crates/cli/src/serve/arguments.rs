@@ -250,7 +250,7 @@ pub struct Arguments {
     /// 127.0.0.1:PORT, or unix:PATH for this user only, or unix:PATH,mode=0660,group=GROUP for more
     /// users.
     ///
-    /// They are at /metrics, as JSON at /metrics.json, and on a page for a browser at /.
+    /// The metrics are at /metrics, as JSON at /metrics.json, and on a page for a browser at /.
     /// docs/metrics.md says what each one means.
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH", value_parser = ValueParser::new(str::parse::<MetricsAddress>))]
     metrics: Option<MetricsAddress>,

@@ -44,7 +44,7 @@ impl Gate {
             .await
     }
 
-    /// Whether the gate is sealed: no request is executed any more.
+    /// Whether the gate is sealed: no request is executed from then on.
     pub fn is_sealed(&self) -> bool {
         self.state.lock().is_sealed
     }

@@ -42,7 +42,7 @@ pub struct JobStartParams {
     /// Of a mirror, where to: an absolute path, or the URI of an export of another server.
     pub target: Option<PathBuf>,
     /// Of a mirror, another disk of this server in the place of `target`: all that is in it is
-    /// lost. It is no disk of its own any more when the guest goes on in it.
+    /// lost. The disk of this name ends when the guest continues in it.
     pub target_disk: Option<String>,
     /// The job's name, unlike all others. Left out: any name.
     pub job: Option<String>,
@@ -118,7 +118,7 @@ pub struct JobCompleteParams {
 pub struct JobInfo {
     /// Its name.
     pub job: String,
-    /// What it does: mirror, commit, stream or backup.
+    /// The kind: mirror, commit, stream or backup.
     pub kind: &'static str,
     /// The name of its disk.
     pub disk: String,

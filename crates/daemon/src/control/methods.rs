@@ -143,8 +143,8 @@ pub struct DiskSetParams {
     /// How many bytes of its file or device a qcow2 image may use before that is told, once; 0 for
     /// any number. Left out: as it is.
     pub write_threshold: Option<u64>,
-    /// What its image calls its backing file from now on, for who opens it anew: of this server
-    /// nothing changes. Left out: as it is.
+    /// The name of the backing file in the image from now on. It matters when the image is opened
+    /// again; nothing changes in this server. Left out: as it is.
     pub backing_file: Option<String>,
 }
 
@@ -250,7 +250,7 @@ pub struct ExportInfo {
     /// How many clients it has: of NBD, or a front-end of vhost-user-blk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clients: Option<usize>,
-    /// Who they are: for each connection a process of this host, or an address.
+    /// The peers: for each connection a process of this host, or an address.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peers: Option<Vec<String>>,
     /// True where its clients may not change the disk, whoever else may.

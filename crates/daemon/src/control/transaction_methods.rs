@@ -27,7 +27,7 @@ pub struct TransactionParams {
 pub struct BackupPartParams {
     /// The name of the disk.
     pub disk: String,
-    /// What the job is called that copies it, or, without `target-disk`, the backup.
+    /// The name of the job that copies it, or, without `target-disk`, of the backup.
     pub name: String,
     /// The disk of this server that a job copies it to: all of that is lost, or only what the
     /// bitmap says. Left out: `export.add` serves the disk as it was, which is called

@@ -14,10 +14,11 @@ use super::methods::UpgradeReply;
 /// The treatment of clients with TLS, which cannot be handed over.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EncryptedClients {
-    /// They stay connected, and nothing is handed over while there is such a client.
+    /// Clients stay connected, and nothing is handed over while there is such a client.
     #[default]
     Keep,
-    /// They are disconnected when their requests in flight have completed. They may connect again.
+    /// Clients are disconnected when their requests in flight have completed. They may connect
+    /// again.
     Disconnect,
 }
 

@@ -40,7 +40,7 @@ pub(crate) struct Qmp {
     gate: Arc<Gate>,
 }
 
-/// What a QMP server serves: its sockets and connections, and the commands that they may send.
+/// The sockets and connections of a QMP server, and the commands that they may send.
 pub(crate) struct Served {
     /// Listening sockets.
     pub(crate) bound: Vec<BoundSocket>,

@@ -607,7 +607,7 @@ mod tests {
                 write(&disk, 65536, 2).await;
                 write(&child, 65536, 3).await;
                 assert!(disk.image().has_unstable_layer() && child.image().has_unstable_layer());
-                // This is as after a kill: neither the layer nor the overlays are closed.
+                // As after a kill, neither the layer nor the overlays are closed.
                 drop(forked);
                 drop((disk, child));
                 let refused = open(&path, options.clone()).await.err().expect("it was forked");

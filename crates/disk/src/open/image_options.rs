@@ -223,10 +223,10 @@ pub struct FilePart {
 /// attacker's image could make this host connect to servers that the attacker cannot reach.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum RemoteBacking {
-    /// It may not name one.
+    /// An image may not name one.
     #[default]
     Refused,
-    /// It may name one, by an NBD URI or the name of an image in Ceph.
+    /// An image may name one, by an NBD URI or the name of an image in Ceph.
     Allowed,
 }
 

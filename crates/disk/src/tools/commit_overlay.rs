@@ -12,9 +12,9 @@ use crate::disk::Disk;
 /// The treatment of an overlay once its data is in its backing file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterCommit {
-    /// It is emptied: its space is freed.
+    /// The overlay is emptied: its space is freed.
     Empty,
-    /// It keeps its data.
+    /// The overlay keeps its data.
     Keep,
 }
 

@@ -47,7 +47,7 @@ pub async fn take_space<S: Storage>(
             continue;
         }
         let sent = match mode {
-            // This is a part of a cluster, at the start or the end of the range.
+            // The rest is a part of a cluster, at the start or the end of the range.
             SpaceMode::Falloc => {
                 let unit = disk.image().cluster_size().unwrap_or(WRITE_SIZE);
                 left.truncate(unit - left.offset() % unit)

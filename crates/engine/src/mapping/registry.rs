@@ -93,7 +93,7 @@ impl<const N: usize> Registry<N> {
         Some(Registration(index as u32))
     }
 
-    /// Removes a mapping, which nothing accesses any more.
+    /// Removes a mapping, which nothing accesses from now on.
     pub(super) fn remove(&self, registration: &Registration) {
         let mut free = self.free.lock();
         let none = Pages { start: 0, length: 0, page: 1 };

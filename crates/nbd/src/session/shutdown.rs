@@ -5,7 +5,7 @@ use std::task::Context;
 
 use futures_util::task::AtomicWaker;
 
-/// What a connection does instead of reading further requests.
+/// The reason why a connection reads no further requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
     /// Pause between two requests, or in the middle of a payload, until the connection is resumed

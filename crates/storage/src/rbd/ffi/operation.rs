@@ -38,7 +38,7 @@ pub(crate) enum Command {
     Flush,
 }
 
-/// What an operation owns while it is in flight.
+/// The memory that an operation owns while it is in flight.
 struct InFlight<W> {
     /// The memory of a read or write. librbd accesses its bytes, and the list of its segments,
     /// until the completion.
