@@ -27,9 +27,8 @@ const LOOP: &str = "/dev/loop0";
 const REQUESTS: u64 = 4096;
 /// How many are in flight at a time.
 const DEEP: u64 = 64;
-/// System calls for each read then, at most: half of those for one in flight. How many requests one
-/// call carries depends on the machine and on the build, 0.05 to 0.6 were seen, so a limit nearer to
-/// those would be one for the machine.
+/// System calls for each read then, at most: half of those for one in flight. How many requests
+/// one call carries depends on the machine and on the build: 0.05 to 0.6 calls were seen.
 const MAX_CALLS: f64 = 1.0;
 /// How often a device is made, by us and by `losetup` in turn.
 const ROUNDS: usize = 11;

@@ -1,7 +1,8 @@
 //! The clusters of persistent bitmaps in the file, and the repair of bitmaps.
 //!
 //! Clusters of bitmaps count as used only while the autoclear bit states that the bitmaps are
-//! consistent with the disk. Without the bit QEMU treats the clusters as leaked, and so does a check.
+//! consistent with the disk. Without the bit QEMU treats the clusters as leaked, and so does a
+//! check.
 
 use blockhouse_core::{ByteRange, Durability, ErrorKind, Result, Storage, SyncMode};
 
