@@ -17,6 +17,7 @@ use anyhow::{Context, Result, bail};
 use blockhouse_engine::keep_descriptors_from_children;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use crate::called_as::Tool;
 use crate::{called_as, output};
 
 /// The option that starts a server in the background. Such a server prints an empty line after the
@@ -51,8 +52,9 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
         keep_descriptors_from_children().context("cannot start the server")?;
     }
     let mut words = &words[..];
+    let has_implied_command = matches!(called_as::tool(), Some(Tool::Nbd | Tool::StorageDaemon));
     if let (true, Some(name), [_, rest @ ..]) =
-        (called_as::tool().is_some(), std::env::args_os().next(), words)
+        (has_implied_command, std::env::args_os().next(), words)
     {
         // The program name selects the command, so the word of the command is left out.
         command.arg0(name);

@@ -191,16 +191,9 @@ fn command() -> clap::Command {
     command.mut_subcommand("serve", |serve| serve.mut_args(|option| option.hide(false)))
 }
 
-/// Under the name of a QEMU tool, the last one of repeated options counts, as in that tool. Options
-/// that are actions, and those of qemu-nbd, must not be repeated.
+/// Under the name of a QEMU tool, the last one of repeated options counts, as in that tool.
 fn with_habits(command: clap::Command) -> clap::Command {
-    if called_as::tool().is_none() {
-        return command;
-    }
-    command.mut_subcommands(|command| {
-        let has_actions = ["snapshot", "bitmap", "serve"].contains(&command.get_name());
-        command.args_override_self(!has_actions)
-    })
+    command.args_override_self(called_as::tool().is_some())
 }
 
 fn parse() -> Result<Arguments, clap::Error> {

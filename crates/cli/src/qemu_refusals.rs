@@ -69,6 +69,7 @@ const USAGE: &[(&str, &str)] = &[
         "several sources make one disk, which is no overlay",
         "Having a backing file for the target makes no sense when concatenating multiple input images",
     ),
+    ("one action at a time", "Cannot mix '-l', '-a', '-c', '-d'"),
     ("only qcow2 images have bitmaps", "Format driver 'raw' does not support bitmaps"),
     (
         "only qcow2 images have compressed clusters",

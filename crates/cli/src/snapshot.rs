@@ -9,6 +9,7 @@ use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, ImageDisk, ImageFormat, ImageOptions, Locking, Purpose, fork_image};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::Location;
+use clap::ArgAction;
 
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
@@ -35,6 +36,9 @@ pub struct Arguments {
     image: Option<PathBuf>,
 }
 
+/// The error of several actions.
+const MIXED: &str = "one action at a time: -l, -c, -a or -d";
+
 /// An action as qemu-img's users give it.
 #[derive(clap::Args)]
 #[group(multiple = false)]
@@ -44,13 +48,16 @@ struct Flag {
     list: bool,
     /// The same as 'create IMAGE NAME'.
     #[arg(short = 'c', value_name = "NAME")]
-    create: Option<String>,
+    #[arg(action = ArgAction::Append)]
+    create: Vec<String>,
     /// The same as 'apply IMAGE NAME'.
     #[arg(short = 'a', value_name = "NAME")]
-    apply: Option<String>,
+    #[arg(action = ArgAction::Append)]
+    apply: Vec<String>,
     /// The same as 'delete IMAGE NAME'.
     #[arg(short = 'd', value_name = "NAME")]
-    delete: Option<String>,
+    #[arg(action = ArgAction::Append)]
+    delete: Vec<String>,
 }
 
 #[derive(clap::Subcommand)]
@@ -149,12 +156,15 @@ pub fn run(arguments: Arguments) -> Result<()> {
 impl Flag {
     /// The action that the flag stands for.
     fn of(self, image: Image) -> Action {
-        match self {
-            Self { create: Some(name), .. } => {
-                Action::Create { image, name: Some(name), external: None }
-            }
-            Self { apply: Some(name), .. } => Action::Apply { image, name },
-            Self { delete: Some(name), .. } => Action::Delete { image, name },
+        let Self { list: _, create, apply, delete } = self;
+        let once = |mut names: Vec<String>| match names.len() {
+            0 | 1 => names.pop(),
+            _ => wrong_usage(MIXED),
+        };
+        match [create, apply, delete].map(once) {
+            [name @ Some(_), ..] => Action::Create { image, name, external: None },
+            [_, Some(name), _] => Action::Apply { image, name },
+            [.., Some(name)] => Action::Delete { image, name },
             _ => Action::List { image, style: ListStyle { is_qemu: true, ..Default::default() } },
         }
     }

@@ -400,6 +400,8 @@ fn what_a_cut_off_file_has_lost_is_no_zeros() {
     must_tell_of_the_end(&["map", str(&whole)]);
     assert_eq!(command(&["check", str(&whole)]).status.code(), Some(2));
     must_tell_of_the_end(&["resize", str(&whole), "1G"]);
+    must_tell_of_the_end(&["check", "--repair", "all", str(&whole)]);
+    assert_eq!(whole.metadata().expect("an image").len(), CLUSTER, "nothing was written");
 }
 
 /// The active disk has lost nothing, but the server would write to clusters that belong to the

@@ -29,7 +29,8 @@ pub(super) async fn has_small_clusters(
     let block = file.capabilities().alignment.offset;
     let mut first = Buffer::new(probe::LENGTH.next_multiple_of(block as usize));
     file.read(0, first.lend()).await?;
-    // Blocks of nearly all images are whole. Then the image need not be opened a second time.
+    // Clusters of nearly all images are no smaller than a block. Then the image need not be opened
+    // a second time.
     if probe::qcow2_cluster_size(first.bytes()).is_none_or(|size| size >= u64::from(block)) {
         return Ok(false);
     }

@@ -4,14 +4,15 @@
 //! disk, and the kernel wakes the loop only then. A synchronous write flushes on the thread that
 //! waits. With free processors both take as long; with busy processors each wake-up waits for a
 //! processor, so the asynchronous write takes several times as long. So the loop measures both ways
-//! for each file, and uses the shorter one ([`Trial`]). A durable write that starts while another
-//! one is in flight shares wake-ups and flushes, so it is always asynchronous.
+//! for each file, and uses the shorter one ([`Trial`]), unless the engine itself has threads only.
+//! A durable write that starts while another one is in flight shares wake-ups and flushes, so the
+//! engine always makes it.
 //!
 //! Durable writes to block devices stay asynchronous, too: the kernel adds a flush to each
 //! synchronous one.
 //!
 //! At most one thread of the pool is occupied by a loop's durable write, however long the write
-//! takes, and less than half of the pool by those of all loops.
+//! takes, and half of the pool by those of all loops.
 
 use std::os::fd::RawFd;
 

@@ -123,7 +123,7 @@ impl ThreadPool {
         let mut state = self.state.lock();
         state.threads -= 1;
         let queue = match state.threads {
-            0 => std::mem::take(&mut state.queue),
+            0 if !state.queue.is_empty() => std::mem::take(&mut state.queue),
             _ => return,
         };
         let is_news = !std::mem::replace(&mut state.is_without_threads, true);

@@ -28,7 +28,7 @@
 //! entry lacks the COPIED flag; the next repair sets it.) If some references are unknown (a damaged
 //! bitmap directory), no refcount is lowered.
 
-use blockhouse_core::{Result, Storage, SyncMode, ToolProgress};
+use blockhouse_core::{Error, ErrorKind, Result, Storage, SyncMode, ToolProgress};
 
 use crate::qcow2::layout::extensions::{self, BITMAPS};
 use crate::qcow2::layout::header::{self, Header, Incompatible, SESSION_BITS};
@@ -93,8 +93,8 @@ impl RepairReport {
 /// again. Takes as much memory as a check without repair.
 ///
 /// # Errors
-/// `Corrupt` or `Unsupported` for an invalid header, which cannot be repaired; `NoSpace`; or errors
-/// of the storage. A repair that failed can be repeated.
+/// `Corrupt` or `Unsupported` for an invalid header, or an L1 table that is not in the file, which
+/// cannot be repaired; `NoSpace`; or errors of the storage. A repair that failed can be repeated.
 pub async fn repair<S: Storage>(storage: &S, what: Repair) -> Result<RepairReport> {
     repair_with(storage, what, &ToolProgress::default()).await
 }
@@ -109,6 +109,7 @@ pub async fn repair_with<S: Storage>(
     progress: &ToolProgress,
 ) -> Result<RepairReport> {
     let header = read_header(storage).await?;
+    check_l1_table(storage, &header)?;
     let marks = header.incompatible & (Incompatible::CORRUPT | Incompatible::DIRTY);
     let header_can_be_marked = header.geometry.version >= 3 && what == Repair::All;
     let found = check_tables(storage, &header, progress).await?;
@@ -143,6 +144,18 @@ pub async fn repair_with<S: Storage>(
         store_header(storage, &image.header).await?;
     }
     Ok(RepairReport { found, left, snapshots: image.snapshots })
+}
+
+/// Refuses to repair an image whose L1 table is past the end of the file: nothing says where the
+/// data is, and new tables would take the place of those that are missing.
+fn check_l1_table<S: Storage>(storage: &S, header: &Header) -> Result<()> {
+    let l1 = L1Location::active(header);
+    if l1.entries == 0 || l1.is_in(storage, header.geometry) {
+        return Ok(());
+    }
+    let what = "the L1 table, which says where the data is, lies past the end of the file";
+    let error = Error::new(ErrorKind::Corrupt, what).on(storage.name()).at(l1.offset);
+    Err(error.hint("get the whole file again"))
 }
 
 /// An image under repair.
@@ -267,7 +280,7 @@ impl<S: Storage> RepairRun<'_, S> {
     /// Records in bitmaps the changes that the repair of entries is going to make.
     async fn mark_bitmaps(&mut self) -> Result<()> {
         let active = L1Location::active(&self.header);
-        if self.header.autoclear & BITMAPS_CONSISTENT == 0 || !self.is_in_file(active) {
+        if self.header.autoclear & BITMAPS_CONSISTENT == 0 {
             return Ok(());
         }
         let (_, scrub) = self.sanitizer().await?;
@@ -281,10 +294,6 @@ impl<S: Storage> RepairRun<'_, S> {
             store_header(self.storage, &self.header).await?;
         }
         Ok(())
-    }
-
-    fn is_in_file(&self, l1: L1Location) -> bool {
-        l1.is_possible(self.header.geometry) && l1.offset + l1.length() <= self.storage.size()
     }
 
     async fn sanitizer(&self) -> Result<(SnapshotSurvey, SanitizeEntries)> {
@@ -301,7 +310,7 @@ impl<S: Storage> RepairRun<'_, S> {
         let (snapshots, scrub) = self.sanitizer().await?;
         let mut edit = Edit::new(self.storage, geometry, &scrub);
         for l1 in snapshots.l1_tables().chain([L1Location::active(&self.header)]) {
-            if self.is_in_file(l1) {
+            if l1.is_in(self.storage, geometry) {
                 edit.l1(l1).await?;
             }
         }

@@ -39,6 +39,11 @@ impl L1Location {
             && geometry.is_cluster_aligned(self.offset)
     }
 
+    /// Whether the whole table is in the file.
+    pub(crate) fn is_in<S: Storage>(self, storage: &S, geometry: Geometry) -> bool {
+        self.is_possible(geometry) && self.offset + self.length() <= storage.size()
+    }
+
     /// The clusters of a possible table.
     pub(crate) fn clusters(self, geometry: Geometry) -> std::ops::Range<u64> {
         geometry.cluster_of(self.offset)..geometry.clusters_for(self.offset + self.length())

@@ -3,7 +3,8 @@
 //!
 //! The last cluster may begin in the file and end past the file's end: QEMU writes such files, and
 //! the part past the end reads as zeros. A cluster that begins past the end is lost: reads of it
-//! fail with `Corrupt`, and never return zeros. An image with such a loss is not opened for
+//! fail with `Corrupt`, and never return zeros. The active L1 table is always written whole, so
+//! each entry past the end is lost. An image with such a loss is not opened for
 //! writing, because new clusters would be allocated at the offsets of the missing part. Therefore
 //! the file can still be completed, or repaired; a repair replaces lost clusters by zeros.
 //!
@@ -50,7 +51,7 @@ impl Truncation {
         );
         Error::new(ErrorKind::Corrupt, what).on(name).at(self.offset).hint(
             "get the whole file again, or read what is left (--read-only); check --repair all makes \
-             zeros of what is lost",
+             zeros of what is lost, unless that is the L1 table",
         )
     }
 }
@@ -72,8 +73,8 @@ pub(crate) async fn refers_past<S: Storage>(
 
 /// Searches for a loss of the active disk; if the image is opened for writing, also of snapshots.
 ///
-/// A lost entry of the active L1 table in `l1` then refers to the place where the entry was, which
-/// is past the file's end: reads fail as those of a lost L2 table do.
+/// A lost entry of the active L1 table in `l1` then refers to a cluster past the file's end: reads
+/// fail as those of a lost L2 table do.
 ///
 /// # Errors
 /// `Corrupt` if the image is opened for writing and anything is lost; or errors of the storage.
@@ -116,12 +117,14 @@ impl<S: Storage> Search<'_, S> {
         Truncation { offset, file_size: self.file_size }
     }
 
-    /// Replaces the entries of an L1 table at `offset` whose cluster is lost.
+    /// Replaces the lost entries of an L1 table at `offset`.
     fn mark_lost_entries(&self, offset: u64, l1: &mut [u64]) {
         for (index, word) in (0..).zip(l1) {
             let place = offset + index * 8;
-            if self.is_lost(place) {
-                *word = self.geometry.offset_of(self.geometry.cluster_of(place));
+            if place + 8 > self.file_size {
+                let first_lost = self.geometry.clusters_for(self.file_size);
+                let cluster = self.geometry.cluster_of(place).max(first_lost);
+                *word = self.geometry.offset_of(cluster);
             }
         }
     }

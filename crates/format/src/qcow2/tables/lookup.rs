@@ -28,7 +28,10 @@ impl Tables {
         if let Some(table) = table
             && self.geometry.cluster_of(table.offset) >= self.file.end()
         {
-            return Err(self.corrupt("an L2 table lies past the end of the file", table.offset));
+            return Err(self.corrupt(
+                "an L2 table, or its L1 entry, lies past the end of the file",
+                table.offset,
+            ));
         }
         Ok(table.map(|table| SliceId::l2(table.offset + at.slice_offset)))
     }

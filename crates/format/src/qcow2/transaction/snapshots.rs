@@ -245,9 +245,7 @@ pub(crate) async fn show_snapshot<S: Storage>(
     let table = snapshot_table::read(storage, &header).await?;
     let entry = &table.entries[index_of(storage.name(), name, &table.entries)?];
     let bytes = entry.l1_entries as usize * 8;
-    if entry.l1_offset.saturating_add(bytes as u64)
-        > header.geometry.bytes_of(0..header.geometry.clusters_for(storage.size())).end()
-    {
+    if entry.l1_offset.saturating_add(bytes as u64) > storage.size() {
         let what = format!("the L1 table of the snapshot '{name}' lies past the end of the file");
         let error = Error::new(ErrorKind::Corrupt, what).on(storage.name());
         return Err(error.at(entry.l1_offset));
