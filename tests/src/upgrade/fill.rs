@@ -36,7 +36,7 @@ pub fn fill(mut client: Client, load: &Load) -> Seen {
         seen.reply(now - last, load);
         last = now;
         assert_eq!(reply.error, 0, "a request failed");
-        if load.is_stopped() {
+        if load.is_over(&seen) {
             in_flight -= 1;
         } else {
             send(&mut client);

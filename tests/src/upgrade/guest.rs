@@ -55,7 +55,7 @@ pub fn verify_guest(socket: &Path, start: u64, is_tracked: bool, random: Rng, lo
                 last = now;
                 let slot = queue + QUEUES * usize::from(head / CHAIN);
                 guest.check(slot);
-                if load.is_stopped() {
+                if load.is_over(&seen) {
                     in_flight -= 1
                 } else {
                     guest.post(slot)

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use blockhouse_tests::image_tool::{command, str};
+use blockhouse_tests::upgrade::upgrade_in_the_end;
 use blockhouse_tests::{Scratch, blockhouse, eventually, nbd_uri, need, require, run, tool};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -103,7 +104,7 @@ fn another_process_goes_on_in_the_background() {
     let words = ["serve", image.str(), "--fork", "--nbd", &uri, "--pid-file", str(&pid_file)];
     command(&[&words[..], &["--control", str(&control)]].concat()).success();
     let first = Behind::of(&pid_file);
-    command(&["upgrade", "--control", str(&control)]).success();
+    upgrade_in_the_end(&control, &[]);
     assert!(eventually(LONG, || !first.is_there()), "the first one goes on");
     run(tool("nbdinfo").args(["--size", &uri])).success();
     Behind::of(&pid_file).end();

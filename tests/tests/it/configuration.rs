@@ -5,10 +5,9 @@ use std::path::Path;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::pki::psk_file;
+use blockhouse_tests::upgrade::upgrade_in_the_end;
 use blockhouse_tests::{
-    Scratch, Serve, Server, eventually,
-    image_tool::{command, str},
-    need, require, run, tool,
+    Scratch, Serve, Server, eventually, image_tool::str, need, require, run, tool,
 };
 use rustix::process::Signal;
 use serde_json::json;
@@ -178,7 +177,7 @@ fn a_server_with_a_configuration_is_upgraded() {
     write(&config, &[table, b, a]);
     let control = scratch.socket("control");
     Control::connect(&control).get("server.reload", json!({}));
-    let upgraded = command(&["upgrade", "--control", str(&control)]).success().stdout;
+    let upgraded = upgrade_in_the_end(&control, &[]).stdout;
     assert_eq!(client.read(0, 4096), Ok(vec![7; 4096]), "{upgraded}");
     assert_eq!(names(&mut Control::connect(&control)), ["b.qcow2", "a.img"]);
     let process = upgraded.split(' ').nth(1).and_then(|word| word.parse().ok()).expect("an id");

@@ -13,7 +13,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::str;
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::{Address, Client};
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade_in_the_end};
 use blockhouse_tests::{Scratch, Serve, Server, eventually, nbd_uri, need, require};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -191,7 +191,7 @@ fn an_upgraded_server_has_its_own_socket_of_metrics_kept() {
     manager.hear("READY=1");
     let [of_metrics, of_control] = [&measured, &control].map(|path| manager.name_of(path));
     assert!(of_metrics.is_some() && of_control.is_some());
-    upgrade(&control, &[]).success();
+    upgrade_in_the_end(&control, &[]);
     // The new process removes the old socket from the store, and then stores its own.
     manager.hear("FDSTOREREMOVE=1");
     while manager.name_of(&measured).is_none() {

@@ -10,7 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use blockhouse_tests::need::skip;
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade, upgrade_in_the_end};
 use blockhouse_tests::{Scratch, Serve, blockhouse, eventually, image_tool};
 use serde_json::{Value, json};
 
@@ -40,7 +40,7 @@ fn a_program_that_was_replaced_is_started_where_the_operator_named_it() {
     let servers = Servers(&scratch);
     let server = serve(&scratch).binary(&program).start();
     // The upgrade starts the running program, as long as no other file has its name.
-    upgrade(&control, &[]).success();
+    upgrade_in_the_end(&control, &[]);
     servers.wait_for(1);
     replace(&program);
     upgrade(&control, &[]).failure("--upgrade-to");
@@ -49,7 +49,7 @@ fn a_program_that_was_replaced_is_started_where_the_operator_named_it() {
     let server = serve(&scratch).binary(&program).option("--upgrade-to", &program).start();
     replace(&program);
     for words in [&[][..], &["--binary", image_tool::str(&program)]] {
-        upgrade(&control, words).success();
+        upgrade_in_the_end(&control, words);
         servers.wait_for(1);
         let running = servers.running()[0].as_raw_nonzero();
         let executed = std::fs::canonicalize(format!("/proc/{running}/exe")).expect("it runs");
@@ -115,13 +115,13 @@ fn without_landlock_less_is_started() {
     // This user owns the program, so the server could have written it.
     upgrade(&control, &[]).failure("does not keep the server from writing");
     upgrade(&control, &["--binary", "/bin/sh"]).failure("--upgrade-to");
-    upgrade(&control, &["--binary", image_tool::str(blockhouse())]).success();
+    upgrade_in_the_end(&control, &["--binary", image_tool::str(blockhouse())]);
     servers.wait_for(1);
     servers.stop();
     drop(server);
     let server = without().start();
     upgrade(&control, &["--binary", image_tool::str(&program)]).failure("--upgrade-to");
-    upgrade(&control, &[]).success();
+    upgrade_in_the_end(&control, &[]);
     servers.wait_for(1);
     servers.stop();
     drop(server);

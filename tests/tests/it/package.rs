@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade_in_the_end};
 use blockhouse_tests::{
     Scratch, Serve, Trace, blockhouse, eventually,
     image_tool::{command, new_image, str},
@@ -171,7 +171,7 @@ fn the_units_allow_what_a_server_and_its_sandbox_call() {
     requests.get("export.add", json!({ "disk": "second.qcow2", "export": more }));
     let mut client = Client::open(&server.address());
     assert_eq!(client.write(0, &[7; 65536], 0), 0);
-    let told = upgrade(&control, &[]).success().stdout;
+    let told = upgrade_in_the_end(&control, &[]).stdout;
     let process = told.split_whitespace().nth(1).and_then(|word| word.parse().ok());
     assert_eq!((client.read(0, 4096), client.flush()), (Ok(vec![7; 4096]), 0));
     let process = process.and_then(Pid::from_raw).expect("the new server's id");

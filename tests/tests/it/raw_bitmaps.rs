@@ -9,7 +9,7 @@ use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, new_image, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::qmp::Qmp;
-use blockhouse_tests::upgrade::Servers;
+use blockhouse_tests::upgrade::{Servers, upgrade_in_the_end};
 use blockhouse_tests::{
     FileSystem, Scratch, Serve, Server, SmallHost, nbd_uri, need, require, run, seeded, tool,
 };
@@ -187,7 +187,7 @@ fn a_raw_disk_is_backed_up_in_increments_and_upgraded() {
     let server = serve(&scratch, &image);
     write(&server, MIB);
     let control = scratch.socket("control");
-    command(&["upgrade", "--control", str(&control)]).success();
+    upgrade_in_the_end(&control, &[]);
     write(&server, 3 * MIB);
     let export = nbd_uri("", scratch.socket("backup"));
     let mut control = Control::connect(&control);
@@ -388,7 +388,7 @@ fn a_bitmap_that_was_begun_beside_a_guest_outlives_the_server() {
             server.wait(LONG);
         } else {
             write(&server, 9 * MIB);
-            command(&["upgrade", "--control", str(&scratch.socket("control"))]).success();
+            upgrade_in_the_end(&scratch.socket("control"), &[]);
             command(&["resize", str(&image), "96M"]).failure("the image is locked");
             write(&server, 17 * MIB);
             Servers(&scratch).stop();

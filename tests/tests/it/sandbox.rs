@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use blockhouse_tests::control::Control;
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::need::skip;
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade, upgrade_in_the_end};
 use blockhouse_tests::{
     Engine, Scratch, Serve, Server, blockhouse, image_tool, nbd_uri, on_every_engine,
 };
@@ -401,7 +401,7 @@ fn root_opens_and_another_user_serves() {
     let mut client = Client::open(&server.address());
     assert_eq!(client.read(0, 4096), Ok(vec![8; 4096]));
     if is_reachable_for_all() {
-        upgrade(&control, &[]).success();
+        upgrade_in_the_end(&control, &[]);
         servers.wait_for(1);
         is_nobody(servers.running()[0]);
         assert_eq!(client.read(0, 4096), Ok(vec![8; 4096]));

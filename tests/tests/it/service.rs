@@ -5,7 +5,7 @@ use std::os::unix::net::UnixDatagram;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade_in_the_end};
 use blockhouse_tests::{Scratch, Serve, Server, eventually, need, require, run, tool};
 
 /// The longest time of an operation on a busy machine.
@@ -59,7 +59,7 @@ fn the_pid_file_names_the_process_that_serves() {
     let mut server = serve.option("--control", &control).start();
     assert_eq!(content(), number(&server));
     let servers = Servers(&scratch);
-    upgrade(&control, &[]).success();
+    upgrade_in_the_end(&control, &[]);
     server.wait(LONG);
     assert_eq!(content(), format!("{}\n", servers.running()[0].as_raw_nonzero()));
     servers.stop();
@@ -149,7 +149,7 @@ fn the_watchdog_goes_on_after_an_upgrade() {
     let mut server = watched(&scratch, serve);
     manager.wait_for("WATCHDOG=1");
     let servers = Servers(&scratch);
-    upgrade(&control, &[]).success();
+    upgrade_in_the_end(&control, &[]);
     server.wait(LONG);
     while manager.next_within(Duration::from_millis(1)).is_some() {}
     manager.wait_for("WATCHDOG=1");

@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use blockhouse_tests::image_tool::{command, json, qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::{Address, Client, command as nbd_command};
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade_in_the_end};
 use blockhouse_tests::{LoopDevice, Scratch, Serve, Server, eventually, need, require};
 use rustix::process::Signal;
 use tempfile::TempDir;
@@ -480,7 +480,7 @@ fn an_upgraded_server_keeps_state_as_the_first_one_did() {
     let servers = Servers(&victim.scratch);
     let mut server = serve().start();
     victim.change(&server.address());
-    upgrade(&control, &[]).success();
+    upgrade_in_the_end(&control, &[]);
     servers.wait_for(1);
     let second = servers.running()[0];
     assert_eq!(victim.files().len(), 1);

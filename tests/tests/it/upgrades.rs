@@ -9,9 +9,12 @@ use std::time::Duration;
 
 use blockhouse_engine::is_byte_locked;
 use blockhouse_tests::nbd::{Address, Client, Framing, Greeted};
-use blockhouse_tests::upgrade::{Load, REGION, Servers, fill, upgrade, upgrade_under_load, verify};
+use blockhouse_tests::upgrade::{
+    Load, REGION, Servers, fill, upgrade, upgrade_in_the_end, upgrade_under_load, verify,
+};
 use blockhouse_tests::{
-    Engine, Scratch, Serve, Server, image_tool, nbd_uri, on_every_engine, run, seeded, tool,
+    Engine, Scratch, Serve, Server, eventually, image_tool, nbd_uri, on_every_engine, run, seeded,
+    tool,
 };
 use rustix::process::Signal;
 
@@ -31,11 +34,12 @@ fn serve(scratch: &Scratch, format: &str) -> (Serve, std::path::PathBuf) {
     (serve.option("--control", scratch.socket("control")), image)
 }
 
-/// Checks continuously that all of the image's locks are held; returns the number of checks.
+/// Checks continuously that all of the image's locks are held, at least 100 times; returns the
+/// number of checks.
 pub fn watch_locks(image: &Path, load: &Load) -> u64 {
     let file = std::fs::File::open(image).expect("the image is there");
     let mut looks = 0;
-    while !load.is_stopped() {
+    while !load.is_stopped() || looks < 100 {
         for byte in LOCKED_BYTES {
             assert!(is_byte_locked(file.as_fd(), byte).expect("locks"), "byte {byte} is free");
         }
@@ -65,7 +69,7 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
         let port = server.uris()[1].rsplit([':', '/']).find_map(|word| word.parse::<u16>().ok());
         let tcp = Address::Tcp(([127, 0, 0, 1], port.expect("a port")).into());
         let addresses = [server.address(), tcp.clone(), tcp];
-        let load = Load::default();
+        let load = Load::of_replies(300);
         let random = seeded();
         std::thread::scope(|scope| {
             let (load, image) = (&load, &image);
@@ -95,10 +99,8 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
             std::thread::sleep(Duration::from_millis(100));
             load.stop();
             let seen: Vec<_> = verifiers.into_iter().map(|one| one.join().unwrap()).collect();
-            assert!(seen.iter().all(|seen| seen.replies > 300), "{seen:?}");
             qemu.join().unwrap();
             let looks = locks.join().unwrap();
-            assert!(looks > 100, "{looks} looks at the locks");
             eprintln!("{format} on {}: gaps {gaps:?} ms; {seen:?}; {looks} looks", engine.as_str());
         });
         servers.stop();
@@ -117,7 +119,8 @@ fn a_disk_that_is_being_filled_is_flushed_before_the_pause_whose_parts_are_told(
     let image = image_tool::new_image(&scratch, "filled.qcow2", "1T");
     let control = scratch.socket("control");
     let server = Serve::new(&scratch, &image).option("--control", &control).start();
-    let (client, load) = (Client::open_with(&server.address(), Framing::Extended), Load::default());
+    let client = Client::open_with(&server.address(), Framing::Extended);
+    let load = Load::of_replies(64);
     std::thread::scope(|scope| {
         let load = &load;
         let _end = load.stop_at_the_end();
@@ -127,7 +130,7 @@ fn a_disk_that_is_being_filled_is_flushed_before_the_pause_whose_parts_are_told(
         servers.wait_for(1);
         std::thread::sleep(Duration::from_millis(50));
         load.stop();
-        assert!(client.join().expect("no error").replies > 16);
+        client.join().expect("no error");
     });
     servers.stop();
     let log = server.log();
@@ -249,7 +252,8 @@ fn a_new_server_that_cannot_take_over_leaves_the_old_one_in_service() {
         assert_eq!(client.write(0, &[7; 4096], 0), 0);
         assert_eq!(servers.running(), [server.pid()]);
     }
-    assert!(server.log().contains("not upgraded, this server goes on"), "{}", server.log());
+    let is_told = || server.log().contains("not upgraded, this server goes on");
+    assert!(eventually(Duration::from_secs(20), is_told), "{}", server.log());
     server.stop();
 }
 
@@ -307,7 +311,7 @@ fn who_is_in_the_middle_of_something_is_served_or_told() {
     let mut bytes = writer.encode(request);
     bytes.extend_from_slice(&data);
     writer.socket.write_all(&bytes[..20_000]).expect("room");
-    upgrade(&scratch.socket("control"), &[]).success();
+    upgrade_in_the_end(&scratch.socket("control"), &[]);
     servers.wait_for(1);
     writer.socket.write_all(&bytes[20_000..]).expect("room");
     assert_eq!(writer.receive().expect("a reply").1.error, 0);
@@ -327,7 +331,7 @@ fn who_is_in_the_middle_of_something_is_served_or_told() {
     for _ in 0..8 {
         assert_eq!(writer.receive().expect("a reply").1.error, 0);
     }
-    upgrade(&scratch.socket("control"), &[]).success();
+    upgrade_in_the_end(&scratch.socket("control"), &[]);
     assert_eq!(writer.flush(), 0);
     servers.stop();
     drop(server);

@@ -10,7 +10,7 @@ use blockhouse_tests::guest::Guest;
 use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
 use blockhouse_tests::metrics::Metrics;
 use blockhouse_tests::nbd::Client;
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade, upgrade_in_the_end};
 use blockhouse_tests::{Scratch, Serve, eventually, nbd_uri};
 use blockhouse_vhost_user::driver::Options;
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ fn listed(control: &mut Control) -> Vec<Value> {
 /// Upgrades, and connects to the new server.
 fn upgraded(scratch: &Scratch, servers: &Servers<'_>) -> Control {
     let socket = scratch.socket("control");
-    upgrade(&socket, &[]).success();
+    upgrade_in_the_end(&socket, &[]);
     servers.wait_for(1);
     Control::connect(&socket)
 }

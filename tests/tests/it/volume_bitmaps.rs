@@ -12,7 +12,7 @@ use blockhouse_tests::ceph::{Ceph, ceph};
 use blockhouse_tests::control::Control;
 use blockhouse_tests::image_tool::{command, json, qemu_img, str};
 use blockhouse_tests::nbd::{Client, Request, command::WRITE, flag};
-use blockhouse_tests::upgrade::{Servers, upgrade};
+use blockhouse_tests::upgrade::{Servers, upgrade_in_the_end};
 use blockhouse_tests::{
     FileSystem, Image, LoopDevice, Scratch, Serve, Server, SmallHost, blockhouse, nbd_uri, need,
     require, run, seeded, tool,
@@ -149,7 +149,7 @@ fn bitmaps_of_a_device_survive_stops_kills_and_upgrades() {
     assert_eq!(volume.listed(), ["b"]);
     let server = volume.serve();
     assert!(changed(&mut volume.control(), "b") >= 2 * BLOCK as u64);
-    upgrade(&volume.scratch.socket("control"), &[]).success();
+    upgrade_in_the_end(&volume.scratch.socket("control"), &[]);
     write(&server, 13 * MIB, 3);
     assert!(changed(&mut volume.control(), "b") >= 3 * BLOCK as u64);
     Servers(&volume.scratch).stop();
