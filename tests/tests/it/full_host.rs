@@ -72,8 +72,9 @@ fn without_memory_a_request_fails_and_the_server_goes_on(engine: Engine) {
         assert_eq!(client.read(0, LARGE as u64), Err(errno::ENOMEM));
         assert_eq!(client.write(MIB + 100, &[2; 100_000], 0), 0, "there is memory for this");
     }
-    let log = server.log();
-    assert!(log.contains("bytes of memory") && log.contains("Cannot allocate"), "{log}");
+    let words = ["bytes of memory", "Cannot allocate"];
+    let is_told = || words.iter().all(|word| server.log().contains(word));
+    assert!(eventually(Duration::from_secs(20), is_told), "{}", server.log());
     server.limit(Resource::As, None);
     assert_eq!(client.write(0, &vec![3; LARGE], 0), 0);
     assert_eq!(client.read(0, LARGE as u64), Ok(vec![3; LARGE]));

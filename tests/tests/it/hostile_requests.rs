@@ -110,7 +110,7 @@ fn a_client_that_stops_reading_is_cut_off_after_its_time() {
 fn a_client_idle_for_longer_than_it_may_is_disconnected() {
     let scratch = Scratch::new();
     let image = scratch.image("disk.img", SIZE);
-    let server = Serve::new(&scratch, image.path()).option("--limit", "idle=300ms").start();
+    let server = Serve::new(&scratch, image.path()).option("--limit", "idle=3s").start();
     let mut client = Client::open(&server.address());
     assert_eq!(client.read(0, 1), Ok(vec![0]));
     assert!(client.is_closed());

@@ -448,17 +448,15 @@ impl Both {
 
     /// Waits until the only job of both, which was ready, is paused.
     fn wait_for_standby(&mut self) {
-        for attempt in 0.. {
-            let told = self.ask("{'execute':'query-block-jobs'}").map(|answer| {
+        let mut told = [Value::Null, Value::Null];
+        let is_standby = || {
+            told = self.ask("{'execute':'query-block-jobs'}").map(|answer| {
                 let job = &answer["return"][0];
                 json!([job["status"], job["paused"], job["ready"]])
             });
-            if told == [json!(["standby", true, true]), json!(["standby", true, true])] {
-                return;
-            }
-            assert!(attempt < 200, "{told:?}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+            told == [json!(["standby", true, true]), json!(["standby", true, true])]
+        };
+        assert!(eventually(Duration::from_secs(60), is_standby), "{told:?}");
     }
 
     fn events_until(&mut self, job: &str, status: &str) -> [Vec<Value>; 2] {

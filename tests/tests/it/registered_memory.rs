@@ -5,7 +5,7 @@ use std::path::Path;
 
 use blockhouse_engine::count_registered_buffers;
 use blockhouse_tests::guest::{BLOCK, Guest, LONG, content};
-use blockhouse_tests::{Engine, Scratch, Serve, Server, need, require};
+use blockhouse_tests::{Engine, Scratch, Serve, Server, eventually, need, require};
 use blockhouse_vhost_user::driver::Options;
 use rustix::process::Signal;
 
@@ -87,6 +87,7 @@ fn a_host_that_allows_too_little_locked_memory_is_told_of_and_serves_without() {
         }
         drop(guest);
     }
+    eventually(LONG, || server.log().lines().count() >= 2);
     let log = server.log();
     let lines: Vec<_> = log.lines().collect();
     assert_eq!(lines.len(), 2, "a line for each guest: {log}");

@@ -246,7 +246,7 @@ fn a_loop_that_is_held_up_delays_no_other_loop_of_the_group() {
             while !is_over.load(Ordering::Relaxed) {
                 blockhouse_engine::sleep(Duration::from_millis(30)).await;
                 if is_held_up {
-                    thread::sleep(Duration::from_millis(1500));
+                    thread::sleep(Duration::from_secs(5));
                 }
             }
         });
@@ -257,10 +257,10 @@ fn a_loop_that_is_held_up_delays_no_other_loop_of_the_group() {
         // Its requests wait and have the timer before the other's come.
         thread::sleep(Duration::from_millis(20));
         let other = scope.spawn(|| serve(1, false));
-        thread::sleep(Duration::from_secs(3));
+        thread::sleep(Duration::from_secs(8));
         is_over.store(true, Ordering::Relaxed);
         let longest = other.join().unwrap();
-        assert!(longest < Duration::from_millis(700), "one waited for {longest:?}");
+        assert!(longest < Duration::from_secs(3), "one waited for {longest:?}");
         held_up.join().unwrap();
     });
 }

@@ -29,6 +29,7 @@ fn cpu_time() -> Duration {
 /// The peer will send no more and does not read yet: the loop has nothing to do but to wait.
 #[test]
 fn a_send_to_a_peer_that_closed_its_half_waits_without_spinning() {
+    const LEAST: Duration = Duration::from_millis(30);
     on_every_engine(|event_loop| {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
@@ -39,9 +40,16 @@ fn a_send_to_a_peer_that_closed_its_half_waits_without_spinning() {
                 stream.send(list_of(&mut buffer)).await.0
             });
             sleep(Duration::from_millis(20)).await;
-            let before = cpu_time();
-            sleep(Duration::from_millis(300)).await;
-            let spent = cpu_time() - before;
+            // A busy machine adds time to some of the waits; a loop that spins does so in each.
+            let mut spent = Duration::MAX;
+            for _ in 0..5 {
+                let before = cpu_time();
+                sleep(Duration::from_millis(300)).await;
+                spent = spent.min(cpu_time() - before);
+                if spent < LEAST {
+                    break;
+                }
+            }
             std::thread::spawn(move || {
                 let mut bytes = vec![0; 4 << 20];
                 theirs.read_exact(&mut bytes).unwrap();
@@ -49,7 +57,7 @@ fn a_send_to_a_peer_that_closed_its_half_waits_without_spinning() {
             send.await.unwrap();
             spent
         });
-        assert!(spent < Duration::from_millis(30), "{spent:?} of work in 300 ms of waiting");
+        assert!(spent < LEAST, "{spent:?} of work in 300 ms of waiting");
     });
 }
 

@@ -58,7 +58,7 @@ fn requests_may_come_together_with_the_choice_of_the_export() {
 
 #[test]
 fn a_silent_client_is_dropped_after_its_time() {
-    let limits = Limits { handshake: Duration::from_millis(300), ..Limits::default() };
+    let limits = Limits { handshake: Duration::from_millis(1500), ..Limits::default() };
     with_limits(limits, |rig| {
         let start = Instant::now();
         let mut silent = Client::knock(&rig.path);
@@ -68,9 +68,9 @@ fn a_silent_client_is_dropped_after_its_time() {
         assert!(haggle(&mut chatty, 3, b"").is_ok());
         assert!(is_closed(&mut silent) && is_closed(&mut chatty));
         let took = start.elapsed();
-        assert!((300..5000).contains(&took.as_millis()), "{took:?}");
+        assert!((1500..30_000).contains(&took.as_millis()), "{took:?}");
         let mut served = rig.client(Framing::Simple);
-        std::thread::sleep(Duration::from_millis(400));
+        std::thread::sleep(Duration::from_secs(2));
         assert!(served.is_served(), "the time is for the handshake only");
     });
 }
@@ -154,7 +154,7 @@ fn ask_for_much(client: &mut Client, requests: u64) {
 
 #[test]
 fn a_client_that_stands_still_is_cut_off_and_what_it_held_is_free() {
-    let stall = Some(Duration::from_millis(300));
+    let stall = Some(Duration::from_millis(1500));
     let limits = Limits { stall, bytes_of_all: 4 * MIB, ..Limits::default() };
     with_limits(limits, |rig| {
         let mut deaf: Vec<_> = (0..8).map(|_| rig.client(Framing::Simple)).collect();
@@ -176,20 +176,20 @@ fn a_client_that_stands_still_is_cut_off_and_what_it_held_is_free() {
             }
             assert!(received < 4 * MIB, "{received} bytes of eight MiB were kept for it");
         }
-        std::thread::sleep(Duration::from_millis(500));
+        std::thread::sleep(Duration::from_millis(2500));
         assert!(idle.is_served(), "who asks for nothing owes nothing");
     });
 }
 
 #[test]
 fn a_slow_client_that_goes_on_is_not_cut_off() {
-    let stall = Some(Duration::from_millis(600));
+    let stall = Some(Duration::from_secs(3));
     with_limits(Limits { stall, ..Limits::default() }, |rig| {
         let mut slow = rig.client(Framing::Simple);
         ask_for_much(&mut slow, 4);
         // A step of the server's is a MiB, or what is left in the socket.
         let mut left = 4 * (MIB + 16);
-        let mut bytes = vec![0; MIB / 2];
+        let mut bytes = vec![0; MIB / 8];
         while left > 0 {
             std::thread::sleep(Duration::from_millis(100));
             let count = left.min(bytes.len());
@@ -198,7 +198,7 @@ fn a_slow_client_that_goes_on_is_not_cut_off() {
         }
         let mut write = slow.encode(kind::WRITE, NONE, 0, 4096);
         write.extend([7; 4096]);
-        for piece in write.chunks(512) {
+        for piece in write.chunks(128) {
             std::thread::sleep(Duration::from_millis(100));
             slow.stream().write_all(piece).unwrap();
         }
@@ -208,12 +208,12 @@ fn a_slow_client_that_goes_on_is_not_cut_off() {
 
 #[test]
 fn a_client_that_takes_one_reply_for_longer_than_the_limit_is_not_cut_off() {
-    let stall = Some(Duration::from_millis(400));
+    let stall = Some(Duration::from_secs(2));
     with_limits(Limits { stall, ..Limits::default() }, |rig| {
         let mut slow = rig.client(Framing::Simple);
         ask_for_much(&mut slow, 1);
         let mut left = MIB + 16;
-        let mut bytes = vec![0; MIB / 16];
+        let mut bytes = vec![0; MIB / 64];
         while left > 0 {
             std::thread::sleep(Duration::from_millis(60));
             let count = left.min(bytes.len());
@@ -226,11 +226,11 @@ fn a_client_that_takes_one_reply_for_longer_than_the_limit_is_not_cut_off() {
 
 #[test]
 fn an_idle_limit_is_for_those_who_ask_for_nothing() {
-    let idle = Some(Duration::from_millis(400));
+    let idle = Some(Duration::from_secs(2));
     with_limits(Limits { idle, ..Limits::default() }, |rig| {
         let (mut busy, mut quiet) = (rig.client(Framing::Simple), rig.client(Framing::Simple));
         assert!(quiet.is_served());
-        for _ in 0..10 {
+        for _ in 0..50 {
             std::thread::sleep(Duration::from_millis(60));
             assert!(busy.is_served());
         }
@@ -300,7 +300,7 @@ fn a_drain_cuts_off_who_does_not_take_replies() {
         let start = Instant::now();
         rig.drain();
         rig.join();
-        assert!((300..5000).contains(&start.elapsed().as_millis()), "{:?}", start.elapsed());
+        assert!((300..30_000).contains(&start.elapsed().as_millis()), "{:?}", start.elapsed());
     });
 }
 
