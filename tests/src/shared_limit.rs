@@ -90,7 +90,8 @@ impl FourDisks {
                 thread::sleep(Duration::from_millis(1));
             }
             let read = || [0, 1, 2, 3].map(|index: usize| counts[index].load(Relaxed));
-            let (first, begin) = (read(), Instant::now());
+            // The time begins before the count and ends after it, so it is never too short.
+            let (begin, first) = (Instant::now(), read());
             loop {
                 thread::sleep(Duration::from_millis(2));
                 let (now, time) = (read(), begin.elapsed());

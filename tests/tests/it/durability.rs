@@ -151,7 +151,7 @@ fn durable_writes_without_a_thread_for_each_share_flushes() {
     require!(need::strace());
     let scratch = Scratch::new();
     // The first write of each thread takes long enough that all other writes arrive meanwhile.
-    let slow = ["-e", "inject=pwritev2:delay_enter=300000:when=1"];
+    let slow = ["-e", "inject=pwritev2:delay_enter=3000000:when=1"];
     let (server, trace) = traced(&scratch, Cache::None, &slow);
     let mut client = Client::open(&server.address());
     let calls = trace.during(|| {

@@ -114,24 +114,26 @@ fn info_tells_which_engine_would_be_used_and_why() {
     assert_eq!(answer["blockhouse"]["engine"], "threads");
 }
 
-/// The choice is made at every start, so it must be fast.
+/// The choice is made at every start, so it must be fast. The two starts alternate, and each counts
+/// by its shortest time, so that a busy machine affects both.
 #[test]
 fn the_fallback_is_quick() {
     let scratch = Scratch::new();
     let image = image(&scratch);
     let start = |forbidden: &str| {
-        let times = (0..5).map(|_| {
-            let serve = Serve::new(&scratch, image.path()).under([WITHOUT, forbidden]);
-            let begin = Instant::now();
-            let server = serve.start();
-            let time = begin.elapsed();
-            server.stop();
-            time
-        });
-        times.min().expect("five times")
+        let serve = Serve::new(&scratch, image.path()).under([WITHOUT, forbidden]);
+        let begin = Instant::now();
+        let server = serve.start();
+        let time = begin.elapsed();
+        server.stop();
+        time
     };
+    let (mut best, mut fallback) = (Duration::MAX, Duration::MAX);
     // Both starts use the wrapper; in the first it forbids a call that the server does not need.
-    let (best, fallback) = (start("durable-pwritev2"), start("io_uring_setup,io_setup"));
-    let cost = fallback.saturating_sub(best);
-    assert!(cost < Duration::from_millis(50), "{fallback:?} instead of {best:?}");
+    let is_quick = (1..=30).any(|pairs| {
+        best = best.min(start("durable-pwritev2"));
+        fallback = fallback.min(start("io_uring_setup,io_setup"));
+        pairs >= 5 && fallback.saturating_sub(best) < Duration::from_millis(50)
+    });
+    assert!(is_quick, "{fallback:?} instead of {best:?}");
 }

@@ -17,8 +17,10 @@ use fastrand::Rng;
 
 const SIZE: u64 = 16 << 20;
 const BLOCK: u64 = 4096;
-/// The longest time of a neighbour's request, on a busy machine with a debug build.
+/// The longest time of nearly all of a neighbour's requests, on a busy machine with a debug build.
 const AT_MOST: Duration = Duration::from_secs(5);
+/// The longest time of any. Less than the time after which a guest's request counts as lost.
+const EVER: Duration = Duration::from_secs(25);
 /// The limit for the server's memory: more than the sum of its own limits.
 const MEMORY: u64 = 1 << 30;
 
@@ -74,17 +76,21 @@ fn misbehave(words: &[&str], random: &mut Rng, until: Instant) {
     }
 }
 
-/// The number of requests, and the time of the slowest one.
+/// The number of requests, the number of those that took longer than `AT_MOST`, and the time of the
+/// slowest one.
 #[derive(Clone, Copy, Debug, Default)]
 struct Seen {
     requests: u64,
+    late: u64,
     slowest: Duration,
 }
 
 impl Seen {
     fn note(&mut self, began: Instant) {
         self.requests += 1;
-        self.slowest = self.slowest.max(began.elapsed());
+        let time = began.elapsed();
+        self.late += u64::from(time >= AT_MOST);
+        self.slowest = self.slowest.max(time);
     }
 }
 
@@ -162,7 +168,8 @@ fn neighbours_are_served_beside_hostile_parties(engine: Engine) {
     });
     eprintln!("neighbours: NBD {nbd:?}, vhost-user {vhost:?}");
     for seen in [nbd, vhost] {
-        assert!(seen.requests > 20 && seen.slowest < AT_MOST, "{seen:?}");
+        assert!(seen.requests > 20 && seen.slowest < EVER, "{seen:?}");
+        assert!(seen.late * 100 <= seen.requests, "{seen:?}");
     }
     assert!(sides.server.is_running(), "{}", sides.server.log());
     assert!(sides.server.resident_memory() < MEMORY, "{}", sides.server.resident_memory());
