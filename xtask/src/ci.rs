@@ -62,7 +62,7 @@ const STEPS: &[Step] = &[
         }
         lab::run("lab-kill", &["--seconds", KILL_SECONDS])?;
         // A server that is wrong on purpose must fail.
-        lab::run("lab-kill", &["load", "--without-state", "--seconds", "3"])
+        lab::run("lab-kill", &["load", "--without-state", "--seconds", "60"])
     }),
     ("vm", |_, changes| {
         let reached: Vec<_> = scenarios(changes, true).collect();

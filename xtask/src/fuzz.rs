@@ -163,7 +163,7 @@ fn fuzz(target: &Target, options: &Options) -> Result<()> {
     });
     fuzzer.envs(KEEP_MEMORY);
     fuzzer.arg(format!("-artifact_prefix={}/", target.artifacts.display()));
-    fuzzer.args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]);
+    fuzzer.args(["-timeout=60", "-rss_limit_mb=2048", "-print_final_stats=1"]);
     fuzzer.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     let status = fuzzer.status().with_context(|| format!("cannot start {}", target.name))?;
     let log = std::fs::read_to_string(&target.log)
