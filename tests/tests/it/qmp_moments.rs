@@ -219,6 +219,27 @@ fn an_overlay_whose_base_a_stream_took_out_is_removed() {
 }
 
 #[test]
+fn the_name_of_an_overlay_is_used_again_after_its_commit() {
+    let mut rig = require!(Rig::start(&[]));
+    rig.new_image("base");
+    rig.add("base");
+    let file = rig.path("top");
+    let snapshot =
+        json!({ "node-name": "base", "snapshot-file": file, "snapshot-node-name": "top" });
+    rig.qmp.get("blockdev-snapshot-sync", snapshot.clone());
+    rig.qmp.get("block-commit", json!({ "device": "top", "job-id": "j" }));
+    rig.qmp.events_until("j", "ready");
+    rig.qmp.get("job-complete", json!({ "id": "j" }));
+    rig.qmp.events_until("j", "null");
+    std::fs::remove_file(&file).expect("the disk is in the base");
+    rig.qmp.get("blockdev-snapshot-sync", snapshot);
+    let Rig { scratch, _server: server, .. } = rig;
+    server.stop();
+    Serve::new(&scratch, &file).flag("--format=qcow2").start().stop();
+    Serve::new(&scratch, &scratch.path("base")).flag("--format=qcow2").refused().failed(&["top"]);
+}
+
+#[test]
 fn bitmaps_of_several_disks_change_together_or_not_at_all() {
     let mut rig = require!(Rig::start(&["a", "b"]));
     let add = |node: &str, name: &str| {
@@ -503,12 +524,22 @@ fn images_are_made_and_nodes_reopened_as_tools_do_it() {
     let jobs = rig.qmp.get("query-jobs", json!({}));
     assert_eq!(jobs[0]["error"], "Cannot find device='none' nor node-name='none'");
     assert_eq!(rig.qmp.get("query-block-jobs", json!({})), json!([]));
-    // The disk refuses writes, and then accepts them again.
-    for (read_only, outcome) in [(true, 1), (false, 0)] {
+    // A disk with a writable export stays writable.
+    let reopen = |read_only: bool| {
         let options = json!({ "driver": "qcow2", "node-name": "made", "file": "madef", "read-only": read_only });
-        rig.qmp.get("blockdev-reopen", json!({ "options": [options] }));
-        assert_eq!(rig.connect("a").write(0, &[1; 512], 0), outcome);
-    }
+        json!({ "options": [options] })
+    };
+    let why = rig.qmp.refused("blockdev-reopen", reopen(true));
+    assert_eq!(why, "Read-only block node 'made' cannot support read-write users");
+    assert_eq!(rig.connect("a").write(0, &[1; 512], 0), 0);
+    rig.qmp.get("block-export-del", json!({ "id": "a", "mode": "hard" }));
+    rig.qmp.get("blockdev-reopen", reopen(true));
+    let export = json!({ "type": "nbd", "id": "a", "node-name": "made", "writable": true });
+    let why = rig.qmp.refused("block-export-add", export.clone());
+    assert_eq!(why, "Block node is read-only");
+    rig.qmp.get("blockdev-reopen", reopen(false));
+    rig.qmp.get("block-export-add", export);
+    assert_eq!(rig.connect("made").write(0, &[1; 512], 0), 0);
     let options =
         json!({ "driver": "qcow2", "node-name": "made", "file": "madef", "discard": "unmap" });
     let why = rig.qmp.refused("blockdev-reopen", json!({ "options": [options] }));

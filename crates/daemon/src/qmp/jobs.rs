@@ -90,18 +90,12 @@ pub(super) async fn query_block_jobs(context: &Rc<Context>, given: Arguments) ->
 }
 
 /// `block-job-cancel`: a ready mirror completes as a copy, and the guest continues with the source
-/// disk.
+/// disk. A ready commit ends without its result, and the guest continues in the overlay.
 pub(super) async fn cancel_block_job(context: &Rc<Context>, mut given: Arguments) -> Returned {
     let is_forced = given.flag("force", false)?;
     let job = of_device(context, given).await?;
-    if job.status() == "ready" && !is_forced {
-        if job.0["kind"] == "mirror" {
-            return begin_completion(context, &job, json!({ "job": job.name(), "copy": true }));
-        }
-        return Err(QmpError::generic(format!(
-            "Job '{}' is ready, and ends here either with its result (block-job-complete) or without: set 'force' to true",
-            job.name()
-        )));
+    if job.status() == "ready" && !is_forced && job.0["kind"] == "mirror" {
+        return begin_completion(context, &job, json!({ "job": job.name(), "copy": true }));
     }
     cancel(context, &job).await
 }

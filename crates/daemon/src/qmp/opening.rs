@@ -235,6 +235,23 @@ fn open_params(context: &Context, mut params: Value) -> Value {
     params
 }
 
+/// Takes the options of a qcow2 node without effect on the bytes read and written.
+fn take_without_effect(given: &mut Arguments) -> Result<(), QmpError> {
+    for name in [
+        "cache-clean-interval",
+        "cache-size",
+        "l2-cache-entry-size",
+        "l2-cache-size",
+        "refcount-cache-size",
+    ] {
+        given.some_unsigned(name)?;
+    }
+    for name in ["lazy-refcounts", "pass-discard-other", "pass-discard-request"] {
+        given.flag(name, false)?;
+    }
+    Ok(())
+}
+
 /// Takes the secret of an encrypted image, and returns the list of its key files.
 fn take_keys(context: &Context, given: &mut Arguments, driver: &str) -> Result<Value, QmpError> {
     let secret = match driver {
@@ -352,6 +369,9 @@ async fn open_format(
     asked: Asked,
     name: &str,
 ) -> Result<(), QmpError> {
+    if asked.driver == QCOW2 {
+        take_without_effect(&mut given)?;
+    }
     let keys = take_keys(context, &mut given, asked.driver)?;
     if let Some(mut file) = given.some_object_or_text("file")? {
         let below = Asked::take(&mut file)?;

@@ -1,8 +1,9 @@
 //! Messages of QMP: JSON values, one after the other, which need not be on lines of their own.
 //!
 //! Guarantees: a message has at most [`MAX_MESSAGE`] bytes and [`MAX_NESTING`] levels. Bytes that
-//! are not JSON are an error; the reader then continues with the next message. The error texts are
-//! QEMU's.
+//! are not JSON are an error; the reader then continues with the next message. A message past these
+//! limits is the last one, because the reader cannot tell where it ends: the rest of it must not be
+//! read as commands. The error texts are QEMU's.
 
 use std::collections::VecDeque;
 
@@ -11,7 +12,7 @@ use serde_json::{Map, Number, Value};
 use super::tokens::{Lexed, Lexer, MAX_TEXT, Token};
 
 /// The maximum number of bytes in a message.
-pub(super) const MAX_MESSAGE: usize = MAX_TEXT;
+pub(super) const MAX_MESSAGE: usize = 4 * MAX_TEXT;
 /// The maximum number of nested lists and objects.
 const MAX_NESTING: usize = 128;
 
@@ -27,6 +28,8 @@ pub(super) struct Reader {
     brackets: i64,
     /// Bytes since the message began.
     length: usize,
+    /// Whether a message was past the limits.
+    is_over: bool,
     /// Messages that the caller has not taken.
     messages: VecDeque<Message>,
 }
@@ -34,6 +37,9 @@ pub(super) struct Reader {
 impl Reader {
     /// Takes bytes up to the first that ends a message. Returns the count of bytes taken.
     pub(super) fn take(&mut self, bytes: &[u8]) -> usize {
+        if self.is_over {
+            return bytes.len();
+        }
         let mut found = Vec::new();
         for (index, byte) in bytes.iter().enumerate() {
             self.lexer.take(*byte, &mut |lexed| found.push(lexed));
@@ -51,18 +57,23 @@ impl Reader {
         self.messages.pop_front()
     }
 
+    /// Whether no further message is read.
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over
+    }
+
     fn count_byte(&mut self) {
         let is_inside = !self.tokens.is_empty() || self.lexer.is_inside();
         self.length = if is_inside { self.length + 1 } else { 0 };
         if self.length > MAX_MESSAGE {
-            self.fail("JSON token size limit exceeded".into());
+            self.end("JSON token size limit exceeded");
         }
     }
 
     fn take_lexed(&mut self, lexed: Lexed) {
         let token = match lexed {
             Lexed::Stray(text) => return self.fail(format!("JSON parse error, stray '{text}'")),
-            Lexed::TooLong => return self.fail("JSON token size limit exceeded".into()),
+            Lexed::TooLong => return self.end("JSON token size limit exceeded"),
             Lexed::Token(token) => token,
         };
         match token {
@@ -73,7 +84,7 @@ impl Reader {
             _ => {}
         }
         if self.braces + self.brackets > MAX_NESTING as i64 {
-            return self.fail("JSON nesting depth limit exceeded".into());
+            return self.end("JSON nesting depth limit exceeded");
         }
         self.tokens.push_back(token);
         let is_open = self.braces > 0 || self.brackets > 0;
@@ -89,6 +100,12 @@ impl Reader {
     fn fail(&mut self, why: String) {
         self.reset();
         self.messages.push_back(Err(why));
+    }
+
+    /// A message is past a limit.
+    fn end(&mut self, why: &str) {
+        self.is_over = true;
+        self.fail(why.to_owned());
     }
 
     fn reset(&mut self) {
@@ -298,7 +315,7 @@ mod tests {
                 most = most.max(reader.tokens.len() + reader.lexer.is_inside() as usize);
                 failed |= reader.next().is_some_and(|message| message.is_err());
             }
-            assert!(failed && most <= MAX_MESSAGE + 1);
+            assert!(failed && most <= MAX_MESSAGE + 1 && reader.is_over());
         }
     }
 }

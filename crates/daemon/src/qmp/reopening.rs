@@ -3,6 +3,7 @@
 
 use std::rc::Rc;
 
+use blockhouse_disk::{Access, is_inactive};
 use serde_json::{Value, json};
 
 use super::arguments::Arguments;
@@ -37,6 +38,9 @@ pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Retur
             return Err(QmpError::generic(why));
         };
         let is_read_only = asked.check_same(&name, &opened)?;
+        if is_read_only {
+            check_exports(context, &name, &disk)?;
+        }
         check_below(context, &name, &mut options)?;
         changes.push((disk, Ok(is_read_only)));
     }
@@ -50,6 +54,20 @@ pub(super) async fn reopen(context: &Rc<Context>, mut given: Arguments) -> Retur
         }
     }
     Ok(json!({}))
+}
+
+/// Refuses to make an active disk read-only that clients may write to. (`disk.set` refuses an
+/// inactive one.)
+fn check_exports(context: &Context, name: &str, disk: &str) -> Result<(), QmpError> {
+    let is_active =
+        context.running.disks().find(disk).is_some_and(|running| !is_inactive(&running.disk));
+    let exports = context.running.exports().of_disk(disk);
+    let mut rights = exports.iter().map(|export| export.rights.access);
+    if is_active && rights.any(|access| access == Access::ReadWrite) {
+        let why = format!("Read-only block node '{name}' cannot support read-write users");
+        return Err(QmpError::generic(why));
+    }
+    Ok(())
 }
 
 /// Refuses to put another node below this one.

@@ -61,6 +61,9 @@ impl Messages {
                     count => self.unread = 0..count,
                 }
             }
+            if self.reader.is_over() {
+                return Ok(None);
+            }
             self.unread.start += self.reader.take(&self.received.bytes()[self.unread.clone()]);
         }
     }

@@ -6,17 +6,20 @@
 //! image becomes complete. After a crash in between the record already exists. Then the other image
 //! decides which of the two is the disk: it can be opened only if it is complete
 //! (`tools/incomplete_mark`). A file of that name without the text of a record belongs to another
-//! program: it has no effect, and is neither changed nor removed.
+//! program: it has no effect, and is neither changed nor removed. The record of a file that another
+//! one has replaced has no effect, because the disk in the new file was not moved.
 
 use std::fs::{OpenOptions, remove_file, symlink_metadata};
 use std::io::{self, ErrorKind as IoErrorKind, Read, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use blockhouse_core::{Error, ErrorKind, Result};
-use rustix::fs::OFlags;
+use rustix::fs::{Mode, OFlags};
 
 use super::durable_rename::{IfExists, rename_durable, sync_folder};
+use crate::state::ImageIdentity;
 
 /// The first line of a record.
 const MAGIC: &[u8] = b"blockhouse: disk moved\n";
@@ -26,6 +29,9 @@ const FORK: &str = "\nfork";
 
 /// The text before [`FORK`] while a rollback is about to return the disk to the image.
 const ROLLBACK: &str = "\nrollback";
+
+/// The text before the inode and the birth of the image's file, on the line after all others.
+const FILE: &str = "\nfile ";
 
 /// The text before [`FORK`] once a commit has begun to copy the overlay into the image.
 const COMMIT: &str = "\ncommit";
@@ -38,7 +44,8 @@ enum Found {
     Nothing,
     /// Not a record: the file is neither used nor changed.
     Foreign,
-    /// The record of a rollback that was carried out: it has no effect.
+    /// The record of a rollback that was carried out, or of a file that another one has replaced:
+    /// it has no effect.
     Void,
     /// The name of the new image, and the state of the disk.
     Record {
@@ -68,6 +75,15 @@ fn record_of(image: &Path) -> PathBuf {
     name.into()
 }
 
+/// The inode and the birth of an image's file, as a record has them. `None` for a device, whose birth
+/// is another one in each boot, and if the file system does not tell births.
+fn file_of(image: &Path) -> Option<String> {
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let file = rustix::fs::open(image, flags, Mode::empty()).ok()?;
+    let ImageIdentity { inode, birth, .. } = ImageIdentity::of(file.as_fd()).ok()?;
+    (inode != 0 && birth != 0).then(|| format!("{inode:x}-{birth:x}"))
+}
+
 fn find(record: &Path) -> io::Result<Found> {
     let is_regular = match symlink_metadata(record) {
         Ok(found) => found.is_file(),
@@ -90,6 +106,16 @@ fn find(record: &Path) -> io::Result<Found> {
         Some(text) => {
             let text = String::from_utf8_lossy(text);
             let text = text.trim_end();
+            let (text, file) = match text.rsplit_once(FILE) {
+                Some((text, file)) => (text, Some(file)),
+                None => (text, None),
+            };
+            let image = record.with_extension("");
+            if let (Some(then), Some(now)) = (file, file_of(&image))
+                && then != now
+            {
+                return Ok(Found::Void);
+            }
             let forked = text.strip_suffix(FORK);
             let back = forked.and_then(|forked| forked.strip_suffix(ROLLBACK));
             let committed = forked.and_then(|forked| forked.strip_suffix(COMMIT));
@@ -231,7 +257,8 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     let write = || {
         let mut options = OpenOptions::new();
         let mut file = options.write(true).create_new(true).mode(0o600).open(&part)?;
-        file.write_all(&[MAGIC, moved_to.as_bytes(), b"\n"].concat())?;
+        let file_line = file_of(image).map_or(String::new(), |file| format!("{FILE}{file}"));
+        file.write_all(&[MAGIC, moved_to.as_bytes(), file_line.as_bytes(), b"\n"].concat())?;
         file.sync_all()
     };
     let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));
@@ -323,6 +350,24 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         forget_moved(&image).unwrap();
         assert!(check_not_moved(&image).is_ok());
+    }
+
+    #[test]
+    fn the_record_of_a_file_that_another_one_has_replaced_has_no_effect() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, over) = (folder.path().join("disk.img"), folder.path().join("over"));
+        for record in [record_forked, record_committed] {
+            fs::write(&image, "").unwrap();
+            record(&image, &over).unwrap();
+            fs::write(&image, "the same file").unwrap();
+            assert!(check_not_moved(&image).is_err() && is_forked(&image));
+            fs::remove_file(&image).unwrap();
+            assert!(check_not_moved(&image).is_err(), "the file may come back");
+            fs::write(&image, "").unwrap();
+            assert!(check_not_moved(&image).is_ok() && !is_forked(&image));
+        }
+        record_moved(&image, "elsewhere").unwrap();
+        assert!(check_not_moved(&image).is_err());
     }
 
     #[test]
