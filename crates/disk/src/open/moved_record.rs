@@ -75,8 +75,8 @@ fn record_of(image: &Path) -> PathBuf {
     name.into()
 }
 
-/// The inode and the birth of an image's file, as a record has them. `None` for a device, whose birth
-/// is another one in each boot, and if the file system does not tell births.
+/// The inode and the birth of an image's file, as a record has them. `None` for a device, whose
+/// birth is another one in each boot, and if the file system does not tell births.
 fn file_of(image: &Path) -> Option<String> {
     let flags = OFlags::PATH | OFlags::CLOEXEC;
     let file = rustix::fs::open(image, flags, Mode::empty()).ok()?;
