@@ -73,7 +73,7 @@ fn a_message_says_what_to_do() {
     for (words, said) in [
         (&["info", str(&ends_100)][..], "ends after 100 bytes, within the header"),
         (&["info", str(&ends_80)], "ends after 80 bytes, within the header"),
-        (&["map", str(&l1)], "metadata refers to data at offset 1099511627776"),
+        (&["map", str(&l1)], "lies past the end of the file at offset 1099511627776"),
         (&vmdk, "say which format it has"),
         (&vdi, "say which format it has"),
         (&["info", "-f", "qcow2", str(&raw)], "say which format it has"),

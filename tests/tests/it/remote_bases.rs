@@ -201,7 +201,8 @@ fn a_base_that_is_gone_for_long_is_tried_again() {
     let (server, mut control) = remote.serve(&[("--prefetch", "64K")]);
     remote.stop_base();
     let is_told = || server.log().contains("cannot be filled from its backing file, and tries");
-    assert!(eventually(LONG, is_told), "{}", server.log());
+    // Sixteen parts fail one after the other, each after a second at least.
+    assert!(eventually(4 * LONG, is_told), "{}", server.log());
     ctl(&remote.scratch, &["job", "stream1", "speed", "0"]).success();
     remote.start_base();
     wait_for(&mut control, "stream1", "completed");
