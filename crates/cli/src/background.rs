@@ -52,10 +52,8 @@ pub fn start(words: Vec<OsString>) -> Result<Started> {
         keep_descriptors_from_children().context("cannot start the server")?;
     }
     let mut words = &words[..];
-    let has_implied_command = matches!(called_as::tool(), Some(Tool::Nbd | Tool::StorageDaemon));
-    if let (true, Some(name), [_, rest @ ..]) =
-        (has_implied_command, std::env::args_os().next(), words)
-    {
+    let implied = called_as::tool().and_then(Tool::implied_command);
+    if let (Some(_), Some(name), [_, rest @ ..]) = (implied, std::env::args_os().next(), words) {
         // The program name selects the command, so the word of the command is left out.
         command.arg0(name);
         words = rest;

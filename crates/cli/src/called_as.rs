@@ -54,6 +54,15 @@ impl Tool {
         }
     }
 
+    /// The command that the tool's name stands for; `None` if the command is a word of its own.
+    pub fn implied_command(self) -> Option<&'static str> {
+        match self {
+            Self::Nbd => Some("serve"),
+            Self::StorageDaemon => Some(STORAGE_DAEMON),
+            Self::Img | Self::Io => None,
+        }
+    }
+
     /// The output of `--version`, in QEMU's form.
     pub fn version(self) -> String {
         let word = if self == Self::Nbd { "" } else { "version " };
@@ -136,15 +145,14 @@ pub fn words() -> Vec<OsString> {
     let mut words: Vec<_> = std::env::args_os().collect();
     if is_qemu_nbd() && !words.is_empty() {
         words = words_of_nbd(&words);
-        words.insert(1, "serve".into());
     }
     if is_qemu_img()
         && let Some(index) = index_of_command(&words).filter(|index| words[*index] == "bench")
     {
         words[index] = "qemu-bench".into();
     }
-    if tool() == Some(Tool::StorageDaemon) && !words.is_empty() {
-        words.insert(1, STORAGE_DAEMON.into());
+    if let Some(command) = tool().and_then(Tool::implied_command) {
+        words.insert(1, command.into());
     }
     words
 }

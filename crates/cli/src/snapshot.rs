@@ -9,7 +9,6 @@ use blockhouse_core::ErrorKind;
 use blockhouse_disk::{Access, ImageDisk, ImageFormat, ImageOptions, Locking, Purpose, fork_image};
 use blockhouse_engine::{EngineChoice, EventLoop};
 use blockhouse_storage::Location;
-use clap::ArgAction;
 
 use crate::create::wrong_usage;
 use crate::image_args::OutputArgs;
@@ -36,9 +35,6 @@ pub struct Arguments {
     image: Option<PathBuf>,
 }
 
-/// The error of several actions.
-const MIXED: &str = "one action at a time: -l, -c, -a or -d";
-
 /// An action as qemu-img's users give it.
 #[derive(clap::Args)]
 #[group(multiple = false)]
@@ -48,15 +44,12 @@ struct Flag {
     list: bool,
     /// The same as 'create IMAGE NAME'.
     #[arg(short = 'c', value_name = "NAME")]
-    #[arg(action = ArgAction::Append)]
     create: Vec<String>,
     /// The same as 'apply IMAGE NAME'.
     #[arg(short = 'a', value_name = "NAME")]
-    #[arg(action = ArgAction::Append)]
     apply: Vec<String>,
     /// The same as 'delete IMAGE NAME'.
     #[arg(short = 'd', value_name = "NAME")]
-    #[arg(action = ArgAction::Append)]
     delete: Vec<String>,
 }
 
@@ -159,7 +152,7 @@ impl Flag {
         let Self { list: _, create, apply, delete } = self;
         let once = |mut names: Vec<String>| match names.len() {
             0 | 1 => names.pop(),
-            _ => wrong_usage(MIXED),
+            _ => wrong_usage("one action at a time: -l, -c, -a or -d"),
         };
         match [create, apply, delete].map(once) {
             [name @ Some(_), ..] => Action::Create { image, name, external: None },

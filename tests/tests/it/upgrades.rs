@@ -34,12 +34,12 @@ fn serve(scratch: &Scratch, format: &str) -> (Serve, std::path::PathBuf) {
     (serve.option("--control", scratch.socket("control")), image)
 }
 
-/// Checks continuously that all of the image's locks are held, at least 100 times; returns the
+/// Checks continuously that all of the image's locks are held, more than 100 times; returns the
 /// number of checks.
 pub fn watch_locks(image: &Path, load: &Load) -> u64 {
     let file = std::fs::File::open(image).expect("the image is there");
     let mut looks = 0;
-    while !load.is_stopped() || looks < 100 {
+    while !load.is_stopped() || looks <= 100 {
         for byte in LOCKED_BYTES {
             assert!(is_byte_locked(file.as_fd(), byte).expect("locks"), "byte {byte} is free");
         }
@@ -69,7 +69,7 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
         let port = server.uris()[1].rsplit([':', '/']).find_map(|word| word.parse::<u16>().ok());
         let tcp = Address::Tcp(([127, 0, 0, 1], port.expect("a port")).into());
         let addresses = [server.address(), tcp.clone(), tcp];
-        let load = Load::of_replies(300);
+        let load = Load::of_replies(301);
         let random = seeded();
         std::thread::scope(|scope| {
             let (load, image) = (&load, &image);
@@ -99,8 +99,10 @@ fn clients_at_depth_64_notice_nothing(engine: Engine) {
             std::thread::sleep(Duration::from_millis(100));
             load.stop();
             let seen: Vec<_> = verifiers.into_iter().map(|one| one.join().unwrap()).collect();
+            assert!(seen.iter().all(|seen| seen.replies > 300), "{seen:?}");
             qemu.join().unwrap();
             let looks = locks.join().unwrap();
+            assert!(looks > 100, "{looks} looks at the locks");
             eprintln!("{format} on {}: gaps {gaps:?} ms; {seen:?}; {looks} looks", engine.as_str());
         });
         servers.stop();
@@ -130,7 +132,7 @@ fn a_disk_that_is_being_filled_is_flushed_before_the_pause_whose_parts_are_told(
         servers.wait_for(1);
         std::thread::sleep(Duration::from_millis(50));
         load.stop();
-        client.join().expect("no error");
+        assert!(client.join().expect("no error").replies > 16);
     });
     servers.stop();
     let log = server.log();

@@ -47,7 +47,7 @@ fn upgrade_under_load(engine: Engine, formats: &[&str], options: &[(&str, &str)]
         line = line.option(name, value);
     }
     let server = line.engine(engine).start();
-    let (load, random) = (Load::of_replies(300), seeded());
+    let (load, random) = (Load::of_replies(301), seeded());
     std::thread::scope(|scope| {
         let load = &load;
         let _end = load.stop_at_the_end();
@@ -77,6 +77,8 @@ fn upgrade_under_load(engine: Engine, formats: &[&str], options: &[(&str, &str)]
         load.stop();
         let seen: Vec<_> = verifiers.into_iter().map(|one| one.join().unwrap()).collect();
         let looks: Vec<_> = locks.into_iter().map(|looks| looks.join().unwrap()).collect();
+        assert!(seen.iter().all(|seen| seen.replies > 300), "{seen:?}");
+        assert!(looks.iter().all(|&looks| looks > 100), "{looks:?}");
         eprintln!(
             "{formats:?} on {}: gaps {gaps:?} ms; {seen:?}; {looks:?} looks",
             engine.as_str()
@@ -175,7 +177,7 @@ fn a_guest_goes_on_where_the_new_server_refuses() {
             assert_eq!(servers.running(), [server.pid()]);
         }
         load.stop();
-        guest.join().unwrap();
+        assert!(guest.join().unwrap().replies > 64);
     });
     server.stop();
 }

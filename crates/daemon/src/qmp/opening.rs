@@ -7,7 +7,7 @@
 use std::os::unix::ffi::OsStrExt;
 use std::rc::Rc;
 
-use blockhouse_disk::{QemuName, is_inactive};
+use blockhouse_disk::{FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName, is_inactive};
 use blockhouse_storage::Location;
 use serde_json::{Value, json};
 
@@ -237,16 +237,10 @@ fn open_params(context: &Context, mut params: Value) -> Value {
 
 /// Takes the options of a qcow2 node without effect on the bytes read and written.
 fn take_without_effect(given: &mut Arguments) -> Result<(), QmpError> {
-    for name in [
-        "cache-clean-interval",
-        "cache-size",
-        "l2-cache-entry-size",
-        "l2-cache-size",
-        "refcount-cache-size",
-    ] {
+    for name in NUMBERS_WITHOUT_EFFECT {
         given.some_unsigned(name)?;
     }
-    for name in ["lazy-refcounts", "pass-discard-other", "pass-discard-request"] {
+    for name in FLAGS_WITHOUT_EFFECT {
         given.flag(name, false)?;
     }
     Ok(())

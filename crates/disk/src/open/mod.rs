@@ -76,7 +76,8 @@ pub use open_image::{CommitChain, open, open_base, open_storage};
 pub use open_location::is_foreign_address;
 pub use probe_check::{check_raw_backing, format_by_name, probe_nameless};
 pub use qemu_name::{
-    QemuName, QemuTls, SpaceOptions, escape as escape_uri, is_address, plain_backing,
+    FLAGS_WITHOUT_EFFECT, NUMBERS_WITHOUT_EFFECT, QemuName, QemuTls, SpaceOptions,
+    escape as escape_uri, is_address, plain_backing,
 };
 pub use reopen::reopen;
 pub use restore::{NOT_KEPT, PendingChanges};

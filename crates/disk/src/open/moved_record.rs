@@ -30,11 +30,11 @@ const FORK: &str = "\nfork";
 /// The text before [`FORK`] while a rollback is about to return the disk to the image.
 const ROLLBACK: &str = "\nrollback";
 
-/// The text before the inode and the birth of the image's file, on the line after all others.
-const FILE: &str = "\nfile ";
-
 /// The text before [`FORK`] once a commit has begun to copy the overlay into the image.
 const COMMIT: &str = "\ncommit";
+
+/// The text before the inode and the birth of the image's file, on the line after all others.
+const FILE: &str = "\nfile ";
 
 /// The most bytes of a record that are read.
 const MAX_RECORD: u64 = 4096;
@@ -106,14 +106,9 @@ fn find(record: &Path) -> io::Result<Found> {
         Some(text) => {
             let text = String::from_utf8_lossy(text);
             let text = text.trim_end();
-            let (text, file) = match text.rsplit_once(FILE) {
-                Some((text, file)) => (text, Some(file)),
-                None => (text, None),
-            };
+            let (text, file) = text.rsplit_once(FILE).unwrap_or((text, ""));
             let image = record.with_extension("");
-            if let (Some(then), Some(now)) = (file, file_of(&image))
-                && then != now
-            {
+            if !file.is_empty() && file_of(&image).is_some_and(|now| now != file) {
                 return Ok(Found::Void);
             }
             let forked = text.strip_suffix(FORK);
@@ -257,8 +252,8 @@ fn write_record(image: &Path, moved_to: &str) -> Result<()> {
     let write = || {
         let mut options = OpenOptions::new();
         let mut file = options.write(true).create_new(true).mode(0o600).open(&part)?;
-        let file_line = file_of(image).map_or(String::new(), |file| format!("{FILE}{file}"));
-        file.write_all(&[MAGIC, moved_to.as_bytes(), file_line.as_bytes(), b"\n"].concat())?;
+        let identity = file_of(image).map(|file| format!("{FILE}{file}")).unwrap_or_default();
+        file.write_all(&[MAGIC, moved_to.as_bytes(), identity.as_bytes(), b"\n"].concat())?;
         file.sync_all()
     };
     let written = write().map_err(failed).and_then(|()| rename_durable(&part, &record, if_exists));

@@ -17,21 +17,21 @@ use super::image_options::{BackingUse, FilePart};
 use crate::options::{DetectZeroes, Discard};
 
 /// Options of QEMU without effect on the bytes read and written.
-const WITHOUT_EFFECT: [&str; 13] = [
-    "aio",
-    "auto-read-only",
+const WITHOUT_EFFECT: [&str; 5] =
+    ["aio", "auto-read-only", "cache.no-flush", "node-name", "overlap-check"];
+
+/// Options of qcow2 nodes whose values are numbers, without effect on the bytes read and written.
+pub const NUMBERS_WITHOUT_EFFECT: [&str; 5] = [
     "cache-clean-interval",
     "cache-size",
-    "cache.no-flush",
     "l2-cache-entry-size",
     "l2-cache-size",
-    "lazy-refcounts",
-    "node-name",
-    "overlap-check",
-    "pass-discard-other",
-    "pass-discard-request",
     "refcount-cache-size",
 ];
+
+/// Options of qcow2 nodes that are on or off, without effect on the bytes read and written.
+pub const FLAGS_WITHOUT_EFFECT: [&str; 3] =
+    ["lazy-refcounts", "pass-discard-other", "pass-discard-request"];
 
 /// The characters before an export's name in [`nbd_of`].
 const EXPORT: &str = ":exportname=";
@@ -207,7 +207,8 @@ impl Options {
             locking.extend(shared.filter(|value| value == "on").map(|_| "off".to_owned()));
             read_only.extend(self.take(&format!("{prefix}read-only")));
             direct.extend(self.take(&format!("{prefix}cache.direct")));
-            for key in WITHOUT_EFFECT {
+            let numbers_and_flags = NUMBERS_WITHOUT_EFFECT.iter().chain(&FLAGS_WITHOUT_EFFECT);
+            for key in WITHOUT_EFFECT.iter().chain(numbers_and_flags) {
                 self.take(&format!("{prefix}{key}"));
             }
         }

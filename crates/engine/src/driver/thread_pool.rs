@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Arc, OnceLock};
 
 use futures_channel::oneshot;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::driver::loop_shared::{LoopMessage, LoopShared};
 use crate::driver::operation::Token;
@@ -84,9 +84,7 @@ impl ThreadPool {
             return false;
         }
         if idle == 0 {
-            state.threads += 1;
-            drop(state);
-            self.start_thread();
+            self.start_thread(state);
             return false;
         }
         state.queue.push_back(Job::File { call, token, shared: Arc::clone(shared) });
@@ -99,9 +97,7 @@ impl ThreadPool {
         let mut state = self.state.lock();
         state.queue.push_back(job);
         if state.idle < state.queue.len() && state.threads < MAX_THREADS {
-            state.threads += 1;
-            drop(state);
-            self.start_thread();
+            self.start_thread(state);
         } else {
             drop(state);
             self.work.notify_one();
@@ -112,7 +108,9 @@ impl ThreadPool {
         Arc::new(Self { state: Mutex::default(), work: Condvar::new(), spawn })
     }
 
-    fn start_thread(self: &Arc<Self>) {
+    fn start_thread(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+        state.threads += 1;
+        drop(state);
         if let Err(error) = (self.spawn)(Arc::clone(self)) {
             self.go_on_without_thread(&error);
         }

@@ -4,9 +4,9 @@
 //! The last cluster may begin in the file and end past the file's end: QEMU writes such files, and
 //! the part past the end reads as zeros. A cluster that begins past the end is lost: reads of it
 //! fail with `Corrupt`, and never return zeros. The active L1 table is always written whole, so
-//! each entry past the end is lost. An image with such a loss is not opened for
-//! writing, because new clusters would be allocated at the offsets of the missing part. Therefore
-//! the file can still be completed, or repaired; a repair replaces lost clusters by zeros.
+//! each entry past the end is lost. An image with such a loss is not opened for writing, because
+//! new clusters would be allocated at the offsets of the missing part. Therefore the file can still
+//! be completed, or repaired; a repair replaces lost clusters by zeros.
 //!
 //! To detect a loss, opening an intact image reads at most one refcount block. L2 tables are read
 //! only if a cluster past the end may have a nonzero refcount (this is also possible after a
@@ -119,13 +119,11 @@ impl<S: Storage> Search<'_, S> {
 
     /// Replaces the lost entries of an L1 table at `offset`.
     fn mark_lost_entries(&self, offset: u64, l1: &mut [u64]) {
-        for (index, word) in (0..).zip(l1) {
-            let place = offset + index * 8;
-            if place + 8 > self.file_size {
-                let first_lost = self.geometry.clusters_for(self.file_size);
-                let cluster = self.geometry.cluster_of(place).max(first_lost);
-                *word = self.geometry.offset_of(cluster);
-            }
+        let end = self.geometry.clusters_for(self.file_size);
+        let first_lost = self.file_size.saturating_sub(offset) / 8;
+        for (index, word) in (0..).zip(l1).skip(first_lost as usize) {
+            let cluster = self.geometry.cluster_of(offset + index * 8).max(end);
+            *word = self.geometry.offset_of(cluster);
         }
     }
 
