@@ -30,8 +30,9 @@ const ALSO_WITHOUT_CODE: &[&str] =
 pub enum Changes {
     /// No comparison is possible, or none is wanted. The text is the reason.
     Everything(String),
-    /// The packages that differ from `commit`, with all that depend on them.
-    Packages { commit: String, names: BTreeSet<String> },
+    /// The packages that differ from `commit`, with all that depend on them, and whether a manifest
+    /// does.
+    Packages { commit: String, names: BTreeSet<String>, manifests: bool },
 }
 
 impl Changes {
@@ -51,6 +52,7 @@ impl Changes {
         let mut paths = git(workspace, &["diff", "--name-only", &commit, "--"])?;
         paths.push_str(&git(workspace, &["ls-files", "--others", "--exclude-standard"])?);
         let mut names = BTreeSet::new();
+        let manifests = paths.lines().any(|path| path.ends_with("Cargo.toml"));
         let differs =
             |path: &&str| !is_without_code(path) && !is_same_code(workspace, &commit, path);
         for path in paths.lines().filter(differs) {
@@ -60,7 +62,7 @@ impl Changes {
             }
         }
         add_dependents(&mut names, workspace.packages());
-        Ok(Self::Packages { commit, names })
+        Ok(Self::Packages { commit, names, manifests })
     }
 
     /// Returns whether a step that tests `packages` has to run.
@@ -68,6 +70,14 @@ impl Changes {
         match self {
             Self::Everything(_) => true,
             Self::Packages { names, .. } => packages.iter().any(|name| names.contains(*name)),
+        }
+    }
+
+    /// Returns whether a step that tests the dependencies of the workspace has to run.
+    pub fn reach_dependencies(&self) -> bool {
+        match self {
+            Self::Everything(_) => true,
+            Self::Packages { manifests, .. } => *manifests,
         }
     }
 }

@@ -54,7 +54,12 @@ const STEPS: &[Step] = &[
         let flags = Some(("RUSTDOCFLAGS", "-Dwarnings"));
         cargo_step(workspace, "doc --workspace --no-deps --locked", flags)
     }),
-    ("deny", |workspace, _| deny::run(workspace)),
+    ("deny", |workspace, changes| {
+        if !changes.reach_dependencies() {
+            return Ok(());
+        }
+        deny::run(workspace)
+    }),
     ("test", |workspace, _| test::run(workspace, &[])),
     ("kill", |_, changes| {
         if !changes.reach(KILL) {
@@ -112,12 +117,13 @@ fn left_out(changes: &Changes) -> String {
         Changes::Everything(reason) => return format!("every step in full: {reason}"),
         Changes::Packages { commit, .. } => commit,
     };
-    let whole = [("kill", KILL), ("fuzz", FUZZ)];
-    let mut names: Vec<_> = whole
-        .iter()
-        .filter(|(_, packages)| !changes.reach(packages))
-        .map(|(name, _)| (*name).to_owned())
-        .collect();
+    let whole = [
+        ("deny", changes.reach_dependencies()),
+        ("kill", changes.reach(KILL)),
+        ("fuzz", changes.reach(FUZZ)),
+    ];
+    let unreached = whole.iter().filter(|(_, reached)| !reached);
+    let mut names: Vec<_> = unreached.map(|(name, _)| (*name).to_owned()).collect();
     names.extend(scenarios(changes, false).map(|scenario| format!("vm {scenario}")));
     if names.is_empty() {
         return format!("every step in full: all have changed since {commit}");
