@@ -20,6 +20,8 @@ use lab_tools::workspace::Workspace;
 const PROVEN: &str = ".ci/proven";
 /// The name for the files of `fuzz/`, whose package is not a member of the workspace.
 const FUZZ: &str = "blockhouse-fuzz";
+/// The name for the manifests of all packages, as a package of their own.
+pub const MANIFESTS: &str = "Cargo.toml";
 /// Files and folders that do not affect the behaviour of any package.
 const WITHOUT_CODE: &[&str] =
     &["docs/", "contrib/", "README.md", "ARCHITECTURE.md", "CHANGELOG.md"];
@@ -30,9 +32,8 @@ const ALSO_WITHOUT_CODE: &[&str] =
 pub enum Changes {
     /// No comparison is possible, or none is wanted. The text is the reason.
     Everything(String),
-    /// The packages that differ from `commit`, with all that depend on them, and whether a manifest
-    /// does.
-    Packages { commit: String, names: BTreeSet<String>, manifests: bool },
+    /// The packages that differ from `commit`, with all that depend on them.
+    Packages { commit: String, names: BTreeSet<String> },
 }
 
 impl Changes {
@@ -52,17 +53,17 @@ impl Changes {
         let mut paths = git(workspace, &["diff", "--name-only", &commit, "--"])?;
         paths.push_str(&git(workspace, &["ls-files", "--others", "--exclude-standard"])?);
         let mut names = BTreeSet::new();
-        let manifests = paths.lines().any(|path| path.ends_with("Cargo.toml"));
         let differs =
             |path: &&str| !is_without_code(path) && !is_same_code(workspace, &commit, path);
         for path in paths.lines().filter(differs) {
+            names.extend(path.ends_with(MANIFESTS).then(|| MANIFESTS.to_owned()));
             match package_of(path, workspace.root(), workspace.packages()) {
                 Some(name) => _ = names.insert(name),
                 None => return Ok(Self::Everything(format!("{path} has changed"))),
             }
         }
         add_dependents(&mut names, workspace.packages());
-        Ok(Self::Packages { commit, names, manifests })
+        Ok(Self::Packages { commit, names })
     }
 
     /// Returns whether a step that tests `packages` has to run.
@@ -70,14 +71,6 @@ impl Changes {
         match self {
             Self::Everything(_) => true,
             Self::Packages { names, .. } => packages.iter().any(|name| names.contains(*name)),
-        }
-    }
-
-    /// Returns whether a step that tests the dependencies of the workspace has to run.
-    pub fn reach_dependencies(&self) -> bool {
-        match self {
-            Self::Everything(_) => true,
-            Self::Packages { manifests, .. } => *manifests,
         }
     }
 }

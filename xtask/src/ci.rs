@@ -18,6 +18,8 @@ const FUZZ_SECONDS: u64 = 8;
 /// Seconds for killed servers: enough for some of all combinations, others each time.
 const KILL_SECONDS: &str = "20";
 
+/// The files of packages that the deny step reads.
+const DENY: &[&str] = &[changes::MANIFESTS];
 /// The packages that the kill step tests.
 const KILL: &[&str] = &["blockhouse-daemon", "lab-kill"];
 /// The packages in `crates/` that fuzz targets use, and the targets.
@@ -55,7 +57,7 @@ const STEPS: &[Step] = &[
         cargo_step(workspace, "doc --workspace --no-deps --locked", flags)
     }),
     ("deny", |workspace, changes| {
-        if !changes.reach_dependencies() {
+        if !changes.reach(DENY) {
             return Ok(());
         }
         deny::run(workspace)
@@ -117,13 +119,12 @@ fn left_out(changes: &Changes) -> String {
         Changes::Everything(reason) => return format!("every step in full: {reason}"),
         Changes::Packages { commit, .. } => commit,
     };
-    let whole = [
-        ("deny", changes.reach_dependencies()),
-        ("kill", changes.reach(KILL)),
-        ("fuzz", changes.reach(FUZZ)),
-    ];
-    let unreached = whole.iter().filter(|(_, reached)| !reached);
-    let mut names: Vec<_> = unreached.map(|(name, _)| (*name).to_owned()).collect();
+    let whole = [("deny", DENY), ("kill", KILL), ("fuzz", FUZZ)];
+    let mut names: Vec<_> = whole
+        .iter()
+        .filter(|(_, packages)| !changes.reach(packages))
+        .map(|(name, _)| (*name).to_owned())
+        .collect();
     names.extend(scenarios(changes, false).map(|scenario| format!("vm {scenario}")));
     if names.is_empty() {
         return format!("every step in full: all have changed since {commit}");
