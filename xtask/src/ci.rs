@@ -9,7 +9,8 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 
 use crate::changes::{self, Changes};
-use crate::{deny, fuzz, lab, test, tidy};
+use crate::test::{self, Seeds};
+use crate::{deny, fuzz, lab, tidy};
 use lab_tools::process::{self, cargo};
 use lab_tools::workspace::Workspace;
 
@@ -62,7 +63,10 @@ const STEPS: &[Step] = &[
         }
         deny::run(workspace)
     }),
-    ("test", |workspace, _| test::run(workspace, &[])),
+    ("test", |workspace, changes| {
+        let is_whole = matches!(changes, Changes::Everything(_));
+        test::run(workspace, &[], if is_whole { Seeds::All } else { Seeds::Quarter })
+    }),
     ("kill", |_, changes| {
         if !changes.reach(KILL) {
             return Ok(());

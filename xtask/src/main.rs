@@ -25,6 +25,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use lab_tools::workspace::Workspace;
 
+use crate::test::Seeds;
+
 /// Tasks of the Blockhouse workspace.
 #[derive(Parser)]
 #[command(name = "cargo xtask", version)]
@@ -37,6 +39,10 @@ struct Cli {
 enum Task {
     /// Install what the tests need, then run all tests and the loom models
     Test {
+        /// Explore all seeds of the simulator's tests, not a quarter of them (other ones each time)
+        #[arg(long)]
+        all_seeds: bool,
+
         /// Passed on to `cargo test`; with any, the loom models are left out
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
@@ -97,7 +103,9 @@ fn main() -> ExitCode {
 
 fn run(task: Task, workspace: &Workspace) -> anyhow::Result<()> {
     match task {
-        Task::Test { args } => test::run(workspace, &args),
+        Task::Test { args, all_seeds } => {
+            test::run(workspace, &args, if all_seeds { Seeds::All } else { Seeds::Quarter })
+        }
         Task::Loom => loom::run(workspace),
         Task::Fuzz(options) => fuzz::run(workspace, &options),
         Task::Soak(options) => soak::run(workspace, &options),

@@ -15,11 +15,24 @@ use lab_tools::workspace::Workspace;
 
 use crate::{loom, test_programs};
 
+/// The variable by which tests explore fewer of their seeds than they say.
+const ONE_SEED_IN: &str = "BLOCKHOUSE_SIM_ONE_SEED_IN";
+
+/// How many of their own numbers of random seeds the tests explore.
+#[derive(Clone, Copy)]
+pub enum Seeds {
+    /// A quarter, others each time: a run takes minutes, not half an hour.
+    Quarter,
+    /// As many as each test says.
+    All,
+}
+
 /// Variables, and their values.
 type Environment = Vec<(&'static str, OsString)>;
 
 /// Runs all tests and the loom models, or only the tests that `args` (for `cargo test`) select.
-pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
+/// These explore all their seeds.
+pub fn run(workspace: &Workspace, args: &[String], seeds: Seeds) -> Result<()> {
     apt::require(apt::FOR_TESTS)?;
     if let Err(error) = apt::require(apt::FOR_CEPH) {
         // The tests that need it are skipped with a message.
@@ -30,6 +43,9 @@ pub fn run(workspace: &Workspace, args: &[String]) -> Result<()> {
     let mut environment = environment(workspace)?;
     environment.push(("BLOCKHOUSE_BIN", binary.into()));
     if args.is_empty() {
+        if matches!(seeds, Seeds::Quarter) && std::env::var_os(ONE_SEED_IN).is_none() {
+            environment.push((ONE_SEED_IN, "4".into()));
+        }
         test_programs::run(workspace, &environment)?;
         process::run(cargo_test(workspace, &["--doc".to_owned()], environment))?;
         return loom::run(workspace);

@@ -3,6 +3,8 @@
 /// The counts of an exploration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
+    /// Seeds that were explored, as [`for_seeds`](crate::for_seeds) counts them.
+    pub seeds: u64,
     /// Requests that completed.
     pub requests: u64,
     /// Requests that failed.
@@ -20,6 +22,7 @@ impl Report {
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {
+            seeds: self.seeds + other.seeds,
             requests: self.requests + other.requests,
             failed: self.failed + other.failed,
             cancelled: self.cancelled + other.cancelled,

@@ -17,6 +17,14 @@ const ONE: &str = "BLOCKHOUSE_SIM_SEED";
 /// of the test's own number of random seeds.
 const MANY: &str = "BLOCKHOUSE_SIM_SEEDS";
 
+/// The variable by which tests run one in this many of their own number of random seeds, and never
+/// fewer than [`FEWEST`]. Seeds differ in each run, so that many runs explore what one would.
+const SHARE: &str = "BLOCKHOUSE_SIM_ONE_SEED_IN";
+
+/// Seeds that `BLOCKHOUSE_SIM_ONE_SEED_IN` leaves to a test: enough for every kind of image that
+/// some of them choose by the seed.
+const FEWEST: u64 = 20;
+
 /// Tests check randomly chosen moments; with this variable they check only one in this many of
 /// them, so that more seeds take the same time.
 const FEWER: &str = "BLOCKHOUSE_SIM_ONE_MOMENT_IN";
@@ -49,13 +57,16 @@ impl SeedSelection {
 /// times `BLOCKHOUSE_SIM_ONE_MOMENT_IN`.
 pub fn is_looked_at(random: &mut Rng, count: u32) -> bool {
     static FEWER_BY: OnceLock<u32> = OnceLock::new();
-    let fewer_by = FEWER_BY.get_or_init(|| {
-        std::env::var(FEWER).map_or(1, |words| {
-            let number = words.trim().parse().ok().filter(|number| *number > 0);
-            number.unwrap_or_else(|| panic!("{FEWER} is no number from 1 on: {words}"))
-        })
-    });
+    let fewer_by = FEWER_BY.get_or_init(|| one_in(FEWER));
     random.u32(..count.saturating_mul(*fewer_by)) == 0
+}
+
+/// The number in the environment `variable`: 1 if it is not set.
+fn one_in(variable: &str) -> u32 {
+    std::env::var(variable).map_or(1, |words| {
+        let number = words.trim().parse().ok().filter(|number| *number > 0);
+        number.unwrap_or_else(|| panic!("{variable} is no number from 1 on: {words}"))
+    })
 }
 
 /// Runs `check` for `count` random seeds on all cores and adds up the reports. `package` and `test`
@@ -103,7 +114,7 @@ pub fn for_seeds(
     if let Some((seed, words)) = failure.into_inner() {
         panic!("seed {seed}: {words}\n{}", replay(package, test, seed));
     }
-    let total = total.into_inner();
+    let total = Report { seeds: seeds.end - seeds.start, ..total.into_inner() };
     eprintln!("{test}: seeds {}..{}, {total:?}", seeds.start, seeds.end);
     total
 }
@@ -137,7 +148,8 @@ fn chosen(count: u64) -> ops::Range<u64> {
         // Different seeds in each run. The first seed has 32 bits, so that the range cannot
         // overflow and a seed is short enough to type.
         let first = RandomState::new().build_hasher().finish() >> 32;
-        return first..first + count;
+        let share = count / u64::from(one_in(SHARE));
+        return first..first + share.max(count.min(FEWEST));
     };
     let range = match many.split_once("..") {
         Some((first, end)) => number(first).zip(number(end)),

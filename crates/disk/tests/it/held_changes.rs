@@ -206,7 +206,7 @@ fn explore(seed: u64) -> Result<Report, String> {
 fn changes_wait_for_a_device_that_becomes_longer() {
     let name = "changes_wait_for_a_device_that_becomes_longer";
     let report = for_seeds(env!("CARGO_PKG_NAME"), name, 600, explore);
-    assert!(report.failed > 400, "there was room: {report:?}");
+    assert!(2 * report.failed > report.seeds, "there was room: {report:?}");
 }
 
 #[test]

@@ -118,7 +118,7 @@ fn explore(seed: u64) -> Result<Report, String> {
 fn what_was_on_a_device_is_never_read() {
     let name = "what_was_on_a_device_is_never_read";
     let report = for_seeds(env!("CARGO_PKG_NAME"), name, 100, explore);
-    assert!(report.failed > 20, "{report:?}");
+    assert!(5 * report.failed > report.seeds, "{report:?}");
 }
 
 #[test]
