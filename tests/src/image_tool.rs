@@ -24,6 +24,13 @@ pub fn qemu_img(words: &[&str]) -> Outcome {
     run(tool("qemu-img").args(words))
 }
 
+/// Checks a qcow2 image that a killed server has left: it may have leaks, and no errors.
+#[track_caller]
+pub fn check_after_kill(image: &Path) {
+    let outcome = qemu_img(&["check", "-f", "qcow2", str(image)]);
+    assert!(matches!(outcome.status.code(), Some(0 | 3)), "{}", outcome.describe("leaks at most"));
+}
+
 /// Runs these commands in qemu-io; each must succeed.
 #[track_caller]
 pub fn qemu_io(format: &str, image: &Path, steps: &[&str]) {

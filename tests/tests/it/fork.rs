@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, new_image, qemu_img, str};
+use blockhouse_tests::image_tool::{check_after_kill, command, new_image, qemu_img, str};
 use blockhouse_tests::nbd::{Address, Framing, Greeted};
 use blockhouse_tests::typed::{Folder, Serving, commands};
 use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
@@ -259,7 +259,7 @@ fn after_a_kill_what_is_served_again_is_the_disk() {
         drop(writer);
         server.stop();
         if file.exists() && disk == &over {
-            qemu_img(&["check", "-f", "qcow2", str(&file)]).success();
+            check_after_kill(&file);
         }
     }
     eprintln!("{forked} of 24 were killed after the record");

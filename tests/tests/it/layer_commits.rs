@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{json, qemu_img, str};
+use blockhouse_tests::image_tool::{check_after_kill, json, qemu_img, str};
 use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
 use blockhouse_tests::{Scratch, Server, seeded};
 use fastrand::Rng;
@@ -245,7 +245,7 @@ fn after_a_kill_the_disk_is_one_chain_or_the_other() {
             assert_holds(&images[above], blocks);
         }
         for image in &images[above..] {
-            qemu_img(&["check", "-f", "qcow2", str(image)]).success();
+            check_after_kill(image);
         }
     }
 }

@@ -155,7 +155,7 @@ fn the_page_shows_what_waits_for_room_and_what_failed() {
         .option("--name", "volume")
         .option("--metrics", "127.0.0.1:0")
         .option("--on-full", "hold")
-        .option("--hold-seconds", "20")
+        .option("--hold-seconds", "12")
         .start();
     let mut page = require!(LivePage::open(&scratch, &url(&server)));
     page.wait_for("document.getElementById('state').className === 'live'");

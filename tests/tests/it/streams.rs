@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use blockhouse_tests::control::Control;
-use blockhouse_tests::image_tool::{command, json, qemu_img, str};
+use blockhouse_tests::image_tool::{check_after_kill, command, json, qemu_img, str};
 use blockhouse_tests::upgrade::{Servers, upgrade_under_load};
 use blockhouse_tests::{Scratch, Serve, Server, need, require, seeded};
 use fastrand::Rng;
@@ -102,7 +102,7 @@ fn after_a_kill_or_a_cancel_another_stream_goes_on() {
         writer.check();
         drop(writer);
         server.stop();
-        qemu_img(&["check", "-f", "qcow2", str(&chain.overlay)]).success();
+        check_after_kill(&chain.overlay);
     }
 }
 
