@@ -24,14 +24,14 @@ const SIZE: u64 = 64 << 20;
 const DEVICE: &str = "/dev/ublkb0";
 const LOOP: &str = "/dev/loop0";
 /// Requests that are counted.
-const REQUESTS: u64 = 4096;
+const REQUESTS: u64 = 1024;
 /// How many are in flight at a time.
 const DEEP: u64 = 64;
 /// System calls for each read then, at most: half of those for one in flight. How many requests
 /// one call carries depends on the machine and on the build: 0.05 to 0.6 calls were seen.
 const MAX_CALLS: f64 = 1.0;
 /// How often a device is made, by us and by `losetup` in turn.
-const ROUNDS: usize = 11;
+const ROUNDS: usize = 5;
 
 /// Uses an image of this format on the disk whose serial number is `serial`.
 pub fn run(serial: &str, format: &str) -> Result<()> {
