@@ -5,7 +5,7 @@
 //! NBD client, and a message says so.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
@@ -104,17 +104,59 @@ fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Re
     let (security, address) = (Security::Plain, Address::Unix(socket.clone()));
     let uri = NbdUri { security, address, export: String::new() };
     let export = vec!["--nbd".into(), uri.to_string().into()];
-    let Started::Listens(_) = background::start(words(arguments, export))? else {
+    let Some(number) = connect(words(arguments, export), &socket, arguments.id)? else {
         return Ok(ExitCode::FAILURE);
     };
-    let outcome = blockhouse_kernel_nbd::attach(&socket, arguments.id);
-    let number = outcome.inspect_err(|_| drop(blockhouse_kernel_nbd::end_server(&socket)))?;
     output::tell(&format!(
         "no ublk driver here: /dev/nbd{number} is a device of the kernel's NBD client, which costs more and does not \
          outlive its server (docs/ublk.md)"
     ));
     output::print(&format!("/dev/nbd{number}"))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Starts a server in the background, which listens at `socket` by its arguments `words`, and makes
+/// a device of the kernel's NBD client from it, with this number or the lowest free one. Returns
+/// the number; `None` if the server has ended, and has printed the reason.
+fn connect(words: Vec<OsString>, socket: &Path, number: Option<u32>) -> Result<Option<u32>> {
+    let Started::Listens(_) = background::start(words)? else { return Ok(None) };
+    let outcome = blockhouse_kernel_nbd::attach(socket, number);
+    Ok(Some(outcome.inspect_err(|_| drop(blockhouse_kernel_nbd::end_server(socket)))?))
+}
+
+/// `qemu-nbd -c`: connects the device with this number to a server in the background, which listens
+/// at `socket` by its arguments `words`.
+pub fn connect_as_qemu_nbd(words: Vec<OsString>, socket: &Path, number: u32) -> Result<ExitCode> {
+    blockhouse_kernel_nbd::check_driver()?;
+    let connected = connect(words, socket, Some(number))?;
+    Ok(if connected.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// `qemu-nbd -d`: disconnects the device with this number, whichever program has connected it. A
+/// device that is not connected is no error, as for qemu-nbd.
+///
+/// # Errors
+/// The device is in use: unlike qemu-nbd, nothing is taken from a file system that is mounted.
+pub fn disconnect_as_qemu_nbd(number: u32) -> Result<()> {
+    use blockhouse_kernel_nbd::{Detach, Error};
+    match blockhouse_kernel_nbd::detach(number, Detach::UnusedOfAny) {
+        Ok(()) | Err(Error::Missing(_)) => {
+            output::print_unless_quiet(&format!("/dev/nbd{number} disconnected"))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The number of a device of the kernel's NBD client, from its path or that of a symbolic link.
+///
+/// # Errors
+/// The path names another file, or none.
+pub fn parse_kernel_nbd(text: &str) -> Result<u32, String> {
+    let target = std::fs::canonicalize(text).unwrap_or_else(|_| text.into());
+    match parse_device(&target.to_string_lossy()) {
+        Ok(Device::KernelNbd(number)) => Ok(number),
+        _ => Err("write the path of a device of the kernel's NBD client, like /dev/nbd0".into()),
+    }
 }
 
 /// The arguments of the `serve` command with this export.

@@ -110,7 +110,7 @@ pub fn command_of<Word: AsRef<OsStr>>(words: &[Word]) -> &str {
 }
 
 /// The index of the command in a command line.
-fn index_of_command<Word: AsRef<OsStr>>(words: &[Word]) -> Option<usize> {
+pub fn index_of_command<Word: AsRef<OsStr>>(words: &[Word]) -> Option<usize> {
     const WITH_VALUES: [&str; 3] = ["--log-format", "--trace", "-T"];
     let mut rest = words.iter().map(AsRef::as_ref).enumerate().skip(1);
     while let Some((index, word)) = rest.next() {

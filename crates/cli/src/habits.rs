@@ -11,7 +11,7 @@ type Habit = (&'static str, &'static [&'static str], &'static str);
 
 /// Commands that this program does not have.
 const COMMANDS: &[(&str, &str)] = &[
-    ("connect", "'blockhouse serve IMAGE', then 'nbd-client -unix SOCKET /dev/nbd0'"),
+    ("connect", "'blockhouse attach IMAGE' makes a block device of an image"),
     ("start", "'blockhouse serve IMAGE' serves it, with --fork in the background"),
     ("run", "'blockhouse serve IMAGE' serves it, with --fork in the background"),
     ("stop", "Ctrl-C or SIGTERM stops a server: 'kill PROCESS', or 'systemctl stop UNIT'"),
@@ -26,10 +26,7 @@ const COMMANDS: &[(&str, &str)] = &[
 ];
 
 /// Options that this program does not have.
-const OPTIONS: &[Habit] = &[
-    ("serve", &["-c", "--connect"], "serve without it, then 'nbd-client -unix SOCKET /dev/nbd0'"),
-    ("serve", &["--tls-authz"], "--tls-allow EXPORT=NAME"),
-];
+const OPTIONS: &[Habit] = &[("serve", &["--tls-authz"], "--tls-allow EXPORT=NAME")];
 
 /// Adds the right spelling to an error of usage.
 pub fn explain(error: clap::Error, arguments: &[String]) -> clap::Error {
@@ -142,7 +139,7 @@ mod tests {
     fn habits_are_answered_with_the_right_spelling() {
         for (line, tip) in [
             ("blockhouse serve --tls-authz a disk.img", "--tls-allow"),
-            ("blockhouse connect disk.img", "nbd-client"),
+            ("blockhouse connect disk.img", "blockhouse attach IMAGE"),
             ("blockhouse start disk.img", "blockhouse serve IMAGE"),
             (
                 "blockhouse serve disk.img --workers many",

@@ -1,7 +1,7 @@
 //! Attaches and detaches devices `/dev/nbdN`, and ends their servers.
 //!
 //! Guarantees: when a device is attached, it exists with its size. Devices of other programs are
-//! not touched: a device of this program names the socket of its server
+//! not touched, unless [`Detach`] says so: a device of this program names the socket of its server
 //! (`/sys/block/nbdN/backend`). When a device is detached, its server has ended, and all its data
 //! is in the image.
 
@@ -18,7 +18,7 @@ use rustix::fd::OwnedFd;
 use crate::driver::{Driver, Wanted};
 use crate::error::Error;
 use crate::handshake::negotiate;
-use crate::server;
+use crate::server::Server;
 
 /// The prefix of the `backend` of this program's devices, before the socket's path.
 const MARK: &str = "blockhouse ";
@@ -33,6 +33,8 @@ const PAUSE: Duration = Duration::from_millis(2);
 pub enum Detach {
     /// Nothing.
     Unused,
+    /// Nothing; the device may be of another program, whose server is left alone.
+    UnusedOfAny,
     /// Anything.
     Forced,
 }
@@ -93,8 +95,8 @@ fn attribute(number: u32, name: &str) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// Removes a device that [`attach`] has made, and ends its server. A device whose server has ended
-/// already is removed even if it is in use.
+/// Disconnects a device that [`attach`] has made, and ends its server. A device whose server has
+/// ended already is removed even if it is in use.
 ///
 /// # Errors
 /// The device is not connected, belongs to another program, or is in use; its server does not end
@@ -105,19 +107,24 @@ pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
         return Err(Error::Missing(number));
     }
     let backend = attribute(number, "backend").unwrap_or_default();
-    let socket = backend.strip_prefix(MARK).ok_or(Error::Foreign(number))?;
+    let socket = backend.strip_prefix(MARK);
+    if socket.is_none() && how != Detach::UnusedOfAny {
+        return Err(Error::Foreign(number));
+    }
+    // The server is found first: one that ends with its last client no longer listens afterwards.
+    let server = socket.map_or(Ok(None), |socket| Server::at(Path::new(socket)))?;
     // If the server has ended, opening the device may block until the device is disconnected.
-    let is_served = server::listens(Path::new(socket));
+    let is_served = socket.is_none() || server.is_some();
     // The disconnect fails requests in flight. So the device is held, to prevent other uses
     // meanwhile, and flushed, for programs that have it open. A forced detach does not wait for
     // that.
     let _held = match how {
-        Detach::Unused if is_served => hold_unused(number)?,
+        Detach::Unused | Detach::UnusedOfAny if is_served => hold_unused(number)?,
         _ => None,
     };
     let disconnected = driver.disconnect(number);
     disconnected.map_err(|error| Error::refused(format!("disconnect /dev/nbd{number}"), error))?;
-    server::end(Path::new(socket))
+    server.map_or(Ok(()), Server::end)
 }
 
 /// Holds the block device, as [`blockhouse_engine::hold_unused`].

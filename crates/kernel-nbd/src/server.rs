@@ -6,10 +6,11 @@ use std::fs;
 use std::io::ErrorKind;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blockhouse_engine::wait_readable;
+use rustix::fd::OwnedFd;
 use rustix::io::Errno;
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -19,9 +20,61 @@ use crate::error::Error;
 /// How long a server may take to end: its requests in flight complete, and are flushed.
 const END_LIMIT: Duration = Duration::from_secs(60);
 
-/// Whether a process listens at a socket.
-pub(crate) fn listens(socket: &Path) -> bool {
-    UnixStream::connect(socket).is_ok()
+/// A process that listens at a socket.
+pub(crate) struct Server {
+    process: i32,
+    handle: OwnedFd,
+    socket: PathBuf,
+}
+
+impl Server {
+    /// The server at a socket; `None` if no process listens there. Then a stale socket is removed.
+    ///
+    /// # Errors
+    /// The kernel refuses a handle of the process.
+    pub(crate) fn at(socket: &Path) -> Result<Option<Self>, Error> {
+        let client = match UnixStream::connect(socket) {
+            // No process listens at the socket: its server was killed.
+            Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
+                // Any other file gives this error, too.
+                if fs::symlink_metadata(socket).is_ok_and(|file| file.file_type().is_socket()) {
+                    let _ = fs::remove_file(socket);
+                }
+                return Ok(None);
+            }
+            Err(_) => return Ok(None),
+            Ok(client) => client,
+        };
+        let listener = socket_peercred(&client).map(|listener| listener.pid);
+        let Ok(listener) = listener else { return Ok(None) };
+        let process = listener.as_raw_nonzero().get();
+        match pidfd_open(listener, PidfdFlags::empty()) {
+            // The server has ended meanwhile.
+            Err(Errno::SRCH) => Ok(None),
+            Err(error) => Err(cannot_end(process, error)),
+            Ok(handle) => Ok(Some(Self { process, handle, socket: socket.to_owned() })),
+        }
+    }
+
+    /// Ends the server (SIGTERM), and waits until it has ended.
+    ///
+    /// # Errors
+    /// The server does not end within a minute, or belongs to another user.
+    pub(crate) fn end(self) -> Result<(), Error> {
+        match pidfd_send_signal(&self.handle, Signal::TERM) {
+            Err(Errno::SRCH) => return Ok(()),
+            outcome => outcome.map_err(|error| cannot_end(self.process, error))?,
+        }
+        if wait_readable(&self.handle, Instant::now() + END_LIMIT).unwrap_or(false) {
+            Ok(())
+        } else {
+            Err(Error::NotEnded { process: self.process, socket: self.socket })
+        }
+    }
+}
+
+fn cannot_end(process: i32, error: Errno) -> Error {
+    Error::refused(format!("end process {process}"), error.into())
 }
 
 /// Ends the server at a socket (SIGTERM), and waits until it has ended. If no server listens, only
@@ -30,37 +83,7 @@ pub(crate) fn listens(socket: &Path) -> bool {
 /// # Errors
 /// The server does not end within a minute, or belongs to another user.
 pub fn end(socket: &Path) -> Result<(), Error> {
-    let client = match UnixStream::connect(socket) {
-        // No process listens at the socket: its server was killed.
-        Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
-            // Any other file gives this error, too.
-            if fs::symlink_metadata(socket).is_ok_and(|file| file.file_type().is_socket()) {
-                let _ = fs::remove_file(socket);
-            }
-            return Ok(());
-        }
-        Err(_) => return Ok(()),
-        Ok(client) => client,
-    };
-    let listener = socket_peercred(&client).map(|listener| listener.pid);
-    let Ok(listener) = listener else { return Ok(()) };
-    let process = listener.as_raw_nonzero().get();
-    let refused = |error: Errno| Error::refused(format!("end process {process}"), error.into());
-    let server = match pidfd_open(listener, PidfdFlags::empty()) {
-        // The server has ended meanwhile.
-        Err(Errno::SRCH) => return Ok(()),
-        outcome => outcome.map_err(refused)?,
-    };
-    drop(client);
-    match pidfd_send_signal(&server, Signal::TERM) {
-        Err(Errno::SRCH) => return Ok(()),
-        outcome => outcome.map_err(refused)?,
-    }
-    if wait_readable(&server, Instant::now() + END_LIMIT).unwrap_or(false) {
-        Ok(())
-    } else {
-        Err(Error::NotEnded { process, socket: socket.to_owned() })
-    }
+    Server::at(socket)?.map_or(Ok(()), Server::end)
 }
 
 #[cfg(test)]

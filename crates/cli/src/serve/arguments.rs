@@ -97,7 +97,7 @@ pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side,
     /// each named after its file unless --name says otherwise. null-co://?size=SIZE reads as zeros
     /// and drops writes: for benchmarks without a disk.
-    #[arg(required_unless_present_any = ["config", "list"], value_name = "IMAGE")]
+    #[arg(required_unless_present_any = ["config", "list", "disconnect"], value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// Whether the backing file is read: options of the image say it.
     #[arg(skip)]
@@ -437,6 +437,17 @@ impl Arguments {
             wrong_usage("List mode is incompatible with per-device settings");
         }
         Some(self.habits.listed_uri().unwrap_or_else(|why| refuse(&why)))
+    }
+
+    /// The device that `--disconnect` names.
+    pub(super) fn disconnected(&self) -> Option<u32> {
+        self.habits.disconnect
+    }
+
+    /// The device that `--connect` names, and the socket of its server, unless this process is that
+    /// server.
+    pub(super) fn connected(&self) -> Option<(u32, Result<PathBuf>)> {
+        self.habits.kernel_device().filter(|_| !self.in_background)
     }
 
     /// Whether the server ends with its last client: qemu-nbd without -t.

@@ -22,17 +22,23 @@ use signal_hook::consts::SIGTERM;
 use signal_hook::low_level::raise;
 
 use crate::background::{self, Started};
-use crate::{called_as, logging, output};
+use crate::{attach, called_as, logging, output};
 
 /// Runs the command.
 pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     if let Some(uri) = arguments.listed_server() {
         return export_list::run(&uri).map(|()| ExitCode::SUCCESS);
     }
+    if let Some(number) = arguments.disconnected() {
+        return attach::disconnect_as_qemu_nbd(number).map(|()| ExitCode::SUCCESS);
+    }
     arguments.obey_habits();
     arguments.check();
+    if let Some((number, socket)) = arguments.connected() {
+        return attach::connect_as_qemu_nbd(background_words(), &socket?, number);
+    }
     if arguments.fork {
-        return fork(called_as::words().into_iter().skip(1));
+        return fork();
     }
     arguments.serve_overlay()?;
     let served = blockhouse_daemon::run(&arguments.setup()?, |service| {
@@ -55,18 +61,26 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     }
 }
 
-/// Starts a process in the background that serves the same command line without `--fork`.
-fn fork(words: impl Iterator<Item = OsString>) -> Result<ExitCode> {
+/// The arguments of a process in the background that serves the same command line.
+fn background_words() -> Vec<OsString> {
     let own = std::process::id().to_string();
     if std::env::var_os("LISTEN_PID").is_some_and(|pid| pid == own.as_str()) {
         refuse("--fork: the service manager's sockets are for this process; leave it out");
     }
-    let mut is_option = true;
-    let words = words.map(|word| {
-        is_option &= word != "--";
-        if is_option && word == "--fork" { background::OPTION.into() } else { word }
+    let words = called_as::words();
+    let command = called_as::index_of_command(&words).unwrap_or_default();
+    let options = words.iter().position(|word| word == "--").unwrap_or(words.len());
+    let kept = words.iter().enumerate().filter(|(at, word)| *at >= options || *word != "--fork");
+    let with_option = kept.flat_map(|(at, word)| {
+        let option = (at == command).then(|| background::OPTION.into());
+        std::iter::once(word.clone()).chain(option)
     });
-    match background::start(words.collect())? {
+    with_option.skip(1).collect()
+}
+
+/// Starts a process in the background that serves the same command line without `--fork`.
+fn fork() -> Result<ExitCode> {
+    match background::start(background_words())? {
         Started::Listens(lines) => {
             if !called_as::is_qemu_nbd() {
                 output::print_unless_quiet(&lines)?;

@@ -5,12 +5,15 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
+use anyhow::Result;
 use blockhouse_config::offers::ExportRights;
 use blockhouse_nbd::uri::NbdUri;
 
+use blockhouse_daemon::runtime_folder;
 use blockhouse_disk::QemuTls;
 use blockhouse_engine::{Engine, EngineChoice};
 
+use crate::attach::parse_kernel_nbd;
 use crate::called_as;
 use crate::image_opts::{ImageOptsArgs, escape};
 use crate::tls_object::with_tls;
@@ -55,6 +58,13 @@ pub struct NbdHabits {
     /// Offer the metadata context qemu:allocation-depth: qemu-nbd offers it only with this option.
     #[arg(short = 'A', long, hide = true)]
     allocation_depth: bool,
+    /// Connect this device of the kernel's NBD client to the server, which runs in the background.
+    #[arg(short = 'c', long, hide = true, value_name = "DEVICE", value_parser = parse_kernel_nbd)]
+    #[arg(conflicts_with_all = ["port", "bind", "export", "tls_creds"])]
+    connect: Option<u32>,
+    /// Disconnect this device, and serve nothing.
+    #[arg(short = 'd', long, hide = true, value_name = "DEVICE", value_parser = parse_kernel_nbd)]
+    pub(super) disconnect: Option<u32>,
     /// List the exports of the server that listens there, and serve nothing.
     #[arg(short = 'L', long, hide = true)]
     pub(super) list: bool,
@@ -101,11 +111,22 @@ impl NbdHabits {
             let uri = format!("nbd://{host}:{}/{export}", port.unwrap_or(10809));
             return uri.parse().map(Some).map_err(|error| format!("--port, --bind: {error}"));
         }
-        let Some(socket) = &self.socket else { return Ok(None) };
+        let socket = match self.kernel_device() {
+            Some((_, socket)) => Some(socket.map_err(|error| error.to_string())?),
+            None => self.socket.clone(),
+        };
+        let Some(socket) = socket else { return Ok(None) };
         let socket = socket.to_str().ok_or("the path of a socket is UTF-8")?;
         let export = escape(self.export.as_deref().unwrap_or_default());
         let uri = format!("nbd+unix:///{export}?socket={}", escape(socket));
         uri.parse().map(Some).map_err(|error| format!("--socket: {error}"))
+    }
+
+    /// The number of the device that is connected to the server, and the server's socket.
+    pub(super) fn kernel_device(&self) -> Option<(u32, Result<PathBuf>)> {
+        let number = self.connect?;
+        let usual = || runtime_folder().map(|folder| folder.join(format!("nbd{number}.sock")));
+        Some((number, self.socket.clone().map_or_else(usual, Ok)))
     }
 
     /// The URI of the server whose exports are listed.
@@ -166,6 +187,8 @@ mod tests {
             aio: None,
             description: None,
             allocation_depth: true,
+            connect: None,
+            disconnect: None,
             list: false,
             handshake_limit: None,
             tls_creds: None,

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -13,7 +14,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::system::{self, FileSystem, Mount, tool};
-use super::ublk_user::{SIZE, bad, blockhouse, good, image};
+use super::ublk_user::{SIZE, Said, bad, blockhouse, good, image, said_by};
 use crate::server::{Export, Server};
 
 const PLACE: &str = "/nbd";
@@ -39,7 +40,8 @@ pub fn run() -> Result<()> {
     taken()?;
     good(&["detach", &device])?;
     killed(&image)?;
-    foreign(&image)
+    foreign(&image)?;
+    as_qemu_nbd(&image)
 }
 
 /// A device number in use is refused, and the server that was started for it ends.
@@ -98,4 +100,52 @@ fn foreign(image: &str) -> Result<()> {
     bad(&["detach", "/dev/nbd5", "--force"], "another program")?;
     tool("nbd-client", &["-d", "/dev/nbd5"])?;
     server.stop()
+}
+
+/// `qemu-nbd -c` and `-d`, with the device of another program, too.
+fn as_qemu_nbd(image: &str) -> Result<()> {
+    const DEVICE: &str = "/dev/nbd6";
+    let connect = |words: &[&str]| {
+        let said = qemu_nbd(words)?;
+        ensure!(said.is_good && said.output.is_empty(), "{words:?}: {}{}", said.output, said.error);
+        Ok(())
+    };
+    connect(&["-c", DEVICE, image])?;
+    let node = Path::new(DEVICE);
+    FileSystem::Ext4.make(node)?;
+    let mount = Mount::at(FileSystem::Ext4, node, Path::new(PLACE))?;
+    std::fs::write(mount.place().join("file"), "text")?;
+    let refusal = qemu_nbd(&["-d", DEVICE])?;
+    ensure!(!refusal.is_good && refusal.error.contains("unmount it first"), "{}", refusal.error);
+    mount.unmount()?;
+    // A device that is not connected is no error.
+    for _ in 0..2 {
+        let said = qemu_nbd(&["-d", DEVICE])?;
+        ensure!(said.output == format!("{DEVICE} disconnected"), "{}{}", said.output, said.error);
+        good(&["check", image])?;
+    }
+    connect(&["--read-only", "--connect=/dev/nbd6", image])?;
+    ensure!(system::read(Path::new("/sys/block/nbd6/ro"))? == "1", "it takes writes");
+    let mut magic = [0; 2];
+    File::open(node)?.read_exact_at(&mut magic, 1080)?;
+    ensure!(magic == [0x53, 0xEF], "the file system is gone");
+    // The kernel's disconnect is the end of the last client, and of its server.
+    tool("nbd-client", &["-d", DEVICE])?;
+    system::wait_for("the end of the server", || {
+        blockhouse(&["resize", image, "+1M"]).is_ok_and(|said| said.is_good).then_some(())
+    })?;
+    let mut command = Command::new("blockhouse");
+    command.args(["serve", image, "--state", "off"]);
+    let server = Server::start(command, Export::Nbd, Path::new("/tmp/other.sock"))?;
+    tool("nbd-client", &["-unix", "/tmp/other.sock", DEVICE])?;
+    ensure!(qemu_nbd(&["-d", DEVICE])?.is_good, "another program's device stays");
+    ensure!(!Path::new("/sys/block/nbd6/pid").exists(), "it is still connected");
+    server.stop()
+}
+
+/// Runs the program under the name qemu-nbd.
+fn qemu_nbd(words: &[&str]) -> Result<Said> {
+    let mut command = Command::new("/host/bin/blockhouse");
+    command.arg0("qemu-nbd").args(words).env("LD_LIBRARY_PATH", "/host/lib");
+    said_by(command)
 }

@@ -14,7 +14,7 @@ pub const SIZE: u64 = 32 << 20;
 /// The first device.
 pub const DEVICE: &str = "/dev/ublkb0";
 
-/// The output of the program.
+/// The output of a program.
 pub struct Said {
     /// Whether it exited with status 0.
     pub is_good: bool,
@@ -26,7 +26,14 @@ pub struct Said {
 
 /// Runs `blockhouse` with these arguments to its end.
 pub fn blockhouse(words: &[&str]) -> Result<Said> {
-    let output = Command::new("blockhouse").args(words).stdin(Stdio::null()).output()?;
+    let mut command = Command::new("blockhouse");
+    command.args(words);
+    said_by(command)
+}
+
+/// Runs a command to its end.
+pub fn said_by(mut command: Command) -> Result<Said> {
+    let output = command.stdin(Stdio::null()).output()?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
     let (is_good, output, error) =
         (output.status.success(), text(&output.stdout), text(&output.stderr));
