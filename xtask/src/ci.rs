@@ -67,17 +67,17 @@ const STEPS: &[Step] = &[
         let is_whole = matches!(changes, Changes::Everything(_));
         test::run(workspace, &[], if is_whole { Seeds::All } else { Seeds::Quarter })
     }),
-    ("kill", |_, changes| {
+    ("kill", |workspace, changes| {
         if !changes.reach(KILL) {
             return Ok(());
         }
-        lab::run("lab-kill", &["--seconds", KILL_SECONDS])?;
+        lab::run(workspace, "lab-kill", &["--seconds", KILL_SECONDS])?;
         // A server that is wrong on purpose must fail.
-        lab::run("lab-kill", &["load", "--without-state", "--seconds", "60"])
+        lab::run(workspace, "lab-kill", &["load", "--without-state", "--seconds", "60"])
     }),
-    ("vm", |_, changes| {
+    ("vm", |workspace, changes| {
         let reached: Vec<_> = scenarios(changes, true).collect();
-        if reached.is_empty() { Ok(()) } else { lab::run("lab-vm", &reached) }
+        if reached.is_empty() { Ok(()) } else { lab::run(workspace, "lab-vm", &reached) }
     }),
     ("fuzz", |workspace, changes| {
         if !changes.reach(FUZZ) {

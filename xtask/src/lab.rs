@@ -1,11 +1,15 @@
 //! `cargo xtask compare`, `cargo xtask vm` and `cargo xtask kill`: separate programs, built only
-//! when they are run.
+//! when they are run, or with the tests.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use anyhow::{Error, Result};
+use lab_tools::build::Built;
 use lab_tools::process::{self, cargo};
+use lab_tools::workspace::Workspace;
+
+use crate::test::BINARY;
 
 /// The arguments of such a program.
 #[derive(clap::Args)]
@@ -24,10 +28,12 @@ pub fn exec(package: &str, args: &Args) -> Result<()> {
     Err(Error::new(error).context(format!("cannot start {}", process::line(&command))))
 }
 
-/// Runs the program of `package` with these arguments.
-pub fn run(package: &str, args: &[&str]) -> Result<()> {
-    let mut command = program(package);
-    command.args(args);
+/// Runs the program of `package` with these arguments; it was built with the tests, and so was the
+/// binary under test.
+pub fn run(workspace: &Workspace, package: &str, args: &[&str]) -> Result<()> {
+    let built = Built::all(workspace)?;
+    let mut command = Command::new(built.program(package)?);
+    command.args(args).env(BINARY, built.program("blockhouse")?);
     process::run(command)
 }
 

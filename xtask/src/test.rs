@@ -8,12 +8,15 @@ use std::process::Command;
 use anyhow::Result;
 
 use lab_tools::apt;
-use lab_tools::build::{Profile, build_binary};
+use lab_tools::build::{Built, Profile, build_binary};
 use lab_tools::process::{self, cargo};
 use lab_tools::qemu_driver;
 use lab_tools::workspace::Workspace;
 
 use crate::{loom, test_programs};
+
+/// The variable with the path of the binary under test.
+pub const BINARY: &str = "BLOCKHOUSE_BIN";
 
 /// The variable by which tests explore fewer of their seeds than they say.
 const ONE_SEED_IN: &str = "BLOCKHOUSE_SIM_ONE_SEED_IN";
@@ -38,18 +41,20 @@ pub fn run(workspace: &Workspace, args: &[String], seeds: Seeds) -> Result<()> {
         // The tests that need it are skipped with a message.
         println!("xtask: no cluster of Ceph: {error:#}");
     }
-    let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
-    let binary = build_binary(workspace, if release { Profile::Release } else { Profile::Dev })?;
     let mut environment = environment(workspace)?;
-    environment.push(("BLOCKHOUSE_BIN", binary.into()));
     if args.is_empty() {
+        let built = Built::all(workspace)?;
+        environment.push((BINARY, built.program("blockhouse")?.into()));
         if matches!(seeds, Seeds::Quarter) && std::env::var_os(ONE_SEED_IN).is_none() {
             environment.push((ONE_SEED_IN, "4".into()));
         }
-        test_programs::run(workspace, &environment)?;
+        test_programs::run(workspace, &built, &environment)?;
         process::run(cargo_test(workspace, &["--doc".to_owned()], environment))?;
         return loom::run(workspace);
     }
+    let release = args.iter().take_while(|arg| *arg != "--").any(|arg| arg == "--release");
+    let binary = build_binary(workspace, if release { Profile::Release } else { Profile::Dev })?;
+    environment.push((BINARY, binary.into()));
     process::run(cargo_test(workspace, args, environment))
 }
 

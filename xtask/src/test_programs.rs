@@ -14,7 +14,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use lab_tools::process::{self, cargo};
+use lab_tools::build::Built;
 use lab_tools::workers;
 use lab_tools::workspace::Workspace;
 
@@ -32,16 +32,17 @@ struct Program {
     folder: PathBuf,
 }
 
-/// Builds and runs all test programs with the additional `environment`.
+/// Runs all test programs with the additional `environment`.
 ///
 /// # Errors
 /// A program failed. Programs that run at that time are waited for, and no other is started.
-pub fn run(workspace: &Workspace, environment: &[(&'static str, OsString)]) -> Result<()> {
-    let mut build = cargo(["test", "--workspace", "--no-run"]);
-    build.current_dir(workspace.root());
-    let artifacts = process::artifacts(build)?;
+pub fn run(
+    workspace: &Workspace,
+    built: &Built,
+    environment: &[(&'static str, OsString)],
+) -> Result<()> {
     let mut programs: Vec<_> =
-        artifacts.iter().filter_map(|artifact| Program::of(artifact, workspace)).collect();
+        built.artifacts().iter().filter_map(|artifact| Program::of(artifact, workspace)).collect();
     ensure!(!programs.is_empty(), "cargo built no test program");
     programs.sort_by_key(|program| {
         LONGEST.iter().position(|package| *package == program.package).unwrap_or(LONGEST.len())

@@ -38,7 +38,7 @@ use combination::{Combination, Image, Only, combinations};
 use fastrand::Rng;
 use folders::{Finding, Setting, State};
 use lab_tools::apt;
-use lab_tools::build::{Profile, build_binary};
+use lab_tools::build::binary_under_test;
 use lab_tools::workspace::Workspace;
 use parking_lot::Mutex;
 use report::{Counts, Report};
@@ -137,10 +137,9 @@ struct Runs<'a> {
 fn run_all(cli: &Cli) -> Result<()> {
     let workspace = Workspace::find()?;
     apt::require(apt::FOR_KILLS)?;
-    let given = cli.binary.clone().or_else(|| std::env::var_os("BLOCKHOUSE_BIN").map(Into::into));
-    let binary = match given {
+    let binary = match &cli.binary {
         Some(binary) => std::path::absolute(binary)?,
-        None => build_binary(&workspace, Profile::Dev)?,
+        None => binary_under_test(&workspace)?,
     };
     let disk = workspace.target().join("kill");
     std::fs::create_dir_all(&disk)?;

@@ -13,7 +13,7 @@ use super::archive::Archive;
 use super::packages::{Kernel, Packages};
 use super::userland::Starts;
 use super::{kernel, userland};
-use lab_tools::build::{Profile, build_binary};
+use lab_tools::build::{Profile, binary_under_test, build_binary};
 use lab_tools::workspace::Workspace;
 
 /// Changes whenever the content of the cached archive does.
@@ -79,7 +79,7 @@ pub struct Base {
 impl Base {
     /// Makes everything that is not in `cache` yet.
     pub fn prepare(workspace: &Workspace, packages: Packages, cache: PathBuf) -> Result<Self> {
-        let blockhouse = build_binary(workspace, Profile::Dev)?;
+        let blockhouse = binary_under_test(workspace)?;
         let fio = cache.join("fio.cpio");
         let mut base = Self { archives: Vec::new(), packages, blockhouse, cache, fio };
         base.archives = base.fixed()?;

@@ -99,7 +99,7 @@ fn linked(metadata: &Value) -> Result<Vec<&Value>> {
             let Some(id) = dependency["pkg"].as_str() else { continue };
             let is_linked = kinds.any(|kind| kind["kind"].is_null());
             if is_openssl(id) {
-                // Its dependencies are only needed for the build.
+                // The dependencies are only needed for the build.
                 seen.insert(id);
             } else if is_linked && seen.insert(id) {
                 rest.push(id);

@@ -32,7 +32,7 @@ pub(super) struct Mention {
 pub(super) struct Module {
     /// Relative to the crate's folder.
     pub file: PathBuf,
-    /// Its mentions, outside of re-exports.
+    /// The mentions, outside of re-exports.
     pub mentions: Vec<Mention>,
 }
 
