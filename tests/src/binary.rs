@@ -17,6 +17,16 @@ pub fn blockhouse() -> &'static Path {
     })
 }
 
+/// Copies the binary to this path, by another process: a process that a test beside this one starts
+/// would inherit the copy's descriptor for writing, and the copy could not be executed meanwhile.
+///
+/// # Panics
+/// If there is no room.
+pub fn copy_blockhouse(to: &Path) {
+    let status = Command::new("cp").arg(blockhouse()).arg(to).status().expect("cp starts");
+    assert!(status.success(), "cannot copy the binary: {status}");
+}
+
 fn build() -> PathBuf {
     let output = output_folder();
     let release = output.ends_with("release");

@@ -38,7 +38,7 @@ mod trace;
 pub mod typed;
 pub mod upgrade;
 
-pub use binary::blockhouse;
+pub use binary::{blockhouse, copy_blockhouse};
 pub use blockhouse_engine::Engine;
 pub use data::{assert_same, model_of_zeros, random_bytes, random_disk, seeded};
 pub use deadline::{eventually, seconds_in, wait_for_exit};

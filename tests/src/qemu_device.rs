@@ -42,7 +42,7 @@ pub const WRITE: u32 = 1;
 pub struct QemuMachine {
     process: Child,
     qtest: BufReader<UnixStream>,
-    /// Its monitor.
+    /// The monitor.
     pub qmp: Qmp,
 }
 

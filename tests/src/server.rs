@@ -290,17 +290,17 @@ impl Server {
         address(self.uri())
     }
 
-    /// Its process.
+    /// The process.
     pub fn pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
 
-    /// Its standard error so far.
+    /// The standard error so far.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).expect("the log is there")
     }
 
-    /// Its resident memory, in bytes.
+    /// The resident memory, in bytes.
     pub fn resident_memory(&self) -> u64 {
         let path = format!("/proc/{}/status", self.child.id());
         let status = std::fs::read_to_string(path).expect("the server runs");
@@ -331,7 +331,7 @@ impl Server {
         self.limit(Resource::Nofile, first_refused);
     }
 
-    /// Its mapped address space, in bytes: the minimum of some readings, because the C library maps
+    /// The mapped address space, in bytes: the minimum of some readings, because the C library maps
     /// more for a moment when a thread first allocates.
     pub fn mapped_memory(&self) -> u64 {
         let path = format!("/proc/{}/statm", self.child.id());

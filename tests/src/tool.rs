@@ -16,11 +16,11 @@ const USUAL_LIMIT: Duration = Duration::from_secs(60);
 /// The exit status and the output of a program.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Its exit status.
+    /// The exit status.
     pub status: ExitStatus,
-    /// Its standard output.
+    /// The standard output.
     pub stdout: String,
-    /// Its standard error.
+    /// The standard error.
     pub stderr: String,
     line: String,
 }

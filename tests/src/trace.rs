@@ -14,11 +14,11 @@ pub struct Trace {
 /// One system call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// Its name.
+    /// The name.
     pub name: String,
     /// The text between its parentheses.
     pub arguments: String,
-    /// Its result.
+    /// The result.
     pub result: String,
 }
 

@@ -40,7 +40,7 @@ impl Behind {
 
 impl Drop for Behind {
     fn drop(&mut self) {
-        // Its pid is not reused so soon.
+        // The pid is not reused so soon.
         let _ = kill_process(self.0, Signal::KILL);
     }
 }

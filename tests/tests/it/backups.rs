@@ -26,7 +26,7 @@ const LONG: Duration = Duration::from_secs(120);
 /// A served disk, and a client that knows its content.
 struct Bench {
     scratch: Scratch,
-    /// Its name as a disk.
+    /// The name as a disk.
     name: &'static str,
     image: PathBuf,
     server: Option<Server>,

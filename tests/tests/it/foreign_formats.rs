@@ -15,7 +15,7 @@ use serde_json::Value;
 struct Kind {
     /// qemu-img's name of the format.
     format: &'static str,
-    /// Its files have this suffix.
+    /// The files have this suffix.
     suffix: &'static str,
     /// Options of `qemu-img convert`.
     options: &'static str,

@@ -10,7 +10,7 @@ use blockhouse_tests::{Outcome, Scratch, blockhouse, need, random_disk, require,
 /// A kind of image that we make.
 struct Kind {
     format: &'static str,
-    /// Its files have this suffix.
+    /// The files have this suffix.
     suffix: &'static str,
     options: &'static str,
     /// Whether `qemu-img check` supports the format.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use blockhouse_tests::need::skip;
 use blockhouse_tests::upgrade::{Servers, upgrade, upgrade_in_the_end};
-use blockhouse_tests::{Scratch, Serve, blockhouse, eventually, image_tool};
+use blockhouse_tests::{Scratch, Serve, blockhouse, copy_blockhouse, eventually, image_tool};
 use serde_json::{Value, json};
 
 /// The wrapper that makes system calls fail for the command that it executes.
@@ -27,7 +27,7 @@ fn serve(scratch: &Scratch) -> Serve {
 /// Replaces a program as a package manager does: by another file with the same name.
 fn replace(program: &Path) {
     let new = program.with_extension("new");
-    std::fs::copy(blockhouse(), &new).expect("room");
+    copy_blockhouse(&new);
     std::fs::rename(new, program).expect("our folder");
 }
 
@@ -74,7 +74,7 @@ fn a_program_below_another_mount_of_the_images_is_not_started() {
         let program = if from == "programs" { "programs/blockhouse" } else { "programs/program" };
         let source = other.path(if from == "programs" { "programs" } else { from });
         for name in ["blockhouse", "program"] {
-            std::fs::copy(blockhouse(), source.join(name)).expect("room");
+            copy_blockhouse(&source.join(name));
         }
         let image = other.path("images/disk.raw");
         image_tool::command(&["create", image_tool::str(&image), "1M"]).success();
@@ -106,7 +106,7 @@ fn a_program_below_another_mount_of_the_images_is_not_started() {
 fn without_landlock_less_is_started() {
     let (scratch, other) = (Scratch::new(), Scratch::new());
     let program = other.path("blockhouse-other");
-    std::fs::copy(blockhouse(), &program).expect("room");
+    copy_blockhouse(&program);
     let control = scratch.socket("control");
     let servers = Servers(&scratch);
     let without = || serve(&scratch).under([WITHOUT, "landlock"]).flag("-v");

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockhouse_tests::{
-    Scratch, Serve, blockhouse,
+    Scratch, Serve, copy_blockhouse,
     image_tool::{command, new_image, str},
     need, require, run, tool,
     typed::{Folder, Serving, commands},
@@ -143,7 +143,7 @@ fn the_server_of_the_pod_serves_with_its_rights() {
     assert_eq!(words[0], "serve");
     let image = new_image(&scratch, "disk.qcow2", "64M");
     let binary = scratch.path("blockhouse");
-    std::fs::copy(blockhouse(), &binary).expect("room");
+    copy_blockhouse(&binary);
     // The effect of fsGroup in Kubernetes: a folder that the group may write to.
     let shared = scratch.path("memory");
     std::fs::create_dir(&shared).expect("a folder");

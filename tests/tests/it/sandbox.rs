@@ -76,7 +76,7 @@ fn a_server_that_opens_its_own_files_reaches_no_others() {
         attempt("open", &secret),
         attempt("remove", &secret),
         attempt("create", &other.path("new")),
-        // Its image is open, but cannot be opened by its path.
+        // The image is open, but cannot be opened by its path.
         attempt("open", &image),
         "open=/etc/passwd".into(),
     ];

@@ -12,7 +12,9 @@ use blockhouse_tests::image_tool::{qemu_img, qemu_io, str};
 use blockhouse_tests::nbd::Client;
 use blockhouse_tests::pki::{Pki, Validity};
 use blockhouse_tests::qmp::Qmp;
-use blockhouse_tests::{Scratch, blockhouse, eventually, nbd_uri, need, require, run, tool};
+use blockhouse_tests::{
+    Scratch, blockhouse, copy_blockhouse, eventually, nbd_uri, need, require, run, tool,
+};
 use blockhouse_vhost_user::driver::Options;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -91,7 +93,7 @@ fn a_daemon_in_the_background_is_one_process_whatever_its_option_is_called() {
     let scratch = Scratch::new();
     let pid = scratch.path("pid");
     let copy = scratch.path(NAME);
-    std::fs::copy(blockhouse(), &copy).expect("room");
+    copy_blockhouse(&copy);
     let link = ours(&scratch).get_program().to_owned();
     let lines =
         [&["--daemonize", "--pidfile", "/none"][..], &["--daemonize", "--daemonize"], &["--d"]];
