@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-/// Their names. New ones go to the end, because inputs of `qcow2_operations` count them.
+/// The names. New ones go to the end, because inputs of `qcow2_operations` count them.
 pub const NAMES: &[&str] = &[
     "qemu-plain",
     "qemu-version-2",

@@ -49,7 +49,7 @@ pub struct DetachArguments {
     device: Device,
     /// Remove the device even if it is mounted, or if its server has other exports, which end too.
     ///
-    /// Its users get I/O errors, and data that the host has not written to it yet is lost.
+    /// Users of the device get I/O errors, and data that is not yet written to it is lost.
     #[arg(long)]
     force: bool,
 }

@@ -9,7 +9,7 @@ use clap::Command;
 
 /// A command line, and what it does.
 pub struct Example {
-    /// Its purpose.
+    /// The purpose.
     pub purpose: &'static str,
     /// The line to type.
     pub line: &'static str,

@@ -21,9 +21,9 @@ use crate::progress::Progress;
 pub struct ForeignTarget<'a> {
     /// The image.
     pub path: &'a Path,
-    /// Its format.
+    /// The format.
     pub kind: ForeignKind,
-    /// Its properties.
+    /// The properties.
     pub options: NewForeignOptions,
     /// The parent image.
     pub parent: Option<Arc<ImageDisk>>,

@@ -10,7 +10,7 @@ use crate::called_as;
 pub struct Refusal {
     /// The option.
     pub name: &'static str,
-    /// Its value, as the line "Formatting" shows it.
+    /// The value, as the line "Formatting" shows it.
     pub value: String,
     /// The text of the error.
     pub words: String,

@@ -69,7 +69,7 @@ pub fn all_methods() -> impl Iterator<Item = &'static str> {
 /// A control socket: `SOCKET[,mode=MODE][,group=GROUP][,read-only|,methods=NAME+NAME...]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlSocket {
-    /// Its path.
+    /// The path.
     pub path: PathBuf,
     /// The users that may connect.
     pub permissions: SocketPermissions,

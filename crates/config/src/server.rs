@@ -40,7 +40,7 @@ pub struct ServerConfig {
     /// The mode of the Unix sockets of guests that are bound.
     #[serde(deserialize_with = "some_text")]
     pub socket_mode: Option<SocketMode>,
-    /// Their group.
+    /// The group.
     #[serde(deserialize_with = "some_text")]
     pub socket_group: Option<GroupName>,
     /// How many event loops serve, at least one.

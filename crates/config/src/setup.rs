@@ -104,9 +104,9 @@ pub struct StorageDaemon {
 pub struct FirstCommand {
     /// The option of the command line that gives the command.
     pub said: String,
-    /// Its name.
+    /// The name.
     pub name: &'static str,
-    /// Its arguments.
+    /// The arguments.
     pub arguments: Map<String, Value>,
     /// Whether the arguments were given as `key=value`: then booleans and numbers are strings.
     pub are_words: bool,
@@ -115,7 +115,7 @@ pub struct FirstCommand {
 /// A block device of this host to be served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UblkSetup {
-    /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one.
+    /// The number, N of `/dev/ublkbN`; `None` for the lowest free one.
     pub id: Option<u32>,
     /// The index of its disk in [`Setup::disks`].
     pub disk: usize,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ForkDiskParams {
-    /// Its name.
+    /// The name.
     pub disk: String,
     /// The qcow2 file in which it goes on, an absolute path at which nothing is yet. Left out: a
     /// name beside its image, and none for a read-only disk or one in Ceph.
@@ -36,7 +36,7 @@ pub struct ForkChildParams {
 /// A disk that was forked.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct ForkedDisk {
-    /// Its name.
+    /// The name.
     pub disk: String,
     /// The image at the fork. If the disk continues in an overlay, no program may change it.
     pub layer: PathBuf,

@@ -5,9 +5,9 @@ use crate::luks::LuksEncryption;
 /// Location of a sector of the guest's data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DataPlace {
-    /// Its offset on the guest's disk, in bytes. VM state is past the end of the disk.
+    /// The offset on the guest's disk, in bytes. VM state is past the end of the disk.
     pub guest: u64,
-    /// Its offset in the file that stores it, in bytes.
+    /// The offset in the file that stores it, in bytes.
     pub host: u64,
 }
 

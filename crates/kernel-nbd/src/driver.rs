@@ -43,7 +43,7 @@ const SOCKET_DESCRIPTOR: u16 = 1;
 /// A device to create.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted<'a> {
-    /// Its number; `None` for the lowest that is free.
+    /// The number; `None` for the lowest that is free.
     pub(crate) number: Option<u32>,
     /// Bytes of the export.
     pub(crate) size: u64,

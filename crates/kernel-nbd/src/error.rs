@@ -31,7 +31,7 @@ pub enum Error {
     /// The server does not speak NBD, or does not answer.
     #[error("cannot use the NBD server at {}: {what}", .socket.display())]
     Server {
-        /// Its socket.
+        /// The socket.
         socket: PathBuf,
         /// The reason.
         what: String,
@@ -59,7 +59,7 @@ pub enum Error {
     NotEnded {
         /// The server.
         process: i32,
-        /// Its socket.
+        /// The socket.
         socket: PathBuf,
     },
 }

@@ -23,9 +23,9 @@ const MAX_REPLIES: usize = 100;
 /// An export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Export {
-    /// Its bytes.
+    /// The bytes.
     pub(crate) size: u64,
-    /// Its flags.
+    /// The flags.
     pub(crate) flags: TransmissionFlags,
     /// The server's minimum block size, in bytes.
     pub(crate) block: u64,

@@ -60,7 +60,7 @@ impl ClientOption {
         Self::ExtendedHeaders,
     ];
 
-    /// Its number.
+    /// The number.
     pub const fn number(self) -> u32 {
         self as u32
     }

@@ -59,7 +59,7 @@ pub enum OperationKind {
 }
 
 impl Operation {
-    /// Its kind.
+    /// The kind.
     pub fn kind(&self) -> OperationKind {
         match self {
             Self::Read(_) => OperationKind::Read,

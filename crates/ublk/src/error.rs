@@ -55,7 +55,7 @@ pub enum Error {
     InUse {
         /// The device.
         id: u32,
-        /// Its server.
+        /// The server.
         server: i32,
     },
     /// The device was made for another image.
@@ -109,7 +109,7 @@ pub enum Error {
     ServesMore {
         /// The device.
         id: u32,
-        /// Its server.
+        /// The server.
         server: i32,
     },
     /// The device is served, with another image.
@@ -137,7 +137,7 @@ pub enum Error {
     NotReleased {
         /// The device.
         id: u32,
-        /// Its server.
+        /// The server.
         server: i32,
     },
     /// The disk has changed, and the device cannot take the change.

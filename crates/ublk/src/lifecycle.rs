@@ -131,7 +131,7 @@ impl Control for UblkControl {
 /// The device to acquire.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wanted {
-    /// Its number; `None` for any.
+    /// The number; `None` for any.
     pub(crate) id: Option<u32>,
     /// The number of its queues, if it does not exist yet.
     pub(crate) queues: u16,
@@ -143,7 +143,7 @@ pub(crate) struct Wanted {
     pub(crate) server: i32,
     /// The note about its image.
     pub(crate) note: u64,
-    /// Its parameters.
+    /// The parameters.
     pub(crate) parameters: Parameters,
 }
 

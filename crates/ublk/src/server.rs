@@ -29,7 +29,7 @@ const MAX_IO_BYTES: u32 = 512 << 10;
 /// The options of a device.
 #[derive(Clone, Debug)]
 pub struct DeviceOptions {
-    /// Its number, N of `/dev/ublkbN`; `None` for the lowest free one. A device with this number
+    /// The number, N of `/dev/ublkbN`; `None` for the lowest free one. A device with this number
     /// that waits for a server of the same image is continued, with its existing queues.
     pub id: Option<u32>,
     /// The number of queues of a new device: at least one, and at most the number of processors.
@@ -186,7 +186,7 @@ impl<S: Storage + Send + Sync> PreparedDevice<S> {
         Ok(Self { owner, info, disk: Arc::clone(disk), image: options.image, end })
     }
 
-    /// Its number, N of `/dev/ublkbN`.
+    /// The number, N of `/dev/ublkbN`.
     pub fn id(&self) -> u32 {
         self.info.id
     }
@@ -291,7 +291,7 @@ pub struct Server<S: Storage> {
 }
 
 impl<S: Storage> Server<S> {
-    /// Its number, N of `/dev/ublkbN`.
+    /// The number, N of `/dev/ublkbN`.
     pub fn id(&self) -> u32 {
         self.info.id
     }

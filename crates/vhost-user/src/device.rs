@@ -60,7 +60,7 @@ pub struct Device<S: Storage> {
 pub enum FrontendEvent {
     /// The front-end has connected.
     Came,
-    /// Its connection has ended, and none of its requests is in flight.
+    /// The connection has ended, and none of its requests is in flight.
     Left,
 }
 

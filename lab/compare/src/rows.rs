@@ -18,7 +18,7 @@ pub enum Client {
 /// One kind of load.
 #[derive(Clone, Copy, Debug)]
 pub struct Row {
-    /// Its name in reports and on the command line.
+    /// The name in reports and on the command line.
     pub name: &'static str,
     /// The client.
     pub client: Client,
@@ -82,7 +82,7 @@ pub enum Export {
 }
 
 impl Client {
-    /// Its export.
+    /// The export.
     pub fn export(self) -> Export {
         match self {
             Self::Fio | Self::Light => Export::Nbd,

@@ -42,7 +42,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Its name on our command lines and on QEMU's.
+    /// The name on our command lines and on QEMU's.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -56,7 +56,7 @@ impl Format {
 pub struct Image<'a> {
     /// Where it is.
     pub storage: &'a Storage,
-    /// Its format.
+    /// The format.
     pub format: Format,
 }
 
@@ -113,7 +113,7 @@ impl Kind {
         Self::QsdCached,
     ];
 
-    /// Its name in reports and on the command line.
+    /// The name in reports and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Blockhouse => "blockhouse",
@@ -169,7 +169,7 @@ impl Kind {
         if self.caching() == Caching::Null { Content::Nothing } else { Content::Image }
     }
 
-    /// Its version, in its own words.
+    /// The version, in its own words.
     pub fn version(self, programs: &Programs) -> Result<String> {
         if matches!(self, Self::PlainC | Self::PlainCCached) {
             return Ok("lab/compare/src/plain_server.c".to_owned());
@@ -180,7 +180,7 @@ impl Kind {
         Ok(output.lines().next().unwrap_or_default().to_owned())
     }
 
-    /// Its executable.
+    /// The executable.
     pub fn program(self, programs: &Programs) -> &Path {
         match self {
             Self::Blockhouse | Self::BlockhouseWriteback => &programs.blockhouse,

@@ -119,7 +119,7 @@ impl Storage {
         self.size
     }
 
-    /// Its description, for reports.
+    /// The description, for reports.
     pub fn description(&self) -> &str {
         &self.description
     }

@@ -19,7 +19,7 @@ pub struct Layout {
     /// Options of `qemu-img create` and `blockhouse create`. PATH stands for the folder of the
     /// image.
     pub options: &'static str,
-    /// Its backing file.
+    /// The backing file.
     pub backing: Backing,
     /// Whether the image gets compressed clusters first.
     pub compressed: bool,

@@ -48,7 +48,7 @@ impl Image {
             .collect()
     }
 
-    /// Its layout, if it is a qcow2 image.
+    /// The layout, if it is a qcow2 image.
     pub fn layout(&self) -> Option<Layout> {
         match self {
             Self::Raw => None,

@@ -1,6 +1,6 @@
 //! A guest on a vhost-user-blk device whose requests in flight outlive the server.
 //!
-//! Its rings and its in-flight memory stay when the server is killed. The next server gets both and
+//! The rings and its in-flight memory stay when the server is killed. The next server gets both and
 //! completes the requests that the last server did not. So a guest never loses a request.
 
 use std::path::Path;

@@ -44,11 +44,11 @@ pub enum Phase {
 /// A request that is about to be sent.
 #[derive(Debug)]
 pub struct Planned {
-    /// Its action.
+    /// The action.
     pub action: Action,
     /// Where.
     pub range: Range<u64>,
-    /// Its token in the model.
+    /// The token in the model.
     pub token: Token,
     /// Whether it carries FUA.
     pub is_durable: bool,

@@ -38,7 +38,7 @@ pub enum Action {
 pub struct Token(u64);
 
 impl Token {
-    /// Its number, from which the data of a write is made.
+    /// The number, from which the data of a write is made.
     pub fn number(self) -> u64 {
         self.0
     }

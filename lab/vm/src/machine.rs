@@ -58,7 +58,7 @@ pub struct Machine<'a> {
 pub struct Outcome {
     /// The job's exit status, 0 to 100.
     pub status: u8,
-    /// Its standard output and standard error.
+    /// The standard output and standard error.
     pub output: String,
 }
 

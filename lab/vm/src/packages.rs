@@ -69,7 +69,7 @@ impl Kernel {
         Self::unpacked(root)
     }
 
-    /// Its version.
+    /// The version.
     pub fn version(&self) -> &str {
         &self.version
     }
@@ -84,7 +84,7 @@ impl Kernel {
         self.root.join("lib/modules").join(&self.version)
     }
 
-    /// Its compressed image, whose path depends on the release.
+    /// The compressed image, whose path depends on the release.
     pub fn image(&self) -> PathBuf {
         let older = self.root.join("boot").join(format!("vmlinuz-{}", self.version));
         if older.exists() { older } else { self.modules().join("vmlinuz") }

@@ -192,7 +192,7 @@ enum Action {
     Call {
         /// The method: noun.verb.
         method: String,
-        /// Its parameters: an object.
+        /// The parameters: an object.
         #[arg(default_value = "{}", value_parser = parse_object)]
         params: Map<String, Value>,
     },

@@ -20,9 +20,9 @@ const EXIT_LIMIT: Duration = Duration::from_secs(1);
 /// A character device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chardev {
-    /// Its name for monitors.
+    /// The name for monitors.
     pub id: String,
-    /// Its kind.
+    /// The kind.
     pub kind: Kind,
 }
 

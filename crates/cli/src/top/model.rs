@@ -21,9 +21,9 @@ pub struct Snapshot {
 /// A disk.
 #[derive(Clone, Debug, Default)]
 pub struct DiskReading {
-    /// Its format.
+    /// The format.
     pub format: String,
-    /// Its size in bytes.
+    /// The size in bytes.
     pub size: u64,
     /// The space that the disk occupies on the host, in bytes.
     pub allocated: u64,

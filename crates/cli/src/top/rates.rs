@@ -8,11 +8,11 @@ use super::model::{DiskReading, Series, Snapshot};
 /// The activity of one disk.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Row {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Its format.
+    /// The format.
     pub format: String,
-    /// Its size in bytes.
+    /// The size in bytes.
     pub size: u64,
     /// The space that the disk occupies on the host, in bytes.
     pub allocated: u64,
@@ -47,7 +47,7 @@ pub struct Detail {
     pub origin: String,
     /// The operation.
     pub operation: String,
-    /// Its activity.
+    /// The activity.
     pub activity: Activity,
     /// Errors since the server's start.
     pub errors: u64,

@@ -36,7 +36,7 @@ pub struct BackupBeginParams {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BackupParams {
-    /// Its name.
+    /// The name.
     pub backup: String,
 }
 
@@ -44,7 +44,7 @@ pub struct BackupParams {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct BackupInfo {
-    /// Its name.
+    /// The name.
     pub backup: String,
     /// For how long the guests' changes were held off, in microseconds.
     pub pause_us: u64,
@@ -54,7 +54,7 @@ pub struct BackupInfo {
     /// The bitmap that tells what has changed: the metadata context qemu:dirty-bitmap: and this.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<String>,
-    /// Its disks.
+    /// The disks.
     pub disks: Vec<BackupDiskInfo>,
 }
 
@@ -71,7 +71,7 @@ pub struct BackupDiskInfo {
     /// The bitmap that tells what of it has changed. Left out: it comes in full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<String>,
-    /// Its size in bytes.
+    /// The size in bytes.
     pub size: u64,
     /// Bytes that the scratch file has.
     pub scratch_used: u64,

@@ -56,7 +56,7 @@ pub struct BitmapMergeParams {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct BitmapInfo {
-    /// Its name.
+    /// The name.
     pub name: String,
     /// How many bytes of the disk one bit stands for.
     pub granularity: u64,

@@ -29,7 +29,7 @@ pub struct ForkResult {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RollbackParams {
-    /// Its name.
+    /// The name.
     pub disk: String,
     /// Also while clients use it, which find other bytes then than they know of.
     #[serde(default)]

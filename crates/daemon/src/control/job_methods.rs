@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct JobParams {
-    /// Its name.
+    /// The name.
     pub job: String,
 }
 
@@ -35,7 +35,7 @@ pub enum JobKind {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct JobStartParams {
-    /// Its kind.
+    /// The kind.
     pub kind: JobKind,
     /// The name of the disk.
     pub disk: String,
@@ -116,7 +116,7 @@ pub struct JobCompleteParams {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct JobInfo {
-    /// Its name.
+    /// The name.
     pub job: String,
     /// The kind: mirror, commit, stream or backup.
     pub kind: &'static str,

@@ -53,7 +53,7 @@ pub struct VersionResult {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskParams {
-    /// Its name.
+    /// The name.
     pub disk: String,
 }
 
@@ -61,7 +61,7 @@ pub struct DiskParams {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StatsParams {
-    /// Its name. Left out: all.
+    /// The name. Left out: all.
     pub disk: Option<String>,
 }
 
@@ -69,13 +69,13 @@ pub struct StatsParams {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskInfo {
-    /// Its name.
+    /// The name.
     pub disk: String,
     /// The canonical path of the image.
     pub path: PathBuf,
     /// raw, qcow2.
     pub format: String,
-    /// Its size in bytes.
+    /// The size in bytes.
     pub size: u64,
     /// Bytes of its sectors.
     pub logical_block_size: u64,
@@ -109,9 +109,9 @@ pub struct DiskInfo {
 /// A disk that was opened.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct OpenResult {
-    /// Its name.
+    /// The name.
     pub disk: String,
-    /// Its size in bytes.
+    /// The size in bytes.
     pub size: u64,
     /// Where it is served, with the real port where port 0 was asked for.
     pub exports: Vec<String>,
@@ -121,7 +121,7 @@ pub struct OpenResult {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct CloseParams {
-    /// Its name.
+    /// The name.
     pub disk: String,
     /// Whether its exports are removed first. Otherwise a disk with exports stays open.
     #[serde(default)]
@@ -132,7 +132,7 @@ pub struct CloseParams {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct DiskSetParams {
-    /// Its name.
+    /// The name.
     pub disk: String,
     /// Whether all changes are refused from now on, until this is set again or the disk is closed.
     /// Left out: as it is.
@@ -176,7 +176,7 @@ pub struct ResizeResult {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct RefreshResult {
-    /// Its bytes: more than before where its raw image became longer.
+    /// The size in bytes: more than before where its raw image became longer.
     pub size: u64,
     /// How many held requests are tried again.
     pub held: u64,
@@ -302,7 +302,7 @@ pub struct PauseResult {
 #[derive(Debug, Serialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub struct DiskStats {
-    /// Its name.
+    /// The name.
     pub disk: String,
     /// Reads asked for.
     pub reads: u64,
@@ -350,9 +350,9 @@ pub struct LimitSetParams {
 /// The limits of a disk.
 #[derive(Debug, Serialize, JsonSchema)]
 pub struct LimitInfo {
-    /// Its name.
+    /// The name.
     pub disk: String,
-    /// Its limits; empty: none. Those of its group are the group's.
+    /// The limits; empty: none. Those of its group are the group's.
     pub limits: LimitsConfig,
     /// Requests that wait because of them.
     pub waiting: u64,
@@ -387,7 +387,7 @@ pub struct UpgradeReply {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SubscribeParams {
-    /// Their names. Left out: all.
+    /// The names. Left out: all.
     pub events: Option<Vec<String>>,
 }
 

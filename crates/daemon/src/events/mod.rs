@@ -23,13 +23,13 @@ pub enum Event {
     /// A disk was opened.
     #[serde(rename = "disk.opened")]
     DiskOpened {
-        /// Its name.
+        /// The name.
         disk: String,
     },
     /// A disk was closed.
     #[serde(rename = "disk.closed")]
     DiskClosed {
-        /// Its name.
+        /// The name.
         disk: String,
         /// Why its last changes could not be made durable, if so.
         #[serde(skip_serializing_if = "Option::is_none")]
@@ -38,7 +38,7 @@ pub enum Event {
     /// A disk goes on in an overlay over what it was.
     #[serde(rename = "disk.forked")]
     DiskForked {
-        /// Its name.
+        /// The name.
         disk: String,
         /// The path of the image that it was.
         layer: String,
@@ -48,7 +48,7 @@ pub enum Event {
     /// A disk went back to the layer that its last fork left.
     #[serde(rename = "disk.rolled-back")]
     DiskRolledBack {
-        /// Its name.
+        /// The name.
         disk: String,
         /// The path of the image that it is again.
         layer: String,
@@ -58,9 +58,9 @@ pub enum Event {
     /// A disk has another size.
     #[serde(rename = "disk.resized")]
     DiskResized {
-        /// Its name.
+        /// The name.
         disk: String,
-        /// Its size in bytes.
+        /// The size in bytes.
         size: u64,
     },
     /// Requests failed because of the host or the image. Of one operation and errno this is told
@@ -202,17 +202,17 @@ pub enum Event {
     /// A job began.
     #[serde(rename = "job.started")]
     JobStarted {
-        /// Its name.
+        /// The name.
         job: String,
         /// The name of its disk.
         disk: String,
-        /// Its kind: mirror.
+        /// The kind: mirror.
         kind: String,
     },
     /// A job keeps up with the guest and can be completed.
     #[serde(rename = "job.ready")]
     JobReady {
-        /// Its name.
+        /// The name.
         job: String,
         /// The name of its disk.
         disk: String,
@@ -221,7 +221,7 @@ pub enum Event {
     /// goes on, and can be asked again.
     #[serde(rename = "job.postponed")]
     JobPostponed {
-        /// Its name.
+        /// The name.
         job: String,
         /// The name of its disk.
         disk: String,
@@ -231,7 +231,7 @@ pub enum Event {
     /// A job is over, as it was asked.
     #[serde(rename = "job.ended")]
     JobEnded {
-        /// Its name.
+        /// The name.
         job: String,
         /// The name of its disk.
         disk: String,
@@ -241,7 +241,7 @@ pub enum Event {
     /// A job failed. Its disk goes on as before.
     #[serde(rename = "job.failed")]
     JobFailed {
-        /// Its name.
+        /// The name.
         job: String,
         /// The name of its disk.
         disk: String,
@@ -251,13 +251,13 @@ pub enum Event {
     /// A backup began: its disks are served as they were at that moment.
     #[serde(rename = "backup.began")]
     BackupBegan {
-        /// Its name.
+        /// The name.
         backup: String,
     },
     /// A backup ended, as it was asked.
     #[serde(rename = "backup.ended")]
     BackupEnded {
-        /// Its name.
+        /// The name.
         backup: String,
     },
     /// The disk's past can no longer be read. The disk itself goes on.
@@ -310,7 +310,7 @@ impl Event {
         "disk.write-threshold",
     ];
 
-    /// Its name.
+    /// The name.
     pub fn name(&self) -> &'static str {
         let index = match self {
             Self::DiskOpened { .. } => 0,

@@ -117,7 +117,7 @@ pub struct Socket {
 #[derive(Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Device {
-    /// Its socket.
+    /// The socket.
     pub socket: Listening,
     /// The index of its disk.
     pub disk: usize,

@@ -37,7 +37,7 @@ pub(crate) struct FrozenSource {
 /// A synced bitmap: when the backup is complete, it has the changes since the moment of the backup.
 #[derive(Clone, Debug)]
 pub(crate) struct CopiedBitmap {
-    /// Its name.
+    /// The name.
     pub(crate) name: String,
     /// The name of the bitmap that records the changes since the moment of the backup.
     pub(crate) since: String,

@@ -79,7 +79,7 @@ struct State {
 
 /// A job.
 pub(crate) struct RunningJob {
-    /// Its name, unique in the server.
+    /// The name, unique in the server.
     pub(crate) name: String,
     /// The kind of work: "mirror", "commit", "stream" or "backup".
     pub(crate) kind: &'static str,

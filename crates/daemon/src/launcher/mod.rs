@@ -47,9 +47,9 @@ pub(crate) struct Launcher(Result<Mutex<Channel>, String>);
 /// A process that a launcher has started.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Launched {
-    /// Its id.
+    /// The id.
     pub(crate) process: u32,
-    /// Its program.
+    /// The program.
     pub(crate) program: PathBuf,
 }
 

@@ -66,7 +66,7 @@ pub(super) enum ToldReach {
 pub(super) struct Writable {
     /// The canonical path.
     pub(super) path: Vec<u8>,
-    /// Its device and inode.
+    /// The device and inode.
     pub(super) identity: (u64, u64),
 }
 

@@ -28,13 +28,13 @@ impl Kind {
 /// A metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
-    /// Its name; for a counter with `_total`.
+    /// The name; for a counter with `_total`.
     pub name: &'static str,
     /// How its values behave.
     pub kind: Kind,
     /// The names of its labels.
     pub labels: &'static [&'static str],
-    /// Its meaning, in a line.
+    /// The meaning, in a line.
     pub help: &'static str,
 }
 

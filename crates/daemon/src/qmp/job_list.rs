@@ -14,7 +14,7 @@ pub(super) const ACTIVE: &[&str] = &["running", "paused", "ready", "standby"];
 pub(super) struct Job(pub(super) Value);
 
 impl Job {
-    /// Its name.
+    /// The name.
     pub(super) fn name(&self) -> &str {
         self.0["job"].as_str().unwrap_or_default()
     }
@@ -34,7 +34,7 @@ impl Job {
         self.is("paused") || self.is("standby")
     }
 
-    /// Its status in QEMU.
+    /// The status in QEMU.
     pub(super) fn status(&self) -> &'static str {
         match self.0["status"].as_str().unwrap_or_default() {
             "running" => "running",

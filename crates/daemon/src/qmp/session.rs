@@ -29,7 +29,7 @@ const RECEIVE_SIZE: usize = 4096;
 /// A client.
 #[derive(Default)]
 struct Client {
-    /// Its events, once it has negotiated capabilities.
+    /// The events, once it has negotiated capabilities.
     events: Option<mpsc::Receiver<Value>>,
 }
 

@@ -19,7 +19,7 @@ const PROTOCOL_SUFFIX: &str = "-file";
 /// An export that a client of QMP has asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct NamedExport {
-    /// Its id.
+    /// The id.
     pub(super) id: String,
     /// The export's address in `export.list`.
     pub(super) address: String,
@@ -45,7 +45,7 @@ pub(super) struct FileNode {
 /// A node of a format: of the image of a disk, or of a backing file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FormatNode {
-    /// Its name.
+    /// The name.
     pub(super) name: String,
     /// Whether a client has added it, and may remove it.
     pub(super) is_owned: bool,

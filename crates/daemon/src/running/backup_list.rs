@@ -15,7 +15,7 @@ const MAX_NAME: usize = 255;
 
 /// A backup that has begun.
 pub(crate) struct RunningBackup {
-    /// Its unique name.
+    /// The unique name.
     pub(crate) name: String,
     /// The bitmap that has begun on each disk, if its setup names one.
     pub(crate) bitmap: Option<String>,
@@ -23,7 +23,7 @@ pub(crate) struct RunningBackup {
     pub(crate) since: Option<String>,
     /// The time for which changes were paused.
     pub(crate) pause: Duration,
-    /// Its disks, in the order of the setup.
+    /// The disks, in the order of the setup.
     pub(crate) disks: Vec<BackupDisk>,
 }
 

@@ -60,7 +60,7 @@ const MAX_GRANULARITY: u64 = 64 << 10;
 /// The parameters of a new backup.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupSetup {
-    /// Its name; `None`: any name.
+    /// The name; `None`: any name.
     pub(crate) name: Option<String>,
     /// The names of the disks.
     pub(crate) disks: Vec<String>,

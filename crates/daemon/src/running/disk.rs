@@ -35,7 +35,7 @@ pub(crate) struct RunningDisk {
 }
 
 impl RunningDisk {
-    /// Its name.
+    /// The name.
     pub(crate) fn name(&self) -> &str {
         self.setup.name()
     }
@@ -119,9 +119,9 @@ impl RunningDisk {
 pub(crate) struct Moved {
     /// The path of the image.
     pub(crate) path: PathBuf,
-    /// Its format.
+    /// The format.
     pub(crate) format: ImageFormat,
-    /// Its use of the host's page cache.
+    /// The use of the host's page cache.
     pub(crate) cache: CacheMode,
 }
 

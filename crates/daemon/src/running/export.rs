@@ -46,7 +46,7 @@ pub(crate) struct ServedSocket {
 }
 
 impl ServedSocket {
-    /// Its number at the server of clients.
+    /// The number at the server of clients.
     pub(crate) fn number(&self) -> usize {
         self.number
     }
@@ -110,7 +110,7 @@ impl RunningDevice {
         self.frontends.lock().clone()
     }
 
-    /// Its socket and its server.
+    /// The socket and its server.
     pub(crate) fn served(&self) -> &ServedDevice {
         &self.served
     }
@@ -128,7 +128,7 @@ impl RunningUblk {
         &self.disk
     }
 
-    /// Its server.
+    /// The server.
     pub(crate) fn server(&self) -> &Server<ImageStorage> {
         &self.server
     }

@@ -28,7 +28,7 @@ use crate::running::claims::Name;
 /// A backup that begins in a transaction.
 #[derive(Clone, Debug)]
 pub(crate) struct BackupPart {
-    /// Its job, with the name of the disk. A backup without a job uses the job's name as its own.
+    /// The job, with the name of the disk. A backup without a job uses the job's name as its own.
     pub(crate) job: JobSetup,
     /// The kind of backup of the disk.
     pub(crate) kind: BackupKind,
@@ -60,7 +60,7 @@ pub(crate) enum PartChange {
     Own(BitmapChange),
     /// The bitmap is in memory, and gets the changes of another disk's bitmap.
     MergeFrom {
-        /// Its name.
+        /// The name.
         name: String,
         /// The other disk.
         disk: String,

@@ -24,7 +24,7 @@ const SNAPSHOT: &str = "fork-";
 pub struct CloneOf<'a> {
     /// The disk, which is in use.
     pub disk: &'a ImageDisk,
-    /// Its clones: images of the same pool that do not exist yet. A name without options gets the
+    /// The clones: images of the same pool that do not exist yet. A name without options gets the
     /// options of the disk's name.
     pub clones: Vec<NewChild>,
 }

@@ -48,7 +48,7 @@ type Replaced<'a> = ReplacedImage<'a, ImageStorage>;
 /// An overlay to be made.
 #[derive(Clone, Debug)]
 pub struct NewChild {
-    /// Its path, where no file exists yet.
+    /// The path, where no file exists yet.
     pub path: PathBuf,
     /// The options with which it is opened at once; `None` if it is only created.
     pub opened: Option<ImageOptions>,
@@ -65,7 +65,7 @@ pub struct ForkOf<'a> {
     pub overlay: Option<PathBuf>,
     /// Whether the overlay exists already: a qcow2 image to which nothing was written.
     pub is_overlay_made: bool,
-    /// Its children.
+    /// The children.
     pub children: Vec<NewChild>,
 }
 
@@ -75,7 +75,7 @@ pub struct Forked<'a> {
     pub layer: PathBuf,
     /// The disk's new overlay, if it has one.
     pub overlay: Option<PathBuf>,
-    /// Its children: the path of each, and its disk if it was to be opened.
+    /// The children: the path of each, and its disk if it was to be opened.
     pub children: Vec<(PathBuf, Option<ImageDisk>)>,
     replaced: Option<Replaced<'a>>,
     disk: &'a ImageDisk,

@@ -30,7 +30,7 @@ use crate::options::Access;
 pub struct HandedFile {
     /// The path by which that process opened it.
     pub path: String,
-    /// Its open files.
+    /// The open files.
     pub files: OpenFiles<OwnedFd>,
 }
 

@@ -132,7 +132,7 @@ impl StateUse {
 /// How an image is opened.
 #[derive(Clone, Debug)]
 pub struct ImageOptions {
-    /// Its format; `None` chooses it by the name.
+    /// The format; `None` chooses it by the name.
     pub format: Option<ImageFormat>,
     /// Whether it may be changed.
     pub access: Access,
@@ -213,9 +213,9 @@ pub struct SideFile {
 /// A part of a file: a disk in an archive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FilePart {
-    /// Its offset in the file, in bytes.
+    /// The offset in the file, in bytes.
     pub offset: u64,
-    /// Its length in bytes; `None`: up to the end.
+    /// The length in bytes; `None`: up to the end.
     pub size: Option<u64>,
 }
 

@@ -39,7 +39,7 @@ const EXPORT: &str = ":exportname=";
 /// The image that QEMU's options name.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QemuName {
-    /// Its path, or the URI of a server's export.
+    /// The path, or the URI of a server's export.
     pub path: PathBuf,
     /// `None` if the file's name decides.
     pub format: Option<ImageFormat>,

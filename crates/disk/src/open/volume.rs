@@ -29,7 +29,7 @@ use super::restore::{Clock, change_time, clock_of, identity_of, status_of};
 pub(super) struct Volume {
     pub(super) identity: [u8; 16],
     pub(super) size: u64,
-    /// Its current state, as far as it can be determined.
+    /// The current state, as far as it can be determined.
     pub(super) seen: Seen,
 }
 

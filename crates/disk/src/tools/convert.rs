@@ -111,7 +111,7 @@ fn data_length(chunk: &Chunk) -> u64 {
 struct Part<S: Storage> {
     source: Arc<Disk<S>>,
     range: ByteRange,
-    /// Its start in the target.
+    /// The start in the target.
     start: u64,
 }
 

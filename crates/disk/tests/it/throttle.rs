@@ -254,7 +254,7 @@ fn a_loop_that_is_held_up_delays_no_other_loop_of_the_group() {
     };
     thread::scope(|scope| {
         let held_up = scope.spawn(|| serve(4, true));
-        // Its requests wait and have the timer before the other's come.
+        // The requests wait and have the timer before the other's come.
         thread::sleep(Duration::from_millis(20));
         let other = scope.spawn(|| serve(1, false));
         thread::sleep(Duration::from_secs(8));

@@ -197,7 +197,7 @@ enum State {
 
 /// All operations in flight.
 ///
-/// Its methods run no foreign code except the cloning and dropping of wakers. They return wakers to
+/// The methods run no foreign code except the cloning and dropping of wakers. They return wakers to
 /// call and values to drop, so the caller does this when the table is no longer borrowed.
 pub(crate) struct OperationTable {
     slots: Box<[Slot]>,

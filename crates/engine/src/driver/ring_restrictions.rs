@@ -255,7 +255,7 @@ mod tests {
         let Some(mut plain) = ring(&LOOP) else { return };
         assert_eq!(result_of(&mut plain, entry()), -libc::EACCES);
         let Some(mut allowed) = ring(&LOOP.with(DeviceCommands::Allowed)) else { return };
-        // Its effect depends on the file's driver.
+        // The effect depends on the file's driver.
         assert!(result_of(&mut allowed, entry()) != -libc::EACCES);
         assert_eq!(result_of(&mut allowed, opcode::Nop::new().build()), -libc::EACCES);
     }

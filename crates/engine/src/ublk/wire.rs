@@ -31,7 +31,7 @@ pub mod ublk_state {
     pub const DEAD: u16 = 0;
     /// It takes requests.
     pub const LIVE: u16 = 1;
-    /// Its server has ended: requests wait for the next server.
+    /// The server has ended: requests wait for the next server.
     pub const QUIESCED: u16 = 2;
 }
 
@@ -137,7 +137,7 @@ pub struct UblkInfo {
     pub state: u16,
     /// The maximum size of a request in bytes.
     pub max_io_bytes: u32,
-    /// Its number; with `u32::MAX` the driver chooses one.
+    /// The number; with `u32::MAX` the driver chooses one.
     pub id: u32,
     /// The server's process ID; -1 after the device was stopped.
     pub server: i32,

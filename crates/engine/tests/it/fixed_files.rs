@@ -282,7 +282,7 @@ fn loops_and_files_end_in_any_order() {
         assert_eq!(slots_below(folder.path()), 1);
         drop(read);
         drop(file);
-        // Its number may be that of the file before, which the second loop has not let go yet.
+        // The number may be that of the file before, which the second loop has not let go yet.
         let next = marked(folder.path(), "next", 4);
         assert_eq!(second.block_on(read_mark(&next)), 4);
         drop(second);

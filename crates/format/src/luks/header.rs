@@ -79,7 +79,7 @@ pub enum LuksKdf {
         hash: LuksHash,
         /// Iterations of PBKDF2.
         iterations: u32,
-        /// Its salt.
+        /// The salt.
         salt: Vec<u8>,
     },
     /// Argon2 (RFC 9106), version 1.3.
@@ -92,7 +92,7 @@ pub enum LuksKdf {
         memory_kib: u32,
         /// The degree of parallelism (lanes).
         lanes: u32,
-        /// Its salt.
+        /// The salt.
         salt: Vec<u8>,
     },
 }
@@ -104,7 +104,7 @@ pub struct LuksDigest {
     pub hash: LuksHash,
     /// Iterations of PBKDF2.
     pub iterations: u32,
-    /// Its salt.
+    /// The salt.
     pub salt: Vec<u8>,
     /// The result of PBKDF2.
     pub digest: Vec<u8>,

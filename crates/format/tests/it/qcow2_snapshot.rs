@@ -542,7 +542,7 @@ fn take_on_full_device(how: Taking) -> Result<()> {
     let disk = SimDisk::new(&sim, plain(), Vec::new());
     let made = disk.clone();
     sim.block_on(async move {
-        // Its L1 table has more than one cluster.
+        // The L1 table has more than one cluster.
         let how = CreateOptions { cluster_size: 4096, ..CreateOptions::new(8 << 30) };
         create(&made, &how).await.unwrap();
     });

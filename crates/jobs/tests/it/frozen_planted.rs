@@ -35,9 +35,9 @@ enum Policy {
     Lost,
     /// An error of the scratch disk is taken for a success, now and then.
     ErrorIgnored,
-    /// Their end is missing.
+    /// The end is missing.
     Short,
-    /// Their write never ends.
+    /// The write never ends.
     Hangs,
 }
 

@@ -46,7 +46,7 @@ impl QemuNbd {
         command.args(["--export-name=disk", "--cache=writeback"]).arg("--socket").arg(socket);
         let child = command.arg(image).stdin(Stdio::null()).spawn().expect("it starts");
         let deadline = Instant::now() + START_TIME;
-        // Its socket is there before it listens.
+        // The socket is there before it listens.
         while UnixStream::connect(socket).is_err() {
             assert!(Instant::now() < deadline, "qemu-nbd does not listen");
             sleep(Duration::from_millis(5));

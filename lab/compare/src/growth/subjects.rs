@@ -5,7 +5,7 @@ use crate::servers::Format;
 /// Something that grows.
 #[derive(Clone, Copy)]
 pub struct Subject {
-    /// Its name in reports and on the command line.
+    /// The name in reports and on the command line.
     pub name: &'static str,
     /// The things that are counted, for reports.
     pub what: &'static str,

@@ -31,14 +31,14 @@ impl Part {
 /// A program that is measured.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Contender {
-    /// Its part.
+    /// The part.
     pub part: Part,
     /// The server, or `None` for a tool.
     pub kind: Option<Kind>,
 }
 
 impl Contender {
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> String {
         let program = match (self.kind, self.part) {
             (Some(kind), _) => kind.name(),
@@ -108,7 +108,7 @@ pub struct Cell {
 
 /// One row on one storage.
 pub struct Outcome {
-    /// Its name.
+    /// The name.
     pub row: &'static str,
     /// The unit of all its values.
     pub unit: Unit,

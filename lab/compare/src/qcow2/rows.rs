@@ -7,7 +7,7 @@ use crate::servers::Format;
 /// One kind of work.
 #[derive(Clone, Copy)]
 pub struct Task {
-    /// Its name in reports and on the command line.
+    /// The name in reports and on the command line.
     pub name: &'static str,
     /// The work.
     pub work: Work,

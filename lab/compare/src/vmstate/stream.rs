@@ -70,9 +70,9 @@ impl WriteSizes {
 /// The measured parts of a save.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum SaveFigure {
-    /// Its time.
+    /// The time.
     Time,
-    /// Its memory.
+    /// The memory.
     Memory,
 }
 

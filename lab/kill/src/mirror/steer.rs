@@ -48,7 +48,7 @@ pub const MOMENTS: [Moment; 9] = [
 ];
 
 impl Moment {
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Copying => "copying",

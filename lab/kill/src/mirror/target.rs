@@ -44,7 +44,7 @@ impl Kind {
         }
     }
 
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> String {
         match self {
             Self::File { format } => format!("a {format} file"),
@@ -105,7 +105,7 @@ impl Target {
         Ok(target)
     }
 
-    /// Its location, for a mirror or for a server of the disk.
+    /// The location, for a mirror or for a server of the disk.
     pub fn location(&self) -> String {
         match self.kind {
             Kind::File { .. } => self.path.display().to_string(),

@@ -21,7 +21,7 @@ pub enum Kind {
 pub const KINDS: [Kind; 2] = [Kind::File, Kind::Device];
 
 impl Kind {
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::File => "a raw file",

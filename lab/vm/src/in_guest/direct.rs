@@ -43,7 +43,7 @@ pub enum WriteMethod {
 }
 
 impl WriteMethod {
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Each => "FUA",

@@ -25,7 +25,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Its name on command lines and in reports, and its serial number if the host attaches it.
+    /// The name on command lines and in reports, and its serial number if the host attaches it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nvme => "nvme",

@@ -46,7 +46,7 @@ pub enum State {
 }
 
 impl State {
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::RawWritten => "raw, written",

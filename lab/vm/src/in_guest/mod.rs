@@ -79,7 +79,7 @@ pub enum Task {
     GuestCache {
         /// The disk's serial number
         disk: String,
-        /// Its size in bytes
+        /// The size in bytes
         from: u64,
         /// The size in bytes that it will have
         to: u64,
@@ -93,7 +93,7 @@ pub enum Task {
     Ublk {
         /// The disk that the image lies on
         disk: String,
-        /// Its format
+        /// The format
         format: String,
         /// How often its server is killed
         kills: u64,
@@ -104,7 +104,7 @@ pub enum Task {
     UblkCosts {
         /// The disk that the image lies on
         disk: String,
-        /// Its format
+        /// The format
         format: String,
     },
     /// Serve ublk devices by NVMe/TCP

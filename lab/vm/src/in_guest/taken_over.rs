@@ -100,7 +100,7 @@ impl Instance {
         socket(self.name, "control")
     }
 
-    /// Its threads, without the kernel's io_uring workers.
+    /// The threads, without the kernel's io_uring workers.
     fn threads(self) -> Result<Vec<i32>> {
         let folder = PathBuf::from(format!("/proc/{}/task", self.unit.process()?));
         let mut threads = Vec::new();

@@ -29,7 +29,7 @@ pub struct Round {
 /// The meaning of a round's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AckMeaning {
-    /// Its writes are durable.
+    /// The writes are durable.
     Durable,
     /// Nothing.
     Nothing,

@@ -109,7 +109,7 @@ const fn volume(
 }
 
 impl Configuration {
-    /// Its name in reports.
+    /// The name in reports.
     pub fn name(self) -> String {
         let Self { format, cache, engine, .. } = self;
         let layer = match self.layer {

@@ -26,7 +26,7 @@ pub struct Disk {
     pub moved: Option<MovedTo>,
     /// Whether it was made read-only.
     pub is_protected: bool,
-    /// Its limits.
+    /// The limits.
     pub limits: Option<Limits>,
     /// The write threshold: an event reports when the image uses more bytes of its storage.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -64,7 +64,7 @@ pub struct File {
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub struct Opened {
-    /// Its name.
+    /// The name.
     pub name: String,
     /// The bytes of the image's path or address.
     pub path: Vec<u8>,

@@ -31,7 +31,7 @@ impl Memory {
         memory
     }
 
-    /// Its content. To be called when no vector over it exists any longer.
+    /// The content. To be called when no vector over it exists any longer.
     pub fn bytes(&self) -> Vec<u8> {
         assert_eq!(Arc::strong_count(&self.pages), 1, "an operation still has the memory");
         self.places().map(|byte| byte.load(Relaxed)).collect()

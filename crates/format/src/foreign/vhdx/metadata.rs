@@ -49,7 +49,7 @@ pub(super) struct Metadata {
 /// A metadata item.
 struct Item {
     value: [u8; 8],
-    /// Its offset in the file.
+    /// The offset in the file.
     at: u64,
 }
 

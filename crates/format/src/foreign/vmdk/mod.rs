@@ -51,7 +51,7 @@ pub(super) struct Vmdk {
 
 /// A part of the disk.
 struct Extent {
-    /// Its range of the disk.
+    /// The range of the disk.
     range: ByteRange,
     /// The keyword of its type in the descriptor; empty for the only extent of an image that is one
     /// file.

@@ -18,9 +18,9 @@ const SPLIT: u64 = 2 << 30;
 /// A file with a part of a new disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewVmdkFile {
-    /// Its name in the descriptor's folder.
+    /// The name in the descriptor's folder.
     pub name: String,
-    /// Its part of the disk.
+    /// The part of the disk.
     pub range: ByteRange,
 }
 

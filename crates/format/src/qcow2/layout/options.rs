@@ -31,7 +31,7 @@ impl From<bool> for Switch {
 /// The image's description of its backing file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Backing {
-    /// Its name, as bytes of the host's file system; relative to the image's folder.
+    /// The name, as bytes of the host's file system; relative to the image's folder.
     pub name: Vec<u8>,
     /// The backing file's format, if the image states the format.
     pub format: Option<String>,
@@ -40,7 +40,7 @@ pub struct Backing {
 /// The image's description of its data file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DataFile {
-    /// Its name, as bytes of the host's file system; relative to the image's folder.
+    /// The name, as bytes of the host's file system; relative to the image's folder.
     pub name: Vec<u8>,
     /// Whether the data file without the image reads as the guest's disk.
     pub raw: Switch,
