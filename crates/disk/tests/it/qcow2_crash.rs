@@ -1,7 +1,7 @@
 //! Crashes at every point of random workloads on qcow2 images: no image is corrupt, nothing that
 //! was acknowledged as durable is lost, no read sees what it must not, no task waits for ever; and
-//! what is closed in order has no leaks. Well over 100,000 crashes, each checked by us, more than
-//! 500 of them by `qemu-img` too. `cargo xtask soak` goes on for as long as one likes.
+//! what is closed in order has no leaks. All seeds make well over 100,000 crashes, each checked by
+//! us, more than 500 of them by `qemu-img` too. `cargo xtask soak` has no limit.
 
 use blockhouse_sim::{SeedSelection, for_seeds};
 
@@ -9,7 +9,7 @@ use crate::crashed::jury::Jury;
 use crate::crashed::{Kind, explore_kind};
 use crate::qemu;
 
-/// How much an ordinary run of a kind explores at least.
+/// How much all seeds of a kind explore; a run has to explore half of its share of that.
 struct Least {
     seeds: u64,
     crashes: u64,
@@ -22,7 +22,8 @@ fn crash_at_every_point(test: &str, kind: Kind, jury: &'static Jury, least: Leas
     });
     eprintln!("{test}: qemu-img was shown {}", jury.asked());
     if SeedSelection::of_this_run() == SeedSelection::Default {
-        let part = |of_all: u64| of_all * report.seeds / least.seeds;
+        // Half, because the sums of a quarter of the seeds vary twice as much.
+        let part = |of_all: u64| of_all * report.seeds / least.seeds / 2;
         assert!(report.crashes >= part(least.crashes), "only {} crashes", report.crashes);
         let asked = jury.asked();
         assert!(

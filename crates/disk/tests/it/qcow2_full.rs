@@ -174,10 +174,11 @@ fn a_full_host_is_told_by_enospc_and_survived() {
         let options = options(&mut Rng::with_seed(seed));
         let mut failed = 0;
         for n in 0.. {
-            if !endure(&options, seed, Full::AtWrite(n)) && n > 2 * STEPS as u64 {
+            let is_struck = endure(&options, seed, Full::AtWrite(n));
+            if !is_struck && n > 2 * STEPS as u64 {
                 break;
             }
-            failed += 1;
+            failed += u64::from(is_struck);
         }
         for step in 0..=STEPS {
             failed += u64::from(endure(&options, seed, Full::FromStep(step)));
