@@ -8,7 +8,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use blockhouse_daemon::runtime_folder;
 use blockhouse_disk::{CacheMode, ImageFormat};
 use blockhouse_nbd::uri::{Address, NbdUri, Security};
@@ -99,8 +99,7 @@ fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Re
     if let Err(error) = blockhouse_kernel_nbd::check_driver() {
         bail!("{why}; nor can a device be had otherwise: {error}");
     }
-    let name = format!("attach-{}.sock", std::process::id());
-    let socket = runtime_folder()?.join(name);
+    let socket = new_socket()?;
     let (security, address) = (Security::Plain, Address::Unix(socket.clone()));
     let uri = NbdUri { security, address, export: String::new() };
     let export = vec!["--nbd".into(), uri.to_string().into()];
@@ -113,6 +112,14 @@ fn attach_by_nbd(arguments: &AttachArguments, why: blockhouse_ublk::Error) -> Re
     ));
     output::print(&format!("/dev/nbd{number}"))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A path for the socket of a device's server, which no other process uses.
+///
+/// # Errors
+/// The folder for sockets cannot be made.
+pub fn new_socket() -> Result<PathBuf> {
+    Ok(runtime_folder()?.join(format!("attach-{}.sock", std::process::id())))
 }
 
 /// Starts a server in the background, which listens at `socket` by its arguments `words`, and makes
@@ -132,16 +139,20 @@ pub fn connect_as_qemu_nbd(words: Vec<OsString>, socket: &Path, number: u32) -> 
     Ok(if connected.is_some() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// `qemu-nbd -d`: disconnects the device with this number, whichever program has connected it. A
-/// device that is not connected is no error, as for qemu-nbd.
+/// `qemu-nbd -d`: disconnects a device, whichever program has connected it. A device that is not
+/// connected is no error, as for qemu-nbd.
 ///
 /// # Errors
-/// The device is in use: unlike qemu-nbd, nothing is taken from a file system that is mounted.
-pub fn disconnect_as_qemu_nbd(number: u32) -> Result<()> {
+/// The path names no device, or one that is in use: unlike qemu-nbd, nothing is taken from a file
+/// system that is mounted.
+pub fn disconnect_as_qemu_nbd(device: &Path) -> Result<()> {
     use blockhouse_kernel_nbd::{Detach, Error};
+    let name = device.display();
+    std::fs::metadata(device).with_context(|| format!("Cannot open {name}"))?;
+    let number = parse_kernel_nbd(&name.to_string()).map_err(|why| anyhow!("{name}: {why}"))?;
     match blockhouse_kernel_nbd::detach(number, Detach::UnusedOfAny) {
         Ok(()) | Err(Error::Missing(_)) => {
-            output::print_unless_quiet(&format!("/dev/nbd{number} disconnected"))
+            output::print_unless_quiet(&format!("{name} disconnected"))
         }
         Err(error) => Err(error.into()),
     }

@@ -158,7 +158,7 @@ pub fn words() -> Vec<OsString> {
 }
 
 /// The options of qemu-nbd whose next word is their value.
-const NBD_WITH_VALUES: [&str; 39] = [
+const NBD_WITH_VALUES: [&str; 37] = [
     "-p",
     "--port",
     "-o",
@@ -196,14 +196,12 @@ const NBD_WITH_VALUES: [&str; 39] = [
     "--handshake-limit",
     "-c",
     "--connect",
-    "-d",
-    "--disconnect",
 ];
 
 /// The words of qemu-nbd, with two changes. `-v`, which keeps qemu-nbd in the foreground, is
-/// removed, because `serve` stays in the foreground by default. `--snapshot` becomes `-s`, because
-/// the option `--snapshot` of `serve` has a value. Values of other options and the words after `--`
-/// are not changed.
+/// removed, because `serve` stays in the foreground by default, and with `-c` always leaves it.
+/// `--snapshot` becomes `-s`, because the option `--snapshot` of `serve` has a value. Values of
+/// other options and the words after `--` are not changed.
 fn words_of_nbd(words: &[OsString]) -> Vec<OsString> {
     let ours = nbd_words(words).filter_map(|(word, is_value)| match word.to_str() {
         Some("-v" | "--verbose") if !is_value => None,

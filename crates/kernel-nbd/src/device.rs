@@ -2,15 +2,16 @@
 //!
 //! Guarantees: when a device is attached, it exists with its size. Devices of other programs are
 //! not touched, unless [`Detach`] says so: a device of this program names the socket of its server
-//! (`/sys/block/nbdN/backend`). When a device is detached, its server has ended, and all its data
-//! is in the image.
+//! (`/sys/block/nbdN/backend`). When a device is detached, its server has ended, if it can be
+//! found, and all its data is in the image.
 
 use std::fs;
 use std::io::ErrorKind;
 use std::ops::RangeInclusive;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::thread::sleep;
+use std::sync::mpsc;
+use std::thread::{self, sleep};
 use std::time::{Duration, Instant};
 
 use rustix::fd::OwnedFd;
@@ -18,7 +19,7 @@ use rustix::fd::OwnedFd;
 use crate::driver::{Driver, Wanted};
 use crate::error::Error;
 use crate::handshake::negotiate;
-use crate::server::Server;
+use crate::server::{Found, Server};
 
 /// The prefix of the `backend` of this program's devices, before the socket's path.
 const MARK: &str = "blockhouse ";
@@ -26,6 +27,8 @@ const MARK: &str = "blockhouse ";
 const BLOCKS: RangeInclusive<u64> = 512..=4096;
 /// How long the kernel may take to create a device.
 const NODE_LIMIT: Duration = Duration::from_secs(10);
+/// How long the flush of a device may take whose server is not known.
+const HOLD_LIMIT: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_millis(2);
 
 /// The uses that a device may have when it is detached.
@@ -99,38 +102,62 @@ fn attribute(number: u32, name: &str) -> Option<String> {
 /// ended already is removed even if it is in use.
 ///
 /// # Errors
-/// The device is not connected, belongs to another program, or is in use; its server does not end
-/// within a minute.
+/// The device is not connected, belongs to another program (unless `how` allows that), is in use,
+/// or cannot be flushed; its server does not end within a minute.
 pub fn detach(number: u32, how: Detach) -> Result<(), Error> {
     let mut driver = Driver::open()?;
     if attribute(number, "pid").is_none() {
         return Err(Error::Missing(number));
     }
     let backend = attribute(number, "backend").unwrap_or_default();
-    let socket = backend.strip_prefix(MARK);
-    if socket.is_none() && how != Detach::UnusedOfAny {
-        return Err(Error::Foreign(number));
-    }
     // The server is found first: one that ends with its last client no longer listens afterwards.
-    let server = socket.map_or(Ok(None), |socket| Server::at(Path::new(socket)))?;
-    // If the server has ended, opening the device may block until the device is disconnected.
-    let is_served = socket.is_none() || server.is_some();
+    let server = match backend.strip_prefix(MARK) {
+        Some(socket) => Server::find(Path::new(socket))?,
+        None if how == Detach::UnusedOfAny => Found::Unknown,
+        None => return Err(Error::Foreign(number)),
+    };
     // The disconnect fails requests in flight. So the device is held, to prevent other uses
     // meanwhile, and flushed, for programs that have it open. A forced detach does not wait for
     // that.
-    let _held = match how {
-        Detach::Unused | Detach::UnusedOfAny if is_served => hold_unused(number)?,
-        _ => None,
+    let _held = match (how, &server) {
+        // Opening the device of a server that has ended may block until it is disconnected.
+        (Detach::Forced, _) | (_, Found::Ended) => None,
+        (_, Found::Listens(_)) => hold_unused(number)?,
+        (_, Found::Unknown) => hold_in_time(number)?,
     };
     let disconnected = driver.disconnect(number);
     disconnected.map_err(|error| Error::refused(format!("disconnect /dev/nbd{number}"), error))?;
-    server.map_or(Ok(()), Server::end)
+    match server {
+        Found::Listens(server) => server.end(),
+        Found::Ended | Found::Unknown => Ok(()),
+    }
+}
+
+/// Holds a device whose server is not known, as [`hold_unused`]. Without a server the flush fails:
+/// then nothing is held, because nothing can be written.
+///
+/// # Errors
+/// The device is in use, or is not flushed in time.
+fn hold_in_time(number: u32) -> Result<Option<OwnedFd>, Error> {
+    let (done, held) = mpsc::channel();
+    // A thread that is blocked ends when the device is disconnected, or with this process.
+    thread::spawn(move || done.send(hold_unused(number)));
+    match held.recv_timeout(HOLD_LIMIT) {
+        Ok(Err(error @ Error::Used(_))) => Err(error),
+        Ok(Ok(device)) => Ok(device),
+        Ok(Err(_)) => Ok(None),
+        Err(_) => Err(cannot_flush(number, ErrorKind::TimedOut.into())),
+    }
 }
 
 /// Holds the block device, as [`blockhouse_engine::hold_unused`].
 fn hold_unused(number: u32) -> Result<Option<OwnedFd>, Error> {
     blockhouse_engine::hold_unused(&node(number)).map_err(|error| match error.kind() {
         ErrorKind::ResourceBusy => Error::Used(number),
-        _ => Error::refused(format!("flush /dev/nbd{number}"), error),
+        _ => cannot_flush(number, error),
     })
+}
+
+fn cannot_flush(number: u32, error: std::io::Error) -> Error {
+    Error::refused(format!("flush /dev/nbd{number}"), error)
 }

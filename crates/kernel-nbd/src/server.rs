@@ -27,32 +27,43 @@ pub(crate) struct Server {
     socket: PathBuf,
 }
 
+/// What is known of the server at a socket.
+pub(crate) enum Found {
+    /// The process that listens.
+    Listens(Server),
+    /// The server has ended: its socket is there, and no process listens.
+    Ended,
+    /// The socket cannot be reached: it was removed, or its folder. The server may run.
+    Unknown,
+}
+
 impl Server {
-    /// The server at a socket; `None` if no process listens there. Then a stale socket is removed.
+    /// Finds the server at a socket. The socket of a server that has ended is removed.
     ///
     /// # Errors
     /// The kernel refuses a handle of the process.
-    pub(crate) fn at(socket: &Path) -> Result<Option<Self>, Error> {
+    pub(crate) fn find(socket: &Path) -> Result<Found, Error> {
         let client = match UnixStream::connect(socket) {
             // No process listens at the socket: its server was killed.
             Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
                 // Any other file gives this error, too.
                 if fs::symlink_metadata(socket).is_ok_and(|file| file.file_type().is_socket()) {
                     let _ = fs::remove_file(socket);
+                    return Ok(Found::Ended);
                 }
-                return Ok(None);
+                return Ok(Found::Unknown);
             }
-            Err(_) => return Ok(None),
+            Err(_) => return Ok(Found::Unknown),
             Ok(client) => client,
         };
         let listener = socket_peercred(&client).map(|listener| listener.pid);
-        let Ok(listener) = listener else { return Ok(None) };
+        let Ok(listener) = listener else { return Ok(Found::Unknown) };
         let process = listener.as_raw_nonzero().get();
         match pidfd_open(listener, PidfdFlags::empty()) {
             // The server has ended meanwhile.
-            Err(Errno::SRCH) => Ok(None),
+            Err(Errno::SRCH) => Ok(Found::Ended),
             Err(error) => Err(cannot_end(process, error)),
-            Ok(handle) => Ok(Some(Self { process, handle, socket: socket.to_owned() })),
+            Ok(handle) => Ok(Found::Listens(Self { process, handle, socket: socket.to_owned() })),
         }
     }
 
@@ -83,7 +94,10 @@ fn cannot_end(process: i32, error: Errno) -> Error {
 /// # Errors
 /// The server does not end within a minute, or belongs to another user.
 pub fn end(socket: &Path) -> Result<(), Error> {
-    Server::at(socket)?.map_or(Ok(()), Server::end)
+    match Server::find(socket)? {
+        Found::Listens(server) => server.end(),
+        Found::Ended | Found::Unknown => Ok(()),
+    }
 }
 
 #[cfg(test)]

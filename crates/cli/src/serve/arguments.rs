@@ -97,7 +97,7 @@ pub struct Arguments {
     /// The image: a raw or qcow2 disk image, or a block device. Several are served side by side,
     /// each named after its file unless --name says otherwise. null-co://?size=SIZE reads as zeros
     /// and drops writes: for benchmarks without a disk.
-    #[arg(required_unless_present_any = ["config", "list", "disconnect"], value_name = "IMAGE")]
+    #[arg(required_unless_present_any = ["config", "list"], value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// Whether the backing file is read: options of the image say it.
     #[arg(skip)]
@@ -439,19 +439,29 @@ impl Arguments {
         Some(self.habits.listed_uri().unwrap_or_else(|why| refuse(&why)))
     }
 
-    /// The device that `--disconnect` names.
-    pub(super) fn disconnected(&self) -> Option<u32> {
-        self.habits.disconnect
+    /// The device to disconnect, if `--disconnect` is given.
+    pub(super) fn disconnected(&self) -> Option<&Path> {
+        match &self.images[..] {
+            _ if !self.habits.disconnect => None,
+            [device] => Some(device),
+            _ => wrong_usage(
+                "Invalid number of arguments\nTry `qemu-nbd --help' for more information.",
+            ),
+        }
     }
 
-    /// The device that `--connect` names, and the socket of its server, unless this process is that
-    /// server.
-    pub(super) fn connected(&self) -> Option<(u32, Result<PathBuf>)> {
-        self.habits.kernel_device().filter(|_| !self.in_background)
+    /// The device that `--connect` names, and the socket for its server if `-k` names one; `None`
+    /// in the process of the server.
+    pub(super) fn connected(&self) -> Option<(u32, Option<&Path>)> {
+        let number = self.habits.device().filter(|_| !self.in_background)?;
+        Some((number, self.habits.socket()))
     }
 
-    /// Whether the server ends with its last client: qemu-nbd without -t.
+    /// Whether the server ends with its last client: qemu-nbd without -t, or with a device.
     fn ends_with_clients(&self) -> bool {
+        if self.habits.device().is_some() {
+            return true;
+        }
         let has_others = self.control.is_some() || !self.vhost_user_blk.is_empty();
         called_as::is_qemu_nbd() && !self.habits.persistent && !has_others && self.ublk.is_empty()
     }

@@ -9,7 +9,7 @@ mod tls_args;
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
-use std::path::Path;
+use std::path::{Path, absolute};
 use std::process::ExitCode;
 
 use anyhow::Result;
@@ -29,13 +29,19 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     if let Some(uri) = arguments.listed_server() {
         return export_list::run(&uri).map(|()| ExitCode::SUCCESS);
     }
-    if let Some(number) = arguments.disconnected() {
-        return attach::disconnect_as_qemu_nbd(number).map(|()| ExitCode::SUCCESS);
+    if let Some(device) = arguments.disconnected() {
+        return attach::disconnect_as_qemu_nbd(device).map(|()| ExitCode::SUCCESS);
     }
     arguments.obey_habits();
     arguments.check();
-    if let Some((number, socket)) = arguments.connected() {
-        return attach::connect_as_qemu_nbd(background_words(), &socket?, number);
+    if let Some((number, named)) = arguments.connected() {
+        // A name of its own: the device tells it to whoever disconnects.
+        let socket = named.map_or_else(attach::new_socket, |socket| Ok(absolute(socket)?))?;
+        let words = match named {
+            Some(_) => background_words(&[]),
+            None => background_words(&["-k".into(), socket.clone().into()]),
+        };
+        return attach::connect_as_qemu_nbd(words, &socket, number);
     }
     if arguments.fork {
         return fork();
@@ -61,26 +67,29 @@ pub fn run(mut arguments: Arguments, verbose: bool) -> Result<ExitCode> {
     }
 }
 
-/// The arguments of a process in the background that serves the same command line.
-fn background_words() -> Vec<OsString> {
+/// The arguments of a process in the background that serves the same command line, with `more`
+/// options.
+fn background_words(more: &[OsString]) -> Vec<OsString> {
     let own = std::process::id().to_string();
     if std::env::var_os("LISTEN_PID").is_some_and(|pid| pid == own.as_str()) {
-        refuse("--fork: the service manager's sockets are for this process; leave it out");
+        refuse("the service manager's sockets are for this process; leave out --fork and -c");
     }
     let words = called_as::words();
     let command = called_as::index_of_command(&words).unwrap_or_default();
     let options = words.iter().position(|word| word == "--").unwrap_or(words.len());
     let kept = words.iter().enumerate().filter(|(at, word)| *at >= options || *word != "--fork");
     let with_option = kept.flat_map(|(at, word)| {
-        let option = (at == command).then(|| background::OPTION.into());
-        std::iter::once(word.clone()).chain(option)
+        let here = at == command;
+        let option = here.then(|| background::OPTION.into());
+        let more = more.iter().filter(move |_| here).cloned();
+        std::iter::once(word.clone()).chain(option).chain(more)
     });
     with_option.skip(1).collect()
 }
 
 /// Starts a process in the background that serves the same command line without `--fork`.
 fn fork() -> Result<ExitCode> {
-    match background::start(background_words())? {
+    match background::start(background_words(&[]))? {
         Started::Listens(lines) => {
             if !called_as::is_qemu_nbd() {
                 output::print_unless_quiet(&lines)?;

@@ -3,13 +3,11 @@
 //! others.
 
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use anyhow::Result;
 use blockhouse_config::offers::ExportRights;
 use blockhouse_nbd::uri::NbdUri;
 
-use blockhouse_daemon::runtime_folder;
 use blockhouse_disk::QemuTls;
 use blockhouse_engine::{Engine, EngineChoice};
 
@@ -60,11 +58,11 @@ pub struct NbdHabits {
     allocation_depth: bool,
     /// Connect this device of the kernel's NBD client to the server, which runs in the background.
     #[arg(short = 'c', long, hide = true, value_name = "DEVICE", value_parser = parse_kernel_nbd)]
-    #[arg(conflicts_with_all = ["port", "bind", "export", "tls_creds"])]
+    #[arg(conflicts_with_all = ["config", "port", "bind", "export", "tls_creds"])]
     connect: Option<u32>,
-    /// Disconnect this device, and serve nothing.
-    #[arg(short = 'd', long, hide = true, value_name = "DEVICE", value_parser = parse_kernel_nbd)]
-    pub(super) disconnect: Option<u32>,
+    /// Disconnect the device that is named in place of an image, and serve nothing.
+    #[arg(short = 'd', long, hide = true, conflicts_with_all = ["config", "connect"])]
+    pub(super) disconnect: bool,
     /// List the exports of the server that listens there, and serve nothing.
     #[arg(short = 'L', long, hide = true)]
     pub(super) list: bool,
@@ -111,22 +109,21 @@ impl NbdHabits {
             let uri = format!("nbd://{host}:{}/{export}", port.unwrap_or(10809));
             return uri.parse().map(Some).map_err(|error| format!("--port, --bind: {error}"));
         }
-        let socket = match self.kernel_device() {
-            Some((_, socket)) => Some(socket.map_err(|error| error.to_string())?),
-            None => self.socket.clone(),
-        };
-        let Some(socket) = socket else { return Ok(None) };
+        let Some(socket) = &self.socket else { return Ok(None) };
         let socket = socket.to_str().ok_or("the path of a socket is UTF-8")?;
         let export = escape(self.export.as_deref().unwrap_or_default());
         let uri = format!("nbd+unix:///{export}?socket={}", escape(socket));
         uri.parse().map(Some).map_err(|error| format!("--socket: {error}"))
     }
 
-    /// The number of the device that is connected to the server, and the server's socket.
-    pub(super) fn kernel_device(&self) -> Option<(u32, Result<PathBuf>)> {
-        let number = self.connect?;
-        let usual = || runtime_folder().map(|folder| folder.join(format!("nbd{number}.sock")));
-        Some((number, self.socket.clone().map_or_else(usual, Ok)))
+    /// The device to which the server is connected.
+    pub(super) fn device(&self) -> Option<u32> {
+        self.connect
+    }
+
+    /// The socket that these options name.
+    pub(super) fn socket(&self) -> Option<&Path> {
+        self.socket.as_deref()
     }
 
     /// The URI of the server whose exports are listed.
@@ -144,7 +141,12 @@ impl NbdHabits {
     pub(super) fn is_of_export(&self) -> bool {
         let is_named = self.export.is_some() || self.description.is_some();
         let is_changed = self.offset.is_some() || self.nocache || self.aio.is_some();
-        is_named || is_changed || self.allocation_depth || self.load_snapshot.is_some()
+        let has_device = self.connect.is_some() || self.disconnect;
+        is_named
+            || is_changed
+            || has_device
+            || self.allocation_depth
+            || self.load_snapshot.is_some()
     }
 
     /// The rights of clients. If the program is called as qemu-nbd, clients get the rights that
@@ -188,7 +190,7 @@ mod tests {
             description: None,
             allocation_depth: true,
             connect: None,
-            disconnect: None,
+            disconnect: false,
             list: false,
             handshake_limit: None,
             tls_creds: None,

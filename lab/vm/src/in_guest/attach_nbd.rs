@@ -124,7 +124,22 @@ fn as_qemu_nbd(image: &str) -> Result<()> {
         ensure!(said.output == format!("{DEVICE} disconnected"), "{}{}", said.output, said.error);
         good(&["check", image])?;
     }
-    connect(&["--read-only", "--connect=/dev/nbd6", image])?;
+    let missing = qemu_nbd(&["-d", "/dev/nbd99"])?;
+    ensure!(!missing.is_good && missing.error.contains("Cannot open"), "{}", missing.error);
+    // The socket is unknown to whoever disconnects: the device is not taken from its users.
+    const SOCKET: &str = "/tmp/named.sock";
+    connect(&["-c", DEVICE, "-k", "named.sock", image])?;
+    let mount = Mount::at(FileSystem::Ext4, node, Path::new(PLACE))?;
+    std::fs::rename(SOCKET, "/tmp/renamed.sock")?;
+    std::fs::write(mount.place().join("file"), "more")?;
+    let refusal = qemu_nbd(&["-d", DEVICE])?;
+    ensure!(!refusal.is_good && refusal.error.contains("unmount it first"), "{}", refusal.error);
+    mount.unmount()?;
+    ensure!(qemu_nbd(&[DEVICE, "-d"])?.is_good, "a device that nobody uses is held");
+    system::wait_for("the end of the server", || {
+        blockhouse(&["check", image]).is_ok_and(|said| said.is_good).then_some(())
+    })?;
+    connect(&["-t", "--read-only", "--connect=/dev/nbd6", image])?;
     ensure!(system::read(Path::new("/sys/block/nbd6/ro"))? == "1", "it takes writes");
     let mut magic = [0; 2];
     File::open(node)?.read_exact_at(&mut magic, 1080)?;
@@ -146,6 +161,6 @@ fn as_qemu_nbd(image: &str) -> Result<()> {
 /// Runs the program under the name qemu-nbd.
 fn qemu_nbd(words: &[&str]) -> Result<Said> {
     let mut command = Command::new("/host/bin/blockhouse");
-    command.arg0("qemu-nbd").args(words).env("LD_LIBRARY_PATH", "/host/lib");
+    command.arg0("qemu-nbd").args(words).current_dir("/tmp").env("LD_LIBRARY_PATH", "/host/lib");
     said_by(command)
 }
